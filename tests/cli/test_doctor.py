@@ -58,6 +58,18 @@ def test_costs_of_a_profile_in_the_folder_tell_how_backwards_split(folder, capsy
     assert "halves" not in measured
 
 
+def test_bytes_of_a_profile_in_the_folder_tell_what_memory_is_compared_by(folder, capsys):
+    main(["doctor", str(folder)])
+    assert "as if all layers held as much; penstock profile measures it" in capsys.readouterr().out
+    sizes = [1000] * 4 + [1] * 12
+    (folder / "costs.toml").write_text(f'per = "layer"\nforward_s = {[1.0] * 16}\nactivation_bytes = {sizes}\n')
+    main(["doctor", str(folder)])
+    measured = capsys.readouterr().out
+
+    assert "by what was profiled of each layer" in measured
+    assert "as if all layers" not in measured
+
+
 @pytest.mark.parametrize("limit", ["4 activations", "4 microbatches"])
 def test_with_a_limit_of_memory_what_waits_for_it_is_told(folder, limit, capsys):
     """Rank 0 of 1F1B holds 4 activations and waits with the fifth forward for a backward to free one."""

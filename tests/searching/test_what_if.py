@@ -1,5 +1,7 @@
 """Changes are simulated on the measured costs: splits, schedules, microbatches."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.lowering import lower
@@ -47,6 +49,26 @@ def test_another_order_of_the_same_stages_keeps_their_split():
     now_s = makespan_s("1f1b", Costs(forward_s=UNEVEN, backward_s=backward))
     then_s = makespan_s("zb-h1", Costs(forward_s=UNEVEN, backward_input_s=UNEVEN, backward_weight_s=UNEVEN))
     assert found["zb-h1"].step_change == pytest.approx(then_s / now_s - 1)
+
+
+def test_memory_is_by_the_bytes_of_each_layer_where_they_are_known():
+    """The first and the last of four stages are large. A loop has them on two ranks, a wave on one."""
+    recorded = recorded_step(build("interleaved-1f1b", ranks=2, microbatches=4))
+    costs = costs_from_timelines([recorded.timeline])
+    schedule = recorded.timeline.program.actions()
+    of_stages = (32, 4, 4, 32)
+    sizes = tuple(size // 4 for size in of_stages for _ in range(4))
+    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights, activation_bytes=sizes)
+
+    found = {change.text: change for change in what_if(run, replace(SETTING, family=None, stages_per_rank=None))}
+
+    def peak(name):
+        table = lower(build(name, ranks=2, microbatches=4))
+        return max(simulate(table, Costs(forward_s=(1.0,), backward_s=(2.0,), activation_bytes=of_stages)).peak_bytes)
+
+    now = peak("interleaved-1f1b")
+    assert found["hanayo"].memory_change == pytest.approx(peak("hanayo") / now - 1)
+    assert found["looped-bfs"].memory_change == pytest.approx(peak("looped-bfs") / now - 1)
 
 
 def test_what_was_measured_of_split_backwards_counts():

@@ -31,6 +31,13 @@ NOTES = {
 }
 
 
+MEMORY = {
+    True: "by what was profiled of each layer",
+    False: "as if all layers held as much; penstock profile measures it",
+}
+"""By whether it was measured."""
+
+
 def to_text(diagnosis: Diagnosis, screen: Screen = NO_SCREEN, *, asked: Sequence[int] = ()) -> str:
     """Return what was found, from the whole to the single, what the `asked` split would do, and last what to do."""
     advice = advice_of(diagnosis.changes)
@@ -177,6 +184,8 @@ def _changes_tables(diagnosis: Diagnosis, advice: Advice, screen: Screen) -> Ite
         notes.append(
             "  backwards in two parts are taken to be halves that cost nothing more; penstock profile measures it"
         )
+    if listed:
+        notes.append(f"  memory is that of the activations on the fullest rank, {MEMORY[diagnosis.knows_bytes]}")
     if notes:
         yield "\n".join(["what is assumed of them", *map(screen.wrapped, notes)])
 

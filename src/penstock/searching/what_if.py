@@ -25,7 +25,7 @@ NUM_EXTREMES = 4
 """Layers are moved away from so many of the heaviest stages, and to so many of the lightest."""
 MICROBATCH_FACTORS = (0.25, 0.5, 2, 4, 8)
 UNIT_BYTES = 1 << 20
-"""Assumed of each layer's activation, so that memory can be compared."""
+"""Of each layer's activation where it is not known, so that memory can be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,16 @@ class MeasuredRun:
     """By stage whose backwards are split, the share of its weight gradients that I computes."""
     backward_weights: tuple[float, ...] | None = None
     """As `layer_weights`, for backwards, where these differ."""
+    activation_bytes: tuple[int, ...] = ()
+    """Per layer; empty where they are not known. All layers are then taken to hold as much."""
+    weight_context_bytes: tuple[int, ...] = ()
+    """As many as `activation_bytes` unless given."""
 
     def per_layer(self, costs: Costs) -> LayerCosts:
         """Share costs of its stages among their layers."""
-        return LayerCosts.from_stages(costs, self.layers_of_stage, self.layer_weights, self.backward_weights)
+        shared = LayerCosts.from_stages(costs, self.layers_of_stage, self.layer_weights, self.backward_weights)
+        activation_bytes = self.activation_bytes or (UNIT_BYTES,) * len(self.layer_weights)
+        return replace(shared, activation_bytes=activation_bytes, weight_context_bytes=self.weight_context_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,9 +148,9 @@ def _predict(plan: _Plan, per_layer: LayerCosts, num_measured_parts: int) -> tup
     """
     factor = num_measured_parts / (plan.schedule.num_microbatches * plan.schedule.num_slices)
     costs = per_layer.of_stages(plan.layers_of_stage).of_share(factor)
-    # How large layers are is not known: memory is compared as if they all were alike, and messages nothing.
-    kept = [round(factor * len(part) * UNIT_BYTES) for part in plan.layers_of_stage]
-    sizes = StageBytes.of(len(kept), activation=kept, weight_context=kept)
+    # Memory is compared by activations alone, as if messages were nothing.
+    kept, context = costs.activation_bytes, costs.weight_context_bytes
+    sizes = StageBytes.of(len(kept), activation=kept, weight_context=context)
     timeline = simulate(lower(plan.schedule), costs)
     return timeline.makespan_s, max(peak_bytes(timeline.program, sizes))
 

@@ -45,6 +45,8 @@ class Diagnosis:
     """How much equal computations of the step differ."""
     knows_shares: bool
     """Whether it was measured what backwards take in two parts."""
+    knows_bytes: bool
+    """Whether it was measured how large the activations of each layer are."""
 
     @property
     def step_s(self) -> float:
@@ -75,15 +77,27 @@ def diagnose(
     """Find out all about a recorded step.
 
     `profiled` are costs that were measured of the same model: they say what backwards take in two parts, else halves,
-    and, per layer, what each layer takes of its stage, else its weight. `memory_limit` counts activations.
+    and, per layer, what each layer takes of its stage, else its weight, and how large its activations are, else as
+    large as another's. `memory_limit` counts activations.
     """
     shares = None if profiled is None else SplitShares.of(profiled, recorded.layers_of_stage)
     timeline = with_true_arrivals(recorded.timeline)
     costs = costs_from_timelines([timeline], message_bytes=recorded.message_bytes, shares=shares or HALVES)
     schedule = timeline.program.actions()
     early = {stage: found.share for stage, found in recorded.early_weights.items()}
-    forward_weights, backward_weights = _layer_weights(recorded, profiled)
-    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, forward_weights, early, backward_weights)
+    of_layers = _of_layers(recorded, profiled)
+    forward_weights, backward_weights = _layer_weights(recorded, of_layers)
+    activation_bytes, weight_context_bytes = _layer_bytes(of_layers)
+    run = MeasuredRun(
+        schedule,
+        costs,
+        recorded.layers_of_stage,
+        forward_weights,
+        early,
+        backward_weights,
+        activation_bytes=activation_bytes,
+        weight_context_bytes=weight_context_bytes,
+    )
     before = idle_before(timeline, recorded.lead_ins)
     within = idle_times(timeline, costs, memory_limit=memory_limit)
     return Diagnosis(
@@ -96,14 +110,29 @@ def diagnose(
         what_if(run, setting),
         costs.spreads,
         shares is not None,
+        bool(activation_bytes),
     )
 
 
-def _layer_weights(recorded: RecordedStep, profiled: Costs | LayerCosts | None) -> list[tuple[float, ...]]:
+def _of_layers(recorded: RecordedStep, profiled: Costs | LayerCosts | None) -> LayerCosts | None:
+    """Return what was profiled, if it is per layer and of as many layers."""
+    if not isinstance(profiled, LayerCosts) or profiled.num_layers != len(recorded.layer_weights):
+        return None
+    return profiled
+
+
+def _layer_weights(recorded: RecordedStep, profiled: LayerCosts | None) -> list[tuple[float, ...]]:
     """By which forwards and backwards of a stage are shared among its layers: a profile's seconds, else the weights."""
-    if isinstance(profiled, LayerCosts) and profiled.num_layers == len(recorded.layer_weights):
-        return [tuple(seconds) for seconds in profiled.seconds_of_layers.tolist()]
-    return [recorded.layer_weights] * 2
+    if profiled is None:
+        return [recorded.layer_weights] * 2
+    return [tuple(seconds) for seconds in profiled.seconds_of_layers.tolist()]
+
+
+def _layer_bytes(profiled: LayerCosts | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of the activations of each layer, and of what is kept for its weight gradients; empty where not known."""
+    if profiled is None or not any(profiled.activation_bytes):
+        return (), ()
+    return profiled.activation_bytes, profiled.weight_context_bytes
 
 
 def setting_of(config: RunConfig) -> Setting:
