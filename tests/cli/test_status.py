@@ -31,6 +31,7 @@ from tests.house.source import ROOT
         (DeadlineExceeded("x"), 5),
         (NotFinite("x"), 7),
         (PermissionError(13, "Permission denied", "file"), 1),
+        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), 1),
         (OSError(5, "no name"), 70),
         (MemoryError(), 4),
         (torch.OutOfMemoryError("x"), 4),
@@ -48,6 +49,9 @@ def test_a_message_is_plain_unless_it_is_a_bug():
     assert message_of(ConfigError("is wrong", key="a.b")) == "a.b: is wrong"
     assert message_of(PermissionError(13, "Permission denied", "file")) == "file: Permission denied"
     assert "bug" not in message_of(MemoryError("of the machine"))
+    text = message_of(FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"))
+    assert text.startswith("no temporary file can be written (No usable temporary directory found in ['/tmp']). Raise")
+    assert "ulimit -f" in text
     assert "ValueError: x\n\nThis is a bug in Penstock" in message_of(ValueError("x"))
 
 

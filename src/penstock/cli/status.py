@@ -2,11 +2,9 @@
 
 import traceback
 from enum import IntEnum
+from typing import TypeGuard
 
-from penstock.errors import (
-    PenstockError,
-    hint_of_limit,
-)
+from penstock.errors import PenstockError, hint_of_limit
 
 
 class ExitStatus(IntEnum):
@@ -47,7 +45,7 @@ def status_of(error: BaseException) -> ExitStatus:
             return ExitStatus.INTERRUPTED
         case PenstockError():
             return ExitStatus(error.exit_status)
-        case OSError() if error.filename is not None:
+        case OSError() if error.filename is not None or _has_no_temporary_folder(error):
             return ExitStatus.WRONG_INPUT
         case _:
             return ExitStatus.RANK_FAILED if _is_of_the_machine(error) else ExitStatus.BUG
@@ -59,6 +57,11 @@ def message_of(error: BaseException) -> str:
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}{hint_of_limit(str(error))}"
+    if _has_no_temporary_folder(error):
+        return (
+            f"no temporary file can be written ({error.strerror}). Raise the limit of file sizes (ulimit -f), free "
+            "some space there, or set TMPDIR to a folder that can be written"
+        )
     if isinstance(error, MemoryError):
         frame = traceback.extract_tb(error.__traceback__)[-1:]
         place = f" at {frame[0].filename}:{frame[0].lineno}" if frame else ""
@@ -68,6 +71,11 @@ def message_of(error: BaseException) -> str:
         )
     trace = "".join(traceback.format_exception(error)).rstrip()
     return f"{trace}\n\n{REPORT}" if status_of(error) is ExitStatus.BUG else trace
+
+
+def _has_no_temporary_folder(error: BaseException) -> TypeGuard[OSError]:
+    """Whether Python found no folder for temporary files: it tries to write one in each."""
+    return isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error.strerror)
 
 
 def _is_of_the_machine(error: BaseException) -> bool:
