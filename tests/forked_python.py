@@ -94,6 +94,7 @@ class _Rank(subprocess.Popen):
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
+            Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))

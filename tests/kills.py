@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from penstock.checkpoints.folder import CheckpointFolder
 from penstock.checkpoints.verification import verify
-from tests.tiny_run import PENSTOCK, settings, start, start_training, write_tiny_run
+from tests.tiny_run import PENSTOCK, fork, fork_training, ranks_of, settings, start, write_tiny_run
 
 NUM_STEPS = 60
 LONGEST_S = 280
@@ -36,29 +35,32 @@ def undisturbed(folder):
     """Train without a kill, on one rank, and return the weights: any number of ranks comes to the same ones."""
     folder.mkdir()
     write_tiny_run(folder)
-    training = start_training(folder, *OPTIONS)
+    training = fork_training(folder, *OPTIONS)
     _, complained = training.communicate(timeout=LONGEST_S)
     assert training.returncode == 0, complained
     return (folder / "run" / "weights.safetensors").read_bytes()
 
 
-def case(folder, seed, weights):
-    """Train on 2 or 4 ranks of which some are killed; return what is wrong, or nothing, and how many were killed."""
+def case(folder, seed, weights, *, is_forked=False):
+    """Train on 2 or 4 ranks of which some are killed; return what is wrong, or nothing, and how many were killed.
+
+    Forked ones are without their start-up, which takes most of the time.
+    """
     chance = random.Random(seed)
     num_ranks = 2 if seed % 2 else 4
     folder.mkdir()
     write_tiny_run(folder)
     torchrun = ["-m", "torch.distributed.run", "--standalone", *RESTARTS, "--nproc-per-node", str(num_ranks)]
     options = settings(*OPTIONS, f"pipeline.ranks={num_ranks}", f"checkpoint.asynchronous={str(seed % 3 > 0).lower()}")
-    output = (folder / "output.txt").open("w")
-    training = start([*torchrun, *PENSTOCK, "train", "run.toml", *options], folder, stdout=output)
+    command = [*torchrun, *PENSTOCK, "train", "run.toml", *options]
+    with (folder / "output.txt").open("w") as output:
+        training = fork(command, folder, output=output.name) if is_forked else start(command, folder, stdout=output)
     try:
         num_kills, problem = _kill(training, folder, chance, num_ranks)
         training.wait(timeout=LONGEST_S)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(training.pid, signal.SIGKILL)
-        output.close()
     return problem or _problem_of_end(training.returncode, folder, weights), num_kills
 
 
@@ -106,17 +108,6 @@ def _wait_for_ranks(training, num_ranks, killed, chance, checkpoints):
             continue
         time.sleep(SAVING_POLL_S)
     return None
-
-
-def ranks_of(process):
-    """Return the processes of the ranks that a launcher has started."""
-    found = {}
-    with suppress(OSError):
-        for child in map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()):
-            rank = re.search(r"(?:^|\0)RANK=(\d+)", Path(f"/proc/{child}/environ").read_text())
-            if rank:
-                found[int(rank[1])] = child
-    return found
 
 
 def _lost(checkpoints, announced):

@@ -10,7 +10,7 @@ from penstock.checkpoints.folder import CheckpointFolder
 from penstock.checkpoints.verification import verify
 from penstock.train.watching.metrics import read_metrics
 from tests.cli.processes import wait_until
-from tests.tiny_run import PENSTOCK, TORCHRUN, settings, start, start_training, write_tiny_run
+from tests.tiny_run import PENSTOCK, TORCHRUN, fork, fork_training, settings, start_training, write_tiny_run
 
 NUM_STEPS = 120
 OPTIONS = (f"run.steps={NUM_STEPS}", "run.evaluate_every=0", "run.evaluate_batches=0", "checkpoint.every=1000")
@@ -54,14 +54,13 @@ def weights(tmp_path_factory):
     """The weights of a run that nothing interrupted."""
     folder = tmp_path_factory.mktemp("whole")
     write_tiny_run(folder)
-    training = start_training(folder, *OPTIONS)
+    training = fork_training(folder, *OPTIONS)
     _, complained = training.communicate(timeout=TIMEOUT_S)
     assert training.returncode == 0, complained
     return (folder / "run" / "weights.safetensors").read_bytes()
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [("penstock", signal.SIGINT), ("penstock", signal.SIGTERM), ("torchrun", signal.SIGTERM)],
@@ -71,7 +70,7 @@ def test_a_signal_to_the_whole_process_group_saves_and_the_run_goes_on(tmp_path,
     started = list(PENSTOCK) if launcher == "penstock" else [*TORCHRUN, "2", *PENSTOCK]
     command = [*started, "train", "run.toml", *settings("pipeline.ranks=2", *OPTIONS)]
     metrics = tmp_path / "run" / "metrics.jsonl"
-    training = start(command, tmp_path)
+    training = fork(command, tmp_path)
     wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 5, timeout_s=TIMEOUT_S)
 
     os.killpg(training.pid, number)
@@ -83,7 +82,7 @@ def test_a_signal_to_the_whole_process_group_saves_and_the_run_goes_on(tmp_path,
     assert verify(checkpoints.of_step(step)).step == step < NUM_STEPS
     if launcher == "penstock":
         assert (training.returncode, complained) == (130, "")
-    again = start(command, tmp_path)
+    again = fork(command, tmp_path)
     printed, complained = again.communicate(timeout=TIMEOUT_S)
     assert again.returncode == 0, complained
     assert re.search(f"continuing after step {step} ", printed)
@@ -92,8 +91,8 @@ def test_a_signal_to_the_whole_process_group_saves_and_the_run_goes_on(tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_a_signal_that_ends_data_workers_first_saves_and_the_run_goes_on(tmp_path):
+    """Its processes are real ones: data workers do not start in a fork."""
     write_tiny_run(tmp_path)
     (tmp_path / "data.py").write_text(WORKERS)
     options = (*OPTIONS, "data.files=[]", "data.source=data.py:batches", "pipeline.ranks=2")

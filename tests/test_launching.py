@@ -7,29 +7,25 @@ import random
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.cli.processes import LOOPBACK, is_alive, listening_addresses, wait_until
-from tests.tiny_run import PENSTOCK, TORCHRUN, files_below, settings, start, start_training, write_tiny_run
-
-pytestmark = pytest.mark.alone
+from tests.tiny_run import (
+    PENSTOCK,
+    TORCHRUN,
+    files_below,
+    fork,
+    fork_training,
+    ranks_of,
+    settings,
+    start_training,
+    write_tiny_run,
+)
 
 ENDLESS = ("run.steps=100000", "optimizer.warmup_steps=1", "run.evaluate_every=50")
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 TIMEOUT_S = 100
-
-
-def children_of(process):
-    """Return the children of a process by their rank."""
-    listed = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    ranks = {}
-    for child in map(int, listed):
-        rank = re.search(r"(?:^|\0)RANK=(\d+)", Path(f"/proc/{child}/environ").read_text())
-        if rank:
-            ranks[int(rank[1])] = child
-    return ranks
 
 
 def metrics_of(folder):
@@ -61,10 +57,10 @@ def folders(tmp_path):
 def test_one_file_trains_the_same_weights_on_1_2_and_4_ranks_under_torchrun_and_slurm_too(folders):
     def torchrun(num_ranks, folder, **environment):
         run = [*TORCHRUN, str(num_ranks), *PENSTOCK, "train", "run.toml"]
-        return start([*run, *settings(f"pipeline.ranks={num_ranks}")], folder, **environment)
+        return fork([*run, *settings(f"pipeline.ranks={num_ranks}")], folder, **environment)
 
     places = [folders() for _ in range(4)]
-    started = [start_training(place, f"pipeline.ranks={num}") for place, num in zip(places, (1, 2), strict=False)]
+    started = [fork_training(place, f"pipeline.ranks={num}") for place, num in zip(places, (1, 2), strict=False)]
     started += [torchrun(2, places[2]), torchrun(4, places[3], **SLURM)]
 
     printed = [process.communicate(timeout=TIMEOUT_S) for process in started]
@@ -76,13 +72,13 @@ def test_one_file_trains_the_same_weights_on_1_2_and_4_ranks_under_torchrun_and_
         assert said.count("step 6/6") == 1, "rank 0 alone speaks"
 
 
-def interrupt_at_a_random_moment(folder, chance):
+def interrupt_at_a_random_moment(folder, chance, begin):
     """Start a training, interrupt it, and return what must not be left behind, and how long the end took."""
     shared_before = set(os.listdir("/dev/shm"))
-    training = start_training(folder, "pipeline.ranks=2", *ENDLESS)
+    training = begin(folder, "pipeline.ranks=2", *ENDLESS)
     wait_for_steps(folder, chance.randrange(40))
     time.sleep(chance.uniform(0.0, 0.2))
-    ranks = children_of(training.pid)
+    ranks = ranks_of(training.pid)
     listening = listening_addresses([training.pid, *ranks.values()])
 
     begin_s = time.monotonic()
@@ -98,11 +94,12 @@ def interrupt_at_a_random_moment(folder, chance):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_ctrl_c_ends_a_training_within_3_s_and_keeps_what_was_written(folders, seed):
+@pytest.mark.alone
+@pytest.mark.parametrize(("seed", "begin"), [(1, start_training), (2, fork_training), (3, fork_training)])
+def test_ctrl_c_ends_a_training_within_3_s_and_keeps_what_was_written(folders, seed, begin):
     folder = folders()
 
-    duration_s = interrupt_at_a_random_moment(folder, random.Random(seed))
+    duration_s = interrupt_at_a_random_moment(folder, random.Random(seed), begin)
 
     steps = [metrics["step"] for metrics in metrics_of(folder)]
     assert duration_s < 3.0
@@ -117,8 +114,8 @@ def test_what_ranks_had_half_written_goes_with_them(folders):
     (folder / "run" / "tokens").mkdir(parents=True)
     for partial in ("run/weights.safetensors.1.partial", "run/tokens/2.tokens.3.partial"):
         (folder / partial).write_text("half")
-    training = start_training(folder, "pipeline.ranks=2", *ENDLESS)
-    wait_until(lambda: len(children_of(training.pid)) == 2, timeout_s=60)
+    training = fork_training(folder, "pipeline.ranks=2", *ENDLESS)
+    wait_until(lambda: len(ranks_of(training.pid)) == 2, timeout_s=60)
 
     os.kill(training.pid, signal.SIGTERM)
     training.communicate(timeout=TIMEOUT_S)
@@ -128,6 +125,7 @@ def test_what_ranks_had_half_written_goes_with_them(folders):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("number", "status", "complaint"),
     [
@@ -138,9 +136,9 @@ def test_what_ranks_had_half_written_goes_with_them(folders):
 )
 def test_a_rank_that_is_lost_ends_the_training_with_one_message_that_names_it(folders, number, status, complaint):
     folder = folders()
-    training = start_training(folder, "pipeline.ranks=2", "run.deadline_s=2", *ENDLESS)
+    training = fork_training(folder, "pipeline.ranks=2", "run.deadline_s=2", *ENDLESS)
     wait_for_steps(folder, 3)
-    ranks = children_of(training.pid)
+    ranks = ranks_of(training.pid)
 
     begin_s = time.monotonic()
     os.kill(ranks[1], number)

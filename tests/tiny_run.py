@@ -1,8 +1,11 @@
 """The smallest run worth training, and how tests of the whole command line start it."""
 
 import os
+import re
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from tests.forked_python import ForkedPython
 
@@ -66,9 +69,9 @@ def start(arguments, folder, *, stdout=subprocess.PIPE, **environment):
     )
 
 
-def fork(arguments, folder, *, plant="", **environment):
+def fork(arguments, folder, *, plant="", output=None, **environment):
     """Start Python likewise, without its start-up; its processes run the code `plant` first (forked_python.py)."""
-    return ForkedPython(arguments, folder, {**_environment_of(folder), **environment}, plant=plant)
+    return ForkedPython(arguments, folder, {**_environment_of(folder), **environment}, plant=plant, output=output)
 
 
 def _environment_of(folder):
@@ -82,6 +85,18 @@ def start_training(folder, *pairs, **environment):
 
 def fork_training(folder, *pairs, **environment):
     return fork([*PENSTOCK, "train", "run.toml", *settings(*pairs)], folder, **environment)
+
+
+def ranks_of(launcher):
+    """Return the processes of the ranks that a launcher has started, by their rank."""
+    found = {}
+    with suppress(OSError):
+        for child in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
+            of_fork = re.match(r"rank (\d+)", Path(f"/proc/{child}/comm").read_text())
+            rank = of_fork or re.search(r"(?:^|\0)RANK=(\d+)", Path(f"/proc/{child}/environ").read_text())
+            if rank:
+                found[int(rank[1])] = child
+    return found
 
 
 def files_below(folder):
