@@ -193,9 +193,15 @@ def shortened(value: object, most: int = 40) -> str:
     return cut(repr(value), most)
 
 
+_FIX_OF_LIMIT = {
+    "Too many open files": "Raise the limit of open files (ulimit -n)",
+    "File too large": "Raise the limit of file sizes (ulimit -f), or choose a file system that takes larger files",
+}
+
+
 def hint_of_limit(reason: str) -> str:
-    """Return what helps where the system says that a process has too many files open; empty where it says another."""
-    return ". Raise the limit of open files (ulimit -n)" if "Too many open files" in reason else ""
+    """Return what helps where the system gives a limit of its own as the reason; empty where it gives another."""
+    return next((f". {fix}" for limit, fix in _FIX_OF_LIMIT.items() if limit in reason), "")
 
 
 def described(value: object) -> str:

@@ -64,6 +64,9 @@ def test_a_limit_of_the_system_is_named_with_the_command_that_raises_it():
     assert message_of(OSError(24, "Too many open files", "file")) == (
         "file: Too many open files. Raise the limit of open files (ulimit -n)"
     )
+    assert message_of(OSError(27, "File too large", "file")).startswith(
+        "file: File too large. Raise the limit of file sizes (ulimit -f), or"
+    )
 
 
 def test_the_page_of_exit_codes_lists_every_one():

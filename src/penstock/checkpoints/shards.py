@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.errors import CheckpointError, NotSaved, shortened
+from penstock.errors import CheckpointError, NotSaved, hint_of_limit, shortened
 from penstock.files import FULL
 
 DTYPE_NAMES = {
@@ -104,7 +104,9 @@ def cannot_write(path: Path, error: Exception) -> NotSaved:
     number = getattr(error, "errno", None) or _error_number(str(error))
     reason = os.strerror(number) if number else str(error)
     fix = "Free some space" if number in FULL else "See to its permissions"
-    return NotSaved(f"{path}: cannot be written: {reason}. {fix}, or choose another folder")
+    return NotSaved(
+        f"{path}: cannot be written: {reason}{hint_of_limit(reason) or f'. {fix}, or choose another folder'}"
+    )
 
 
 def _error_number(text: str) -> int | None:

@@ -47,7 +47,7 @@ FREE_SPACE = "Free some space where it goes"
 CURE_OF_OUTPUT = {
     errno.ENOSPC: FREE_SPACE,
     errno.EDQUOT: FREE_SPACE,
-    errno.EFBIG: FREE_SPACE,
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f)",
     errno.EBADF: "It is not open for writing: redirect it to a file",
 }
 """By the reason why standard output cannot be written."""
