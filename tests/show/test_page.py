@@ -225,6 +225,32 @@ def test_the_viewer_finds_bars_at_the_foot_of_their_lane_and_the_idle_time_behin
     ]
 
 
+@needs_node
+@pytest.mark.slow
+def test_the_curves_of_memory_that_are_predicted_are_fainter_than_those_that_were_measured():
+    """By a pen that notes with which alpha it strokes the wide lines of the curves."""
+    timeline = timeline_of(2, 2)
+    page = to_page({"measured": timeline, "predicted": timeline})
+
+    alphas, are_pale = asked(
+        page,
+        """(() => {
+          const alphas = [];
+          const noted = { globalAlpha: 1, measureText: () => ({ width: 1 }) };
+          noted.stroke = () => { if (noted.lineWidth === 1.6) alphas.push(noted.globalAlpha); };
+          const pen = new Proxy(noted, { get: (kept, name) => name in kept ? kept[name] : () => {} });
+          globalThis.window = { devicePixelRatio: 1 };
+          const canvas = { clientWidth: 900, clientHeight: 600, getContext: () => pen };
+          const view = { from: 0, to: table.end_ticks, tallness: 1, scroll: 0 };
+          drawAll(table, canvas, { view, lane: -1, marked: -1 }, table.themes.light ?? table.themes[0]);
+          return [alphas, table.lanes.map((lane) => lane.is_pale)];
+        })()""",
+    )
+
+    assert sorted(are_pale) == [False, False, True, True]
+    assert alphas == [0.45 if is_pale else 1 for is_pale in are_pale]
+
+
 def test_the_legend_of_the_page_names_bars_where_there_are_any():
     page = to_page({"predicted": timeline_with_bars()}).decode()
 

@@ -250,7 +250,7 @@ function drawMemory(/** @type {Scene} */ scene) {
   const marked = table.lanes[state.lane];
   write(pen, `alive (${name}), ${marked?.name ?? "all ranks"}`, LEFT + 6, top + 2, { size: 11, colour: colours.faint });
   clipped(pen, [LEFT, top, frame.inner, height + 1], () => {
-    for (const lane of table.lanes) drawCurve(scene, lane, y, marked ? 0.3 : 1);
+    for (const lane of table.lanes) drawCurve(scene, lane, y, (marked ? 0.3 : 1) * (lane.is_pale ? 0.45 : 1));
     if (marked) drawCurve(scene, marked, y, 1, 3);
   });
 }
