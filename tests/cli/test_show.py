@@ -187,6 +187,16 @@ def test_a_picture_says_what_it_was_predicted_with(capsys):
     assert 'data-theme="dark"' in page
 
 
+def test_of_a_run_folder_the_recorded_step_is_named(tmp_path, capsys):
+    (tmp_path / "schedule.csv").write_text("")
+    (tmp_path / "timeline.json").write_text("")
+
+    assert main(["show", str(tmp_path)]) == 1
+
+    fix = f"(Is a directory). Give the path of a schedule file, such as {tmp_path / 'timeline.json'}\n"
+    assert capsys.readouterr().err.endswith(fix)
+
+
 def test_text_goes_to_a_file_too(tmp_path, capsys):
     assert main(["show", "1f1b", *SHAPE, "--output", str(tmp_path / "order.csv")]) == 0
 

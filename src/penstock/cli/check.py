@@ -71,6 +71,10 @@ def read_text(name: str) -> str:
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{name}: cannot be read ({error.strerror}). Give the path of a schedule file") from error
+        meant = [file for file in map(Path(name).joinpath, ("timeline.json", "schedule.csv")) if file.is_file()]
+        fix = f", such as {meant[0]}" if meant else ""  # of a run folder
+        raise ConfigError(
+            f"{name}: cannot be read ({error.strerror}). Give the path of a schedule file{fix}"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: byte {error.start} is not UTF-8 text. Give a CSV or JSON schedule file") from error
