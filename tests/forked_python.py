@@ -97,8 +97,16 @@ class _Rank(subprocess.Popen):
             Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            _close_files()
             _run_to_the_end([word for word in args[1:] if word not in ("-u", "-P")], env, self.plant)
+
+
+def _close_files():
+    """Close what the launcher has open but its streams, and but pipes, over which Python speaks with its helpers."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the folder itself, which is closed by now
+            if int(name) > 2 and not os.readlink(f"/proc/self/fd/{name}").startswith("pipe:"):
+                os.close(int(name))
 
 
 def _run_to_the_end(arguments, environment, plant):
