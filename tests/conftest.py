@@ -36,7 +36,15 @@ def pytest_configure(config):
         os.environ["PYTHONPATH"] = os.pathsep.join([_SOURCE, *filter(None, known)])
 
 
-LONGEST = ("tests/test_gradients.py", "tests/exactness/", "tests/random_models/", "tests/test_soak.py")
+LONGEST = (
+    "tests/test_gradients.py",
+    "tests/exactness/",
+    "tests/random_models/",
+    "tests/test_soak.py",
+    "tests/test_pages.py",
+    "tests/test_compiled_steps.py",
+    "tests/execute/split/test_compiled_block.py",
+)
 """These begin first, so that at the end no worker has long to go while the other waits."""
 
 SPREAD = "tests/test_gradients.py"
