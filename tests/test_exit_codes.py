@@ -12,10 +12,14 @@ from penstock.cli.status import ExitStatus
 from tests.tiny_run import PENSTOCK, TORCHRUN, fork, settings, start, write_tiny_run
 
 PLANT = """
+import torch.distributed as dist
+
 from penstock import errors
 from penstock.train import loop
 
 def train(*_, **__):
+    if dist.is_initialized():
+        dist.barrier()  # a rank that still joins would fail of the other's end
     raise {error}
 
 loop.train = train
