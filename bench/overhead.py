@@ -49,6 +49,7 @@ from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.ops.context import CompileContext, Hooks
 from penstock.execute.ops.rows import RankRows
 from penstock.execute.run import run_step
+from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.stages.passes import PassOptions, SavedForward, StagePasses
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
@@ -227,10 +228,10 @@ class IdlePasses(StagePasses):
     def backward(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
         return self._gradients
 
-    def backward_input(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
-        return self._gradients
+    def backward_input(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> tuple[list[Tensor], None]:
+        return self._gradients, None
 
-    def backward_weight(self, saved: SavedForward) -> None:
+    def backward_weight(self, deferred: DeferredWeights | None) -> None:
         """There is nothing to add."""
 
 

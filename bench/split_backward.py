@@ -135,9 +135,9 @@ class Case:
         yield
         saved = saved_by(passes, step, leaf)
         yield
-        passes.backward_input(step, saved, [self.gradient])
+        _, deferred = passes.backward_input(step, saved, [self.gradient])
         yield
-        passes.backward_weight(saved)
+        passes.backward_weight(deferred)
         yield
 
     def parts_in_torch(self) -> Iterator[None]:

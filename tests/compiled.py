@@ -46,7 +46,7 @@ class SayingPasses:
 
     def backward_input(self, step, saved, gradients):
         self._said.append(("backward input", saved, gradients))
-        return "gradients"
+        return "gradients", "left"
 
     def backward_weight(self, saved):
         self._said.append(("backward weight", saved))

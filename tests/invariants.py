@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from functools import partial
 
 from penstock.execute.observing.observer import Observer
+from penstock.execute.ops.keys import Keys
+from penstock.execute.split.deferred_weights import DeferredWeights
+from penstock.execute.stages.passes import SavedForward
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
@@ -38,7 +41,7 @@ class Invariants(Observer):
         self.num_checks = 0
         self._lock = threading.Lock()
         self._num_running = 0
-        self._rules = None
+        self._rules = self._keys = None
 
     def begin(self, step):
         self.held = {column: {} for column in COLUMNS}
@@ -48,11 +51,13 @@ class Invariants(Observer):
     def around(self, program, bound):
         if self._rules is None or self._rules.program is not program:
             self._rules = Rules(program)
-        return partial(self._following, str(program.instruction(bound.row)), list(self._rules.effects(bound)))
+        keys = Keys(program, int(program.rank_of_row[bound.row]))
+        return partial(self._following, keys, str(program.instruction(bound.row)), list(self._rules.effects(bound)))
 
     @contextmanager
-    def _following(self, name, effects, step):
+    def _following(self, keys, name, effects, step):
         with self._lock:
+            self._keys = keys
             self._num_running += 1
         yield
         with self._lock:
@@ -80,26 +85,37 @@ class Invariants(Observer):
     def _check(self, step, when):
         self.num_checks += 1
         for column in COLUMNS:
-            found = filled(getattr(step, column))
+            found = self._filled(step, column)
             expected = self.held[column].keys()
             if found - expected or (column not in MAY_BE_EMPTY and expected - found):
                 raise Wrong(f"{when} {column} holds {sorted(found)}, the program says {sorted(expected)}")
         for slot, kind in self.held["saved"].items():
-            saved = step.saved[slot]
-            if isinstance(saved, Checkpoint) != (kind == "checkpoint"):
+            saved = step.values[slot]
+            if not isinstance(saved, KINDS[kind]):
                 raise Wrong(f"{when} saved[{slot}] is a {type(saved).__name__}, the program says {kind}")
-            if kind == "weight gradient inputs" and saved.edges:
-                raise Wrong(f"{when} saved[{slot}] still holds the graph of its forward")
+
+    def _filled(self, step, column):
+        """Return where a column holds something: slots, or rows of the rank from 0."""
+        if column == "carried":
+            return {key for key, value in step.carried.items() if value is not None}
+        if self._keys is None:
+            return set(step.values)
+        keys = {"saved": self._keys.kept, "received": self._keys.messages, "made": self._keys.made}[column]
+        start = keys.start - (self._keys.first_row if column == "made" else 0)
+        may_be_none = column == "saved"
+        # What is no key at all counts as made.
+        last = keys.stop if column != "made" else 1_000_000
+        found = {key: value for key, value in step.values.items() if keys.start <= key < last}
+        return {key - start for key, value in found.items() if may_be_none or value is not None}
 
 
+KINDS = {
+    "checkpoint": Checkpoint,
+    "activation": SavedForward,
+    "weight gradient inputs": DeferredWeights | None,
+}
 CHANGES = {("checkpoint", "activation"), ("activation", "weight gradient inputs"), ("posted", "message")}
 """What a slot may hold after what, while it is filled."""
-
-
-def filled(column):
-    """Return where a column of registers holds something."""
-    items = column.items() if isinstance(column, dict) else enumerate(column)
-    return {key for key, value in items if value is not None}
 
 
 class Rules:

@@ -20,9 +20,9 @@ def step_of(loss=None, *, num_slices=1, auxiliary=1.0, **options):
 class OneStage:
     """A stage with its passes and a step; with a `loss`, a function of the output, it is a last stage."""
 
-    def __init__(self, stage, *, loss=None, features=(), kind=StagePasses, step=None, **options):
+    def __init__(self, stage, *, loss=None, features=(), step=None, **options):
         self.stage = stage
-        self.passes = kind(stage, PassOptions(is_last=loss is not None, **options), features)
+        self.passes = StagePasses(stage, PassOptions(is_last=loss is not None, **options), features)
         self.step = step or step_of(loss and (lambda output, target: loss(output)))
         self.begin()
 
@@ -43,9 +43,10 @@ class OneStage:
         return self.passes.backward(self.step, saved, gradients)
 
     def backward_input(self, saved, *gradients):
-        """Run the part for the gradients of inputs."""
-        return self.passes.backward_input(self.step, saved, gradients)
+        """Run the part for the gradients of inputs; what it leaves is in `saved` again."""
+        results, saved.deferred = self.passes.backward_input(self.step, saved, gradients)
+        return results
 
     def backward_weight(self, saved):
         """Run the part for the gradients of weights."""
-        self.passes.backward_weight(saved)
+        self.passes.backward_weight(saved.take_deferred())

@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock.errors import PipelineError
 from penstock.execute.control.agreement import Mode
+from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.stages.passes import SavedForward
 from penstock.ir.action import Action, Kind, OverlappedPair
 from penstock.ir.live import peak_activations
@@ -171,7 +172,8 @@ class Weighing(nn.Module):
         self.seen = seen
 
     def forward(self, x):
-        self.seen.append(1 + len(self.step().saved))
+        kept = [each for each in self.step().values.values() if isinstance(each, SavedForward | DeferredWeights | None)]
+        self.seen.append(1 + len(kept))
         return self.inner(x)
 
 

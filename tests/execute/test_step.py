@@ -14,12 +14,12 @@ def step_of():
 
 
 def fill(step):
-    step.saved[0] = step.received[1] = step.made[3] = "something"
+    step.values[0] = "something"
     step.outputs[0, 0] = step.carried[1, 3] = step.first_gradients[0] = "something"
 
 
 def held(step):
-    columns = (step.saved, step.received, step.made, step.outputs, step.carried, step.first_gradients)
+    columns = (step.values, step.outputs, step.carried, step.first_gradients)
     return sum(map(len, columns))
 
 
@@ -28,7 +28,7 @@ def test_two_steps_collect_apart():
 
     fill(first)
 
-    assert held(first) == 6
+    assert held(first) == 4
     assert held(second) == 0
 
 
@@ -51,17 +51,17 @@ def test_a_step_that_succeeds_keeps_what_it_has():
     with step_of() as step:
         fill(step)
 
-    assert held(step) == 6
+    assert held(step) == 4
     assert len(step.slices) == 2
 
 
-def test_for_forwards_that_run_again_a_step_has_the_same_registers_and_notes_nothing():
+def test_for_forwards_that_run_again_a_step_has_the_same_values_and_notes_nothing():
     step = step_of()
     step.losses.computed[0, 0] = torch.tensor(1.0)
 
     again = step.again()
     fill(again)
 
-    assert step.saved is again.saved
+    assert step.values is again.values
     assert again.losses.computed == step.outputs == {}
     assert not again.keeps_outputs

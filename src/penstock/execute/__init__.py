@@ -2,7 +2,7 @@
 
     1  begin        control/failures.py     after a failed step, all ranks start afresh; position, watchdog
     2  admit        batch/admission.py      what the caller passes, cut; control/agreement.py: all run the same step
-    3  make a step  step.py                 the data, the losses, the registers: all that the step works on
+    3  make a step  step.py                 the data, the losses, the values: all that the step works on
     4  observe      observing/selection.py  what looks at the calls of a step: recorder, ranges, checks, memory
     5  run          run.py                  the loop over bound calls; outputs.py moves the outputs to one rank
     6  share        losses/exchange.py      every rank gets the losses
@@ -22,7 +22,7 @@ From below to above; a part imports those before it, and no others:
     step.py          `Step`, and `Bound`, one call of it
     split/           which weight gradients wait        backend.py  torch.compile for split backwards
     stages/          layers, their passes, their features
-    observing/       what looks at calls                ops/        what each operation does
+    ops/             what each operation does           observing/  what looks at calls
     compile/         rows -> bound calls
     run.py           the loop                           overlap.py  overlapped pairs, by the caller's hook
     arguments.py     looks at what the caller passes    options.py  what `Pipeline` takes by keyword

@@ -9,7 +9,6 @@ from penstock.errors import MAX_SHOWN, PipelineError
 from penstock.execute.compile.data import with_data_calls
 from penstock.execute.compile.program import CompiledProgram
 from penstock.execute.step import Bound, Step
-from penstock.ir.operations import BEGINS_KEEPING, IS_RECEIVE, Flags
 
 Note = Callable[[int], None]
 """Called with the number of each row, from 0, before it runs."""
@@ -51,19 +50,6 @@ def _require_empty(compiled: CompiledProgram, step: Step) -> None:
 
 def _leftovers(compiled: CompiledProgram, step: Step) -> Iterator[str]:
     """Name what is held after all rows have run, each by the instruction that left it there."""
-    for slot, saved in step.saved.items():
-        if saved is not None:  # as a forward of an evaluation leaves it
-            yield f"saved activation of {_last_user(compiled, BEGINS_KEEPING, slot)}"
-    for slot in step.received:
-        yield f"received message of {_last_user(compiled, IS_RECEIVE, slot)}"
-    for row in step.made:
-        yield f"result of {compiled.program.instruction(row)}"
+    yield from map(compiled.keys.name, step.values)
     for stage, microbatch in step.carried:
         yield f"what slices of microbatch {microbatch} carried on stage {stage}"
-
-
-def _last_user(compiled: CompiledProgram, flags: Flags, slot: int) -> str:
-    """The last row that uses a slot."""
-    program = compiled.program
-    rows = (row for row in reversed(compiled.rows) if flags[program.op[row]] and program.slot[row] == slot)
-    return str(program.instruction(next(rows)))

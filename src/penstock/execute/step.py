@@ -20,7 +20,7 @@ from penstock.execute.losses.step_losses import StepLosses
 class Step:
     """One batch on its way through the stages of one rank.
 
-    Its registers hold what one instruction leaves for another. A program that frees what it makes leaves them empty. As
+    A program that frees what it makes leaves `values` empty. As
     a context, a step drops all that it holds if it fails, so that whoever keeps the error does not keep activations
     alive.
     """
@@ -43,19 +43,15 @@ class Step:
     is_frozen: bool = False
     """Whether all parameters of all ranks are frozen."""
 
-    saved: dict[int, Any] = field(default_factory=dict)
-    """Per slot, the `SavedForward` that waits for its backward."""
-    received: dict[int, Any] = field(default_factory=dict)
-    """Per slot, the posted receive of a message; once that was waited for, what has arrived."""
-    made: dict[int, Any] = field(default_factory=dict)
-    """Per row, what it made for its send, or for another stage of this rank."""
+    values: dict[int, Any] = field(default_factory=dict)
+    """What rows leave for later rows, by the numbers of `ops.keys`."""
     carried: dict[tuple[int, int], Any] = field(default_factory=dict)
     """Per stage and microbatch, what slices carry to later slices."""
     first_gradients: dict[int, Any] = field(default_factory=dict)
     """Per stage, its parameters to which no gradient has come yet."""
 
     def again(self) -> "Step":
-        """Return this step for a forward that runs again: it has the same registers, but what it notes is dropped."""
+        """Return this step for a forward that runs again: it has the same values, but what it notes is dropped."""
         return replace(self, losses=self.losses.forgetting(), outputs={}, keeps_outputs=False)
 
     def __enter__(self) -> Self:
@@ -64,7 +60,7 @@ class Step:
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         if kind is not None:
             self.slices, self.prefetcher = (), None
-            for values in (self.saved, self.received, self.made, self.outputs, self.carried, self.first_gradients):
+            for values in (self.values, self.outputs, self.carried, self.first_gradients):
                 values.clear()
 
 

@@ -62,15 +62,6 @@ def test_forwards_that_run_again_draw_again(seed):
     assert kinds(passes) == [RandomPart]
 
 
-def test_only_the_forwards_that_have_a_recomputation_run_again():
-    schedule = ps.with_recompute(build("gpipe", ranks=2, microbatches=3))
-    rows = [row for row, action in enumerate([*schedule[0], *schedule[1]]) if str(action) != "1R1"]
-
-    passes = composed(schedule.select(rows))
-
-    assert passes[1]._again == {(0, 0), (2, 0)}
-
-
 @pytest.mark.parametrize(("name", "is_split"), [("zb-h1", True), ("1f1b", False)])
 def test_only_schedules_with_split_backwards_make_forwards_for_them(name, is_split):
     schedule = build(name, ranks=2, microbatches=2)

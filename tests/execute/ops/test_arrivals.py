@@ -10,8 +10,8 @@ def test_a_message_that_has_come_is_taken_once_and_releases_what_has_arrived():
     program, said = lower(build("1f1b", ranks=2, microbatches=2)), []
     context = context_of(program, 0, said)
     step, receive, row = step_for(context), row_of(program, "0RECV_B1"), row_of(program, "0B1")
-    step.received[program.slot[receive]] = "posted"
-    step.saved[program.slot[row]] = "saved"
+    step.values[context.keys.message_of(receive)] = "posted"
+    step.values[context.keys.kept_by(row)] = "saved"
 
     wait, compute = backward(context, row)
     wait.call(step)
@@ -19,4 +19,4 @@ def test_a_message_that_has_come_is_taken_once_and_releases_what_has_arrived():
     compute.call(step)
 
     assert said[2:] == [("backward", "saved", "take_gradients")]
-    assert step.received == {}
+    assert step.values == {}

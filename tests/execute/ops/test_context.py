@@ -1,5 +1,8 @@
 """A context reads the columns of a row."""
 
+from penstock.execute.stages.passes import PassOptions, StagePasses
+from penstock.execute.stages.stage import Stage
+from penstock.ir.recompute import with_recompute
 from penstock.lowering import lower
 from penstock.schedules import build
 from tests.compiled import context_of, row_of
@@ -13,4 +16,12 @@ def test_a_row_is_read_as_numbers_and_as_text():
     assert context.key(row) == (0, 1, 1)
     assert context.peer(row) == 1
     assert context.text(row) == "0SEND_F1.1"
-    assert context.slot(row) == program.slot[row]
+
+
+def test_all_forwards_of_a_stage_that_run_again_are_one_objects():
+    program = lower(with_recompute(build("1f1b", ranks=1, microbatches=2)))
+    context = context_of(program, passes={0: StagePasses(Stage(0, {}), PassOptions())})
+
+    first, second = (context.recomputation_of(row_of(program, text)) for text in ("0F0", "0R1"))
+
+    assert first is second

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import penstock as ps
 from penstock.errors import PipelineError
 from penstock.execute.ops.backward import backward
 from penstock.execute.ops.forward import forward
@@ -22,15 +23,15 @@ def test_a_forward_of_the_batch_saves_and_puts_its_outputs_out():
     bound.call(step)
 
     assert said[0] == ("forward", (1, 0), ("data 1.0",), {"mask": 1})
-    assert step.saved[program.slot[row]] == "saved"
-    assert step.made[row].value == "outputs"
+    assert step.values[context.keys.kept_by(row)] == "saved"
+    assert step.values[context.keys.made_by(row)].value == "outputs"
 
 
 def test_a_forward_of_a_message_waits_for_it_in_a_call_of_its_own():
     program, said = lower(build("1f1b", ranks=2, microbatches=3)), []
     context = context_of(program, 1, said)
     step, receive = step_for(context), row_of(program, "1RECV_F0", 1)
-    step.received[program.slot[receive]] = "posted"
+    step.values[context.keys.message_of(receive)] = "posted"
 
     wait, compute = forward(context, row_of(program, "1F0", 1))
     assert (wait.awaits, compute.awaits) == (receive, None)
@@ -39,7 +40,7 @@ def test_a_forward_of_a_message_waits_for_it_in_a_call_of_its_own():
     compute.call(step)
 
     assert said[-1] == ("forward", (0, 0), ("take_tree",), {"mask": 0})
-    assert step.made == step.received == {}  # a last stage has nobody to send to
+    assert step.values == {context.keys.kept_by(row_of(program, "1F0", 1)): "saved"}  # a last stage sends nothing
 
 
 LOCAL = lower(drawn(Placement.explicit([0, 0]), "0F0 1F0 1B0 0B0"))
@@ -81,11 +82,12 @@ def test_outputs_and_gradients_of_a_stage_on_this_rank_stay_here():
     assert (found.is_leaf, found.requires_grad) == (True, True)
     assert torch.equal(found, value)
 
-    assert step.made == {}  # a last stage has nobody to make outputs for, and nothing comes to its backward
+    # A last stage has nobody to make outputs for, and nothing comes to its backward.
+    assert list(step.values.values()) == ["saved", "saved"]
     run_row(backward, "1B0")
     run_row(backward, "0B0")
     assert said[3:] == [("backward", "saved", ()), ("backward", "saved", "gradients")]
-    assert step.made == step.saved == {}  # nor has a first stage anybody to make gradients for
+    assert step.values == {}  # nor has a first stage anybody to make gradients for
 
 
 def test_an_output_that_was_changed_meanwhile_is_refused():
@@ -97,3 +99,30 @@ def test_an_output_that_was_changed_meanwhile_is_refused():
 
     with pytest.raises(PipelineError, match="0F0: a tensor of its output was changed in place"):
         run_row(forward, "1F0")
+
+
+class Checkpointing:
+    def forward(self, step, place, inputs, keywords):
+        return "outputs", "checkpoint"
+
+
+def test_a_forward_that_runs_again_keeps_its_inputs_and_another_its_activation():
+    program = lower(ps.with_recompute(build("1f1b", ranks=2, microbatches=1), stages=[0]))
+    for rank, kept in enumerate(("checkpoint", "saved")):
+        context = context_of(program, rank)
+        context.recomputations[0] = Checkpointing()
+        step, row = step_for(context), row_of(program, f"{rank}F0", rank)
+        *_, call = forward(context, row)
+        if rank:
+            step.values[context.keys.message_of(row_of(program, "1RECV_F0", 1))] = "inputs"
+        call.call(step)
+        assert step.values[context.keys.kept_by(row)] == kept
+
+
+def test_a_forward_of_an_evaluation_keeps_nothing():
+    context = context_of(lower(build("1f1b", ranks=1, microbatches=1, forward_only=True)))
+    step = step_for(context)
+
+    run_calls(forward(context, row_of(context.program, "0F0")), step)
+
+    assert step.values == {}

@@ -25,10 +25,10 @@ def sent(compile_row, text, rank, value, *, at=None):
     said = []
     context = context_of(PROGRAM, rank, said, row_of=None if at is None else lambda peer: at)
     step, row = step_for(context), row_of(PROGRAM, text, rank)
-    step.made[context.rows.source(row)] = value
+    step.values[context.keys.made_by(context.rows.source(row))] = value
     [bound] = compile_row(context, row)
     bound.call(step)
-    assert step.made == {}
+    assert step.values == {}
     return said
 
 
@@ -70,7 +70,7 @@ def test_a_receive_is_posted_under_the_key_of_its_own_stage(text, rank, posted):
     bound.call(step)
 
     assert said == [posted]
-    assert step.received[PROGRAM.slot[row]] == posted[0]
+    assert step.values[context.keys.message_of(row)] == posted[0]
 
 
 # ---- how far it is from the loop to the transport

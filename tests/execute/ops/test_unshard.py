@@ -15,4 +15,4 @@ def test_nothing_is_called_and_nothing_is_left():
     run_calls([*unshard(context, row_of(PROGRAM, "0UNSHARD")), *reshard(context, row_of(PROGRAM, "0RESHARD"))], step)
 
     assert said == []
-    assert step.saved == step.made == step.received == {}
+    assert step.values == {}

@@ -10,9 +10,9 @@ def test_the_second_part_of_a_backward_frees_what_the_first_has_left():
     program, said = lower(build("zb-h1", ranks=2, microbatches=2)), []
     context = context_of(program, 1, said)
     step, row = step_for(context), row_of(program, "1W0", 1)
-    step.saved[program.slot[row]] = "saved"
+    step.values[context.keys.kept_by(row)] = "saved"
 
     run_calls(weight(context, row), step)
 
     assert said == [("backward weight", "saved")]
-    assert step.saved == {}
+    assert step.values == {}

@@ -1,28 +1,32 @@
 """What a forward that runs again keeps, and what it may not do."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 
 from penstock.errors import PipelineError
-from penstock.execute.stages.passes import StagePasses
-from penstock.execute.stages.recompute import (
-    BufferCopier,
-    Checkpoint,
-    RecomputedPasses,
-    on_copied_buffers,
-)
+from penstock.execute.stages.recompute import BufferCopier, Checkpoint, Recomputation, on_copied_buffers
 from penstock.execute.stages.stage import Stage
 from tests.local_pipelines import WIDTH, block, values
 from tests.one_stage import PLACE, OneStage
 
-AGAIN = partial(RecomputedPasses, again={PLACE})
+
+class Again(OneStage):
+    """A stage whose forwards run again."""
+
+    def __init__(self, stage, **options):
+        super().__init__(stage, **options)
+        self.recomputation = Recomputation(self.passes)
+
+    def forward(self, *inputs, place=PLACE, **keywords):
+        return self.recomputation.forward(self.step, place, inputs, keywords)
+
+    def run_again(self, checkpoint):
+        return self.recomputation.run_again(self.step, PLACE, checkpoint)
 
 
 def test_nothing_but_the_arguments_is_kept():
-    stage = OneStage(Stage(0, {"0": block(0)}), kind=AGAIN)
+    stage = Again(Stage(0, {"0": block(0)}))
     inputs = values(1, 4, WIDTH).requires_grad_()
 
     outputs, saved = stage.forward(inputs)
@@ -30,7 +34,7 @@ def test_nothing_but_the_arguments_is_kept():
     assert outputs.requires_grad
     assert isinstance(saved, Checkpoint)
     assert saved.arguments[0] is inputs
-    assert (saved.inputs, saved.edges, saved.deferred) == ([], [], None)
+    assert (saved.parts, saved.keywords) == ([], {})
 
 
 def test_a_backward_within_the_first_forward_is_refused():
@@ -39,7 +43,7 @@ def test_a_backward_within_the_first_forward_is_refused():
             (x**2).sum().backward()
             return x
 
-    stage = OneStage(Stage(0, {"0": Greedy()}), kind=AGAIN)
+    stage = Again(Stage(0, {"0": Greedy()}))
 
     with pytest.raises(PipelineError, match="take its stage out of the recomputation"):
         stage.forward(torch.ones(2, requires_grad=True))
@@ -50,20 +54,19 @@ def test_a_loss_may_run_a_backward_through_itself():
         scale = torch.ones((), requires_grad=True)
         return output.sum() + torch.autograd.grad((scale**2 * 3).sum(), scale)[0]
 
-    stage = OneStage(Stage(0, {"0": block(0)}), kind=AGAIN, loss=loss)
+    stage = Again(Stage(0, {"0": block(0)}), loss=loss)
 
     assert isinstance(stage.saved(values(1, 4, WIDTH)), Checkpoint)
 
 
 def test_the_second_forward_saves_what_the_first_one_would_have_and_notes_nothing():
-    kinds = StagePasses, AGAIN
-    plain, stage = (OneStage(Stage(0, {"0": block(0)}), kind=kind, loss=torch.sum) for kind in kinds)
+    plain, stage = (kind(Stage(0, {"0": block(0)}), loss=torch.sum) for kind in (OneStage, Again))
     inputs = [values(1, 4, WIDTH).requires_grad_() for _ in range(2)]
     expected = plain.backward(plain.saved(inputs[0]))
     checkpoint = stage.saved(inputs[1])
     stage.step.losses.computed.clear()
 
-    found = stage.backward(stage.passes.recompute(stage.step, PLACE, checkpoint))
+    found = stage.backward(stage.run_again(checkpoint))
 
     assert torch.equal(found[0], expected[0])
     assert stage.step.losses.computed == {}
@@ -74,9 +77,9 @@ def test_the_second_forward_saves_what_the_first_one_would_have_and_notes_nothin
 def test_layers_change_copies_of_their_buffers():
     norm = nn.BatchNorm1d(WIDTH)
     stage, mean = Stage(0, {"0": norm}), norm.running_mean
-    checkpoint = Checkpoint([], [], [], buffers=BufferCopier(stage).copies())
+    copies = BufferCopier(stage).copies()
 
-    with on_copied_buffers(stage, checkpoint):
+    with on_copied_buffers(stage, copies):
         norm(values(1, 4, WIDTH))
         assert norm.running_mean.any()
 
@@ -97,7 +100,7 @@ def test_copies_have_the_values_that_the_forward_began_with_and_are_shared_until
 
     assert first[other, "table"] is second[other, "table"]
     for copies, count in ((first, 0), (second, 1)):
-        with on_copied_buffers(stage, Checkpoint([], [], [], buffers=copies)):
+        with on_copied_buffers(stage, copies):
             assert layer.count == count
             assert layer.count is other.count
             layer.count += 5
@@ -106,20 +109,11 @@ def test_copies_have_the_values_that_the_forward_began_with_and_are_shared_until
 
 
 def test_arguments_that_are_changed_before_the_forward_runs_again_are_refused():
-    stage = OneStage(Stage(0, {"0": block(0)}), kind=AGAIN)
+    stage = Again(Stage(0, {"0": block(0)}))
     batch = values(1, 4, WIDTH)
     saved = stage.saved(batch)
 
     batch.mul_(2)
 
     with pytest.raises(PipelineError, match="was changed in place, so that its recomputation"):
-        stage.passes.recompute(stage.step, PLACE, saved)
-
-
-def test_a_forward_of_the_stage_that_does_not_run_again_keeps_its_activation():
-    stage = OneStage(Stage(0, {"0": block(0)}), kind=AGAIN)
-
-    saved = stage.saved(values(1, 4, WIDTH), place=(0, 1))
-
-    assert not isinstance(saved, Checkpoint)
-    assert len(saved.edges) == 1
+        stage.run_again(saved)

@@ -3,20 +3,15 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-import numpy as np
-
-from penstock.execute.batch.microbatch import Place
 from penstock.execute.stages.auxiliary import AddedLossPart, Auxiliary
 from penstock.execute.stages.carried import Carrying, begin_slice
 from penstock.execute.stages.feature import StageFeature, modules_with
 from penstock.execute.stages.passes import PassOptions, StagePasses
 from penstock.execute.stages.randomness import Randomness, RandomPart
-from penstock.execute.stages.recompute import RecomputedPasses
 from penstock.execute.stages.skips import SkipPart, StageSkips
 from penstock.execute.stages.stage import Stage
 from penstock.ir.deps import NONE
-from penstock.ir.keeps import keeps
-from penstock.ir.operations import Op, Value
+from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
 
@@ -26,7 +21,6 @@ def compose_stages(
     """Return how the stages of a rank run in a program; `skips` are by stage, where any concern it."""
     rows = slice(*program.offsets[rank : rank + 2])
     split = frozenset(program.stage[rows][program.op[rows] == Op.BACKWARD_INPUT].tolist())
-    again = _recomputed_places(program, rows)
     placement = program.placement
     passes: dict[int, StagePasses] = {}
     for stage in stages:
@@ -38,20 +32,8 @@ def compose_stages(
             is_split=index in split,
         )
         features = list(_features(program, stage, skips.get(index), randomness))
-        if index in again:
-            passes[index] = RecomputedPasses(stage, options, features, again[index])
-        else:
-            passes[index] = StagePasses(stage, options, features)
+        passes[index] = StagePasses(stage, options, features)
     return passes
-
-
-def _recomputed_places(program: Program, rows: slice) -> dict[int, set[Place]]:
-    """Per stage, the forwards that run again."""
-    found: dict[int, set[Place]] = {}
-    for row in rows.start + np.flatnonzero(keeps(program, rows) == Value.CHECKPOINT):
-        place = int(program.microbatch[row]), int(program.slice[row])
-        found.setdefault(int(program.stage[row]), set()).add(place)
-    return found
 
 
 def _features(

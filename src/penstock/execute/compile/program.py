@@ -10,6 +10,7 @@ from penstock.execute.compile.data import rows_that_take_data
 from penstock.execute.observing.observer import Observer, observed
 from penstock.execute.ops import HANDLERS
 from penstock.execute.ops.context import CompileContext
+from penstock.execute.ops.keys import Keys
 from penstock.execute.stages.passes import StagePasses
 from penstock.execute.step import Bound, Change
 from penstock.ir.operations import Op
@@ -30,6 +31,7 @@ class CompiledProgram:
     changes: Sequence[Change]
     bounds: Sequence[Bound]
     """The calls with observers and changes, as they run in every step."""
+    keys: Keys
     data_rows: Mapping[int, int]
     """Per row that takes something of the batch, its microbatch."""
 
@@ -54,6 +56,7 @@ def compile_program(
         observers,
         changes,
         _around(program, bounds, observers, changes),
+        context.keys,
         rows_that_take_data(program, rows, stages),
     )
 

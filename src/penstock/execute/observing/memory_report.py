@@ -29,6 +29,8 @@ from penstock.execute.observing.layer_sizes import (
 )
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.observing.rank_memory import MemoryPoint, Moment, RankMemory, StageMemory, memory_text
+from penstock.execute.ops.keys import Keys
+from penstock.execute.stages.passes import SavedForward
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Bound, Step
@@ -75,7 +77,9 @@ class MemoryWatch(Observer):
         self._tracker = SavedTensorTracker(parameters, self.sizes.note_saved)
         self._peak = RankMemory()
         self._stages = {stage.index: stage for stage in stages}
-        self._stage_of_slot: dict[int, int] = {}
+        self._keys: Keys | None = None
+        self._stage_of_key: dict[int, int] = {}
+        """Of what stages keep."""
 
     def begin(self, step: Step) -> None:
         self._look(step, Moment.BEGIN)
@@ -84,10 +88,12 @@ class MemoryWatch(Observer):
 
     def around(self, program: Program, bound: Bound) -> Around:
         instruction, is_wait = program.instruction(bound.row), bound.awaits is not None
+        self._keys = self._keys or Keys(program, int(program.rank_of_row[bound.row]))
+        kept = self._keys.kept_by(bound.row)
         if RUNS_FORWARD[instruction.op] and not is_wait:
-            return partial(self._watching_forward, instruction.stage, instruction.slot)
-        slot = instruction.slot if RUNS_AUTOGRAD[instruction.op] and not is_wait else None
-        return partial(self._watching_call, slot, bool(IS_BACKWARD[instruction.op]))
+            return partial(self._watching_forward, instruction.stage, kept)
+        runs_autograd = RUNS_AUTOGRAD[instruction.op] and not is_wait
+        return partial(self._watching_call, kept if runs_autograd else None, bool(IS_BACKWARD[instruction.op]))
 
     def end(self, step: Step, failed: bool) -> None:
         if not failed:
@@ -107,24 +113,24 @@ class MemoryWatch(Observer):
         )
 
     @contextmanager
-    def _watching_forward(self, stage: int, slot: int, step: Step) -> Iterator[None]:
-        self._stage_of_slot[slot] = stage
+    def _watching_forward(self, stage: int, kept: int, step: Step) -> Iterator[None]:
+        self._stage_of_key[kept] = stage
         note_outputs = partial(self._tracker.note_functions, stage)
         with self._tracker.of_stage(stage, self.attempt), self.sizes.watching(self.attempt, note_outputs):
             yield
         self._look(step)
 
     @contextmanager
-    def _watching_call(self, slot: int | None, is_backward: bool, step: Step) -> Iterator[None]:
-        """Of what runs autograd, `slot` is where the forward's activations are."""
+    def _watching_call(self, kept: int | None, is_backward: bool, step: Step) -> Iterator[None]:
+        """Of what runs autograd, `kept` is the key of the forward's activations."""
         if is_backward and Moment.AFTER_WARM_UP not in self.points:
             self._look(step, Moment.AFTER_WARM_UP)
-        stage = None if slot is None else self._stages[self._stage_of_slot[slot]]
+        stage = None if kept is None else self._stages[self._stage_of_key[kept]]
         before = {} if stage is None else storages(queued(stage.own_weight_gradients.fused))
         yield
-        saved = None if slot is None else step.saved.get(slot)
-        if stage is not None and saved is not None and saved.deferred is not None:
-            self.sizes.note_contexts(stage, saved.deferred, before)
+        left = None if kept is None else step.values.get(kept)
+        if stage is not None and left is not None:
+            self.sizes.note_contexts(stage, left, before)
         self._look(step)
 
     def _look(self, step: Step, moment: Moment | None = None) -> None:
@@ -143,6 +149,11 @@ class MemoryWatch(Observer):
         allocated, reserved = most if moment is Moment.PEAK else now
         return MemoryPoint(moment, sample.counted_bytes, allocated(self.device), reserved(self.device))
 
+    def _by_kind(self, step: Step) -> list[dict[int, Any]]:
+        """What stages keep, messages, and what rows made."""
+        kinds = [range(0)] * 3 if self._keys is None else [self._keys.kept, self._keys.messages, self._keys.made]
+        return [{key: value for key, value in step.values.items() if key in kind} for kind in kinds]
+
     def _sample(self, step: Step) -> RankMemory:
         """Count every storage once, under the first of the columns that holds it."""
         counter = StorageCounter()
@@ -150,22 +161,33 @@ class MemoryWatch(Observer):
         parameter_bytes = {stage: counter.add(own) for stage, own in parameters.items()}
         gradient_bytes = {stage: counter.add([*map(gradients_of, own)]) for stage, own in parameters.items()}
         num_activations, context_bytes = dict.fromkeys(parameters, 0), dict.fromkeys(parameters, 0)
-        forwards = [(self._stage_of_slot[slot], saved) for slot, saved in step.saved.items() if saved is not None]
-        for stage, saved in forwards:
-            if not isinstance(saved, Checkpoint):
+        kept, messages, made = self._by_kind(step)
+        forwards = [(self._stage_of_key[key], value) for key, value in kept.items()]
+        for stage, value in forwards:
+            if not isinstance(value, Checkpoint):
                 num_activations[stage] += 1
-                context_bytes[stage] += counter.add([] if saved.deferred is None else held_by(saved.deferred))
+                deferred = value.deferred if isinstance(value, SavedForward) else value
+                context_bytes[stage] += counter.add([] if deferred is None else held_by(deferred))
         activation_bytes = {stage: counter.add_storages(self._tracker.held(stage)) for stage in parameters}
-        for stage, saved in forwards:
-            own = [saved.arguments, saved.keywords] if isinstance(saved, Checkpoint) else saved.inputs
-            activation_bytes[stage] += counter.add(own)
+        for stage, value in forwards:
+            activation_bytes[stage] += counter.add(_inputs_in(value))
         columns = (parameter_bytes, gradient_bytes, num_activations, activation_bytes, context_bytes)
-        received = [each.tensors if isinstance(each, Incoming) else each for each in step.received.values()]
+        received = [each.tensors if isinstance(each, Incoming) else each for each in messages.values()]
         return RankMemory(
             stages=tuple(StageMemory(stage, *(column[stage] for column in columns)) for stage in parameters),
             received_bytes=counter.add(received),
-            unsent_bytes=counter.add(list(step.made.values())),
+            unsent_bytes=counter.add(list(made.values())),
         )
+
+
+def _inputs_in(kept: Any) -> list[Any]:
+    """What a stage keeps of a forward, without what autograd holds."""
+    match kept:
+        case Checkpoint():
+            return [kept.arguments, kept.keywords]
+        case SavedForward():
+            return [*kept.inputs]
+    return []
 
 
 def gather_memory(

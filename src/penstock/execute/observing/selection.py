@@ -2,6 +2,7 @@
 
     innermost   what tests add
     buffers     has the step changed a buffer that several ranks hold; only where there is one
+    declared    debug="values": does each call take and leave what its row declares
     values      debug="values": are all values finite, and all copies equal
     messages    debug="messages" or "values": does each message say what is expected
     ranges      ranges=True: names for profilers
@@ -18,6 +19,7 @@ import torch
 from penstock.execute.observing.checked_messages import CheckedMessages
 from penstock.execute.observing.checked_values import ValueChecks
 from penstock.execute.observing.copies import CopyChecks
+from penstock.execute.observing.declared_values import DeclaredValues
 from penstock.execute.observing.observer import Observer
 from penstock.execute.observing.ranges import Ranges
 from penstock.execute.observing.run_ahead import throttle_for
@@ -45,6 +47,7 @@ def observers_for(
     if assembly.shared_buffers:
         found.append(SharedBuffers(assembly.stages, assembly.shared_buffers))
     if debug == "values":
+        found.append(DeclaredValues(transport.rank))
         found.append(CopyChecks(transport, assembly, gradient_attribute))
         found.append(ValueChecks(transport.rank, assembly.stages, gradient_attribute))
     if debug != "off":

@@ -13,11 +13,11 @@ Take = Callable[[Step], Any]
 
 def wait_for(context: CompileContext, row: int, receive: int, take: Callable[[Incoming], Any]) -> Bound:
     """Return the wait for a message, which releases those sent ones that have arrived by then."""
-    slot, release = context.slot(receive), context.messenger.sender.release
+    key, release = context.keys.message_of(receive), context.messenger.sender.release
     peer, num_arrived = context.rows.arrived[receive]
 
     def wait(step: Step) -> None:
-        step.received[slot] = take(step.received[slot])
+        step.values[key] = take(step.values[key])
         release(peer, num_arrived)
 
     return Bound(row, wait, receive)
@@ -25,6 +25,6 @@ def wait_for(context: CompileContext, row: int, receive: int, take: Callable[[In
 
 def take_arrived(context: CompileContext, receive: int) -> Take:
     """Return what gets a message that has arrived."""
-    slot = context.slot(receive)
-    # The register is emptied as it is read: else the input would live as long as the step, not as its stage needs it.
-    return lambda step: step.received.pop(slot)
+    key = context.keys.message_of(receive)
+    # Taken out as it is read: else the input would live as long as the step, not as its stage needs it.
+    return lambda step: step.values.pop(key)

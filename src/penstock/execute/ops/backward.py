@@ -1,6 +1,8 @@
 """B and I: a whole backward, or the part of one that computes the gradients of inputs and leaves the rest for W."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
 
 from penstock.execute.ops.arrivals import Take, take_arrived, wait_for
 from penstock.execute.ops.context import CompileContext
@@ -10,38 +12,50 @@ from penstock.ir.deps import NONE
 
 def backward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle B."""
-    return _backward(context, row, is_whole=True)
+    run, take, put = context.passes_of(row).backward, _take_gradients(context, row), _put_gradients(context, row)
+    kept = context.keys.kept_by(row)
+
+    def run_backward(step: Step) -> None:
+        put(step, run(step, step.values.pop(kept), take(step)))
+
+    yield from _waits(context, row)
+    yield Bound(row, run_backward)
 
 
 def backward_input(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle I."""
-    return _backward(context, row, is_whole=False)
+    run, take, put = context.passes_of(row).backward_input, _take_gradients(context, row), _put_gradients(context, row)
+    kept = context.keys.kept_by(row)
+
+    def run_backward_input(step: Step) -> None:
+        gradients, step.values[kept] = run(step, step.values.pop(kept), take(step))
+        put(step, gradients)
+
+    yield from _waits(context, row)
+    yield Bound(row, run_backward_input)
 
 
-def _backward(context: CompileContext, row: int, *, is_whole: bool) -> Iterator[Bound]:
-    passes, slot = context.passes_of(row), context.slot(row)
-    run = passes.backward if is_whole else passes.backward_input
+def _waits(context: CompileContext, row: int) -> Iterator[Bound]:
     receive = context.rows.awaits(row)
-    take = _take_gradients(context, row, receive)
-    is_first = context.program.placement.previous_stage[context.program.stage[row]] == NONE
-
-    def run_backward(step: Step) -> None:
-        gradients = run(step, step.saved[slot], take(step))
-        if not is_first:
-            step.made[row] = gradients
-        if is_whole:
-            del step.saved[slot]  # now: what forwards save is most of the memory of a step
-
     if receive != NONE:
         yield wait_for(context, row, receive, context.messenger.receiver.take_gradients)
-    yield Bound(row, run_backward)
 
 
-def _take_gradients(context: CompileContext, row: int, receive: int) -> Take:
+def _take_gradients(context: CompileContext, row: int) -> Take:
     """Return what gets the gradients of the stage's outputs."""
+    receive = context.rows.awaits(row)
     if receive != NONE:
         return take_arrived(context, receive)
     source = context.rows.source(row)
     if source == NONE:
         return lambda step: ()  # a last stage begins at its loss
-    return lambda step: step.made.pop(source)
+    key = context.keys.made_by(source)
+    return lambda step: step.values.pop(key)
+
+
+def _put_gradients(context: CompileContext, row: int) -> Callable[[Step, list[Tensor]], None]:
+    """Return what leaves the gradients of the stage's inputs for the stage before; a first stage has none."""
+    if context.program.placement.previous_stage[context.program.stage[row]] == NONE:
+        return lambda step, gradients: None
+    key = context.keys.made_by(row)
+    return lambda step, gradients: step.values.__setitem__(key, gradients)

@@ -1,11 +1,13 @@
 """`CompileContext`: what handlers look at, and what they return."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.execute.batch.microbatch import Place
+from penstock.execute.ops.keys import Keys
 from penstock.execute.ops.rows import RankRows
 from penstock.execute.stages.passes import StagePasses
+from penstock.execute.stages.recompute import Recomputation
 from penstock.execute.step import Bound
 from penstock.execute.transport.agreed_layouts import Key
 from penstock.execute.transport.messages import Messenger
@@ -39,14 +41,22 @@ class CompileContext:
     hooks: Hooks
     row_of: RowOf | None = None
     """None where nobody notes how far the ranks are."""
+    keys: Keys = field(init=False)
+    recomputations: dict[int, Recomputation] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", Keys(self.program, self.rank))
 
     def passes_of(self, row: int) -> StagePasses:
         """Return how the stage of a row runs."""
         return self.passes[int(self.program.stage[row])]
 
-    def slot(self, row: int) -> int:
-        """Return the number of the register that a row uses."""
-        return int(self.program.slot[row])
+    def recomputation_of(self, row: int) -> Recomputation:
+        """Return how forwards of a row's stage run that run again; one object for all of them."""
+        stage = int(self.program.stage[row])
+        if stage not in self.recomputations:
+            self.recomputations[stage] = Recomputation(self.passes[stage])
+        return self.recomputations[stage]
 
     def place(self, row: int) -> Place:
         """Return a row's microbatch and slice."""

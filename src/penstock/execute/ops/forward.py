@@ -1,11 +1,7 @@
 """F: runs a stage forward. What it saves waits for the backward, and its outputs for the next stage.
 
-Where it gets what it works on, and where it puts what it makes:
-
-    the batch        of a first stage
-    step.received    what a message brought, after the call that waits for it
-    step.made        what a row made for its send, or for another stage of this rank
-    step.saved       what a stage keeps of a forward
+It works on the batch, on a message, or on what another stage of this rank made. It keeps its activation, its inputs
+where it runs again, and nothing in an evaluation.
 """
 
 from collections.abc import Iterator
@@ -15,22 +11,30 @@ from penstock.execute.ops.context import CompileContext
 from penstock.execute.step import Bound, Step
 from penstock.execute.values.version_guard import VersionGuard
 from penstock.ir.deps import NONE
+from penstock.ir.keeps import NOTHING
+from penstock.ir.operations import Value
 
 
 def forward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle F."""
-    run, place, slot = context.passes_of(row).forward, context.place(row), context.slot(row)
+    value, place = context.rows.keeps(row), context.place(row)
+    run = (context.recomputation_of if value == Value.CHECKPOINT else context.passes_of)(row).forward
     microbatch, index = place
+    kept, made = context.keys.kept_by(row), context.keys.made_by(row)
     receive = context.rows.awaits(row)
     take = _take_inputs(context, row, receive)
     key, action, note_outputs = context.key(row), context.text(row), context.messenger.layouts.note_outputs
     is_last = context.program.placement.next_stage[key[0]] == NONE
 
     def run_forward(step: Step) -> None:
-        outputs, step.saved[slot] = run(step, place, take(step), step.slices[microbatch][index].kwargs)
+        # No name here holds what is kept: a frame that an error or a log keeps would keep activations alive.
+        if value == NOTHING:
+            outputs, _ = run(step, place, take(step), step.slices[microbatch][index].kwargs)
+        else:
+            outputs, step.values[kept] = run(step, place, take(step), step.slices[microbatch][index].kwargs)
         if not is_last:
             note_outputs(key, outputs, action)
-            step.made[row] = VersionGuard.detached(outputs)
+            step.values[made] = VersionGuard.detached(outputs)
 
     if receive != NONE:
         yield wait_for(context, row, receive, context.messenger.receiver.take_tree)
@@ -46,5 +50,5 @@ def _take_inputs(context: CompileContext, row: int, receive: int) -> Take:
     if source == NONE:
         microbatch, index = context.place(row)
         return lambda step: step.slices[microbatch][index].args
-    action = context.text(source)
-    return lambda step: (step.made.pop(source).checked(action),)
+    action, key = context.text(source), context.keys.made_by(source)
+    return lambda step: (step.values.pop(key).checked(action),)

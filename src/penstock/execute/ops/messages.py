@@ -12,11 +12,11 @@ from penstock.execute.transport.messages import Incoming
 def send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle SEND_F: send a stage's outputs, unless they were changed in place since."""
     peer, key, source = context.peer(row), context.key(row), context.rows.source(row)
-    action, send = context.text(source), context.messenger.sender.send_forward
+    made, action, send = context.keys.made_by(source), context.text(source), context.messenger.sender.send_forward
     release_arrived = _release_arrived(context, peer)
 
     def send_outputs(step: Step) -> None:
-        send(peer, key, step.made.pop(source).checked(action))
+        send(peer, key, step.values.pop(made).checked(action))
         release_arrived()  # after the send, which must not wait for it
 
     yield Bound(row, send_outputs)
@@ -25,10 +25,11 @@ def send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
 def send_backward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle SEND_B: send the gradients of a stage's inputs."""
     peer, key, source = context.peer(row), context.key(row), context.rows.source(row)
-    send, release_arrived = context.messenger.sender.send_backward, _release_arrived(context, peer)
+    made, send = context.keys.made_by(source), context.messenger.sender.send_backward
+    release_arrived = _release_arrived(context, peer)
 
     def send_gradients(step: Step) -> None:
-        send(peer, step.made.pop(source), key)
+        send(peer, step.values.pop(made), key)
         release_arrived()
 
     yield Bound(row, send_gradients)
@@ -46,10 +47,10 @@ def receive_backward(context: CompileContext, row: int) -> Iterator[Bound]:
 
 def _receive(context: CompileContext, row: int, post: Callable[[int, Key], Incoming]) -> Iterator[Bound]:
     # A gradient belongs to the outputs of this stage, an input to this stage: the key is this stage's both times.
-    peer, key, slot = context.peer(row), context.key(row), context.slot(row)
+    peer, key, message = context.peer(row), context.key(row), context.keys.message_of(row)
 
     def post_receive(step: Step) -> None:
-        step.received[slot] = post(peer, key)
+        step.values[message] = post(peer, key)
 
     yield Bound(row, post_receive)
 

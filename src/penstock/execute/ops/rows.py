@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.awaits import receive_of_row
 from penstock.ir.deps import NONE, predecessors
+from penstock.ir.keeps import keeps
 from penstock.ir.operations import IS_MESSAGE, IS_RECEIVE, IS_SEND
 from penstock.ir.program import Program
 
@@ -35,6 +36,8 @@ class RankRows:
     """Per row, from 0, the row of this rank that it gets its data from, else NONE."""
     receives: list[int]
     """Per row, from 0, the receive whose message it awaits, else NONE."""
+    kept: list[int]
+    """Per row, from 0, the `Value` that it begins to keep for a backward, else 0."""
     arrived: Mapping[int, tuple[int, int]]
     """Per receive: its peer, and how many messages to that peer have arrived for certain once this one is here."""
     used: Mapping[int, list[int]]
@@ -55,6 +58,7 @@ class RankRows:
             range(first, end),
             np.where(is_local, own + shift, NONE).tolist(),
             np.where(awaited == NONE, NONE, awaited + shift).tolist(),
+            keeps(program, slice(first, end)).tolist(),
             {row + shift: found for row, found in arrived_before(part, before, rank).items()},
             used_after(part, before, rank),
         )
@@ -62,6 +66,10 @@ class RankRows:
     def source(self, row: int) -> int:
         """Return the row of this rank that a row gets its data from, NONE if it gets none."""
         return self.sources[row - self.rows.start]
+
+    def keeps(self, row: int) -> int:
+        """Return the `Value` that a row begins to keep for a backward, 0 if it keeps none."""
+        return self.kept[row - self.rows.start]
 
     def awaits(self, row: int) -> int:
         """Return the receive whose message a row awaits, NONE if it awaits none."""

@@ -8,10 +8,9 @@ from penstock.execute.step import Bound, Step
 
 def weight(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle W."""
-    run, slot = context.passes_of(row).backward_weight, context.slot(row)
+    run, key = context.passes_of(row).backward_weight, context.keys.kept_by(row)
 
     def run_weight(step: Step) -> None:
-        run(step.saved[slot])
-        del step.saved[slot]
+        run(step.values.pop(key))
 
     yield Bound(row, run_weight)

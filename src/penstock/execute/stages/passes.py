@@ -47,6 +47,11 @@ class SavedForward:
     parts: Sequence[ForwardPart] = ()
     """What the stage's features keep."""
 
+    def take_deferred(self) -> DeferredWeights | None:
+        """Return what is left for the second part of a backward, and keep it no longer."""
+        deferred, self.deferred = self.deferred, None
+        return deferred
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOptions:
@@ -97,19 +102,20 @@ class StagePasses:
             saved.deferred = None  # a schedule has whole backwards beside split ones, and they need no search
         return self._backward(step, saved, gradients, is_whole=True)
 
-    def backward_input(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the inputs, and keep of the forward only what `backward_weight` needs."""
+    def backward_input(
+        self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]
+    ) -> tuple[list[Tensor], DeferredWeights | None]:
+        """Return the gradients of the inputs, and what `backward_weight` needs of the forward."""
         stage = self.stage
-        if stage.split_plan.is_examined:
-            return self._backward(step, saved, gradients, is_whole=False)
-        with stage.split_plan.examining(stage.index, stage.named_parameters()):
-            return self._backward(step, saved, gradients, is_whole=False)
+        examining = stage.split_plan.examining(stage.index, stage.named_parameters())
+        with nullcontext() if stage.split_plan.is_examined else examining:
+            results = self._backward(step, saved, gradients, is_whole=False)
+        return results, saved.take_deferred()
 
-    def backward_weight(self, saved: SavedForward) -> None:
+    def backward_weight(self, deferred: DeferredWeights | None) -> None:
         """Add what `backward_input` has left to the gradients of the weights."""
-        if saved.deferred is not None:
-            saved.deferred.backward_weight()
-            saved.deferred = None
+        if deferred is not None:
+            deferred.backward_weight()
 
     # ---- forward
 
@@ -241,7 +247,7 @@ class StagePasses:
             unalias(come, [*gradients, *([] if deferred is None else deferred.kept)])
         saved.inputs, saved.edges, saved.loss_gradients = [], [], []
         if is_whole:
-            self.backward_weight(saved)
+            self.backward_weight(saved.take_deferred())
         return results
 
 

@@ -11,9 +11,9 @@ refused, and so is a target that the loss function changes. Without a seed for t
 generators back to where F began.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,8 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import Place
-from penstock.execute.stages.feature import StageFeature
-from penstock.execute.stages.passes import Inputs, Keywords, PassOptions, SavedForward, StagePasses
+from penstock.execute.stages.feature import ForwardPart
+from penstock.execute.stages.passes import Inputs, Keywords, SavedForward, StagePasses
 from penstock.execute.stages.stage import Stage, modules_of
 from penstock.execute.step import Step
 from penstock.execute.undocumented import version_of
@@ -49,13 +49,15 @@ Copies = dict[Where, BufferCopy]
 
 
 @dataclass(slots=True, eq=False)
-class Checkpoint(SavedForward):
+class Checkpoint:
     """What a forward keeps that runs again: everything that it was called with, and the buffers as it read them."""
 
-    arguments: tuple[Any, ...] = ()
-    keywords: Mapping[str, Any] = field(default_factory=dict)
-    buffers: Copies = field(default_factory=dict)
-    called_with: VersionGuard = field(default_factory=lambda: VersionGuard.of(()))
+    parts: Sequence[ForwardPart]
+    """What the stage's features do in the second run."""
+    arguments: Inputs
+    keywords: Keywords
+    buffers: Copies
+    called_with: VersionGuard
 
 
 class BufferCopier:
@@ -76,51 +78,50 @@ class BufferCopier:
         return latest
 
 
-class RecomputedPasses(StagePasses):
-    """Runs a stage of which some forwards keep their inputs only, and run again before their backward."""
+class Recomputation:
+    """Runs those forwards of a stage that keep their inputs only, and runs them again before their backward."""
 
-    def __init__(
-        self, stage: Stage, options: PassOptions, features: Sequence[StageFeature], again: Collection[Place]
-    ) -> None:
-        super().__init__(stage, options, features)
-        self._again = again
-        """The forwards that run again."""
-        self._copier = BufferCopier(stage)
+    def __init__(self, passes: StagePasses) -> None:
+        self._passes = passes
+        self._copier = BufferCopier(passes.stage)
 
-    def forward(self, step: Step, place: Place, inputs: Inputs, keywords: Keywords) -> tuple[Any, SavedForward | None]:
-        if place not in self._again:
-            return super().forward(step, place, inputs, keywords)
-        target = step.slices[place[0]][place[1]].target if self.options.is_last else None
+    def forward(self, step: Step, place: Place, inputs: Inputs, keywords: Keywords) -> tuple[Any, Checkpoint]:
+        """Run the layers; return what leaves the stage, and what `run_again` needs.
+
+        Raises:
+            PipelineError: the layers or the loss change what the second run would begin with.
+        """
+        passes = self._passes
+        target = step.slices[place[0]][place[1]].target if passes.options.is_last else None
         buffers, before = self._copier.copies(), VersionGuard.of((inputs, keywords, target))
-        parts = self.begin_parts(step, place)
+        parts = passes.begin_parts(step, place)
         with saved_tensors_hooks(_drop, _refuse):
-            outputs, deferred = self.run_layers(parts, inputs, keywords)
+            outputs, deferred = passes.run_layers(parts, inputs, keywords)
         _refuse_changed(before)
-        self.finish(step, place, parts, inputs, outputs, deferred)  # refuses what cannot be trained now, not in R
-        if self.options.is_last and before.is_changed:
+        passes.finish(step, place, parts, inputs, outputs, deferred)  # refuses what cannot be trained now, not in R
+        if passes.options.is_last and before.is_changed:
             raise PipelineError(_LOSS_CHANGES)
         # The values of skips that only pass are not kept: a later stage has them, and R needs their shapes alone.
         for part in parts:
             inputs, _ = part.without_passing(inputs, outputs)
         guard = VersionGuard.of((inputs, keywords, target))
-        again = [part.again() for part in parts]
-        return outputs, Checkpoint([], [], [], None, again, inputs, keywords, buffers, guard)
+        return outputs, Checkpoint([part.again() for part in parts], inputs, keywords, buffers, guard)
 
-    def recompute(self, step: Step, place: Place, checkpoint: Checkpoint) -> SavedForward | None:
+    def run_again(self, step: Step, place: Place, checkpoint: Checkpoint) -> SavedForward | None:
         """Run a forward again, on what it began with; return what its backward needs.
 
         Raises:
             PipelineError: its arguments were changed since.
         """
         _refuse_changed(checkpoint.called_with)
-        inputs, parts = checkpoint.arguments, checkpoint.parts
-        with on_copied_buffers(self.stage, checkpoint):
-            outputs, deferred = self.run_layers(parts, inputs, checkpoint.keywords)
-            return self.finish(step.again(), place, parts, inputs, outputs, deferred)
+        passes, inputs, parts = self._passes, checkpoint.arguments, checkpoint.parts
+        with on_copied_buffers(passes.stage, checkpoint.buffers):
+            outputs, deferred = passes.run_layers(parts, inputs, checkpoint.keywords)
+            return passes.finish(step.again(), place, parts, inputs, outputs, deferred)
 
 
 @contextmanager
-def on_copied_buffers(stage: Stage, checkpoint: Checkpoint) -> Iterator[None]:
+def on_copied_buffers(stage: Stage, kept: Copies) -> Iterator[None]:
     """Let the layers read and change the buffers that their forward began with; afterwards they have their own again.
 
     Modules that share a buffer share its copy.
@@ -128,8 +129,8 @@ def on_copied_buffers(stage: Stage, checkpoint: Checkpoint) -> Iterator[None]:
     found = _buffers(stage)
     copies: dict[int, Tensor] = {}
     for where, buffer in found.items():
-        kept = checkpoint.buffers.get(where)
-        source, values = (buffer, buffer) if kept is None else (kept.buffer, kept.values)
+        copy = kept.get(where)
+        source, values = (buffer, buffer) if copy is None else (copy.buffer, copy.values)
         if id(source) not in copies:
             copies[id(source)] = values.clone()  # what was kept may serve other forwards too, and R changes it
         setattr(*where, copies[id(source)])

@@ -1,0 +1,97 @@
+"""Finds a call that leaves what its row does not declare, or does not leave what a later row reads.
+
+    0F1 declares that it takes what 0RECV_F1 brought, keeps an activation, and makes what 0SEND_F1 sends
+
+What a row declares is in the columns of `ir.operations`; it is compared with the keys of `Step.values` after each call.
+An activation that nobody takes would stay for the rest of the step; one that is gone too early fails at a later row.
+
+Guarantees: what a call leaves is found behind that call, or behind its overlapped pair.
+Relies on: the two computations of a pair are the only calls that run at one time.
+"""
+
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+
+from penstock.errors import MAX_SHOWN, PipelineError
+from penstock.execute.observing.observer import Around, Observer
+from penstock.execute.ops.keys import Keys
+from penstock.execute.step import Bound, Step
+from penstock.ir.awaits import receive_of_row
+from penstock.ir.deps import NONE, predecessors, stages_at
+from penstock.ir.keeps import NOTHING, keeps
+from penstock.ir.operations import KEPT, MESSAGES, OPERATIONS, Lane, Op, peer_at
+from penstock.ir.program import Program
+
+
+class DeclaredValues(Observer):
+    """Compares the values of one rank with its rows, after every call."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._declared: Declared | None = None
+        self._expected: set[int] = set()
+        self._num_running = 0
+        self._lock = Lock()
+
+    def begin(self, step: Step) -> None:
+        self._expected, self._num_running = set(), 0
+
+    def around(self, program: Program, bound: Bound) -> Around:
+        if self._declared is None or self._declared.program is not program:
+            self._declared = Declared(program, self._rank)
+        declared = self._declared
+        taken, put = (set(), set()) if bound.awaits is not None else declared.of(bound.row)
+        return partial(self._following, declared.keys, str(program.instruction(bound.row)), taken, put)
+
+    @contextmanager
+    def _following(self, keys: Keys, text: str, taken: Set[int], put: Set[int], step: Step) -> Iterator[None]:
+        with self._lock:
+            self._num_running += 1
+        yield
+        with self._lock:
+            self._num_running -= 1
+            self._expected = (self._expected - taken) | put
+            if not self._num_running:  # else the other computation of a pair has done a part of its work
+                self._compare(keys, text, step)
+
+    def _compare(self, keys: Keys, text: str, step: Step) -> None:
+        found = step.values.keys()
+        for stray, problem in (
+            (found - self._expected, "there is left what no row declares"),
+            (self._expected - found, "there is no more what a later row reads"),
+        ):
+            if stray:
+                names = ", ".join(keys.name(key) for key in sorted(stray)[:MAX_SHOWN])
+                raise PipelineError(f"after {text} {problem}: {names}", rank=self._rank)
+
+
+class Declared:
+    """What the rows of one rank declare of the values that live between rows."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program, self.keys = program, Keys(program, rank)
+        before = predecessors(program)[:, 0]
+        self._source, self._receive, self._keeps = before, receive_of_row(program, before), keeps(program)
+
+    def of(self, row: int) -> tuple[set[int], set[int]]:
+        """Return the keys that a row takes, and those that it puts."""
+        program, keys = self.program, self.keys
+        operation = OPERATIONS[Op(int(program.op[row]))]
+        taken, put = set(), set()
+        if operation.lane is Lane.RECEIVE:
+            put.add(keys.message_of(row))
+        elif self._receive[row] != NONE:
+            taken.add(keys.message_of(int(self._receive[row])))
+        elif self._source[row] != NONE and MESSAGES.keys() & set(operation.frees):
+            taken.add(keys.made_by(int(self._source[row])))
+        if KEPT & set(operation.frees):
+            taken.add(keys.kept_by(row))
+        if self._keeps[row] != NOTHING or (KEPT & set(operation.makes) and not operation.begins_keeping):
+            put.add(keys.kept_by(row))
+        for value in MESSAGES.keys() & set(operation.makes):
+            send, _ = MESSAGES[value]
+            if stages_at(program.placement, peer_at(send))[program.stage[row]] != NONE:
+                put.add(keys.made_by(row))
+        return taken, put
