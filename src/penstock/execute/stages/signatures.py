@@ -4,6 +4,9 @@
 that names nothing. It can take what the module behind it can take. torch's wrappers hold that module as their only
 child. In other classes the source shows where `**kwargs` goes. If it may go elsewhere, the layer gets every keyword: a
 layer that gets one too many fails, but a layer that gets one too few computes something else.
+
+Guarantees: ranks that are threads may look at their layers at one time.
+Relies on: nothing else of this process parses Python meanwhile.
 """
 
 import ast
@@ -12,12 +15,16 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any
 
 from torch import nn
 
 from penstock.execute.batch.microbatch import EVERY
 from penstock.execute.undocumented import traced_arguments
+
+_PARSING = Lock()
+"""Two threads that parse at a time may fail: CPython counts their depth together (gh-106905)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,9 @@ def _behind(module: nn.Module, own: Callable[..., Any]) -> list[TakenKeywords] |
     if len(children) == 1 and str(getattr(forward, "__module__", "")).startswith("torch."):
         return [taken_keywords(children[0])]
     try:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
+        text = textwrap.dedent(inspect.getsource(forward))
+        with _PARSING:
+            (definition,) = ast.parse(text).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
     # A decorated method is found unbound behind its decorator.
