@@ -132,7 +132,12 @@ class DefaultGroup:
             end_s = time.monotonic() + (PATIENCE_S if rank_to_blame not in (None, launch.rank) else 0.0)
             while not store.check([key]) and time.monotonic() < end_s:
                 time.sleep(LONGEST_PAUSE_S)
-            return bool(store.add(key, 1) == 1)
+            is_first = store.add(key, 1) == 1
+            # Rank 0 may hold the store, so it ends when the others have asked too, or a moment later.
+            end_s = time.monotonic() + (PATIENCE_S if launch.rank == 0 else 0.0)
+            while store.add(key, 0) < launch.num_ranks and time.monotonic() < end_s:
+                time.sleep(LONGEST_PAUSE_S)
+            return is_first
         except RuntimeError:  # the process with the store has ended
             return True
 
