@@ -91,6 +91,7 @@ def test_a_signal_to_the_whole_process_group_saves_and_the_run_goes_on(tmp_path,
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_signal_that_ends_data_workers_first_saves_and_the_run_goes_on(tmp_path):
     """Its processes are real ones: data workers do not start in a fork."""
     write_tiny_run(tmp_path)
