@@ -19,7 +19,8 @@ import torch
 
 from penstock.errors import PipelineError
 from penstock.execute.step import Bound, Call, Change, Step
-from penstock.ir.instruction import Instruction, Op
+from penstock.ir.instruction import Instruction
+from penstock.ir.operations import RUNS_FORWARD
 from penstock.ir.program import Program
 
 
@@ -58,7 +59,7 @@ def _paired(program: Program, bounds: Sequence[Bound], pair: Callable[[Bound, Bo
         yield from (bound for bound in members if bound.awaits is not None)
         first, second = (bound for bound in members if bound.awaits is None)
         # In the forward's place, which is where the data that it takes are there.
-        place = first if program.op[first.row] == Op.FORWARD else second
+        place = first if RUNS_FORWARD[program.op[first.row]] else second
         yield replace(place, call=pair(first, second))
 
 

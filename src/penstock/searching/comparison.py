@@ -4,10 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-import numpy as np
-
 from penstock.errors import PenstockError
-from penstock.ir.instruction import Op
+from penstock.ir.operations import IS_SEND
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.planning import layers_of_stages, plan, stage_costs
@@ -94,7 +92,7 @@ def compare(
 
 def count_messages(program: Program) -> int:
     """Return how many results cross from rank to rank."""
-    return int(np.isin(program.op, (Op.SEND_FORWARD, Op.SEND_BACKWARD)).sum())
+    return len(program.rows_of(IS_SEND))
 
 
 def equal_work_s(rows: Sequence[Comparison]) -> list[float]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.ir.awaits import receive_of_row
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.instruction import Op
 from penstock.ir.timeline import Timeline
 
 
@@ -29,12 +29,12 @@ class Waits:
 def waits_of(timeline: Timeline) -> Waits:
     """Find what the computations of a timeline waited for; of an overlapped pair, both for the later message."""
     program = timeline.program
-    source = predecessors(program)[:, 0].astype(np.int64)
-    is_message = (source != NONE) & np.isin(program.op[source], (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD))
-    needs = np.flatnonzero(program.is_compute & is_message)
+    source = predecessors(program)[:, 0]
+    received = receive_of_row(program, source)
+    needs = np.flatnonzero(received != NONE)
     producer = np.full(program.num_instructions, NONE, np.int64)
     arrival_s = np.zeros(program.num_instructions)
-    receives = source[needs]
+    receives = received[needs]
     arrival_s[needs] = timeline.end_s[receives]
     producer[needs] = source[source[receives]]
     first = np.flatnonzero(program.joined)
