@@ -10,7 +10,7 @@ import pytest
 from tests.tiny_run import PENSTOCK, fork, settings
 
 ROOT = Path(__file__).parents[1]
-HELD_OUT_LOSS = 1.5622
+HELD_OUT_LOSS = 1.6284
 """Nats per byte, with the standard library of Python 3.11; other versions have other texts."""
 TOLERANCE = 0.05
 FEW = ("run.steps=4", "run.evaluate_every=2", "run.record_step=2", "batch.length=32", "optimizer.warmup_steps=1")
@@ -49,7 +49,7 @@ def test_the_demo_trains(tmp_path, is_full):
     assert training.returncode == 0, complained
     run = tmp_path / "runs" / "demo"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["step"] == (450 if is_full else 4)
+    assert rows[-1]["step"] == (390 if is_full else 4)
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert {path.name for path in run.iterdir()} >= {"config.toml", "summary.json", "timeline.json"}
     if is_full:
