@@ -97,7 +97,7 @@ def test_changes_that_save_less_than_two_percent_or_are_paid_with_memory_are_apa
 
     second = [line.split() for line in found["what would help with a second copy of the weights, each simulated"][2:]]
     assert {row[4] for row in second} >= {"chimera", "dualpipe"}
-    costly = found["what would help for more memory than it is worth, each simulated"][2:]
+    costly = found["what would help, but takes much more memory, each simulated"][2:]
     for line in (*found[HELPS][2:], *costly):
         saved, _, memory, *_ = line.split()
         assert float(saved) <= -2

@@ -162,7 +162,7 @@ def _changes_tables(diagnosis: Diagnosis, advice: Advice, screen: Screen) -> Ite
     """One table of each group of changes that save enough, with what is assumed of them."""
     groups = [
         ("what would help, each simulated", advice.worth),
-        ("what would help for more memory than it is worth, each simulated", advice.costly),
+        ("what would help, but takes much more memory, each simulated", advice.costly),
         ("what would help with a second copy of the weights, each simulated", advice.second_copy),
     ]
     columns = [
