@@ -1,6 +1,7 @@
 """Pipelines join what torchrun started by themselves, share the group, and leave nothing behind."""
 
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -236,3 +237,29 @@ def test_checkpoints_are_saved_and_loaded_over_the_group(tmp_path):
     """
 
     assert run(script, tmp_path) == (0, ["{'step': 1}"] * 2)
+
+
+def claiming(rank, store, *, has_store=False):
+    """The group of one rank that has joined over a store."""
+    group = DefaultGroup()
+    group._store, group._launch = store, Launch(rank, 2, "127.0.0.1", 29500, has_store=has_store)
+    return group
+
+
+def test_the_rank_that_holds_the_store_ends_when_the_others_have_asked_who_reports():
+    store = torch.distributed.HashStore()
+
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(claiming(0, store)._claims, None)
+        with pytest.raises(TimeoutError):
+            first.result(timeout=0.2)
+        assert claiming(1, store)._claims(None) is False
+        assert first.result(timeout=1.0) is True
+
+
+def test_where_the_launcher_holds_the_store_nobody_waits_for_the_others():
+    store = torch.distributed.HashStore()
+
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(claiming(0, store, has_store=True)._claims, None)
+        assert first.result(timeout=1.0) is True

@@ -133,8 +133,8 @@ class DefaultGroup:
             while not store.check([key]) and time.monotonic() < end_s:
                 time.sleep(LONGEST_PAUSE_S)
             is_first = store.add(key, 1) == 1
-            # Rank 0 may hold the store, so it ends when the others have asked too, or a moment later.
-            end_s = time.monotonic() + (PATIENCE_S if launch.rank == 0 else 0.0)
+            # Where rank 0 holds the store, it ends when the others have asked too, or a moment later.
+            end_s = time.monotonic() + (PATIENCE_S if launch.rank == 0 and not launch.has_store else 0.0)
             while store.add(key, 0) < launch.num_ranks and time.monotonic() < end_s:
                 time.sleep(LONGEST_PAUSE_S)
             return is_first
