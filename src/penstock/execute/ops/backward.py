@@ -1,8 +1,6 @@
 """B and I: a whole backward, or the part of one that computes the gradients of inputs and leaves the rest for W."""
 
-from collections.abc import Callable, Iterator
-
-from torch import Tensor
+from collections.abc import Iterator
 
 from penstock.execute.ops.arrivals import Take, take_arrived, wait_for
 from penstock.execute.ops.context import CompileContext
@@ -12,11 +10,13 @@ from penstock.ir.deps import NONE
 
 def backward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle B."""
-    run, take, put = context.passes_of(row).backward, _take_gradients(context, row), _put_gradients(context, row)
-    kept = context.keys.kept_by(row)
+    run, take, is_first = context.passes_of(row).backward, _take_gradients(context, row), _is_first(context, row)
+    kept, made = context.keys.kept_by(row), context.keys.made_by(row)
 
     def run_backward(step: Step) -> None:
-        put(step, run(step, step.values.pop(kept), take(step)))
+        gradients = run(step, step.values.pop(kept), take(step))
+        if not is_first:
+            step.values[made] = gradients
 
     yield from _waits(context, row)
     yield Bound(row, run_backward)
@@ -24,15 +24,21 @@ def backward(context: CompileContext, row: int) -> Iterator[Bound]:
 
 def backward_input(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle I."""
-    run, take, put = context.passes_of(row).backward_input, _take_gradients(context, row), _put_gradients(context, row)
-    kept = context.keys.kept_by(row)
+    run, take, is_first = context.passes_of(row).backward_input, _take_gradients(context, row), _is_first(context, row)
+    kept, made = context.keys.kept_by(row), context.keys.made_by(row)
 
     def run_backward_input(step: Step) -> None:
         gradients, step.values[kept] = run(step, step.values.pop(kept), take(step))
-        put(step, gradients)
+        if not is_first:
+            step.values[made] = gradients
 
     yield from _waits(context, row)
     yield Bound(row, run_backward_input)
+
+
+def _is_first(context: CompileContext, row: int) -> bool:
+    """Whether nobody waits for the gradients of the stage's inputs."""
+    return context.program.placement.previous_stage[int(context.program.stage[row])] == NONE
 
 
 def _waits(context: CompileContext, row: int) -> Iterator[Bound]:
@@ -51,11 +57,3 @@ def _take_gradients(context: CompileContext, row: int) -> Take:
         return lambda step: ()  # a last stage begins at its loss
     key = context.keys.made_by(source)
     return lambda step: step.values.pop(key)
-
-
-def _put_gradients(context: CompileContext, row: int) -> Callable[[Step, list[Tensor]], None]:
-    """Return what leaves the gradients of the stage's inputs for the stage before; a first stage has none."""
-    if context.program.placement.previous_stage[context.program.stage[row]] == NONE:
-        return lambda step, gradients: None
-    key = context.keys.made_by(row)
-    return lambda step, gradients: step.values.__setitem__(key, gradients)

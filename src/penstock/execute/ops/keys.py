@@ -36,8 +36,7 @@ class Keys:
 
     def message_of(self, receive: int) -> int:
         """Return the key of what a receive brings."""
-        slot = int(self._program.slot[receive])
-        return self.messages.start + slot
+        return self.messages.start + int(self._program.slot[receive])
 
     def made_by(self, row: int) -> int:
         """Return the key of what a row makes."""
