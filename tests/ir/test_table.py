@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import OverlappedPair
+from penstock.ir.action import Kind, OverlappedPair
 from penstock.ir.operations import IS_SEND, Op
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import short_type
@@ -27,6 +27,11 @@ def test_a_microbatch_leaves_an_activation_for_each_stage_and_slice_of_a_rank():
     assert build("1f1b", ranks=2, microbatches=2).parts_per_rank == 1
     assert build("seq1f1b", ranks=2, microbatches=2, slices=3).parts_per_rank == 3
     assert lower(build("breadth-depth", ranks=2, microbatches=2, slices=2, stages_per_rank=2)).parts_per_rank == 4
+
+
+@given(schedule=feasible_schedules())
+def test_a_split_stage_has_an_input_gradient_of_its_own(schedule):
+    assert schedule.split_stages == set(schedule.stage[schedule.kind == Kind.BACKWARD_INPUT].tolist())
 
 
 @given(schedule=feasible_schedules())

@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError, cut, described, shortened
 from penstock.ir.hot import blocks, frozen
-from penstock.ir.operations import IS_BACKWARD, IS_COMPUTE, NUM_OPS, Flags, Op
+from penstock.ir.operations import IS_BACKWARD, IS_COMPUTE, NUM_OPS, Flags, Op, exclusive
 from penstock.placement import Placement
 
 Ints = NDArray[np.integer[Any]]
+IS_PART = np.array([exclusive(op) is not op for op in Op])
+"""[NUM_OPS] what a split backward has instead of a whole one."""
 MAX_NAME_CHARACTERS = 200
 Part = slice
 """Rows that follow one another; a table has a column of the name."""
@@ -108,6 +110,11 @@ class Table(ABC):
     @cached_property
     def is_forward_only(self) -> bool:
         return not any(IS_BACKWARD[op] for op in self.ops)
+
+    @property
+    def split_stages(self) -> frozenset[int]:
+        """The stages whose backwards run in parts."""
+        return frozenset(self.stage[self.rows_of(IS_PART)].tolist())
 
     @cached_property
     def rank_of_row(self) -> NDArray[np.int32]:

@@ -14,12 +14,18 @@ from numpy.typing import NDArray
 
 from penstock.ir.awaits import gather_of_row
 from penstock.ir.deps import NONE
-from penstock.ir.operations import Op
+from penstock.ir.operations import NUM_OPS, OPERATIONS
 from penstock.ir.program import Program
 from penstock.simulation.costs.costs import Costs
+from penstock.simulation.durations import BESIDE, IS_TIED, seconds_beside
 from penstock.simulation.queues import Queues, Rows
 
 NOWHERE: Rows = np.empty(0, np.int64)
+_LANES = [
+    np.isin(np.arange(NUM_OPS), [op for op in BESIDE if OPERATIONS[op].lane is lane])
+    for lane in dict.fromkeys(OPERATIONS[op].lane for op in BESIDE)
+]
+"""The operations of each lane that runs beside the computations."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,9 +42,9 @@ class Barriers:
 
 def add_barriers(program: Program, before: NDArray[np.int32], queues: Queues) -> Barriers:
     """Let each tied reduction wait, in `before`, until all members of its group have come to theirs."""
-    if Op.REDUCE_TIED not in program.ops:
+    rows = program.rows_of(IS_TIED)
+    if not len(rows):
         return Barriers(NOWHERE, NOWHERE)
-    rows = np.flatnonzero(program.op == Op.REDUCE_TIED)
     arrivals = np.where(np.isin(rows, program.offsets), NONE, rows - 1)
     groups = program.peer[rows]
     in_order = np.argsort(groups, kind="stable")
@@ -48,18 +54,18 @@ def add_barriers(program: Program, before: NDArray[np.int32], queues: Queues) ->
     return Barriers(rows, arrivals)
 
 
-def add_gathers(program: Program, costs: Costs, queues: Queues) -> list[NDArray[np.int32]]:
-    """Put gathers on a queue per rank, in the order in which the rank launches them.
+def add_launched(program: Program, costs: Costs, queues: Queues) -> list[NDArray[np.int32]]:
+    """Put what runs beside the computations, such as gathers, on a queue per rank and lane, in the order of launches.
 
-    Return the column of what computations wait for, rows of these queues; none where gathers are free.
+    Return the column of what computations wait for, rows of these queues; none where all of it is free.
     """
-    seconds = costs.per_stage("unshard_s", program.num_stages)
-    if Op.UNSHARD not in program.ops or not seconds.any():
-        return []
-    launches = np.flatnonzero(program.op == Op.UNSHARD)
-    lengths = np.bincount(program.rank_of_row[launches], minlength=program.num_ranks)
-    runs = queues.add(lengths, after=launches, duration_s=seconds[program.stage[launches]])
-    queues.outlasting.append((launches, runs))
+    seconds = seconds_beside(program, costs)
     run_of_row = np.full(program.num_instructions + 1, NONE, np.int32)  # the last one is that of `NONE`
-    run_of_row[launches] = runs
-    return [run_of_row[gather_of_row(program)]]
+    for is_launched in _LANES:
+        launches = program.rows_of(is_launched)
+        duration_s = seconds[program.op[launches], program.stage[launches]]
+        if duration_s.any():
+            lengths = np.bincount(program.rank_of_row[launches], minlength=program.num_ranks)
+            runs = run_of_row[launches] = queues.add(lengths, after=launches, duration_s=duration_s)
+            queues.outlasting.append((launches, runs))
+    return [run_of_row[gather_of_row(program)]] if (run_of_row != NONE).any() else []

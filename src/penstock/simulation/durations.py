@@ -4,14 +4,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.hot import blocks
-from penstock.ir.operations import IS_COMPUTE, NUM_OPS, Kind, Op
+from penstock.ir.operations import IS_COMPUTE, NUM_OPS, OPERATIONS, Group, Kind, Lane, Op, Value
 from penstock.ir.program import Program
 from penstock.ir.table import Table
 from penstock.placement import Placement
-from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
+from penstock.simulation.costs.costs import FIELD_OF_KIND, FIELD_OF_OP, Costs
 
-REDUCTIONS = (Op.REDUCE_GRADIENT, Op.REDUCE_TIED)
-IS_BUSY = IS_COMPUTE | np.isin(np.arange(NUM_OPS), (*REDUCTIONS, Op.OPTIMIZER_STEP))
+_COLLECTIVES = {op: operation for op, operation in OPERATIONS.items() if operation.lane is Lane.COLLECTIVE}
+REDUCTIONS = [op for op, each in _COLLECTIVES.items() if any(read.value is Value.GRADIENT for read in each.reads)]
+BESIDE = [op for op, each in _COLLECTIVES.items() if Value.WEIGHTS in each.makes]
+"""What runs beside the computations of its rank: gathers, on a queue per rank."""
+IS_TIED = np.array([OPERATIONS[op].group is Group.TIED for op in Op])
+IS_BUSY = IS_COMPUTE | np.isin(np.arange(NUM_OPS), [op for op in _COLLECTIVES if op not in BESIDE])
 """[NUM_OPS] which operations keep their rank busy. Their launch is host time before them, and no part of them."""
 
 
@@ -24,7 +28,7 @@ def durations_s(program: Program, costs: Costs) -> NDArray[np.float64]:
     """
     seconds = seconds_of_rows(program, costs, seconds_of_ops(program, costs))
     if program.tied_groups:
-        tied = np.flatnonzero(program.op == Op.REDUCE_TIED)
+        tied = program.rows_of(IS_TIED)
         of_group = costs.spread_out("tied_reduce_s", len(program.tied_groups), "tied group")
         seconds[tied] += np.array(of_group)[program.peer[tied]]
     return seconds
@@ -36,13 +40,21 @@ def seconds_of_ops(table: Table, costs: Costs) -> NDArray[np.float64]:
     Raises:
         ConfigError: as `durations_s`.
     """
-    seconds = costs.durations_s(table.num_stages)
+    seconds = costs.durations_s(table.num_stages, table.split_stages if costs.split_forward_s else ())
     _require_known(table, seconds, costs)
-    if costs.split_forward_s:
-        is_split = np.isin(np.arange(table.num_stages), table.stage[table.op == Op.BACKWARD_INPUT])
-        seconds[Kind.FORWARD, is_split] = costs.per_stage("split_forward_s", table.num_stages)[is_split]
-    seconds[Op.REDUCE_GRADIENT] = costs.per_stage("reduce_s", table.num_stages)
-    seconds[Op.OPTIMIZER_STEP] = _optimizer_s(table.placement, costs)
+    for op, name in FIELD_OF_OP.items():
+        if op not in BESIDE:
+            seconds[op] = costs.per_stage(name, table.num_stages)
+        if OPERATIONS[op].group is Group.PIPELINE:
+            seconds[op] = _sums_of_ranks(table.placement, seconds[op])
+    return seconds
+
+
+def seconds_beside(table: Table, costs: Costs) -> NDArray[np.float64]:
+    """[num_ops, num_stages] seconds of what runs beside the ranks, by operation and stage."""
+    seconds = np.zeros((NUM_OPS, table.num_stages))
+    for op in BESIDE:
+        seconds[op] = costs.per_stage(FIELD_OF_OP[op], table.num_stages)
     return seconds
 
 
@@ -88,9 +100,8 @@ def _require_known(table: Table, seconds: NDArray[np.float64], costs: Costs) -> 
         )
 
 
-def _optimizer_s(placement: Placement, costs: Costs) -> NDArray[np.float64]:
-    """[num_stages] what the optimizer takes on all stages of the rank that holds the stage."""
+def _sums_of_ranks(placement: Placement, per_stage: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[num_stages] the seconds of all stages of the rank that holds the stage, as the optimizer takes."""
     ranks = np.array(placement.rank_of_stage)
-    per_stage = costs.per_stage("optimizer_s", placement.num_stages)
     per_rank = np.bincount(ranks, weights=per_stage, minlength=placement.num_ranks)
     return np.asarray(per_rank[ranks])

@@ -15,7 +15,7 @@ from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.simulation.channels import add_messages
-from penstock.simulation.collectives import add_barriers, add_gathers
+from penstock.simulation.collectives import add_barriers, add_launched
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.durations import durations_s, start_after_launch
 from penstock.simulation.queues import Queues
@@ -46,7 +46,7 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     before = [column.copy() for column in deciding(predecessors(program)).T]  # the first is where the data comes from
     messages = add_messages(program, costs, before[0], queues)
     barriers = add_barriers(program, before[0], queues)
-    before += add_gathers(program, costs, queues)
+    before += add_launched(program, costs, queues)
     times = queues.walk(before, duration_s, messages.lag_s, compiled=compiled)
     if not times.is_complete:
         raise ScheduleError(f"{program.name}: the program cannot run to its end; check it before simulating")

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
 from penstock.ir.live import StageBytes
-from penstock.ir.operations import NUM_OPS, Kind
+from penstock.ir.operations import NUM_OPS, Kind, Op
 from penstock.placement import Placement
 from penstock.simulation.costs.analytic import Machine, figures
 from penstock.simulation.costs.rules import MOST_BYTES, require_cost, require_costs
@@ -28,6 +28,8 @@ FIELD_OF_KIND = {
     Kind.RECOMPUTE: "recompute_s",
 }
 
+FIELD_OF_OP = {Op.REDUCE_GRADIENT: "reduce_s", Op.OPTIMIZER_STEP: "optimizer_s", Op.UNSHARD: "unshard_s"}
+"""Seconds per stage of operations that compute nothing; those without a field take no time."""
 COMPUTE_FIELDS = (*FIELD_OF_KIND.values(), "split_forward_s")
 """All seconds of computations, per stage."""
 VALUE_BYTES = ("activation_bytes", "weight_context_bytes", "checkpoint_bytes", "message_bytes")
@@ -215,8 +217,11 @@ class Costs(SharedCosts):
         sizes = {name: tuple(round(share * each) for each in getattr(self, name)) for name in VALUE_BYTES}
         return replace(self, **seconds, **sizes)  # type: ignore[arg-type]
 
-    def durations_s(self, num_stages: int) -> NDArray[np.float64]:
-        """[num_ops, num_stages] seconds of computations by operation and stage; NaN where unknown."""
+    def durations_s(self, num_stages: int, split_stages: Collection[int] = ()) -> NDArray[np.float64]:
+        """[num_ops, num_stages] seconds of computations by operation and stage; NaN where unknown.
+
+        Forwards of `split_stages` prepare backwards that run in parts.
+        """
         table = np.zeros((NUM_OPS, num_stages))
         for kind, name in FIELD_OF_KIND.items():
             table[kind] = self.per_stage(name, num_stages) if getattr(self, name) else math.nan
@@ -224,6 +229,9 @@ class Costs(SharedCosts):
             table[Kind.BACKWARD] = table[Kind.BACKWARD_INPUT] + table[Kind.BACKWARD_WEIGHT]
         if not self.recompute_s:
             table[Kind.RECOMPUTE] = table[Kind.FORWARD]
+        if self.split_forward_s:
+            split = list(split_stages)
+            table[Kind.FORWARD, split] = self.per_stage("split_forward_s", num_stages)[split]
         return table
 
     def stage_bytes(self, placement: Placement, num_microbatches: int) -> StageBytes:

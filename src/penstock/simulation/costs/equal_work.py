@@ -5,10 +5,10 @@ from fractions import Fraction
 from typing import Any
 
 from penstock.ir.schedule import Schedule
-from penstock.simulation.costs.costs import COMPUTE_FIELDS, STATIC_BYTES, VALUE_BYTES, Costs
+from penstock.simulation.costs.costs import COMPUTE_FIELDS, FIELD_OF_OP, STATIC_BYTES, VALUE_BYTES, Costs
 
 SHARED_BY_STAGES = (
-    *COMPUTE_FIELDS, *STATIC_BYTES, "optimizer_s", "unshard_s", "reduce_s", "activation_bytes", "weight_context_bytes",
+    *COMPUTE_FIELDS, *STATIC_BYTES, *FIELD_OF_OP.values(), "activation_bytes", "weight_context_bytes",
 )  # fmt: skip
 """What belongs to the layers of a stage: half as many layers have half of it, but messages keep their size."""
 SHARED_BY_SLICES = (*COMPUTE_FIELDS, *VALUE_BYTES)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.operations import NUM_OPS, Kind, Op
+from penstock.ir.operations import OPERATIONS, Group, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
-from penstock.simulation.costs.costs import Channel, Costs, PerStage, Spread
+from penstock.simulation.costs.costs import FIELD_OF_KIND, Channel, Costs, PerStage, Spread
 from penstock.simulation.costs.layer_costs import LayerCosts, split_sizes
 from penstock.simulation.data_waits import data_ready_s
 from penstock.simulation.durations import IS_BUSY
@@ -89,10 +89,11 @@ def costs_from_timelines(
     """
     program = timelines[0].program
     samples = _samples(timelines)
-    found = np.full((NUM_OPS, program.num_stages), np.nan)
+    found = {name: np.full(program.num_stages, np.nan) for name in FIELD_OF_KIND.values()}
     for (kind, stage), seconds in samples.items():
-        found[kind, stage] = robust_mean(seconds)
-    forward, whole, inputs, weights = found[: Kind.BACKWARD_WEIGHT + 1]
+        found[FIELD_OF_KIND[kind]][stage] = robust_mean(seconds)
+    forward, again = found["forward_s"], found["recompute_s"]
+    whole, inputs, weights = (found[name] for name in ("backward_s", "backward_input_s", "backward_weight_s"))
     of_forward, of_input, of_weight = map(np.array, (shares.forward, shares.input, shares.weight))
     prepared = np.where(np.isnan(inputs), forward * of_forward, forward)
     forward = np.where(np.isnan(inputs), forward, forward / of_forward)
@@ -112,9 +113,7 @@ def costs_from_timelines(
         backward_s=_per_stage(whole),
         backward_input_s=_per_stage(inputs),
         backward_weight_s=_per_stage(weights),
-        recompute_s=_per_stage(np.where(np.isnan(found[Kind.RECOMPUTE]), forward, found[Kind.RECOMPUTE]))
-        if Op.RECOMPUTE in program.ops
-        else (),
+        recompute_s=() if np.isnan(again).all() else _per_stage(np.where(np.isnan(again), forward, again)),
         optimizer_s=_optimizer_s(timelines),
         latency_s=default.latency_s,
         bandwidth_bytes_per_s=default.bandwidth_bytes_per_s,
@@ -197,7 +196,7 @@ def _special_channels(transfers: Transfers, latencies_s: Floats, speeds: Floats,
 def _optimizer_s(timelines: Sequence[Timeline]) -> PerStage:
     """A rank's optimizer step, shared equally by its stages."""
     program: Program = timelines[0].program
-    rows = np.flatnonzero(program.op == Op.OPTIMIZER_STEP)
+    rows = program.rows_of(np.array([OPERATIONS[op].group is Group.PIPELINE for op in Op]))
     if not len(rows):
         return (0.0,)
     seconds = np.median([timeline.end_s[rows] - timeline.start_s[rows] for timeline in timelines], axis=0)
