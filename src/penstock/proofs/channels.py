@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from penstock.ir.deps import NONE, RowIndex
 from penstock.ir.hot import blocks
 from penstock.ir.instruction import Instruction
-from penstock.ir.operations import IS_MESSAGE, MESSAGES, OPERATIONS, Op
+from penstock.ir.operations import IS_MESSAGE, MESSAGES, OPERATIONS, At, Op, makers, peer_at
 from penstock.ir.program import Program
 from penstock.proofs.collectives import Barrier
 from penstock.proofs.order import Actions, bounds_of_stage
 from penstock.proofs.report import Findings, Subject, first_of_each
 
 Rows = NDArray[np.int32]
-NEIGHBOUR = {Op.SEND_FORWARD: "next", Op.RECEIVE_BACKWARD: "next"}
-"""Which neighbour on the route is at the other end; "previous" for the other two."""
+NEIGHBOUR = {At.DOWNSTREAM: "next", At.UPSTREAM: "previous"}
+"""Which stage of the route is at the other end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,12 +81,11 @@ def join_messages(parts: Sequence[Messages]) -> Messages:
 
 def _possible_messages(subject: Subject, rows: RowIndex, findings: Findings) -> Iterator[Messages]:
     """The rows of every message that could be, `NONE` where there is none: outputs, then gradients, by their makers."""
-    outputs, gradients = _Crossing.of(subject, "next"), _Crossing.of(subject, "previous")
-    has_right_ends = _has_right_ends(subject, rows, outputs, gradients)
+    crossings = {at: _Crossing.of(subject, side) for at, side in NEIGHBOUR.items()}
+    has_right_ends = _has_right_ends(subject, rows, crossings)
     find = rows.plane if has_right_ends else _Ends(subject, findings, rows.shape).locate
-    for crossing, maker, (send, receive) in zip(
-        (outputs, gradients), (Op.FORWARD, Op.BACKWARD), MESSAGES.values(), strict=True
-    ):
+    for send, receive in MESSAGES.values():
+        crossing, maker = crossings[peer_at(send)], makers(OPERATIONS[send].reads[0].value)[0]
         made, sent, received = rows.plane(maker), find(send), find(receive)
         for source, target in zip(crossing.makers.tolist(), crossing.takers.tolist(), strict=True):
             receiver = target if has_right_ends else source  # `_Ends` names both ends after the maker
@@ -113,13 +112,13 @@ class _Crossing:
         return cls(neighbour, makers, neighbour[makers])
 
 
-def _has_right_ends(subject: Subject, rows: RowIndex, outputs: _Crossing, gradients: _Crossing) -> bool:
+def _has_right_ends(subject: Subject, rows: RowIndex, crossings: dict[At, _Crossing]) -> bool:
     """Whether every send and receive has the right stage at its other end, and none is there twice."""
     program = subject.table
     assert isinstance(program, Program)
     peers = np.full((len(Op), program.num_stages), NONE, np.int32)
-    peers[[Op.SEND_FORWARD, Op.RECEIVE_BACKWARD]] = outputs.neighbour
-    peers[[Op.RECEIVE_FORWARD, Op.SEND_BACKWARD]] = gradients.neighbour
+    for end in (end for ends in MESSAGES.values() for end in ends):
+        peers[end] = crossings[peer_at(end)].neighbour
     num_right = 0
     for part in blocks(program.num_instructions):
         op = program.op[part]
@@ -157,7 +156,7 @@ class _Ends:
         table = self.subject.table
         assert isinstance(table, Program)
         rows = np.flatnonzero(table.op == code)
-        side = NEIGHBOUR.get(code, "previous")
+        side = NEIGHBOUR[peer_at(code)]
         neighbours = table.placement.next_stage if side == "next" else table.placement.previous_stage
         expected = np.array(neighbours, np.int64)[table.stage[rows]]
         right = (expected != NONE) & (table.peer[rows] == expected)

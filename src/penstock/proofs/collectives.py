@@ -16,9 +16,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.operations import JOINS_RANKS, NEEDS_BACKWARD, OPERATIONS, Op
+from penstock.ir.operations import JOINS_RANKS, NEEDS_BACKWARD, OPERATIONS, Op, Value
 from penstock.ir.program import Program
 from penstock.proofs.report import Findings, Subject
+
+IS_REDUCTION = np.array([any(read.value is Value.GRADIENT for read in OPERATIONS[op].reads) for op in Op])
+REDUCES_STAGE = next(op for op in Op if IS_REDUCTION[op] and not JOINS_RANKS[op])
+"""What every stage needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ def leaves_reductions_out(program: Program) -> bool:
 def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findings) -> None:
     subject = findings.subject
     updates = program.rows_of(NEEDS_BACKWARD)
-    reductions = updates[program.op[updates] != Op.OPTIMIZER_STEP]
+    reductions = program.rows_of(IS_REDUCTION)
     for row in reductions[reductions < last[program.stage[reductions]]].tolist():
         final = int(last[program.stage[row]])
         place = subject.place(final, seen_from=row)
@@ -70,12 +74,12 @@ def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findi
             f"runs before {place}, the last backward of its stage: the gradient is not whole yet",
             f"Move it after {subject.text(final)}",
         )
-    is_own = (program.op[updates] == Op.REDUCE_GRADIENT) | program.is_forward_only
+    is_own = ~JOINS_RANKS[program.op[updates]] | program.is_forward_only
     for row in updates[is_own & (last[program.stage[updates]] < 0)].tolist():
         what = "the program" if program.is_forward_only else f"stage {program.stage[row]}"
         findings.add(row, f"belongs to training, but {what} has no backward", "Drop it")
     # Of one stage, the gradient is reduced once, and once per tied group.
-    is_tied = program.op[reductions] == Op.REDUCE_TIED
+    is_tied = JOINS_RANKS[program.op[reductions]]
     group = np.where(is_tied, program.peer[reductions].astype(np.int64) + 1, 0)
     key = program.stage[reductions] + program.num_stages * group
     _, first = np.unique(key, return_index=True)
@@ -87,9 +91,9 @@ def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findi
 
 def _check_all_reduced(program: Program, last: NDArray[np.int64], findings: Findings) -> None:
     """Prove that each stage with a backward has its reduction somewhere."""
-    reduced = program.stage[program.op == Op.REDUCE_GRADIENT]
+    reduced = program.stage[program.op == REDUCES_STAGE]
     for stage in np.setdiff1d(np.flatnonzero(last >= 0), reduced).tolist():
-        text = f"{stage}{OPERATIONS[Op.REDUCE_GRADIENT].text}"
+        text = f"{stage}{OPERATIONS[REDUCES_STAGE].text}"
         problem = (
             f"is the last backward of stage {stage}, whose gradient is never reduced; expected one {text} after it"
         )
@@ -107,7 +111,7 @@ def _find_barriers(subject: Subject, findings: Findings) -> dict[int, Barrier]:
     barriers: dict[int, Barrier] = {}
     num_groups = len(program.tied_groups)
     for row in program.rows_of(JOINS_RANKS).tolist():
-        is_tied = bool(program.op[row] == Op.REDUCE_TIED)
+        is_tied = bool(IS_REDUCTION[program.op[row]])
         number = int(program.peer[row]) if is_tied else num_groups
         name = _tied_name(number) if is_tied else "the optimizer step"
         barriers.setdefault(number, Barrier(name, {}, is_tied)).rows.setdefault(int(subject.rank[row]), []).append(row)

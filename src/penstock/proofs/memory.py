@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, count_of, described, shortened
 from penstock.ir.deps import NONE, RowIndex
 from penstock.ir.hot import Hot
 from penstock.ir.live import StageBytes, live_activations, live_bytes, peak_alive, peak_bytes
-from penstock.ir.operations import IS_RECEIVE, IS_SEND, Op
+from penstock.ir.operations import BEGINS_KEEPING, ENDS_KEEPING, IS_RECEIVE, IS_SEND
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
@@ -252,8 +252,8 @@ def check_slots(subject: Subject, rows: RowIndex, parts: Sequence[Messages], fin
 def _activation_lives(program: Program, rows: RowIndex, findings: Findings) -> tuple[Rows, Rows]:
     """First and last row of every activation; a backward that looks into another slot is a finding."""
     of_op = {op: rows.plane(op).reshape(-1) for op in rows.planes if op.is_compute}
-    forward = of_op.get(Op.FORWARD, np.empty(0, np.int32))
-    for reader in (found for op, found in of_op.items() if op is not Op.FORWARD):
+    forward = next((found for op, found in of_op.items() if BEGINS_KEEPING[op]), np.empty(0, np.int32))
+    for reader in (found for op, found in of_op.items() if not BEGINS_KEEPING[op]):
         for identity in np.flatnonzero((reader != NONE) & (program.slot[reader] != program.slot[forward])).tolist():
             row, saver = int(reader[identity]), int(forward[identity])
             mine, theirs = int(program.slot[row]), int(program.slot[saver])
@@ -261,9 +261,9 @@ def _activation_lives(program: Program, rows: RowIndex, findings: Findings) -> t
             problem = f"reads slot {mine}; {place} saved its activation in slot {theirs}"
             findings.add(row, problem, f"Give it slot {theirs}")
     last = forward
-    for op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):  # the later one last
-        if op in of_op:
-            last = np.where(of_op[op] != NONE, of_op[op], last)
+    for op, found in of_op.items():  # B before W
+        if ENDS_KEEPING[op]:
+            last = np.where(found != NONE, found, last)
     is_there = forward != NONE
     return forward[is_there], last[is_there]
 

@@ -9,12 +9,9 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import Kind
+from penstock.ir.operations import ENDS_KEEPING, RUNS_AUTOGRAD, Flags
 from penstock.proofs.order import Actions
 from penstock.proofs.report import Findings
-
-_PUTS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-_TAKES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 
 def check_weight_order(actions: Actions, stages: Collection[int], findings: Findings) -> None:
@@ -33,16 +30,16 @@ def check_weight_order(actions: Actions, stages: Collection[int], findings: Find
 
 def _check_queue(actions: Actions, stages: list[int], findings: Findings) -> None:
     is_own = np.isin(actions.schedule.stage, stages)
-    puts, takes = _rows(actions, is_own, _PUTS), _rows(actions, is_own, _TAKES)
+    puts, takes = _rows(actions, is_own, RUNS_AUTOGRAD), _rows(actions, is_own, ENDS_KEEPING)
     for put, take in zip(puts.tolist(), takes.tolist(), strict=False):
         if _entry(actions, put) != _entry(actions, take):
             _add(actions, put, take, findings)
             return  # all later entries are shifted by this one
 
 
-def _rows(actions: Actions, is_own: NDArray[np.bool_], kinds: tuple[Kind, ...]) -> NDArray[np.intp]:
-    """The actions of these kinds, in the order of their rank."""
-    return np.flatnonzero(is_own & np.isin(actions.schedule.kind, kinds))
+def _rows(actions: Actions, is_own: NDArray[np.bool_], flags: Flags) -> NDArray[np.intp]:
+    """The actions whose kinds have a flag, in the order of their rank."""
+    return np.flatnonzero(is_own & flags[actions.schedule.kind])
 
 
 def _entry(actions: Actions, index: int) -> tuple[int, int, int]:
