@@ -175,7 +175,7 @@ class Runner:
                 program,
                 rank,
                 RankRows.of(program, rank),
-                compose_stages(program, rank, self._assembly.stages, self._assembly.skips, randomness),
+                compose_stages(program, self._assembly.stages, self._assembly.skips, randomness),
                 self._messenger,
                 hooks,
                 self._failures.board.row_of,

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError, cut, described, shortened
 from penstock.ir.hot import blocks, frozen
-from penstock.ir.operations import IS_BACKWARD, IS_COMPUTE, NUM_OPS, Flags, Op, exclusive
+from penstock.ir.operations import ENDS_KEEPING, IS_BACKWARD, IS_COMPUTE, NUM_OPS, RUNS_AUTOGRAD, Flags, Op
 from penstock.placement import Placement
 
 Ints = NDArray[np.integer[Any]]
-IS_PART = np.array([exclusive(op) is not op for op in Op])
-"""[NUM_OPS] what a split backward has instead of a whole one."""
+IS_PART = IS_BACKWARD & ~(RUNS_AUTOGRAD & ENDS_KEEPING)
+"""[NUM_OPS] parts of split backwards: a whole one computes all gradients and frees what it needs."""
 MAX_NAME_CHARACTERS = 200
 Part = slice
 """Rows that follow one another; a table has a column of the name."""

@@ -26,7 +26,7 @@ class Everything(nn.Module):
 
 def composed(schedule, layer=None, *, skips=None, seed=None):
     stage = Stage(1, {"0": layer or nn.Linear(2, 2)})
-    return compose_stages(lower(schedule), 1, [stage], skips or {}, Randomness(seed, [torch.default_generator]))
+    return compose_stages(lower(schedule), [stage], skips or {}, Randomness(seed, [torch.default_generator]))
 
 
 def kinds(passes):

@@ -11,17 +11,15 @@ from penstock.execute.stages.randomness import Randomness, RandomPart
 from penstock.execute.stages.skips import SkipPart, StageSkips
 from penstock.execute.stages.stage import Stage
 from penstock.ir.deps import NONE
-from penstock.ir.operations import Op
+from penstock.ir.operations import BEGINS_KEEPING, RUNS_FORWARD
 from penstock.ir.program import Program
 
 
 def compose_stages(
-    program: Program, rank: int, stages: Sequence[Stage], skips: Mapping[int, StageSkips], randomness: Randomness
+    program: Program, stages: Sequence[Stage], skips: Mapping[int, StageSkips], randomness: Randomness
 ) -> dict[int, StagePasses]:
-    """Return how the stages of a rank run in a program; `skips` are by stage, where any concern it."""
-    rows = slice(*program.offsets[rank : rank + 2])
-    split = frozenset(program.stage[rows][program.op[rows] == Op.BACKWARD_INPUT].tolist())
-    placement = program.placement
+    """Return how these stages run in a program; `skips` are by stage, where any concern it."""
+    split, placement = program.split_stages, program.placement
     passes: dict[int, StagePasses] = {}
     for stage in stages:
         index = stage.index
@@ -47,5 +45,6 @@ def _features(
         yield partial(begin_slice, stage.index, carrying, program.num_slices)
     if skips is not None:
         yield lambda step, place: SkipPart(skips)
-    if not program.is_forward_only and (randomness.seed is not None or Op.RECOMPUTE in program.ops):
+    runs_again = any(RUNS_FORWARD[op] and not BEGINS_KEEPING[op] for op in program.ops)
+    if not program.is_forward_only and (randomness.seed is not None or runs_again):
         yield lambda step, place: RandomPart(randomness, step.number, place)

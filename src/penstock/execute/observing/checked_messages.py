@@ -29,7 +29,7 @@ from penstock.execute.step import Bound, Step
 from penstock.execute.transport.protocol import Messages, Tag, Ticket
 from penstock.ir.deps import predecessors
 from penstock.ir.instruction import Instruction, Op
-from penstock.ir.operations import IS_RECEIVE
+from penstock.ir.operations import IS_RECEIVE, OPERATIONS, Group
 from penstock.ir.program import Program
 
 _NO_OP = -1
@@ -57,7 +57,7 @@ class _Header(NamedTuple):
     def instruction(self) -> str:
         if self.op == _NO_OP:
             return "a message outside all instructions"
-        if self.op == Op.REDUCE_TIED:
+        if _is_exchange(Op(self.op)):
             return f"a gradient of tied group {self.stage}"
         return str(Instruction(Op(self.op), self.stage, self.microbatch, self.slice, self.stage, 0))
 
@@ -133,7 +133,7 @@ class CheckedMessages(Observer):
         if op.is_send:
             receiver = program.placement.rank_of_stage[int(program.peer[bound.row])]
             return partial(self._sending_to, receiver, _what(program, bound.row))
-        return partial(self._reducing, _what(program, bound.row)) if op is Op.REDUCE_TIED else None
+        return partial(self._reducing, _what(program, bound.row)) if _is_exchange(op) else None
 
     # ---- the messages of a step
 
@@ -239,10 +239,15 @@ class CheckedMessages(Observer):
         self._sending = self._receiving = _OUTSIDE
 
 
+def _is_exchange(op: Op) -> bool:
+    """Whether ranks of the pipeline send each other messages within one instruction."""
+    return OPERATIONS[op].group is Group.TIED
+
+
 def _what(program: Program, row: int) -> _Header:
     """Return what the messages of a row are."""
     instruction = program.instruction(row)
-    if instruction.op is Op.REDUCE_TIED:
-        return _Header(Op.REDUCE_TIED, instruction.peer)
+    if _is_exchange(instruction.op):
+        return _Header(instruction.op, instruction.peer)
     position = row - int(program.offsets[program.rank_of_row[row]])
     return _Header(instruction.op, instruction.stage, instruction.microbatch, instruction.slice, position)

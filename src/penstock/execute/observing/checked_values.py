@@ -27,7 +27,7 @@ from penstock.execute.step import Bound, Step
 from penstock.execute.values.tree import tensors_of
 from penstock.ir.deps import NONE
 from penstock.ir.instruction import Instruction
-from penstock.ir.operations import IS_COMPUTE, RUNS_AUTOGRAD, RUNS_FORWARD, Op
+from penstock.ir.operations import IS_COMPUTE, OPERATIONS, RUNS_AUTOGRAD, RUNS_FORWARD, Value
 from penstock.ir.program import Program
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -69,7 +69,8 @@ class ValueChecks(Observer):
             return None
         place = (instruction.stage, instruction.microbatch, instruction.slice)
         backward = self._backwards_of(program).get(place) if RUNS_FORWARD[instruction.op] else None
-        has_loss = instruction.op is Op.FORWARD and program.placement.next_stage[instruction.stage] == NONE
+        makes_output = Value.OUTPUT in OPERATIONS[instruction.op].makes
+        has_loss = makes_output and program.placement.next_stage[instruction.stage] == NONE
         return lambda step: self._checking(step, instruction, backward, has_loss=has_loss)
 
     def end(self, step: Step, failed: bool) -> None:

@@ -17,7 +17,7 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.protocol import Transport
-from penstock.ir.action import Kind
+from penstock.ir.operations import BEGINS_KEEPING
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 
@@ -31,7 +31,7 @@ def log_plan(schedule: Schedule, rank: int) -> None:
     sizes = ", ".join(count_of(number, noun) for noun, number in counts.items())
     LOG.info("rank %d of %d: %s, %s, of which it holds %s", rank, schedule.num_ranks, schedule.name, sizes, stages)
     if LOG.isEnabledFor(logging.DEBUG):
-        is_forward = schedule.kind[schedule.offsets[rank] : schedule.offsets[rank + 1]] == Kind.FORWARD
+        is_forward = BEGINS_KEEPING[schedule.kind[slice(*schedule.offsets[rank : rank + 2])]]
         warm_up = int(np.argmin(is_forward)) if not is_forward.all() else len(is_forward)
         cool_down = int(np.argmax(is_forward[::-1])) if is_forward.any() else len(is_forward)
         steady = len(is_forward) - warm_up - cool_down if warm_up < len(is_forward) else 0

@@ -18,7 +18,6 @@ from penstock.execute.stages.stage import Stage
 from penstock.execute.undocumented import has_dtensors, special_options
 from penstock.execute.undocumented_modules import is_replicated
 from penstock.execute.values.tensors import is_dtensor
-from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 
 
@@ -32,8 +31,7 @@ def refuse_wrappers(stages: Sequence[Stage], schedule: Schedule, ranks: Collecti
         problem = _problem(module, ranks)
         if problem:
             raise ConfigError(f"stage {stage.index}, {place}: {problem}")
-    split_stages = frozenset(schedule.stage[schedule.kind == Kind.BACKWARD_INPUT].tolist())
-    problem = unsplittable(stages, split_stages, schedule.name)
+    problem = unsplittable(stages, schedule.split_stages, schedule.name)
     if problem:
         raise ConfigError(problem)
 
