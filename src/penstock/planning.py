@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import ConfigError, count_of
 from penstock.ir.live import peak_bytes
-from penstock.ir.operations import Op
+from penstock.ir.operations import OPERATIONS, Group
 from penstock.ir.program import Program
 from penstock.ir.reading import read_file
 from penstock.ir.schedule import Schedule
@@ -131,7 +131,7 @@ def _require_fit(
     if program.is_forward_only:
         return
     groups = tuple(tuple(sorted(set(group))) for group in tied_groups)
-    has_step = bool((program.op == Op.OPTIMIZER_STEP).any())
+    has_step = any(OPERATIONS[op].group is Group.PIPELINE for op in program.ops)
     if omits_reductions:
         problem, fix = "omits the reductions of its gradients", "lower its schedule with penstock.lower"
     elif program.tied_groups != groups:

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, nearest
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import MicrobatchLosses, StepResult
-from penstock.ir.action import Kind
+from penstock.ir.operations import OPERATIONS, At, Op, Read, Value
 from penstock.ir.schedule import Schedule
 from penstock.moving.own_stages import LocalStages
 from penstock.moving.stage_agreement import parts_of_stages
@@ -26,6 +26,7 @@ from penstock.pipeline import Pipeline
 
 MAX_PIPELINES = 2
 """Kept for calls to come: one for training, and one for an evaluation of another number of microbatches."""
+_TAKES_INPUTS = np.array([Read(Value.OUTPUT, At.UPSTREAM) in OPERATIONS[op].reads for op in Op])
 
 _NOT_NEEDED = (
     "seq_length",
@@ -224,7 +225,7 @@ def _require_order(schedule: Schedule) -> None:
     """Data iterators give one microbatch after another, so every stage must take them in order, and whole."""
     if schedule.num_slices > 1:
         raise ConfigError(_SLICES, key="schedule")
-    is_forward = schedule.kind == Kind.FORWARD
+    is_forward = _TAKES_INPUTS[schedule.kind]
     for stage in range(schedule.num_stages):
         order = schedule.microbatch[is_forward & (schedule.stage == stage)]
         if (np.diff(order) < 0).any():

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.errors import ConfigError, PartitionError
-from penstock.ir.action import Kind
 from penstock.ir.live import StageBytes, peak_bytes
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
@@ -130,8 +129,7 @@ def _all_waiting(run: MeasuredRun) -> Costs:
     """The costs as they would be if no weight gradient were computed in I: half of what an I and a W take is taken to
     be weight gradients, and of these the share that was computed early moves."""
     stages = range(run.schedule.num_stages)
-    table = run.costs.durations_s(len(stages))
-    inputs, weights = (np.nan_to_num(table[kind]) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+    inputs, weights = (run.costs.per_stage(name, len(stages)) for name in ("backward_input_s", "backward_weight_s"))
     early = np.array([run.early_weights.get(stage, 0.0) for stage in stages])
     moved = np.minimum(early * (inputs + weights) / 2, inputs)
     return replace(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.operations import OPERATIONS, Lane, Op
+from penstock.ir.operations import OPERATIONS, Group, Lane, Op
 from penstock.ir.timeline import Timeline
 
 Floats = NDArray[np.float64]
@@ -21,7 +21,7 @@ NAMES = ("collective", "optimizer step")
 FOOT = 0.17
 """The height of a bar, as a share of the lane's."""
 _SORT_OF_OP = {
-    op: OPTIMIZER_STEP if op is Op.OPTIMIZER_STEP else COLLECTIVE
+    op: OPTIMIZER_STEP if info.group is Group.PIPELINE else COLLECTIVE
     for op, info in OPERATIONS.items()
     if info.lane is Lane.COLLECTIVE
 }

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from penstock.errors import ConfigError, described
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.live import live_activations
-from penstock.ir.operations import Op
+from penstock.ir.operations import BEGINS_KEEPING, IS_RECEIVE
 from penstock.ir.timeline import Timeline
 from penstock.simulation.blocks import Block
 from penstock.simulation.channels import Lags
@@ -34,7 +34,7 @@ def memory_blocked_since_s(
     if memory_limit is None:
         return [NEVER] * len(blocks)
     limits = _per_rank(memory_limit, timeline.num_ranks)
-    is_forward = timeline.program.op == Op.FORWARD
+    is_forward = BEGINS_KEEPING[timeline.program.op]
     live = live_activations(timeline.program)
     ready_s = _ready_s(timeline, costs)
     found = [NEVER] * len(blocks)
@@ -57,7 +57,7 @@ def _ready_s(timeline: Timeline, costs: Costs) -> NDArray[np.float64]:
         message_costs(program.placement, costs),
         costs.per_microbatch("microbatch_bytes_factor", program.num_microbatches),
     )
-    is_receive = program.op == Op.RECEIVE_FORWARD
+    is_receive = IS_RECEIVE[program.op]
     # A receive may have been posted long after its message could have come: the send counts.
     known_s = timeline.end_s.copy()
     known_s[is_receive] = timeline.end_s[before[is_receive, 0]] + lags.of_rows(program)[is_receive]

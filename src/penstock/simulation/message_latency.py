@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from penstock.ir.awaits import receive_of_row
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.operations import IS_RECEIVE, Op
+from penstock.ir.operations import IS_RECEIVE, OPERATIONS, Op, Value
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.data_waits import data_ready_s
 
 ORDINARY = 1.5
 """How far outside the middle half a value may be, in widths of that half, and still be ordinary."""
+_MOVES_OUTPUT = np.array([OPERATIONS[op].message is Value.OUTPUT for op in Op])
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -75,8 +76,7 @@ class Transfers:
 
     def num_bytes(self, program: Program, message_bytes: Sequence[int]) -> Floats:
         """Bytes of each message, from those of each stage's output (or one for all); a gradient has its output's."""
-        is_forward = program.op[self.sends] == Op.SEND_FORWARD
-        stages = np.where(is_forward, program.stage[self.sends], program.peer[self.sends])
+        stages = np.where(_MOVES_OUTPUT[program.op[self.sends]], program.stage[self.sends], program.peer[self.sends])
         one_each = message_bytes if len(message_bytes) > 1 else [*message_bytes] * program.num_stages
         return np.asarray(np.array(one_each, np.float64)[stages])
 

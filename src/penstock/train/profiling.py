@@ -16,8 +16,9 @@ from penstock.execute.stages.main_gradients import ATTRIBUTE, main_type
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.world import default_transport
 from penstock.execute.values.tensors import local_part
-from penstock.ir.action import Kind
+from penstock.ir.operations import IS_BACKWARD
 from penstock.ir.program import Program
+from penstock.ir.table import IS_PART
 from penstock.ir.timeline import Timeline
 from penstock.pipeline import Pipeline
 from penstock.simulation import Costs, LayerCosts
@@ -40,7 +41,6 @@ NUM_WARM_UP_STEPS = 2
 """The first step agrees on shapes, and the second is the first to post receives ahead."""
 SMALLEST_LARGE_BYTES = 1 << 20
 """Channels are measured with messages of this size, or the run's own if they are larger."""
-SPLIT_KINDS = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 ADAMW = OptimizerSection()
 
 
@@ -191,7 +191,7 @@ def state_bytes(stages: Sequence[Stage], options: OptimizerSection, *, has_main_
 
 
 def _runs_wholes(pipeline: Pipeline) -> bool:
-    return bool((pipeline.schedule.kind == Kind.BACKWARD).any())
+    return len(pipeline.schedule.rows_of(IS_BACKWARD & ~IS_PART)) > 0
 
 
 def with_parts(costs: Costs, parts: Costs) -> Costs:
@@ -201,7 +201,7 @@ def with_parts(costs: Costs, parts: Costs) -> Costs:
         split_forward_s=parts.forward_s,
         backward_input_s=parts.backward_input_s,
         backward_weight_s=parts.backward_weight_s,
-        spreads=costs.spreads + tuple(each for each in parts.spreads if each.kind in SPLIT_KINDS),
+        spreads=costs.spreads + tuple(each for each in parts.spreads if IS_BACKWARD[each.kind]),
     )
 
 
