@@ -9,6 +9,7 @@ from penstock.errors import ConfigError
 from penstock.ir.action import Kind
 from penstock.show.palette import (
     COLLECTIVE_COLOUR,
+    COPY_COLOUR,
     DARK_INK,
     LIGHT_INK,
     THEMES,
@@ -80,11 +81,12 @@ def test_no_block_looks_like_a_bubble(eye, theme):
 
 
 @pytest.mark.parametrize("eye", EYES)
-def test_collectives_are_told_from_all_that_they_may_lie_on(eye):
+def test_collectives_and_copies_are_told_from_all_that_they_may_lie_on(eye):
     blocks = [colour for count in (1, 2, 3) for ramp in block_colours(count).values() for colour in ramp]
     papers = [colour for theme in THEMES.values() for colour in (theme.background, theme.bubble, theme.ink)]
 
     assert min(difference(COLLECTIVE_COLOUR, colour, eye) for colour in [*blocks, *papers]) > 10
+    assert min(difference(COPY_COLOUR, colour, eye) for colour in [*blocks, *papers, COLLECTIVE_COLOUR]) > 9
 
 
 @pytest.mark.parametrize("eye", EYES)

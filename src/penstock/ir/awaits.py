@@ -20,6 +20,11 @@ def receive_of_row(program: Program, before: NDArray[np.int32]) -> NDArray[np.in
     return np.where(is_awaiting, before, np.int32(NONE))
 
 
+def launched_before(program: Program) -> list[NDArray[np.int64]]:
+    """[num_rows] each, what computations wait for that runs beside those of their rank."""
+    return [gather_of_row(program)]
+
+
 def gather_of_row(program: Program) -> NDArray[np.int64]:
     """[num_rows] the gather that a computation waits for, the last one before the first of its stage behind it."""
     found = np.full(program.num_rows, NONE, np.int64)

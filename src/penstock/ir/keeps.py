@@ -2,14 +2,14 @@
 
     0F0 0F1 0R1 0B1 0B0      0F0 keeps its ACTIVATION, 0F1 its CHECKPOINT, since 0R1 makes the activation again
 
-Without any backward nothing is kept: an activation ends with its forward.
+Without any backward nothing is kept: an activation ends with its forward. A copy moves what its forward keeps.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.deps import identities_of
-from penstock.ir.operations import BEGINS_KEEPING, Op, Value
+from penstock.ir.operations import BEGINS_KEEPING, MAKES_KEPT, Op, Value
 from penstock.ir.table import Table
 
 NOTHING = 0
@@ -17,16 +17,16 @@ NOTHING = 0
 
 
 def keeps(table: Table, rows: slice | None = None) -> NDArray[np.int8]:
-    """[num_rows] the `Value` that each row begins to keep, or `NOTHING`; `rows` are all of whole ranks."""
+    """[num_rows] the `Value` that each row begins to keep or moves, or `NOTHING`; `rows` are all of whole ranks."""
     part = slice(0, table.num_rows) if rows is None else rows
     op = table.op[part]
     found = np.full(len(op), NOTHING, np.int8)
+    is_named = MAKES_KEPT[op]
     if table.is_forward_only:
-        return found
-    begins = BEGINS_KEEPING[op]
-    found[begins] = Value.ACTIVATION
+        is_named &= ~BEGINS_KEEPING[op]
+    found[is_named] = Value.ACTIVATION
     again = op == Op.RECOMPUTE
     if again.any():
         identity = identities_of(table, part)
-        found[begins & np.isin(identity, identity[again])] = Value.CHECKPOINT
+        found[is_named & np.isin(identity, identity[again])] = Value.CHECKPOINT
     return found

@@ -73,6 +73,8 @@ class Lane(Enum):
     RECEIVE = auto()
     COLLECTIVE = auto()
     """All members of a group run it in one order."""
+    COPY = auto()
+    """Between a device and its host, beside the computations."""
     LOCAL = auto()
     """Neither computes nor moves anything."""
 
@@ -126,7 +128,7 @@ class Read:
     value: Value
     at: At = At.OWN
     column: int | None = 0
-    """Of `deps.predecessors`: 0 is where the data comes from; None for a value of a stage."""
+    """Of `deps.predecessors`: 0 is where the data comes from; None where the order of the rank says enough."""
 
 
 class Size(Enum):
@@ -143,7 +145,6 @@ class Size(Enum):
 
 Bytes = Mapping[Size, int]
 """How many times a row adds a size to what its rank holds."""
-Colors = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +164,7 @@ class Operation:
     """Whether it computes the gradients of the stage's inputs."""
     reads: tuple[Read, ...] = ()
     makes: tuple[Value, ...] = ()
-    """Of those that a stage keeps for a backward, a row makes the one that `ir.keeps` says."""
+    """Of those that a stage keeps for a backward, a row makes or reads the one that `ir.keeps` says."""
     frees: tuple[Value, ...] = ()
     """Of what it reads, what no later row may read."""
     at_start: Bytes = field(default_factory=dict)
@@ -182,7 +183,7 @@ class Operation:
     """Its length in drawings and in untimed walks; only the order of magnitude matters."""
     label: str = ""
     """Of a computation, in legends."""
-    colors: Colors = ()
+    colors: tuple[str, ...] = ()
     """Of a computation, from dark over the usual color to pale: one for each stage of a rank."""
     message: Value | None = None
     """What a send or receive moves."""
@@ -214,6 +215,10 @@ def _receive(text: str, name: str, read: Read, size: Size) -> Operation:
 
 def _of_stage(text: str, name: str, lane: Lane, group: Group | None = None, **columns: Any) -> Operation:
     return Operation(text=text, name=name, lane=lane, group=group, is_of_stage=True, **columns)
+
+
+def _reduce(text: str, name: str, group: Group, **columns: Any) -> Operation:
+    return _of_stage(text, name, Lane.COLLECTIVE, group, reads=(_GRADIENT,), needs_backward=True, **columns)
 
 
 OPERATIONS: dict[Op, Operation] = {
@@ -278,18 +283,8 @@ OPERATIONS: dict[Op, Operation] = {
     Op.RECEIVE_BACKWARD: _receive("RECV_B", "Receive backward", Read(Value.INPUT_GRADIENT, At.DOWNSTREAM), Size.OUTPUT),
     Op.UNSHARD: _of_stage("UNSHARD", "Unshard", Lane.COLLECTIVE, Group.REPLICAS, makes=(Value.WEIGHTS,)),
     Op.RESHARD: _of_stage("RESHARD", "Reshard", Lane.LOCAL, reads=(_WEIGHTS,), frees=(Value.WEIGHTS,)),
-    Op.REDUCE_GRADIENT: _of_stage(
-        "REDUCE_GRAD", "Reduce gradients", Lane.COLLECTIVE, Group.REPLICAS, reads=(_GRADIENT,), needs_backward=True
-    ),
-    Op.REDUCE_TIED: _of_stage(
-        "REDUCE_TIED",
-        "Reduce tied gradients",
-        Lane.COLLECTIVE,
-        Group.TIED,
-        reads=(_GRADIENT,),
-        needs_backward=True,
-        is_in_torch=False,
-    ),
+    Op.REDUCE_GRADIENT: _reduce("REDUCE_GRAD", "Reduce gradients", Group.REPLICAS),
+    Op.REDUCE_TIED: _reduce("REDUCE_TIED", "Reduce tied gradients", Group.TIED, is_in_torch=False),
     Op.OPTIMIZER_STEP: _of_stage(
         "STEP", "Optimizer step", Lane.COLLECTIVE, Group.PIPELINE, needs_backward=True, is_in_torch=False
     ),
@@ -314,12 +309,8 @@ KIND_LETTERS = f"{', '.join(_first)} or {_last}"
 """For messages: F, B, ... or R."""
 OP_OF_TEXT = {operation.text: op for op, operation in OPERATIONS.items()}
 NUM_OPS = len(Op)
-MESSAGES = {
-    operation.message: (send, receive)
-    for send, operation in OPERATIONS.items()
-    for receive, other in OPERATIONS.items()
-    if operation.lane is Lane.SEND and other.lane is Lane.RECEIVE and operation.message is other.message
-}
+_SENDS = {row.message: op for op, row in OPERATIONS.items() if row.lane is Lane.SEND}
+MESSAGES = {row.message: (_SENDS[row.message], op) for op, row in OPERATIONS.items() if row.lane is Lane.RECEIVE}
 """The values that travel between ranks, with the operations at both ends."""
 
 Flags = NDArray[np.bool_]
@@ -336,17 +327,19 @@ IS_COMPUTE = _flags(lambda operation: operation.lane is Lane.COMPUTE)
 IS_SEND = _flags(lambda operation: operation.lane is Lane.SEND)
 IS_RECEIVE = _flags(lambda operation: operation.lane is Lane.RECEIVE)
 IS_MESSAGE = IS_SEND | IS_RECEIVE
+IS_COPY = _flags(lambda operation: operation.lane is Lane.COPY)
 NAMES_MICROBATCH = _flags(lambda operation: not operation.is_of_stage)
 NEEDS_BACKWARD = _flags(lambda operation: operation.needs_backward)
 IS_IN_TORCH = _flags(lambda operation: operation.is_in_torch)
 JOINS_RANKS = _flags(lambda operation: operation.group in (Group.TIED, Group.PIPELINE))
 """Those whose members wait for each other, and are ranks of one pipeline."""
 RUNS_FORWARD = _flags(lambda operation: operation.runs_forward)
-"""Forwards, and those that run again."""
 RUNS_AUTOGRAD = _flags(lambda operation: operation.runs_autograd)
-"""Whole backwards, and the parts of split ones that compute the gradients of inputs."""
 IS_BACKWARD = _flags(lambda operation: operation.lane is Lane.COMPUTE and not operation.runs_forward)
-"""Whole backwards and the parts of split ones."""
+NAMES_SLOT = IS_COMPUTE | IS_COPY
+"""Whether a row names the slot in which its stage keeps what a backward needs of one forward."""
+MAKES_KEPT = _flags(lambda operation: operation.begins_keeping or operation.lane is Lane.COPY)
+"""Whether `ir.keeps` says which value a row makes, or reads, of those that a stage keeps."""
 BEGINS_KEEPING = _flags(lambda operation: operation.begins_keeping)
 ENDS_KEEPING = _flags(lambda operation: operation.ends_keeping)
 
@@ -365,11 +358,7 @@ def _message(value_of: Callable[[Operation], Iterable[Value | None]]) -> NDArray
 
 MOVED = _message(lambda operation: [operation.message])
 MADE = _message(lambda operation: operation.makes)
-TAKEN = _message(
-    lambda operation: [
-        read.value for read in operation.reads if operation.lane is Lane.COMPUTE and read.at is not At.OWN
-    ]
-)
+TAKEN = _message(lambda row: [read.value for read in row.reads if row.lane is Lane.COMPUTE and read.at is not At.OWN])
 """By operation, the message that it sends or receives, that it makes, and that it takes."""
 
 KIND_INDEX = np.array([list(Kind).index(Kind(op)) if op in set(map(int, Kind)) else -1 for op in Op], np.int8)

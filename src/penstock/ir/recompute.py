@@ -9,11 +9,13 @@ waits for nothing from other ranks, and fills the time in which the gradient is 
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, described
 from penstock.ir.deps import NONE, index_rows
 from penstock.ir.operations import RUNS_AUTOGRAD, Kind, Op
 from penstock.ir.schedule import Schedule
+from penstock.ir.table import Table
 
 
 def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None) -> Schedule:
@@ -27,16 +29,7 @@ def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None) -> S
     """
     if not isinstance(schedule, Schedule):
         raise ConfigError(f"{described(schedule)}; expected a Schedule", key="schedule")
-    chosen = np.zeros(schedule.num_stages, np.bool_)
-    expected = f"expected stages from 0 to {schedule.num_stages - 1}"
-    if not isinstance(stages, Iterable | None):
-        raise ConfigError(f"{described(stages)}; {expected}, such as [0]", key="stages")
-    for stage in range(schedule.num_stages) if stages is None else stages:
-        if isinstance(stage, bool) or not isinstance(stage, int | np.integer):
-            raise ConfigError(f"{described(stage)} is no stage; {expected}", key="stages")
-        if not 0 <= stage < schedule.num_stages:
-            raise ConfigError(f"stage {stage} of {schedule.name}; {expected}", key="stages")
-        chosen[stage] = True
+    chosen = chosen_stages(schedule, range(schedule.num_stages) if stages is None else stages, key="stages")
     runs_again = index_rows(schedule).plane(Op.RECOMPUTE) != NONE
     backwards = schedule.rows_of(RUNS_AUTOGRAD)
     stage_of = schedule.stage[backwards]
@@ -47,3 +40,18 @@ def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None) -> S
     is_second = np.append(False, schedule.joined[:-1])
     places = backwards - is_second[backwards]
     return schedule.with_inserted(Kind.RECOMPUTE, backwards, places, name=f"{schedule.name} (recomputed)")
+
+
+def chosen_stages(table: Table, stages: Iterable[int], *, key: str) -> NDArray[np.bool_]:
+    """[num_stages] which stages are among those given. Raises: ConfigError, for one that the table does not have."""
+    chosen = np.zeros(table.num_stages, np.bool_)
+    expected = f"expected stages from 0 to {table.num_stages - 1}"
+    if not isinstance(stages, Iterable):
+        raise ConfigError(f"{described(stages)}; {expected}, such as [0]", key=key)
+    for stage in stages:
+        if isinstance(stage, bool) or not isinstance(stage, int | np.integer):
+            raise ConfigError(f"{described(stage)} is no stage; {expected}", key=key)
+        if not 0 <= stage < table.num_stages:
+            raise ConfigError(f"stage {stage} of {table.name}; {expected}", key=key)
+        chosen[stage] = True
+    return chosen

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.ir.deps import identities, num_identities
 from penstock.ir.hot import Hot
-from penstock.ir.operations import BEGINS_KEEPING, ENDS_KEEPING, IS_COMPUTE, IS_RECEIVE, IS_SEND, MADE, MOVED, TAKEN
+from penstock.ir.operations import BEGINS_KEEPING, ENDS_KEEPING, IS_RECEIVE, IS_SEND, MADE, MOVED, NAMES_SLOT, TAKEN
 from penstock.ir.program import Program
 from penstock.ir.table import short_type
 
@@ -25,7 +25,7 @@ NUM_POOLS = 3
 class Rules(NamedTuple):
     """What counts here of the operations, by their number."""
 
-    computes: Any
+    names_slot: Any
     begins: Any
     ends: Any
     sends: Any
@@ -79,7 +79,7 @@ def assign_slots(program: Program) -> Program:
     rows = Rows(program.op, program.joined, identity, slot)
     # Without backwards an activation is not kept: its forward is also its last use.
     ends = BEGINS_KEEPING if program.is_forward_only else ENDS_KEEPING
-    rules = Rules(IS_COMPUTE, BEGINS_KEEPING, ends, IS_SEND, IS_RECEIVE, MOVED, MADE, TAKEN)
+    rules = Rules(NAMES_SLOT, BEGINS_KEEPING, ends, IS_SEND, IS_RECEIVE, MOVED, MADE, TAKEN)
     _ASSIGN(num_rows, program.offsets, rows, rules, cells, pools)
     return program.with_slots(slot.astype(short_type(int(slot.max(initial=0)))))
 
@@ -104,16 +104,16 @@ def _give_slot(pool: int, slot: int, free: Any, num_free: Any) -> None:
 def _assign_rank(begin: int, end: int, rows: Rows, rules: Rules, cells: Cells, pools: Pools) -> None:
     """Run one rank's rows."""
     op, joined, identity, slot = rows
-    computes, begins, ends, sends, receives, moved, made, taken = rules
+    names_slot, begins, ends, sends, receives, moved, made, taken = rules
     is_sent, kept, arrived, leaving = cells
     free, num_free, num_used = pools
     for row in range(begin, end):
         code = op[row]
         key = identity[row]
-        if computes[code]:
+        if names_slot[code]:
             if begins[code]:
                 kept[key] = _take_slot(ACTIVATION, free, num_free, num_used)
-            # R, B, I and W name the slot of their F, so that the runtime finds what was saved.
+            # Later rows name the slot of their F, so that the runtime finds what was saved.
             slot[row] = kept[key]
             if made[code] >= 0 and is_sent[made[code], key]:
                 # A result without a send stays on this rank, and needs no buffer.

@@ -151,8 +151,8 @@ def prove(
         counts = known.facts.peak_activations
     else:
         order = _prove_order(actions, names_exist, findings)
-        counts = peak_activations(actions.schedule)
-    peaks = check_limit(subject, actions, counts, demand, findings)
+        counts = peak_activations(table)
+    peaks = check_limit(subject, counts, demand, findings)
     messages = None
     if isinstance(table, Program) and order.is_whole:
         messages = _prove_program(subject, actions, order.start, models, findings)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE, SLICE_SHIFT, identities, stages_at
 from penstock.ir.keeps import keeps
-from penstock.ir.operations import KEPT, MESSAGES, OF_STAGE, OPERATIONS, At, Lane, Operation, Value
+from penstock.ir.operations import KEPT, MAKES_KEPT, MESSAGES, OF_STAGE, OPERATIONS, At, Lane, Value
 from penstock.ir.program import Program
 from penstock.proofs.report import Findings, Subject
 
@@ -92,6 +92,8 @@ class _Values:
         """Yield what happens, the rows, and the cells; `has_arrived` are messages, as they are where they came to."""
         for op, rows in self._rows.items():
             row = OPERATIONS[op]
+            if MAKES_KEPT[op] and value in KEPT:
+                rows = rows[self._keeps[rows] == value]
             if row.lane is Lane.RECEIVE:
                 if has_arrived and row.message is value:
                     yield MAKE, rows, self._identity[rows]
@@ -100,7 +102,7 @@ class _Values:
                 if read.value is value:
                     yield FREE if value in row.frees else READ, *self._read(rows, value, read.at, has_arrived)
             if value in row.makes and not has_arrived:
-                yield MAKE, *self._made(rows, row, value)
+                yield MAKE, *self._made(rows, value)
 
     def _read(self, rows: Rows, value: Value, at: At, has_arrived: bool) -> tuple[Rows, Rows]:
         program = self._program
@@ -120,10 +122,8 @@ class _Values:
         per_stage = program.num_microbatches * program.num_slices
         return rows, self._identity[rows] + (neighbor - stage) * per_stage + SLICE_SHIFT.get(at, 0)
 
-    def _made(self, rows: Rows, row: Operation, value: Value) -> tuple[Rows, Rows]:
+    def _made(self, rows: Rows, value: Value) -> tuple[Rows, Rows]:
         """Where a route or a sequence ends, nobody reads the value, and none is made."""
-        if row.begins_keeping and value in KEPT:
-            rows = rows[self._keeps[rows] == value]
         rows = rows[self._is_inside(rows, _READER_AT[_READ_AT[value]])]
         return rows, self._program.stage[rows].astype(np.int64) if value in OF_STAGE else self._identity[rows]
 

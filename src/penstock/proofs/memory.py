@@ -14,17 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, count_of, described, shortened
-from penstock.ir.deps import NONE, RowIndex
-from penstock.ir.hot import Hot
+from penstock.ir.deps import NONE, RowIndex, identities_of
+from penstock.ir.hot import Hot, blocks
 from penstock.ir.live import StageBytes, live_activations, live_bytes, peak_alive, peak_bytes
-from penstock.ir.operations import BEGINS_KEEPING, ENDS_KEEPING, IS_RECEIVE, IS_SEND
+from penstock.ir.operations import BEGINS_KEEPING, ENDS_KEEPING, IS_RECEIVE, IS_SEND, NAMES_SLOT
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.ir.units import BYTES_OF_UNIT
 from penstock.placement import Placement
 from penstock.proofs.channels import Messages, Rows, join_messages
-from penstock.proofs.order import Actions
 from penstock.proofs.report import Findings, Subject, first_of_each
 
 POOL = IS_RECEIVE + np.int8(2) * IS_SEND
@@ -181,7 +180,7 @@ class Peaks:
     not_counted: tuple[str, ...]
 
 
-def check_limit(subject: Subject, actions: Actions, counts: list[int], demand: Demand, findings: Findings) -> Peaks:
+def check_limit(subject: Subject, counts: list[int], demand: Demand, findings: Findings) -> Peaks:
     """Prove that no row needs more than the limit of its rank; static bytes count in a limit in bytes.
 
     `counts` are the peaks of activations per rank.
@@ -191,13 +190,12 @@ def check_limit(subject: Subject, actions: Actions, counts: list[int], demand: D
     """
     table, limit, sizes = subject.table, demand.limit, demand.sizes(subject.table)
     if limit is not None and not limit.in_bytes:
-        _prove_limit(limit, counts, lambda: live_activations(actions.schedule), actions.row, findings)
+        _prove_limit(limit, counts, lambda: live_activations(table), findings)
     if sizes is None:
         return Peaks(counts, None, None, ())
     static, num_bytes = sizes.static_of_ranks(table.placement), peak_bytes(table, sizes)
     if limit is not None and limit.in_bytes:
-        rows = np.arange(subject.num_rows)
-        _prove_limit(limit, num_bytes + static, lambda: live_bytes(table, sizes) + static[subject.rank], rows, findings)
+        _prove_limit(limit, num_bytes + static, lambda: live_bytes(table, sizes) + static[subject.rank], findings)
     not_there = ("message_bytes",) if isinstance(table, Schedule) else ()
     return Peaks(counts, num_bytes, static.tolist(), tuple(dict.fromkeys(sizes.not_given + not_there)))
 
@@ -206,20 +204,19 @@ def _prove_limit(
     limit: Limit,
     peaks: Sequence[int] | NDArray[np.int64],
     live: Callable[[], NDArray[np.int64]],
-    row: NDArray[Any],
     findings: Findings,
 ) -> None:
-    """Note the first row of each rank that needs more than its limit; `live` has an entry for each of the rows."""
+    """Note the first row of each rank that needs more than its limit, of which `live` has an entry per row."""
     table = findings.subject.table
     limits = limit.of_ranks(table.num_ranks, table.parts_per_rank)
     if (limits >= peaks).all():  # the column of all rows is made only where one of them is over its limit
         return
-    rank, held = findings.subject.rank[row], live()
+    rank, held = findings.subject.rank, live()
     over = np.flatnonzero(held > limits[rank])
     for index in first_of_each(rank[over], over):
         unit = "byte" if limit.in_bytes else "activation"
         findings.add(
-            int(row[index]),
+            index,
             f"needs {count_of(int(held[index]), unit)} alive at once; the limit of rank {rank[index]} is "
             f"{limits[rank[index]]}{f' ({limit})' * (limit.unit == 'microbatches')}",
             "Run a backward before it, take a schedule with fewer forwards in flight, or raise the limit",
@@ -251,11 +248,13 @@ def check_slots(subject: Subject, rows: RowIndex, parts: Sequence[Messages], fin
 
 def _activation_lives(program: Program, rows: RowIndex, findings: Findings) -> tuple[Rows, Rows]:
     """First and last row of every activation; a backward that looks into another slot is a finding."""
-    of_op = {op: rows.plane(op).reshape(-1) for op in rows.planes if op.is_compute}
+    of_op = {op: rows.plane(op).reshape(-1) for op in rows.planes if NAMES_SLOT[op]}
     forward = next((found for op, found in of_op.items() if BEGINS_KEEPING[op]), np.empty(0, np.int32))
-    for reader in (found for op, found in of_op.items() if not BEGINS_KEEPING[op]):
-        for identity in np.flatnonzero((reader != NONE) & (program.slot[reader] != program.slot[forward])).tolist():
-            row, saver = int(reader[identity]), int(forward[identity])
+    for part in blocks(program.num_rows):
+        readers = part.start + np.flatnonzero(NAMES_SLOT[program.op[part]])
+        savers = forward[identities_of(program, part)[readers - part.start]]
+        for index in np.flatnonzero(program.slot[readers] != program.slot[savers]).tolist():
+            row, saver = int(readers[index]), int(savers[index])
             mine, theirs = int(program.slot[row]), int(program.slot[saver])
             place = findings.subject.place(saver, seen_from=row)
             problem = f"reads slot {mine}; {place} saved its activation in slot {theirs}"

@@ -1,4 +1,4 @@
-"""What is drawn beside the computations, as thin bars at the foot of a lane: collectives and optimizer steps.
+"""What is drawn beside the computations, as thin bars at the foot of a lane: collectives, copies and optimizer steps.
 
 lane of rank 1   [2F0][2B0].......      a reduction may run beside a computation, so it has a strip of its own,
                       ====    ##        over the blocks; an optimizer step comes when all of them are done
@@ -13,17 +13,21 @@ from numpy.typing import NDArray
 
 from penstock.ir.operations import OPERATIONS, Group, Lane, Op
 from penstock.ir.timeline import Timeline
+from penstock.show.palette import COLLECTIVE_COLOUR, COPY_COLOUR
 
 Floats = NDArray[np.float64]
-COLLECTIVE, OPTIMIZER_STEP = range(2)
-NAMES = ("collective", "optimizer step")
+COLLECTIVE, OPTIMIZER_STEP, COPY = range(3)
+NAMES = ("collective", "optimizer step", "copy")
 """By sort, as in a legend."""
+COLOURS = {COLLECTIVE: COLLECTIVE_COLOUR, COPY: COPY_COLOUR}
+"""By sort; the others are drawn in the ink of the theme."""
 FOOT = 0.17
 """The height of a bar, as a share of the lane's."""
+_SORT_OF_LANE = {Lane.COLLECTIVE: COLLECTIVE, Lane.COPY: COPY}
 _SORT_OF_OP = {
-    op: OPTIMIZER_STEP if info.group is Group.PIPELINE else COLLECTIVE
+    op: OPTIMIZER_STEP if info.group is Group.PIPELINE else _SORT_OF_LANE[info.lane]
     for op, info in OPERATIONS.items()
-    if info.lane is Lane.COLLECTIVE
+    if info.lane in _SORT_OF_LANE
 }
 
 
@@ -39,7 +43,7 @@ class Bars:
 
 
 def bars_of_rank(timeline: Timeline, rank: int) -> Bars:
-    """Lay out the collectives and optimizer steps of one rank that take time."""
+    """Lay out the collectives, copies and optimizer steps of one rank that take time."""
     program = timeline.program
     begin, end = int(program.offsets[rank]), int(program.offsets[rank + 1])
     sorts = _sort_of_row(program.op[begin:end])

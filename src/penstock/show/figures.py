@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from penstock.ir.operations import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
-from penstock.show.bars import COLLECTIVE, NAMES, sorts_used
+from penstock.show.bars import COLOURS, NAMES, sorts_used
 from penstock.show.curve import per_microbatch
 from penstock.show.layout import kinds_used, num_shades
-from penstock.show.palette import COLLECTIVE_COLOUR, block_colours, legend_name
+from penstock.show.palette import block_colours, legend_name
 from penstock.show.text import count_of, format_bytes, format_seconds, format_share
 
 
@@ -49,7 +49,7 @@ def legend_of(
     ramps = block_colours(max(num_shades(timeline.program) for timeline in timelines))
     kinds = {legend_name(Kind(kind)): ramps[Kind(kind)] for kind in kinds_used(timelines)}
     sorts = sorts_used(timelines, longer_than_s=longer_than_s)
-    bars = {NAMES[sort]: (COLLECTIVE_COLOUR if sort == COLLECTIVE else ink,) for sort in sorts}
+    bars = {NAMES[sort]: (COLOURS.get(sort, ink),) for sort in sorts}
     return {**kinds, "bubble": (bubble,), **bars}
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
 from penstock.ir.timeline import Timeline
-from penstock.show.bars import COLLECTIVE, FOOT, NAMES, bars_of_rank, merged, window_s
+from penstock.show.bars import COLOURS, FOOT, NAMES, bars_of_rank, merged, window_s
 from penstock.show.density import column_edges, density_of, rasterise
 from penstock.show.layout import (
     Blocks,
@@ -22,7 +22,7 @@ from penstock.show.layout import (
     period_s,
     typical_block_s,
 )
-from penstock.show.palette import COLLECTIVE_COLOUR, Theme, block_colours, ink_on, paler, to_rgb
+from penstock.show.palette import Theme, block_colours, ink_on, paler, to_rgb
 from penstock.show.sheet import DOTS_PER_INCH, Sheet
 from penstock.show.text import time_unit
 
@@ -118,7 +118,7 @@ def draw_lanes(axes: Any, lanes: Sequence[Lane], scale: TimeScale, sheet: Sheet,
 
 def colour_of_bar(sort: int, theme: Theme) -> str:
     """Return the colour of one sort of bars."""
-    return COLLECTIVE_COLOUR if sort == COLLECTIVE else theme.ink
+    return COLOURS.get(sort, theme.ink)
 
 
 def _draw_bars(axes: Any, lane: Lane, scale: TimeScale, sheet: Sheet) -> None:

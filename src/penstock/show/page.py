@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 from penstock.ir.action import Kind
 from penstock.ir.operations import OPERATIONS, Op
 from penstock.ir.timeline import Timeline
-from penstock.show.bars import COLLECTIVE, FOOT, NAMES, last_end_s, window_s
+from penstock.show.bars import COLOURS, FOOT, NAMES, last_end_s, window_s
 from penstock.show.block_table import BlockTable, block_table
 from penstock.show.columns import Packed, pack
 from penstock.show.figures import describe_shape, figures_of, idle_share, legend_of, peak_microbatches
@@ -22,7 +22,6 @@ from penstock.show.html import VARIABLES, bundle, fill, read, style_of_themes
 from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.layout import describe_shades, num_blocks, num_shades, period_s, typical_block_s
 from penstock.show.palette import (
-    COLLECTIVE_COLOUR,
     THEMES,
     blend,
     block_colours,
@@ -151,8 +150,7 @@ def _header(timelines: Mapping[str, Timeline], table: BlockTable, packed: Packed
             for kind in Kind
         ],
         "bars": [
-            {"text": text, "name": NAMES[sort], "colour": COLLECTIVE_COLOUR if sort == COLLECTIVE else "ink"}
-            for text, sort in table.bar_names
+            {"text": text, "name": NAMES[sort], "colour": COLOURS.get(sort, "ink")} for text, sort in table.bar_names
         ],
         "foot": FOOT,
         "themes": {name: {key: getattr(theme, key) for key in ("name", *VARIABLES)} for name, theme in THEMES.items()},

@@ -48,7 +48,7 @@ THEMES = {
     )
 }  # fmt: skip
 
-COLLECTIVE_COLOUR = "#9933FF"
+COLLECTIVE_COLOUR, COPY_COLOUR = "#9933FF", "#9C2400"
 """Of the bars over blocks of any kind; optimizer steps, which cover no block, are drawn in the theme's ink."""
 DARK_INK, LIGHT_INK = "#101214", "#FFFFFF"
 """What is written on blocks."""

@@ -17,14 +17,15 @@ from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
 from penstock.ir.deps import predecessors
-from penstock.ir.operations import OPERATIONS, Op
+from penstock.ir.operations import OPERATIONS, Lane, Op
 from penstock.ir.timeline import Timeline
 from penstock.show.curve import memory_curves
 
 Event = dict[str, Any]
 
-COMPUTATIONS, SENDS, RECEIVES, OTHERS = range(4)
-TRACK_NAMES = ("", " sends", " receives", " reductions and step")
+COMPUTATIONS, SENDS, RECEIVES, OTHERS, COPIES = range(5)
+TRACK_NAMES = ("", " sends", " receives", " reductions and step", " copies")
+_TRACK_OF_LANE = {Lane.COMPUTE: COMPUTATIONS, Lane.SEND: SENDS, Lane.RECEIVE: RECEIVES, Lane.COPY: COPIES}
 
 
 MAX_INSTRUCTIONS = 750_000
@@ -109,10 +110,7 @@ def _timeline_events(name: str, timeline: Timeline, tracks: _Tracks) -> Iterator
 
 
 def _track_of_row(op: NDArray[Any]) -> NDArray[np.int64]:
-    track_of_op = [
-        COMPUTATIONS if code.is_compute else SENDS if code.is_send else RECEIVES if code.is_receive else OTHERS
-        for code in Op
-    ]
+    track_of_op = [_TRACK_OF_LANE.get(OPERATIONS[code].lane, OTHERS) for code in Op]
     track: NDArray[np.int64] = np.array(track_of_op, np.int64)[op]
     return track
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.awaits import gather_of_row
+from penstock.ir.awaits import launched_before
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import IS_RECEIVE
 from penstock.ir.timeline import DataWait, Timeline
@@ -78,7 +78,7 @@ def blocks_of(timeline: Timeline) -> list[Block]:
     block_of_row[rows] = np.cumsum(~is_second[rows]) - 1
 
     before = predecessors(program)[:, 0]
-    gathers, ranks = gather_of_row(program), program.rank_of_row
+    launched, ranks = launched_before(program), program.rank_of_row
     waits = [deque(own) for own in waits_of_ranks(timeline)]
     reductions = np.flatnonzero(np.isin(program.op, REDUCTIONS))
     next_row = program.offsets[:-1].tolist()
@@ -94,7 +94,7 @@ def blocks_of(timeline: Timeline) -> list[Block]:
                 start_s=float(timeline.start_s[row]),
                 end_s=float(timeline.end_s[list(members)].max()),
                 messages=tuple(_messages(timeline, members, before, block_of_row)),
-                gather=_gather(timeline, [int(gathers[member]) for member in members]),
+                gather=_gather(timeline, [int(column[member]) for column in launched for member in members]),
                 data_waits=tuple(_taken(waits[ranks[row]], float(timeline.start_s[row]))),
                 reductions=tuple(Collective.of(timeline, each) for each in reductions[slice(*between)].tolist()),
             )

@@ -1,4 +1,4 @@
-"""Collectives: reductions hold their rank up, as they do when they run; gathers run beside its computations.
+"""Collectives: reductions hold their rank up, as they do when they run; gathers and copies run beside its computations.
 
     rank 0     UNSHARD  .  .  F0  B0  REDUCE_GRAD  F1 ...  REDUCE_TIED  STEP      F0 waits for the gather
     its queue  [ gather    ]
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.awaits import gather_of_row
+from penstock.ir.awaits import launched_before
 from penstock.ir.deps import NONE
 from penstock.ir.operations import NUM_OPS, OPERATIONS
 from penstock.ir.program import Program
@@ -57,7 +57,7 @@ def add_barriers(program: Program, before: NDArray[np.int32], queues: Queues) ->
 def add_launched(program: Program, costs: Costs, queues: Queues) -> list[NDArray[np.int32]]:
     """Put what runs beside the computations, such as gathers, on a queue per rank and lane, in the order of launches.
 
-    Return the column of what computations wait for, rows of these queues; none where all of it is free.
+    Return columns of what computations wait for, rows of these queues; none where all of it is free.
     """
     seconds = seconds_beside(program, costs)
     run_of_row = np.full(program.num_instructions + 1, NONE, np.int32)  # the last one is that of `NONE`
@@ -68,4 +68,4 @@ def add_launched(program: Program, costs: Costs, queues: Queues) -> list[NDArray
             lengths = np.bincount(program.rank_of_row[launches], minlength=program.num_ranks)
             runs = run_of_row[launches] = queues.add(lengths, after=launches, duration_s=duration_s)
             queues.outlasting.append((launches, runs))
-    return [run_of_row[gather_of_row(program)]] if (run_of_row != NONE).any() else []
+    return [run_of_row[column] for column in launched_before(program)] if (run_of_row != NONE).any() else []

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.hot import blocks
-from penstock.ir.operations import IS_COMPUTE, NUM_OPS, OPERATIONS, Group, Kind, Lane, Op, Value
+from penstock.ir.operations import IS_COMPUTE, IS_COPY, NUM_OPS, OPERATIONS, Group, Kind, Lane, Op, Value
 from penstock.ir.program import Program
 from penstock.ir.table import Table
 from penstock.placement import Placement
@@ -12,8 +12,8 @@ from penstock.simulation.costs.costs import FIELD_OF_KIND, FIELD_OF_OP, Costs
 
 _COLLECTIVES = {op: operation for op, operation in OPERATIONS.items() if operation.lane is Lane.COLLECTIVE}
 REDUCTIONS = [op for op, each in _COLLECTIVES.items() if any(read.value is Value.GRADIENT for read in each.reads)]
-BESIDE = [op for op, each in _COLLECTIVES.items() if Value.WEIGHTS in each.makes]
-"""What runs beside the computations of its rank: gathers, on a queue per rank."""
+BESIDE = [op for op, each in OPERATIONS.items() if Value.WEIGHTS in each.makes or IS_COPY[op]]
+"""What runs beside the computations of its rank: gathers and copies, each on a queue per rank."""
 IS_TIED = np.array([OPERATIONS[op].group is Group.TIED for op in Op])
 IS_BUSY = IS_COMPUTE | np.isin(np.arange(NUM_OPS), [op for op in _COLLECTIVES if op not in BESIDE])
 """[NUM_OPS] which operations keep their rank busy. Their launch is host time before them, and no part of them."""

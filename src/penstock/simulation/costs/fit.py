@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.operations import OPERATIONS, Group, Kind, Op
+from penstock.ir.operations import IS_COPY, OPERATIONS, Group, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Channel, Costs, PerStage, Spread
@@ -81,8 +81,8 @@ def costs_from_timelines(
 ) -> Costs:
     """Estimate costs from timelines of one program, by robust means, so that a single slow instruction counts nothing.
 
-    A computation takes its mean over the microbatches of its stage. A launch is the mean gap between computations
-    for each instruction in it, where no message was late and no reduction was between them. Latencies come from the
+    A computation takes its mean over the microbatches of its stage. A launch is the mean gap between computations for
+    each instruction in it, where no message was late and no reduction or copy was between them. Latencies come from the
     messages that were waited for, since only they show it, less what `message_bytes` per stage take at `bandwidths`, in
     bytes per second, of channels that were measured by themselves. What did not run, whole backwards or their parts,
     follows from what did by their `shares`; it is 0 where nothing is known.
@@ -164,14 +164,14 @@ def _launch_s(timelines: Sequence[Timeline], transfers: Transfers, latency_s: Fl
     To launch a computation takes less than to post a message, so each sort of gap is looked at by itself.
     """
     program = timelines[0].program
-    num_busy = np.cumsum(IS_BUSY[program.op])
+    num_busy = np.cumsum((IS_BUSY | IS_COPY)[program.op])
     gaps_s: dict[tuple[int, bool], list[float]] = {}
     for timeline in timelines:
         late = transfers.idle_from_s(timeline) < timeline.end_s[transfers.sends] + latency_s
         for rows in (timeline.compute_rows(rank) for rank in range(timeline.num_ranks)):
             earlier, later = rows[:-1], rows[1:]
             has_waited = data_ready_s(timeline, later) > timeline.end_s[earlier]
-            is_free = num_busy[later] == num_busy[earlier] + 1  # no reduction or optimizer step between them
+            is_free = num_busy[later] == num_busy[earlier] + 1  # no reduction, copy or optimizer step between them
             counts = is_free & ~np.isin(later, transfers.consumers[late]) & ~program.joined[earlier] & ~has_waited
             gap_s, lengths = timeline.start_s[later] - timeline.end_s[earlier], later - earlier
             takes = np.isin(later, transfers.consumers)
