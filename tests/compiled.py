@@ -1,8 +1,10 @@
 """Compile one row of a program with parts that say what they were asked to do."""
 
+from types import SimpleNamespace
+
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.losses.step_losses import StepLosses
-from penstock.execute.ops.context import CompileContext, Hooks
+from penstock.execute.ops.context import CompileContext
 from penstock.execute.ops.rows import RankRows
 from penstock.execute.step import Step
 
@@ -22,6 +24,8 @@ class SayingMessenger:
     def __getattr__(self, name):
         if name in ("layouts", "sender", "receiver"):
             return self
+        if name == "transport":
+            return "wires"
 
         def call(*args):
             self._said.append((name, *args))
@@ -48,22 +52,42 @@ class SayingPasses:
         self._said.append(("backward input", saved, gradients))
         return "gradients", "left"
 
-    def backward_weight(self, saved):
-        self._said.append(("backward weight", saved))
+    @property
+    def gradients(self):
+        return SimpleNamespace(add=lambda inputs: self._said.append(("backward weight", inputs)))
+
+    @property
+    def stage(self):
+        return SimpleNamespace(modules=[self])
+
+
+class SayingParameters:
+    """Parameters that note what they are asked to do."""
+
+    def __init__(self, said, stages):
+        def note(what):
+            # None, as a layout returns whose reductions are over at once
+            return lambda *args: said.append((what, *args))
+
+        layout = SimpleNamespace(
+            launches=False, unshard=note("unshard"), reshard=note("reshard"), reduce=note("reduce stage")
+        )
+        self.unit_of = {stage: SimpleNamespace(layout=layout, gradients=None) for stage in stages}
+        self.reduce_stage = None
+        self.step_optimizer = note("optimizer step")
+        self.copies = {group: SimpleNamespace(ranks=(), reduce=note("reduce tied")) for group in range(2)}
+
+    def store_of(self, copy):
+        return "store"
 
 
 def context_of(program, rank=0, said=None, *, passes=None, row_of=None):
     """Return what the compile functions look at; calls are noted in `said`."""
     said = [] if said is None else said
     stages = program.placement.stages_of_rank[rank]
-    hooks = Hooks(
-        lambda stage: said.append(("reduce stage", stage)),
-        lambda group: said.append(("reduce tied", group)),
-        lambda: said.append(("optimizer step",)),
-    )
     passes = passes or {stage: SayingPasses(said) for stage in stages}
     rows = RankRows.of(program, rank)
-    return CompileContext(program, rank, rows, passes, SayingMessenger(said), hooks, row_of)
+    return CompileContext(program, rank, rows, passes, SayingMessenger(said), SayingParameters(said, stages), row_of)
 
 
 def step_for(context):

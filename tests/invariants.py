@@ -15,7 +15,7 @@ from functools import partial
 
 from penstock.execute.observing.observer import Observer
 from penstock.execute.ops.keys import Keys
-from penstock.execute.split.deferred_weights import DeferredWeights
+from penstock.execute.parameters.gradient_store import WeightInputs
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.ir.deps import NONE, predecessors
@@ -112,7 +112,7 @@ class Invariants(Observer):
 KINDS = {
     "checkpoint": Checkpoint,
     "activation": SavedForward,
-    "weight gradient inputs": DeferredWeights | None,
+    "weight gradient inputs": WeightInputs,
 }
 CHANGES = {("checkpoint", "activation"), ("activation", "weight gradient inputs"), ("posted", "message")}
 """What a slot may hold after what, while it is filled."""
@@ -132,7 +132,8 @@ class Rules:
         row = bound.row
         instruction = self.program.instruction(row)
         if bound.awaits is not None:
-            yield "received", int(self.program.slot[bound.awaits]), "message"
+            if Op(int(self.program.op[bound.awaits])).is_receive:
+                yield "received", int(self.program.slot[bound.awaits]), "message"
             return
         op, slot = instruction.op, instruction.slot
         if op.is_send:

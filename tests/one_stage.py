@@ -3,6 +3,7 @@
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.step_losses import StepLosses
+from penstock.execute.parameters.gradient_store import GradientStore, WeightInputs
 from penstock.execute.stages.passes import PassOptions, StagePasses
 from penstock.execute.step import Step
 
@@ -17,18 +18,34 @@ def step_of(loss=None, *, num_slices=1, auxiliary=1.0, **options):
     return Step([[Microbatch(0, (), {}, None, 1) for _ in range(num_slices)]], losses)
 
 
+def run_weight_part(deferred):
+    """Run W by what an I has left in `deferred`."""
+    GradientStore(list).add(deferred.take_weight_inputs())
+
+
+def kept_by(deferred):
+    """Return the tensors that what waits for W holds."""
+    return [tensor for entry in deferred.entries for tensor in entry.kept]
+
+
+def passes_of(stage, features=(), **options):
+    """Return a stage with gradients of its own."""
+    return StagePasses(stage, PassOptions(**options), GradientStore(stage.parameters), features)
+
+
 class OneStage:
     """A stage with its passes and a step; with a `loss`, a function of the output, it is a last stage."""
 
     def __init__(self, stage, *, loss=None, features=(), step=None, **options):
         self.stage = stage
-        self.passes = StagePasses(stage, PassOptions(is_last=loss is not None, **options), features)
+        self.passes = passes_of(stage, features, is_last=loss is not None, **options)
         self.step = step or step_of(loss and (lambda output, target: loss(output)))
         self.begin()
 
     def begin(self):
         """Begin another step on the same stage."""
-        self.passes.begin(self.step)
+        self.passes.begin()
+        self.passes.gradients.begin_step()
 
     def forward(self, *inputs, place=PLACE, **keywords):
         """Return the outputs and what was saved."""
@@ -49,4 +66,5 @@ class OneStage:
 
     def backward_weight(self, saved):
         """Run the part for the gradients of weights."""
-        self.passes.backward_weight(saved.take_deferred())
+        left, saved.deferred = saved.deferred, None
+        self.passes.gradients.add(left or WeightInputs([]))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.errors import DeadlineExceeded, PeerLost
+from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
@@ -90,8 +91,8 @@ class Shares(Counter):
 
             return run
 
-        for part, name in (("I", "backward_input"), ("W", "backward_weight")):
-            monkeypatch.setattr(DeferredWeights, name, noting(part, getattr(DeferredWeights, name)))
+        for part, kind, name in (("I", DeferredWeights, "backward_input"), ("W", GradientStore, "add")):
+            monkeypatch.setattr(kind, name, noting(part, getattr(kind, name)))
         for parameter in pipeline.parameters():
             if parameter.dim() > 1:
                 parameter.register_post_accumulate_grad_hook(lambda own: self.update({self.now: own.numel()}))

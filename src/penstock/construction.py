@@ -37,18 +37,18 @@ from penstock.execute.losses.grad_scaler import describe_scale, grad_scaler_of
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
 from penstock.execute.observing.shared_buffers import shared_buffers
 from penstock.execute.options import PipelineOptions, refuse_unknown
+from penstock.execute.parameters.gradient_store import require_main_shapes
+from penstock.execute.parameters.tied import described_copies, refuse_renormalized, require_equal_kinds
 from penstock.execute.runner import Runner
 from penstock.execute.stages.assemble import Assembly, assemble, with_skips
 from penstock.execute.stages.carried import refuse_layers_that_look_back
 from penstock.execute.stages.compiled_layers import compile_layers, without_wrappers
 from penstock.execute.stages.layers import Layer, layer_names, spec_attribute
-from penstock.execute.stages.main_gradients import require_shapes
 from penstock.execute.stages.other_layers import OtherLayers
 from penstock.execute.stages.parameter_counts import count_parameters
 from penstock.execute.stages.shared_builders import build_own, refuse_shared_objects
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import skip_names
-from penstock.execute.stages.tied import described_copies, refuse_renormalized, require_equal_kinds
 from penstock.execute.stages.wrappers import averages_gradients, refuse_wrappers, unsplittable
 from penstock.execute.transport.world import default_device, shares_process
 from penstock.ir.program import Program
@@ -270,7 +270,7 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemor
     if schedule.num_slices > 1:
         refuse_layers_that_look_back(assembly.stages, _LOOKING_BACK)
     if options.main_gradients:
-        require_shapes(assembly.named_parameters())
+        require_main_shapes(assembly.named_parameters())
     programs = Programs(plan, assembly.tied_groups)
     runner = Runner(
         transport,

@@ -95,7 +95,7 @@ class Pipeline(ModelPart):
         self._transport = joined.transport
         self._control = joined.control
         self.rank = self._transport.rank
-        self._has_main_gradients = self.options.main_gradients
+        self._gradient_attribute = self.options.gradient_attribute
         self._is_closed = False
         if self.rank == 0:
             self._advise()

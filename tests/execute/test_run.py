@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.errors import PipelineError
 from penstock.execute.control.agreement import Mode
-from penstock.execute.split.deferred_weights import DeferredWeights
+from penstock.execute.parameters.gradient_store import WeightInputs
 from penstock.execute.stages.passes import SavedForward
 from penstock.ir.action import Action, Kind, OverlappedPair
 from penstock.ir.live import peak_activations
@@ -172,7 +172,7 @@ class Weighing(nn.Module):
         self.seen = seen
 
     def forward(self, x):
-        kept = [each for each in self.step().values.values() if isinstance(each, SavedForward | DeferredWeights | None)]
+        kept = [each for each in self.step().values.values() if isinstance(each, SavedForward | WeightInputs)]
         self.seen.append(1 + len(kept))
         return self.inner(x)
 

@@ -15,11 +15,11 @@ def step_of():
 
 def fill(step):
     step.values[0] = "something"
-    step.outputs[0, 0] = step.carried[1, 3] = step.first_gradients[0] = "something"
+    step.outputs[0, 0] = step.carried[1, 3] = step.tickets[0] = "something"
 
 
 def held(step):
-    columns = (step.values, step.outputs, step.carried, step.first_gradients)
+    columns = (step.values, step.outputs, step.carried, step.tickets)
     return sum(map(len, columns))
 
 

@@ -65,7 +65,7 @@ def test_a_parameter_shows_whether_it_has_hooks():
 
 
 def test_a_parameter_without_a_gradient_takes_over_the_memory_of_the_first_one():
-    """`stages/first_gradients.py` gives it memory of its own where others need that."""
+    """`parameters/gradient_store.py` gives it memory of its own where others need that."""
     parameter, gradient = leaf(4), torch.ones(2, 2)
 
     torch.autograd.backward(parameter.view(2, 2), gradient)
@@ -74,7 +74,7 @@ def test_a_parameter_without_a_gradient_takes_over_the_memory_of_the_first_one()
 
 
 def test_who_holds_the_memory_of_a_tensor_is_counted():
-    """`stages/first_gradients.py` copies what others hold too."""
+    """`values/tensors.py` copies what others hold too."""
     parameter, hidden = leaf(4), leaf(1, 4)
     tensor = torch.ones(2, 2)
     assert undocumented.num_holders(tensor) == 1

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock.errors import NotFinite
-from penstock.execute.stages import tied
-from penstock.execute.stages.gradient_sums import sum_over
+from penstock.execute.parameters import tied
+from penstock.execute.parameters.gradient_sums import sum_over
 from penstock.models import cross_entropy_loss
 from penstock.train.optimizing.precision import Precision, loss_scaler
 from penstock.train.settings.sections import OptimizerSection, PrecisionSection

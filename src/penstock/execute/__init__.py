@@ -19,14 +19,16 @@ From below to above; a part imports those before it, and no others:
     values/          trees of tensors, layouts, version guard
     transport/       messages                           control/    collectives, agreement, what stops a step
     batch/           microbatches, slices, streams      losses/     loss functions, weights, results
+    parameters/      how they lie, and who writes their gradients
     step.py          `Step`, and `Bound`, one call of it
     split/           which weight gradients wait        backend.py  torch.compile for split backwards
     stages/          layers, their passes, their features
+    rank_parameters.py    the units of a rank: what shares parameters
     ops/             what each operation does           observing/  what looks at calls
     compile/         rows -> bound calls
     run.py           the loop                           overlap.py  overlapped pairs, by the caller's hook
     arguments.py     looks at what the caller passes    options.py  what `Pipeline` takes by keyword
     joining.py       how a rank joins its group         model_part.py  what one rank holds, as a module
-    gradients.py     sums, and reductions over ranks    outputs.py  outputs, on one rank
+    outputs.py       outputs, on one rank
     runner.py        the way of a step
 """

@@ -15,7 +15,6 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import Told, require_equal
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.gradient_norm import clip_gradients
-from penstock.execute.stages.main_gradients import ATTRIBUTE
 from penstock.execute.stages.model_state import (
     entries_of_ranks,
     gather_state,
@@ -35,7 +34,7 @@ class ModelPart:
     device: torch.device
     _transport: Transport
     _assembly: Assembly
-    _has_main_gradients: bool
+    _gradient_attribute: str
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """List this rank's parameters, each once: what its optimizer takes."""
@@ -133,7 +132,7 @@ class ModelPart:
             PipelineError: the norm is not finite and `error_if_nonfinite`; nothing is scaled then.
         """
         self._agree(max_norm=max_norm, norm_type=norm_type)
-        attribute = ATTRIBUTE if self._has_main_gradients else "grad"
+        attribute = self._gradient_attribute
         named = [(name, getattr(parameter, attribute, None)) for name, parameter in self.named_parameters()]
         norm = clip_gradients(
             named, Control(self._transport).all_gather_object, max_norm, norm_type=norm_type, skip=self.copied_names

@@ -16,6 +16,7 @@ from penstock.execute.losses.loss import Count, Scale
 from penstock.execute.observing.clock import Clock
 from penstock.execute.observing.observer import Observer
 from penstock.execute.overlap import Overlap
+from penstock.execute.parameters.gradient_store import MAIN_GRAD
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.schedule import Schedule
 
@@ -149,6 +150,11 @@ class PipelineOptions:
         if self.debug not in DEBUG_LEVELS:
             hint = nearest(str(self.debug), DEBUG_LEVELS)
             require("debug", self.debug, False, f"one of {', '.join(DEBUG_LEVELS)}.{hint}")
+
+    @property
+    def gradient_attribute(self) -> str:
+        """Where a parameter has its gradient."""
+        return MAIN_GRAD if self.main_gradients else "grad"
 
     def batch_rule(self, schedule: Schedule) -> BatchRule:
         """Return how a batch is cut for a schedule."""

@@ -21,7 +21,6 @@ from penstock.execute.control.error_notes import note_place
 from penstock.execute.control.failures import FailureReporter
 from penstock.execute.control.handshake import Agreed
 from penstock.execute.control.positions import PositionBoard
-from penstock.execute.gradients import Gradients
 from penstock.execute.losses.exchange import LossExchange
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
 from penstock.execute.losses.output import takes_weight
@@ -39,12 +38,12 @@ from penstock.execute.ops.rows import RankRows
 from penstock.execute.options import PipelineOptions
 from penstock.execute.outputs import collect_outputs, merge_slices_and_microbatches, output_rank
 from penstock.execute.overlap import overlapping
+from penstock.execute.rank_parameters import RankParameters
 from penstock.execute.run import run_step
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.auxiliary import Auxiliary
 from penstock.execute.stages.evaluation import evaluating
 from penstock.execute.stages.feature import modules_with
-from penstock.execute.stages.main_gradients import ATTRIBUTE
 from penstock.execute.stages.randomness import Randomness, default_generators
 from penstock.execute.step import Change, Step
 from penstock.execute.transport.messages import Messenger
@@ -83,7 +82,8 @@ class Runner:
         self._scale = loss_scale(options.scale_loss)
         own_layers = [layer for stage in assembly.stages for layer in stage.modules]
         control = Control(transport)
-        self._gradients = Gradients(control, device, assembly, options)
+        self._parameters = RankParameters(control, device, assembly, options)
+        self._is_synced = self._sums_tied = True  # as the fields of `Step` say
         self._exchange = LossExchange(control, device)
         self._auxiliary: list[Auxiliary] = modules_with(own_layers, Auxiliary)
         self._program_of = program_of
@@ -99,7 +99,7 @@ class Runner:
             ranges=options.ranges,
             run_ahead=options.run_ahead,
             own=options.observers,
-            gradient_attribute=ATTRIBUTE if options.main_gradients else "grad",
+            gradient_attribute=options.gradient_attribute,
         )
         self._message_transport = transport_of_messages(self._observers, transport)
         self._messenger = Messenger(self._message_transport, device, has_variable_shapes=options.variable_shapes)
@@ -148,13 +148,12 @@ class Runner:
     @contextmanager
     def no_sync(self, *, tied: bool) -> Iterator[None]:
         """Average no gradients over replicas in the steps within; without `tied`, sum none over ranks either."""
-        gradients = self._gradients
-        before = gradients.is_synced, gradients.sums_tied
-        gradients.is_synced, gradients.sums_tied = False, gradients.sums_tied and tied
+        before = self._is_synced, self._sums_tied
+        self._is_synced, self._sums_tied = False, self._sums_tied and tied
         try:
             yield
         finally:
-            gradients.is_synced, gradients.sums_tied = before
+            self._is_synced, self._sums_tied = before
 
     def close(self) -> None:
         """Leave the others; no step can be run any more."""
@@ -170,14 +169,14 @@ class Runner:
             program, rank, options = self._program_of(*key), self._transport.rank, self._options
             patience_s = COMPILE_DEADLINE_S if self._compilations.has_compiled_layers else options.deadline_s
             randomness = Randomness(options.seed, default_generators(self._device), patience_s)
-            hooks = self._gradients.hooks(program, self._messenger, self._message_transport)
+            stores = {stage: unit.gradients for stage, unit in self._parameters.unit_of.items()}
             context = CompileContext(
                 program,
                 rank,
                 RankRows.of(program, rank),
-                compose_stages(program, self._assembly.stages, self._assembly.skips, randomness),
+                compose_stages(program, self._assembly.stages, self._assembly.skips, randomness, stores),
                 self._messenger,
-                hooks,
+                self._parameters,
                 self._failures.board.row_of,
             )
             changes: list[Change] = []
@@ -199,18 +198,18 @@ class Runner:
         self._failures.begin(self._num_attempts)
 
     def _admit(self, mode: Mode, call: Call, memory: MemoryWatch | None) -> Batch:
-        gradients, is_training = self._gradients, mode.is_training
-        problem = gradients.refresh() if is_training else None
+        parameters, is_training = self._parameters, mode.is_training
+        problem = parameters.refresh(is_synced=self._is_synced, sums_tied=self._sums_tied) if is_training else None
         batch = self._admission.admit(
             mode,
             call,
             problem,
             attempt=self._num_attempts,
             step_number=self.step_number if self._options.seed is not None and is_training else 0,
-            trained=gradients.trained() if is_training else 0,
-            scale=gradients.scale if is_training else 0.0,
-            is_synced=gradients.is_synced,
-            sums_tied=gradients.sums_tied,
+            trained=parameters.trained() if is_training else 0,
+            scale=parameters.scale if is_training else 0.0,
+            is_synced=self._is_synced,
+            sums_tied=self._sums_tied,
             extra=_extra_of(call, memory),
             num_compilations=self._compilations.told(),
         )
@@ -218,7 +217,7 @@ class Runner:
         # message of the step that failed could pass for one of this step.
         self._num_attempts = batch.agreed.attempt + 1
         if is_training:
-            gradients.agree_on_tied(batch.agreed.trained)
+            parameters.agree_on_tied(batch.agreed.trained)
         # A recording needs the moments of arrivals, an overlapped pair its inputs before its own streams begin.
         is_ahead = self._options.run_ahead is not None and self._options.overlap is None and not call.record
         self._messenger.begin(batch.agreed.signature, follows=is_ahead)
@@ -248,12 +247,14 @@ class Runner:
             serial=batch.agreed.attempt,
             is_training=mode.is_training,
             is_frozen=batch.agreed.is_frozen,
+            is_synced=self._is_synced,
+            sums_tied=self._sums_tied,
         )
 
     def _observers_of_step(self, compiled: CompiledProgram, call: Call, memory: MemoryWatch | None) -> list[Observer]:
         found: list[Observer] = [*message_log(), *([] if memory is None else [memory])]
         if call.checks_values:
-            attribute = ATTRIBUTE if self._options.main_gradients else "grad"
+            attribute = self._options.gradient_attribute
             found.append(ValueChecks(self._transport.rank, self._assembly.stages, attribute))
         if not call.record:
             return found
@@ -271,7 +272,7 @@ class Runner:
 
     def _run(self, compiled: CompiledProgram, step: Step, of_step: Sequence[Observer]) -> None:
         with observing([*of_step, *self._observers], step):
-            with self._gradients.accumulating(is_training=step.is_training):
+            with self._parameters.running(step):
                 run_step(compiled, step, self._failures.board.note, compiled.bounds_with(of_step))
             if step.keeps_outputs:
                 collect_outputs(self._messenger, step, compiled.program, self._transport.rank)
@@ -314,7 +315,6 @@ class Runner:
             # Only after the report, which has aborted the transport: nobody waits for these messages any more.
             self._messenger.reset()
             self._compilations.forget()
-            self._gradients.end_failed_step()
             if not isinstance(error, Exception):
                 raise  # an interrupt is the caller's to handle; the other ranks have been told
             raise report from error

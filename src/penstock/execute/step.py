@@ -14,6 +14,7 @@ from typing import Any, Self
 from penstock.execute.batch.microbatch import Microbatch, Place
 from penstock.execute.batch.stream import Prefetcher
 from penstock.execute.losses.step_losses import StepLosses
+from penstock.execute.parameters.layout import Ticket
 
 
 @dataclass(slots=True, eq=False)
@@ -42,13 +43,23 @@ class Step:
     is_training: bool = False
     is_frozen: bool = False
     """Whether all parameters of all ranks are frozen."""
+    is_synced: bool = True
+    """Whether gradients are averaged over replicas; not within `Pipeline.no_sync()`."""
+    sums_tied: bool = True
+    """Whether those of tied parameters are summed over ranks; not within `Pipeline.no_sync(tied=False)`."""
 
     values: dict[int, Any] = field(default_factory=dict)
     """What rows leave for later rows, by the numbers of `ops.keys`."""
     carried: dict[tuple[int, int], Any] = field(default_factory=dict)
     """Per stage and microbatch, what slices carry to later slices."""
-    first_gradients: dict[int, Any] = field(default_factory=dict)
-    """Per stage, its parameters to which no gradient has come yet."""
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    """By row, what it has launched and nobody has waited for."""
+
+    def wait_for(self, row: int) -> None:
+        """Wait for what a row has launched, if anything."""
+        ticket = self.tickets.pop(row, None)
+        if ticket is not None:
+            ticket.wait()
 
     def again(self) -> "Step":
         """Return this step for a forward that runs again: it has the same values, but what it notes is dropped."""
@@ -60,7 +71,7 @@ class Step:
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         if kind is not None:
             self.slices, self.prefetcher = (), None
-            for values in (self.values, self.outputs, self.carried, self.first_gradients):
+            for values in (self.values, self.outputs, self.carried, self.tickets):
                 values.clear()
 
 

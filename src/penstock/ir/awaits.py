@@ -1,15 +1,16 @@
-"""What a row waits for that an earlier row of its rank has launched: a message, or the gather of its stage's weights.
+"""What a row waits for that an earlier row of its rank has launched: a message, a gather of weights, a reduction.
 
-    1RECV_F0 0UNSHARD 1F0      1F0 awaits 1RECV_F0      0F0 ... awaits 0UNSHARD
+    1RECV_F0 0UNSHARD 1F0 ... 0F0 ... 0REDUCE_GRAD 1REDUCE_GRAD 0REDUCE_TIED0 STEP
+        1F0 awaits 1RECV_F0, 0F0 awaits 0UNSHARD, 0REDUCE_TIED0 awaits both reductions
 
-A receive or a gather itself returns at once. The rows that await it are the first that need what it brings.
+What launches returns at once. The rows that await it are the first that need what it brings.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
-from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, Op
+from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, JOINS_RANKS, OPERATIONS, Group, Op, Value
 from penstock.ir.program import Program
 
 
@@ -38,3 +39,24 @@ def gather_of_row(program: Program) -> NDArray[np.int64]:
     is_same = stage[rows] == stage[gathers]
     found[rows[is_same]] = gathers[is_same]
     return found
+
+
+def reductions_of_row(program: Program, rank: int) -> dict[int, list[int]]:
+    """Per row of a rank that joins ranks of its pipeline: the reductions over replicas launched since the last one."""
+    first, end = map(int, program.offsets[rank : rank + 2])
+    ops = program.op[first:end]
+    found: dict[int, list[int]] = {}
+    launched: list[int] = []
+    for row in (first + np.flatnonzero(JOINS_RANKS[ops] | np.isin(ops, _REDUCTIONS))).tolist():
+        if JOINS_RANKS[program.op[row]]:
+            found[row], launched = launched, []
+        else:
+            launched.append(row)
+    return found
+
+
+_REDUCTIONS = [
+    op
+    for op, operation in OPERATIONS.items()
+    if operation.group is Group.REPLICAS and any(read.value is Value.GRADIENT for read in operation.reads)
+]

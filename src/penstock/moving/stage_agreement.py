@@ -13,7 +13,7 @@ from penstock.errors import PartitionError
 from penstock.execute.control.agreement import digest
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import require_equal
-from penstock.execute.stages.tied import TiedCopy
+from penstock.execute.parameters.tied import TiedCopy
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import shares_process
 from penstock.ir.schedule import Schedule

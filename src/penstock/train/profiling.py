@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.execute.observing.layer_sizes import CONTEXT, OPTIMIZER, gather_sizes
 from penstock.execute.observing.memory_report import MemoryReport
 from penstock.execute.observing.rank_memory import RankMemory
-from penstock.execute.stages.main_gradients import ATTRIBUTE, main_type
+from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore, dense_gradient, drop_gradients
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.world import default_transport
 from penstock.execute.values.tensors import local_part
@@ -142,21 +142,14 @@ def _record(pipeline: Pipeline, dataset: Dataset, num_steps: int, *, split_backw
 def _run_step(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False) -> Timeline:
     part = on_device(batch, pipeline.device)
     timeline = pipeline.profile(*part.args, target=part.target, split_backwards=split_backwards, **part.kwargs)
-    _forget_gradients(pipeline)
+    drop_gradients(pipeline.parameters())
     return timeline
-
-
-def _forget_gradients(pipeline: Pipeline) -> None:
-    for parameter in pipeline.parameters():
-        parameter.grad = None
-        if pipeline.options.main_gradients:
-            setattr(parameter, ATTRIBUTE, None)
 
 
 def _measure_memory(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False) -> MemoryReport:
     part = on_device(batch, pipeline.device)
     report = pipeline.memory_report(*part.args, target=part.target, split_backwards=split_backwards, **part.kwargs)
-    _forget_gradients(pipeline)
+    drop_gradients(pipeline.parameters())
     return report
 
 
@@ -179,9 +172,9 @@ def state_bytes(stages: Sequence[Stage], options: OptimizerSection, *, has_main_
             own = [each for each in module.parameters() if each.requires_grad and id(each) not in seen]
             seen.update(map(id, own))
             copies = [nn.Parameter(torch.zeros_like(local_part(each), device="cpu")) for each in own]
+            store = GradientStore(copies.copy, MAIN_GRAD if has_main_weights else "grad")
             for copy in copies:
-                gradient = torch.zeros_like(copy, dtype=main_type(copy) if has_main_weights else copy.dtype)
-                setattr(copy, ATTRIBUTE if has_main_weights else "grad", gradient)
+                store.put(copy, dense_gradient(copy, store.attribute))
             named = [(str(number), copy) for number, copy in enumerate(copies)]
             optimizer = build_optimizer(named, options, has_main_weights=has_main_weights)
             optimizer.step()

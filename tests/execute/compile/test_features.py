@@ -6,6 +6,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.execute.compile.features import compose_stages
+from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.stages.auxiliary import AddedLossPart
 from penstock.execute.stages.carried import CarryPart
 from penstock.execute.stages.passes import StagePasses
@@ -26,7 +27,8 @@ class Everything(nn.Module):
 
 def composed(schedule, layer=None, *, skips=None, seed=None):
     stage = Stage(1, {"0": layer or nn.Linear(2, 2)})
-    return compose_stages(lower(schedule), [stage], skips or {}, Randomness(seed, [torch.default_generator]))
+    draws = Randomness(seed, [torch.default_generator])
+    return compose_stages(lower(schedule), [stage], skips or {}, draws, {1: GradientStore(stage.parameters)})
 
 
 def kinds(passes):

@@ -7,19 +7,19 @@ import pytest
 
 from penstock.execute.compile.program import compile_program
 from penstock.execute.observing.observer import Observer
-from penstock.execute.stages.passes import PassOptions, StagePasses
 from penstock.execute.stages.stage import Stage
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
 from penstock.lowering import lower
 from penstock.schedules import build
 from tests.compiled import context_of, row_of, step_for
+from tests.one_stage import passes_of
 
 PROGRAM = lower(build("1f1b", ranks=2, microbatches=2))
 
 
 def compiled(observers=(), changes=()):
-    passes = {1: StagePasses(Stage(1, {}), PassOptions())}
+    passes = {1: passes_of(Stage(1, {}))}
     return compile_program(context_of(PROGRAM, 1, passes=passes), observers, changes)
 
 
@@ -87,10 +87,11 @@ def said_by(program, rank, row):
     """What the call of a row asks for."""
     said = []
     [stage] = program.placement.stages_of_rank[rank]
-    passes = {stage: StagePasses(Stage(stage, {}), PassOptions())}
-    compiled = compile_program(context_of(program, rank, said, passes=passes))
+    passes = {stage: passes_of(Stage(stage, {}))}
+    context = context_of(program, rank, said, passes=passes)
+    compiled = compile_program(context)
     [bound] = [bound for bound in compiled.bounds if bound.row == row]
-    bound.call(None)
+    bound.call(step_for(context))
     return said
 
 
@@ -98,7 +99,7 @@ def said_by(program, rank, row):
     ("op", "expected"),
     [
         (Op.REDUCE_GRADIENT, [("reduce stage", 1)]),
-        (Op.REDUCE_TIED, [("reduce tied", 0)]),
+        (Op.REDUCE_TIED, [("reduce tied", "wires", "store")]),
         (Op.OPTIMIZER_STEP, [("optimizer step",)]),
     ],
 )
@@ -109,8 +110,8 @@ def test_each_row_calls_its_hook_with_its_stage_or_group(op, expected):
     assert said_by(program, 1, row) == expected
 
 
-@pytest.mark.parametrize("text", ["0UNSHARD", "0RESHARD"])
-def test_gathering_and_dropping_parameters_is_nothing(text):
+@pytest.mark.parametrize(("text", "expected"), [("0UNSHARD", "unshard"), ("0RESHARD", "reshard")])
+def test_gathering_and_dropping_parameters_is_for_the_layout(text, expected):
     program = Program.from_csv("0UNSHARD,0F0,0B0,0RESHARD\n")
 
-    assert said_by(program, 0, row_of(program, text)) == []
+    assert said_by(program, 0, row_of(program, text)) == [(expected,)]

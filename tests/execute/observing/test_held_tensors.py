@@ -92,23 +92,23 @@ def test_what_takes_from_a_queue_holds_that_of_its_own_layer():
     layers = [Fused(), Fused()]
     for layer in layers:
         layer.queue = deque([(torch.ones(1), torch.ones(2))])
-    own, closures = OwnWeightGradients(layers), []
-    with own.around_backward(closures):
+    own, waiting = OwnWeightGradients(layers), []
+    with own.around_backward(waiting):
         pass
 
-    found = [reached_by(closure) for closure in closures]
+    found = [reached_by(entry.run) for entry in waiting]
 
     assert [each.owners for each in found] == [[layer] for layer in layers]
     assert all(is_same(each.tensors, layer.queue[0]) for each, layer in zip(found, layers, strict=True))
 
 
 def test_what_a_builder_returns_is_a_function_like_others():
-    layer, closures = Building(), []
+    layer, waiting = Building(), []
     layer.keep(GRADIENT, FEATURES)
-    with OwnWeightGradients([layer]).around_backward(closures):
+    with OwnWeightGradients([layer]).around_backward(waiting):
         pass
 
-    assert is_same(reached_by(closures[0]).tensors, [GRADIENT, FEATURES])
+    assert is_same(reached_by(waiting[0].run).tensors, [GRADIENT, FEATURES])
 
 
 def test_held_is_what_products_keep_what_is_behind_them_and_what_functions_hold():
@@ -121,8 +121,10 @@ def test_held_is_what_products_keep_what_is_behind_them_and_what_functions_hold(
     gradient = torch.ones_like(output)
 
     deferred.backward_input([get_gradient_edge(output)], [gradient])
-    with WEIGHT_GRADIENTS.waiting_in(deferred.closures):
+    with WEIGHT_GRADIENTS.waiting_in(deferred.own):
         WEIGHT_GRADIENTS.put(partial(torch.add, GRADIENT, FEATURES))
 
     expected = [features, gradient, made, GRADIENT, FEATURES]
-    assert sorted(each.data_ptr() for each in held_by(deferred)) == sorted(each.data_ptr() for each in expected)
+    assert sorted(each.data_ptr() for each in held_by(deferred.take_weight_inputs())) == sorted(
+        each.data_ptr() for each in expected
+    )

@@ -1,11 +1,11 @@
 """A context reads the columns of a row."""
 
-from penstock.execute.stages.passes import PassOptions, StagePasses
 from penstock.execute.stages.stage import Stage
 from penstock.ir.recompute import with_recompute
 from penstock.lowering import lower
 from penstock.schedules import build
 from tests.compiled import context_of, row_of
+from tests.one_stage import passes_of
 
 
 def test_a_row_is_read_as_numbers_and_as_text():
@@ -20,7 +20,7 @@ def test_a_row_is_read_as_numbers_and_as_text():
 
 def test_all_forwards_of_a_stage_that_run_again_are_one_objects():
     program = lower(with_recompute(build("1f1b", ranks=1, microbatches=2)))
-    context = context_of(program, passes={0: StagePasses(Stage(0, {}), PassOptions())})
+    context = context_of(program, passes={0: passes_of(Stage(0, {}))})
 
     first, second = (context.recomputation_of(row_of(program, text)) for text in ("0F0", "0R1"))
 

@@ -17,6 +17,7 @@ from penstock.execute.split.compiled_block import BlockBackward, DeferredBlock, 
 from penstock.execute.split.plan import SplitPlan
 from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gradient
 from tests.local_pipelines import error_of, settle, values
+from tests.one_stage import kept_by, run_weight_part
 
 ROWS, WIDTH, TOKENS = 6, 8, 20
 MLP_NAMES = ["down.weight", "up.weight"]
@@ -267,7 +268,7 @@ def parts(layer, rows=ROWS):
     outputs, deferred = forward(layer, inputs)
     deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
     early = gradients(layer)
-    deferred.backward_weight()
+    run_weight_part(deferred)
     found = gradients(layer)
     return {"inputs": inputs.grad, **found}, sorted(name for name in found if early[name] is None is not found[name])
 
@@ -333,7 +334,7 @@ def test_several_forwards_wait_at_once():
     for outputs, deferred in results:
         deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
     for _, deferred in results:
-        deferred.backward_weight()
+        run_weight_part(deferred)
 
     assert all(torch.equal(each, 2 * wanted[name]) for name, each in gradients(layer).items())
 
@@ -342,15 +343,15 @@ def test_what_w_needs_is_told_and_freed():
     layer = compiled(Mlp, aot_eager)
     outputs, deferred = forward(layer, inputs_of(layer))
     deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
-    (block,) = deferred.products
+    (block,) = deferred.entries
 
-    sizes = sorted(each.numel() for each in deferred.kept)
-    deferred.backward_weight()
+    sizes = sorted(each.numel() for each in kept_by(deferred))
+    run_weight_part(deferred)
 
     # of both products the activations and the gradient of the output
     assert sizes == [ROWS * WIDTH] * 2 + [2 * ROWS * WIDTH] * 2
     assert isinstance(block, DeferredBlock)
-    assert (block.kept, block.node, deferred.kept) == ([], None, [])
+    assert (block.kept, block.node, kept_by(deferred)) == ([], None, [])
 
 
 def test_w_computes_in_the_types_of_the_forward_whatever_is_cast_around_it():
@@ -360,7 +361,7 @@ def test_w_computes_in_the_types_of_the_forward_whatever_is_cast_around_it():
     outputs, deferred = forward(layer, inputs_of(layer))
     deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
     with torch.autocast("cpu", torch.bfloat16):
-        deferred.backward_weight()
+        run_weight_part(deferred)
 
     assert all(torch.equal(each, wanted[name]) for name, each in gradients(layer).items())
 
@@ -369,9 +370,9 @@ def test_what_w_needs_must_not_be_changed_in_place():
     layer = compiled(Mlp, aot_eager)
     outputs, deferred = forward(layer, inputs_of(layer))
     deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
-    deferred.kept[0].add_(1)
+    kept_by(deferred)[0].add_(1)
 
-    error = error_of(deferred.backward_weight)
+    error = error_of(run_weight_part, deferred)
 
     assert isinstance(error, PipelineError)
     assert "was changed in place between I and W" in str(error)

@@ -16,6 +16,7 @@ from penstock.errors import PenstockWarning, PipelineError
 from penstock.execute.split.custom_function import CustomFunction
 from tests.execute.split.test_deferred_weights import in_two_parts, plan_of, two_parts, whole
 from tests.local_pipelines import settle, values
+from tests.one_stage import run_weight_part
 
 WIDTH = 6
 RUNS = []
@@ -340,9 +341,9 @@ def test_what_is_kept_for_w_is_known_and_freed():
     module = settle(Own(USES["two outputs"]), 1)
 
     deferred = deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_())
-    (function,) = [each for each in deferred.products if isinstance(each, CustomFunction)]
+    (function,) = [each for each in deferred.entries if isinstance(each, CustomFunction)]
     shapes = sorted(tuple(each.shape) for each in function.kept)
-    deferred.backward_weight()
+    run_weight_part(deferred)
 
     assert shapes == [(2, 3), *[(2, 3, WIDTH)] * 3]  # two gradients, the output that was saved, the hidden attribute
     assert function.kept == []
@@ -351,14 +352,14 @@ def test_what_is_kept_for_w_is_known_and_freed():
 
 def test_nothing_outlives_the_two_parts():
     module, inputs = settle(Own(USES["two outputs"]), 1), values(1, 2, 3, WIDTH).requires_grad_()
-    deferred_after_input(module, inputs).backward_weight()
+    run_weight_part(deferred_after_input(module, inputs))
     gc.collect()
     gc.disable()
     try:
         deferred = deferred_after_input(module, inputs)
-        (function,) = [each for each in deferred.products if isinstance(each, CustomFunction)]
+        (function,) = [each for each in deferred.entries if isinstance(each, CustomFunction)]
         memory = [weakref.ref(each.untyped_storage()) for each in function.kept]
-        deferred.backward_weight()
+        run_weight_part(deferred)
 
         assert [each() for each in memory] == [None] * len(memory)
     finally:
@@ -368,11 +369,11 @@ def test_nothing_outlives_the_two_parts():
 def test_a_saved_tensor_that_is_changed_in_place_before_w_is_named():
     module = settle(Own(lambda self, x: Linear.apply(2, x.detach() + x, self.first, self.bias)), 1)
     deferred = deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_())
-    (function,) = [each for each in deferred.products if isinstance(each, CustomFunction)]
+    (function,) = [each for each in deferred.entries if isinstance(each, CustomFunction)]
     function.saved[0].add_(1)
 
     with pytest.raises(PipelineError, match=r"Linear: a tensor of shape \(2, 3, 6\) .* at version 1, expected 0"):
-        deferred.backward_weight()
+        run_weight_part(deferred)
 
 
 class Short(Linear):
@@ -387,7 +388,7 @@ class Short(Linear):
 def test_too_few_gradients_are_counted():
     module = settle(Own(lambda self, x: Short.apply(2, x, self.first, self.bias)), 1)
     deferred = deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_(), num_steps=0)
-    deferred.backward_weight()
+    run_weight_part(deferred)
 
     with pytest.raises(PipelineError, match=r"Short.backward: in the `W` .* returned 1 gradients, expected 4"):
         deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_())
@@ -396,6 +397,6 @@ def test_too_few_gradients_are_counted():
 def test_hooks_of_parameters_see_one_gradient():
     module, seen = settle(Own(USES["twice"]), 1), []
     module.first.register_hook(lambda gradient: seen.append(gradient))
-    deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_()).backward_weight()
+    run_weight_part(deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_()))
 
     assert len(seen) == 3

@@ -1,83 +1,29 @@
-"""Late gradients are computed in few calls, large ones by themselves, and all of one parameter in one."""
+"""Gradients that functions return get the shape and type that autograd gives them."""
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-from penstock.execute.split.deferred import add_weight_gradients
-
-
-class Late:
-    """Gradients of ones that note when they are computed."""
-
-    def __init__(self, *parameters, log=None, unused=()):
-        self.roots = self.parameters = parameters
-        self.log = [] if log is None else log
-        self.unused = unused
-
-    def finish(self):
-        self.log.append("finished")
-        return [None if each in self.unused else torch.ones_like(own) for each, own in enumerate(self.parameters)]
-
-
-def parameters(*sizes):
-    return [nn.Parameter(torch.zeros(size)) for size in sizes]
-
-
-@pytest.mark.parametrize("order", [(0, 1), (0, 1, 0, 0), (1, 0, 1)])
-def test_the_hook_of_a_parameter_sees_one_sum(order):
-    both, seen = parameters(2, 3), []
-    for parameter in both:
-        parameter.register_hook(lambda gradient: seen.append(gradient.tolist()))
-
-    add_weight_gradients([Late(both[index]) for index in order])
-
-    assert sorted(seen) == sorted([[float(order.count(index))] * len(both[index]) for index in (0, 1)])
-
-
-def test_what_shares_a_parameter_with_two_others_joins_them():
-    first, second, third = parameters(400_000, 400_000, 2)
-    seen = []
-    for parameter in (first, second):
-        parameter.register_hook(lambda gradient: seen.append(gradient[0].item()))
-
-    add_weight_gradients([Late(first), Late(second), Late(third), Late(first, second)])
-
-    assert seen == [2.0, 2.0]
-
-
-def test_what_comes_after_two_groups_have_joined_joins_them_too():
-    first, second, third = parameters(400_000, 400_000, 400_000)
-    seen = []
-    for parameter in (first, second, third):
-        parameter.register_hook(lambda gradient: seen.append(gradient[0].item()))
-
-    add_weight_gradients([Late(first), Late(second, third), Late(first, second), Late(third)])
-
-    assert seen == [2.0, 2.0, 2.0]
+from penstock.execute.split.deferred import fitted
 
 
 @pytest.mark.parametrize(
-    ("size", "expected"), [(3, ["finished"] * 2 + ["added"] * 2), (400_000, ["finished", "added"] * 2)]
+    ("gradient", "expected"),
+    [
+        (torch.ones(2, 3), torch.ones(2, 3)),
+        (torch.ones(4, 2, 3), torch.full((2, 3), 4.0)),
+        (torch.ones(2, 3, dtype=torch.float64), torch.ones(2, 3)),
+    ],
 )
-def test_large_gradients_are_added_one_by_one_and_small_ones_together(size, expected):
-    log = []
-    both = parameters(size, size)
-    for parameter in both:
-        parameter.register_hook(lambda _: log.append("added"))
+def test_a_gradient_fits_the_edge_that_it_belongs_to(gradient, expected):
+    edge = get_gradient_edge(nn.Parameter(torch.zeros(2, 3)))
 
-    add_weight_gradients([Late(parameter, log=log) for parameter in both])
+    found = fitted(gradient, edge)
 
-    assert log == expected
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
 
 
-def test_a_weight_to_which_no_gradient_came_has_none():
-    first, second, third = parameters(2, 2, 2)
-
-    add_weight_gradients([Late(first, second, unused=[0]), Late(third, unused=[0])])
-
-    assert (first.grad, second.grad.tolist(), third.grad) == (None, [1.0, 1.0], None)
-
-
-def test_nothing_is_nothing():
-    add_weight_gradients([])
+def test_no_gradient_fits_any_edge():
+    assert fitted(None, get_gradient_edge(nn.Parameter(torch.zeros(2)))) is None

@@ -21,6 +21,7 @@ from penstock.execute.split.graph_search import Survey
 from penstock.execute.split.plan import SplitPlan
 from penstock.execute.split.weight_grad_mode import WeightGradMode
 from tests.local_pipelines import settle, values
+from tests.one_stage import kept_by, run_weight_part
 
 WIDTH = 6
 IMAGES = (2, 4, 5, 5)
@@ -327,7 +328,7 @@ def two_parts(module, inputs, plan=None):
         output = module(inputs)
     gradient = values(9, *output.shape, dtype=output.dtype)
     root = torch.autograd.graph.get_gradient_edge(output)
-    return partial(deferred.backward_input, [root], [gradient]), deferred.backward_weight
+    return partial(deferred.backward_input, [root], [gradient]), partial(run_weight_part, deferred)
 
 
 def in_two_parts(module, inputs, plan=None):
@@ -629,15 +630,15 @@ def test_what_is_kept_between_the_parts_is_told_and_no_parameter():
     deferred = plan.start(inputs.numel())
     with deferred.around_forward():
         output = module(inputs)
-    assert deferred.kept == []
+    assert kept_by(deferred) == []
 
     deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
-    kept = deferred.kept
-    deferred.backward_weight()
+    kept = kept_by(deferred)
+    run_weight_part(deferred)
 
     assert sorted(tuple(each.shape) for each in kept) == [(3, WIDTH)] * 6  # activations and gradients of three products
     assert any(each.data_ptr() == inputs.data_ptr() for each in kept)
-    assert deferred.kept == []
+    assert kept_by(deferred) == []
 
 
 def storage(tensor):
@@ -737,4 +738,4 @@ def test_without_gradients_nothing_is_left():
         output = module(values(1, 3, WIDTH))
 
     assert not output.requires_grad
-    assert deferred.products == []
+    assert deferred.entries == []

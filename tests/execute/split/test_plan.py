@@ -14,6 +14,7 @@ from penstock.execute.split.plan import SMALL, SplitPlan
 from penstock.execute.split.weight_grad_mode import RecomputeMismatch
 from penstock.models.emulated import EmulatedLayer
 from tests.local_pipelines import values
+from tests.one_stage import run_weight_part
 
 WIDTH = 4
 
@@ -29,7 +30,7 @@ def late_weights(plan, module, num_rows=2, *, begins=True):
         output = module(hidden)
     deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
     late = {name for name, each in module.named_parameters() if each.grad is None and each.requires_grad}
-    deferred.backward_weight()
+    run_weight_part(deferred)
     assert all(each.grad is not None for each in module.parameters() if each.requires_grad)
     return late
 

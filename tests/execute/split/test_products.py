@@ -72,7 +72,7 @@ def sides(name, args, kwargs):
 def gradients_through(product, weights):
     for weight in weights:
         weight.grad = None
-    gradients = product.finish()
+    gradients = product.gradients()
     assert len(gradients) == len(product.roots) == len(weights)
     torch.autograd.backward(product.roots, gradients)
     return [weight.grad for weight in weights]

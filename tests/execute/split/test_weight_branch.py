@@ -18,6 +18,7 @@ from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gra
 from penstock.execute.split.weight_branch import WeightBranch
 from tests.execute.split.test_deferred_weights import assert_same, in_two_parts, plan_of, two_parts, whole
 from tests.local_pipelines import settle, values
+from tests.one_stage import run_weight_part
 
 WIDTH = 6
 RUNS = []
@@ -342,9 +343,9 @@ def test_a_branch_keeps_its_gradient_and_what_it_saved_and_no_more():
         output = module(inputs)
 
     deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
-    branches = [each for each in deferred.products if isinstance(each, WeightBranch)]
+    branches = [each for each in deferred.entries if isinstance(each, WeightBranch)]
     shapes = [tuple(each.shape) for each in branches[0].kept]
-    deferred.backward_weight()
+    run_weight_part(deferred)
 
     assert shapes == [(WIDTH,)]  # the weight that was saved is a parameter
     assert len(branches) == 1
@@ -365,7 +366,7 @@ def test_a_backward_comes_to_what_waits_in_one_order():
     deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
 
     weights = [id(module[1].after.weight), id(module[1].first), id(module[1].before.weight), id(module[0].weight)]
-    assert [id(each.parameters[0]) for each in deferred.products] == weights
+    assert [id(each.parameters[0]) for each in deferred.entries] == weights
     module.zero_grad()
     assert_same(module, tokens)
 
@@ -417,7 +418,7 @@ def test_what_does_not_pay_is_computed_in_i():
         deferred = plan.start(1)
         output = module(values(1, 3, WIDTH).requires_grad_())
         deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
-        found.append(len([each for each in deferred.products if isinstance(each, WeightBranch)]))
+        found.append(len([each for each in deferred.entries if isinstance(each, WeightBranch)]))
 
     assert found == [0, 0, 1]
 

@@ -61,7 +61,7 @@ def test_the_gradient_of_the_weight_waits_if_a_search_finds_the_product(needs_gr
     assert module.weight.grad is None
     assert torch.equal(module.bias.grad, other.bias.grad)
     assert left.parameters == [module.weight]
-    assert torch.equal(*left.finish(), other.weight.grad)
+    assert torch.equal(*left.gradients(), other.weight.grad)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_copy_of_a_weight_is_not_kept_for_its_gradient():
     (left,) = left_by(split(module, inputs))
 
     assert sorted(each.numel() for each in left.kept) == [0, inputs.numel(), inputs.numel()]
-    (found,) = left.finish()
+    (found,) = left.gradients()
     assert found.dtype == torch.float64
     assert torch.equal(found.float(), expected)
 
@@ -244,4 +244,4 @@ def test_a_kernel_is_kept_for_its_gradient():
     (left,) = left_by(split(module, inputs))
 
     assert made in [each.numel() for each in left.kept]
-    assert left.finish()[0].shape == (3, 3, 3)
+    assert left.gradients()[0].shape == (3, 3, 3)

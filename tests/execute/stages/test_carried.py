@@ -139,9 +139,9 @@ def test_what_a_slice_took_goes_through_the_backward_as_further_inputs_and_outpu
     slices, calls = Slices(Mixing()), []
     run_backward = slices.one.passes._run_backward
 
-    def run(step, saved, gradients, *, is_whole):
+    def run(saved, gradients):
         calls.append((len(saved.inputs), len(saved.edges), len(gradients)))
-        return run_backward(step, saved, gradients, is_whole=is_whole)
+        return run_backward(saved, gradients)
 
     slices.one.passes._run_backward = run
     for part in range(NUM_SLICES):

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from penstock.errors import PipelineError
 from penstock.execute.values.tensors import (
     empty_in_order,
+    in_own_memory,
     is_dtensor,
     is_order,
     local_part,
@@ -99,3 +100,12 @@ def test_a_plain_tensor_is_its_own_part():
 
     assert not is_dtensor(tensor)
     assert local_part(tensor) is tensor
+
+
+def test_the_gradient_of_an_input_is_copied_only_where_others_hold_its_memory():
+    alone, held = torch.ones(2), torch.ones(2)
+    other = held[:1]
+
+    assert in_own_memory(alone) is alone
+    assert in_own_memory(held) is not held
+    assert in_own_memory(held).untyped_storage().data_ptr() != other.untyped_storage().data_ptr()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
+from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.stages.auxiliary import AddedLossPart, Auxiliary
 from penstock.execute.stages.carried import Carrying, begin_slice
 from penstock.execute.stages.feature import StageFeature, modules_with
@@ -16,7 +17,11 @@ from penstock.ir.program import Program
 
 
 def compose_stages(
-    program: Program, stages: Sequence[Stage], skips: Mapping[int, StageSkips], randomness: Randomness
+    program: Program,
+    stages: Sequence[Stage],
+    skips: Mapping[int, StageSkips],
+    randomness: Randomness,
+    gradients: Mapping[int, GradientStore],
 ) -> dict[int, StagePasses]:
     """Return how these stages run in a program; `skips` are by stage, where any concern it."""
     split, placement = program.split_stages, program.placement
@@ -30,7 +35,7 @@ def compose_stages(
             is_split=index in split,
         )
         features = list(_features(program, stage, skips.get(index), randomness))
-        passes[index] = StagePasses(stage, options, features)
+        passes[index] = StagePasses(stage, options, gradients[index], features)
     return passes
 
 

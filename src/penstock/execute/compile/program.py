@@ -11,6 +11,7 @@ from penstock.execute.observing.observer import Observer, observed
 from penstock.execute.ops import HANDLERS
 from penstock.execute.ops.context import CompileContext
 from penstock.execute.ops.keys import Keys
+from penstock.execute.ops.launched import awaited_of, waits_for_launched
 from penstock.execute.stages.passes import StagePasses
 from penstock.execute.step import Bound, Change
 from penstock.ir.operations import Op
@@ -45,7 +46,12 @@ def compile_program(
 ) -> CompiledProgram:
     """Return the calls of one rank, in the order of its rows; `changes` are made around the observers."""
     program, rows = context.program, context.rows.rows
-    bounds = [bound for row in rows for bound in HANDLERS[Op(int(program.op[row]))](context, row)]
+    awaited = awaited_of(context)
+    bounds = [
+        bound
+        for row in rows
+        for bound in (*waits_for_launched(row, awaited), *HANDLERS[Op(int(program.op[row]))](context, row))
+    ]
     stages = {index: passes.stage for index, passes in context.passes.items()}
     return CompiledProgram(
         program,

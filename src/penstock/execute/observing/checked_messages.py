@@ -124,12 +124,13 @@ class CheckedMessages(Observer):
         self._forget()
 
     def around(self, program: Program, bound: Bound) -> Around | None:
-        op = Op(int(program.op[bound.row]))
-        receive = bound.row if op.is_receive else bound.awaits
-        if receive is not None:
-            send = self._senders_of(program)[receive]
-            peer, is_wait = int(program.rank_of_row[send]), bound.awaits is not None
-            return partial(self._receiving_from, peer, _what(program, send), is_wait)
+        row, is_wait = (bound.row, False) if bound.awaits is None else (bound.awaits, True)
+        op = Op(int(program.op[row]))
+        if op.is_receive:
+            send = self._senders_of(program)[row]
+            return partial(self._receiving_from, int(program.rank_of_row[send]), _what(program, send), is_wait)
+        if is_wait:
+            return None
         if op.is_send:
             receiver = program.placement.rank_of_stage[int(program.peer[bound.row])]
             return partial(self._sending_to, receiver, _what(program, bound.row))

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from penstock.errors import PipelineError
 from penstock.execute.observing.log import log_norms
 from penstock.execute.observing.observer import Observer
+from penstock.execute.parameters.gradient_store import dense_gradient
+from penstock.execute.parameters.tied import TiedCopy
 from penstock.execute.stages.assemble import Assembly
-from penstock.execute.stages.tied import TiedCopy, dense_gradient
 from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from penstock.execute.split.deferred_weights import DeferredWeights
-from penstock.execute.split.own_weight_gradients import Closure, OwnWeightGradients
+from penstock.execute.parameters.gradient_store import WeightInputs
+from penstock.execute.split.own_weight_gradients import Closure, OwnEntry, OwnWeightGradients
 from penstock.execute.undocumented import LEAF, kind_of, saved_tensors
 
 _NOT_ENTERED = (type, ModuleType, CodeType, FrameType)
@@ -23,11 +23,11 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that say nothing of a layer's queue, parameters and buffers among them."""
 
 
-def held_by(deferred: DeferredWeights) -> list[Tensor]:
+def held_by(inputs: WeightInputs) -> list[Tensor]:
     """Return all that is held for W once I has run, parameters apart."""
-    behind = [each for product in deferred.products for each in saved_behind(product.roots)]
-    left = [each for closure in deferred.closures for each in reached_by(closure).tensors]
-    return [*deferred.kept, *behind, *left]
+    behind = [each for entry in inputs.entries for each in (*entry.kept, *saved_behind(entry.roots))]
+    own = [entry for entry in inputs.entries if isinstance(entry, OwnEntry)]
+    return [*behind, *(each for entry in own for each in reached_by(entry.run).tensors)]
 
 
 def saved_behind(roots: Sequence[GradientEdge]) -> list[Tensor]:

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.held_tensors import reached_by, saved_behind
-from penstock.execute.split.deferred_weights import DeferredWeights
-from penstock.execute.stages.main_gradients import ATTRIBUTE
+from penstock.execute.parameters.gradient_store import MAIN_GRAD, WeightInputs
+from penstock.execute.split.own_weight_gradients import OwnEntry
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.undocumented import is_function, repeats
@@ -80,7 +80,7 @@ class LayerSizes:
         self._saved[self._layer] = self._saved.get(self._layer, 0) + num_bytes
         self._grow(self._layer, ACTIVATION, self._saved[self._layer])
 
-    def note_contexts(self, stage: Stage, deferred: DeferredWeights, before: Iterable[int] = ()) -> None:
+    def note_contexts(self, stage: Stage, inputs: WeightInputs, before: Iterable[int] = ()) -> None:
         """Measure what the first part of a backward has left for the gradients of weights.
 
         `before` are addresses of what was in queues of layers before it.
@@ -88,14 +88,15 @@ class LayerSizes:
         held: dict[int, int] = {}
         counter = StorageCounter({*self._given, *before})
         counter.add([parameter for module in self._layers.values() for parameter in module.parameters()])
-        for product in deferred.products:
-            layer = self._layer_of[id(product.parameters[0])]
-            held[layer] = held.get(layer, 0) + counter.add([*product.kept, *saved_behind(product.roots)])
-        for closure in deferred.closures:
-            found = reached_by(closure)
-            layers = [self._layer_of[id(each)] for each in found.owners if id(each) in self._layer_of]
-            layer = layers[0] if layers else stage.first_layer  # no one knows, but it is of this stage
-            held[layer] = held.get(layer, 0) + counter.add(found.tensors)
+        for entry in inputs.entries:
+            if isinstance(entry, OwnEntry):
+                found = reached_by(entry.run)
+                layers = [self._layer_of[id(each)] for each in found.owners if id(each) in self._layer_of]
+                layer = layers[0] if layers else stage.first_layer  # no one knows, but it is of this stage
+                tensors = found.tensors
+            else:
+                layer, tensors = self._layer_of[id(entry.parameters[0])], [*entry.kept, *saved_behind(entry.roots)]
+            held[layer] = held.get(layer, 0) + counter.add(tensors)
         for layer, num_bytes in held.items():
             self._grow(layer, CONTEXT, num_bytes)
 
@@ -247,7 +248,7 @@ def gather_sizes(transport: Transport, own: Mapping[str, Mapping[str, int]]) -> 
 
 def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
     """Return what a parameter has of gradients: its own, and one that is accumulated beside it."""
-    gradients = (parameter.grad, getattr(parameter, ATTRIBUTE, None))
+    gradients = (parameter.grad, getattr(parameter, MAIN_GRAD, None))
     return [gradient for gradient in gradients if gradient is not None]
 
 

@@ -30,6 +30,7 @@ from penstock.execute.observing.layer_sizes import (
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.observing.rank_memory import MemoryPoint, Moment, RankMemory, StageMemory, memory_text
 from penstock.execute.ops.keys import Keys
+from penstock.execute.parameters.gradient_store import WeightInputs
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.execute.stages.stage import Stage
@@ -129,7 +130,7 @@ class MemoryWatch(Observer):
         before = {} if stage is None else storages(queued(stage.own_weight_gradients.fused))
         yield
         left = None if kept is None else step.values.get(kept)
-        if stage is not None and left is not None:
+        if stage is not None and isinstance(left, WeightInputs):
             self.sizes.note_contexts(stage, left, before)
         self._look(step)
 
@@ -166,8 +167,7 @@ class MemoryWatch(Observer):
         for stage, value in forwards:
             if not isinstance(value, Checkpoint):
                 num_activations[stage] += 1
-                deferred = value.deferred if isinstance(value, SavedForward) else value
-                context_bytes[stage] += counter.add([] if deferred is None else held_by(deferred))
+                context_bytes[stage] += counter.add(held_by(value) if isinstance(value, WeightInputs) else [])
         activation_bytes = {stage: counter.add_storages(self._tracker.held(stage)) for stage in parameters}
         for stage, value in forwards:
             activation_bytes[stage] += counter.add(_inputs_in(value))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from penstock.execute.batch.microbatch import Place
 from penstock.execute.ops.keys import Keys
 from penstock.execute.ops.rows import RankRows
+from penstock.execute.rank_parameters import RankParameters
 from penstock.execute.stages.passes import StagePasses
 from penstock.execute.stages.recompute import Recomputation
 from penstock.execute.step import Bound
@@ -18,17 +19,6 @@ RowOf = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Hooks:
-    """What the reductions and optimizer steps of one rank call."""
-
-    reduce_stage: Callable[[int], None]
-    """Stage index; its gradients are whole."""
-    reduce_tied: Callable[[int], None]
-    """Index of the tied group."""
-    optimizer_step: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class CompileContext:
     """One rank's part of a program, and what its calls use."""
 
@@ -38,7 +28,7 @@ class CompileContext:
     passes: Mapping[int, StagePasses]
     """By index, the stages of this rank."""
     messenger: Messenger
-    hooks: Hooks
+    parameters: RankParameters
     row_of: RowOf | None = None
     """None where nobody notes how far the ranks are."""
     keys: Keys = field(init=False)

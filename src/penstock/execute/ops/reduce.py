@@ -1,12 +1,35 @@
-"""REDUCE_GRAD: the gradients of a stage are whole, and its replicas add theirs up."""
+"""REDUCE_GRAD: the gradients of a stage are whole, and its replicas add theirs up.
+
+With two routes on one rank, two stages are the same modules: their gradients are whole behind the later one.
+"""
 
 from collections.abc import Iterator
 
 from penstock.execute.ops.context import CompileContext
-from penstock.execute.step import Bound
+from penstock.execute.step import Bound, Step
 
 
 def reduce(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle REDUCE_GRAD."""
-    reduce_stage, stage = context.hooks.reduce_stage, int(context.program.stage[row])
-    yield Bound(row, lambda step: reduce_stage(stage))
+    stage, hook = int(context.program.stage[row]), context.parameters.reduce_stage
+    reduce_stage, is_last = context.parameters.unit_of[stage].layout.reduce, _is_last(context, row)
+
+    def launch(step: Step) -> None:
+        if not (is_last and step.sums_tied):
+            return
+        ticket = reduce_stage(stage)
+        if ticket is not None:
+            step.tickets[row] = ticket
+        if hook is not None and step.is_synced:
+            step.wait_for(row)  # a caller's function finds the gradients whole
+            hook(stage)
+
+    yield Bound(row, launch)
+
+
+def _is_last(context: CompileContext, row: int) -> bool:
+    program, passes = context.program, context.passes
+    behind = slice(row + 1, context.rows.rows.stop)
+    later = program.stage[behind][program.op[behind] == program.op[row]].tolist()
+    own = passes[int(program.stage[row])].stage.modules
+    return all(passes[stage].stage.modules != own for stage in later)

@@ -8,5 +8,5 @@ from penstock.execute.step import Bound
 
 def optimizer_step(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle STEP."""
-    run = context.hooks.optimizer_step
-    yield Bound(row, lambda step: run())
+    step_optimizer = context.parameters.step_optimizer
+    yield Bound(row, lambda step: step_optimizer())

@@ -3,10 +3,17 @@
 from collections.abc import Iterator
 
 from penstock.execute.ops.context import CompileContext
-from penstock.execute.step import Bound
+from penstock.execute.step import Bound, Step
 
 
 def reduce_tied(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle REDUCE_TIED."""
-    run, group = context.hooks.reduce_tied, int(context.program.peer[row])
-    yield Bound(row, lambda step: run(group))
+    messenger, copy = context.messenger, context.parameters.copies[int(context.program.peer[row])]
+    store = context.parameters.store_of(copy)
+
+    def reduce_copy(step: Step) -> None:
+        for peer in copy.ranks:
+            messenger.receiver.post_waiting(peer)  # the exchange goes behind them, on the same channels
+        copy.reduce(messenger.transport, store if step.sums_tied else None)
+
+    yield Bound(row, reduce_copy)

@@ -8,7 +8,7 @@ from penstock.execute.step import Bound, Step
 
 def weight(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle W."""
-    run, key = context.passes_of(row).backward_weight, context.keys.kept_by(row)
+    run, key = context.passes_of(row).gradients.add, context.keys.kept_by(row)
 
     def run_weight(step: Step) -> None:
         run(step.values.pop(key))

@@ -217,7 +217,7 @@ class DeferredBlock:
             delattr(self.node, _ASKED)
         self.node, self._found = None, []
 
-    def finish(self) -> Sequence[Tensor | None]:
+    def gradients(self) -> Sequence[Tensor | None]:
         """Run the weight half; return the gradients of the weights, one per root, and release everything.
 
         Raises:

@@ -42,7 +42,7 @@ class CustomFunction:
     function: Any = None
     arguments: Sequence[int] = ()
     """Which arguments of the forward the weights are."""
-    gradients: Sequence[Tensor | None] = ()
+    arrived: Sequence[Tensor | None] = ()
     """Those of the outputs, between I and W."""
     saved: Sequence[Tensor | None] = ()
     versions: Sequence[int] = ()
@@ -60,7 +60,7 @@ class CustomFunction:
     @property
     def kept(self) -> list[Tensor]:
         """The gradients of the outputs, and what the ctx holds."""
-        held = _tensors_in([self.gradients, self.saved, self.attributes])
+        held = _tensors_in([self.arrived, self.saved, self.attributes])
         return [each for each in held if not isinstance(each, nn.Parameter)]
 
     def end(self) -> None:
@@ -85,7 +85,7 @@ class CustomFunction:
 
     def take(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients and what the ctx holds; detached, since an output that is saved leads to the node."""
-        self.gradients = gradients
+        self.arrived = gradients
         self.saved = list(map(_detached, self.node.saved_tensors))
         self.versions = [0 if each is None else version_of(each) for each in self.saved]
         self.attributes = {name: value for name, value in vars(self.node).items() if name != "apply"}
@@ -95,7 +95,7 @@ class CustomFunction:
         run_instead(self.node, None)
         self.node = None
 
-    def finish(self) -> Sequence[Tensor | None]:
+    def gradients(self) -> Sequence[Tensor | None]:
         """Call the backward for the weights alone.
 
         Raises:
@@ -112,8 +112,8 @@ class CustomFunction:
         ctx.saved_tensors = tuple(self.saved)
         ctx.needs_input_grad = tuple(number in self.arguments for number in range(self.num_arguments))
         want(ctx, Part.WEIGHT)
-        results = _listed(backward_of(self.function)(ctx, *self.gradients))
-        self.gradients, self.saved, self.attributes = (), (), {}
+        results = _listed(backward_of(self.function)(ctx, *self.arrived))
+        self.arrived, self.saved, self.attributes = (), (), {}
         if len(results) <= max(self.arguments):
             raise PipelineError(
                 f"{self.function.__name__}.backward: in the `W` of a split backward it returned {len(results)} "

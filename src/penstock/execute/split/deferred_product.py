@@ -85,7 +85,7 @@ class DeferredProduct:
         """Forget the node, whose hook knows the product: together they would live on."""
         self.node = None
 
-    def finish(self) -> Sequence[Tensor | None]:
+    def gradients(self) -> Sequence[Tensor | None]:
         """Return the gradients of the weights, one per root, and release everything.
 
         Raises:

@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from penstock.errors import PipelineError
-from penstock.execute.split.deferred import Deferred, add_weight_gradients
+from penstock.execute.parameters.gradient_store import WeightEntry, WeightInputs
+from penstock.execute.split.deferred import Deferred
 from penstock.execute.split.graph_search import Survey
-from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS, Closure, run_closures
+from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS, OwnEntry
 from penstock.execute.split.weight_grad_mode import RecomputeMismatch, WeightGradMode
 from penstock.execute.undocumented import has_hooks, order_of, run_node
 
@@ -37,10 +38,10 @@ class DeferredWeights:
 
     def __init__(self, search: Search | None, weights: frozenset[int], watch: Watch, give_up: GiveUp) -> None:
         """`search` finds what can be deferred, if anything; products of `weights` are split in the forward."""
-        self.products: list[Deferred] = []
+        self.entries: list[Deferred] = []
         """In the order in which a whole backward would come to them; filled by I."""
         self._leaves: list[Tensor] = []
-        self.closures: list[Closure] = []
+        self.own: list[OwnEntry] = []
         """What layers have handed over to be called in W."""
         self._search = search
         self._mode = WeightGradMode(weights)
@@ -51,11 +52,6 @@ class DeferredWeights:
     def has_split_products(self) -> bool:
         """Whether the forward was another than it would have been for a whole backward."""
         return bool(self._mode.seen)
-
-    @property
-    def kept(self) -> list[Tensor]:
-        """What I has kept for W, parameters apart; it must not be changed before."""
-        return [tensor for product in self.products for tensor in product.kept]
 
     def take_leaves(self) -> list[Tensor]:
         """Return the leaves that I has come to, the stage's inputs among them, and forget them; none if nothing waits.
@@ -78,7 +74,7 @@ class DeferredWeights:
             PipelineError: layers that run again do something else than in the forward, in which products were split.
         """
         try:
-            with self._around_backward(), WEIGHT_GRADIENTS.waiting_in(self.closures):
+            with self._around_backward(), WEIGHT_GRADIENTS.waiting_in(self.own):
                 self._run_backward(edges, gradients)
         except torch.OutOfMemoryError:
             raise  # a RuntimeError too, but it says nothing of the split products
@@ -87,13 +83,11 @@ class DeferredWeights:
                 self._blame_split_products(error)
             raise
 
-    def backward_weight(self) -> None:
-        """Run W, once; hooks see one gradient per weight, the sum over its uses."""
-        products = list(self.products)
-        self.products.clear()
-        with self._around_backward():  # what weights are made of may have to be computed again
-            add_weight_gradients(products)
-        run_closures(self.closures)
+    def take_weight_inputs(self) -> WeightInputs:
+        """Return what I has left for W, and keep it no longer."""
+        entries: list[WeightEntry] = [*self.entries, *self.own]
+        self.entries, self.own = [], []
+        return WeightInputs(entries, self._around_backward)
 
     def _run_backward(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         survey = None if self._search is None else self._search(edges, self._mode.seen)
@@ -124,7 +118,7 @@ class DeferredWeights:
         # Edges, since a mode sees a call with tensors and is off until it returns: then it would miss what runs again.
         inputs: list[Any] = [GradientEdge(node, 0) for node in survey.immediate]
         for product in survey.deferred:
-            product.watch(self.products)
+            product.watch(self.entries)
             if (end := product.end()) is not None:  # otherwise no backward would come to the product
                 inputs.append(end)
         try:
@@ -160,7 +154,7 @@ class DeferredWeights:
             for each in every:
                 each.release()
         # As a whole backward comes to them.
-        self.products += sorted(found, key=lambda each: orders[id(each)], reverse=True)
+        self.entries += sorted(found, key=lambda each: orders[id(each)], reverse=True)
 
     @contextmanager
     def _around_backward(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ CPUs, for which autograd stays in the thread that asks.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,28 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PipelineError
+from penstock.execute.parameters.gradient_store import without_gradients
 
 Closure = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnEntry:
+    """What a layer has left for W: it writes gradients by itself."""
+
+    run: Closure
+    parameters: Sequence[Tensor] = ()
+    roots: Sequence[GradientEdge] = ()
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Nothing that is known; whoever counts memory looks at where the function leads."""
+        return []
+
+    def gradients(self) -> Sequence[Tensor]:
+        """Run it."""
+        self.run()
+        return ()
 
 
 class WeightGradients:
@@ -36,7 +57,7 @@ class WeightGradients:
     """
 
     def __init__(self) -> None:
-        self._running: dict[int, list[Closure] | None] = {}
+        self._running: dict[int, list[OwnEntry] | None] = {}
         """By thread that runs a backward, where functions wait; None where they do not."""
 
     @property
@@ -50,14 +71,14 @@ class WeightGradients:
         if waiting is None:
             closure()
         else:
-            waiting.append(closure)
+            waiting.append(OwnEntry(closure))
 
     @contextmanager
-    def waiting_in(self, closures: list[Closure] | None) -> Iterator[None]:
-        """Run a backward in here: an `I`, which adds functions to `closures`, or with None a whole one."""
+    def waiting_in(self, waiting: list[OwnEntry] | None) -> Iterator[None]:
+        """Run a backward in here: an `I`, which adds functions to `waiting`, or with None a whole one."""
         thread = threading.get_ident()
         before = self._running.get(thread)
-        self._running[thread] = closures
+        self._running[thread] = waiting
         try:
             yield
         finally:
@@ -65,7 +86,7 @@ class WeightGradients:
             if before is not None:
                 self._running[thread] = before
 
-    def _waiting(self) -> list[Closure] | None:
+    def _waiting(self) -> list[OwnEntry] | None:
         thread = threading.get_ident()
         if thread in self._running or len(self._running) != 1:
             return self._running.get(thread)
@@ -113,7 +134,7 @@ class OwnWeightGradients:
             _gradients_of_entry(self._entries.pop())
 
     @contextmanager
-    def around_backward(self, waiting: list[Closure] | None) -> Iterator[None]:
+    def around_backward(self, waiting: list[OwnEntry] | None) -> Iterator[None]:
         """Run a backward in here; what computes its weight gradients is added to `waiting`, or run at once."""
         self._is_running = True
         yield
@@ -122,10 +143,12 @@ class OwnWeightGradients:
         self._entries += queues
         closures: list[Closure] = [*(partial(self._take_entry, layer) for layer in queues)]
         closures += [build() for build in self._builders]
-        if waiting is None:
-            run_closures(closures)
-        else:
-            waiting += closures
+        if waiting is not None:
+            waiting += map(OwnEntry, closures)
+            return
+        with torch.no_grad():
+            while closures:
+                closures.pop(0)()
 
     def _take_entry(self, layer: Any) -> None:
         self._entries.remove(layer)
@@ -141,28 +164,15 @@ def fused_layers(module: nn.Module) -> list[Any]:
     return [found for child in module.children() for found in fused_layers(child)]
 
 
-def run_closures(closures: list[Closure]) -> None:
-    """Call functions in order, and forget each as soon as it has run."""
-    with torch.no_grad():
-        while closures:
-            closures.pop(0)()
-
-
 def _gradients_of_entry(layer: Any) -> list[tuple[GradientEdge, Tensor]]:
     """Run `backward_dw`, and return where each gradient that it has left belongs.
 
     Some libraries replace `.grad`, others add to it, and none calls autograd's hooks. So `.grad` is empty meanwhile.
     """
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    before = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
+    with without_gradients(parameters):
         layer.backward_dw()
         found = [parameter.grad for parameter in parameters]
-    finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
     with torch.enable_grad():
         edges = [get_gradient_edge(parameter) for parameter in parameters]
     return [(edge, gradient) for edge, gradient in zip(edges, found, strict=True) if gradient is not None]

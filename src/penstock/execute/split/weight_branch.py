@@ -33,7 +33,7 @@ class WeightBranch:
     outputs: list[int] = field(default_factory=list)
     """Which outputs of the entry others use."""
     roots: Sequence[GradientEdge] = ()
-    gradients: list[Tensor | None] = field(default_factory=list)
+    arrived: list[Tensor | None] = field(default_factory=list)
     """Those of all outputs of the entry, between I and W."""
 
     def __post_init__(self) -> None:
@@ -42,10 +42,10 @@ class WeightBranch:
     @property
     def kept(self) -> list[Tensor]:
         """The gradients, and what the branch has saved in the forward."""
-        if not self.gradients:
+        if not self.arrived:
             return []
         saved = [tensor for node in (self.node, *self.inner) for tensor in saved_tensors(node)]
-        return [each for each in (*self.gradients, *saved) if each is not None and not isinstance(each, nn.Parameter)]
+        return [each for each in (*self.arrived, *saved) if each is not None and not isinstance(each, nn.Parameter)]
 
     @property
     def is_complete(self) -> bool:
@@ -63,19 +63,19 @@ class WeightBranch:
 
     def take(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of `edges`."""
-        self.gradients = [None] * num_outputs(self.node)
+        self.arrived = [None] * num_outputs(self.node)
         for number, gradient in zip(self.outputs, gradients, strict=True):
-            self.gradients[number] = gradient
+            self.arrived[number] = gradient
 
     def release(self) -> None:
         """Forget the node if no gradient has come; otherwise W needs it, and holds nothing that leads to it by that."""
-        if not self.gradients:
+        if not self.arrived:
             self.node, self.inner = None, ()
 
-    def finish(self) -> Sequence[Tensor | None]:
+    def gradients(self) -> Sequence[Tensor | None]:
         """Run the entry, and forget it."""
-        node, gradients = self.node, self.gradients
-        self.node, self.gradients, self.inner = None, [], ()
+        node, gradients = self.node, self.arrived
+        self.node, self.arrived, self.inner = None, [], ()
         if is_function(node):
             want(node, Part.WEIGHT)
             gradients = [_zeros(node, number) if each is None else each for number, each in enumerate(gradients)]

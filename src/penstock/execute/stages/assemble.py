@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from penstock.errors import PartitionError, nearest
+from penstock.execute.parameters.tied import TiedCopy
 from penstock.execute.split.plan import EarlyWeights
 from penstock.execute.stages.layers import Layer, build_layer, layer_names, spec_attribute
 from penstock.execute.stages.skips import StageSkips, open_at
 from penstock.execute.stages.stage import Stage, distinct
-from penstock.execute.stages.tied import TiedCopy
 from penstock.execute.undocumented import has_hooks
 from penstock.execute.values.tensors import is_dtensor
 from penstock.placement import Placement

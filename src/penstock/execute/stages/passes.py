@@ -19,13 +19,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import Place
+from penstock.execute.parameters.gradient_store import GradientStore, WeightInputs
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS
 from penstock.execute.stages.feature import ForwardPart, StageFeature
-from penstock.execute.stages.first_gradients import FirstGradients, in_own_memory, unalias
 from penstock.execute.stages.keywords import run_layers
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
+from penstock.execute.values.tensors import in_own_memory
 from penstock.execute.values.tree import detached, needing_gradient, tensors_of
 
 Inputs = tuple[Any, ...]
@@ -47,10 +48,10 @@ class SavedForward:
     parts: Sequence[ForwardPart] = ()
     """What the stage's features keep."""
 
-    def take_deferred(self) -> DeferredWeights | None:
+    def take_weight_inputs(self) -> WeightInputs:
         """Return what is left for the second part of a backward, and keep it no longer."""
         deferred, self.deferred = self.deferred, None
-        return deferred
+        return WeightInputs([]) if deferred is None else deferred.take_weight_inputs()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +70,19 @@ class PassOptions:
 class StagePasses:
     """Runs one stage; it holds nothing of any step."""
 
-    def __init__(self, stage: Stage, options: PassOptions, features: Sequence[StageFeature] = ()) -> None:
+    def __init__(
+        self, stage: Stage, options: PassOptions, gradients: GradientStore, features: Sequence[StageFeature] = ()
+    ) -> None:
+        """`gradients` are those of the unit that the stage belongs to."""
         self.stage = stage
+        self.gradients = gradients
         self.options = options
         self._features = features
 
-    def begin(self, step: Step) -> None:
+    def begin(self) -> None:
         """Begin a training step: how backwards are split is decided anew, and stays for all of the step."""
         self.stage.split_plan.begin_step()
         self.stage.own_weight_gradients.begin_step()
-        step.first_gradients[self.stage.index] = FirstGradients(self.stage.parameters())
 
     def forward(self, step: Step, place: Place, inputs: Inputs, keywords: Keywords) -> tuple[Any, SavedForward | None]:
         """Run the layers one after another; the first gets all inputs, the others the result before them.
@@ -100,22 +104,20 @@ class StagePasses:
         """
         if saved.deferred is not None and not saved.deferred.has_split_products:
             saved.deferred = None  # a schedule has whole backwards beside split ones, and they need no search
-        return self._backward(step, saved, gradients, is_whole=True)
+        results = self._backward(saved, gradients)
+        if saved.deferred is not None:
+            self.gradients.add(saved.take_weight_inputs())
+        return results
 
     def backward_input(
         self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]
-    ) -> tuple[list[Tensor], DeferredWeights | None]:
-        """Return the gradients of the inputs, and what `backward_weight` needs of the forward."""
+    ) -> tuple[list[Tensor], WeightInputs]:
+        """Return the gradients of the inputs, and what is left for those of the weights."""
         stage = self.stage
         examining = stage.split_plan.examining(stage.index, stage.named_parameters())
         with nullcontext() if stage.split_plan.is_examined else examining:
-            results = self._backward(step, saved, gradients, is_whole=False)
-        return results, saved.take_deferred()
-
-    def backward_weight(self, deferred: DeferredWeights | None) -> None:
-        """Add what `backward_input` has left to the gradients of the weights."""
-        if deferred is not None:
-            deferred.backward_weight()
+            results = self._backward(saved, gradients)
+        return results, saved.take_weight_inputs()
 
     # ---- forward
 
@@ -204,12 +206,10 @@ class StagePasses:
 
     # ---- backward
 
-    def _backward(
-        self, step: Step, saved: SavedForward, gradients: Sequence[Tensor], *, is_whole: bool
-    ) -> list[Tensor]:
+    def _backward(self, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
         gradients = [*gradients, *saved.loss_gradients]
         if not saved.parts:
-            return self._run_backward(step, saved, gradients, is_whole=is_whole)
+            return self._run_backward(saved, gradients)
         # Taken out of `saved`, so that what features keep is free once this backward is over.
         parts, saved.parts = saved.parts, ()
         leaves = [part.leaves for part in parts]
@@ -222,18 +222,15 @@ class StagePasses:
                 gradients += further
             for part in parts:
                 stack.enter_context(part.around_backward())
-            results = self._run_backward(step, saved, gradients, is_whole=is_whole)
+            results = self._run_backward(saved, gradients)
         first = num_own = len(results) - sum(map(len, leaves))
         for part, own in zip(parts, leaves, strict=True):
             part.take_gradients(results[first : first + len(own)])
             first += len(own)
         return results[:num_own]
 
-    def _run_backward(
-        self, step: Step, saved: SavedForward, gradients: Sequence[Tensor], *, is_whole: bool
-    ) -> list[Tensor]:
-        first_gradients = step.first_gradients[self.stage.index]
-        first_gradients.begin_backward()
+    def _run_backward(self, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
+        self.gradients.begin_backward()
         if saved.edges:
             _run_autograd(self.stage, saved, gradients)
         results = []
@@ -243,18 +240,18 @@ class StagePasses:
             results.append(torch.zeros_like(leaf) if gradient is None else in_own_memory(gradient))
         # These outlive the backward too; a first gradient in the memory of one of them would change it later.
         deferred = saved.deferred
-        if come := first_gradients.come(() if deferred is None else deferred.take_leaves()):
-            unalias(come, [*gradients, *([] if deferred is None else deferred.kept)])
+        if deferred is None:
+            self.gradients.end_backward((), gradients)
+        else:
+            self.gradients.end_backward(deferred.take_leaves(), gradients, deferred.entries)
         saved.inputs, saved.edges, saved.loss_gradients = [], [], []
-        if is_whole:
-            self.backward_weight(saved.take_deferred())
         return results
 
 
 def _run_autograd(stage: Stage, saved: SavedForward, gradients: Sequence[Tensor]) -> None:
     own, deferred = stage.own_weight_gradients, saved.deferred
-    closures = None if deferred is None else deferred.closures
-    with own.around_backward(closures) if own else nullcontext():
+    waiting = None if deferred is None else deferred.own
+    with own.around_backward(waiting) if own else nullcontext():
         if deferred is not None:
             deferred.backward_input(saved.edges, gradients)
             return

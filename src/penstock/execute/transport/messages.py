@@ -60,6 +60,8 @@ class Messenger:
         self.layouts = AgreedLayouts(transport.rank, has_variable_shapes=has_variable_shapes)
         self.sender = Sender(transport, device, self.layouts)
         self.receiver = Receiver(transport, device, self.layouts)
+        self.transport = transport
+        """For messages of others on the same channels."""
         self._queued = device_queue_of(transport)
         self._following: DeviceQueue | None = None
 

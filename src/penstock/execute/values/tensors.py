@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
+from penstock.execute.undocumented import num_holders
 
 Order = tuple[int, ...]
 
@@ -80,3 +81,15 @@ def local_part(tensor: Tensor) -> Tensor:
     wait = getattr(tensor, "wait", None)  # of what a collective is still filling
     part: Tensor = tensor if wait is None else wait()
     return part
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of the storage that holds a strided tensor, or this rank's part of one."""
+    return local_part(tensor).untyped_storage().data_ptr()
+
+
+def in_own_memory(gradient: Tensor) -> Tensor:
+    """Return the gradient of an input, as a copy if somebody else holds its memory, who might change it."""
+    # Of subclasses, such as DTensor, nobody knows who holds their parts.
+    is_alone = type(gradient) is Tensor and (gradient.layout is not torch.strided or num_holders(gradient) == 1)
+    return gradient if is_alone else gradient.clone()

@@ -7,7 +7,7 @@ whole can be measured, as long as each of its layers fits.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -21,6 +21,7 @@ from penstock.errors import ConfigError, PartitionError, PipelineError
 from penstock.execute.control.collectives import Control, Failure
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import takes_weight
+from penstock.execute.parameters.gradient_store import without_gradients
 from penstock.execute.stages.auxiliary import Auxiliary, take_all
 from penstock.execute.stages.feature import modules_with
 from penstock.execute.stages.layers import Layer, layer_names
@@ -231,19 +232,18 @@ def _borrowed(layer: Layer, name: str, device: torch.device) -> Iterator[nn.Modu
         yield module.to(device)
         return
     home = next((tensor.device for tensor in module.parameters()), device)
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
+    with ExitStack() as stack:
+        stack.callback(_give_back, module, buffers)
+        stack.enter_context(without_gradients(list(module.parameters())))
+        stack.callback(module.to, home)
         yield module.to(device)
-    finally:
-        module.to(home)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer_name, values in buffers.items():
-                module.get_buffer(buffer_name).copy_(values)
+
+
+@torch.no_grad()
+def _give_back(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    for name, values in buffers.items():
+        module.get_buffer(name).copy_(values)
 
 
 def _to(device: torch.device, leaf: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError, ConfigError
-from penstock.execute.stages.main_gradients import ATTRIBUTE, main_type
+from penstock.execute.parameters.gradient_store import MAIN_GRAD, drop_gradients, main_type
 
 MAIN = "main_weight"
 """The name of the main weight in the state of a parameter."""
@@ -51,17 +51,16 @@ class MainWeightOptimizer(Optimizer):
             ConfigError: nothing sums them up there.
         """
         for parameter, main in self._mains.items():
-            if not hasattr(parameter, ATTRIBUTE):
+            if not hasattr(parameter, MAIN_GRAD):
                 raise ConfigError("main weights need a pipeline with main_gradients=True", key="main_gradients")
-            main.grad = getattr(parameter, ATTRIBUTE)
+            main.grad = getattr(parameter, MAIN_GRAD)
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those beside the parameters included."""
-        for parameter, main in self._mains.items():
-            setattr(parameter, ATTRIBUTE, None)
-            parameter.grad = main.grad = None
+        drop_gradients(self._mains)
+        self.inner.zero_grad()
 
     @torch.no_grad()
     def take_weights(self) -> None:

@@ -71,8 +71,7 @@ def check_optimizer(options: OptimizerSection) -> None:
     _refuse_unknown_options(found, options)
     _refuse_unused_keys(found, options)
     parameters = [("matrix", nn.Parameter(torch.ones(2, 2))), ("vector", nn.Parameter(torch.ones(2)))]
-    for _, parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
+    torch.autograd.backward([parameter.sum() for _, parameter in parameters])
     try:
         build_optimizer(parameters, options).step()
     except (TypeError, ValueError, RuntimeError) as error:

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore
 from penstock.execute.split.plan import SplitPlan
-from penstock.execute.stages.first_gradients import FirstGradients, in_own_memory, unalias
-from penstock.execute.stages.main_gradients import MainGradients
 from penstock.execute.stages.stage import Stage
 from tests.local_pipelines import WIDTH, settle, values
 from tests.one_stage import OneStage
@@ -30,6 +29,14 @@ def stage_of(*layers, is_split):
     stage = Stage(0, {"0": layer})
     stage.split_plan = SplitPlan([layer], small=0)
     return OneStage(stage, is_split=is_split)
+
+
+def begun(*parameters):
+    """Return the gradients of some parameters in a backward of a step."""
+    store = GradientStore(lambda: parameters)
+    store.begin_step()
+    store.begin_backward()
+    return store
 
 
 def forward(stage, seed):
@@ -71,9 +78,11 @@ def test_main_gradients_have_memory_of_their_own():
     stage.stage.layers["0"].float()
     hidden = values(0, 1, LENGTH, WIDTH, dtype=torch.float32).requires_grad_()
 
-    with MainGradients(stage.stage.named_parameters()).accumulating():
-        for _ in range(2):
-            stage.backward_input(stage.saved(hidden), incoming)
+    store = stage.passes.gradients = GradientStore(stage.stage.parameters, MAIN_GRAD)
+    store.begin_step()
+    for _ in range(2):
+        stage.backward_input(stage.saved(hidden), incoming)
+    store.end_step()
 
     assert torch.equal(incoming, values(9, 1, LENGTH, WIDTH, dtype=torch.float32))
 
@@ -81,12 +90,11 @@ def test_main_gradients_have_memory_of_their_own():
 def test_only_what_is_new_and_shared_is_copied():
     first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     needed, third.grad = torch.ones(4), torch.ones(2)
-    gradients = FirstGradients([first, second, third])
-    gradients.begin_backward()
+    gradients = begun(first, second, third)
 
     first.grad, second.grad = needed[:2], torch.ones(2)
     others = second.grad, third.grad
-    unalias(gradients.come(), [needed])
+    gradients.end_backward((), [needed])
     needed += 1
 
     assert first.grad.tolist() == [1.0, 1.0]
@@ -96,35 +104,25 @@ def test_only_what_is_new_and_shared_is_copied():
 
 def test_sparse_gradients_are_left_alone():
     table = nn.Embedding(4, 2, sparse=True)
-    gradients = FirstGradients(table.parameters())
-    gradients.begin_backward()
+    gradients = begun(*table.parameters())
 
     table(torch.tensor([1, 2])).sum().backward()
     before = table.weight.grad
-    unalias(gradients.come(), [torch.ones(2)])
+    gradients.end_backward((), [torch.ones(2)])
 
     assert table.weight.grad is before
 
 
 def test_a_split_backward_finds_leaves_that_the_stage_does_not_list():
     prompt = values(5, 2).requires_grad_()
-    gradients = FirstGradients([nn.Parameter(torch.zeros(2))])
-    gradients.begin_backward()
+    gradients = begun(nn.Parameter(torch.zeros(2)))
     dy = torch.ones(1, 2)
 
     torch.autograd.backward(prompt[None], dy)
-    assert gradients.come() == []
-    unalias(gradients.come([prompt]), [dy])
+    gradients.end_backward((), [dy])
+    assert prompt.grad.data_ptr() == dy.data_ptr()
+    gradients.end_backward([prompt], [dy])
     torch.autograd.backward(prompt[None], dy)
 
     assert dy.tolist() == [[1.0, 1.0]]
     assert prompt.grad.tolist() == [2.0, 2.0]
-
-
-def test_the_gradient_of_an_input_is_copied_only_where_others_hold_its_memory():
-    alone, held = torch.ones(2), torch.ones(2)
-    other = held[:1]
-
-    assert in_own_memory(alone) is alone
-    assert in_own_memory(held) is not held
-    assert in_own_memory(held).untyped_storage().data_ptr() != other.untyped_storage().data_ptr()

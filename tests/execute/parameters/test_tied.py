@@ -10,7 +10,8 @@ from torch import nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
 from penstock.execute.control.collectives import Control
-from penstock.execute.stages.tied import TiedCopy, agree_on_copies
+from penstock.execute.parameters.gradient_store import GradientStore
+from penstock.execute.parameters.tied import TiedCopy, agree_on_copies
 from penstock.ir.schedule import Schedule
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
@@ -44,6 +45,13 @@ def parameter_of(rank, *, gradient=None):
     return parameter
 
 
+def begun(copied):
+    """Return the gradients of a copy in a step that has begun."""
+    store = GradientStore(copied.parameters.values)
+    store.begin_step(copied.trained().values())
+    return store
+
+
 def copy_of(parameter, ranks):
     return TiedCopy({"weight": parameter}, ranks)
 
@@ -60,10 +68,10 @@ def test_all_holders_start_with_the_owners_value():
 def test_all_holders_get_the_sum_of_this_step_on_top_of_what_was_accumulated():
     def case(wires):
         copied = copy_of(parameter_of(wires.rank, gradient=torch.full((2, 3), 100.0, dtype=FLOAT64)), [2, 0])
-        copied.begin_step()
+        store = begun(copied)
         copied.parameters["weight"].grad = values(wires.rank, 2, 3, dtype=FLOAT64)
         if wires.rank != 1:
-            copied.reduce(wires)
+            copied.reduce(wires, store)
         return copied.parameters["weight"].grad
 
     first, _, last = on_ranks(3, case)
@@ -76,10 +84,10 @@ def test_all_holders_get_the_sum_of_this_step_on_top_of_what_was_accumulated():
 def test_a_holder_without_a_gradient_gets_that_of_the_others():
     def case(wires):
         copied = copy_of(parameter_of(wires.rank), [0, 1])
-        copied.begin_step()
+        store = begun(copied)
         if wires.rank == 0:
             copied.parameters["weight"].grad = torch.ones(2, 3, dtype=FLOAT64)
-        copied.reduce(wires)
+        copied.reduce(wires, store)
         return copied.parameters["weight"].grad
 
     assert [gradient.unique().tolist() for gradient in on_ranks(2, case)] == [[1.0], [1.0]]
@@ -89,8 +97,8 @@ def test_a_failed_step_gives_back_what_was_accumulated():
     accumulated = torch.ones(2, 3, dtype=FLOAT64)
     copied = copy_of(parameter_of(0, gradient=accumulated), [0, 1])
 
-    copied.begin_step()
-    copied.end_step()
+    store = begun(copied)
+    store.end_step()
 
     assert copied.parameters["weight"].grad is accumulated
 
@@ -100,9 +108,9 @@ def test_all_holders_add_in_one_order_and_so_get_the_same_bits():
 
     def case(wires):
         copied = copy_of(parameter_of(wires.rank), [0, 1, 2])
-        copied.begin_step()
+        store = begun(copied)
         copied.parameters["weight"].grad = torch.full((2, 3), parts[wires.rank], dtype=FLOAT64)
-        copied.reduce(wires)
+        copied.reduce(wires, store)
         return copied.parameters["weight"].grad.unique().tolist()
 
     assert on_ranks(3, case) == [[0.0]] * 3
@@ -113,10 +121,10 @@ def test_several_parameters_are_reduced_together_and_each_by_itself():
         first, second = parameter_of(wires.rank), parameter_of(wires.rank)
         frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
         copied = TiedCopy({"first": first, "frozen": frozen, "second": second}, [1, 0])
-        copied.begin_step()
+        store = begun(copied)
         first.grad = torch.full((2, 3), 1.0 + wires.rank, dtype=FLOAT64)
         second.grad = torch.full((2, 3), 10.0 * (1 + wires.rank), dtype=FLOAT64)
-        copied.reduce(wires)
+        copied.reduce(wires, store)
         return first.grad.unique().tolist(), frozen.grad, second.grad.unique().tolist()
 
     assert on_ranks(2, case) == [([3.0], None, [30.0])] * 2
@@ -128,12 +136,12 @@ def test_sparse_gradients_of_other_rows_add_up_to_a_dense_one():
         copied = copy_of(embedding.weight, [0, 1, 2])
         if wires.rank < 2:
             embedding(torch.tensor([0])).sum().backward()  # accumulated before
-        copied.begin_step()
+        store = begun(copied)
         if wires.rank == 2:
             embedding.weight.grad = torch.full((3, 2), 5.0, dtype=FLOAT64)
         else:
             embedding(torch.tensor([wires.rank, 2])).sum().backward()
-        copied.reduce(wires)
+        copied.reduce(wires, store)
         return embedding.weight.grad
 
     *sparse_before, none_before = on_ranks(3, case)
@@ -160,8 +168,8 @@ def test_copies_of_a_layer_start_with_the_owners_buffers_and_keep_saved_ones_equ
         start = [tensor.unique().tolist() for tensor in (layer.weight, layer.mean, layer.table)]
         for buffer in layer.buffers():
             buffer += 10 * (1 + wires.rank)
-        copied.begin_step()
-        copied.reduce(wires)
+        store = begun(copied)
+        copied.reduce(wires, store)
         return start, layer.mean.unique().tolist(), layer.table.unique().tolist()
 
     first, second = on_ranks(2, case)
@@ -429,8 +437,8 @@ def test_copies_that_differ_in_kind_are_refused_on_every_rank(second, text):
 def test_a_frozen_copy_gets_no_gradient():
     def reduce(wires):
         copy = copy_of(nn.Parameter(torch.zeros(2), requires_grad=False), [0, 1])
-        copy.begin_step()
-        copy.reduce(wires)
+        store = begun(copy)
+        copy.reduce(wires, store)
         return copy.parameters["weight"].grad
 
     assert on_ranks(2, reduce) == [None, None]

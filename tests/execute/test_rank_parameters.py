@@ -1,22 +1,24 @@
 """What one rank does with the gradients of its parameters, around and within a step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.execute.gradients import Gradients
+from penstock.execute.control.collectives import Control
 from penstock.execute.options import PipelineOptions
+from penstock.execute.parameters.gradient_store import GradientStore
+from penstock.execute.rank_parameters import RankParameters
 from penstock.execute.stages.assemble import assemble
-from penstock.execute.stages.first_gradients import FirstGradients
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport import LocalTransport
-from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
-from penstock.schedules import build
 
 CPU = torch.device("cpu")
+STEP = SimpleNamespace(is_training=True, is_synced=True, sums_tied=True)
 
 
 def gradients_of(layers, placement=None, **options):
@@ -25,7 +27,7 @@ def gradients_of(layers, placement=None, **options):
     num_stages = len(placement.routes[0])
     split = [range(stage, stage + 1) for stage in range(num_stages)] * len(placement.routes)
     assembly = assemble(layers, placement, split, 0, device=CPU)
-    return Gradients(transport, CPU, assembly, PipelineOptions(**options))
+    return RankParameters(Control(transport), CPU, assembly, PipelineOptions(**options))
 
 
 def test_what_needs_a_gradient_shows_in_the_digest():
@@ -42,7 +44,7 @@ def test_with_main_gradients_a_step_adds_up_beside():
     layer = nn.Linear(2, 2)
     gradients = gradients_of([layer], main_gradients=True)
 
-    with gradients.accumulating(is_training=True):
+    with gradients.running(STEP):
         layer(torch.ones(2)).sum().backward()
 
     assert layer.weight.grad is None
@@ -55,7 +57,7 @@ def test_parameters_that_were_replaced_are_taken_in():
     layer.bias = nn.Parameter(torch.zeros(2))
 
     problem = gradients.refresh()
-    with gradients.accumulating(is_training=True):
+    with gradients.running(STEP):
         layer(torch.ones(2)).sum().backward()
 
     assert problem is None
@@ -89,6 +91,12 @@ def test_modules_are_walked_only_after_they_have_changed(monkeypatch):
     assert layers[0][0].weight.grad is not None
 
 
+def num_waiting(stage):
+    store = GradientStore(stage.parameters)
+    store.begin_step()
+    return len(store._waiting)
+
+
 def test_first_gradients_are_those_of_what_is_held_and_trained_now():
     stage = Stage(0, {"0": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
     layer = stage.modules[0]
@@ -99,9 +107,9 @@ def test_first_gradients_are_those_of_what_is_held_and_trained_now():
     held = stage.parameters()
 
     assert list(map(id, held)) == list(map(id, layer.parameters()))
-    assert len(FirstGradients(held)._waiting) == 3
+    assert num_waiting(stage) == 3
     layer[1].bias.requires_grad_(True)
-    assert len(FirstGradients(stage.parameters())._waiting) == 4
+    assert num_waiting(stage) == 4
 
 
 def test_a_tied_parameter_that_was_replaced_is_a_problem_not_an_error():
@@ -115,18 +123,13 @@ def test_a_tied_parameter_that_was_replaced_is_a_problem_not_an_error():
 
 
 @pytest.mark.parametrize("is_given", [True, False])
-def test_the_hooks_of_a_program_are_the_callers(is_given):
+def test_the_end_of_a_program_calls_the_callers_step(is_given):
     called = []
-    options = {}
-    if is_given:
-        options = {"reduce_stage": called.append, "optimizer_step": lambda: called.append("step")}
-    gradients = gradients_of([nn.Linear(2, 2)], **options)
-    hooks = gradients.hooks(lower(build("gpipe", ranks=1, microbatches=1)), None, None)
+    parameters = gradients_of([nn.Linear(2, 2)], optimizer_step=(lambda: called.append("step")) if is_given else None)
 
-    hooks.reduce_stage(0)
-    hooks.optimizer_step()
+    parameters.step_optimizer()
 
-    assert called == ([0, "step"] if is_given else [])
+    assert called == ["step"] * is_given
 
 
 def test_without_a_scaler_there_is_no_scale():

@@ -1,14 +1,15 @@
 """Main gradients are the sums in float32 of what each microbatch's backward computes in the weights' own type."""
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.execute.stages.main_gradients import MainGradients, main_type, require_shapes
-from penstock.execute.stages.tied import TiedCopy
+from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore, main_type, require_main_shapes
+from penstock.execute.parameters.tied import TiedCopy
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import (
     VOCABULARY,
@@ -161,12 +162,22 @@ def test_tied_parameters_are_reduced_in_float32(num_steps):
     assert not torch.equal(first["0.weight"], first["0.weight"].bfloat16().float())
 
 
+@contextmanager
+def step_of(store):
+    """Run a step in here."""
+    store.begin_step()
+    try:
+        yield
+    finally:
+        store.end_step()
+
+
 def reduce_without(transport):
     """Reduce a parameter that has a gradient on rank 0 alone."""
     parameter = nn.Parameter(torch.ones(3, dtype=BFLOAT16))
     parameter.main_grad = torch.full((3,), 1 + 2**-20) if transport.rank == 0 else None
-    copied = TiedCopy({"weight": parameter}, [0, 1], attribute="main_grad")
-    copied.reduce(transport)
+    copied = TiedCopy({"weight": parameter}, [0, 1])
+    copied.reduce(transport, GradientStore(lambda: [parameter], MAIN_GRAD))
     return parameter.main_grad
 
 
@@ -235,10 +246,10 @@ def test_the_optimizer_step_at_the_end_finds_them():
 
 def test_nothing_is_left_on_a_parameter_when_the_accumulation_fails():
     weight = nn.Parameter(torch.ones(2, dtype=BFLOAT16))
-    main = MainGradients([("weight", weight), ("again", weight)])
+    main = GradientStore(lambda: [weight, weight], MAIN_GRAD)
 
     def fail():
-        with main.accumulating():
+        with step_of(main):
             weight.sum().backward()
             raise ZeroDivisionError
 
@@ -251,9 +262,9 @@ def test_nothing_is_left_on_a_parameter_when_the_accumulation_fails():
 def test_gradients_of_sparse_tables_become_dense():
     table = settle(nn.Embedding(5, WIDTH, sparse=True), 1)
     other = copy.deepcopy(table)
-    main = MainGradients(table.named_parameters())
+    main = GradientStore(table.parameters, MAIN_GRAD)
 
-    with main.accumulating():
+    with step_of(main):
         for tokens in (torch.tensor([1, 2]), torch.tensor([2, 4])):
             table(tokens).sum().backward()
             other(tokens).sum().backward()
@@ -269,7 +280,7 @@ def test_no_type_loses_bits(dtype, main):
 
 
 def test_parameters_without_a_shape_are_refused():
-    error = error_of(require_shapes, [("0.weight", nn.LazyLinear(3).weight)])
+    error = error_of(require_main_shapes, [("0.weight", nn.LazyLinear(3).weight)])
 
     assert isinstance(error, ConfigError)
     assert "'0.weight' has no shape" in str(error)

@@ -4,7 +4,7 @@ Two layers may share a parameter, and with two routes every stage has a copy tha
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,15 @@ from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError
 from penstock.execute.control.collectives import Control
-from penstock.execute.stages.gradient_sums import added, dense, sum_over
-from penstock.execute.stages.main_gradients import main_type
+from penstock.execute.parameters.gradient_store import GradientStore
+from penstock.execute.parameters.gradient_sums import sum_over
 from penstock.execute.transport.protocol import Messages
 from penstock.execute.undocumented import has_hooks
 
 _LAZY = "without a shape before its first input"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class TiedCopy:
     """This rank's copies of parameters that other ranks hold too, reduced together.
 
@@ -33,10 +33,6 @@ class TiedCopy:
     """By their names on this rank; the other holders have as many, in the same order."""
     ranks: Sequence[int]
     layers: Sequence[nn.Module] = ()
-    before: dict[str, Tensor | None] = field(default_factory=dict)
-    """The gradients accumulated before this step, which have been reduced already."""
-    attribute: str = "grad"
-    """Where a parameter has its gradient."""
 
     def share_values(self, transport: Messages) -> None:
         """Copy the owner's values and buffers to all other holders."""
@@ -48,49 +44,31 @@ class TiedCopy:
         Raises:
             PartitionError: naming the parameter.
         """
-        for name, parameter in () if self.layers else self._trained().items():
+        for name, parameter in () if self.layers else self.trained().items():
             if has_hooks(parameter):
                 raise PartitionError(
                     f"{name!r} is tied over ranks and has a hook, which would see the gradient of this rank's uses "
                     "alone; register it on what the layers return, or change the gradient after the step"
                 )
 
-    def begin_step(self) -> None:
-        """Set the accumulated gradients aside, so that only this step's part is reduced."""
-        # Earlier steps' gradients are equal on all holders already; summed once more, they would count several times.
-        for name, parameter in self._trained().items():
-            self.before[name] = getattr(parameter, self.attribute)
-            setattr(parameter, self.attribute, None)
-
-    def reduce(self, transport: Messages, *, sums: bool = True) -> None:
-        """Sum this step's gradients over all holders, and take the owner's statistics; without `sums`, these alone.
+    def reduce(self, transport: Messages, store: GradientStore | None) -> None:
+        """Sum this step's gradients over all holders, and take the owner's statistics; without a store, these alone.
 
         A frozen parameter has no gradient, and one that nobody used neither.
         """
-        if sums and (trained := self._trained()):
-            names, parameters = list(trained), list(trained.values())
-            gradients = [getattr(parameter, self.attribute) for parameter in parameters]
-            for index, total in sum_over(transport, self.ranks, gradients, list(map(self._like, parameters))):
-                setattr(parameters[index], self.attribute, added(self.before.pop(names[index], None), total))
+        if store is not None and (parameters := list(self.trained().values())):
+            gradients = list(map(store.of, parameters))
+            for index, total in sum_over(transport, self.ranks, gradients, list(map(store.like, parameters))):
+                store.put_sum(parameters[index], total)
         self._take_from_owner(transport, self._saved_buffers())
-
-    def end_step(self) -> None:
-        """Give back what was set aside if the step failed before the reduction."""
-        for name, gradient in self.before.items():
-            setattr(self.parameters[name], self.attribute, gradient)
-        self.before.clear()
 
     def describe(self) -> list[list[str]]:
         """Name every tensor that is kept equal, each with what must be alike on all holders."""
         named = [[name, _describe(parameter)] for name, parameter in self.parameters.items()]
         return named + [["a buffer", _describe(buffer)] for buffer in self._buffers()]
 
-    def _like(self, parameter: nn.Parameter) -> Tensor:
-        """What has the shape and type of a dense gradient, and no memory."""
-        dtype = parameter.dtype if self.attribute == "grad" else main_type(parameter)
-        return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
-
-    def _trained(self) -> dict[str, nn.Parameter]:
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that need a gradient now, by name."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def _buffers(self) -> list[Tensor]:
@@ -182,15 +160,6 @@ def _describe(tensor: Tensor) -> str:
         return _LAZY
     state = "trained" if tensor.requires_grad else "frozen"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}, {state}"
-
-
-def dense_gradient(parameter: nn.Parameter, attribute: str) -> Tensor:
-    """Return a parameter's gradient, or zeros where it has none; `attribute` says where it is."""
-    gradient: Tensor | None = getattr(parameter, attribute)
-    if gradient is not None:
-        return dense(gradient)
-    dtype = parameter.dtype if attribute == "grad" else main_type(parameter)
-    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _room_for(tensor: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.execute.stages.gradient_sums import added, sum_over
-from penstock.execute.stages.tied import TiedCopy
+from penstock.execute.parameters.gradient_store import GradientStore
+from penstock.execute.parameters.gradient_sums import added, sum_over
+from penstock.execute.parameters.tied import TiedCopy
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, on_ranks, settle, square_loss, values
 
@@ -129,6 +130,13 @@ class Counting(TorchDispatchMode):
         return made
 
 
+def begun(copied):
+    """Return the gradients of a copy in a step that has begun."""
+    store = GradientStore(copied.parameters.values)
+    store.begin_step(copied.trained().values())
+    return store
+
+
 SIZES = [700, 2000, 3, 5, 1000, 1200, 1999]
 
 
@@ -141,11 +149,11 @@ def test_one_parameter_more_is_held_at_most(num_ranks, has_before):
         with Counting() as counting:
             for parameter in parameters.values():
                 parameter.grad = torch.ones_like(parameter) if has_before else None
-            copied.begin_step()
+            store = begun(copied)
             for parameter in parameters.values():
                 parameter.grad = torch.full_like(parameter, wires.rank + 1.0)
             held = counting.num_bytes
-            copied.reduce(wires)
+            copied.reduce(wires, store)
             assert counting.num_bytes == 8 * sum(SIZES)
         return held, counting.peak, [parameter.grad.unique().tolist() for parameter in parameters.values()]
 

@@ -7,8 +7,8 @@ Averages are linear, and the average of equal values is that value. So it does n
 has accumulated once more, or a parameter that two stages of this rank share at the end of each.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -17,51 +17,46 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PipelineError
-from penstock.execute.stages.stage import Stage
-from penstock.execute.stages.tied import TiedCopy, dense_gradient
+from penstock.execute.parameters.gradient_store import GradientStore, dense_gradient
+from penstock.execute.parameters.layout import Replicated
 from penstock.execute.transport.pending import GlooMessage, QueuedMessage
 from penstock.execute.transport.sockets import MessageLate
 from penstock.execute.undocumented import averaged_parameters, averages, broadcast_buffers
 from penstock.running_time import running_s
 
 
-class DdpReduction:
-    """The DDP modules in one rank's stages."""
+class Averaged(Replicated):
+    """Parameters of which some are in DDP modules; their gradients are averaged over the replicas."""
 
     def __init__(
         self,
-        stages: Sequence[Stage],
-        copies: Iterable[TiedCopy],
-        *,
-        attribute: str = "grad",
+        modules: Mapping[int, Sequence[DistributedDataParallel]],
+        store: GradientStore,
+        tied: Collection[int],
         limit_s: Callable[[], float],
     ) -> None:
-        """`copies` are this rank's parameters that are tied over ranks; `attribute` is where gradients are."""
-        self._modules = {
-            stage.index: [
-                module
-                for layer in stage.layers.values()
-                for module in layer.modules()
-                if isinstance(module, DistributedDataParallel)
-            ]
-            for stage in stages
-        }
-        self._tied = {id(parameter) for copy in copies for parameter in copy.parameters.values()}
-        self._attribute = attribute
+        """`modules` are by stage; `tied` are ids of parameters that other ranks of the pipeline hold too."""
+        self._modules = modules
+        self._store = store
+        self._tied = tied
         self._limit_s = limit_s
         self._is_synced: Mapping[int, bool] = {}
-        """By id of a DDP module, whether the caller wants this step's gradients averaged."""
+        """By id of a module, whether the caller wants this step's gradients averaged."""
+        self._not_reducing = ExitStack()
 
-    @contextmanager
-    def step(self, *, is_synced: bool = True) -> Iterator[None]:
-        """Keep DDP from reducing by itself meanwhile; `reduce` averages if `is_synced`."""
+    def begin_step(self, *, is_synced: bool) -> None:
+        """Keep DDP from reducing by itself until the step is over; `reduce` averages if `is_synced`."""
         modules = [module for found in self._modules.values() for module in found]
         # False inside of the caller's own `no_sync()`.
         self._is_synced = {id(module): is_synced and averages(module) for module in modules}
-        with ExitStack() as stack:
-            for module in modules:
-                stack.enter_context(module.no_sync())
-            yield
+        for module in modules:
+            self._not_reducing.enter_context(module.no_sync())
+
+    def after_step(self) -> None:
+        self._not_reducing.close()
+
+    def end_failed_step(self) -> None:
+        self._not_reducing.close()
 
     def reduce(self, stage: int) -> None:
         """Average the gradients of a stage over the replicas, and take the first replica's buffers.
@@ -83,17 +78,17 @@ class DdpReduction:
         """Average where any replica has a gradient; one that has none counts as zeros, as with DDP."""
         if not parameters:
             return
-        has_gradient = [getattr(parameter, self._attribute) is not None for parameter in parameters]
+        has_gradient = [self._store.of(parameter) is not None for parameter in parameters]
         # Every replica must run the same collectives, so they agree first on which gradients exist anywhere.
         uses = torch.tensor(has_gradient, dtype=torch.int32, device=parameters[0].device)
         self._run(stage, group, dist.all_reduce, [uses])
         used = [parameter for parameter, num_uses in zip(parameters, uses.tolist(), strict=True) if num_uses]
-        averages = [dense_gradient(parameter, self._attribute).contiguous() for parameter in used]
+        averages = [dense_gradient(parameter, self._store.attribute).contiguous() for parameter in used]
         for average in averages:
             average /= group.size()  # before the sum, which may overflow in float16
         self._run(stage, group, dist.all_reduce, averages)
         for parameter, average in zip(used, averages, strict=True):
-            setattr(parameter, self._attribute, average)
+            self._store.put(parameter, average)
 
     def _take_from_first(self, stage: int, buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         """Copy the first replica's buffers, as DDP does in the next forward."""
@@ -119,3 +114,9 @@ class DdpReduction:
                     f"({error or 'a replica did not come'}). Every replica must run the same steps; if one has failed, "
                     "start all ranks again"
                 ) from error
+
+
+def wrapped(layers: Iterable[nn.Module]) -> list[DistributedDataParallel]:
+    """Return the DDP modules in some layers, each once."""
+    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
+    return [module for module in modules if isinstance(module, DistributedDataParallel)]

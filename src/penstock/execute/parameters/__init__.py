@@ -1,0 +1,1 @@
+"""How the parameters of a rank lie, and who writes their gradients; one small file per role."""

@@ -1,0 +1,305 @@
+"""`GradientStore`: the gradients of one unit, which no other code writes. A unit is what shares parameters on a rank.
+
+    before a step    what was there; set aside where only this step's part is wanted, as of what is tied over ranks
+    a backward       autograd adds to `.grad`; first gradients get memory of their own
+    W                the store adds what waited, one call of autograd for many small weights
+    a reduction      an average or a sum takes the place of this rank's own gradient
+
+A parameter without a gradient takes over the first one that comes if nobody holds that very tensor, without a look at
+who holds its memory. In a plain loop nobody does; here a backward leaves tensors that outlive it:
+
+    y = x + p.view(...)      dy is kept, sent or forwarded;  p.grad = dy.view(...), the same memory
+                             next microbatch: p.grad += ..., which changes dy
+
+So does every other leaf: a keyword of the batch that is trained, a tensor that a layer holds unregistered, a parameter
+of the loss function. A split backward, which searches its graph anyway, finds them all.
+
+Main gradients are those of weights in low precision, added up in float32 beside them. A sum of many microbatches in
+bfloat16 loses what is small against it: its values have 8 bits. So each microbatch's gradient, which the backward
+computes in the type of the weights, is added to `.main_grad` as soon as it is there, and `.grad` is released.
+Megatron-LM gave them their name.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.nn.parameter import is_lazy
+
+from penstock.errors import ConfigError
+from penstock.execute.parameters.gradient_sums import added
+from penstock.execute.values.tensors import memory_of
+
+MAIN_GRAD = "main_grad"
+"""Of a parameter: the sum in float32 (float64 stays float64), or None."""
+_GROUP_BYTES = 2**20
+
+
+class WeightEntry(Protocol):
+    """Gradients of weights that I leaves for W."""
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """What the weights are made of, often themselves; none where the entry writes gradients by itself."""
+        ...
+
+    @property
+    def roots(self) -> Sequence[GradientEdge]:
+        """Where the gradients enter the graph that leads to the parameters."""
+        ...
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The tensors that it holds, parameters apart."""
+        ...
+
+    def gradients(self) -> Sequence[Tensor | None]:
+        """Compute the gradients, one per root, None where none came, and release everything."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class WeightInputs:
+    """What one I leaves for its W."""
+
+    entries: list[WeightEntry]
+    """In the order in which a whole backward would come to them; those that write by themselves last."""
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    """W runs within it: what weights are made of may have to be computed again."""
+
+
+class GradientStore:
+    """The gradients of some parameters of one rank."""
+
+    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], attribute: str = "grad") -> None:
+        """`parameters` returns those that are held now; `attribute` is where their gradients are summed up."""
+        self._parameters = parameters
+        self.attribute = attribute
+        self._before: dict[nn.Parameter, Tensor | None] = {}
+        """Of parameters that are tied over ranks, what was accumulated before this step, and has been summed."""
+        self._waiting: list[nn.Parameter] = []
+        """Those to which no gradient has come yet in this step."""
+        self._known: set[int] = set()
+        """Ids of those that needed a gradient when the step began."""
+        self._beside = ExitStack()
+        if attribute == MAIN_GRAD:
+            _have_main(parameters())
+
+    def begin_step(self, tied: Iterable[nn.Parameter] = ()) -> None:
+        """Begin a training step; of `tied` parameters only its own part is seen, until `put_sum`."""
+        parameters = list(self._parameters())
+        self._waiting = [parameter for parameter in parameters if parameter.requires_grad]
+        self._known = set(map(id, self._waiting))
+        if self.attribute == MAIN_GRAD:
+            self._beside.enter_context(_summed_beside(parameters))
+        for parameter in tied:
+            self._before[parameter] = self.of(parameter)
+            self.put(parameter, None)
+
+    def end_step(self) -> None:
+        """End a step; what was set aside and has found no sum, as in one that fails, is there again."""
+        self._beside.close()
+        for parameter, gradient in self._before.items():
+            self.put(parameter, gradient)
+        self._before.clear()
+        self._waiting = []
+
+    # ---- a backward
+
+    def begin_backward(self) -> None:
+        """Forget those that have a gradient by now, to which others are added."""
+        if self._waiting:
+            self._waiting = [parameter for parameter in self._waiting if parameter.grad is None]
+
+    def end_backward(
+        self, leaves: Sequence[Tensor], needed: Sequence[Tensor], entries: Sequence[WeightEntry] = ()
+    ) -> None:
+        """Give first gradients memory of their own where it is that of tensors that are needed later.
+
+        `leaves` are others that the backward has come to, `entries` what it has left for W.
+        """
+        if not self._waiting and not leaves:
+            return
+        come: list[Tensor] = [parameter for parameter in self._waiting if parameter.grad is not None]
+        # Of others it is not known whether they had one before. Then it shares no memory with what this backward made.
+        come += [leaf for leaf in leaves if leaf.grad is not None and id(leaf) not in self._known]
+        if not come:
+            return
+        needed = [*needed, *(tensor for entry in entries for tensor in entry.kept)]
+        memory = {memory_of(tensor) for tensor in needed if tensor.layout is torch.strided}
+        for leaf in come:
+            gradient = leaf.grad
+            if gradient is not None and gradient.layout is torch.strided and memory_of(gradient) in memory:
+                leaf.grad = gradient.clone()
+
+    def add(self, inputs: WeightInputs) -> None:
+        """Run W: add what waited, in the order in which a backward comes to it; hooks see one gradient per weight.
+
+        All gradients of a parameter come in one call of autograd, so that its hooks see their sum. There are few calls
+        for small parameters, and only a few large gradients at a time.
+        """
+        entries, inputs.entries = inputs.entries, []
+        own = [entry for entry in entries if not entry.parameters]
+        with inputs.around():
+            for group in _batches(_by_parameter([entry for entry in entries if entry.parameters])):
+                _add_group(group)
+        entries.clear()
+        with torch.no_grad():
+            while own:
+                own.pop(0).gradients()
+
+    # ---- a reduction
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a parameter's gradient; of one that is tied, this step's part."""
+        gradient: Tensor | None = getattr(parameter, self.attribute)
+        return gradient
+
+    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Let a gradient, such as an average over replicas, take the place of this rank's own."""
+        setattr(parameter, self.attribute, gradient)
+
+    def put_sum(self, parameter: nn.Parameter, total: Tensor | None) -> None:
+        """Put the sum over all holders on top of what was accumulated before the step."""
+        self.put(parameter, added(self._before.pop(parameter, None), total))
+
+    def like(self, parameter: nn.Parameter) -> Tensor:
+        """Return what has the shape and type of a dense gradient, and no memory."""
+        dtype = parameter.dtype if self.attribute == "grad" else main_type(parameter)
+        return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+
+
+# ---- main gradients
+
+
+@contextmanager
+def _summed_beside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Take the gradients of every backward in here."""
+    _have_main(parameters)
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(_take)  # type: ignore[no-untyped-call]
+        for parameter in parameters
+        if parameter.requires_grad
+    ]
+    with without_gradients(parameters):
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for parameter in parameters:
+                _take(parameter)  # what a layer has added to `.grad` by itself, past the hooks
+
+
+def _have_main(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if not hasattr(parameter, MAIN_GRAD):
+            setattr(parameter, MAIN_GRAD, None)
+
+
+def main_type(parameter: Tensor) -> torch.dtype:
+    """Return the type that a parameter's main gradient has."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def require_main_shapes(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Make sure that every parameter can have a main gradient.
+
+    Raises:
+        ConfigError: one has no shape before its first input.
+    """
+    for name, parameter in named_parameters:
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"{name!r} has no shape before its first input, so nothing can be added up beside it; give its layer "
+                "its sizes when it is built",
+                key="main_gradients",
+            )
+
+
+def dense_gradient(parameter: nn.Parameter, attribute: str) -> Tensor:
+    """Return a parameter's gradient, or zeros where it has none; `attribute` says where it is."""
+    gradient: Tensor | None = getattr(parameter, attribute)
+    if gradient is not None:
+        return gradient.to_dense() if gradient.is_sparse else gradient
+    dtype = parameter.dtype if attribute == "grad" else main_type(parameter)
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Have no parameter a gradient in `.grad` when this begins; what was there is there again afterwards."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Drop all gradients, main gradients included."""
+    for parameter in parameters:
+        parameter.grad = None
+        if hasattr(parameter, MAIN_GRAD):
+            setattr(parameter, MAIN_GRAD, None)
+
+
+def _take(parameter: Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is None:
+        return  # a function of the user's has returned None, for which torch calls hooks, too
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    total = getattr(parameter, MAIN_GRAD)
+    if total is None:
+        setattr(parameter, MAIN_GRAD, gradient.to(main_type(parameter), copy=True))  # its memory may be another's, too
+    else:
+        total.add_(gradient)
+
+
+def _add_group(group: Sequence[WeightEntry]) -> None:
+    # Few calls of autograd, since each takes its time, but not one for all: all gradients would be alive at once,
+    # beside those that they are added to.
+    roots = [root for each in group for root in each.roots]
+    with torch.no_grad():  # weights are among what they are computed from
+        gradients = [gradient for each in group for gradient in each.gradients()]
+    used = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if gradient is not None]
+    if used:
+        edges: list[Any] = [root for root, _ in used]
+        torch.autograd.backward(edges, [gradient for _, gradient in used])
+
+
+def _by_parameter(entries: Sequence[WeightEntry]) -> Iterable[list[WeightEntry]]:
+    """Put together what shares a parameter."""
+    groups: dict[int, list[WeightEntry]] = {}  # by id of a parameter
+    for each in entries:
+        keys = [id(parameter) for parameter in each.parameters]
+        joined = [*{id(found): found for key in keys if (found := groups.get(key))}.values()]
+        group = joined[0] if joined else []
+        for other in joined[1:]:
+            group += other
+            keys += [id(parameter) for member in other for parameter in member.parameters]
+        group.append(each)
+        groups |= dict.fromkeys(keys, group)
+    return {id(group): group for group in groups.values()}.values()
+
+
+def _batches(groups: Iterable[list[WeightEntry]]) -> Iterator[list[WeightEntry]]:
+    batch: list[WeightEntry] = []
+    num_bytes = 0
+    for group in groups:
+        own_bytes = sum([parameter.nbytes for each in group for parameter in each.parameters])
+        if batch and num_bytes + own_bytes > _GROUP_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch = batch + group
+        num_bytes += own_bytes
+    if batch:
+        yield batch

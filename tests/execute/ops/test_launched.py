@@ -1,0 +1,137 @@
+"""What a layout launches goes on until a row needs it: a gather, the stage's computation; a reduction, what follows."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PipelineError
+from penstock.execute.observing.observer import Observer
+from penstock.execute.parameters.layout import Replicated
+from penstock.ir.program import Program
+from penstock.lowering import lower
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.local_pipelines import error_of
+
+GATHERED = Program.from_csv("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD", name="gathered")
+
+
+class Launching(Replicated):
+    """Notes what it launches, and when that is waited for."""
+
+    launches = True
+
+    def __init__(self, said, fails=False):
+        self.said, self.fails = said, fails
+
+    def unshard(self):
+        return self.ticket("gather")
+
+    def reshard(self):
+        self.said.append("reshard")
+
+    def reduce(self, stage):
+        return self.ticket(f"reduction {stage}")
+
+    def after_step(self):
+        self.said.append("over")
+
+    def end_failed_step(self):
+        self.said.append("failed")
+
+    def ticket(self, name):
+        said, fails = self.said, self.fails
+        said.append(name)
+
+        class Ticket:
+            def wait(self):
+                if fails:
+                    raise PipelineError("the replica is gone")
+                said.append(f"{name} is here")
+
+        return Ticket()
+
+
+class Calls(Observer):
+    """Notes each call, and whether it is a wait."""
+
+    def __init__(self, said):
+        self.said = said
+
+    def around(self, program, bound):
+        self.said.append((str(program.instruction(bound.row)), bound.awaits))
+
+
+class Layer(nn.Linear):
+    def __init__(self, said):
+        super().__init__(2, 2)
+        self.said = said
+
+    def forward(self, hidden):
+        self.said.append("forward")
+        return super().forward(hidden)
+
+
+def pipeline_of(program, said, calls, *, fails=False, **options):
+    """Return a pipeline of one rank whose layouts launch; they are put in place before its first step."""
+    layers = [Layer(said) for _ in range(program.num_stages)]
+    pipeline = Pipeline(layers, program, loss=nn.functional.mse_loss, observers=[Calls(calls)], **options)
+    parameters = pipeline._runner._parameters
+    for stage, unit in parameters.unit_of.items():
+        object.__setattr__(unit, "layout", Launching(said, fails))
+        assert parameters.unit_of[stage] is unit
+    return pipeline
+
+
+def step(pipeline):
+    pipeline.step(torch.ones(2, 2), target=torch.zeros(2, 2))
+
+
+def test_a_computation_waits_for_the_gather_of_its_stage():
+    said, calls = [], []
+    pipeline = pipeline_of(GATHERED, said, calls)
+
+    step(pipeline)
+
+    assert said == ["gather", "gather is here", "forward", "reshard", "reduction 0", "reduction 0 is here", "over"]
+    assert [text for text, awaited in calls if awaited is not None] == ["0F0"]
+
+
+def test_the_optimizer_waits_for_all_reductions():
+    said, calls = [], []
+    program = lower(build("interleaved-1f1b", ranks=1, microbatches=1, stages_per_rank=2), optimizer_step=True)
+    pipeline = pipeline_of(program, said, calls, optimizer_step=lambda: said.append("step"))
+
+    step(pipeline)
+
+    launched = [each for each in said if each.startswith("reduction") and not each.endswith("here")]
+    assert sorted(launched) == ["reduction 0", "reduction 1"]
+    assert said[-5:] == [f"{launched[0]} is here", f"{launched[1]} is here", "step", "over", "over"]
+    assert [text for text, awaited in calls if awaited is not None] == ["0STEP", "0STEP"]
+
+
+def test_a_callers_function_finds_the_gradients_whole():
+    said = []
+    pipeline = pipeline_of(GATHERED, said, [], reduce_stage=lambda stage: said.append("caller"))
+
+    step(pipeline)
+
+    assert said[-4:] == ["reduction 0", "reduction 0 is here", "caller", "over"]
+
+
+@pytest.mark.parametrize("program", [GATHERED, lower(build("gpipe", ranks=1, microbatches=1), optimizer_step=True)])
+def test_what_fails_fails_the_step(program):
+    said = []
+    pipeline = pipeline_of(program, said, [], fails=True)
+
+    assert "the replica is gone" in str(error_of(step, pipeline))
+    assert said[-1] == "failed"
+
+
+def test_without_such_layouts_nothing_waits():
+    calls = []
+    pipeline = Pipeline([nn.Linear(2, 2)], GATHERED, loss=nn.functional.mse_loss, observers=[Calls(calls)])
+
+    step(pipeline)
+
+    assert all(awaited is None for _, awaited in calls)

@@ -1,0 +1,76 @@
+"""One file writes the gradients of parameters."""
+
+import ast
+
+import pytest
+
+from tests.house.source import SOURCE, modules, parse
+
+OWNER = "penstock.execute.parameters.gradient_store"
+# Other files that write a `.grad` or `.main_grad`, each with the reason.
+EXCEPTIONS = {
+    "penstock.execute.stages.passes": "leaves of a stage's inputs: their gradients go to the stage before",
+    "penstock.execute.losses.grad_scaler": "a probe that stands in for the gradients of a rank that has none",
+    "penstock.execute.stages.other_layers": "parameters of other ranks, freed: they are on no device",
+    "penstock.moving.own_backward": "modules with a backward of their own add their gradients by themselves",
+    "penstock.train.optimizing.main_weights": "main weights are parameters of an optimizer of their own",
+}
+ATTRIBUTES = {"grad", "main_grad"}
+CONSTANTS = {"MAIN_GRAD", "attribute", "gradient_attribute", "ATTRIBUTE"}
+
+
+def targets(node):
+    """List what a statement assigns to or deletes."""
+    found = getattr(node, "targets", None) or ([node.target] if hasattr(node, "target") else [])
+    return [each for target in found for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
+
+
+def names_gradient(argument):
+    """Whether the second argument of setattr or delattr is, or may be, the name of a gradient."""
+    text = ast.unparse(argument)
+    is_text = isinstance(argument, ast.Constant)
+    return argument.value in ATTRIBUTES if is_text else text.split(".")[-1] in CONSTANTS
+
+
+def writes(module):
+    """List the places where a file writes a gradient of some tensor."""
+    found = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete):
+            if any(isinstance(each, ast.Attribute) and each.attr in ATTRIBUTES for each in targets(node)):
+                found.append(module.at(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            found += [module.at(node)] * names_gradient(node.args[1])
+    return found
+
+
+def test_the_store_is_the_only_writer_of_gradients():
+    found = {module.name: writes(module) for module in modules()}
+
+    assert found.pop(OWNER)
+    assert {name: places for name, places in found.items() if places and name not in EXCEPTIONS} == {}
+
+
+def test_every_exception_is_still_needed():
+    found = {module.name: writes(module) for module in modules()}
+
+    assert [name for name in EXCEPTIONS if not found.get(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "num_found"),
+    [
+        ("parameter.grad = None", 1),
+        ("gradient, leaf.grad = leaf.grad, None", 1),
+        ("parameter.main_grad += gradient", 1),
+        ("del parameter.grad", 1),
+        ("setattr(parameter, MAIN_GRAD, None)", 1),
+        ("setattr(parameter, self.attribute, None)", 1),
+        ("setattr(parameter, 'grad', None)", 1),
+        ("gradient = parameter.grad", 0),
+        ("setattr(module, name, parameter)", 0),
+        ("parameter.grad.mul_(2)", 0),
+    ],
+)
+def test_a_writer_is_found(text, num_found):
+    assert len(writes(parse(text, "penstock.example", SOURCE / "example.py"))) == num_found
