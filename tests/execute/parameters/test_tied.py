@@ -460,3 +460,15 @@ def test_copies_of_different_layers_are_refused_on_every_rank():
 
     for message in on_ranks(2, agree):
         assert "rank 0 holds 2 parameters and buffers of a stage, but rank 1 holds 1 of its copy" in message
+
+
+def test_what_a_failed_step_gave_back_is_not_given_back_again():
+    parameter = parameter_of(0, gradient=torch.ones(2, 3, dtype=FLOAT64))
+    store = begun(copy_of(parameter, [0, 1]))
+    store.end_step()
+    parameter.grad = later = torch.zeros(2, 3, dtype=FLOAT64)
+
+    store.begin_step()
+    store.end_step()
+
+    assert parameter.grad is later

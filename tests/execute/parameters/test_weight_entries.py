@@ -1,5 +1,7 @@
 """Late gradients are computed in few calls, large ones by themselves, and all of one parameter in one."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -85,3 +87,34 @@ def test_a_weight_to_which_no_gradient_came_has_none():
 
 def test_nothing_is_nothing():
     add([])
+
+
+class Own:
+    """An entry that writes by itself."""
+
+    parameters = roots = kept = ()
+
+    def __init__(self, log):
+        self.log = log
+
+    def gradients(self):
+        self.log.append("own")
+        return ()
+
+
+def test_what_writes_by_itself_does_so_behind_the_others_and_outside_of_their_context():
+    log = []
+    [parameter] = parameters(2)
+    parameter.register_hook(lambda _: log.append("added"))
+
+    @contextmanager
+    def around():
+        log.append("begin")
+        yield
+        log.append("end")
+
+    inputs = WeightInputs([Own(log), Late(parameter, log=log), Own(log)], around)
+    GradientStore(list).add(inputs)
+
+    assert log == ["begin", "finished", "added", "end", "own", "own"]
+    assert inputs.entries == []

@@ -142,7 +142,7 @@ class GradientStore:
         All gradients of a parameter come in one call of autograd, so that its hooks see their sum. There are few calls
         for small parameters, and only a few large gradients at a time.
         """
-        entries, inputs.entries = inputs.entries, []
+        entries = inputs.entries
         own = [entry for entry in entries if not entry.parameters]
         with inputs.around():
             for group in _batches(_by_parameter([entry for entry in entries if entry.parameters])):
