@@ -125,7 +125,7 @@ class Rules:
         self.program = program
         self.sources = predecessors(program)[:, 0]
         self.is_training = not program.is_forward_only
-        self.checkpointed = set(self.sources[program.op == Op.RECOMPUTE].tolist())
+        self.run_again = {self._place(row) for row in (program.op == Op.RECOMPUTE).nonzero()[0]}
 
     def effects(self, bound):
         """List what a call does: (column, key, what it then holds or None)."""
@@ -145,13 +145,17 @@ class Rules:
             yield from self._makes(row, instruction)
             yield from self._carries(instruction)
         if op is Op.FORWARD and self.is_training:
-            yield "saved", slot, "checkpoint" if row in self.checkpointed else "activation"
+            yield "saved", slot, "checkpoint" if self._place(row) in self.run_again else "activation"
         elif op is Op.RECOMPUTE:
             yield "saved", slot, "activation"
         elif op is Op.BACKWARD_INPUT:
             yield "saved", slot, "weight gradient inputs"
         elif op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
             yield "saved", slot, None
+
+    def _place(self, row):
+        program = self.program
+        return tuple(int(column[row]) for column in (program.stage, program.microbatch, program.slice))
 
     def _carries(self, instruction):
         place, slice_index = (instruction.stage, instruction.microbatch), instruction.slice

@@ -17,7 +17,7 @@ import numpy as np
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.operations import NAMES_MICROBATCH, Op
 from penstock.ir.program import Program
-from penstock.lowering import assign_slots, lower
+from penstock.lowering import add_offloads, assign_slots, lower
 from penstock.proofs import check
 from penstock.schedules import FAMILIES, build
 from tests.lowering.programs import groups
@@ -64,7 +64,11 @@ def random_program(chance):
             groups.append(one_of_each_rank(schedule.placement, chosen) if chance.random() < 0.7 else ends(schedule))
         transport = chance.choice(["posted", "coalesced"])
         program = lower(schedule, transport, tied_groups=groups, optimizer_step=chance.random() < 0.3)
-        return with_recomputations(program, chance) if chance.random() < 0.2 else program
+        program = with_recomputations(program, chance) if chance.random() < 0.2 else program
+        if program.is_forward_only or chance.random() < 0.8:
+            return program
+        stages = [stage for stage in range(program.num_stages) if chance.random() < 0.7]
+        return assign_slots(add_offloads(program, stages))
 
 
 def with_recomputations(program, chance):
@@ -140,6 +144,14 @@ def move_a_collective(orders, chance):
         rank, at = chance.choice(places)
         order = orders[rank]
         order.insert(max(0, at + chance.randint(-6, 2)), order.pop(at))
+
+
+def move_a_copy(orders, chance):
+    places = _places(orders, lambda row: row.op in (Op.OFFLOAD, Op.RELOAD))
+    if places:
+        rank, at = chance.choice(places)
+        order = orders[rank]
+        order.insert(max(0, at + chance.randint(-8, 8)), order.pop(at))
 
 
 def move_a_receive_behind_its_consumer(orders, chance):
@@ -241,7 +253,7 @@ def pair_up(orders, chance):
 
 REORDERINGS = (
     delay_sends, delay_sends, delay_sends, hurry_receives, hurry_receives, swap_computations, swap_neighbours,
-    move_a_little, move_far, move_a_message, move_a_collective, swap_on_one_channel, pair_up,
+    move_a_little, move_far, move_a_message, move_a_collective, move_a_copy, swap_on_one_channel, pair_up,
 )  # fmt: skip
 MUTATIONS = (*REORDERINGS, *REORDERINGS, move_a_receive_behind_its_consumer, drop, duplicate, change_a_peer, rename)
 

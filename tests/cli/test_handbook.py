@@ -17,7 +17,7 @@ from tests.house.source import ROOT
 
 ALL = list(FAMILIES.values())
 TEXT = written.TEXT.read_text(encoding="utf-8")
-EXAMPLE, PHASES, FUNCTION = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+EXAMPLE, OFFLOAD, PHASES, FUNCTION = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = re.findall(r"^\$ (penstock (?:show|compare) .*)", TEXT, re.MULTILINE)
 
 
@@ -44,6 +44,12 @@ def test_all_that_is_named_as_a_schedule_to_take_exists():
 
     assert len(names) > 10
     assert names <= set(FAMILIES)
+
+
+def test_the_example_of_offloads_prints_what_it_says(capsys):
+    exec(compile(OFFLOAD, "handbook.md", "exec"), {})
+
+    assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", OFFLOAD)
 
 
 def test_differences_are_about_families_and_options_that_exist():

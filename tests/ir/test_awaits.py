@@ -1,7 +1,9 @@
-"""What computations wait for that their rank has launched: messages and gathers."""
+"""What computations wait for that their rank has launched: messages, gathers and reloads."""
 
-from penstock.ir.awaits import gather_of_row, receive_of_row
+from penstock.ir.awaits import gather_of_row, launched_before, receive_of_row, reload_of_row
 from penstock.ir.deps import NONE, predecessors
+from penstock.ir.recompute import with_recompute
+from penstock.ir.split_backwards import with_split_backwards
 from penstock.lowering import lower
 from penstock.schedules import build
 from tests.simulation.drawing import sharded
@@ -37,3 +39,19 @@ def test_every_stage_awaits_its_gather_before_the_first_of_its_computations_behi
 
     found = {str(program.instruction(row)): int(gathers[row]) for row in range(8) if gathers[row] != NONE}
     assert found == {"0F0": 0, "1F0": 1, "0B0": 4}
+
+
+def test_what_first_reads_what_was_reloaded_awaits_it():
+    schedule = build("gpipe", ranks=1, microbatches=3)
+    expected = {"0B0": "0RELOAD0", "0B1": "0RELOAD1", "0B2": "0RELOAD2"}
+
+    for each, letter in ((schedule, "B"), (with_recompute(schedule), "R"), (with_split_backwards(schedule), "I")):
+        program = lower(each, offload=[0])
+        found = texts(program, reload_of_row(program))
+        assert found == {reader.replace("B", letter): reload for reader, reload in expected.items()}
+
+
+def test_only_programs_with_copies_have_a_column_for_them():
+    schedule = build("gpipe", ranks=2, microbatches=3)
+
+    assert [len(launched_before(lower(schedule, offload=offload))) for offload in ([], [1])] == [1, 2]

@@ -4,6 +4,7 @@ import numpy as np
 
 from penstock.ir.keeps import NOTHING, keeps
 from penstock.ir.operations import Op, Value
+from penstock.ir.program import Program
 from penstock.ir.recompute import with_recompute
 from penstock.lowering import lower
 from penstock.schedules import build
@@ -45,3 +46,21 @@ def test_the_rows_of_one_rank_are_enough():
 
 def test_without_a_backward_nothing_is_kept():
     assert kept(build("gpipe", ranks=2, microbatches=2, forward_only=True)) == {}
+
+
+def test_a_copy_moves_what_its_forward_keeps():
+    schedule = with_recompute(build("gpipe", ranks=2, microbatches=3), stages=[1])
+    found = kept(lower(schedule, offload=[0, 1]))
+
+    assert {text for text, value in found.items() if value is Value.ACTIVATION} == {
+        *("0F0", "0F1", "0F2"),
+        *("0OFFLOAD0", "0OFFLOAD1", "0OFFLOAD2", "0RELOAD0", "0RELOAD1", "0RELOAD2"),
+    }
+    assert {text for text, value in found.items() if value is Value.CHECKPOINT} == {
+        *("1F0", "1F1", "1F2"),
+        *("1OFFLOAD0", "1OFFLOAD1", "1OFFLOAD2", "1RELOAD0", "1RELOAD1", "1RELOAD2"),
+    }
+
+
+def test_a_copy_without_a_backward_moves_what_is_not_there():
+    assert kept(Program.from_csv("0F0,0OFFLOAD0", name="forwards")) == {"0OFFLOAD0": Value.ACTIVATION}

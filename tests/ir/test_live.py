@@ -19,6 +19,7 @@ from penstock.ir.live import (
     peak_activations,
     peak_alive,
     peak_bytes,
+    peak_host_bytes,
     peaks,
 )
 from penstock.ir.program import Program
@@ -61,6 +62,10 @@ def _recomputed(table):
     return set(zip(*(getattr(table, name)[rows].tolist() for name in ("stage", "microbatch", "slice")), strict=True))
 
 
+def _kept(table, stage, place):
+    return "checkpoint" if (stage, *place) in _recomputed(table) else "activation"
+
+
 def with_some_recomputed(schedule, seed):
     """Put an R before some backwards, or of the pairs that these are in."""
     chance = np.random.default_rng(seed)
@@ -92,10 +97,13 @@ def _begin(table, sizes, row, there):
     if op is Op.FORWARD:
         if previous >= 0:
             there.pop(("output", previous, place), None)
-        kept = "checkpoint" if (stage, *place) in _recomputed(table) else "activation"
+        kept = _kept(table, stage, place)
         there[kept, stage, place] = _size(table, sizes, kept, stage, place)
         if following >= 0:
             there["output", stage, place] = _size(table, sizes, "message", stage, place)
+    if op is Op.RELOAD:
+        kept = _kept(table, stage, place)
+        there[kept, stage, place] = _size(table, sizes, kept, stage, place)
     if op is Op.RECOMPUTE:
         del there["checkpoint", stage, place]
         there["activation", stage, place] = _size(table, sizes, "activation", stage, place)
@@ -120,6 +128,13 @@ def _end(table, sizes, row, there):
         there["context", stage, place] = _size(table, sizes, "weight_context", stage, place)
     if op is Op.BACKWARD_WEIGHT:
         del there["context", stage, place]
+    if op is Op.OFFLOAD:
+        del there[_kept(table, stage, place), stage, place]
+
+
+def offloaded(line):
+    """The program of one rank, with copies."""
+    return Program.from_csv(",".join(line.split()), name="offloaded")
 
 
 def uneven_sizes(table, seed):
@@ -145,6 +160,8 @@ def test_every_order_holds_what_a_walk_row_by_row_finds(schedule, seed):
     for each in (schedule, with_some_recomputed(schedule, seed)):
         assert_as_row_by_row(each, seed)
         assert_as_row_by_row(lower(each), seed)
+        if not schedule.is_forward_only:
+            assert_as_row_by_row(lower(each, offload=range(0, schedule.num_stages, 2)), seed)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -157,6 +174,8 @@ def test_every_family_holds_what_a_walk_row_by_row_finds(name, is_forward_only):
         for each in (schedule, with_some_recomputed(schedule, seed)):
             assert_as_row_by_row(each, seed)
             assert_as_row_by_row(lower(each), seed)
+            if not schedule.is_forward_only:
+                assert_as_row_by_row(lower(each, offload=range(schedule.num_stages)), seed)
 
 
 def test_a_message_counts_from_its_maker_to_its_send_and_from_its_receive_to_its_consumer():
@@ -204,6 +223,50 @@ def test_a_forward_that_runs_again_keeps_its_inputs_until_then():
 
     # A message becomes the checkpoint, beside that of 1F1, which is posted; a checkpoint then a part of the activation.
     assert [held[text] for text in ("1F0", "1R0", "1B0", "1R1", "1B1")] == [20, 60, 70, 50, 60]
+
+
+def test_what_is_offloaded_is_on_the_device_until_then_and_from_its_reload_on():
+    program = offloaded("0F0 0OFFLOAD0 0F1 0F2 0RELOAD0 0B2 0B0 0B1")
+    sizes = StageBytes.of(1, activation=10, weight_context=3)
+
+    assert live_bytes(program, sizes).tolist() == [10, 10, 10, 20, 30, 30, 20, 10]
+    assert left_bytes(program, sizes).tolist() == [10, 0, 10, 20, 30, 20, 10, 0]
+    assert (peak_bytes(program, sizes), peak_host_bytes(program, sizes)) == ([30], [10])
+
+
+def test_the_host_holds_what_is_offloaded_from_the_start_of_its_offload_to_the_end_of_its_reload():
+    program = lower(build("gpipe", ranks=2, microbatches=4), offload=[0])
+    sizes = StageBytes.of(2, activation=[100, 7])
+
+    # 0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0RELOAD0 0F3 0OFFLOAD3 0RELOAD1 0B0 0RELOAD2 0B1 0RELOAD3 0B2 0B3
+    assert peak_host_bytes(program, sizes) == [300, 0]
+    assert peak_bytes(program, sizes) == [200, 28]
+    assert peak_activations(program) == [2, 4]
+
+
+def test_two_copies_at_once_of_a_host_that_waits_for_neither():
+    program = offloaded("0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0RELOAD0 0RELOAD1 0B0 0B1 0B2")
+
+    assert peak_host_bytes(program, StageBytes.of(1, activation=4)) == [8]
+
+
+def test_where_a_forward_runs_again_only_its_inputs_are_moved():
+    program = offloaded("0F0 0OFFLOAD0 0F1 0RELOAD0 0R0 0B0 0B1")
+    sizes = StageBytes.of(1, activation=50, checkpoint=10)
+
+    assert live_bytes(program, sizes).tolist() == [10, 10, 50, 60, 100, 100, 50]
+    assert peak_host_bytes(program, sizes) == [10]
+
+
+def test_bytes_on_the_host_follow_those_of_their_microbatch():
+    program = offloaded("0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0RELOAD0 0B0 0RELOAD1 0B1 0B2")
+    sizes = replace(StageBytes.of(1, activation=10), microbatch_factor=np.array([0.5, 3.0, 1.0]))
+
+    assert peak_host_bytes(program, sizes) == [35]
+
+
+def test_programs_without_offloads_leave_the_host_empty():
+    assert peak_host_bytes(lower(build("1f1b", ranks=3, microbatches=4)), StageBytes.of(3, activation=9)) == [0, 0, 0]
 
 
 def test_static_bytes_are_those_of_all_stages_of_a_rank():

@@ -10,11 +10,14 @@ from penstock.ir.operations import (
     ENDS_KEEPING,
     IS_BACKWARD,
     IS_COMPUTE,
+    IS_COPY,
     JOINS_RANKS,
     KIND_INDEX,
     MADE,
+    MAKES_KEPT,
     MESSAGES,
     MOVED,
+    NAMES_SLOT,
     OF_STAGE,
     OP_OF_TEXT,
     OPERATIONS,
@@ -43,7 +46,7 @@ def test_every_operation_has_a_row_and_its_own_text_and_name():
 
 
 def test_the_numbers_are_those_of_columns_and_files():
-    assert [int(op) for op in Op] == list(range(14))
+    assert [int(op) for op in Op] == list(range(16))
     assert (Kind.RECOMPUTE, Op.RECOMPUTE, Op.OPTIMIZER_STEP) == (13, 13, 12)
 
 
@@ -82,12 +85,16 @@ def test_the_bytes_of_all_rows_of_a_microbatch_add_up_to_nothing():
     for rows in (
         [Op.FORWARD, Op.BACKWARD],
         [Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT],
+        [Op.FORWARD, Op.OFFLOAD, Op.RELOAD, Op.BACKWARD],
     ):
         left = Counter()
         for op in (*messages, *rows):
             left.update(OPERATIONS[op].at_start)
             left.update(OPERATIONS[op].at_end)
         assert not any(left.values())
+    on_host = Counter(OPERATIONS[Op.OFFLOAD].on_host_at_start)
+    on_host.update(OPERATIONS[Op.RELOAD].on_host_at_end)
+    assert on_host == {Size.ACTIVATION: 0}
     again = OPERATIONS[Op.RECOMPUTE].at_start
     assert again == {Size.ACTIVATION: 1, Size.CHECKPOINT: -1}, "its forward keeps CHECKPOINT, not ACTIVATION"
 
@@ -108,7 +115,7 @@ def test_whole_and_input_backwards_exclude_each_other_and_recomputation_replaces
         Op.BACKWARD,
         Op.RECOMPUTE,
     ]
-    assert makers(Value.ACTIVATION) == [Op.RECOMPUTE, Op.FORWARD]
+    assert makers(Value.ACTIVATION) == [Op.RECOMPUTE, Op.RELOAD, Op.FORWARD]
 
 
 def test_backwards_are_whole_ones_and_parts():
@@ -118,6 +125,8 @@ def test_backwards_are_whole_ones_and_parts():
 def test_a_place_is_kept_from_the_forward_to_the_last_part_of_the_backward():
     assert ops(BEGINS_KEEPING) == [Op.FORWARD]
     assert ops(ENDS_KEEPING) == [Op.BACKWARD, Op.BACKWARD_WEIGHT]
+    assert ops(MAKES_KEPT) == [Op.FORWARD, *ops(IS_COPY)]
+    assert ops(NAMES_SLOT) == [*ops(IS_COMPUTE), *ops(IS_COPY)]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_making_a_table_does_not_lock_the_arrays_it_is_made_of():
 @pytest.mark.parametrize(
     ("column", "value", "told"),
     [
-        ("op", 14, "op 14 is out of range; expected a number from 0 to 13"),
+        ("op", 16, "op 16 is out of range; expected a number from 0 to 15"),
         ("stage", 2, "stage 2 is out of range; expected a number from 0 to 1"),
         ("microbatch", 2, "microbatch 2 is out of range"),
         ("slice", 1, "slice 1 is out of range; expected a number from 0 to 0"),

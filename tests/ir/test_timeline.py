@@ -87,6 +87,17 @@ def test_peaks_count_activations_and_their_bytes():
     assert timeline.peak_bytes == [500, 50]
 
 
+def test_peaks_of_what_is_offloaded_are_those_of_the_host():
+    program = lower(build("gpipe", ranks=2, microbatches=5), offload=[0])
+    timeline = simulate(program, Costs.uniform(activation_bytes=(100, 10)))
+
+    assert timeline.peak_activations == [2, 5]
+    assert timeline.peak_bytes == [200, 50]
+    assert timeline.peak_host_bytes == [400, 0]
+    assert simulate(program, Costs.uniform()).peak_host_bytes == [0, 0]
+    assert timeline_of(two_ranks(), [(0, 1), (7, 9), (2, 3), (3, 5)]).peak_host_bytes == [0, 0]
+
+
 def test_a_timeline_cannot_be_changed():
     timeline = timeline_of(two_ranks(), [(0, 1), (7, 9), (2, 3), (3, 5)])
 

@@ -16,6 +16,8 @@ INPUT_GRADIENTS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 BACKWARDS = (*INPUT_GRADIENTS, Op.BACKWARD_WEIGHT)
 NAMES = {Op.FORWARD: "output", Op.BACKWARD_WEIGHT: "weight", Op.RECOMPUTE: "activation"}
 """Of what computations make; all others make gradients of inputs."""
+COPIES = (Op.OFFLOAD, Op.RELOAD)
+READS_KEPT = (*INPUT_GRADIENTS, Op.RECOMPUTE)
 
 
 class Wrong(Exception):
@@ -76,7 +78,7 @@ def require_rows(program, orders):
     omits = program.omits_reductions and not any(is_collective(row.op) for order in orders for row in order)
     for rank, order in enumerate(orders):
         found = Counter((row.op, *identity(row), row.stage if row.op.is_compute else row.peer)
-                        for row in order if not is_collective(row.op))  # fmt: skip
+                        for row in order if not is_collective(row.op) and row.op not in COPIES)  # fmt: skip
         if found != expected[rank]:
             raise Wrong
         _require_collectives(program, rank, order, has_reductions=trains and not omits)
@@ -135,6 +137,8 @@ class Rank:
     """Labels of results that it made or received."""
     awaited: set = field(default_factory=set)
     """Labels that it has posted receives for."""
+    on_host: set = field(default_factory=set)
+    """What forwards keep that is there, and not on the device."""
     entered: bool = False
     """Whether it has posted what the collective at which it stands sends and receives."""
 
@@ -147,6 +151,7 @@ class Machine:
         self.where = program.placement.rank_of_stage
         self.ranks = [Rank(_units(program, rank, order)) for rank, order in enumerate(orders)]
         self.again = identities(orders, Op.RECOMPUTE)
+        self.trains = not program.is_forward_only
         self.backwards_left = Counter(row.stage for order in orders for row in order if row.op in BACKWARDS)
 
     def ends(self):
@@ -174,12 +179,25 @@ class Machine:
             self.ranks[number].awaited.add(label_of(unit[0]))
             self.receive(number, self.where[unit[0].peer], label_of(unit[0]))
             return True
+        if op in COPIES:
+            self.copy(self.ranks[number], unit[0])
+            return True
         if op is not Op.OPTIMIZER_STEP and self.backwards_left[unit[0].stage]:
             raise Wrong  # the gradient is not whole yet
         return op is Op.REDUCE_GRADIENT or self.join(number, unit[0])
 
+    def copy(self, rank, row):
+        """Move what a forward keeps, which is there from it to its backward, or to the recomputation before that."""
+        own = identity(row)
+        is_kept = ("output", *own) in rank.values and not {("gradient", *own), ("activation", *own)} & rank.values
+        if not is_kept or (own in rank.on_host) != (row.op is Op.RELOAD) or not self.trains:
+            raise Wrong
+        rank.on_host ^= {own}
+
     def compute(self, rank, unit):
         needed = set().union(*(self.needs(row) for row in unit))
+        if any(row.op in READS_KEPT and identity(row) in rank.on_host for row in unit):
+            raise Wrong
         if not needed <= rank.values | rank.awaited:
             raise Wrong  # it is before what it needs on its own rank
         if not needed <= rank.values:

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from penstock.ir.operations import IS_COMPUTE, IS_MESSAGE, Op
+from penstock.errors import ScheduleError
+from penstock.ir.operations import IS_COMPUTE, IS_COPY, IS_MESSAGE, Op
 from penstock.ir.program import Program
 from penstock.ir.recompute import with_recompute
 from penstock.ir.split_backwards import with_split_backwards
-from penstock.lowering import lower
+from penstock.lowering import assign_slots, lower
 from penstock.proofs import check, lifetimes
 from penstock.proofs.lifetimes import check_lifetimes
 from penstock.proofs.report import Findings, Subject
@@ -24,6 +25,9 @@ PROGRAMS = {
     "forwards": lower(build("zbv", ranks=2, microbatches=2, forward_only=True)),
     "pairs": lower(build("dualpipe-v", ranks=2, microbatches=4)),
     "copies": lower(build("dualpipe", ranks=2, microbatches=4)),
+    "offloaded": lower(build("gpipe", ranks=2, microbatches=3), offload=[0, 1]),
+    "offloaded slices": lower(build("seq1f1b", ranks=2, microbatches=3, slices=2), offload=[0, 1]),
+    "recomputed and offloaded": lower(with_recompute(build("gpipe", ranks=2, microbatches=3)), offload=[0]),
 }
 
 
@@ -61,7 +65,7 @@ def doubled(program, rank, place):
 
 @pytest.mark.parametrize("program", [PROGRAMS[name] for name in PROGRAMS if name not in ("pairs", "copies")])
 def test_whichever_computation_or_message_is_left_out_or_doubled_is_found(program):
-    for row in program.rows_of(IS_COMPUTE | IS_MESSAGE).tolist():
+    for row in program.rows_of(IS_COMPUTE | IS_MESSAGE | IS_COPY).tolist():
         rank = int(program.rank_of_row[row])
         place = row - int(program.offsets[rank])
         is_needed = program.op[row] != Op.RECOMPUTE  # without it, its forward keeps all that the backward reads
@@ -131,3 +135,38 @@ def test_a_gradient_is_there_before_it_is_reduced():
 
     assert findings_of(early) == ["0REDUCE_GRAD reads the gradient of stage 0, which no row before it makes"]
     assert np.count_nonzero(program.op == Op.REDUCE_GRADIENT) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("0F0 0OFFLOAD0 0F1 0B0 0B1", "0B0 reads the activation of stage 0, microbatch 0, which 0OFFLOAD0"),
+        ("0F0 0F1 0OFFLOAD0 0B0 0RELOAD0 0B1", "0B0 reads the activation of stage 0, microbatch 0, which 0OFFLOAD0"),
+        ("0F0 0F1 0RELOAD0 0B0 0B1", "0RELOAD0 reads the offloaded of stage 0, microbatch 0, which no row before it"),
+        ("0OFFLOAD0 0F0 0F1 0RELOAD0 0B0 0B1", "0OFFLOAD0 reads the activation of stage 0, microbatch 0, which no row"),
+        ("0F0 0F1 0B0 0OFFLOAD0 0B1", "0OFFLOAD0 reads the activation of stage 0, microbatch 0, which 0B0"),
+        ("0F0 0F1 0OFFLOAD0 0OFFLOAD0 0RELOAD0 0B0 0B1", "0OFFLOAD0 reads the activation .* which 0OFFLOAD0"),
+        ("0F0 0F1 0OFFLOAD0 0RELOAD0 0RELOAD0 0B0 0B1", "0RELOAD0 reads the offloaded .* which 0RELOAD0"),
+        (
+            "0F0 0F1 0OFFLOAD0 0R0 0RELOAD0 0B0 0B1",
+            "0R0 reads the checkpoint of stage 0, microbatch 0, which 0OFFLOAD0",
+        ),
+        ("0F0 0F1 0R0 0OFFLOAD0 0RELOAD0 0B0 0B1", "0OFFLOAD0 reads the checkpoint .* which 0R0"),
+        ("0F0 0F1 0OFFLOAD0 0RELOAD0", "0OFFLOAD0 reads the activation of stage 0, microbatch 0, which no row before"),
+    ],
+)
+def test_a_copy_of_what_is_not_there_or_left_on_the_host_is_refused(line, told):
+    with pytest.raises(ScheduleError, match=told):
+        check(sharded(line))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "0F0 0F1 0OFFLOAD0 0F2 0RELOAD0 0OFFLOAD0 0RELOAD0 0B0 0B1 0B2",
+        "0F0 0OFFLOAD0 0RELOAD0 0B0",
+        "0F0 0F1 0OFFLOAD1 0OFFLOAD0 0RELOAD0 0I0 0RELOAD1 0W0 0I1 0W1",
+    ],
+)
+def test_what_is_kept_may_be_moved_wherever_it_is_there_and_more_than_once(line):
+    check(assign_slots(sharded(line)))

@@ -9,7 +9,8 @@ from hypothesis import given
 
 from penstock.errors import ConfigError
 from penstock.ir.instruction import Op
-from penstock.lowering import lower
+from penstock.ir.program import Program
+from penstock.lowering import assign_slots, lower
 from penstock.proofs import Limit, check
 from penstock.schedules import build
 from penstock.simulation import Costs, LayerCosts, simulate
@@ -217,6 +218,34 @@ def test_an_activation_slot_that_is_overwritten_is_refused():
         f"overwrites slot 0, where the activation of 0F0 (position {first}) lives until 0B0 (position {end})",
         "Take another slot",
     )
+
+
+@pytest.mark.parametrize("text", ["0OFFLOAD1", "0RELOAD1"])
+def test_a_copy_of_another_slot_is_refused(text):
+    broken = with_slot(lowered("gpipe", offload=[0]), text, 0)
+    place = (0, find(broken, text)[1], text)
+
+    assert_refused(broken, place, "reads slot 0; 0F1 (position", "saved its activation in slot 1", "slot 1")
+
+
+def test_every_copy_of_one_microbatch_has_its_slot():
+    line = "0F0 0F1 0OFFLOAD0 0RELOAD0 0OFFLOAD0 0RELOAD0 0B0 0B1"
+    program = assign_slots(Program.from_csv(",".join(line.split()), name="twice"))
+
+    check(program)
+    assert_refused(with_slot(program, "0OFFLOAD0", 1), (0, 2, "0OFFLOAD0"), "reads slot 1", "in slot 0")
+
+
+def test_limits_count_what_is_on_the_device():
+    schedule = build("gpipe", ranks=2, microbatches=6)
+    program = lower(schedule, offload=[0, 1])
+    costs = Costs.uniform(activation_bytes=100)
+
+    assert check(program, memory_limit="2 activations").peak_activations == [2, 2]
+    assert check(program, costs=costs, memory_limit=200).peak_bytes == [200, 200]
+    # 0F0 has left, and 0RELOAD0 has brought it back.
+    assert_refused(program, (0, find(program, "0F5")[1], "0F5"), "needs 2 activations", memory_limit="1 activation")
+    assert_refused(lower(schedule, offload=[1]), (0, 4, "0F2"), "needs 300 bytes", costs=costs, memory_limit=200)
 
 
 def test_a_backward_that_reads_another_slot_is_refused():

@@ -94,6 +94,8 @@ class Case:
     is_on_processes: bool
     lists_by: str
     """What the optimizer is made of: `named_parameters` or `parameters`."""
+    offloaded: tuple
+    """The stages whose activations move to the host and back."""
 
     @property
     def schedule(self):
@@ -133,7 +135,9 @@ class Case:
         lines += [f"  form {self.form}"] if self.form else []
         lines += [f"  loss {self.loss} x {self.scale}, rows {self.rows} {self.cut}, keywords {self.keywords}"]
         lines += [f"  {self.optimizer} {self.sparse_optimizer}, {dict(self.options)}, passed by {self.passes}"]
-        lines += [f"  specs={self.is_specs} processes={self.is_on_processes} {self.lists_by}"]
+        lines += [
+            f"  specs={self.is_specs} processes={self.is_on_processes} {self.lists_by} offloaded={self.offloaded}"
+        ]
         return "\n".join(lines)
 
 
@@ -198,6 +202,7 @@ class _Draw:
             passes=draw.choice(["all", "all", "needed"]),
             is_on_processes=self.needs_processes(ties, is_specs) or self.chance(0.03),
             lists_by=draw.choice(["named_parameters", "parameters"]),
+            offloaded=self.offloaded(schedule.num_stages),
         )
         taken = sorted({name for names in found.takes for name in names})
         found = replace(found, keywords=tuple(name for name in taken if self.chance(0.8)))
@@ -316,6 +321,13 @@ class _Draw:
     def split(self, num_layers, num_stages):
         ends = sorted(self.random.sample(range(1, num_layers), num_stages - 1))
         return tuple(np.diff([0, *ends, num_layers]).tolist())
+
+    def offloaded(self, num_stages):
+        """Draw stages by numbers of their own, so that the rest of a case does not depend on them."""
+        draw = random.Random(f"offloaded {self.seed}")
+        if draw.random() < 0.7:
+            return ()
+        return tuple(stage for stage in range(num_stages) if draw.random() < 0.8)
 
     def options(self, is_sparse):
         draw, found = self.random, {}

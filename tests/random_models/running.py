@@ -79,9 +79,9 @@ def run_rank(transport, case, model):
     options = dict(case.options) | replace(OBJECTIVES[case.loss], scale=case.scale).options
     if "table" in case.keywords:
         options["specs"] = BatchSpec(kwargs={"table": Replicate()})
-    pipeline = ps.Pipeline(
+    make = partial(
+        ps.Pipeline,
         model.listed,
-        case.schedule,
         loss=OBJECTIVES[case.loss].given,
         split=case.split,
         tied=model.tied,
@@ -90,6 +90,10 @@ def run_rank(transport, case, model):
         deadline_s=DEADLINE_S,
         **options,
     )
+    pipeline = make(schedule=case.schedule)
+    if case.offloaded:
+        tied_groups = pipeline.program.tied_groups  # as this pipeline found them; to close it would end the transport
+        pipeline = make(schedule=ps.lower(case.schedule, tied_groups=tied_groups, offload=case.offloaded))
     try:
         return _train(pipeline, case, model)
     finally:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import penstock as ps
 from tests.random_models.__main__ import summary
 from tests.random_models.cases import draw_case
 from tests.random_models.comparison import compare
@@ -56,6 +57,11 @@ def test_every_layer_of_the_vocabulary_is_drawn():
 
     assert {entry.kind for case in cases for entry in case.entries} == set(KINDS)
     assert {tie.how for case in cases for tie in case.ties} == {"parameter", "module", "option", "spec"}
+    assert sum(any("OFFLOAD" in str(row) for order in moved(case) for row in order) for case in cases[:100]) > 10
+
+
+def moved(case):
+    return ps.lower(case.schedule, offload=case.offloaded)
 
 
 def test_both_sides_begin_with_the_same_values():

@@ -7,8 +7,10 @@ import pytest
 
 from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.show.bars import COLLECTIVE, OPTIMIZER_STEP, bars_of_rank, last_end_s, merged, sorts_used, window_s
-from penstock.simulation import simulate
+from penstock.show.bars import COLLECTIVE, COPY, OPTIMIZER_STEP, bars_of_rank, last_end_s, merged, sorts_used, window_s
+from penstock.show.figures import legend_of
+from penstock.show.palette import COPY_COLOUR
+from penstock.simulation import Costs, simulate
 from tests.show.timelines import UNIT, timeline_of, timeline_with_bars
 
 
@@ -28,6 +30,21 @@ def test_what_takes_no_time_is_no_bar():
 
     assert sorts_used([timeline]) == []
     assert len(bars_of_rank(timeline, 0).row) == 0
+
+
+def test_copies_are_bars_of_their_own_from_their_launch_to_their_end():
+    program = lower(build("gpipe", ranks=1, microbatches=3), offload=[0])
+
+    timeline = simulate(program, Costs.uniform(offload_s=0.5, reload_s=0.25))
+    bars = bars_of_rank(timeline, 0)
+
+    assert [str(program.instruction(row)) for row in bars.row] == [
+        "0OFFLOAD0", "0OFFLOAD1", "0RELOAD0", "0OFFLOAD2", "0RELOAD1", "0RELOAD2",
+    ]  # fmt: skip
+    assert set(bars.sort.tolist()) == {COPY}
+    assert bars.start_s.tolist() == [1, 2, 2, 3, 3, 5]
+    assert bars.end_s.tolist() == [1.5, 2.5, 2.75, 3.5, 3.75, 5.25]
+    assert legend_of([timeline], ink="ink", bubble="grey")["copy"] == (COPY_COLOUR,)
 
 
 def test_the_sorts_of_any_timeline_count():

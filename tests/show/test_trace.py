@@ -8,7 +8,10 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.ir.timeline import DataWait
+from penstock.lowering import lower
+from penstock.schedules import build
 from penstock.show.trace import to_trace
+from penstock.simulation import Costs, simulate
 from tests.show.timelines import timeline_of
 
 PREDICTED, MEASURED = timeline_of(3, 5), timeline_of(3, 5, "gpipe")
@@ -111,6 +114,20 @@ def test_waits_for_data_are_slices_on_a_thread_of_their_own_from_the_start_of_th
     ]
     assert {names[e["pid"], e["tid"]] for e in slices} == {"measured data"}
     assert slices[0]["args"] == {"microbatch": 1, "timeline": "measured"}
+
+
+def test_copies_are_slices_on_a_thread_of_their_own():
+    program = lower(build("gpipe", ranks=2, microbatches=3), offload=[0])
+    timeline = simulate(program, Costs.uniform(offload_s=0.25, reload_s=0.25))
+
+    events = json.loads(to_trace({"predicted": timeline}))["traceEvents"]
+
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in of_phase(events, "M") if e["name"] == "thread_name"}
+    threads = {e["name"]: names[e["pid"], e["tid"]] for e in of_phase(events, "X") if "LOAD" in e["name"]}
+    assert len(threads) == 6
+    assert {name.rstrip(" 2") for name in threads.values()} == {"predicted copies"}
+    offload = next(e for e in of_phase(events, "X") if e["name"] == "0OFFLOAD1")
+    assert (offload["cat"], offload["args"]["microbatch"], offload["dur"]) == ("offload", 1, 0.25e6)
 
 
 def test_more_instructions_than_viewers_open_are_refused():

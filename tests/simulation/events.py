@@ -22,6 +22,9 @@ from tests.strategies import feasible_schedules, needs, one_of_each_rank
 RECEIVES = (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)
 KINDS = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")
 REDUCTIONS = (Op.REDUCE_GRADIENT, Op.REDUCE_TIED)
+SECONDS_BESIDE = {Op.UNSHARD: "unshard_s", Op.OFFLOAD: "offload_s", Op.RELOAD: "reload_s"}
+QUEUES = ((Op.UNSHARD,), (Op.OFFLOAD, Op.RELOAD))
+"""Of each rank."""
 
 
 def entry(entries, index):
@@ -39,9 +42,9 @@ class Events:
         self.known_s, self.channel_free_s = {}, {}  # (action, rank that has its result), (sender, receiver)
         self.start_s, self.end_s = np.full((2, program.num_instructions), np.nan)
         self.moments = [0.0]
-        # What gathers each rank has launched and not begun, when its queue is free, and the rows of tied groups.
-        self.launched = [[] for _ in range(program.num_ranks)]
-        self.queue_free_s = [0.0] * program.num_ranks
+        # By rank and queue: what it has launched and not begun, and when it is free; and the rows of tied groups.
+        self.launched = {(rank, queue): [] for rank in range(program.num_ranks) for queue in QUEUES}
+        self.queue_free_s = dict.fromkeys(self.launched, 0.0)
         self.of_group = {}
         for row in np.flatnonzero(program.op == Op.REDUCE_TIED).tolist():
             self.of_group.setdefault(int(program.peer[row]), {})[int(program.rank_of_row[row])] = row
@@ -51,7 +54,7 @@ class Events:
             now, progress = heappop(self.moments), True
             while progress:
                 progress = any(self.starts_something(rank, now) for rank in range(self.program.num_ranks))
-                progress |= any(self.begins_gather(rank, now) for rank in range(self.program.num_ranks))
+                progress |= any(self.begins_launched(queue, now) for queue in self.launched)
         for row in np.flatnonzero(np.isin(self.program.op, RECEIVES)):
             made, rank = self.result_at(row, "peer"), self.program.rank_of_row[row]
             self.end_s[row] = max(self.end_s[row], self.known_s[made, rank])
@@ -75,9 +78,10 @@ class Events:
         heappush(self.moments, until)
         if self.program.instruction(waiting[0]).op.is_send:
             self.end_s[rows] = self.send(waiting[0], rank, until)
-        if op == Op.UNSHARD:
+        if op in SECONDS_BESIDE:
             self.end_s[rows] = np.nan
-            self.launched[rank].append((rows[0], until))
+            queue = next(queue for queue in QUEUES if op in queue)
+            self.launched[rank, queue].append((rows[0], until))
         self.waiting[rank] = waiting[len(rows) :]
         return True
 
@@ -96,25 +100,32 @@ class Events:
         )
 
     def waits_for_others(self, rows, now):
-        """A computation waits for the gathers of its stage, a tied reduction for the other members of its group."""
+        """A computation waits for the gathers of its stage and its reload, a tied reduction for its group."""
         if self.program.op[rows[0]] == Op.REDUCE_TIED:
             members = self.of_group[self.program.peer[rows[0]]]
             return not all(self.has_come(rank, row, now) for rank, row in members.items())
-        return any(self.waits_for_gather(row, now) for row in rows if IS_COMPUTE[self.program.op[row]])
+        return any(self.waits_for_launched(row, now) for row in rows if IS_COMPUTE[self.program.op[row]])
 
     def has_come(self, rank, row, now):
         return row not in self.waiting[rank] or (self.waiting[rank][0] == row and self.free_s[rank] <= now)
 
-    def waits_for_gather(self, row, now):
-        before = range(self.program.offsets[self.program.rank_of_row[row]], row)
-        gathers = [r for r in before if self.program.op[r] == Op.UNSHARD]
-        return any(not self.end_s[r] <= now for r in gathers if self.program.stage[r] == self.program.stage[row])
+    def waits_for_launched(self, row, now):
+        names = ("stage", "microbatch", "slice")
+        for other in range(self.program.offsets[self.program.rank_of_row[row]], row):
+            num_alike = {Op.UNSHARD: 1, Op.RELOAD: 3}.get(self.program.op[other], 4)  # how many of the names must agree
+            is_awaited = all(
+                getattr(self.program, name)[other] == getattr(self.program, name)[row] for name in names[:num_alike]
+            )
+            if num_alike < 4 and is_awaited and not self.end_s[other] <= now:
+                return True
+        return False
 
-    def begins_gather(self, rank, now):
-        if not self.launched[rank] or max(self.launched[rank][0][1], self.queue_free_s[rank]) > now:
+    def begins_launched(self, queue, now):
+        if not self.launched[queue] or max(self.launched[queue][0][1], self.queue_free_s[queue]) > now:
             return False
-        row, _ = self.launched[rank].pop(0)
-        self.end_s[row] = self.queue_free_s[rank] = now + entry(self.costs.unshard_s, self.program.stage[row])
+        row, _ = self.launched[queue].pop(0)
+        seconds = getattr(self.costs, SECONDS_BESIDE[self.program.op[row]])
+        self.end_s[row] = self.queue_free_s[queue] = now + entry(seconds, self.program.stage[row])
         heappush(self.moments, self.end_s[row])
         return True
 
@@ -173,16 +184,19 @@ def uneven_costs(program, seed):
         message_bytes=tuple(chance.integers(0, 33, num_stages).tolist()),
         microbatch_bytes_factor=tuple(chance.choice([0.5, 1.0, 2.0], num_microbatches).tolist()),
         launch_s=float(chance.integers(0, 3)) / 16,
+        offload_s=quarters(8, num_stages),
+        reload_s=quarters(8, num_stages),
     )
 
 
 @st.composite
 def programs(draw):
-    """Lowered random schedules with tied stages, an optimizer step, and stages gathered and dropped at random."""
+    """Lowered random schedules with tied stages, an optimizer step, offloads, and stages gathered at random."""
     schedule = draw(feasible_schedules())
     stages = st.sets(st.integers(0, schedule.num_stages - 1), min_size=1)
     groups = [one_of_each_rank(schedule.placement, group) for group in draw(st.lists(stages, max_size=2))]
-    program = lower(schedule, tied_groups=groups, optimizer_step=draw(st.booleans()))
+    offload = [] if schedule.is_forward_only else draw(st.sets(st.integers(0, schedule.num_stages - 1)))
+    program = lower(schedule, tied_groups=groups, optimizer_step=draw(st.booleans()), offload=offload)
     return program if draw(st.booleans()) else with_sharding(program, draw(st.integers(0, 2**32)))
 
 

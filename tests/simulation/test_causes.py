@@ -263,6 +263,13 @@ def test_waiting_for_parameters_and_for_the_end_of_the_step_is_synchronisation()
     assert seconds(idle_times(timeline, costs), 0) == {"synchronisation": 2}
 
 
+def test_waiting_for_a_reload_is_synchronisation():
+    costs = Costs.uniform(reload_s=(4.0,))
+    timeline = simulate(sharded("0F0 0OFFLOAD0 0F1 0RELOAD0 0F2 0B0 0B1 0B2"), costs)
+
+    assert seconds(idle_times(timeline, costs), 0) == {"synchronisation": 3}
+
+
 def test_reducing_gradients_between_computations_is_synchronisation():
     program, costs = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(reduce_s=(0.75,), launch_s=0.25)
 

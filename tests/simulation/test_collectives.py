@@ -103,3 +103,50 @@ def test_gathers_keep_the_order_in_which_they_are_launched():
     timeline = simulate(program, Costs.uniform(unshard_s=(1.0,), reduce_s=(1.0,)))
 
     assert [ends(timeline)[f"{stage}UNSHARD"] for stage in range(3)] == [1, 6, 7]
+
+
+def test_copies_that_end_under_computations_cost_nothing():
+    program = sharded("0F0 0OFFLOAD0 0F1 0F2 0RELOAD0 0F3 0B0 0B1 0B2 0B3")
+
+    timeline = simulate(program, Costs.uniform(offload_s=(2.0,), reload_s=(1.0,)))
+
+    assert (starts(timeline)["0OFFLOAD0"], ends(timeline)["0OFFLOAD0"]) == (1, 3)
+    assert (starts(timeline)["0RELOAD0"], ends(timeline)["0RELOAD0"]) == (3, 4)
+    assert (starts(timeline)["0F1"], starts(timeline)["0B0"]) == (1, 4)
+    assert timeline.makespan_s == 4 + 4 * 2
+
+
+def test_what_reads_waits_for_its_reload_and_that_for_the_copies_before_it():
+    program = sharded("0F0 0OFFLOAD0 0F1 0F2 0RELOAD0 0F3 0B0 0B1 0B2 0B3")
+
+    timeline = simulate(program, Costs.uniform(offload_s=(3.0,), reload_s=(2.5,)))
+
+    assert ends(timeline)["0OFFLOAD0"] == 4
+    assert (starts(timeline)["0RELOAD0"], ends(timeline)["0RELOAD0"]) == (3, 6.5)
+    assert (starts(timeline)["0F3"], starts(timeline)["0B0"], starts(timeline)["0B1"]) == (3, 6.5, 8.5)
+
+
+def test_a_recomputation_waits_for_the_inputs_that_are_reloaded():
+    program = sharded("0F0 0OFFLOAD0 0F1 0RELOAD0 0R0 0B0 0B1")
+
+    timeline = simulate(program, Costs.uniform(reload_s=(4.0,)))
+
+    assert (starts(timeline)["0R0"], starts(timeline)["0B0"]) == (6, 7)
+
+
+def test_copies_and_gathers_do_not_wait_for_each_other():
+    program = sharded("0UNSHARD 0F0 0OFFLOAD0 1UNSHARD 0F1 0RELOAD0 1F1 1F0 1B0 0B0 1B1 0B1")
+
+    timeline = simulate(program, Costs.uniform(unshard_s=(2.0, 4.0), offload_s=(0.5,), reload_s=(0.5,)))
+
+    assert (ends(timeline)["0OFFLOAD0"], ends(timeline)["1UNSHARD"]) == (3.5, 7)
+    assert ends(timeline)["0RELOAD0"] == 4.5
+
+
+def test_each_stage_has_its_own_seconds_and_a_launch_comes_before_a_copy():
+    program = lower(build("gpipe", ranks=2, microbatches=3), offload=[0, 1])
+
+    timeline = simulate(program, Costs.uniform(offload_s=(0.25, 0.5), launch_s=1.0))
+
+    lasts = {text: ends(timeline)[text] - starts(timeline)[text] for text in ("0OFFLOAD0", "1OFFLOAD0")}
+    assert lasts == {"0OFFLOAD0": 1.25, "1OFFLOAD0": 1.5}

@@ -121,6 +121,14 @@ def test_a_gather_that_is_waited_for_is_on_the_path_from_its_launch():
     assert told(timeline) == ["compute 0F0 1", "collective 1F0 4", "compute 1F0 1"]
 
 
+def test_a_reload_that_is_waited_for_is_on_the_path_from_its_launch():
+    program = sharded("0F0 0OFFLOAD0 0F1 0RELOAD0 0F2 0B0 0B1 0B2")
+
+    timeline = simulate(program, Costs.uniform(reload_s=(4.0,)))
+
+    assert told(timeline)[:4] == ["compute 0F0 1", "compute 0F1 1", "collective 0B0 4", "compute 0B0 2"]
+
+
 def test_a_reduction_between_computations_is_on_the_path():
     timeline = simulate(sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(reduce_s=(4.0,)))
 

@@ -1,7 +1,7 @@
-"""What a row waits for that an earlier row of its rank has launched: a message, a gather of weights, a reduction.
+"""What a row waits for that an earlier row of its rank has launched: a message, a gather, a reload, a reduction.
 
-    1RECV_F0 0UNSHARD 1F0 ... 0F0 ... 0REDUCE_GRAD 1REDUCE_GRAD 0REDUCE_TIED0 STEP
-        1F0 awaits 1RECV_F0, 0F0 awaits 0UNSHARD, 0REDUCE_TIED0 awaits both reductions
+    1RECV_F0 0UNSHARD 1F0 ... 0F0 ... 0RELOAD0 0F3 0B0 ... 0REDUCE_GRAD 1REDUCE_GRAD 0REDUCE_TIED0 STEP
+        1F0 awaits 1RECV_F0, 0F0 awaits 0UNSHARD, 0B0 awaits 0RELOAD0, 0REDUCE_TIED0 awaits both reductions
 
 What launches returns at once. The rows that await it are the first that need what it brings.
 """
@@ -9,8 +9,8 @@ What launches returns at once. The rows that await it are the first that need wh
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.deps import NONE
-from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, JOINS_RANKS, OPERATIONS, Group, Op, Value
+from penstock.ir.deps import NONE, predecessors
+from penstock.ir.operations import IS_COMPUTE, IS_COPY, IS_RECEIVE, JOINS_RANKS, OPERATIONS, Group, Op, Value
 from penstock.ir.program import Program
 
 
@@ -22,8 +22,8 @@ def receive_of_row(program: Program, before: NDArray[np.int32]) -> NDArray[np.in
 
 
 def launched_before(program: Program) -> list[NDArray[np.int64]]:
-    """[num_rows] each, what computations wait for that runs beside those of their rank."""
-    return [gather_of_row(program)]
+    """[num_rows] each, what computations wait for that runs beside those of their rank: gathers, then reloads."""
+    return [gather_of_row(program), *([reload_of_row(program)] if len(program.rows_of(IS_COPY)) else [])]
 
 
 def gather_of_row(program: Program) -> NDArray[np.int64]:
@@ -38,6 +38,16 @@ def gather_of_row(program: Program) -> NDArray[np.int64]:
     rows, gathers = keys[places[is_inside]] % program.num_rows, gathers[is_inside]
     is_same = stage[rows] == stage[gathers]
     found[rows[is_same]] = gathers[is_same]
+    return found
+
+
+def reload_of_row(program: Program) -> NDArray[np.int64]:
+    """[num_rows] the row that has brought back what a computation reads."""
+    found = np.full(program.num_rows, NONE, np.int64)
+    for before in predecessors(program).T:
+        is_copied = before != NONE
+        is_copied[is_copied] = IS_COPY[program.op[before[is_copied]]]
+        found[is_copied] = before[is_copied]
     return found
 
 

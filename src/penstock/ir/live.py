@@ -3,6 +3,8 @@
     value             from                                   until
     activation        the start of its F, or of its R        the end of its B or I
     checkpoint        the start of an F that has an R        the start of its R, of whose activation it becomes a part
+    either of them    the start of its RELOAD                as above; at first until the end of its OFFLOAD
+    on the host       the start of its OFFLOAD               the end of its RELOAD
     wgrad tensors     the end of its I                       the end of its W
     message, to send  the start of the F, B or I making it   the end of its send
     message, to take  its receive, which posts the buffer    the start of its F, of whose activation it becomes a part;
@@ -16,11 +18,12 @@ of its program count. Without any backward, an activation ends with its F.
      1   2   3   3   3   3      activations, counted
 
 An overlapped pair runs together: what either row takes is there for both, and what either frees is there until both
-have ended. The tensors saved for wgrad are those that W needs once I has run.
+have ended. The tensors saved for wgrad are those that W needs once I has run. Bytes on the host are counted apart, and
+a copy has ended before the next row begins.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -111,6 +114,13 @@ def peak_bytes(table: Table, sizes: StageBytes) -> list[int]:
     return _peaks(_live_by_rank(table, sizes))
 
 
+def peak_host_bytes(table: Table, sizes: StageBytes) -> list[int]:
+    """Per rank, the most bytes that are on its host at once because rows moved them there."""
+    if not any(OPERATIONS[op].on_host_at_start for op in table.ops):
+        return [0] * table.num_ranks
+    return _peaks(live for live, _ in _levels_by_rank(table, sizes, on_host=True))
+
+
 def peak_alive(table: Table, taken: NDArray[Any], freed: NDArray[Any]) -> list[int]:
     """Per rank, the largest value of `alive`, without the column itself."""
     return _peaks(_alive_by_rank(table, taken, freed))
@@ -134,17 +144,16 @@ def _live_by_rank(table: Table, sizes: StageBytes) -> Iterator[Counts]:
     return (live for live, _ in _levels_by_rank(table, sizes))
 
 
-def _levels_by_rank(table: Table, sizes: StageBytes) -> Iterator[tuple[Counts, Counts]]:
+def _levels_by_rank(table: Table, sizes: StageBytes, *, on_host: bool = False) -> Iterator[tuple[Counts, Counts]]:
     """What is alive while each row of a rank runs, and what is left after it."""
-    start, end = _changes(table, sizes)
-    keeps_checkpoint = keeps(table) == Value.CHECKPOINT
+    # Rows that make or move a checkpoint look into a second table, in which it stands for the activation.
+    changes = [_changes(table, each, on_host) for each in (sizes, replace(sizes, activation=sizes.checkpoint))]
+    start, end = np.concatenate(changes, axis=1)
+    has_checkpoint = keeps(table) == Value.CHECKPOINT
     for part in _ranks(table):
-        which = table.op[part].astype(np.intp) * table.num_stages + table.stage[part]
+        which = (table.op[part] + NUM_OPS * has_checkpoint[part]) * table.num_stages + table.stage[part]
         taken: NDArray[Any] = start.take(which)
         freed: NDArray[Any] = end.take(which)
-        # The look-up table knows operations, not which forwards keep their inputs only.
-        rows = np.flatnonzero(keeps_checkpoint[part])
-        taken[rows] += (sizes.checkpoint - sizes.activation)[table.stage[part][rows]]
         if sizes.microbatch_factor is not None:
             factor = sizes.microbatch_factor[table.microbatch[part]]
             # Rounded at the end: rounded parts of a value would not add up to it.
@@ -153,8 +162,8 @@ def _levels_by_rank(table: Table, sizes: StageBytes) -> Iterator[tuple[Counts, C
         yield _whole(live), _whole(live - freed)
 
 
-def _changes(table: Table, sizes: StageBytes) -> tuple[Counts, Counts]:
-    """[num_ops, num_stages] what a row adds to its rank at its start, and takes from it at its end."""
+def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Counts:
+    """[2, num_ops, num_stages] what a row adds to its rank, or its host, at its start, and takes from it at its end."""
     placement = table.placement
     message = sizes.message if isinstance(table, Program) else np.zeros_like(sizes.message)
     previous, following = np.array(placement.previous_stage), np.array(placement.next_stage)
@@ -165,13 +174,14 @@ def _changes(table: Table, sizes: StageBytes) -> tuple[Counts, Counts]:
         Size.CHECKPOINT: sizes.checkpoint,
         Size.WEIGHT_INPUTS: sizes.weight_context,
     }
-    added, freed = np.zeros((2, NUM_OPS, placement.num_stages), np.int64)
+    changes = np.zeros((2, NUM_OPS, placement.num_stages), np.int64)
     for op, row in OPERATIONS.items():
-        added[op] = sum(times * of_size[size] for size, times in row.at_start.items())
-        freed[op] = -sum(times * of_size[size] for size, times in row.at_end.items())
+        at_start, at_end = (row.on_host_at_start, row.on_host_at_end) if on_host else (row.at_start, row.at_end)
+        changes[0, op] = sum(times * of_size[size] for size, times in at_start.items())
+        changes[1, op] = -sum(times * of_size[size] for size, times in at_end.items())
         if row.begins_keeping and table.is_forward_only:
-            freed[op] += sizes.activation  # nothing is kept
-    return added, freed
+            changes[1, op] += sizes.activation  # nothing is kept
+    return changes
 
 
 def _whole(num_bytes: NDArray[Any]) -> Counts:

@@ -3,10 +3,10 @@
     F -- OUTPUT --> F of the next stage          B, I -- INPUT_GRADIENT --> B, I of the previous stage
     F -- ACTIVATION --> B, I of the same stage   I -- WEIGHT_INPUTS --> W of the same stage
 
-With a recomputation F keeps its inputs only, the CHECKPOINT, and R makes the ACTIVATION again. Each (stage, microbatch,
-slice) has one F, at most one R, and either one B or one I and one W. A value that is made on one rank and read on
-another travels as the message of a send and a receive. What a row does beyond its operation, since it depends on other
-rows, is derived in `ir.keeps` and `ir.awaits`.
+With a recomputation F keeps its inputs only, the CHECKPOINT, and R makes the ACTIVATION again. OFFLOAD moves what F
+keeps to the host, and RELOAD moves it back. Each (stage, microbatch, slice) has one F, at most one R, and either one B
+or one I and one W. A value that is made on one rank and read on another travels as the message of a send and a receive.
+What a row does beyond its operation, since it depends on other rows, is derived in `ir.keeps` and `ir.awaits`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -51,6 +51,8 @@ class Op(IntEnum):
     REDUCE_TIED = 11
     OPTIMIZER_STEP = 12
     RECOMPUTE = Kind.RECOMPUTE
+    OFFLOAD = 14
+    RELOAD = 15
 
     @property
     def is_compute(self) -> bool:
@@ -100,6 +102,8 @@ class Value(IntEnum):
     """All that the backward needs of its forward."""
     CHECKPOINT = auto()
     """The inputs of a forward whose activation is computed again."""
+    OFFLOADED = auto()
+    """One of these two, on the host."""
     INPUT_GRADIENT = auto()
     CARRY_GRADIENT = auto()
     WEIGHT_INPUTS = auto()
@@ -171,6 +175,8 @@ class Operation:
     """Of its device, from the start of a row on."""
     at_end: Bytes = field(default_factory=dict)
     """Of its device, once the row has ended."""
+    on_host_at_start: Bytes = field(default_factory=dict)
+    on_host_at_end: Bytes = field(default_factory=dict)
     begins_keeping: bool = False
     """Whether it takes the slot in which a stage keeps what its backward needs of one forward."""
     ends_keeping: bool = False
@@ -196,6 +202,7 @@ class Operation:
 
 
 _WEIGHTS, _GRADIENT = Read(Value.WEIGHTS, column=None), Read(Value.GRADIENT, column=None)
+_F_KEEPS, _MORE, _LESS = (Value.CHECKPOINT, Value.ACTIVATION), {Size.ACTIVATION: 1}, {Size.ACTIVATION: -1}
 _BACKWARD_READS = (
     Read(Value.INPUT_GRADIENT, At.DOWNSTREAM),
     Read(Value.ACTIVATION, column=1),
@@ -219,6 +226,11 @@ def _of_stage(text: str, name: str, lane: Lane, group: Group | None = None, **co
 
 def _reduce(text: str, name: str, group: Group, **columns: Any) -> Operation:
     return _of_stage(text, name, Lane.COLLECTIVE, group, reads=(_GRADIENT,), needs_backward=True, **columns)
+
+
+def _move(text: str, frees: tuple[Value, ...], makes: tuple[Value, ...], **columns: Any) -> Operation:
+    columns |= {"text": text, "name": text.capitalize(), "lane": Lane.COPY, "is_in_torch": False}
+    return Operation(reads=tuple(Read(value, column=None) for value in frees), frees=frees, makes=makes, **columns)
 
 
 OPERATIONS: dict[Op, Operation] = {
@@ -302,6 +314,8 @@ OPERATIONS: dict[Op, Operation] = {
         is_in_torch=False,
         colors=("#0F0426", "#240959", "#502B99"),
     ),
+    Op.OFFLOAD: _move("OFFLOAD", _F_KEEPS, (Value.OFFLOADED,), at_end=_LESS, on_host_at_start=_MORE),
+    Op.RELOAD: _move("RELOAD", (Value.OFFLOADED,), _F_KEEPS, at_start=_MORE, on_host_at_end=_LESS, remakes=True),
 }
 
 *_first, _last = (kind.letter for kind in Kind)

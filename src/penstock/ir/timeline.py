@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, described
 from penstock.ir.hot import frozen
-from penstock.ir.live import StageBytes, peak_activations, peak_bytes
+from penstock.ir.live import StageBytes, peak_activations, peak_bytes, peak_host_bytes
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
@@ -122,6 +122,11 @@ class Timeline:
     def peak_bytes(self) -> list[int]:
         """Per rank, the most bytes of activations, tensors saved for wgrad and messages alive at once; 0: unknown."""
         return [0] * self.num_ranks if self.sizes is None else peak_bytes(self.program, self.sizes)
+
+    @cached_property
+    def peak_host_bytes(self) -> list[int]:
+        """Per rank, the most bytes offloaded to its host at once; 0: none, or unknown."""
+        return [0] * self.num_ranks if self.sizes is None else peak_host_bytes(self.program, self.sizes)
 
     @property
     def static_bytes(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from torch import nn
 from penstock.execute.observing.rank_memory import Moment, memory_text
 from penstock.ir.live import peak_activations
 from penstock.ir.units import format_bytes
+from penstock.lowering import lower
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
@@ -69,6 +70,16 @@ def test_every_family_keeps_as_many_activations_as_the_check_counts(name):
 
     assert found
     assert {shape: pair for shape, pair in found.items() if pair[0] != pair[1]} == {}
+
+
+def test_layers_keep_as_many_bytes_where_their_stage_offloads():
+    schedule, task = build("gpipe", ranks=2, microbatches=8), deep_task(4)
+
+    plain, moved = (report_of(plan, task)[0][0] for plan in (schedule, lower(schedule, offload=[0, 1])))
+
+    assert moved.layer_bytes == plain.layer_bytes
+    assert [rank.peak_activations for rank in moved.ranks] == [2, 2]
+    assert [rank.peak_activations for rank in plain.ranks] == [8, 8]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
@@ -242,15 +253,23 @@ def test_on_a_gpu_the_points_have_the_allocators_figures():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "interleaved-1f1b", "chimera"])
-def test_the_predicted_peak_is_what_was_counted(name):
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [
+        *[(name, []) for name in ("1f1b", "zb-h1", "zbv", "interleaved-1f1b", "chimera")],
+        *[(name, range(2)) for name in ("gpipe", "zb-h2")],
+        *[(name, range(4)) for name in ("zbv", "interleaved-1f1b")],
+    ],
+)
+def test_the_predicted_peak_is_what_was_counted(name, offload):
     """Of a decoder, whose batch and tables of angles weigh little beside what blocks keep."""
     config = DecoderConfig(vocabulary=64, width=128, layers=4, heads=2, key_value_heads=2, hidden=256, length=64)
     batch = torch.randint(64, (8, 65), generator=torch.Generator().manual_seed(0))
 
     def case(wires):
         schedule = build(name, ranks=2, microbatches=8)
-        pipeline = Pipeline(decoder_layers(config), schedule, loss=cross_entropy_loss, transport=wires)
+        program = lower(schedule, offload=offload) if offload else schedule
+        pipeline = Pipeline(decoder_layers(config), program, loss=cross_entropy_loss, transport=wires)
         for _ in range(2):  # gradients are there from the first step on
             report = pipeline.memory_report(batch[:, :-1].contiguous(), target=batch[:, 1:].contiguous())
         pipeline.close()

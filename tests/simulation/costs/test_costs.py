@@ -13,7 +13,7 @@ from penstock.simulation import Costs
 from penstock.simulation.costs.costs import Channel
 
 PER_STAGE = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")
-BESIDE = ("optimizer_s", "unshard_s", "reduce_s")
+BESIDE = ("optimizer_s", "unshard_s", "reduce_s", "offload_s", "reload_s")
 BYTES = (
     "message_bytes", "activation_bytes", "weight_context_bytes", "parameter_bytes", "gradient_bytes",
     "optimizer_bytes",

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.ir.action import Kind
 from penstock.ir.instruction import Op
+from penstock.ir.operations import IS_COPY
 from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
 from penstock.schedules import build
@@ -222,3 +223,13 @@ def test_a_reduction_between_computations_is_no_launch():
     costs = Costs.uniform(reduce_s=5.0)
 
     assert costs_from_timeline(simulate(program, costs)).launch_s == 0
+
+
+def test_copies_that_hold_up_their_rank_are_no_launches():
+    program = lower(build("gpipe", ranks=1, microbatches=5), offload=[0])
+    lasts_s = np.where(program.is_compute, 1.0, np.where(IS_COPY[program.op], 5.0, 0.0))
+    end_s = np.cumsum(lasts_s + 0.125)
+
+    costs = costs_from_timeline(Timeline(program, "measured", end_s - lasts_s, end_s))
+
+    assert costs.launch_s == pytest.approx(0.125)

@@ -7,6 +7,7 @@ from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.stages.auxiliary import AddedLossPart, Auxiliary
 from penstock.execute.stages.carried import Carrying, begin_slice
 from penstock.execute.stages.feature import StageFeature, modules_with
+from penstock.execute.stages.offloading import begin_movable, offloaded_places
 from penstock.execute.stages.passes import PassOptions, StagePasses
 from penstock.execute.stages.randomness import Randomness, RandomPart
 from penstock.execute.stages.skips import SkipPart, StageSkips
@@ -43,6 +44,8 @@ def _features(
     program: Program, stage: Stage, skips: StageSkips | None, randomness: Randomness
 ) -> Iterator[StageFeature]:
     """The features of a stage, outermost first: their order is that of autograd's roots."""
+    if places := offloaded_places(program, stage.index):
+        yield partial(begin_movable, places, program.placement.previous_stage[stage.index] == NONE)
     if adding := modules_with(stage.modules, Auxiliary):
         yield lambda step, place: AddedLossPart(adding, step.losses, place)
     carrying = modules_with(stage.modules, Carrying) if program.num_slices > 1 else []

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.errors import PipelineError, count_of
@@ -31,6 +32,7 @@ from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.observing.rank_memory import MemoryPoint, Moment, RankMemory, StageMemory, memory_text
 from penstock.execute.ops.keys import Keys
 from penstock.execute.parameters.gradient_store import WeightInputs
+from penstock.execute.stages.offloading import is_on_host, noting_saved, saved_in
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.execute.stages.stage import Stage
@@ -74,7 +76,8 @@ class MemoryWatch(Observer):
         self.peak_activations = 0
         self.points: dict[Moment, MemoryPoint] = {}
         self.sizes = LayerSizes(stages)
-        parameters = (parameter for stage in stages for _, parameter in stage.named_parameters())
+        parameters = [parameter for stage in stages for _, parameter in stage.named_parameters()]
+        self._parameters = frozenset(storages(parameters))
         self._tracker = SavedTensorTracker(parameters, self.sizes.note_saved)
         self._peak = RankMemory()
         self._stages = {stage.index: stage for stage in stages}
@@ -117,9 +120,19 @@ class MemoryWatch(Observer):
     def _watching_forward(self, stage: int, kept: int, step: Step) -> Iterator[None]:
         self._stage_of_key[kept] = stage
         note_outputs = partial(self._tracker.note_functions, stage)
-        with self._tracker.of_stage(stage, self.attempt), self.sizes.watching(self.attempt, note_outputs):
+        with (
+            self._tracker.of_stage(stage, self.attempt),
+            noting_saved(partial(self.attempt, self._note_saved, {})),
+            self.sizes.watching(self.attempt, note_outputs),
+        ):
             yield
         self._look(step)
+
+    def _note_saved(self, noted: dict[int, Tensor], tensor: Tensor) -> None:
+        new = storages(tensor).keys() - noted.keys() - self._parameters
+        noted |= dict.fromkeys(new, tensor)  # held to the end of the forward, so that no address is used twice
+        if new:
+            self.sizes.note_saved(tensor)
 
     @contextmanager
     def _watching_call(self, kept: int | None, is_backward: bool, step: Step) -> Iterator[None]:
@@ -165,7 +178,7 @@ class MemoryWatch(Observer):
         kept, messages, made = self._by_kind(step)
         forwards = [(self._stage_of_key[key], value) for key, value in kept.items()]
         for stage, value in forwards:
-            if not isinstance(value, Checkpoint):
+            if not isinstance(value, Checkpoint) and not is_on_host(value):
                 num_activations[stage] += 1
                 context_bytes[stage] += counter.add(held_by(value) if isinstance(value, WeightInputs) else [])
         activation_bytes = {stage: counter.add_storages(self._tracker.held(stage)) for stage in parameters}
@@ -181,12 +194,12 @@ class MemoryWatch(Observer):
 
 
 def _inputs_in(kept: Any) -> list[Any]:
-    """What a stage keeps of a forward, without what autograd holds."""
+    """What a stage keeps of a forward, without what autograd holds in its own way."""
     match kept:
         case Checkpoint():
             return [kept.arguments, kept.keywords]
         case SavedForward():
-            return [*kept.inputs]
+            return [*kept.inputs, *saved_in(kept)]
     return []
 
 

@@ -10,6 +10,7 @@ from penstock.execute.ops.backward import backward, backward_input
 from penstock.execute.ops.context import Handler
 from penstock.execute.ops.forward import forward
 from penstock.execute.ops.messages import receive_backward, receive_forward, send_backward, send_forward
+from penstock.execute.ops.offload import offload, reload
 from penstock.execute.ops.recompute import recompute
 from penstock.execute.ops.reduce import reduce
 from penstock.execute.ops.step import optimizer_step
@@ -33,4 +34,6 @@ HANDLERS: Mapping[Op, Handler] = {
     Op.REDUCE_GRADIENT: reduce,
     Op.REDUCE_TIED: reduce_tied,
     Op.OPTIMIZER_STEP: optimizer_step,
+    Op.OFFLOAD: offload,
+    Op.RELOAD: reload,
 }

@@ -29,6 +29,7 @@ FIELD_OF_KIND = {
 }
 
 FIELD_OF_OP = {Op.REDUCE_GRADIENT: "reduce_s", Op.OPTIMIZER_STEP: "optimizer_s", Op.UNSHARD: "unshard_s"}
+FIELD_OF_OP |= {Op.OFFLOAD: "offload_s", Op.RELOAD: "reload_s"}
 """Seconds per stage of operations that compute nothing; those without a field take no time."""
 COMPUTE_FIELDS = (*FIELD_OF_KIND.values(), "split_forward_s")
 """All seconds of computations, per stage."""
@@ -167,6 +168,10 @@ class Costs(SharedCosts):
     """Gathering the parameters of a stage."""
     reduce_s: PerStage = (0.0,)
     """Reducing the gradients of a stage over its replicas."""
+    offload_s: PerStage = (0.0,)
+    """Copying what a stage keeps of one microbatch to the host; 0: hidden behind computations."""
+    reload_s: PerStage = (0.0,)
+    """Copying it back."""
 
     spreads: tuple[Spread, ...] = ()
 

@@ -1,0 +1,56 @@
+"""Pass: move what some stages keep of their forwards to the host, and back ahead of the row that reads it.
+
+    Before: 0F0 0F1 0F2 0F3 0B0 0B1 ...
+    After:  0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0RELOAD0 0F3 0RELOAD1 0B0 0B1 ...
+
+OFFLOAD is right behind its F. RELOAD is `ahead` computations before the first row that reads, so that the copy runs
+under them; an overlapped pair counts once, and nothing is put into it. Where no computation would be left between
+OFFLOAD and RELOAD, the backward follows so soon that nothing is gained, and the microbatch stays on the device.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ConfigError, ScheduleError, described
+from penstock.ir.deps import NONE, index_rows
+from penstock.ir.operations import Op
+from penstock.ir.program import NewRows, Program
+from penstock.ir.recompute import chosen_stages
+
+
+def add_offloads(program: Program, stages: Iterable[int], ahead: int = 1) -> Program:
+    """Add an OFFLOAD and a RELOAD for each microbatch (and slice) of these stages.
+
+    Raises:
+        ConfigError: for a stage that the program does not have, and for anything but 0 or more computations `ahead`.
+        ScheduleError: for a program without a backward.
+    """
+    chosen = chosen_stages(program, stages, key="offload")
+    if isinstance(ahead, bool) or not isinstance(ahead, int | np.integer) or ahead < 0:
+        raise ConfigError(f"{described(ahead)}; expected a number of computations, 0 or more", key="ahead")
+    if not chosen.any():
+        return program
+    if program.is_forward_only:
+        problem = "it has no backward, so no stage keeps anything that could be offloaded"
+        raise ScheduleError(f"{program.name}: {problem}; leave out offload, or give a schedule with backwards")
+    forward, reader = _ends(program, chosen)
+    begins = program.is_compute & ~np.append(False, program.joined[:-1])
+    first, group = np.flatnonzero(begins), np.cumsum(begins) - 1
+    place = group[reader] - ahead
+    is_far = place - group[forward] >= 2
+    forward, before = forward[is_far], first[place[is_far]]
+    row, op = np.tile(forward, 2), np.repeat([Op.OFFLOAD, Op.RELOAD], len(forward))
+    key = np.concatenate([NewRows.after(forward + program.joined[forward]), NewRows.before(before)])
+    rank, stage = program.rank_of_row[row], program.stage[row]
+    return program.inserted(NewRows(key, rank, op, stage, program.microbatch[row], program.slice[row], stage))
+
+
+def _ends(program: Program, chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The forwards of the chosen stages, and the row that first reads what each keeps: R, else B or I."""
+    rows = index_rows(program)
+    again, backward = rows.plane(Op.RECOMPUTE)[chosen], rows.plane(Op.BACKWARD)[chosen]
+    forward, reader = rows.plane(Op.FORWARD)[chosen], np.where(again != NONE, again, backward)
+    is_whole = (forward != NONE) & (reader != NONE)
+    return forward[is_whole], reader[is_whole]

@@ -1,0 +1,317 @@
+"""What a forward keeps is moved to the host and back: its bytes, and nobody else's."""
+
+import gc
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PipelineError
+from penstock.execute.stages.carried import begin_slice
+from penstock.execute.stages.offloading import begin_movable, is_on_host, movable, noting_saved, saved_in
+from penstock.execute.stages.recompute import Recomputation
+from penstock.execute.stages.stage import Stage
+from penstock.execute.values.tree import tensors_of
+from penstock.models import Carry
+from tests.local_pipelines import WIDTH, settle, values
+from tests.one_stage import PLACE, OneStage, step_of
+
+ROWS = 4
+ONE = 4 * ROWS * WIDTH
+"""The bytes of one activation between two layers."""
+
+
+class Calls(nn.Module):
+    """Calls a function with its input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def one_stage(*layers, is_checkpoint=False, features=(), step=None, **options):
+    movables = partial(begin_movable, {PLACE: is_checkpoint}, options.get("is_first", False))
+    stage = Stage(0, {str(index): layer for index, layer in enumerate(layers)})
+    return OneStage(stage, features=[movables, *features], step=step, **options)
+
+
+def linear():
+    return settle(nn.Linear(WIDTH, WIDTH), 0)
+
+
+def inputs():
+    return values(1, ROWS, WIDTH).requires_grad_()
+
+
+def forward(stage, x):
+    return stage.passes.forward(stage.step, PLACE, (x,), {})
+
+
+def bytes_of(saved):
+    """The bytes of all storages of a forward, each once."""
+    storages = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in [*saved.inputs, *saved_in(saved)]
+    }
+    return sum(storages.values())
+
+
+def gradients(stage, saved):
+    found = stage.passes.backward(stage.step, saved, [values(2, ROWS, WIDTH)])
+    return [*found, *[parameter.grad for parameter in stage.stage.parameters()]]
+
+
+def test_what_only_the_forward_holds_leaves_the_device_and_comes_back():
+    expected = one_stage(linear(), nn.Tanh(), linear())
+    _, kept = forward(expected, inputs())
+    stage = one_stage(linear(), nn.Tanh(), linear())
+    _, saved = forward(stage, inputs())
+    num_parameter_bytes = sum(parameter.nbytes for parameter in stage.stage.parameters() if parameter.dim() == 2)
+    before = [(each.shape, each.stride(), each.storage_offset()) for each in saved_in(saved)]
+
+    assert bytes_of(saved) == 2 * ONE + num_parameter_bytes  # the input and the tanh
+    movable(saved).offload(saved)
+    assert is_on_host(saved)
+    assert bytes_of(saved) == num_parameter_bytes
+    movable(saved).reload()
+    assert not is_on_host(saved)
+    assert bytes_of(saved) == 2 * ONE + num_parameter_bytes
+    assert [(each.shape, each.stride(), each.storage_offset()) for each in saved_in(saved)] == before
+    assert all(map(torch.equal, gradients(stage, saved), gradients(expected, kept)))
+
+
+def test_views_of_one_storage_share_one_again():
+    def layer(x):
+        wide = torch.cat([x, x], 1).tanh()
+        return wide[:, :WIDTH] * wide[:, WIDTH:].flip(0)
+
+    _, saved = forward(one_stage(Calls(layer)), inputs())
+    addresses = [each.data_ptr() for each in saved_in(saved)]
+    movable(saved).offload(saved)
+    other = torch.empty(2 * ONE)  # takes the memory that was given back
+    movable(saved).reload()
+
+    storages = {each.untyped_storage().data_ptr() for each in saved_in(saved)}
+    assert len(addresses) == 3
+    assert len(storages) == 2  # the flipped half is a copy
+    assert other.untyped_storage().data_ptr() not in storages
+
+
+HOLDS = {
+    "itself": lambda x: x,
+    "a view": lambda x: x[1:],
+    "detached": lambda x: x.detach(),
+    "for numpy": lambda x: x.detach().numpy(),
+}
+
+
+@pytest.mark.parametrize("is_checkpoint", [False, True])
+@pytest.mark.parametrize("how", HOLDS)
+def test_an_input_that_a_layer_holds_stays_where_it_is(how, is_checkpoint):
+    held = []
+
+    def layer(x):
+        held.append(HOLDS[how](x))
+        return x * 2
+
+    stage = one_stage(Calls(layer), linear(), is_checkpoint=is_checkpoint)
+    run = Recomputation(stage.passes) if is_checkpoint else stage.passes
+    x = inputs()
+    expected = torch.as_tensor(HOLDS[how](x)).detach().clone()
+    _, kept = run.forward(stage.step, PLACE, (x,), {})
+    movable(kept).offload(kept)
+
+    assert x.untyped_storage().nbytes() == ONE
+    assert torch.equal(torch.as_tensor(held[0]), expected)
+
+
+def test_layers_get_inputs_with_the_strides_that_they_had():
+    """A dimension of one element has a stride too, by which torch lays out results."""
+    seen = []
+    stage = one_stage(Calls(lambda x: seen.append(x.stride()) or x * 2))
+    x = torch.empty_strided((1, ROWS, WIDTH), (100, 1, ROWS)).zero_().requires_grad_()
+    forward(stage, x)
+
+    assert seen == [(100, 1, ROWS)]
+
+
+def test_parameters_buffers_and_outputs_on_their_way_stay_where_they_are():
+    norm = nn.BatchNorm1d(WIDTH)
+    stage = one_stage(norm, linear(), nn.Tanh())
+    output, saved = forward(stage, inputs())
+    then = output.detach().clone()
+    movable(saved).offload(saved)
+
+    assert torch.equal(output, then)
+    for each in (*stage.stage.parameters(), *norm.buffers()):
+        assert each.untyped_storage().nbytes() == each.nbytes
+
+
+def test_the_callers_batch_stays_where_it_is():
+    x = inputs()
+    for is_checkpoint in (False, True):
+        stage = one_stage(linear(), is_first=True, is_checkpoint=is_checkpoint)
+        run = Recomputation(stage.passes) if is_checkpoint else stage.passes
+        _, kept = run.forward(stage.step, PLACE, (x,), {})
+        movable(kept).offload(kept)
+        assert x.untyped_storage().nbytes() == ONE
+
+
+def test_memory_that_is_not_torchs_own_stays_where_it_is():
+    outside = [torch.from_numpy(np.ones((ROWS, WIDTH), np.float32)), torch.ones(ROWS, WIDTH).share_memory_()]
+    stage = one_stage(Calls(lambda x: x * outside.pop() * outside.pop() * torch.full_like(x, 3)))
+    _, saved = forward(stage, inputs())
+    movable(saved).offload(saved)
+
+    gc.collect()
+    sizes = sorted(each.untyped_storage().nbytes() for each in saved_in(saved))
+    assert sizes == [0] * (len(sizes) - 2) + [ONE, ONE]
+    assert len(sizes) > 2
+
+
+def test_a_checkpoint_is_moved_and_runs_again_from_what_comes_back():
+    expected = one_stage(linear(), nn.Tanh())
+    _, kept = forward(expected, inputs())
+    stage = one_stage(linear(), nn.Tanh(), is_checkpoint=True)
+    again, x = Recomputation(stage.passes), inputs()
+    _, checkpoint = again.forward(stage.step, PLACE, (x,), {})
+    movable(checkpoint).offload(checkpoint)
+    assert is_on_host(checkpoint)
+    assert [each.untyped_storage().nbytes() for each in tensors_of(checkpoint.arguments)] == [0]
+    movable(checkpoint).reload()
+    saved = again.run_again(stage.step, PLACE, checkpoint)
+
+    assert not is_on_host(saved)
+    assert all(map(torch.equal, gradients(stage, saved), gradients(expected, kept)))
+
+
+def test_a_split_backward_leaves_the_same_weights_for_later():
+    kept = []
+    for places in ({}, {PLACE: False}):
+        layers = [settle(nn.Linear(64, 64), seed) for seed in range(2)]
+        stage = Stage(0, {str(index): layer for index, layer in enumerate(layers)})
+        one = OneStage(stage, features=[partial(begin_movable, places, False)], is_split=True)
+        _, saved = forward(one, values(1, 64, 64).requires_grad_())
+        for each in [movable(saved)] if places else []:
+            each.offload(saved)
+            each.reload()
+        _, deferred = one.passes.backward_input(one.step, saved, [values(2, 64, 64)])
+        kept.append([product.parameters[0].shape for product in deferred.products])
+        one.passes.backward_weight(deferred)
+
+    assert kept[0] == kept[1] == [(64, 64), (64, 64)]
+
+
+class TakesFirst(nn.Module):
+    """Multiplies each slice by what the first one left."""
+
+    def __init__(self):
+        super().__init__()
+        self.carry = Carry()
+
+    def forward(self, x):
+        before = self.carry.get()
+        if before is None:
+            self.carry.put(2 * x)
+        return x * (1 if before is None else before)
+
+
+def test_what_a_slice_takes_of_earlier_ones_stays_where_it_is():
+    layer, step = TakesFirst(), step_of(num_slices=3)
+    places = {(0, 0): False, (0, 1): False}
+    features = [partial(begin_movable, places, False), partial(begin_slice, 0, [layer.carry], 3)]
+    stage = OneStage(Stage(0, {"0": layer}), features=features, step=step)
+    kept = [stage.passes.forward(step, (0, index), (inputs(),), {})[1] for index in (0, 1)]
+    taken = kept[1].inputs[-1]
+    for each in kept:
+        movable(each).offload(each)
+
+    assert taken.untyped_storage().nbytes() == ONE  # the third slice takes it too
+    assert kept[1].inputs[0].untyped_storage().nbytes() == 0
+
+
+def test_a_change_in_place_is_an_error_in_torchs_words():
+    held = []
+
+    def layer(x):
+        held.append(x.tanh())
+        return held[0] * 2
+
+    stage = one_stage(Calls(layer))
+    _, saved = forward(stage, inputs())
+    movable(saved).offload(saved)
+    with torch.no_grad():
+        held[0].add_(1)
+    movable(saved).reload()
+
+    with pytest.raises(
+        RuntimeError, match=r"by an inplace operation: \[torch.FloatTensor \[4, 6\]\] is at version 1; "
+    ):
+        gradients(stage, saved)
+
+
+def test_to_read_what_is_on_the_host_is_an_error():
+    stage = one_stage(linear(), nn.Tanh(), linear())
+    _, saved = forward(stage, inputs())
+    movable(saved).offload(saved)
+
+    with pytest.raises(PipelineError, match=r"a saved tensor of shape \[4, 6\] was read while it is on the host"):
+        gradients(stage, saved)
+
+
+def test_a_backward_frees_saved_tensors_node_by_node():
+    sizes = []
+    stage = one_stage(*[Calls(lambda x: note(torch.sin(x))) for _ in range(3)])
+
+    def note(x):
+        x.register_hook(lambda gradient: sizes.append(len(movable_part.tensors())))
+        return x
+
+    _, saved = forward(stage, inputs())
+    movable_part = movable(saved)
+    movable_part.offload(saved)
+    movable_part.reload()
+    gradients(stage, saved)
+
+    assert sizes == [3, 2, 1]
+    assert movable_part.tensors() == []
+
+
+def test_an_error_while_moving_keeps_nothing_alive(monkeypatch):
+    def fail(storage):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr("penstock.execute.stages.offloading._emptied", fail)
+    stage = one_stage(linear(), nn.Tanh(), linear())
+    saved = forward(stage, inputs())[1]
+    alive = [weakref.ref(each) for each in saved_in(saved)]
+    with pytest.raises(MemoryError) as raised:
+        movable(saved).offload(saved)
+    del saved
+    gc.collect()
+
+    assert raised.tb is not None
+    assert [each() for each in alive] == [None] * 5
+
+
+def test_who_counts_saved_tensors_sees_them():
+    seen = []
+    stage = one_stage(linear(), nn.Tanh())
+    with noting_saved(lambda tensor: seen.append(tensor.shape)):
+        forward(stage, inputs())
+    forward(stage, inputs())
+
+    assert seen.count((ROWS, WIDTH)) == 2
+
+
+def test_other_microbatches_are_saved_as_ever():
+    stage = OneStage(Stage(0, {"0": linear()}), features=[partial(begin_movable, {(1, 0): False}, False)])
+    _, saved = forward(stage, inputs())
+
+    assert saved_in(saved) == []
+    assert not is_on_host(saved)
