@@ -200,9 +200,9 @@ def test_a_split_backward_leaves_the_same_weights_for_later():
         for each in [movable(saved)] if places else []:
             each.offload(saved)
             each.reload()
-        _, deferred = one.passes.backward_input(one.step, saved, [values(2, 64, 64)])
-        kept.append([product.parameters[0].shape for product in deferred.products])
-        one.passes.backward_weight(deferred)
+        _, left = one.passes.backward_input(one.step, saved, [values(2, 64, 64)])
+        kept.append([entry.parameters[0].shape for entry in left.entries])
+        one.passes.gradients.add(left)
 
     assert kept[0] == kept[1] == [(64, 64), (64, 64)]
 
