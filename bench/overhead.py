@@ -17,12 +17,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,10 +46,12 @@ from penstock.execute.compile.program import compile_program
 from penstock.execute.control.positions import boards_of_threads
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.step_losses import StepLosses
-from penstock.execute.ops.context import CompileContext, Hooks
+from penstock.execute.ops.context import CompileContext
 from penstock.execute.ops.rows import RankRows
+from penstock.execute.parameters.gradient_store import GradientStore, WeightInputs
+from penstock.execute.parameters.layout import Replicated
+from penstock.execute.rank_parameters import Unit
 from penstock.execute.run import run_step
-from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.stages.passes import PassOptions, SavedForward, StagePasses
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
@@ -215,7 +217,7 @@ class IdlePasses(StagePasses):
     """A stage that computes nothing: its output and the gradient of its input are there already."""
 
     def __init__(self, index: int, *, is_last: bool) -> None:
-        super().__init__(Stage(index, {}), PassOptions(is_last=is_last))
+        super().__init__(Stage(index, {}), PassOptions(is_last=is_last), GradientStore(list))
         self._output = torch.zeros(ROWS, WIDTH, requires_grad=True)
         self._saved = SavedForward([], [], [])
         self._gradients = [torch.zeros(ROWS, WIDTH)]
@@ -228,11 +230,22 @@ class IdlePasses(StagePasses):
     def backward(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
         return self._gradients
 
-    def backward_input(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> tuple[list[Tensor], None]:
-        return self._gradients, None
+    def backward_input(
+        self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]
+    ) -> tuple[list[Tensor], WeightInputs]:
+        return self._gradients, WeightInputs([])
 
-    def backward_weight(self, deferred: DeferredWeights | None) -> None:
-        """There is nothing to add."""
+
+class NoParameters:
+    """What a program asks of the parameters of stages that have none."""
+
+    reduce_stage = None
+
+    def __init__(self, passes: Mapping[int, StagePasses]) -> None:
+        self.unit_of = {stage: Unit([own.stage], own.gradients, Replicated(), ()) for stage, own in passes.items()}
+
+    def step_optimizer(self) -> None:
+        """There is nothing to step."""
 
 
 def instruction_times_s(name: str) -> list[float]:
@@ -248,9 +261,9 @@ def instruction_times_s(name: str) -> list[float]:
         stage: IdlePasses(stage, is_last=placement.next_stage[stage] < 0) for stage in placement.stages_of_rank[rank]
     }
     loss = torch.zeros((), requires_grad=True)
-    hooks, program = Hooks(lambda stage: None, lambda group: None, lambda: None), lower(schedule)
+    program, parameters = lower(schedule), cast(Any, NoParameters(passes))
     rows = RankRows.of(program, rank)
-    compiled = compile_program(CompileContext(program, rank, rows, passes, messenger, hooks))
+    compiled = compile_program(CompileContext(program, rank, rows, passes, messenger, parameters))
     parts = [[Microbatch(index, (tensor,), {}, tensor, ROWS)] for index in range(NUM_MICROBATCHES)]
     found = []
     for _ in range(NUM_REPETITIONS):
