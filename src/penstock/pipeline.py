@@ -139,7 +139,7 @@ class Pipeline(ModelPart):
             PipelineError: on every rank, if the step fails on any. The next step may be run after it; until then
                 gradients hold a part of the failed batch, so zero them.
         """
-        return self._train(Mode.TRAIN, Call(args, kwargs, target, return_outputs, record))
+        return self._run(Mode.TRAIN, Call(args, kwargs, target, return_outputs, record))
 
     def no_sync(self, *, tied: bool = True) -> AbstractContextManager[None]:
         """Within it, steps add up gradients and average none over replicas: neither DDP's nor in `reduce_stage`.
@@ -173,7 +173,7 @@ class Pipeline(ModelPart):
         `split_backwards` runs every whole backward as its two parts, one right after the other, to measure them.
         """
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
-        self._train(mode, Call(args, kwargs, target, record=True))
+        self._run(mode, Call(args, kwargs, target, record=True))
         if self.timeline is None:
             text = "the step ran, but was not recorded: the log (logger penstock) of a rank says why"
             raise PipelineError(f"rank {self.rank}: {text}", rank=self.rank)
@@ -193,7 +193,7 @@ class Pipeline(ModelPart):
         """
         memory = MemoryWatch(self.stages, self.device, optimizer)
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
-        result = self._train(mode, Call(args, kwargs, target), memory)
+        result = self._run(mode, Call(args, kwargs, target), memory)
         program, layers = self._made.programs.of(mode, self.schedule.num_microbatches), self.layers_of_stage
         return gather_memory(self._transport, memory, result, lambda sizes: predict_peaks(program, layers, sizes))
 
@@ -208,7 +208,7 @@ class Pipeline(ModelPart):
             PipelineError: on every rank, if the step fails for another reason.
         """
         try:
-            self._train(Mode.TRAIN, Call(args, kwargs, target, checks_values=True))
+            self._run(Mode.TRAIN, Call(args, kwargs, target, checks_values=True))
         except PipelineError as error:
             if not error.finding:
                 raise
@@ -283,16 +283,17 @@ class Pipeline(ModelPart):
 
     # ---- one step
 
-    def _train(self, mode: Mode, call: Call, memory: MemoryWatch | None = None) -> StepResult:
+    def _run(self, mode: Mode, call: Call, memory: MemoryWatch | None = None) -> StepResult:
+        if mode.is_training and call.refusal is None:
+            self._require_trainable(mode)
+        if self._is_closed:
+            raise PipelineError(f"rank {self.rank}: the pipeline is closed; make a new one", rank=self.rank)
+        return self._runner.run(mode, call, memory)
+
+    def _require_trainable(self, mode: Mode) -> None:
         if self._made.plan.loss is None:
             raise ConfigError("a training step needs a loss; pass loss=... to Pipeline, or call evaluate", key="loss")
         if self.schedule.is_forward_only:
             raise ConfigError(f"{self.schedule.name} has no backwards to train with; call evaluate", key="schedule")
         if mode is Mode.TRAIN_SPLIT and self._made.unsplittable:
             raise ConfigError(self._made.unsplittable)
-        return self._run(mode, call, memory)
-
-    def _run(self, mode: Mode, call: Call, memory: MemoryWatch | None = None) -> StepResult:
-        if self._is_closed:
-            raise PipelineError(f"rank {self.rank}: the pipeline is closed; make a new one", rank=self.rank)
-        return self._runner.run(mode, call, memory)

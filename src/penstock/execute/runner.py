@@ -138,8 +138,8 @@ class Runner:
             of_step = self._observers_of_step(compiled, call, memory)  # 4 what looks at this step alone
             with patience, step:
                 # Over before the exchange: what raises at its end must fail the step on all ranks too.
-                with evaluating(self._assembly.stages) if mode is Mode.EVALUATE else nullcontext():
-                    self._run(compiled, step, of_step)  # 5 the loop
+                with self._around_loop(mode, compiled, step, of_step):
+                    run_step(compiled, step, self._failures.board.note, compiled.bounds_with(of_step))  # 5 the loop
                 result = self._share(step, of_step)  # 6 every rank gets the losses
             self._failures.end()
         self.step_number += mode.is_training
@@ -270,10 +270,15 @@ class Runner:
         )
         return [recording, recorder, *found]
 
-    def _run(self, compiled: CompiledProgram, step: Step, of_step: Sequence[Observer]) -> None:
-        with observing([*of_step, *self._observers], step):
+    @contextmanager
+    def _around_loop(
+        self, mode: Mode, compiled: CompiledProgram, step: Step, of_step: Sequence[Observer]
+    ) -> Iterator[None]:
+        """Run the calls of a step in here; outputs and the end of its messages follow."""
+        is_evaluation = evaluating(self._assembly.stages) if mode is Mode.EVALUATE else nullcontext()
+        with is_evaluation, observing([*of_step, *self._observers], step):
             with self._parameters.running(step):
-                run_step(compiled, step, self._failures.board.note, compiled.bounds_with(of_step))
+                yield
             if step.keeps_outputs:
                 collect_outputs(self._messenger, step, compiled.program, self._transport.rank)
             # Past the last row: peers take all that this rank was sent as used, and release it.
