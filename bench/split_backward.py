@@ -32,6 +32,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.execute.losses.step_losses import StepLosses
+from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.split.plan import SplitPlan
 from penstock.execute.stages.passes import PassOptions, SavedForward, StagePasses
 from penstock.execute.stages.stage import Stage
@@ -113,9 +114,10 @@ class Case:
 
     def begin(self, *, is_split: bool) -> tuple[StagePasses, Step]:
         """Begin a step."""
-        passes = StagePasses(self.stage, PassOptions(is_split=is_split))
+        passes = StagePasses(self.stage, PassOptions(is_split=is_split), GradientStore(self.stage.parameters))
         step = Step([], StepLosses(1, 1))
-        passes.begin(step)
+        passes.begin()
+        passes.gradients.begin_step()
         return passes, step
 
     def whole(self) -> Iterator[None]:
@@ -135,9 +137,9 @@ class Case:
         yield
         saved = saved_by(passes, step, leaf)
         yield
-        _, deferred = passes.backward_input(step, saved, [self.gradient])
+        _, inputs = passes.backward_input(step, saved, [self.gradient])
         yield
-        passes.backward_weight(deferred)
+        passes.gradients.add(inputs)
         yield
 
     def parts_in_torch(self) -> Iterator[None]:

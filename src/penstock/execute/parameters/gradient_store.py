@@ -143,6 +143,8 @@ class GradientStore:
         for small parameters, and only a few large gradients at a time.
         """
         entries = inputs.entries
+        if not entries:
+            return
         own = [entry for entry in entries if not entry.parameters]
         with inputs.around():
             for group in _batches(_by_parameter([entry for entry in entries if entry.parameters])):
