@@ -113,9 +113,8 @@ class StagePasses:
         self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]
     ) -> tuple[list[Tensor], WeightInputs]:
         """Return the gradients of the inputs, and what is left for those of the weights."""
-        stage = self.stage
-        examining = stage.split_plan.examining(stage.index, stage.named_parameters())
-        with nullcontext() if stage.split_plan.is_examined else examining:
+        stage, plan = self.stage, self.stage.split_plan
+        with nullcontext() if plan.is_examined else plan.examining(stage.index, stage.named_parameters()):
             results = self._backward(saved, gradients)
         return results, saved.take_weight_inputs()
 
