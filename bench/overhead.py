@@ -221,6 +221,7 @@ class IdlePasses(StagePasses):
         self._output = torch.zeros(ROWS, WIDTH, requires_grad=True)
         self._saved = SavedForward([], [], [])
         self._gradients = [torch.zeros(ROWS, WIDTH)]
+        self._left = WeightInputs([])
 
     def forward(self, step: Step, place: Any, inputs: Any, keywords: Any) -> tuple[Any, SavedForward]:
         if self.options.is_last:
@@ -233,7 +234,7 @@ class IdlePasses(StagePasses):
     def backward_input(
         self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]
     ) -> tuple[list[Tensor], WeightInputs]:
-        return self._gradients, WeightInputs([])
+        return self._gradients, self._left
 
 
 class NoParameters:
