@@ -19,6 +19,8 @@ import torch
 from on_ranks import Table, bench_parser, in_turn, paired_ratio, spread_of, with_spread, write_rows
 from torch import Tensor, nn
 
+from penstock.errors import ConfigError
+from penstock.execute.accelerator import require_available, synchronize
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
@@ -74,8 +76,7 @@ def pipeline_step(layers: Sequence[nn.Module], name: str, device: torch.device) 
 def wait_after(step: Step, batch: tuple[Tensor, Tensor]) -> None:
     """Take a step, and wait until its device has done it."""
     step(*batch)
-    if batch[0].device.type == "cuda":
-        torch.cuda.synchronize(batch[0].device)
+    synchronize(batch[0].device)
 
 
 def measure(config: DecoderConfig, batch_size: int, device: torch.device, num_rounds: int) -> list[Row]:
@@ -97,14 +98,16 @@ def measure(config: DecoderConfig, batch_size: int, device: torch.device, num_ro
 def main() -> int:
     """Print the table; return 1 when a ratio is below its budget."""
     parser = bench_parser(__doc__)
-    parser.add_argument("--device", default="cuda", type=torch.device)
+    parser.add_argument("--device", default="cuda", type=torch.device, help="a GPU, or cpu")
     parser.add_argument("--layers", default=16, type=int)
     parser.add_argument("--width", default=2048, type=int)
     parser.add_argument("--length", default=1024, type=int, help="tokens of a sequence")
     parser.add_argument("--batch", default=64, type=int, help="sequences of a step")
     arguments = parser.parse_args()
-    if arguments.device.type == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device here; --device cpu --layers 4 --width 160 tries it out", file=sys.stderr)
+    try:
+        require_available(arguments.device, "--device")
+    except ConfigError as error:
+        print(f"{error}; --device cpu --layers 4 --width 160 tries it out", file=sys.stderr)
         return 2
     heads = max(arguments.width // HEAD_WIDTH, 1)
     config = DecoderConfig(

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.flop_counter import FlopCounterMode
 
+from penstock.execute.accelerator import synchronize
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.split.plan import SplitPlan
@@ -167,10 +168,10 @@ def times_s(steps: Iterator[None], device: torch.device) -> list[float]:
     """Return the time of each step but the first, which prepares."""
     found = []
     next(steps)
-    _wait(device)
+    synchronize(device)
     start = read(device)
     for _ in steps:
-        _wait(device)
+        synchronize(device)
         found.append(read(device) - start)
         start = read(device)
     return found
@@ -179,11 +180,6 @@ def times_s(steps: Iterator[None], device: torch.device) -> list[float]:
 def read(device: torch.device) -> float:
     """Seconds of this thread's own work on the CPU, which runs backwards in it, too; elsewhere of the clock."""
     return time.thread_time() if device.type == "cpu" else time.perf_counter()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def measure(name: str, device: torch.device, num_rounds: int) -> Row:

@@ -35,13 +35,13 @@ class OnTwoStreams:
     An input that needs no gradient and that autograd does not keep, such as a mask, must stay alive by itself.
     """
 
-    def __init__(self):
-        self._side = torch.cuda.Stream()
+    def __init__(self, device):
+        self._side = torch.Stream(device)
         self._on_side = set()  # of the microbatches between their forward and backward, those that ran there
 
     def __call__(self, first, second):
         forward, backward = first, second
-        main = torch.cuda.current_stream()
+        main = torch.accelerator.current_stream()
         side_is_taken = _place(backward) in self._on_side
         self._on_side -= {_place(backward), _place(forward)}
         self._side.wait_stream(main)  # [2]
@@ -49,7 +49,7 @@ class OnTwoStreams:
             forward()
         else:
             self._on_side.add(_place(forward))  # [1]
-            with torch.cuda.stream(self._side):
+            with self._side:
                 forward()  # [3]
         backward()
         main.wait_stream(self._side)  # [2]
@@ -73,8 +73,8 @@ def gradients(device, overlap):
 
 def main():
     """Say whether a hook changes anything."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hook = OnTwoStreams() if device.type == "cuda" else InTwoThreads()
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    hook = InTwoThreads() if device.type == "cpu" else OnTwoStreams(device)
     pairs = zip(gradients(device, None), gradients(device, hook), strict=True)
     same = all(torch.equal(by_itself, overlapped) for by_itself, overlapped in pairs)
     print(f"{type(hook).__name__} on {device.type}: gradients {'equal bit for bit' if same else 'DIFFER'}")

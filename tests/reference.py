@@ -354,8 +354,8 @@ def generator_seed(seed, step, layer, microbatch, slice=0):
 
 def _generators(modules):
     devices = {parameter.device for module in modules for parameter in module.parameters()}
-    cuda = [torch.cuda.default_generators[device.index] for device in devices if device.type == "cuda"]
-    return [torch.default_generator, *cuda]
+    queued = [device for device in devices if device.type != "cpu"]
+    return [torch.default_generator, *(torch.get_device_module(each).default_generators[each.index] for each in queued)]
 
 
 def _set_generators(modules, start):

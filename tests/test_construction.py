@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock import construction
 from penstock.errors import ConfigError, PartitionError, PipelineError
 from penstock.execute.batch.microbatch import BatchSpec, Replicate, Split
 from penstock.execute.control.collectives import Control
@@ -206,3 +207,22 @@ def test_a_pipeline_is_equal_to_one_process_in_whichever_order_messages_arrive()
         for outcome in found:
             for name in outcome.gradients:
                 assert torch.equal(outcome.gradients[name], gradients[name]), f"order_seed={seed}: {name}"
+
+
+def test_running_ahead_needs_events_of_the_device(monkeypatch):
+    monkeypatch.setattr(construction, "is_queued", lambda device: True)
+
+    with pytest.raises(ConfigError) as caught:
+        Pipeline(float_layers(), "gpipe", 4, square_loss, ranks=1, run_ahead=2)
+
+    text = "run_ahead: devices of kind 'cpu' have no events, by which a host knows how far it is ahead; leave it out"
+    assert str(caught.value) == text
+
+
+def test_ranks_on_devices_of_different_kinds_are_named():
+    def case(wires):
+        device = torch.device("meta" if wires.rank else "cpu")
+        return error_of(Pipeline, float_layers(), "1f1b", 4, square_loss, transport=wires, device=device)
+
+    for error in on_ranks(2, case):
+        assert "the ranks disagree on device: rank 0 has cpu, rank 1 has meta. " in str(error)

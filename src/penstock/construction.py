@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
+from penstock.execute.accelerator import has_events, is_queued
 from penstock.execute.arguments import (
     describe_function,
     layer_list,
@@ -83,7 +84,7 @@ class Plan:
         """Look at all that was given, and build this rank's layers; no message to another rank."""
         self.options = options = joined.options
         self.deadline_s = joined.transport.deadline_s
-        self.device = default_device(joined.process_group) if options.device is None else torch.device(options.device)
+        self.device = _device_of(joined, options)
         if options.frees_other_stages and shares_process(joined.transport):
             raise ConfigError(
                 "the ranks are threads of one process and share the layers, so none can be freed; leave it out",
@@ -137,6 +138,7 @@ class Plan:
             main_gradients=str(options.main_gradients),
             debug=options.debug,
             deadline_s=f"{self.deadline_s:g}",
+            device=self.device.type,
         )
 
     def found(self, memory: PositionMemory) -> Found:
@@ -150,6 +152,17 @@ class Plan:
             clock_host=self.options.clock.host,
             positions=memory.path,
         )
+
+
+def _device_of(joined: Joined, options: PipelineOptions) -> torch.device:
+    """Return where this rank's stages live. Raises: ConfigError, where options cannot be had there."""
+    device = default_device(joined.process_group) if options.device is None else torch.device(options.device)
+    if options.run_ahead is not None and is_queued(device) and not has_events(device):
+        raise ConfigError(
+            f"devices of kind {device.type!r} have no events, by which a host knows how far it is ahead; leave it out",
+            key="run_ahead",
+        )
+    return device
 
 
 class Programs:

@@ -189,7 +189,7 @@ class Pipeline(ModelPart):
     ) -> MemoryReport:
         """Run one training step and return what every rank held meanwhile, the same on every rank.
 
-        `optimizer` is this rank's; `split_backwards` is that of `profile`. On CUDA, torch's peak counters are reset.
+        `optimizer` is this rank's; `split_backwards` is that of `profile`. On a GPU, torch's peak counters are reset.
         """
         memory = MemoryWatch(self.stages, self.device, optimizer)
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN

@@ -122,7 +122,7 @@ def test_the_table_names_everything_that_training_needs(capsys):
     assert lines[0].endswith("what to fix")
     subjects = [line.split("  ")[0] for line in lines[2:]]
     assert subjects[:8] == [
-        "Python", "torch", "backends", "CUDA devices", "cores", "memory", "loopback", "hostname",
+        "Python", "torch", "backends", "GPUs", "cores", "memory", "loopback", "hostname",
     ]  # fmt: skip
     optional = ["matplotlib", "tensorboard", "wandb", "tokenizers", "datasets"]
     assert subjects[8:] == ["disk, this folder", "disk, temporary", *optional]

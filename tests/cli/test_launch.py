@@ -191,7 +191,7 @@ def test_a_variable_that_is_no_number_is_refused(text):
 
 def test_ranks_without_a_gpu_each_are_refused_before_they_meet(monkeypatch):
     """No store is there to meet at, so that anything later would fail otherwise."""
-    monkeypatch.setattr(devices, "look", lambda: devices.Machine(1, has_nccl=True))
+    monkeypatch.setattr(devices, "look", lambda: devices.Machine("cuda", 1, has_backend=True))
     environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
     with pytest.raises(ConfigError, match="2 ranks on a machine with 1 GPU") as caught:

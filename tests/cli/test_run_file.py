@@ -40,7 +40,7 @@ def test_a_single_rank_takes_one_thread_unless_the_user_says_otherwise():
 
 @pytest.mark.parametrize(("gpus", "ranks", "wanted"), [(1, 2, "auto"), (0, 1, "cuda"), (0, 2, "cuda")])
 def test_too_few_gpus_are_refused_before_a_folder_is_made_or_a_rank_starts(tmp_path, monkeypatch, gpus, ranks, wanted):
-    monkeypatch.setattr(devices, "look", lambda: devices.Machine(gpus, has_nccl=True))
+    monkeypatch.setattr(devices, "look", lambda: devices.Machine("cuda", gpus, has_backend=True))
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

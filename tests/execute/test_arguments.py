@@ -119,12 +119,16 @@ def test_a_whole_number_has_a_smallest(value):
 
 
 def test_a_device_is_one_that_torch_knows():
-    for device in (None, "cpu", torch.device("cpu"), "cuda:3"):
+    for device in (None, "cpu", torch.device("cpu")):
         require_device(device)
 
     refused(
         "device: 'gpu' of type str is no device of torch: Expected one of cpu, cuda", "device", require_device, "gpu"
     )
+
+
+def test_a_device_is_one_that_this_process_has():
+    refused("device: there is no device 'cuda:99': this ", "device", require_device, "cuda:99")
 
 
 def test_an_option_says_what_was_expected():

@@ -14,20 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, save_on_cpu, saved_tensors_hooks
 from torch.distributed import _functional_collectives as functional_collectives
-from torch.distributed._composable import replicate as replicate_by_ddp
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from penstock.execute import undocumented
-from penstock.execute.stages.wrappers import is_first_fsdp, is_sharded
-from penstock.execute.undocumented_modules import is_replicated
 
 SHORT_S = 0.2
 LONG_S = 20.0
@@ -655,6 +647,23 @@ def test_a_wait_that_takes_too_long_says_so():
     assert not undocumented.is_timeout(RuntimeError("Connection closed by peer"))
 
 
+def test_a_backend_that_was_registered_for_a_kind_of_device_is_made_by_its_own_function(monkeypatch):
+    def make(store, rank, num_ranks, timeout):
+        return store, rank, num_ranks, timeout
+
+    monkeypatch.setattr(dist.Backend, "_plugins", dict(dist.Backend._plugins))
+    monkeypatch.setattr(dist.Backend, "backend_list", list(dist.Backend.backend_list))
+    monkeypatch.setattr(dist.Backend, "default_device_backend_map", dict(dist.Backend.default_device_backend_map))
+    dist.Backend.register_backend("made_up", make, devices=["hpu"])
+    store, limit = dist.HashStore(), timedelta(seconds=3)
+
+    found = undocumented.device_backend(torch.device("hpu"), store, 1, 2, limit)
+
+    assert found == (store, 1, 2, limit)
+    with pytest.raises(RuntimeError, match="this torch cannot carry messages between devices of kind 'mps' by gloo"):
+        undocumented.device_backend(torch.device("mps"), store, 1, 2, limit)
+
+
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
 def test_a_backend_of_nccl_can_be_made_without_a_group():
     assert callable(dist.ProcessGroupNCCL.set_timeout)
@@ -680,104 +689,3 @@ def test_the_error_of_memory_that_ran_out_is_known_by_its_text():
     assert undocumented.is_out_of_memory(caught.value)
     assert undocumented.is_out_of_memory(MemoryError())
     assert not undocumented.is_out_of_memory(RuntimeError("no kernel"))
-
-
-# ---- modules that reduce gradients by themselves
-
-
-class Layer(nn.Module):
-    """Has a frozen and an ignored parameter, and an ignored buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.trained, self.frozen, self.ignored = (nn.Parameter(torch.zeros(2)) for _ in range(3))
-        self.frozen.requires_grad_(False)
-        self.register_buffer("table", torch.zeros(2))
-        self.register_buffer("own", torch.zeros(2))
-
-    def forward(self, hidden):
-        return hidden * self.trained
-
-
-def wrapped(**options):
-    layer = Layer()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layer, ["ignored", "own"])
-    return DistributedDataParallel(layer, **options)
-
-
-@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
-def test_what_ddp_averages_and_broadcasts_is_known(world):
-    module = wrapped()
-
-    assert [each is module.module.trained for each in undocumented.averaged_parameters(module)] == [True]
-    assert [each is module.module.table for each in undocumented.broadcast_buffers(module)] == [True]
-    assert undocumented.broadcast_buffers(wrapped(broadcast_buffers=False)) == []
-
-
-def test_ddp_shows_whether_its_own_reduction_is_off(world):
-    module = wrapped()
-    with module.no_sync():
-        assert not undocumented.averages(module)
-    assert undocumented.averages(module)
-
-
-def with_communication_hook():
-    module = wrapped()
-    module.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
-    return module
-
-
-def with_buffer_hook():
-    module = wrapped()
-    module._register_buffer_comm_hook(None, lambda state, named: [])
-    return module
-
-
-def with_delayed_reduction():
-    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    delayed = [("0.weight", layer[0].weight)]
-    return DistributedDataParallel(
-        layer, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=layer[1].weight
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (wrapped, []),
-        (lambda: wrapped(static_graph=True), ["static_graph=True"]),
-        (with_communication_hook, ["a communication hook"]),
-        (with_buffer_hook, ["a communication hook for buffers"]),
-        (with_delayed_reduction, ["delay_all_reduce_named_params"]),
-    ],
-)
-def test_special_options_of_ddp_are_known(world, make, expected):
-    assert undocumented.special_options(make()) == expected
-
-
-def test_dtensors_within_ddp_are_known(world):
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replica", "tensor"))
-    spread = parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh["tensor"], {"0": ColwiseParallel()})
-
-    assert undocumented.has_dtensors(DistributedDataParallel(spread, device_mesh=mesh["replica"]))
-    assert not undocumented.has_dtensors(wrapped())
-
-
-WRAPPERS = [is_sharded, is_replicated, is_first_fsdp]
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (nn.Identity, None),
-        (wrapped, None),
-        (lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), is_sharded),
-        (lambda: replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), is_sharded),
-        (lambda: replicate_by_ddp(nn.Linear(2, 2)), is_replicated),
-        (lambda: FullyShardedDataParallel(nn.Linear(2, 2), device_id="cpu"), is_first_fsdp),
-    ],
-)
-def test_what_wraps_a_module_is_known(world, make, expected):
-    module = make()
-
-    assert [each for each in WRAPPERS if each(module)] == ([] if expected is None else [expected])

@@ -2,9 +2,18 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate as replicate_by_ddp
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
-from penstock.execute.undocumented_modules import ModuleSnapshot
+from penstock.execute import undocumented_modules
+from penstock.execute.stages.wrappers import is_first_fsdp, is_sharded
+from penstock.execute.undocumented_modules import ModuleSnapshot, is_replicated
 
 
 def some_layers():
@@ -104,3 +113,113 @@ def test_modules_that_torch_scripted_have_such_tables_too():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
 
     assert len(ModuleSnapshot([scripted]).parameters) == 2
+
+
+# ---- modules that reduce gradients by themselves
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A process group of this process alone."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    dist.destroy_process_group()
+
+
+class Layer(nn.Module):
+    """Has a frozen and an ignored parameter, and an ignored buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.frozen, self.ignored = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.register_buffer("table", torch.zeros(2))
+        self.register_buffer("own", torch.zeros(2))
+
+    def forward(self, hidden):
+        return hidden * self.trained
+
+
+def wrapped(**options):
+    layer = Layer()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layer, ["ignored", "own"])
+    return DistributedDataParallel(layer, **options)
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
+def test_what_ddp_averages_and_broadcasts_is_known(world):
+    module = wrapped()
+
+    assert [each is module.module.trained for each in undocumented_modules.averaged_parameters(module)] == [True]
+    assert [each is module.module.table for each in undocumented_modules.broadcast_buffers(module)] == [True]
+    assert undocumented_modules.broadcast_buffers(wrapped(broadcast_buffers=False)) == []
+
+
+def test_ddp_shows_whether_its_own_reduction_is_off(world):
+    module = wrapped()
+    with module.no_sync():
+        assert not undocumented_modules.averages(module)
+    assert undocumented_modules.averages(module)
+
+
+def with_communication_hook():
+    module = wrapped()
+    module.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    return module
+
+
+def with_buffer_hook():
+    module = wrapped()
+    module._register_buffer_comm_hook(None, lambda state, named: [])
+    return module
+
+
+def with_delayed_reduction():
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    delayed = [("0.weight", layer[0].weight)]
+    return DistributedDataParallel(
+        layer, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=layer[1].weight
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (wrapped, []),
+        (lambda: wrapped(static_graph=True), ["static_graph=True"]),
+        (with_communication_hook, ["a communication hook"]),
+        (with_buffer_hook, ["a communication hook for buffers"]),
+        (with_delayed_reduction, ["delay_all_reduce_named_params"]),
+    ],
+)
+def test_special_options_of_ddp_are_known(world, make, expected):
+    assert undocumented_modules.special_options(make()) == expected
+
+
+def test_dtensors_within_ddp_are_known(world):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replica", "tensor"))
+    spread = parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh["tensor"], {"0": ColwiseParallel()})
+
+    assert undocumented_modules.has_dtensors(DistributedDataParallel(spread, device_mesh=mesh["replica"]))
+    assert not undocumented_modules.has_dtensors(wrapped())
+
+
+WRAPPERS = [is_sharded, is_replicated, is_first_fsdp]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (nn.Identity, None),
+        (wrapped, None),
+        (lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), is_sharded),
+        (lambda: replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))), is_sharded),
+        (lambda: replicate_by_ddp(nn.Linear(2, 2)), is_replicated),
+        (lambda: FullyShardedDataParallel(nn.Linear(2, 2), device_id="cpu"), is_first_fsdp),
+    ],
+)
+def test_what_wraps_a_module_is_known(world, make, expected):
+    module = make()
+
+    assert [each for each in WRAPPERS if each(module)] == ([] if expected is None else [expected])

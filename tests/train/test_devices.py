@@ -5,7 +5,7 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.train import devices
-from penstock.train.devices import Machine, choose_device, describe_devices, device_of_rank, has_bfloat16, look
+from penstock.train.devices import Machine, choose_device, describe_devices, device_of_rank, look
 from penstock.train.settings.config import config_from_table
 
 
@@ -23,7 +23,7 @@ from penstock.train.settings.config import config_from_table
     ],
 )
 def test_ranks_take_gpus_where_there_are_enough_or_none(wanted, ranks, gpus, expected):
-    assert choose_device(wanted, ranks, Machine(gpus, has_nccl=True)) == expected
+    assert choose_device(wanted, ranks, Machine("cuda", gpus, has_backend=True)) == expected
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_ranks_take_gpus_where_there_are_enough_or_none(wanted, ranks, gpus, exp
 )
 def test_too_few_gpus_are_an_error_with_the_choices(wanted, ranks, gpus, words):
     with pytest.raises(ConfigError) as caught:
-        choose_device(wanted, ranks, Machine(gpus, has_nccl=True))
+        choose_device(wanted, ranks, Machine("cuda", gpus, has_backend=True))
 
     assert caught.value.key == "run.device"
     assert all(word in str(caught.value) for word in words)
@@ -44,9 +44,34 @@ def test_too_few_gpus_are_an_error_with_the_choices(wanted, ranks, gpus, words):
 
 
 def test_several_gpus_need_nccl_and_one_does_not():
-    assert choose_device("auto", 1, Machine(2, has_nccl=False)) == "cuda"
-    with pytest.raises(ConfigError, match="this torch has no NCCL"):
-        choose_device("auto", 2, Machine(2, has_nccl=False))
+    machine = Machine("cuda", 2, has_backend=False)
+    assert choose_device("auto", 1, machine) == "cuda"
+    with pytest.raises(ConfigError, match="this torch has no backend such as NCCL, by which 2 GPUs exchange messages"):
+        choose_device("auto", 2, machine)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "text"),
+    [
+        (None, "cuda", "this torch computes on CPUs alone, and has no device 'cuda'; expected 'auto' or 'cpu'"),
+        (
+            "cuda",
+            "cdua",
+            "this torch is built for 'cuda', and has no device 'cdua'; expected 'auto' or 'cpu' or 'cuda'",
+        ),
+        ("xpu", "cuda", "this torch is built for 'xpu', and has no device 'cuda'; expected 'auto' or 'cpu' or 'xpu'"),
+    ],
+)
+def test_a_kind_that_this_torch_lacks_is_an_error_with_those_that_it_has(kind, wanted, text):
+    with pytest.raises(ConfigError) as caught:
+        choose_device(wanted, 1, Machine(kind, 4 if kind else 0, has_backend=True))
+
+    assert str(caught.value) == f"run.device: {text}"
+
+
+def test_another_kind_than_cuda_is_taken_as_well():
+    assert choose_device("auto", 2, Machine("xpu", 2, has_backend=True)) == "xpu"
+    assert choose_device("xpu", 1, Machine("xpu", 2, has_backend=False)) == "xpu"
 
 
 def run_of(ranks=1, device="auto", compute="model"):
@@ -63,7 +88,7 @@ def run_of(ranks=1, device="auto", compute="model"):
 @pytest.fixture
 def one_gpu(monkeypatch):
     """A machine with a GPU that computes in float16 and float32."""
-    monkeypatch.setattr(devices, "look", lambda: Machine(1, has_nccl=True))
+    monkeypatch.setattr(devices, "look", lambda: Machine("cuda", 1, has_backend=True))
     monkeypatch.setattr(devices, "has_bfloat16", lambda device: device.type == "cpu")
 
 
@@ -82,8 +107,10 @@ def test_a_gpu_without_bfloat16_is_refused_for_it_and_a_cpu_is_not(one_gpu):
 
 
 def test_this_machine_can_be_looked_at():
-    assert look().num_gpus == torch.cuda.device_count()
-    assert has_bfloat16(torch.device("cpu"))
+    machine = look()
+
+    assert machine.num_gpus == torch.accelerator.device_count()
+    assert machine.kind is not None or not machine.has_backend
 
 
 def test_a_line_says_where_a_run_computes():

@@ -1,4 +1,4 @@
-"""The random numbers that a process would draw next, as plain values: of Python, NumPy, torch and its CUDA device."""
+"""The random numbers that a process would draw next, as plain values: of Python, NumPy, torch and its accelerator."""
 
 import base64
 import random
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
+from penstock.execute.accelerator import default_generator, is_queued
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -21,8 +22,9 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "numpy": [str(numpy_kind), np.asarray(keys).tolist(), *map(float, rest)],
         "torch": _text_of(torch.get_rng_state()),
     }
-    if device.type == "cuda":
-        state["cuda"] = _text_of(torch.cuda.get_rng_state(device))
+    generator = default_generator(device) if is_queued(device) else None
+    if generator is not None:
+        state[device.type] = _text_of(generator.get_state())
     return state
 
 
@@ -35,19 +37,20 @@ def random_state_restorer(state: dict[str, Any], device: torch.device) -> Callab
         python, numpy = _python_state(*state["python"]), _numpy_state(*state["numpy"])
         random.Random().setstate(python)
         np.random.RandomState().set_state(numpy)
-        states = {torch.device("cpu"): _state_of(state["torch"])}
-        if device.type == "cuda" and "cuda" in state:
-            states[device] = _state_of(state["cuda"])
-        for place, own in states.items():
-            torch.Generator(place).set_state(own)
+        states = [(torch.default_generator, _state_of(state["torch"]))]
+        generator = default_generator(device) if is_queued(device) and device.type in state else None
+        if generator is not None:
+            states.append((generator, _state_of(state[device.type])))
+        for generator, own in states:
+            torch.Generator(generator.device).set_state(own)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"`random` is not what generators of random numbers hold: {error}") from error
 
     def restore() -> None:
         random.setstate(python)
         np.random.set_state(numpy)
-        for place, own in states.items():
-            torch.set_rng_state(own) if place.type == "cpu" else torch.cuda.set_rng_state(own, place)
+        for generator, own in states:
+            generator.set_state(own)
 
     return restore
 

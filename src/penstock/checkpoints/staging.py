@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.execute.accelerator import has_queue, synchronize
+
 
 @dataclass(slots=True, eq=False)
 class Staging:
@@ -23,10 +25,10 @@ class Staging:
         self._buffers = {key: kept for key, kept in self._buffers.items() if key in wanted and _fits(kept, wanted[key])}
         for key, tensor in wanted.items():
             if key not in self._buffers:
-                self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._buffers[key].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        for device in {tensor.device for tensor in wanted.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+                self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_queue(tensor))
+            self._buffers[key].copy_(tensor.detach(), non_blocking=has_queue(tensor))
+        for device in {tensor.device for tensor in wanted.values()}:
+            synchronize(device)
         return {part: {name: self._buffers[part, name] for name in tensors} for part, tensors in parts.items()}
 
     @property

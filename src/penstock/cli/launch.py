@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from penstock.cli.failure import RankFailure, first_cause, read_failures, unfinished
 from penstock.cli.lifetime import end_stragglers, interrupts_handled_by, run_id_of
 from penstock.errors import ConfigError, PipelineError
+from penstock.execute.transport.torchrun import backend_for
 from penstock.train import devices
 
 LOOPBACK = "127.0.0.1"
@@ -111,7 +112,7 @@ def launch_ranks(
 def join_ranks(environment: Mapping[str, str], *, device: str = "auto", timeout_s: float = 300.0) -> None:
     """Initialise torch.distributed as the rank that `environment` names (torchrun's variables, or our launcher's).
 
-    The backend is gloo, and NCCL for CUDA tensors where the ranks compute on GPUs, as `device` says (`run.device`).
+    The backend is gloo, and NCCL or its like where the ranks compute on GPUs, as `device` says (`run.device`).
     Raises: ConfigError for a variable that is missing or no number, and where this machine has too few GPUs;
     PipelineError where the other ranks are not met within `timeout_s`.
     """
@@ -145,10 +146,10 @@ def attempt_prefix(environment: Mapping[str, str]) -> str:
 
 def _choose_backend(environment: Mapping[str, str], device: str) -> str:
     local_rank, num_local = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    if devices.choose_device(device, num_local, devices.look()) == "cpu":
-        return devices.CPU_BACKEND
-    torch.cuda.set_device(local_rank)
-    return devices.CUDA_BACKEND
+    kind = devices.choose_device(device, num_local, devices.look())
+    if kind != devices.CPU:
+        torch.accelerator.set_device_index(local_rank)
+    return backend_for(torch.device(kind))
 
 
 def read_number(environment: Mapping[str, str], name: str) -> int:

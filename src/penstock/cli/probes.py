@@ -15,6 +15,8 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
+from penstock.execute.accelerator import accelerator_type, name_of, num_accelerators
+from penstock.train.devices import look
 from penstock.train.settings.optional_packages import OPTIONAL_PACKAGES, PICTURES
 
 OLDEST_PYTHON = (3, 11)
@@ -68,18 +70,20 @@ def examine_backends() -> Finding:
     fixes = []
     if not available["gloo"]:
         fixes.append("install a torch that is built with gloo")
-    if torch.cuda.is_available() and not available["nccl"]:
-        fixes.append("install a torch that is built with NCCL, for these CUDA devices")
+    machine = look()
+    if machine.num_gpus > 1 and not machine.has_backend:
+        fixes.append(f"install a torch that carries messages between these {machine.kind} devices, such as by NCCL")
     return Finding("backends", found, "; ".join(fixes))
 
 
 def examine_devices() -> Finding:
-    names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
-    if names:
+    kind, num_gpus = accelerator_type(), num_accelerators()
+    if kind is not None and num_gpus:
+        names = [name_of(torch.device(kind, index)) for index in range(num_gpus)]
         counts = {name: names.count(name) for name in names}
-        return Finding("CUDA devices", ", ".join(f"{count} x {name}" for name, count in counts.items()))
-    is_unused = os.path.exists("/proc/driver/nvidia") and not torch.cuda.is_available()
-    return Finding("CUDA devices", "none", "a driver is there: install a torch built for CUDA" if is_unused else "")
+        return Finding("GPUs", f"{', '.join(f'{count} x {name}' for name, count in counts.items())} ({kind})")
+    is_unused = os.path.exists("/proc/driver/nvidia")
+    return Finding("GPUs", "none", "a driver is there: install a torch built for CUDA" if is_unused else "")
 
 
 def examine_cores(environment: Mapping[str, str]) -> Finding:

@@ -16,6 +16,7 @@ in ops/, make it. Handlers call stages/ and transport/.
 From below to above; a part imports those before it, and no others:
 
     undocumented.py, undocumented_compiler.py, undocumented_modules.py    what torch does not promise
+    accelerator.py   what is asked of a device
     values/          trees of tensors, layouts, version guard
     transport/       messages                           control/    collectives, agreement, what stops a step
     batch/           microbatches, slices, streams      losses/     loss functions, weights, results

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import ConfigError, described
+from penstock.execute.accelerator import require_available
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 
@@ -105,16 +106,17 @@ def require(key: str, value: Any, is_right: bool, expected: str) -> None:
 
 
 def require_device(device: Any) -> None:
-    """Make sure that a device is one that torch knows, or None.
+    """Make sure that a device is one that torch knows and that this process has, or None.
 
     Raises:
         ConfigError: it is not; with what torch says of it.
     """
     try:
-        torch.device("cpu" if device is None else device)
+        known = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{described(device)} is no device of torch: {reason}", key="device") from error
+    require_available(known, "device")
 
 
 def describe_function(function: Any) -> str:

@@ -79,7 +79,7 @@ class PipelineOptions:
     costs: Any = None
     """`Costs` or `LayerCosts`, for a limit in bytes."""
     device: torch.device | str | None = None
-    """Where this rank's stages live; default: the CPU, or the current CUDA device under NCCL."""
+    """Where this rank's stages live; default: the current GPU where the group carries its messages, else the CPU."""
     frees_other_stages: bool | None = None
     """Whether layers that other ranks run, if they are modules, are moved to the meta device: their memory is freed,
     and their state or gradients cannot be taken for the whole model's. None: they are kept, and rank 0 is warned."""
@@ -105,7 +105,7 @@ class PipelineOptions:
     ranges: bool = False
     """Whether every instruction is a named range for torch.profiler, and for NVTX on CUDA."""
     run_ahead: int | None = None
-    """On CUDA, how many computations the host may have queued that have not ended, receives then waited for by the
+    """On a GPU, how many computations the host may have queued that have not ended, receives then waited for by the
     stream; None: the host waits for each receive."""
     observers: Sequence[Observer] = ()
     """What else looks at every step: subclasses of `penstock.Observer`."""

@@ -72,11 +72,9 @@ class Runner:
         loss_weights: LossWeights,
         program_of: Callable[[Mode, int], Program],
     ) -> None:
-        self._transport = transport
-        self._device = device
+        self._transport, self._device = transport, device
         self._placement, self._num_microbatches = schedule.placement, schedule.num_microbatches
-        self._assembly = assembly
-        self._options = options
+        self._assembly, self._options = assembly, options
         self._loss, self._loss_weights = loss, loss_weights
         self._takes_weight = loss is not None and takes_weight(loss)
         self._scale = loss_scale(options.scale_loss)
@@ -108,7 +106,9 @@ class Runner:
         self._admission = Admission(
             control,
             options.batch_rule(schedule),
-            InputNeeds.of(assembly.keyword_names(), schedule.placement, agreed.keywords, has_loss=loss is not None),
+            InputNeeds.of(
+                assembly.keyword_names(), schedule.placement, agreed.keywords, device, has_loss=loss is not None
+            ),
             stream_rules=options.stream_rules(),
             checks_values=options.check_batches,
             read=options.clock.read,

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
-from torch.nn.parallel import DistributedDataParallel
 
 # ---- tensors
 
@@ -265,6 +264,10 @@ def traced_arguments(forward: Any) -> list[str] | None:
 # ---- backends of torch.distributed
 
 
+_REGISTERED = attrgetter("_plugins")
+"""Of `dist.Backend`: what makes a backend, by its name, where it is not part of torch."""
+
+
 class Backend(Protocol):
     """What is used of a backend without the process group around it."""
 
@@ -284,11 +287,21 @@ def gloo(store: dist.Store, rank: int, num_ranks: int, deadline_s: float) -> Bac
     return cast(Backend, dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=deadline_s)))
 
 
-def nccl(store: dist.Store, rank: int, num_ranks: int, watchdog: timedelta) -> Backend:
-    """Connect them by NCCL; a message that takes longer than `watchdog` ends the process."""
-    backend = dist.ProcessGroupNCCL(store, rank, num_ranks, dist.ProcessGroupNCCL.Options())
-    backend.set_timeout(watchdog)
-    return cast(Backend, backend)
+def device_backend(device: torch.device, store: dist.Store, rank: int, num_ranks: int, watchdog: timedelta) -> Backend:
+    """Connect them by the backend of their devices; a message of NCCL that takes longer than `watchdog` ends a process.
+
+    Raises:
+        RuntimeError: this torch has no such backend.
+    """
+    name = dist.get_default_backend_for_device(device)
+    if name == dist.Backend.NCCL and dist.is_nccl_available():
+        backend = dist.ProcessGroupNCCL(store, rank, num_ranks, dist.ProcessGroupNCCL.Options())
+        backend.set_timeout(watchdog)
+        return cast(Backend, backend)
+    registered = _REGISTERED(dist.Backend).get(name.upper())
+    if registered is None:
+        raise RuntimeError(f"this torch cannot carry messages between devices of kind {device.type!r} by {name}")
+    return cast(Backend, registered.creator_fn(store, rank, num_ranks, watchdog))
 
 
 # ---- texts of errors that have no type of their own
@@ -308,42 +321,3 @@ def is_leaf_changed_in_place(error: Exception) -> bool:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether the memory of the CPU ran out."""
     return isinstance(error, MemoryError) or "allocate memory" in str(error)
-
-
-# ---- modules that reduce gradients by themselves
-
-_DDP_OPTIONS = {
-    "static_graph": "static_graph=True",
-    "mixed_precision": "mixed_precision",
-    "_delay_all_reduce_params": "delay_all_reduce_named_params",
-    "_comm_hooks": "a communication hook",
-    "buffer_hook": "a communication hook for buffers",
-}
-"""How DDP's options are written, by the attribute that is not empty where one is used."""
-
-
-def special_options(module: DistributedDataParallel) -> list[str]:
-    """Name the options of DDP that make its reduction another than one plain average."""
-    return [option for attribute, option in _DDP_OPTIONS.items() if getattr(module, attribute, None)]
-
-
-def averages(module: DistributedDataParallel) -> bool:
-    """Whether the next backward averages gradients: not within `no_sync()`."""
-    return bool(module.require_backward_grad_sync)
-
-
-def averaged_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
-    """Return the parameters whose gradients DDP averages."""
-    named = module.module.named_parameters()
-    return [each for name, each in named if each.requires_grad and name not in module.parameters_to_ignore]
-
-
-def broadcast_buffers(module: DistributedDataParallel) -> list[Tensor]:
-    """Return the buffers that DDP copies from the first replica."""
-    named = module.module.named_buffers() if module.broadcast_buffers else ()
-    return [each for name, each in named if name not in module.parameters_to_ignore]
-
-
-def has_dtensors(module: DistributedDataParallel) -> bool:
-    """Whether DDP has found DTensors among the parameters, which it replaces by their local parts."""
-    return any(hasattr(parameter, "_st_info") for parameter in module.parameters())

@@ -1,11 +1,12 @@
-"""What torch does not document of modules: the tables with their parameters and submodules, and what wraps one."""
+"""What torch does not document of modules: where they hold parameters and submodules, and what wraps one, as DDP."""
 
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 _TABLES = (attrgetter("_parameters"), attrgetter("_modules"))
 
@@ -51,3 +52,42 @@ def _names_in(tables: Sequence[Any]) -> chain[str]:
 
 def _held_in(tables: Sequence[Any]) -> chain[object]:
     return chain.from_iterable([table.values() for table in tables if table])
+
+
+# ---- modules that reduce gradients by themselves
+
+_DDP_OPTIONS = {
+    "static_graph": "static_graph=True",
+    "mixed_precision": "mixed_precision",
+    "_delay_all_reduce_params": "delay_all_reduce_named_params",
+    "_comm_hooks": "a communication hook",
+    "buffer_hook": "a communication hook for buffers",
+}
+"""How DDP's options are written, by the attribute that is not empty where one is used."""
+
+
+def special_options(module: DistributedDataParallel) -> list[str]:
+    """Name the options of DDP that make its reduction another than one plain average."""
+    return [option for attribute, option in _DDP_OPTIONS.items() if getattr(module, attribute, None)]
+
+
+def averages(module: DistributedDataParallel) -> bool:
+    """Whether the next backward averages gradients: not within `no_sync()`."""
+    return bool(module.require_backward_grad_sync)
+
+
+def averaged_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters whose gradients DDP averages."""
+    named = module.module.named_parameters()
+    return [each for name, each in named if each.requires_grad and name not in module.parameters_to_ignore]
+
+
+def broadcast_buffers(module: DistributedDataParallel) -> list[Tensor]:
+    """Return the buffers that DDP copies from the first replica."""
+    named = module.module.named_buffers() if module.broadcast_buffers else ()
+    return [each for name, each in named if name not in module.parameters_to_ignore]
+
+
+def has_dtensors(module: DistributedDataParallel) -> bool:
+    """Whether DDP has found DTensors among the parameters, which it replaces by their local parts."""
+    return any(hasattr(parameter, "_st_info") for parameter in module.parameters())

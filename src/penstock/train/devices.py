@@ -1,6 +1,7 @@
 """Where the ranks of a run compute: on a GPU each, or on CPUs; and whether the machine can do it.
 
-Too few GPUs are an error that names the choices, never a silent run on CPUs.
+A GPU is any accelerator that this torch is built for. Too few are an error that names the choices, never a silent run
+on CPUs.
 """
 
 from dataclasses import dataclass
@@ -9,35 +10,52 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, count_of
+from penstock.execute.accelerator import (
+    accelerator_type,
+    has_bfloat16,
+    is_queued,
+    name_of,
+    num_accelerators,
+    queued_backend,
+)
 from penstock.execute.transport.world import default_device
 from penstock.train.settings.config import RunConfig
 
 KEY = "run.device"
-CPU_BACKEND = "gloo"
-CUDA_BACKEND = "cpu:gloo,cuda:nccl"
+AUTO, CPU = "auto", "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What this process sees of its machine."""
 
+    kind: str | None
+    """Of accelerator that this torch is built for."""
     num_gpus: int
-    has_nccl: bool
+    has_backend: bool
+    """Whether they can exchange messages."""
 
 
 def look() -> Machine:
-    """Look at this machine, without starting CUDA."""
-    return Machine(torch.cuda.device_count(), dist.is_available() and dist.is_nccl_available())
+    """Look at this machine, without starting an accelerator."""
+    kind = accelerator_type()
+    backend = None if kind is None or not dist.is_available() else queued_backend(kind)
+    return Machine(kind, num_accelerators(), backend is not None and dist.is_backend_available(backend))
 
 
 def choose_device(wanted: str, num_local_ranks: int, machine: Machine) -> str:
-    """Return "cuda" or "cpu" for the ranks of one machine; `wanted` is that of `run.device`.
+    """Return the kind of device for the ranks of one machine; `wanted` is that of `run.device`.
 
     Raises:
-        ConfigError: there are fewer GPUs than ranks, or no NCCL between them.
+        ConfigError: this torch is not built for it, there are fewer GPUs than ranks, or nothing carries their messages.
     """
-    if wanted == "cpu" or (wanted == "auto" and not machine.num_gpus):
-        return "cpu"
+    if wanted == CPU or (wanted == AUTO and not machine.num_gpus):
+        return CPU
+    kind = machine.kind
+    if kind is None or wanted not in (AUTO, kind):
+        own = "computes on CPUs alone" if kind is None else f"is built for {kind!r}"
+        choices = " or ".join(repr(each) for each in (AUTO, CPU, kind) if each is not None)
+        raise ConfigError(f"this torch {own}, and has no device {wanted!r}; expected {choices}", key=KEY)
     if machine.num_gpus < num_local_ranks:
         ranks, gpus = (
             count_of(num_local_ranks, "rank"),
@@ -46,24 +64,23 @@ def choose_device(wanted: str, num_local_ranks: int, machine: Machine) -> str:
         fewer = f"pipeline.ranks={machine.num_gpus}, one a GPU; " if machine.num_gpus else ""
         raise ConfigError(
             f"{ranks} on a machine with {gpus} that torch sees. Choose: {fewer}run.device='cpu' to train on CPUs; or a "
-            "machine with more GPUs (CUDA_VISIBLE_DEVICES may hide some)",
+            "machine with more GPUs (a variable such as CUDA_VISIBLE_DEVICES may hide some)",
             key=KEY,
         )
-    if num_local_ranks > 1 and not machine.has_nccl:
+    if num_local_ranks > 1 and not machine.has_backend:
         raise ConfigError(
-            f"this torch has no NCCL, by which {num_local_ranks} GPUs exchange messages. Choose: pipeline.ranks=1; "
-            "run.device='cpu' to train on CPUs; or a torch with CUDA",
+            f"this torch has no backend such as NCCL, by which {num_local_ranks} GPUs exchange messages. Choose: "
+            "pipeline.ranks=1; run.device='cpu' to train on CPUs; or a torch with such a backend",
             key=KEY,
         )
-    return "cuda"
+    return kind
 
 
 def describe_devices(device: torch.device, num_ranks: int, precision: str) -> str:
     """Return the line that says where and how a run computes."""
-    if device.type == "cuda":
-        where, between = torch.cuda.get_device_name(device), "NCCL"
-    else:
-        where, between = "CPU", "gloo"
+    where, between = "CPU", "gloo"
+    if is_queued(device):
+        where, between = name_of(device), (queued_backend(device.type) or "no").upper()
     each = f"1 rank on {where}" if num_ranks == 1 else f"{num_ranks} ranks on {where}, backend {between}"
     return f"{each}; precision {precision}"
 
@@ -75,15 +92,11 @@ def device_of_rank(config: RunConfig) -> torch.device:
         ConfigError: there is no such device, or it does not compute in `precision.compute`.
     """
     device = default_device(None)
-    if config.pipeline.ranks == 1 and choose_device(config.run.device, 1, look()) == "cuda":
-        device = torch.device("cuda", 0)
+    kind = choose_device(config.run.device, 1, look()) if config.pipeline.ranks == 1 else CPU
+    if kind != CPU:
+        device = torch.device(kind, 0)
     if config.precision.compute == "bfloat16" and not has_bfloat16(device):
         raise ConfigError(
             "this GPU does not compute in bfloat16; use 'float16', or 'model' for float32", key="precision.compute"
         )
     return device
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device computes in bfloat16 itself."""
-    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)

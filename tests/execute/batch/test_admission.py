@@ -73,6 +73,49 @@ def test_all_ranks_know_by_the_batch_whether_one_of_them_trains_other_parameters
     assert [batch.agreed.trained for batch in first] == [batch.agreed.trained for batch in second]
 
 
+def on_cpu(wires, call, *, device="cpu"):
+    """Admit a batch on ranks that hold both ends, and compute on a device."""
+    needs = InputNeeds(inputs=True, target=True, device=torch.device(device))
+    return Admission(Control(wires), BatchRule(2), needs).admit(Mode.TRAIN, call)
+
+
+ELSEWHERE = torch.zeros(6, 2, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [(Call((ELSEWHERE,), target=ROWS), "inputs"), (Call((ROWS,), target={"labels": ELSEWHERE}), "target")],
+    ids=["inputs", "target"],
+)
+def test_a_batch_on_another_device_than_the_stages_is_refused_on_all_ranks(call, what):
+    text = (
+        f"tensors of the {what} are on meta, but this rank computes on cpu; move them first, as in "
+        "x.to(pipeline.device)"
+    )
+
+    first, second = on_ranks(
+        2, lambda wires: error_of(on_cpu, wires, call if wires.rank == 0 else Call((ROWS,), target=ROWS))
+    )
+
+    assert str(first) == text
+    assert str(second) == f"rank 0 refuses the step: {text}"
+
+
+def test_some_of_a_batch_may_stay_where_its_layers_take_it():
+    lengths = torch.zeros(6, device="meta")
+
+    [batch] = on_ranks(1, lambda wires: on_cpu(wires, Call((ROWS, lengths), target=ROWS)))
+    [scalar] = on_ranks(1, lambda wires: on_cpu(wires, Call((torch.zeros((), device="meta"), 3.0), target=ROWS)))
+
+    assert [microbatch.size for microbatch in (*batch.microbatches, *scalar.microbatches)] == [3] * 4
+
+
+def test_a_device_without_a_number_is_any_of_its_kind():
+    [error] = on_ranks(1, lambda wires: error_of(on_cpu, wires, Call((ROWS,), target=ROWS), device="cuda"))
+
+    assert "are on cpu, but this rank computes on cuda" in str(error)
+
+
 def test_a_batch_of_another_shape_has_another_signature():
     (small, _), (large, _) = (on_ranks(2, admit, [((torch.zeros(rows),), {}, None), NOTHING]) for rows in (2, 4))
 
@@ -185,15 +228,15 @@ def test_all_ranks_know_who_wants_outputs():
 def test_a_rank_wants_what_its_stages_take():
     placement = Placement.bidirectional(2)
 
-    mask = frozenset({"mask"})
+    mask, cpu = frozenset({"mask"}), torch.device("cpu")
 
     def find(rank, placement, *, has_loss):
         keywords = dict.fromkeys(placement.stages_of_rank[rank], mask if rank else frozenset())
-        return InputNeeds.of(keywords, placement, mask, has_loss=has_loss)
+        return InputNeeds.of(keywords, placement, mask, cpu, has_loss=has_loss)
 
-    assert find(0, placement, has_loss=True) == InputNeeds(True, True, frozenset(), mask)
-    assert find(1, placement, has_loss=False) == InputNeeds(True, False, mask, mask)
-    assert find(0, Placement.line(2), has_loss=True) == InputNeeds(True, False, frozenset(), mask)
+    assert find(0, placement, has_loss=True) == InputNeeds(True, True, frozenset(), mask, cpu)
+    assert find(1, placement, has_loss=False) == InputNeeds(True, False, mask, mask, cpu)
+    assert find(0, Placement.line(2), has_loss=True) == InputNeeds(True, False, frozenset(), mask, cpu)
 
 
 def streamed(wires, streams):

@@ -191,6 +191,7 @@ def recorder_of(device, num_rows):
 def test_work_is_measured_when_the_device_does_it_and_not_when_the_host_queues_it():
     device = DeviceStandIn()
     recorder = recorder_of(device, 2)
+    recorder.begin(None)
 
     for row in range(2):
         run(recorder, row, lambda step: device.queue(2.0))
@@ -203,6 +204,7 @@ def test_work_is_measured_when_the_device_does_it_and_not_when_the_host_queues_i
 def test_a_message_arrives_when_the_host_has_seen_it():
     device = DeviceStandIn()
     recorder = recorder_of(device, 3)
+    recorder.begin(None)
 
     run(recorder, 0, lambda step: device.queue(2.0))
     run(recorder, 1, lambda step: None)  # a receive, posted behind it
@@ -215,6 +217,17 @@ def test_a_message_arrives_when_the_host_has_seen_it():
     assert (recorder.start_s[2], recorder.end_s[2]) == pytest.approx((12.0, 13.0))
 
 
+def test_a_device_without_timed_events_leaves_the_recording_out():
+    def lacks():
+        raise RuntimeError("mps does not support timing")
+
+    recorder = DeviceRecorder(range(1), Clock(), lacks, rank=0, deadline_s=20.0)
+
+    recorder.attempt(recorder.begin, None)
+
+    assert str(recorder.failure) == "mps does not support timing"
+
+
 def test_a_processor_is_measured_by_its_clock():
     assert type(recorder_for(torch.device("cpu"), range(1), Clock(), rank=0, deadline_s=20.0)) is Recorder
 
@@ -225,6 +238,7 @@ def test_products_on_a_gpu_take_their_time():
     matrix = torch.rand(4096, 4096, device=device)
     recorder = recorder_for(device, range(1), Clock(), rank=0, deadline_s=20.0)
     matrix @ matrix
+    recorder.begin(None)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def multiply(step):

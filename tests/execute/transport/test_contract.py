@@ -17,6 +17,7 @@ import torch.distributed as dist
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport import LocalTransport, TorchTransport
+from tests.local_pipelines import error_of
 from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
 
 pytestmark = pytest.mark.alone
@@ -575,6 +576,17 @@ def test_peers_are_counted_within_the_group_so_two_pipelines_do_not_meet():
     answers = run_ranks(4, two_pipelines, timeout_s=PATIENCE_S)
 
     assert answers == [[0, [0, 2]], [0, [1, 3]], [1, [0, 2], 0.0, 0.0], [1, [1, 3], 1.0, 1.0]]
+
+
+def on_devices_of_two_kinds(rank):
+    return str(error_of(TorchTransport, deadline_s=PATIENCE_S, device="meta" if rank else "cpu"))
+
+
+@pytest.mark.slow
+def test_ranks_on_devices_of_different_kinds_are_refused_before_they_connect():
+    text = "device: the ranks compute on devices of different kinds: rank 0 on cpu, rank 1 on meta"
+
+    assert run_ranks(2, on_devices_of_two_kinds, timeout_s=PATIENCE_S) == [f"{text}; give all ranks one kind"] * 2
 
 
 def test_without_a_process_group_the_error_says_what_to_call():

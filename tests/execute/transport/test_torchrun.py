@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, DeadlineExceeded
-from penstock.execute.transport.torchrun import DefaultGroup, Launch, _backend_for
+from penstock.execute.transport.torchrun import DefaultGroup, Launch, backend_for
 from tests.page_ranks import run_script
 from tests.pages import environment
 
@@ -74,8 +74,8 @@ def test_variables_that_cannot_be_right_are_named(change, message):
 
 
 def test_the_backend_is_the_one_for_the_device():
-    assert _backend_for(torch.device("cpu")) == "gloo"
-    assert _backend_for(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+    assert backend_for(torch.device("cpu")) == "gloo"
+    assert backend_for(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
 
 
 def test_a_rank_that_does_not_come_is_named_within_the_deadline():

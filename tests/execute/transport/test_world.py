@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError
 from penstock.execute.transport import LocalTransport, TorchTransport
-from penstock.execute.transport.world import carries_cuda, default_device, default_transport, shares_process
+from penstock.execute.transport.world import carries, default_device, default_transport, shares_process
 from tests.ranks import run_ranks
 
 
@@ -30,8 +30,10 @@ def test_only_nccl_for_cuda_puts_stages_on_a_gpu():
     both = ["cuda:nccl", "cpu:gloo,cuda:nccl", "CPU:gloo, CUDA:nccl"]
     neither = ["cpu:gloo", "gloo", "undefined", "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:ncclx", "", "cuda:gloo,xpu:nccl"]
 
-    assert [carries_cuda(backends) for backends in both] == [True] * len(both)
-    assert [carries_cuda(backends) for backends in neither] == [False] * len(neither)
+    assert [carries(backends, "cuda") for backends in both] == [True] * len(both)
+    assert [carries(backends, "cuda") for backends in neither] == [False] * len(neither)
+    assert carries("cpu:gloo,xpu:xccl", "xpu")
+    assert not carries("cpu:gloo,mps:gloo", "mps")
 
 
 @pytest.mark.slow

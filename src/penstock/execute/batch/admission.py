@@ -5,6 +5,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from penstock.errors import PenstockError, PipelineError, StepRefused, nearest
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import EVERY, Microbatch, PreSplit
@@ -54,6 +57,8 @@ class InputNeeds:
     keywords: frozenset[str] = frozenset()
     keywords_of_all: frozenset[str] = frozenset({EVERY})
     """What the layers of any rank take, `EVERY` among them if one may take any."""
+    device: torch.device | None = None
+    """Where the stages compute; None: not known, so that batches are not asked for it."""
 
     @classmethod
     def of(
@@ -61,6 +66,7 @@ class InputNeeds:
         keywords_of_stage: Mapping[int, Collection[str]],
         placement: Placement,
         keywords_of_all: frozenset[str],
+        device: torch.device,
         *,
         has_loss: bool,
     ) -> "InputNeeds":
@@ -70,6 +76,7 @@ class InputNeeds:
             target=has_loss and any(placement.next_stage[stage] < 0 for stage in keywords_of_stage),
             keywords=frozenset(name for keywords in keywords_of_stage.values() for name in keywords),
             keywords_of_all=keywords_of_all,
+            device=device,
         )
 
 
@@ -240,6 +247,12 @@ class Admission:
             raise PipelineError(
                 f"rank {self._control.rank} holds the first stage and was given no inputs; pass it the batch"
             )
+        for what, values, is_needed in (
+            ("inputs", call.args, self._needs.inputs),
+            ("target", call.target, self._needs.target),
+        ):
+            if is_needed and self._needs.device is not None:
+                _require_device(what, values, self._needs.device)
         known = self._needs.keywords_of_all
         for name in call.kwargs:
             if name not in known and EVERY not in known:
@@ -247,6 +260,17 @@ class Admission:
                 if name in _MEANT_AS_TARGET and call.target is None:
                     fix = " Pass what the loss compares the output with as target=, as in step(x, target=y)"
                 raise PipelineError(f"no layer's forward names {name!r}.{fix}")
+
+
+def _require_device(what: str, values: Any, device: torch.device) -> None:
+    """Make sure that something of a batch is where it is computed with; lengths, say, may stay on the host."""
+    found = {each.device for each in flatten(values)[0] if isinstance(each, Tensor) and each.dim()}
+    if found and not any(each.type == device.type and device.index in (None, each.index) for each in found):
+        places = " and ".join(sorted(map(str, found)))
+        raise PipelineError(
+            f"tensors of the {what} are on {places}, but this rank computes on {device}; move them first, as in "
+            "x.to(pipeline.device)"
+        )
 
 
 def _stream_of(call: Call) -> Stream | None:

@@ -92,7 +92,7 @@ class Compilations:
         thread = threading.get_ident()
 
         def is_own() -> bool:
-            # On CUDA a backward is compiled on a thread of autograd; ranks that are threads compute on the CPU.
+            # On a GPU a backward is compiled on a thread of autograd; ranks that are threads compute on the CPU.
             return not self._shares_process or threading.get_ident() == thread
 
         def begin() -> None:

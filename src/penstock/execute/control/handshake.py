@@ -42,6 +42,8 @@ class Setup:
     main_gradients: str
     debug: str
     deadline_s: str
+    device: str
+    """Its kind, such as cpu."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
+from penstock.execute.accelerator import is_queued
 from penstock.execute.batch.microbatch import Place
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.loss import LossShares, combine_losses
@@ -82,10 +83,11 @@ class LossExchange:
         """Bring all losses to the device at once, and put together each of them there."""
         if not columns:
             return []
-        # Pinned, so that the copy to a GPU is queued: from other memory the host would wait for all that was queued.
-        is_gpu = self._device.type == "cuda"
-        on_host = torch.tensor([each.losses for each in columns], dtype=torch.float64, device="cpu", pin_memory=is_gpu)
-        exact = on_host.to(self._device, non_blocking=is_gpu).unbind()
+        # Pinned, so that the copy to a device is queued: from other memory the host would wait for all that was queued.
+        is_ahead = is_queued(self._device)
+        losses = [each.losses for each in columns]
+        on_host = torch.tensor(losses, dtype=torch.float64, device="cpu", pin_memory=is_ahead)
+        exact = on_host.to(self._device, non_blocking=is_ahead).unbind()
         return [_losses_of(column, values) for column, values in zip(columns, exact, strict=True)]
 
     def _require_one_meaning(self, name: LossName) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.errors import PipelineError, count_of
+from penstock.execute.accelerator import allocator_bytes, reset_peak
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.results import StepResult
 from penstock.execute.observing.held_tensors import held_by, queued
@@ -87,8 +88,7 @@ class MemoryWatch(Observer):
 
     def begin(self, step: Step) -> None:
         self._look(step, Moment.BEGIN)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        reset_peak(self.device)
 
     def around(self, program: Program, bound: Bound) -> Around:
         instruction, is_wait = program.instruction(bound.row), bound.awaits is not None
@@ -156,12 +156,9 @@ class MemoryWatch(Observer):
             self.points[moment] = self._point(moment, sample)
 
     def _point(self, moment: Moment, sample: RankMemory) -> MemoryPoint:
-        if self.device.type != "cuda":
-            return MemoryPoint(moment, sample.counted_bytes, None, None)
-        now = (torch.cuda.memory_allocated, torch.cuda.memory_reserved)
-        most = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
-        allocated, reserved = most if moment is Moment.PEAK else now
-        return MemoryPoint(moment, sample.counted_bytes, allocated(self.device), reserved(self.device))
+        counted = allocator_bytes(self.device, peak=moment is Moment.PEAK)
+        allocated, reserved = (None, None) if counted is None else counted
+        return MemoryPoint(moment, sample.counted_bytes, allocated, reserved)
 
     def _by_kind(self, step: Step) -> list[dict[int, Any]]:
         """What stages keep, messages, and what rows made."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.execute.accelerator import is_queued, make_event
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
 from penstock.execute.observing.observer import Around, Observer
@@ -51,9 +52,9 @@ class Recorder(Observer):
 
 
 class DeviceRecorder(Recorder):
-    """The same of a GPU, where the host only queues what is to run: by events in the device's queue.
+    """The same of an accelerator, where the host only queues what is to run: by events in the device's queue.
 
-    What the host waits for is the host's time. Made while the device has nothing to do, or is soon to have done it.
+    What the host waits for is the host's time. A step begins while the device has nothing to do, or soon has done it.
     """
 
     def __init__(
@@ -63,10 +64,13 @@ class DeviceRecorder(Recorder):
         self._make_event = make_event
         self._await = partial(await_device, rank=rank, deadline_s=deadline_s)
         self._events: dict[int, tuple[torch.Event, torch.Event]] = {}
-        self._origin = make_event()
+
+    def begin(self, step: Step) -> None:
+        # Not before: what a device without such events raises here leaves the recording out, and the step goes on.
+        self._origin = self._make_event()
         self._origin.record()
         self._await(self._origin.query)
-        self._origin_s = clock.read()
+        self._origin_s = self._read()
 
     @contextmanager
     def _timing(self, row: int, step: Step) -> Iterator[None]:
@@ -91,9 +95,9 @@ class DeviceRecorder(Recorder):
 
 def recorder_for(device: torch.device, rows: range, clock: Clock, *, rank: int, deadline_s: float) -> Recorder:
     """Return what measures a step on this device."""
-    if device.type != "cuda":
+    if not is_queued(device):
         return Recorder(rows, clock)
-    return DeviceRecorder(rows, clock, partial(torch.cuda.Event, enable_timing=True), rank=rank, deadline_s=deadline_s)
+    return DeviceRecorder(rows, clock, partial(make_event, device, timing=True), rank=rank, deadline_s=deadline_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

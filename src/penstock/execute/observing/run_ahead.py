@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from penstock.execute.accelerator import is_queued, make_event
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.device_queue import await_device, device_queue_of
@@ -64,9 +65,10 @@ class Throttle(Observer):
 
 def throttle_for(device: torch.device, limit: int | None, transport: Transport) -> Throttle | None:
     """Return what bounds the host's lead on a device; None where nothing is to be bounded."""
-    if limit is None or device.type != "cuda":
+    if limit is None or not is_queued(device):
         return None
     queue = device_queue_of(transport)
     is_held_up = never if queue is None else queue.is_held_up
     rank, deadline_s = transport.rank, transport.deadline_s
-    return Throttle(limit, torch.cuda.Event, rank=rank, deadline_s=deadline_s, is_held_up=is_held_up)
+    make_marker = partial(make_event, device)
+    return Throttle(limit, make_marker, rank=rank, deadline_s=deadline_s, is_held_up=is_held_up)

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PipelineError
+from penstock.execute.accelerator import has_queue
 from penstock.execute.parameters.gradient_store import GradientStore, dense_gradient
 from penstock.execute.parameters.layout import Replicated
 from penstock.execute.transport.pending import GlooMessage, QueuedMessage
 from penstock.execute.transport.sockets import MessageLate
-from penstock.execute.undocumented import averaged_parameters, averages, broadcast_buffers
+from penstock.execute.undocumented_modules import averaged_parameters, averages, broadcast_buffers
 from penstock.running_time import running_s
 
 
@@ -104,7 +105,7 @@ class Averaged(Replicated):
         end_s = running_s() + limit_s
         works = [collective(tensor, group=group, async_op=True) for tensor in tensors]
         for work, tensor in zip(works, tensors, strict=True):
-            pending = (QueuedMessage if tensor.is_cuda else GlooMessage)(work, tensor)
+            pending = (QueuedMessage if has_queue(tensor) else GlooMessage)(work, tensor)
             try:
                 pending.wait(end_s - running_s())
             except (RuntimeError, MessageLate) as error:

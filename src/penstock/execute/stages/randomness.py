@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import DeadlineExceeded
+from penstock.execute.accelerator import default_generator, is_queued
 from penstock.execute.batch.microbatch import Place
 from penstock.execute.stages.feature import BeforeLayer, ForwardPart
 from penstock.running_time import wait_in_parts
@@ -112,11 +113,8 @@ class RandomPart(ForwardPart):
 def default_generators(device: torch.device) -> list[torch.Generator]:
     """Return the generators that layers draw from on a device."""
     generators = [torch.default_generator]
-    if device.type == "cuda":
-        current = torch.cuda.current_device()  # CUDA begins here at the latest, and with it there are generators
-        index = current if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    return generators
+    own = default_generator(device) if is_queued(device) else None
+    return generators if own is None else [*generators, own]
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.errors import ConfigError
 from penstock.execute.stages.keywords import layer_place
 from penstock.execute.stages.stage import Stage
-from penstock.execute.undocumented import has_dtensors, special_options
-from penstock.execute.undocumented_modules import is_replicated
+from penstock.execute.undocumented_modules import has_dtensors, is_replicated, special_options
 from penstock.execute.values.tensors import is_dtensor
 from penstock.ir.schedule import Schedule
 

@@ -6,10 +6,11 @@ wait that runs out of time makes the connection unusable; the sockets close, and
 backend and every `Work` of it are gone. Hence tickets hold no `Work`, and errors leave none behind in their traceback.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import permutations
 
 import torch
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.errors import PeerLost, PipelineError, hint_of_limit
+from penstock.errors import ConfigError, PeerLost, PipelineError, hint_of_limit
+from penstock.execute.accelerator import is_queued, make_event
 from penstock.execute.transport.device_queue import DeviceQueue
 from penstock.execute.transport.pending import DirectReceive, GlooMessage, Pending, QueuedMessage
 from penstock.execute.transport.protocol import (
@@ -30,7 +32,7 @@ from penstock.execute.transport.protocol import (
 )
 from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvous, connect_all
 from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesDiffer, SocketClosed
-from penstock.execute.undocumented import Backend, gloo, is_timeout, nccl, store_of
+from penstock.execute.undocumented import Backend, device_backend, gloo, is_timeout, store_of
 from penstock.execute.values.tensors import written_out
 from penstock.running_time import running_s
 
@@ -101,9 +103,9 @@ class TorchTransport:
         self._observer: WaitObserver | None = None
         self._open: dict[int, Pending] = {}
         self.device_queue: DeviceQueue | None = None
-        """Which messages are in, where the device is a GPU."""
+        """Which messages are in, where the device queues its work."""
         if self._is_queued(Tag.DATA):
-            self.device_queue = DeviceQueue(self, self._open, torch.cuda.Event)
+            self.device_queue = DeviceQueue(self, self._open, partial(make_event, self._device))
         self._next_serial = 0
         self._first_serial = 0
         store = self._connect(Rendezvous(PrefixStore("penstock", store_of(own)), self.rank, self.num_ranks))
@@ -176,8 +178,8 @@ class TorchTransport:
             on_close()
 
     def _is_queued(self, tag: Tag) -> bool:
-        """Whether messages of this tag are in a queue of a GPU."""
-        return self._device.type == "cuda" and tag is Tag.DATA
+        """Whether messages of this tag are in a queue of an accelerator."""
+        return is_queued(self._device) and tag is Tag.DATA
 
     def _forget(self) -> list[Backend]:
         """Drop all messages and connections; once the result is dropped too, the sockets close."""
@@ -199,7 +201,9 @@ class TorchTransport:
         try:
             with ExitStack() as stack:
                 listener = Listener(stack, is_wanted=bool(self._direct_tags))
-                addresses = exchange(ADDRESSES, listener.address_text())
+                texts = exchange(ADDRESSES, f"{self._device.type} {listener.address_text()}")
+                kinds, addresses = zip(*(text.split(" ", 1) for text in texts), strict=True)
+                _require_one_kind(kinds)
                 self._sockets = connect_all(
                     self.rank, self._direct_tags, listener, addresses, exchange, self.deadline_s
                 )
@@ -210,6 +214,9 @@ class TorchTransport:
                 if self._links.distinct():
                     # Gloo has one end of a pair ready before the other, and a rank that closed at once would break it.
                     exchange(LINKED, "")
+        except ConfigError:  # the same on all ranks, none of which waits
+            self.abort()
+            raise
         except (RuntimeError, OSError) as error:
             self.abort()
             rendezvous.give_up(CONNECTED, LINKED)
@@ -257,14 +264,27 @@ class TorchTransport:
         return ticket
 
 
+def _require_one_kind(kinds: Sequence[str]) -> None:
+    """Make sure that all ranks compute on one kind of device: others are connected by other backends."""
+    odd = [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
+    if odd:
+        raise ConfigError(
+            f"the ranks compute on devices of different kinds: rank 0 on {kinds[0]}, rank {odd[0]} on {kinds[odd[0]]}; "
+            "give all ranks one kind",
+            key="device",
+        )
+
+
 def _connected(
     store: Store, rank: int, num_ranks: int, device: torch.device, deadline_s: float, *, needs_control: bool
 ) -> _Links:
-    """Connect what sockets do not carry: control where `needs_control`, and the data of GPUs."""
+    """Connect what sockets do not carry: control where `needs_control`, and the data of accelerators."""
     control = gloo(store, rank, num_ranks, deadline_s) if needs_control else None
-    if device.type != "cuda":
+    if not is_queued(device):
         return _Links(control, control, control)
-    upward, downward = [nccl(PrefixStore(name, store), rank, num_ranks, WATCHDOG) for name in ("upward", "downward")]
+    upward, downward = [
+        device_backend(device, PrefixStore(name, store), rank, num_ranks, WATCHDOG) for name in ("upward", "downward")
+    ]
     # NCCL connects a pair at its first message and blocks both ends meanwhile; in program order that may deadlock. So
     # one number goes over every channel here, in one order on all ranks.
     number = torch.zeros(1, device=device)

@@ -104,7 +104,7 @@ class DefaultGroup:
         Raises:
             DeadlineExceeded: a rank did not come within the timeout. PipelineError: the group cannot be made.
         """
-        timeout, backend = timedelta(seconds=timeout_s), _backend_for(device)
+        timeout, backend = timedelta(seconds=timeout_s), backend_for(device)
         try:
             store = self._meet(launch, timeout)
             dist.init_process_group(
@@ -194,7 +194,7 @@ class DefaultGroup:
         return store
 
 
-def _backend_for(device: torch.device) -> str:
+def backend_for(device: torch.device) -> str:
     """Return the backend for messages on a device; CPU tensors always have one too."""
     own = dist.get_default_backend_for_device(device)
     return own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"

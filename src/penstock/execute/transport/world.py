@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from penstock.execute.accelerator import current_device, queued_backend
 from penstock.execute.transport.local import LocalTransport
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.torch_dist import TorchTransport
@@ -33,9 +34,10 @@ def shares_process(transport: Transport) -> bool:
 
 
 def default_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the current CUDA device where the group carries CUDA tensors by NCCL, else the CPU."""
-    if _is_distributed() and torch.cuda.is_available() and carries_cuda(dist.get_backend_config(group)):
-        return torch.device("cuda", torch.cuda.current_device())
+    """Return the current accelerator where the group carries its tensors, as NCCL does those of GPUs; else the CPU."""
+    device = current_device() if _is_distributed() else None
+    if device is not None and carries(dist.get_backend_config(group), device.type):
+        return device
     return torch.device("cpu")
 
 
@@ -44,13 +46,13 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return dist.get_process_group_ranks(group) if _is_distributed() else []
 
 
-def carries_cuda(backends: str) -> bool:
-    """Whether backends, as in "cpu:gloo,cuda:nccl", hold NCCL for CUDA tensors.
+def carries(backends: str, device_type: str) -> bool:
+    """Whether backends, as in "cpu:gloo,cuda:nccl", hold the one that queues messages on a kind of accelerator.
 
     Asked of what torch calls a backend configuration: the name of the backend is "undefined" of a group that was made
     without one, and holds both where there are two.
     """
-    return "cuda:nccl" in backends.lower().replace(" ", "").split(",")
+    return f"{device_type}:{queued_backend(device_type)}" in backends.lower().replace(" ", "").split(",")
 
 
 def _is_distributed() -> bool:

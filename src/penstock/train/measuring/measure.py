@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
+from penstock.execute.accelerator import is_queued, synchronize
 from penstock.execute.control.collectives import Control, Failure
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import takes_weight
@@ -145,7 +146,8 @@ class _Walk:
         """Measure all layers, in order."""
         names = layer_names(layers)
         finishes = [_as_it_is] * (len(layers) - 1) + [last_call]
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []), torch.enable_grad():
+        devices = [self._device] if is_queued(self._device) else []
+        with torch.random.fork_rng(devices, device_type=self._device.type), torch.enable_grad():
             seconds = list(map(self._usual_s, layers, names, finishes))
         forward_s, backward_s = zip(*seconds, strict=True)
         return LayerTimes(tuple(names), forward_s, backward_s)
@@ -168,8 +170,7 @@ class _Walk:
         return middle_s - begin_s, self._now() - middle_s
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return self._clock()
 
 

@@ -54,7 +54,7 @@ class Subject(_Document):
     microbatch: Annotated[list[int], Field(min_length=2, max_length=2)]
     """Its sequences, and the tokens of each."""
     device: str
-    """The kind: cpu, cuda."""
+    """The kind, such as cpu or cuda."""
 
 
 class StoredTimes(_Document):

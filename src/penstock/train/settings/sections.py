@@ -57,9 +57,11 @@ class RunSection(Section):
         default=0, ge=0, le=2**63 - 1, description="seed of the initial parameters and of the order of the data"
     )
     steps: Positive = Field(default=500, description="optimizer steps")
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: str = Field(
         default="auto",
-        description="where the ranks compute: 'cuda': a GPU each; 'cpu'; 'auto': on GPUs if there are any, else CPUs",
+        min_length=1,
+        description="where the ranks compute: a kind of GPU that this torch is built for, such as 'cuda': one each; "
+        "'cpu'; 'auto': on GPUs if there are any, else CPUs",
     )
     skip_updates: bool = Field(
         default=False, description="whether steps run but change no weight: a dry run of forwards and backwards"
@@ -122,7 +124,7 @@ class PipelineSection(Section):
     )
     run_ahead: NotNegative = Field(
         default=0,
-        description="on CUDA, computations that may be queued and not ended; 0: the host waits for each message",
+        description="on GPUs, computations that may be queued and not ended; 0: the host waits for each message",
     )
 
 
@@ -366,7 +368,7 @@ class ProfileSection(Section):
     )
     memory: bool = Field(
         default=False,
-        description="whether these traces have allocations, too; on CUDA, also memory-rankN.json.gz, the allocator's "
+        description="whether these traces have allocations, too; on GPUs, also memory-rankN.json.gz, the allocator's "
         "blocks at the end of the window",
     )
 

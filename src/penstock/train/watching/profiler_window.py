@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from penstock.errors import PenstockError
+from penstock.execute.accelerator import is_queued, memory_snapshot
 from penstock.files import atomic_file, naming_storage
 from penstock.train.folder.run_folder import MEMORY, PROFILE
 from penstock.train.settings.sections import ProfileSection
@@ -63,9 +64,7 @@ class ProfilerWindow:
             LOG.warning("rank %d: the profile is lost: %s", self._rank, error)
 
     def _started(self) -> profile:
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        activities = None if is_queued(self._device) else [ProfilerActivity.CPU]  # None: the accelerator's too
         profiler = profile(activities=activities, profile_memory=self._options.memory)
         profiler.start()
         return profiler
@@ -78,8 +77,9 @@ class ProfilerWindow:
         if self._options.memory:
             trace = _with_memory(trace)
         self._put(PROFILE, trace)
-        if self._options.memory and self._device.type == "cuda":
-            self._put(MEMORY, orjson.dumps(torch.cuda.memory_snapshot(), default=str))  # type: ignore[no-untyped-call]
+        snapshot = memory_snapshot(self._device) if self._options.memory else None
+        if snapshot is not None:
+            self._put(MEMORY, orjson.dumps(snapshot, default=str))
 
     def _put(self, name: str, content: bytes) -> None:
         with atomic_file(self._folder / name.replace("*", str(self._rank))) as file:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.execute.accelerator import is_queued, name_of
 from penstock.simulation.costs.devices import device_of_torch
 from penstock.simulation.costs.transformer import DataType, Part, Transformer, head_of, layer_of
 from penstock.train.settings.config import RunConfig
@@ -31,9 +32,9 @@ class Utilization:
 def utilization_of(config: RunConfig, vocabulary: int, device: torch.device) -> Utilization | None:
     """Return the utilisation of a run whose ranks have devices like this one; None where their peak is not known."""
     data_type = _data_type(config)
-    if device.type != "cuda" or data_type is None or config.model.source:
+    if not is_queued(device) or data_type is None or config.model.source:
         return None
-    known = device_of_torch(torch.cuda.get_device_name(device))
+    known = device_of_torch(name_of(device))
     if known is None:
         return None
     return Utilization(flops_per_token(config, vocabulary), config.pipeline.ranks * known.flops_per_s(data_type))

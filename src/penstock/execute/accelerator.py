@@ -1,0 +1,182 @@
+"""What Penstock asks of a device: whether it queues its work, its events, its memory, its random numbers, its name.
+
+    CPU            has run what it was given when a call returns
+    accelerator    queues it: the host goes on, and events say how far the device has come
+
+All of it is torch's interface to any accelerator, so no other file asks for one kind. A process has one kind at most.
+What a kind lacks is noted once in the log, and left out.
+"""
+
+import logging
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import ConfigError
+
+LOG = logging.getLogger("penstock")
+_NOT_QUEUED = ("cpu", "meta")
+
+
+def is_queued(device: torch.device) -> bool:
+    """Whether work on a device is queued, and runs later than the call that asks for it."""
+    return device.type not in _NOT_QUEUED
+
+
+def has_queue(tensor: Tensor) -> bool:
+    """Whether the device of a tensor queues its work."""
+    return is_queued(tensor.device)
+
+
+def accelerator_type() -> str | None:
+    """Return the kind of accelerator that this torch is built for, such as "cuda"; without starting it."""
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
+
+
+def num_accelerators() -> int:
+    """Count those that this process may use; without starting them."""
+    return torch.accelerator.device_count()
+
+
+def current_device() -> torch.device | None:
+    """Return the accelerator that this thread uses; None where there is none."""
+    kind = accelerator_type()
+    if kind is None or not num_accelerators():
+        return None
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def require_available(device: torch.device, key: str) -> torch.device:
+    """Return a device that this process can compute on.
+
+    Raises:
+        ConfigError: this torch is built without it, or this machine has none, or not so many.
+    """
+    if not is_queued(device):
+        return device
+    kind, count = accelerator_type(), num_accelerators()
+    index = 0 if device.index is None else device.index
+    if device.type == kind and index < count:
+        return device
+    if device.type != kind:
+        found = f"this torch {'computes on CPUs alone' if kind is None else f'is built for {kind!r}'}"
+    else:
+        found = f"this process sees {count} of this kind" if count else "this process sees none of this kind"
+    choices = ["'cpu'"] + ([f"'{kind}:{place}'" for place in range(count)] if kind else [])
+    raise ConfigError(f"there is no device {str(device)!r}: {found}. Choose {' or '.join(choices)}", key=key)
+
+
+# ---- events
+
+
+def make_event(device: torch.device, *, timing: bool = False) -> torch.Event:
+    """Return an event that can be recorded behind what a device was given; `timing`: one that says when.
+
+    Raises:
+        RuntimeError: the device has no such events.
+    """
+    return torch.Event(device, enable_timing=timing)
+
+
+def has_events(device: torch.device) -> bool:
+    """Whether events tell how far a device has come."""
+    try:
+        event = make_event(device)
+        event.record()
+        event.query()
+    except RuntimeError:
+        return False
+    return True
+
+
+def synchronize(device: torch.device) -> None:
+    """Let the host wait until a device has run all that it was given."""
+    if is_queued(device):
+        torch.accelerator.synchronize(device)
+
+
+# ---- memory
+
+
+class AllocatorBytes(NamedTuple):
+    """What the allocator of a device has given out, and what it has taken from the device for that."""
+
+    allocated: int
+    reserved: int
+
+
+def allocator_bytes(device: torch.device, *, peak: bool = False) -> AllocatorBytes | None:
+    """Return them now, or the most since `reset_peak`; None of the CPU and of a device that does not count them."""
+    if not is_queued(device):
+        return None
+    ask = torch.accelerator
+    try:
+        if peak:
+            return AllocatorBytes(ask.max_memory_allocated(device), ask.max_memory_reserved(device))
+        return AllocatorBytes(ask.memory_allocated(device), ask.memory_reserved(device))
+    except RuntimeError as error:
+        _say_once(device.type, "bytes of its allocator", str(error))
+        return None
+
+
+def reset_peak(device: torch.device) -> None:
+    """Count the most from now on."""
+    if allocator_bytes(device) is not None:
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+# ---- random numbers
+
+
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """Return the generator that layers on an accelerator draw from; None where torch does not show it."""
+    torch.empty(0, device=device)  # the accelerator begins here at the latest, and with it there are generators
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    found = getattr(torch.get_device_module(device), "default_generators", None)
+    if found is None:
+        _say_once(device.type, "generators of random numbers", "seeds and checkpoints leave them out")
+        return None
+    generator: torch.Generator = found[index]
+    return generator
+
+
+# ---- what it is
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name of a device's model, or its kind where it has none."""
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(name(device)) if callable(name) else device.type
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device computes in bfloat16 itself; one that does not say so is taken to."""
+    has = getattr(torch.get_device_module(device), "is_bf16_supported", None) if is_queued(device) else None
+    return not callable(has) or bool(has(including_emulation=False))
+
+
+def memory_snapshot(device: torch.device) -> Any:
+    """Return what the allocator's history has, to be written as JSON; None where a device keeps none."""
+    snapshot = getattr(torch.get_device_module(device), "memory_snapshot", None) if is_queued(device) else None
+    return snapshot() if callable(snapshot) else None
+
+
+def queued_backend(device_type: str) -> str | None:
+    """Return the backend of torch.distributed whose messages are queued on an accelerator, such as NCCL.
+
+    None where there is none: gloo carries messages between hosts.
+    """
+    try:
+        name: str = dist.get_default_backend_for_device(device_type)
+    except ValueError:
+        return None
+    return None if name == dist.Backend.GLOO else name
+
+
+@cache
+def _say_once(kind: str, what: str, why: str) -> None:
+    LOG.warning("devices of kind %r have no %s: %s", kind, what, why)

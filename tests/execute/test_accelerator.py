@@ -1,0 +1,179 @@
+"""What is asked of a device, on a process that has none but the CPU, and on accelerators that are made up."""
+
+import logging
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.execute import accelerator
+from penstock.execute.accelerator import (
+    AllocatorBytes,
+    accelerator_type,
+    allocator_bytes,
+    current_device,
+    default_generator,
+    has_bfloat16,
+    has_events,
+    has_queue,
+    is_queued,
+    make_event,
+    memory_snapshot,
+    name_of,
+    num_accelerators,
+    queued_backend,
+    require_available,
+    reset_peak,
+    synchronize,
+)
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A process that is built for cuda, and sees two devices, the second of which is the current one."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+
+
+def test_all_devices_but_the_cpu_queue_their_work():
+    kinds = ["cpu", "meta", "cuda", "xpu", "mps", "hpu", "privateuseone"]
+
+    assert [kind for kind in kinds if is_queued(torch.device(kind))] == kinds[2:]
+    assert not has_queue(torch.zeros(1))
+
+
+def test_the_cpu_is_always_there_and_another_device_only_where_torch_is_built_for_it():
+    assert require_available(CPU, "device") == CPU
+    with pytest.raises(ConfigError) as caught:
+        require_available(torch.device("xpu"), "device")
+
+    built_for = "computes on CPUs alone" if accelerator_type() is None else f"is built for {accelerator_type()!r}"
+    assert str(caught.value).startswith(f"device: there is no device 'xpu': this torch {built_for}. Choose 'cpu'")
+
+
+def test_a_device_beyond_those_of_this_process_is_refused_with_the_choices(two_gpus):
+    assert require_available(torch.device("cuda", 1), "device") == torch.device("cuda", 1)
+    assert require_available(torch.device("cuda"), "device") == torch.device("cuda")
+    with pytest.raises(ConfigError) as caught:
+        require_available(torch.device("cuda", 2), "device")
+
+    expected = "this process sees 2 of this kind. Choose 'cpu' or 'cuda:0' or 'cuda:1'"
+    assert str(caught.value) == f"device: there is no device 'cuda:2': {expected}"
+
+
+def test_a_kind_of_which_there_is_none_is_refused(two_gpus, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+
+    with pytest.raises(ConfigError, match=r"'cuda': this process sees none of this kind\. Choose 'cpu'$"):
+        require_available(torch.device("cuda"), "device")
+    assert current_device() is None
+
+
+def test_the_current_device_is_that_of_this_thread(two_gpus):
+    assert current_device() == torch.device("cuda", 1)
+    assert (accelerator_type(), num_accelerators()) == ("cuda", 2)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_a_process_without_an_accelerator_has_no_device_and_no_events():
+    assert current_device() is None
+    assert not has_events(GPU)
+    with pytest.raises(RuntimeError):
+        make_event(GPU)
+
+
+def test_the_host_waits_for_devices_that_queue_alone(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+
+    synchronize(CPU)
+    synchronize(GPU)
+
+    assert waited == [GPU]
+
+
+def test_the_allocator_says_what_it_has_given_out_now_and_at_most(monkeypatch):
+    for number, name in enumerate(["memory_allocated", "memory_reserved"]):
+        monkeypatch.setattr(torch.accelerator, name, lambda device, number=number: 10 + number)
+        monkeypatch.setattr(torch.accelerator, f"max_{name}", lambda device, number=number: 20 + number)
+    resets = []
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", resets.append)
+
+    reset_peak(GPU)
+    reset_peak(CPU)
+
+    assert allocator_bytes(GPU) == AllocatorBytes(10, 11)
+    assert allocator_bytes(GPU, peak=True) == AllocatorBytes(20, 21)
+    assert allocator_bytes(CPU) is None
+    assert resets == [GPU]
+
+
+def test_a_device_that_counts_no_bytes_is_noted_once_and_its_figures_are_left_out(monkeypatch, caplog):
+    def lacks(device):
+        raise RuntimeError("Allocator for mps is not a DeviceAllocator.")
+
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lacks)
+    accelerator._say_once.cache_clear()
+
+    with caplog.at_level(logging.WARNING, "penstock"):
+        found = [allocator_bytes(torch.device("mps")) for _ in range(3)]
+        reset_peak(torch.device("mps"))
+
+    assert found == [None] * 3
+    text = "devices of kind 'mps' have no bytes of its allocator: Allocator for mps is not a DeviceAllocator."
+    assert [record.getMessage() for record in caplog.records] == [text]
+
+
+def test_layers_draw_from_the_generator_of_their_device(two_gpus, monkeypatch):
+    generators = [torch.Generator(), torch.Generator()]
+    monkeypatch.setattr(torch, "empty", lambda *size, device: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+
+    assert default_generator(GPU) is generators[0]
+    assert default_generator(torch.device("cuda")) is generators[1]
+
+
+def test_a_device_whose_generators_torch_does_not_show_is_noted_once(two_gpus, monkeypatch, caplog):
+    monkeypatch.setattr(torch, "empty", lambda *size, device: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
+    accelerator._say_once.cache_clear()
+
+    with caplog.at_level(logging.WARNING, "penstock"):
+        assert [default_generator(torch.device("mps")) for _ in range(2)] == [None, None]
+
+    assert len(caplog.records) == 1
+
+
+def test_a_device_without_a_name_is_called_by_its_kind(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {device.index}")
+
+    assert name_of(GPU) == "NVIDIA 0"
+    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
+    assert name_of(GPU) == "cuda"
+
+
+def test_a_device_computes_in_bfloat16_unless_it_says_no(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+
+    assert not has_bfloat16(GPU)
+    assert has_bfloat16(CPU)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
+    assert has_bfloat16(GPU)
+
+
+def test_blocks_of_an_allocator_are_there_where_it_keeps_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: ["block"])
+
+    assert memory_snapshot(GPU) == ["block"]
+    assert memory_snapshot(CPU) is None
+    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
+    assert memory_snapshot(GPU) is None
+
+
+def test_gloo_queues_no_messages_on_a_device():
+    assert [queued_backend(kind) for kind in ("cuda", "xpu", "mps", "cpu", "privateuseone")] == [
+        "nccl", "xccl", None, None, None,
+    ]  # fmt: skip
