@@ -92,8 +92,7 @@ class TorchTransport:
             raise PipelineError(
                 "torch.distributed has no process group; call init_process_group first, or use one process"
             )
-        self.rank = dist.get_rank(own)
-        self.num_ranks = dist.get_world_size(own)
+        self.rank, self.num_ranks = own.rank(), own.size()
         self.deadline_s = deadline_s
         self._on_close = on_close
         self._device = torch.device(device)
