@@ -52,9 +52,11 @@ class Outcome:
 class RankPool:
     """Processes that run one function after another, with one default group for all of them."""
 
-    def __init__(self, num_ranks, *, backend="gloo"):
+    def __init__(self, num_ranks, *, backend="gloo", prepare=None):
+        """`prepare(rank)` runs in every process before it has a default group."""
         self.num_ranks = num_ranks
         self.backend = backend
+        self.prepare = prepare
         self.processes = []
         self._connections = []
         self._store = None
@@ -132,9 +134,8 @@ class RankPool:
             context = forks()
             for rank in range(self.num_ranks):
                 ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_serve, args=(theirs, rank, self.num_ranks, port, self.backend), daemon=True
-                )
+                given = (theirs, rank, self.num_ranks, port, self.backend, self.prepare)
+                process = context.Process(target=_serve, args=given, daemon=True)
                 process.start()
                 theirs.close()
                 self.processes.append(process)
@@ -167,9 +168,11 @@ def _environment(**values):
                 os.environ[name] = value
 
 
-def _serve(connection, rank, num_ranks, port, backend):
+def _serve(connection, rank, num_ranks, port, backend, prepare):
     """Be one rank: run what comes until the other end closes."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    if prepare is not None:
+        prepare(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
     while True:
