@@ -1,0 +1,61 @@
+"""The fixture `emulated`, and the build of the device before the first test that needs it."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.emulated.build import library, reason_not_to_build
+from tests.emulated.scenarios import Emulated
+
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST_BUILD_S = 900
+_missing = []
+
+
+def pytest_collection_finish(session):
+    """Build here, where no time limit of a test counts it."""
+    is_needed = any(item.get_closest_marker("emulated") for item in session.items)
+    if session.config.option.collectonly or not is_needed:
+        return
+    reason = reason_not_to_build()
+    if not reason and not library().exists():
+        begin_s = time.monotonic()
+        built = subprocess.run(
+            [sys.executable, "-m", "tests.emulated.build"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_BUILD_S,
+        )
+        print(f"\nthe emulated device was built in {time.monotonic() - begin_s:.0f} s", file=sys.stderr)
+        if built.returncode:
+            reason = f"the emulated device cannot be built:\n{built.stdout[-3000:]}\n{built.stderr[-3000:]}"
+    _missing[:] = [reason] if reason else []
+
+
+@pytest.fixture(scope="session")
+def kept_process():
+    from tests.emulated.kept_process import KeptProcess
+
+    process = KeptProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def emulated_is_there():
+    """Skip, or fail in CI, where the device cannot be built."""
+    if _missing and os.environ.get("CI"):
+        pytest.fail(f"CI must be able to build the emulated device: {_missing[0]}")
+    if _missing:
+        pytest.skip(_missing[0])
+
+
+@pytest.fixture
+def emulated(emulated_is_there, kept_process):
+    """Run scenarios on a clean device: `emulated.run` fails on any report, `emulated.attempt` returns them."""
+    return Emulated(kept_process)

@@ -1,0 +1,181 @@
+"""The checker reports what nothing orders, under every policy, and is silent where something does."""
+
+import pytest
+import torch
+
+from tests.emulated.checker import FREED, REUSED, UNORDERED
+from tests.emulated.scenarios import POLICIES
+
+pytestmark = pytest.mark.emulated
+all_policies = pytest.mark.parametrize(("policy", "seed"), POLICIES)
+
+
+def _read_on_another_stream(rank, num_ranks, order):
+    side = torch.Stream("emu")
+    values = torch.zeros(4, device="emu")
+    torch.accelerator.synchronize()
+    values.fill_(7.0)
+    if order == "event":
+        event = torch.Event("emu")
+        event.record()
+        side.wait_event(event)
+    elif order == "stream":
+        side.wait_stream(torch.accelerator.current_stream())
+    elif order == "host":
+        torch.accelerator.synchronize()
+    elif order == "early event":
+        side.wait_event(early := torch.Event("emu"))  # never recorded, so there is nothing to wait for
+        del early
+    with side:
+        found = (values * 2).cpu().tolist()
+    torch.accelerator.current_stream().wait_stream(side)
+    return found
+
+
+@all_policies
+@pytest.mark.parametrize("order", ["event", "stream", "host"])
+def test_an_ordered_read_is_right_and_silent(emulated, policy, seed, order):
+    assert emulated.run(_read_on_another_stream, order, policy=policy, seed=seed) == [[14.0] * 4]
+
+
+@all_policies
+@pytest.mark.parametrize("order", ["nothing", "early event"])
+def test_a_missing_wait_is_found_with_both_lines(emulated, policy, seed, order):
+    outcome = emulated.attempt(_read_on_another_stream, order, policy=policy, seed=seed)
+
+    (report,) = outcome.reports
+    assert report.kind == UNORDERED
+    assert report.operations == ("fill_.Scalar", "mul.Tensor")
+    assert "stream 0 of emu:0" in report.text
+    assert "stream 1 of emu:0" in report.text
+    assert report.text.count("tests/emulated/test_checker.py:") == 2
+    assert report.text.count("_read_on_another_stream") == 2
+
+
+def test_a_missing_wait_gives_old_numbers_where_nothing_demands_the_write(emulated):
+    outcome = emulated.attempt(_read_on_another_stream, "nothing", policy="lazy")
+
+    assert outcome.results == [[0.0] * 4]
+
+
+def _write_on_another_stream(rank, num_ranks, order):
+    values = torch.ones(4, device="emu")
+    torch.accelerator.synchronize()
+    doubled = values * 2
+    side = torch.Stream("emu")
+    if order == "waits":
+        side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        values.zero_()
+    torch.accelerator.current_stream().wait_stream(side)
+    return doubled.cpu().tolist()
+
+
+@all_policies
+def test_a_write_behind_a_read_is_found_unless_it_waits(emulated, policy, seed):
+    assert emulated.run(_write_on_another_stream, "waits", policy=policy, seed=seed) == [[2.0] * 4]
+
+    (report,) = emulated.attempt(_write_on_another_stream, "nothing", policy=policy, seed=seed).reports
+    assert (report.kind, report.operations) == (UNORDERED, ("mul.Tensor", "zero_.default"))
+
+
+def _write_other_halves(rank, num_ranks, begin):
+    values = torch.zeros(8, device="emu")
+    torch.accelerator.synchronize()
+    values[:4].fill_(1.0)
+    side = torch.Stream("emu")
+    with side:
+        values[begin:].fill_(2.0)
+    torch.accelerator.current_stream().wait_stream(side)
+
+
+def test_streams_may_write_different_parts_of_a_tensor(emulated):
+    emulated.run(_write_other_halves, 4)
+
+    assert emulated.attempt(_write_other_halves, 3).kinds() == [UNORDERED]
+
+
+def _free_in_use(rank, num_ranks, order, does_reuse):
+    main, side = torch.accelerator.current_stream(), torch.Stream("emu")
+    values = torch.full((256,), 3.0, device="emu")
+    side.wait_stream(main)
+    with side:
+        doubled = values * 2
+    if order == "record_stream":
+        values.record_stream(side)
+    elif order == "wait":
+        main.wait_stream(side)
+    elif order == "host":
+        side.synchronize()
+    del values
+    if does_reuse:
+        torch.full((256,), 5.0, device="emu")
+    torch.accelerator.synchronize()
+    with side:
+        return doubled.cpu().tolist()[:2]
+
+
+@all_policies
+@pytest.mark.parametrize("does_reuse", [False, True])
+@pytest.mark.parametrize("order", ["record_stream", "wait", "host"])
+def test_memory_freed_in_order_is_right_and_silent(emulated, policy, seed, order, does_reuse):
+    assert emulated.run(_free_in_use, order, does_reuse, policy=policy, seed=seed) == [[6.0, 6.0]]
+
+
+@all_policies
+def test_memory_freed_while_another_stream_uses_it_is_found(emulated, policy, seed):
+    outcome = emulated.attempt(_free_in_use, "nothing", False, policy=policy, seed=seed)
+
+    (report,) = outcome.reports
+    assert (report.kind, report.operations) == (FREED, ("mul.Tensor", "free"))
+    assert report.text.count("tests/emulated/test_checker.py:") == 2
+
+
+@all_policies
+def test_memory_reused_too_early_is_found(emulated, policy, seed):
+    outcome = emulated.attempt(_free_in_use, "nothing", True, policy=policy, seed=seed)
+
+    assert outcome.kinds() == [FREED, REUSED]
+    (reused,) = [report for report in outcome.reports if report.kind == REUSED]
+    assert reused.operations == ("mul.Tensor", "fill_.Scalar")
+
+
+def _backward_on_a_side_stream(rank, num_ranks, waits):
+    main, side = torch.accelerator.current_stream(), torch.Stream("emu")
+    layer = torch.nn.Linear(4, 4).to("emu")
+    values = torch.ones(2, 4, device="emu")
+    side.wait_stream(main)
+    with side:
+        made = layer(values)
+    if waits:
+        main.wait_stream(side)
+    made.sum().backward()  # autograd lets main wait for what ran on side
+    main.wait_stream(side)
+    gradients = [parameter.grad.cpu().tolist() for parameter in layer.parameters()]
+    del made
+    return gradients
+
+
+@all_policies
+def test_a_backward_runs_on_the_stream_of_its_forward(emulated, policy, seed):
+    ((weight, bias),) = emulated.run(_backward_on_a_side_stream, True, policy=policy, seed=seed)
+
+    assert (weight, bias) == ([[2.0] * 4] * 4, [2.0] * 4)
+
+
+@all_policies
+def test_a_forward_on_a_side_stream_without_a_wait_is_found(emulated, policy, seed):
+    outcome = emulated.attempt(_backward_on_a_side_stream, False, policy=policy, seed=seed)
+
+    assert ("addmm.default", "sum.dim_IntList") in [report.operations for report in outcome.reports]
+
+
+def _what_one_host_knows(rank, num_ranks):
+    values = torch.zeros(4, device="emu:0")
+    if rank == 0:
+        torch.accelerator.synchronize()
+    return values.device.index
+
+
+def test_ranks_do_not_know_what_another_has_waited_for(emulated):
+    assert emulated.run(_what_one_host_knows, num_ranks=2) == [0, 0]

@@ -1,0 +1,248 @@
+"""Kernels compute what the CPU computes, to the bit, whatever the policy."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.emulated.checker import USED_AFTER_FREE
+from tests.emulated.runtime import RUNTIME
+from tests.emulated.scenarios import POLICIES
+
+pytestmark = pytest.mark.emulated
+all_policies = pytest.mark.parametrize(("policy", "seed"), POLICIES)
+
+
+class Block(nn.Module):
+    """Embedding, normalized attention and feed-forward, head."""
+
+    def __init__(self, width=16, num_heads=2, num_tokens=31, dropout=0.0):
+        super().__init__()
+        self.num_heads = num_heads
+        self.embedding = nn.Embedding(num_tokens, width)
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.projections = nn.Linear(width, 3 * width)
+        self.out, self.head = nn.Linear(width, width), nn.Linear(width, num_tokens)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)  # [batch, length, width]
+        batch, length, width = hidden.shape
+        heads = self.projections(self.norms[0](hidden)).view(batch, length, 3, self.num_heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        hidden = hidden + self.dropout(self.down(F.gelu(self.up(self.norms[1](hidden)))))
+        return self.head(hidden)
+
+
+def _train(device, optimizer, dropout):
+    torch.manual_seed(0)
+    block = Block(dropout=dropout).to(device)
+    optimizer = optimizer(block.parameters())
+    batches, losses = torch.Generator().manual_seed(1), []
+    torch.manual_seed(2)
+    for _ in range(3):
+        tokens = torch.randint(0, 31, (2, 9), generator=batches).to(device)
+        with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+            loss = F.cross_entropy(block(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(block.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [parameter.detach().cpu() for parameter in block.parameters()] + [torch.stack(losses).cpu()]
+
+
+def _adamw(parameters):
+    return torch.optim.AdamW(parameters, foreach=False)
+
+
+def _adamw_of_lists(parameters):
+    return torch.optim.AdamW(parameters, foreach=True)
+
+
+def _adamw_fused(parameters):
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+def _trains_alike(rank, num_ranks, optimizer, dropout):
+    expected, found = _train("cpu", optimizer, dropout), _train("emu", optimizer, dropout)
+    return [torch.equal(*pair) for pair in zip(expected, found, strict=True)]
+
+
+@all_policies
+def test_a_block_trains_to_the_bit_as_on_the_cpu(emulated, policy, seed):
+    outcome = emulated.attempt(_trains_alike, _adamw, 0.0, policy=policy, seed=seed)
+
+    assert (outcome.reports, outcome.tracebacks) == ([], {})
+    assert all(outcome.results[0])
+    assert outcome.num_launched > 500
+
+
+@pytest.mark.parametrize("optimizer", [_adamw_of_lists, _adamw_fused])
+def test_other_kinds_of_adamw_train_alike(emulated, optimizer):
+    (are_equal,) = emulated.run(_trains_alike, optimizer, 0.0)
+
+    assert all(are_equal)
+
+
+def test_numbers_are_drawn_as_the_cpu_draws_them(emulated):
+    (are_equal,) = emulated.run(_trains_alike, _adamw, 0.3, policy="random", seed=3)
+
+    assert all(are_equal)
+
+
+def _draw(device):
+    torch.manual_seed(5)
+    values = torch.empty(6, device=device)
+    drawn = [values.uniform_().clone(), torch.randn(3, device=device), torch.randperm(5, device=device)]
+    own = torch.Generator(device=device).manual_seed(9)
+    drawn += [torch.randint(0, 99, (4,), device=device, generator=own), torch.rand(2, device=device, generator=own)]
+    drawn += [torch.multinomial(torch.ones(8, device=device), 3), torch.bernoulli(torch.full((5,), 0.5, device=device))]
+    return [tensor.cpu().tolist() for tensor in drawn]
+
+
+def _draws_alike(rank, num_ranks):
+    return _draw("cpu"), _draw("emu")
+
+
+def test_generators_give_the_numbers_of_the_cpu(emulated):
+    ((expected, found),) = emulated.run(_draws_alike)
+
+    assert found[:5] == expected[:5]
+
+
+def _gradient(loss_of, values):
+    leaf = values.clone().requires_grad_()
+    return torch.autograd.grad(loss_of(leaf), leaf)[0]
+
+
+CASES = {
+    "transposed": lambda x: x.t() @ x,
+    "sliced": lambda x: x[1:, ::2] + 1,
+    "expanded": lambda x: x[:, :1].expand(4, 4) * 2,
+    "unfolded": lambda x: x.unfold(0, 2, 1).sum(-1),
+    "split": lambda x: torch.cat(x.split(2)[::-1]),
+    "in place": lambda x: x.clone().mul_(2).add_(1),
+    "through a view": lambda x: (y := x.clone(), y[0].zero_(), y)[-1],
+    "out": lambda x: torch.add(x, x, out=torch.empty(0, device=x.device)),
+    "out of sort": lambda x: torch.sort(x)[1],
+    "boolean index": lambda x: x[x > 0],
+    "nonzero": lambda x: x.nonzero(),
+    "index put": lambda x: x.clone().index_put_((torch.tensor([0, 1], device=x.device),), x[2]),
+    "index of the host": lambda x: x[torch.tensor([0, 2])],
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "scalar of the host": lambda x: x + torch.tensor(2.0),
+    "type": lambda x: x.to(torch.bfloat16).float(),
+    "empty": lambda x: x[:0].sum(),
+    "complex of lists": lambda x: torch.stack(torch._foreach_mul([x, x], 2.0)),
+    "convolution": lambda x: F.conv1d(x[None], x[:, :, None]),
+    "gradient of a convolution": lambda x: _gradient(lambda w: F.conv1d(x[None], w[:, :, None]).square().sum(), x),
+    "gradient of an embedding": lambda x: _gradient(lambda w: w[torch.tensor([1, 1], device=w.device)].sum(), x),
+}
+
+
+def _case(rank, num_ranks, name):
+    values = torch.randn(4, 4)
+    expected, found = CASES[name](values), CASES[name](values.to("emu"))
+    return found.device.type, torch.equal(found.cpu(), expected), RUNTIME.host_waits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operations_are_equal_to_the_cpu(emulated, name):
+    ((device, is_equal, host_waits),) = emulated.run(_case, name)
+
+    assert (device, is_equal) == ("emu", True)
+    waits = {"boolean index": {"index.Tensor"}, "nonzero": {"nonzero.default"}}
+    assert set(host_waits) - {"copy to the device", "copy to the host"} == waits.get(name, set())
+
+
+def _size_of_data(rank, num_ranks):
+    values = torch.tensor([1.0, -1.0, 2.0], device="emu") * 2
+    before = RUNTIME.queues.num_run
+    found = values.nonzero()
+    return before, found.shape[0], (values > 0).any().item()
+
+
+def test_the_host_waits_where_a_size_or_a_value_depends_on_data(emulated):
+    outcome = emulated.attempt(_size_of_data)
+
+    assert outcome.results == [(2, 3, True)]  # the copy and its mark
+    assert outcome.host_waits == {"copy to the device": 1, "nonzero.default": 1, "item": 1}
+
+
+def _scalar_that_changes(rank, num_ranks):
+    factor = torch.tensor(2.0)
+    product = torch.ones(2, device="emu") * factor
+    factor.fill_(100.0)
+    return product.cpu().tolist()
+
+
+def test_a_scalar_of_the_host_goes_with_the_launch(emulated):
+    assert emulated.run(_scalar_that_changes, policy="lazy") == [[2.0, 2.0]]
+
+
+def _mixed_devices(rank, num_ranks, other):
+    torch.ones(2, device="emu") + torch.ones(2, device=other)
+
+
+@pytest.mark.parametrize("other", ["cpu", "emu:1"])
+def test_tensors_of_two_devices_are_an_error_at_once(emulated, other):
+    (text,) = emulated.attempt(_mixed_devices, other).tracebacks.values()
+
+    assert "expected all tensors to be on the same device, found" in text
+
+
+def _between_devices(rank, num_ranks):
+    values = torch.full((4,), 3.0, device="emu:0")
+    return (values.to("emu:1") + 1).cpu().tolist()
+
+
+@all_policies
+def test_a_copy_between_devices_is_ordered_on_both(emulated, policy, seed):
+    assert emulated.run(_between_devices, policy=policy, seed=seed) == [[4.0] * 4]
+
+
+def _freed_storage(rank, num_ranks):
+    values = torch.ones(4, device="emu")
+    values.untyped_storage().resize_(0)
+    values.untyped_storage().resize_(16)
+    values.fill_(2.0)
+    return values.cpu().tolist()
+
+
+def test_a_storage_is_given_back_and_taken_anew(emulated):
+    assert emulated.run(_freed_storage) == [[2.0] * 4]
+
+
+def _poisoned(rank, num_ranks):
+    values = torch.ones(4, device="emu")
+    raw = RUNTIME.extension.as_cpu(values)
+    del values
+    torch.accelerator.synchronize()
+    return raw.tolist()
+
+
+def test_freed_memory_is_poisoned(emulated):
+    ((first, *_),) = emulated.run(_poisoned)
+
+    assert first != first  # NaN
+
+
+def _saved(rank, num_ranks):
+    import io
+
+    file = io.BytesIO()
+    torch.save(torch.arange(3, device="emu"), file)
+    file.seek(0)
+    return torch.load(file, map_location="cpu").tolist()
+
+
+def test_a_tensor_is_saved(emulated):
+    assert emulated.run(_saved) == [[0, 1, 2]]
+
+
+def test_kinds_of_reports_have_their_names():
+    assert USED_AFTER_FREE == "used after free"

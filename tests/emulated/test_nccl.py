@@ -1,0 +1,331 @@
+"""Messages follow NCCL's rules, collectives are right, and what breaks the rules is reported."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.emulated.checker import DIFFER, FREED, HANG, LEFT, UNORDERED
+from tests.emulated.kernels import slow
+from tests.emulated.nccl import AVERAGE, MAXIMUM, MINIMUM, PRODUCT, SUM
+from tests.emulated.rank_threads import backend, communicator
+from tests.emulated.runtime import RUNTIME
+from tests.emulated.scenarios import POLICIES
+
+pytestmark = pytest.mark.emulated
+all_policies = pytest.mark.parametrize(("policy", "seed"), POLICIES)
+LIMIT_S = 20.0
+
+
+def _here(rank):
+    return torch.device("emu", rank)
+
+
+def _send_one(rank, num_ranks, mistake):
+    messages, device = communicator(), _here(rank)
+    if rank == 0:
+        values = torch.zeros(4, device=device)
+        values += 5
+        work = messages.send([values], 1)
+        if mistake == "changed":
+            values.zero_()
+        if mistake == "dropped":
+            del work, values
+            return None
+        work.wait()
+        return None
+    received = torch.empty(4, device=device)
+    work = messages.recv([received], 0)
+    if mistake != "not waited for":
+        work.wait()
+    return (received * 2).cpu().tolist()
+
+
+@all_policies
+def test_a_message_arrives_behind_what_made_it(emulated, policy, seed):
+    assert emulated.run(_send_one, "", num_ranks=2, policy=policy, seed=seed) == [None, [10.0] * 4]
+
+
+@all_policies
+@pytest.mark.parametrize(
+    ("mistake", "kind", "operations"),
+    [
+        ("not waited for", UNORDERED, ("recv from 0", "mul.Tensor")),
+        ("changed", UNORDERED, ("send to 1", "zero_.default")),
+        ("dropped", FREED, ("send to 1", "free")),
+    ],
+)
+def test_a_tensor_is_its_messages_until_somebody_waits(emulated, policy, seed, mistake, kind, operations):
+    outcome = emulated.attempt(_send_one, mistake, num_ranks=2, policy=policy, seed=seed)
+
+    report = outcome.reports[0]  # what is never waited for is also freed too early
+    assert report.kind == kind
+    assert tuple(name.split(" (")[0] for name in report.operations) == operations
+    assert report.text.count("tests/emulated/test_nccl.py:") == 2
+
+
+def _poll(rank, num_ranks):
+    messages, values = communicator(), torch.full((2,), float(rank), device=_here(rank))
+    work = messages.send([values], 1) if rank == 0 else messages.recv([values], 0)
+    answers = []
+    while not answers or not answers[-1]:
+        answers.append(work.is_completed())
+    return answers[0], work.is_success(), values.cpu().tolist()
+
+
+def test_polling_brings_a_message_forward_and_orders_the_host(emulated):
+    assert emulated.run(_poll, num_ranks=2) == [(False, True, [0.0, 0.0]), (False, True, [0.0, 0.0])]
+
+
+def _wait_with_limit(rank, num_ranks):
+    work = communicator().recv([torch.empty(2, device=_here(rank))], 1 - rank)
+    try:
+        work.wait(0.05)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        RUNTIME.communicators[-1].abort()
+
+
+def test_a_wait_with_a_limit_ends_in_time(emulated):
+    (text,) = emulated.run(_wait_with_limit)
+
+    assert "timed out after 0.05 s" in text
+
+
+def _both_send_first(rank, num_ranks, per_pair):
+    messages = communicator(per_pair=per_pair)
+    sent, received = torch.ones(2, device=_here(rank)), torch.empty(2, device=_here(rank))
+    messages.send([sent], 1 - rank)
+    messages.recv([received], 1 - rank).wait()
+    return received.cpu()
+
+
+@all_policies
+@pytest.mark.parametrize("per_pair", [True, False])
+def test_two_ranks_that_both_send_first_hang_and_both_heads_are_reported(emulated, policy, seed, per_pair):
+    outcome = emulated.attempt(_both_send_first, per_pair, num_ranks=2, policy=policy, seed=seed, hang_s=60.0)
+
+    assert outcome.kinds() == [HANG]
+    text = outcome.reports[0].text
+    for rank in range(2):
+        assert (
+            f"of emu:{rank}: send to {1 - rank} (messages of rank {rank}), launched at tests/emulated/test_nc" in text
+        )
+    assert "hang" in "".join(outcome.tracebacks.values())
+
+
+def _send_over_two(rank, num_ranks):
+    upward, downward = communicator("upward"), communicator("downward")
+    sent, received = torch.full((2,), float(rank), device=_here(rank)), torch.empty(2, device=_here(rank))
+    works = [
+        (upward if rank == 0 else downward).send([sent], 1 - rank),
+        (downward if rank == 0 else upward).recv([received], 1 - rank),
+    ]
+    for work in works:
+        work.wait()
+    return received.cpu().tolist()
+
+
+@all_policies
+def test_a_communicator_per_direction_does_not_hang(emulated, policy, seed):
+    assert emulated.run(_send_over_two, num_ranks=2, policy=policy, seed=seed) == [[1.0] * 2, [0.0] * 2]
+
+
+def _exchange_in_a_batch(rank, num_ranks):
+    messages = backend()
+    sent, received = torch.full((2,), float(rank), device=_here(rank)), torch.empty(2, device=_here(rank))
+    messages._start_coalescing()
+    messages.send([sent], 1 - rank, 0)
+    messages.recv([received], 1 - rank, 0)
+    messages._end_coalescing().wait()
+    return received.cpu().tolist()
+
+
+@all_policies
+def test_a_batch_has_no_order_within(emulated, policy, seed):
+    assert emulated.run(_exchange_in_a_batch, num_ranks=2, policy=policy, seed=seed) == [[1.0] * 2, [0.0] * 2]
+
+
+def _collect(rank, num_ranks):
+    group, device = communicator("group"), _here(rank)
+    own = torch.tensor([rank + 1.0, 2.0 * rank], device=device)
+    found = {}
+    for reduction in (SUM, AVERAGE, PRODUCT, MINIMUM, MAXIMUM):
+        total = own.clone()
+        group.all_reduce([total], reduction).wait()
+        found[reduction] = total
+    found["broadcast"] = own.clone()
+    group.broadcast([found["broadcast"]], 1).wait()
+    found["gathered"] = torch.empty(2 * num_ranks, device=device)
+    group.all_gather_into_tensor(found["gathered"], own).wait()
+    parts = [torch.empty(2, device=device) for _ in range(num_ranks)]
+    group.all_gather(parts, own).wait()
+    found["parts"] = torch.stack(parts)
+    found["scattered"] = torch.empty(2, device=device)
+    group.reduce_scatter_tensor(found["scattered"], torch.arange(2.0 * num_ranks, device=device)).wait()
+    group.barrier().wait()
+    return {name: tensor.cpu().tolist() for name, tensor in found.items()}
+
+
+@all_policies
+def test_collectives_are_right(emulated, policy, seed):
+    results = emulated.run(_collect, num_ranks=3, policy=policy, seed=seed)
+
+    for rank, found in enumerate(results):
+        assert found[SUM] == [6.0, 6.0]
+        assert found[AVERAGE] == [2.0, 2.0]
+        assert found[PRODUCT] == [6.0, 0.0]
+        assert found[MINIMUM] == [1.0, 0.0]
+        assert found[MAXIMUM] == [3.0, 4.0]
+        assert found["broadcast"] == [2.0, 2.0]
+        assert found["gathered"] == [1.0, 0.0, 2.0, 2.0, 3.0, 4.0]
+        assert found["parts"] == [[1.0, 0.0], [2.0, 2.0], [3.0, 4.0]]
+        assert found["scattered"] == [6.0 * rank, 6.0 * rank + 3]
+
+
+def _collect_differently(rank, num_ranks, difference):
+    group, values = communicator("group"), torch.ones(4, device=_here(rank))
+    if difference == "operation" and rank == 1:
+        work = group.broadcast([values], 0)
+    elif difference == "shape" and rank == 1:
+        work = group.all_reduce([values[:2]])
+    else:
+        work = group.all_reduce([values])
+    work.wait()
+    torch.accelerator.synchronize()
+
+
+@all_policies
+@pytest.mark.parametrize("difference", ["operation", "shape"])
+def test_collectives_that_differ_between_ranks_are_reported(emulated, policy, seed, difference):
+    outcome = emulated.attempt(_collect_differently, difference, num_ranks=2, policy=policy, seed=seed)
+
+    report = next(report for report in outcome.reports if report.kind == DIFFER)
+    assert "rank 0 does" in report.text
+    assert "rank 1 does" in report.text
+    assert report.text.count("tests/emulated/test_nccl.py:") == 2
+
+
+def test_collectives_that_agree_are_not_reported(emulated):
+    emulated.run(_collect_differently, "", num_ranks=2)
+
+
+def _message_of_another_shape(rank, num_ranks):
+    values = torch.ones(4 - rank, device=_here(rank))
+    work = communicator().send([values], 1) if rank == 0 else communicator().recv([values], 0)
+    work.wait()
+    torch.accelerator.synchronize()
+
+
+def test_a_message_of_another_shape_is_an_error_at_the_receiver(emulated):
+    outcome = emulated.attempt(_message_of_another_shape, num_ranks=2)
+
+    assert "a message of torch.float32 (4,) for torch.float32 (3,)" in outcome.tracebacks[1]
+
+
+def _abort(rank, num_ranks):
+    messages, values = communicator(), torch.ones(2, device=_here(rank))
+    work = messages.recv([values], 1 - rank)
+    messages.abort()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        text = str(error)
+    torch.accelerator.synchronize()
+    try:
+        messages.send([values], 1 - rank)
+    except RuntimeError:
+        return text, (values * 2).cpu().tolist() and "the device goes on"
+
+
+def test_abort_ends_all_waits_and_the_device_goes_on(emulated):
+    results = emulated.run(_abort, num_ranks=2)
+
+    assert results == [(f"emulated: messages of rank {rank} was aborted", "the device goes on") for rank in range(2)]
+    assert emulated.run(_send_one, "", num_ranks=2) == [None, [10.0] * 4]
+
+
+def test_a_scenario_after_a_hang_is_clean(emulated):
+    emulated.attempt(_both_send_first, True, num_ranks=2)
+
+    assert emulated.run(_send_one, "", num_ranks=2) == [None, [10.0] * 4]
+
+
+def _abort_from_another_thread(rank, num_ranks):
+    import threading
+
+    messages, values = communicator(), torch.empty(2, device=_here(rank))
+    work = messages.recv([values], 1)
+    timer = threading.Timer(0.05, messages.abort)
+    timer.start()
+    try:
+        work.wait(LIMIT_S)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        timer.join()
+
+
+def test_an_abort_wakes_a_host_that_waits(emulated):
+    assert emulated.run(_abort_from_another_thread) == ["emulated: messages of rank 0 was aborted"]
+
+
+def _left_alone(rank, num_ranks):
+    communicator().send([torch.ones(2, device=_here(rank))], 1).wait()
+
+
+def test_a_message_that_never_met_its_other_end_is_reported(emulated):
+    outcome = emulated.attempt(_left_alone, num_ranks=2)
+
+    assert outcome.kinds() == [LEFT]
+    assert ("send to 1 (messages of rank 0)",) in [report.operations for report in outcome.reports]
+
+
+def _watched(rank, num_ranks):
+    work = communicator(watchdog_s=0.05).recv([torch.empty(2, device=_here(rank))], 1)
+    try:
+        work.wait(LIMIT_S)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_the_watchdog_gives_a_late_message_up(emulated):
+    outcome = emulated.attempt(_watched)
+
+    assert outcome.kinds() == [HANG]
+    assert "given up by the watchdog: recv from 1" in outcome.results[0]
+
+
+def _timed(rank, num_ranks):
+    messages, values = communicator(), torch.ones(256, device=_here(rank))
+    messages.latency_s, messages.seconds_per_byte = 0.1, 0.001
+    end = torch.Event("emu", enable_timing=True)
+    begin = torch.Event("emu", enable_timing=True)
+    begin.record()
+    if rank == 0:
+        slow(values, 0.5)
+        messages.send([values], 1).wait()
+    else:
+        messages.recv([values], 0).wait()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+@all_policies
+def test_a_message_begins_when_both_ends_are_there_and_takes_its_cost(emulated, policy, seed):
+    sent_ms, received_ms = emulated.run(_timed, num_ranks=2, policy=policy, seed=seed)
+
+    assert sent_ms == pytest.approx(500 + 100 + 1024, rel=0.001)
+    assert received_ms == pytest.approx(sent_ms, rel=0.001)
+
+
+def _types(rank, num_ranks):
+    messages = backend()
+    work = messages.recv([torch.empty(1, device=_here(rank))], 1, 0)
+    messages.abort()
+    return isinstance(messages, torch._C._distributed_c10d.Backend), isinstance(work, dist.Work), work.is_completed()
+
+
+def test_torch_sees_its_own_types(emulated):
+    assert emulated.run(_types) == [(True, True, True)]

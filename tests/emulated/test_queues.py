@@ -1,0 +1,199 @@
+"""Operations run behind the host's back, in the order of their stream, at simulated times."""
+
+import time
+
+import pytest
+import torch
+
+from tests.emulated.checker import HANG
+from tests.emulated.kernels import slow
+from tests.emulated.runtime import RUNTIME
+from tests.emulated.scenarios import POLICIES
+
+pytestmark = pytest.mark.emulated
+all_policies = pytest.mark.parametrize(("policy", "seed"), POLICIES)
+
+
+def _host_goes_on(rank, num_ranks):
+    values = torch.ones(4, device="emu")
+    slow(values, 3600.0)
+    values += 1
+    num_run = RUNTIME.queues.num_run
+    begin_s = time.monotonic()
+    found = values.cpu().tolist()
+    return num_run, found, time.monotonic() - begin_s
+
+
+def test_the_host_returns_before_a_kernel_has_run(emulated):
+    ((num_run, found, waited_s),) = emulated.run(_host_goes_on, policy="lazy")
+
+    assert (num_run, found) == (0, [2.0] * 4)
+    assert waited_s < 60  # an hour on the simulated clock
+
+
+def test_eager_runs_what_it_can_at_once(emulated):
+    ((num_run, *_),) = emulated.run(_host_goes_on, policy="eager")
+
+    assert num_run == 3
+
+
+def _poll(rank, num_ranks):
+    values, event = torch.ones(4, device="emu"), torch.Event("emu")
+    for _ in range(3):
+        values += 1
+    event.record()
+    answers = []
+    while not answers or not answers[-1]:
+        answers.append(event.query())
+    return answers, torch.accelerator.current_stream().query()
+
+
+def test_each_query_lets_one_operation_run(emulated):
+    ((answers, is_idle),) = emulated.run(_poll, policy="lazy")
+
+    assert answers == [False] * 4 + [True]  # ones, three additions, the record
+    assert is_idle
+
+
+def _poll_then_read(rank, num_ranks, is_patient):
+    values, event, side = torch.zeros(4, device="emu"), torch.Event("emu"), torch.Stream("emu")
+    event.record()
+    is_over = event.query()
+    while is_patient and not is_over:
+        is_over = event.query()
+    with side:
+        return values.cpu().tolist()
+
+
+def test_what_a_query_has_seen_orders_the_host(emulated):
+    emulated.run(_poll_then_read, True)
+
+    assert emulated.attempt(_poll_then_read, False).reports
+
+
+def _times(rank, num_ranks):
+    begin, end = torch.Event("emu", enable_timing=True), torch.Event("emu", enable_timing=True)
+    values, side = torch.ones(4, device="emu"), torch.Stream("emu")
+    torch.accelerator.synchronize()
+    begin.record()
+    slow(values, 0.25)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        slow(values, 0.5)
+    torch.accelerator.current_stream().wait_stream(side)
+    end.record()
+    try:
+        early = begin.elapsed_time(end)
+    except RuntimeError as error:
+        early = str(error)
+    end.synchronize()
+    return begin.elapsed_time(end), early
+
+
+@all_policies
+def test_times_are_those_of_the_simulated_clock(emulated, policy, seed):
+    ((elapsed_ms, _),) = emulated.run(_times, policy=policy, seed=seed)
+
+    assert elapsed_ms == pytest.approx(750.0)
+
+
+def test_a_time_that_is_read_too_early_is_an_error(emulated):
+    ((_, early),) = emulated.run(_times, policy="lazy")
+
+    assert "must be completed" in early
+
+
+def _side_by_side(rank, num_ranks):
+    events = [torch.Event("emu", enable_timing=True) for _ in range(3)]
+    both = torch.ones(4, device="emu"), torch.ones(4, device="emu")
+    torch.accelerator.synchronize()
+    side = torch.Stream("emu")
+    events[0].record()
+    slow(both[0], 0.25)
+    events[1].record()
+    with side:
+        slow(both[1], 0.1)
+        events[2].record()
+    side.synchronize()
+    torch.accelerator.synchronize()
+    return [events[0].elapsed_time(event) for event in events[1:]]
+
+
+def test_streams_that_do_not_wait_run_at_the_same_time(emulated):
+    assert emulated.run(_side_by_side) == [pytest.approx([250.0, 100.0])]
+
+
+def _host_takes_part_in_time(rank, num_ranks):
+    begin, end = torch.Event("emu", enable_timing=True), torch.Event("emu", enable_timing=True)
+    first, second = torch.ones(4, device="emu"), torch.ones(4, device="emu")
+    side = torch.Stream("emu")
+    torch.accelerator.synchronize()
+    begin.record()
+    slow(first, 0.25)
+    torch.accelerator.synchronize()
+    with side:
+        slow(second, 0.1)
+        end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def test_what_a_host_launches_after_a_wait_begins_after_it(emulated):
+    assert emulated.run(_host_takes_part_in_time) == [pytest.approx(350.0)]
+
+
+def _bad_index(rank, num_ranks, does_wait):
+    table, index = torch.ones(4, 2, device="emu"), torch.tensor([7], device="emu")
+    torch.nn.functional.embedding(index, table)
+    torch.ones(1)  # the host has not noticed
+    if does_wait:
+        torch.accelerator.synchronize()
+
+
+def test_an_error_in_a_kernel_is_raised_where_the_host_waits(emulated):
+    (text,) = emulated.attempt(_bad_index, True).tracebacks.values()
+
+    assert "index_select" in text
+    assert "index out of range" in text
+    assert "torch.accelerator.synchronize()" in text
+
+
+def test_an_error_in_a_kernel_that_nobody_waits_for_is_reported(emulated):
+    (report,) = emulated.attempt(_bad_index, False).reports
+
+    assert "index out of range" in report.text
+
+
+def _wait_for_ever(rank, num_ranks):
+    values = torch.ones(4, device="emu")
+    queue = RUNTIME.current_queue()
+    RUNTIME.launch(queue, "never", None, [values], is_ready=lambda: False)
+    return values.cpu()
+
+
+def test_a_hang_is_reported_with_the_head_of_the_queue_and_not_waited_for(emulated):
+    begin_s = time.monotonic()
+    outcome = emulated.attempt(_wait_for_ever, hang_s=60.0)
+
+    (report,) = outcome.reports
+    assert report.kind == HANG
+    assert "head of stream 0 of emu:0: never, launched at tests/emulated/test_queues.py:" in report.text
+    assert "host of rank 0 waits" in report.text
+    assert time.monotonic() - begin_s < 30
+
+
+def _random_order(rank, num_ranks):
+    streams = [torch.Stream("emu") for _ in range(3)]
+    order = []
+    for number in range(12):
+        queue = RUNTIME.queues.of(0, streams[number % 3].stream_id)
+        RUNTIME.launch(queue, "note", lambda number=number: order.append(number))
+    torch.accelerator.synchronize()
+    return order
+
+
+def test_random_repeats_with_its_seed(emulated):
+    orders = [emulated.run(_random_order, policy="random", seed=seed)[0] for seed in (1, 1, 2)]
+
+    assert orders[0] == orders[1] != orders[2]
+    assert all([n for n in order if n % 3 == 0] == [0, 3, 6, 9] for order in orders)
