@@ -5,6 +5,8 @@ all access, an upload forbids writing. The host's access then faults, the extens
 the stacks of both sides; whether the copy has run by then makes no difference. Two copies may share a page. Where the
 host touches the free part of such a page, the guard has to go, and what remains is a comparison of the bytes: of an
 upload between launch and execution. A system call that meets a guarded page returns EFAULT, which Python raises.
+The extension's handler of the fault must be the last one that was installed: faulthandler, enabled later, takes its
+place and ends the process.
 """
 
 import ctypes

@@ -1,5 +1,7 @@
 """The checker reports what nothing orders, under every policy, and is silent where something does."""
 
+import threading
+
 import pytest
 import torch
 
@@ -170,12 +172,29 @@ def test_a_forward_on_a_side_stream_without_a_wait_is_found(emulated, policy, se
     assert ("addmm.default", "sum.dim_IntList") in [report.operations for report in outcome.reports]
 
 
-def _what_one_host_knows(rank, num_ranks):
-    values = torch.zeros(4, device="emu:0")
+_shared = {"both": threading.Barrier(2, timeout=20.0)}
+
+
+def _use_what_another_rank_made(rank, num_ranks, does_wait):
     if rank == 0:
+        _shared["values"] = torch.full((4,), 3.0, device="emu:0")
         torch.accelerator.synchronize()
-    return values.device.index
+        _shared["both"].wait()
+        _shared["both"].wait()  # the other rank has ended; until then the memory is not freed
+        _shared.pop("values")
+        return None
+    _shared["both"].wait()
+    if does_wait:
+        torch.accelerator.current_stream("emu:0").synchronize()
+    with torch.Stream("emu:0"):
+        found = (_shared["values"] * 2).cpu().tolist()
+    _shared["both"].wait()
+    return found
 
 
-def test_ranks_do_not_know_what_another_has_waited_for(emulated):
-    assert emulated.run(_what_one_host_knows, num_ranks=2) == [0, 0]
+def test_a_rank_does_not_know_what_another_has_waited_for(emulated):
+    """A lock between the ranks' threads orders nothing on the device, since ranks are processes elsewhere."""
+    assert emulated.attempt(_use_what_another_rank_made, True, num_ranks=2).results[1] == [6.0] * 4
+
+    kinds = [emulated.attempt(_use_what_another_rank_made, wait, num_ranks=2).kinds() for wait in (True, False)]
+    assert [UNORDERED in found for found in kinds] == [False, True]

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.emulated.checker import USED_AFTER_FREE
 from tests.emulated.runtime import RUNTIME
 from tests.emulated.scenarios import POLICIES
 
@@ -242,7 +241,3 @@ def _saved(rank, num_ranks):
 
 def test_a_tensor_is_saved(emulated):
     assert emulated.run(_saved) == [[0, 1, 2]]
-
-
-def test_kinds_of_reports_have_their_names():
-    assert USED_AFTER_FREE == "used after free"
