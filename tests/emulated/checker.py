@@ -69,6 +69,8 @@ class Checker:
     def __init__(self):
         self.reports = []
         self._known = set()
+        self._freed = {}
+        """By queue, the accesses to its freed memory that it may have to wait for."""
 
     def report(self, kind, operations, text):
         """Note a fault once, however often it happens."""
@@ -90,20 +92,25 @@ class Checker:
         kept.append(access)
         place.accesses = kept
 
-    def note_free(self, place, queue, host_clock, recorded, stack):
-        """Look whether another stream may still use memory that goes back to the pool of `queue`."""
-        for access in place.accesses:
-            is_ordered = (
-                access.queue is queue
-                or access.queue in recorded
-                or access.tenant != place.tenant
-                or knows(queue.clock, access.queue.index, access.number)
-                or knows(host_clock, access.queue.index, access.number)
-            )
-            if not is_ordered:
+    def note_free(self, place, queue, recorded, stack):
+        """Remember what other streams may still do with memory that goes back to the pool of `queue`."""
+        self._freed.setdefault(queue, []).extend(
+            (access, f"{place.what} of {queue} is freed at {stack}")
+            for access in place.accesses
+            if access.queue is not queue and access.queue not in recorded and access.tenant == place.tenant
+        )
+
+    def note_allocation(self, queue, host_clock):
+        """Look whether `queue`, which may get any freed memory of its own now, waits for those that still use it.
+
+        Not before: a stream that waits for the others before it goes on, as around an overlapped pair, needs no more.
+        """
+        for access, freed in self._freed.pop(queue, ()):
+            ends = access.queue.index, access.number
+            if not (knows(queue.clock, *ends) or knows(host_clock, *ends)):
                 text = (
-                    f"{place.what} of {queue} is freed at {stack}; {access} is not known to have ended. "
-                    f"Call record_stream, or let {queue} wait before the memory is freed"
+                    f"{freed}; {access} is not known to have ended when {queue} allocates again. Call record_stream, or "
+                    f"let {queue} wait before"
                 )
                 self.report(FREED, [access.name, "free"], text)
 

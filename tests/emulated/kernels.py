@@ -1,7 +1,7 @@
 """Kernels of the device: torch's own CPU kernels, run when their stream comes to them.
 
 Every operation of aten that has no kernel for the device arrives at `launch_operation`. It finds the shapes of the
-results with meta tensors, allocates them, and queues the CPU's kernel on the same bytes. Views take no kernel. Numbers
+results with fake tensors of the CPU, allocates them, and queues the CPU's kernel on the same bytes. Views take no kernel. Numbers
 are drawn when an operation is launched, so in the order of the program. Where the size of a result depends on data, the
 host waits, as on a GPU.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.emulated.runtime import RUNTIME
 
@@ -125,9 +126,12 @@ class Call:
         """Return the arguments for the CPU's kernel: the same bytes, and the host's scalars as they are now."""
         return self.converted(_as_cpu)
 
-    def on_meta(self):
-        arguments, options = self.converted(_as_meta)
-        return self.function(*arguments, **options)
+    def results(self):
+        """Return meta tensors like the results of the CPU's kernel, which on the device may have other types."""
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            arguments, options = self.converted(_as_fake)
+            found = self.function(*arguments, **options)
+        return mapped(_as_meta, found)
 
     def launch(self, run, writes):
         RUNTIME.launch(self.queue, self.operation.name, run, self.read, writes)
@@ -192,7 +196,7 @@ def _launch_into_outputs(call):
     """Queue an `out=` kernel. It computes into memory of the host, since such kernels may resize what they get."""
     names = call.operation.outputs
     if any(tensor.numel() == 0 for tensor in call.written):
-        shapes = leaves([call.on_meta()])
+        shapes = leaves([call.results()])
         for tensor, shape in zip(call.written, shapes, strict=True):
             if tensor.shape != shape.shape:
                 tensor.resize_(shape.shape)
@@ -254,7 +258,7 @@ def _shapes_of(call):
     key = _key(call)
     if key is None or key not in _shapes:
         try:
-            found = call.on_meta()
+            found = call.results()
         except (NotImplementedError, RuntimeError):  # a mistake of the caller too; the CPU's kernel says which
             found = None
         if key is None:
@@ -288,12 +292,18 @@ def _allocated(device, shape):
     return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=device)
 
 
-def _as_meta(value):
+def _as_fake(value):
     if is_of_device(value):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
     if isinstance(value, torch.device) and value.type == DEVICE:
-        return torch.device("meta")
+        return torch.device("cpu")
     return value
+
+
+def _as_meta(value):
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _as_cpu(value):

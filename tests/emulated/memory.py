@@ -2,7 +2,8 @@
 
 A block goes back to its pool when its tensor dies, before the stream has come there; that is right, because the stream
 that allocated it will also use it next. `record_stream` holds a block back until the named streams have passed, and
-orders nothing else. Freed memory is poisoned in the order of its stream, so that whoever reads it late reads NaN.
+orders nothing else. Memory is poisoned when it gets its next tensor, in the order of its stream, so that whoever reads it
+late reads NaN.
 """
 
 import ctypes
@@ -68,13 +69,15 @@ class Memory:
     def statistics_of(self, device):
         return self._statistics.setdefault(device, Statistics())
 
-    def allocate(self, size, queue):
+    def allocate(self, size, queue, host):
+        self._checker.note_allocation(queue, host.clock)
         size = -(-size // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
         self._collect()
         pool = self._pools.get((queue, size))
         statistics = self.statistics_of(queue.device)
         if pool:
             block = pool.pop()
+            self._queues.put(queue, Item("poison of freed memory", partial(_poison, block)))
         else:
             memory = torch.empty(size, dtype=torch.uint8)
             block = Block(memory, size, queue, Place(f"{size} B of emu:{queue.device}"))
@@ -92,7 +95,7 @@ class Memory:
         if block is None:
             self._survivors.pop(address, None)
             return
-        self._checker.note_free(block.place, block.queue, host.clock, block.recorded, capture())
+        self._checker.note_free(block.place, block.queue, block.recorded, capture())
         self.statistics_of(block.queue.device).add(-block.size, 0)
         block.place.is_free = True
         if block.recorded:
@@ -126,7 +129,6 @@ class Memory:
             self._return(block)
 
     def _return(self, block):
-        self._queues.put(block.queue, Item("poison of freed memory", partial(_poison, block)))
         self._pools.setdefault((block.queue, block.size), []).append(block)
 
 

@@ -51,8 +51,12 @@ def communicator(name="messages", **options):
     """Return this rank's end of the communicator of that name; every rank of the scenario calls this."""
     from tests.emulated.nccl import Communicator
 
-    store = dist.PrefixStore(name, _rank.store)
-    return Communicator(store, _rank.rank, _rank.num_ranks, name=name, **options)
+    return Communicator(store_of_scenario(name), _rank.rank, _rank.num_ranks, name=name, **options)
+
+
+def store_of_scenario(name="ranks"):
+    """Return a store in which the ranks of the scenario meet."""
+    return dist.PrefixStore(name, _rank.store)
 
 
 def backend(name="messages", **options):

@@ -224,7 +224,7 @@ class Runtime:
 
     def allocate(self, size, device, stream):
         with self.lock:
-            return self.memory.allocate(size, self.queues.of(device, stream))
+            return self.memory.allocate(size, self.queues.of(device, stream), self.host())
 
     def free(self, address):
         with self.lock:

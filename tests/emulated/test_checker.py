@@ -110,8 +110,9 @@ def _free_in_use(rank, num_ranks, order, does_reuse):
     elif order == "host":
         side.synchronize()
     del values
-    if does_reuse:
-        torch.full((256,), 5.0, device="emu")
+    if order == "wait before it goes on":
+        main.wait_stream(side)
+    torch.full((256 if does_reuse else 1,), 5.0, device="emu")
     torch.accelerator.synchronize()
     with side:
         return doubled.cpu().tolist()[:2]
@@ -119,7 +120,7 @@ def _free_in_use(rank, num_ranks, order, does_reuse):
 
 @all_policies
 @pytest.mark.parametrize("does_reuse", [False, True])
-@pytest.mark.parametrize("order", ["record_stream", "wait", "host"])
+@pytest.mark.parametrize("order", ["record_stream", "wait", "host", "wait before it goes on"])
 def test_memory_freed_in_order_is_right_and_silent(emulated, policy, seed, order, does_reuse):
     assert emulated.run(_free_in_use, order, does_reuse, policy=policy, seed=seed) == [[6.0, 6.0]]
 

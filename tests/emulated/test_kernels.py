@@ -220,11 +220,12 @@ def _poisoned(rank, num_ranks):
     values = torch.ones(4, device="emu")
     raw = RUNTIME.extension.as_cpu(values)
     del values
+    torch.empty(4, device="emu")
     torch.accelerator.synchronize()
     return raw.tolist()
 
 
-def test_freed_memory_is_poisoned(emulated):
+def test_memory_is_poisoned_for_its_next_tensor(emulated):
     ((first, *_),) = emulated.run(_poisoned)
 
     assert first != first  # NaN

@@ -1,0 +1,238 @@
+"""Pipelines whose ranks are threads, on the emulated device and on the CPU: what they train is to be equal to the bit.
+
+Both run in the kept process, over `TorchTransport`: its sockets between CPUs, its communicators between devices.
+"""
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from penstock import Carry
+from penstock.execute.transport import TorchTransport
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.emulated.rank_threads import store_of_scenario
+
+DEADLINE_S = 20.0
+NUM_STEPS = 3
+WIDTH = 8
+NUM_LAYERS = 8
+ROWS, LENGTH = 2, 4  # of a microbatch
+SPLIT_WIDTH = 128
+"""Weights of smaller layers never wait for W."""
+_DRAWING = threading.Lock()
+"""Rank threads share the generator by which layers are initialized."""
+
+
+class RankGroup:
+    """What a transport asks of a process group, of one rank that is a thread."""
+
+    def __init__(self, rank, num_ranks, store):
+        self._rank, self._num_ranks, self._store = rank, num_ranks, store
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self._num_ranks
+
+    def get_group_store(self):
+        return self._store
+
+
+def transport_of(rank, num_ranks, device, *, deadline_s=DEADLINE_S):
+    """Connect this rank's thread with the others, as processes are connected."""
+    return TorchTransport(RankGroup(rank, num_ranks, store_of_scenario()), deadline_s=deadline_s, device=device)
+
+
+# ---- layers
+
+
+class Block(nn.Module):
+    """Normalizes, and adds what two products make of it; dropout by a mask that is drawn on the CPU."""
+
+    def __init__(self, width=WIDTH, dropout=0.0):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = dropout
+
+    def forward(self, hidden):  # [batch, sequence, width]
+        added = self.down(nn.functional.gelu(self.up(self.norm(hidden))))
+        if self.dropout and self.training:
+            mask = (torch.rand(added.shape, device="cpu") >= self.dropout) / (1 - self.dropout)
+            if added.device.type != "cpu":
+                # Queued: a host that waited here would keep the generators from the other ranks, which are threads.
+                mask = mask.pin_memory().to(added.device, non_blocking=True)
+            added = added * mask
+        return hidden + added
+
+
+class RunningSum(nn.Module):
+    """Adds to every position all positions before it, those of earlier slices too."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.carry = Block(), Carry()
+
+    def forward(self, hidden):
+        before, hidden = self.carry.get(), self.block(hidden)
+        sums = hidden.cumsum(1) if before is None else before + hidden.cumsum(1)
+        self.carry.put(sums[:, -1:])
+        return hidden + 0.1 * sums
+
+
+class OnTwoStreams:
+    """Runs the forward of an overlapped pair on a stream of its own, as examples/overlapped_pairs.py does."""
+
+    def __init__(self, device):
+        self._side = torch.Stream(device)
+        self._on_side = set()
+        self.num_pairs = 0
+
+    def __call__(self, first, second):
+        forward, backward = first, second
+        main, self.num_pairs = torch.accelerator.current_stream(), self.num_pairs + 1
+        side_is_taken = _place(backward) in self._on_side
+        self._on_side -= {_place(backward), _place(forward)}
+        self._side.wait_stream(main)
+        if side_is_taken:
+            forward()
+        else:
+            self._on_side.add(_place(forward))
+            with self._side:
+                forward()
+        backward()
+        main.wait_stream(self._side)
+
+
+def one_by_one(first, second):
+    first()
+    second()
+
+
+def _place(computation):
+    instruction = computation.instruction
+    return instruction.stage, instruction.microbatch, instruction.slice
+
+
+# ---- features
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a cell trains, beside its schedule."""
+
+    make: object = lambda: [Block() for _ in range(NUM_LAYERS)]
+    options: dict = field(default_factory=dict)
+    of_schedule: dict = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    lengths: tuple = (LENGTH,) * NUM_STEPS
+    """Of the sequences, step by step."""
+    width: int = WIDTH
+    is_overlapped: bool = False
+
+
+def _tied_layers():
+    return [nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(NUM_LAYERS - 2)), nn.Linear(WIDTH, WIDTH)]
+
+
+FEATURES = {
+    "plain": Feature(),
+    "dropout": Feature(make=lambda: [Block(dropout=0.3) for _ in range(NUM_LAYERS)], options={"seed": 5}),
+    "recompute": Feature(of_schedule={"recompute": True}),
+    "ties": Feature(make=_tied_layers, options={"tied": [("0.weight", f"{NUM_LAYERS - 1}.weight")]}),
+    "variable shapes": Feature(options={"variable_shapes": True}, lengths=(4, 6, 3)),
+    "main gradients": Feature(options={"main_gradients": True}, dtype=torch.bfloat16),
+    "late weights": Feature(make=lambda: [Block(SPLIT_WIDTH) for _ in range(NUM_LAYERS)], width=SPLIT_WIDTH),
+    "slices": Feature(make=lambda: [RunningSum() for _ in range(NUM_LAYERS)], of_schedule={"slices": 2}),
+    "overlapped pairs": Feature(is_overlapped=True),
+    "compiled": Feature(options={"compile": "aot_eager"}),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training."""
+
+    family: str
+    feature: str
+    num_ranks: int
+    run_ahead: int | None = None
+    record: bool = False
+
+    def __str__(self):
+        return f"{self.family}, {self.feature}, {self.num_ranks} ranks, run_ahead={self.run_ahead}"
+
+    @property
+    def num_microbatches(self):
+        return 2 * self.num_ranks if self.family == "dualpipe-v" else 4
+
+
+@dataclass
+class Trained:
+    """What a rank has when its training is over."""
+
+    losses: list
+    weights: dict
+    calls: Counter
+    """Of the code that runs on a device alone, how often it was called on this rank."""
+
+
+def train(rank, num_ranks, cell, kind):
+    """Train a cell on devices of a kind."""
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
+    feature, calls = FEATURES[cell.feature], Counter()
+    transport = transport_of(rank, num_ranks, device)
+    _count_calls(transport.device_queue, calls)
+    schedule = build(cell.family, ranks=num_ranks, microbatches=cell.num_microbatches, **feature.of_schedule)
+    with _DRAWING:
+        torch.manual_seed(0)
+        layers = [layer.to(feature.dtype) for layer in feature.make()]
+    options = {**feature.options, "run_ahead": cell.run_ahead, "frees_other_stages": False}
+    if feature.is_overlapped:
+        options["overlap"] = one_by_one if kind == "cpu" else OnTwoStreams(device)
+    pipeline = Pipeline(layers, schedule, loss=nn.functional.mse_loss, transport=transport, device=device, **options)
+    try:
+        losses = _steps(pipeline, feature, device, cell)
+        weights = {name: parameter.detach().cpu() for name, parameter in pipeline.named_parameters()}
+    finally:
+        pipeline.close()
+    return Trained(losses, {name: (weight.dtype, weight.double().tolist()) for name, weight in weights.items()}, calls)
+
+
+def _steps(pipeline, feature, device, cell):
+    attribute = "main_grad" if feature.options.get("main_gradients") else "grad"
+    parameters = list(pipeline.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for length in feature.lengths:
+        shape = ROWS * cell.num_microbatches, length, feature.width
+        inputs, target = (torch.randn(shape, generator=generator).to(device, feature.dtype) for _ in range(2))
+        result = pipeline.step(inputs, target=target, record=cell.record)
+        losses.append(result.loss.item())
+        for parameter in parameters:
+            gradient = getattr(parameter, attribute)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+            setattr(parameter, attribute, None) if attribute != "grad" else None
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _count_calls(queue, calls):
+    if queue is None:
+        return
+    for name in ("follow", "is_held_up", "settle", "has_left"):
+        setattr(queue, name, _counted(getattr(queue, name), name, calls))
+
+
+def _counted(call, name, calls):
+    def counted(*args):
+        calls[name] += 1
+        return call(*args)
+
+    return counted

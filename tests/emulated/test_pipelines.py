@@ -1,0 +1,72 @@
+"""Training on the emulated device gives the CPU's losses and weights to the bit, and every access is ordered.
+
+The cells cover all pairs of a family with a feature, of either with `run_ahead` and with the number of ranks.
+"""
+
+from itertools import combinations
+
+import pytest
+
+from tests.emulated.pipelines import FEATURES, Cell, train
+
+pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+
+FAMILIES = ["1f1b", "zb-h1", "interleaved-1f1b", "zbv", "gpipe", "dualpipe-v"]
+RUN_AHEAD = [None, 1, 2]
+NUM_RANKS = [2, 3, 4]
+OF_ALL = ["plain", "dropout", "recompute", "ties", "variable shapes", "main gradients", "late weights"]
+
+
+def cells():
+    """Every family with every feature; the other two axes in turn, so that all pairs meet."""
+    pairs = [(family, feature) for family in FAMILIES for feature in OF_ALL]
+    pairs += [("seq1f1b", "slices")] * 3 + [("dualpipe-v", "overlapped pairs")] * 3
+    found, turns = [], {}
+    for number, (family, feature) in enumerate(pairs):
+        row, column = FAMILIES.index(family) if family in FAMILIES else 0, list(FEATURES).index(feature)
+        turn = turns[family, feature] = turns.get((family, feature), -1) + 1
+        ahead = RUN_AHEAD[(row + column + turn) % 3]
+        ranks = NUM_RANKS[(row + 2 * column + turn + row // 3) % 3]
+        found.append(Cell(family, feature, ranks, ahead))
+    return found
+
+
+def values_of(cell):
+    return (cell.family, cell.feature, cell.num_ranks, cell.run_ahead)
+
+
+def test_all_pairs_of_values_meet_in_some_cell():
+    met = {pair for cell in cells() for pair in combinations(enumerate(values_of(cell)), 2)}
+    axes = [FAMILIES, OF_ALL, NUM_RANKS, RUN_AHEAD]
+    wanted = {
+        ((first, a), (second, b))
+        for (first, own), (second, others) in combinations(enumerate(axes), 2)
+        for a in own
+        for b in others
+    }
+
+    assert wanted - met == set()
+
+
+def expect_equal_training(emulated, cell, policy, seed):
+    expected = emulated.run(train, cell, "cpu", num_ranks=cell.num_ranks, timeout_s=60)
+
+    found = emulated.run(train, cell, "emu", num_ranks=cell.num_ranks, policy=policy, seed=seed, timeout_s=110)
+
+    assert [each.losses for each in found] == [each.losses for each in expected]
+    assert [each.weights for each in found] == [each.weights for each in expected]
+    return found
+
+
+@pytest.mark.parametrize("cell", cells(), ids=str)
+def test_a_training_is_the_cpus_to_the_bit_and_nothing_is_left_to_chance(emulated, cell):
+    found = expect_equal_training(emulated, cell, "lazy", 0)
+
+    follows = cell.run_ahead is not None and not FEATURES[cell.feature].is_overlapped
+    assert [each.calls["follow"] > 0 for each in found] == [follows] * cell.num_ranks
+
+
+@pytest.mark.parametrize(("policy", "seed"), [("random", 7)])
+@pytest.mark.parametrize("cell", cells()[::3], ids=str)
+def test_no_order_in_which_the_queues_run_changes_a_bit(emulated, cell, policy, seed):
+    expect_equal_training(emulated, cell, policy, seed)
