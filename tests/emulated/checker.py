@@ -109,8 +109,8 @@ class Checker:
             ends = access.queue.index, access.number
             if not (knows(queue.clock, *ends) or knows(host_clock, *ends)):
                 text = (
-                    f"{freed}; {access} is not known to have ended when {queue} allocates again. Call record_stream, or "
-                    f"let {queue} wait before"
+                    f"{freed}; {access} is not known to have ended when {queue} allocates again. "
+                    f"Call record_stream, or let {queue} wait before"
                 )
                 self.report(FREED, [access.name, "free"], text)
 

@@ -1,9 +1,9 @@
 """Kernels of the device: torch's own CPU kernels, run when their stream comes to them.
 
 Every operation of aten that has no kernel for the device arrives at `launch_operation`. It finds the shapes of the
-results with fake tensors of the CPU, allocates them, and queues the CPU's kernel on the same bytes. Views take no kernel. Numbers
-are drawn when an operation is launched, so in the order of the program. Where the size of a result depends on data, the
-host waits, as on a GPU.
+results with fake tensors of the CPU, allocates them, and queues the CPU's kernel on the same bytes. Views take no
+kernel. Numbers are drawn when an operation is launched, so in the order of the program. Where the size of a result
+depends on data, the host waits, as on a GPU.
 """
 
 from dataclasses import dataclass

@@ -2,8 +2,8 @@
 
 A block goes back to its pool when its tensor dies, before the stream has come there; that is right, because the stream
 that allocated it will also use it next. `record_stream` holds a block back until the named streams have passed, and
-orders nothing else. Memory is poisoned when it gets its next tensor, in the order of its stream, so that whoever reads it
-late reads NaN.
+orders nothing else. Memory is poisoned when it gets its next tensor, in the order of its stream, so that whoever reads
+it late reads NaN.
 """
 
 import ctypes

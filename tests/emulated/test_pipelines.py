@@ -8,6 +8,7 @@ from itertools import combinations
 import pytest
 
 from tests.emulated.pipelines import FEATURES, Cell, train
+from tests.emulated.scenarios import POLICIES
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
@@ -22,7 +23,7 @@ def cells():
     pairs = [(family, feature) for family in FAMILIES for feature in OF_ALL]
     pairs += [("seq1f1b", "slices")] * 3 + [("dualpipe-v", "overlapped pairs")] * 3
     found, turns = [], {}
-    for number, (family, feature) in enumerate(pairs):
+    for family, feature in pairs:
         row, column = FAMILIES.index(family) if family in FAMILIES else 0, list(FEATURES).index(feature)
         turn = turns[family, feature] = turns.get((family, feature), -1) + 1
         ahead = RUN_AHEAD[(row + column + turn) % 3]
@@ -48,6 +49,9 @@ def test_all_pairs_of_values_meet_in_some_cell():
     assert wanted - met == set()
 
 
+COMPILED = [Cell("1f1b", "compiled", 2), Cell("zb-h1", "compiled", 2, 1), Cell("interleaved-1f1b", "compiled", 2, 2)]
+
+
 def expect_equal_training(emulated, cell, policy, seed):
     expected = emulated.run(train, cell, "cpu", num_ranks=cell.num_ranks, timeout_s=60)
 
@@ -58,7 +62,7 @@ def expect_equal_training(emulated, cell, policy, seed):
     return found
 
 
-@pytest.mark.parametrize("cell", cells(), ids=str)
+@pytest.mark.parametrize("cell", [*cells(), *COMPILED], ids=str)
 def test_a_training_is_the_cpus_to_the_bit_and_nothing_is_left_to_chance(emulated, cell):
     found = expect_equal_training(emulated, cell, "lazy", 0)
 
@@ -66,7 +70,13 @@ def test_a_training_is_the_cpus_to_the_bit_and_nothing_is_left_to_chance(emulate
     assert [each.calls["follow"] > 0 for each in found] == [follows] * cell.num_ranks
 
 
-@pytest.mark.parametrize(("policy", "seed"), [("random", 7)])
 @pytest.mark.parametrize("cell", cells()[::3], ids=str)
-def test_no_order_in_which_the_queues_run_changes_a_bit(emulated, cell, policy, seed):
+def test_no_order_in_which_the_queues_run_changes_a_bit(emulated, cell):
+    expect_equal_training(emulated, cell, "random", 7)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("policy", "seed"), POLICIES[1:])
+@pytest.mark.parametrize("cell", cells(), ids=str)
+def test_no_policy_changes_a_bit(emulated, cell, policy, seed):
     expect_equal_training(emulated, cell, policy, seed)
