@@ -36,6 +36,8 @@ def pytest_configure(config):
         os.environ["PYTHONPATH"] = os.pathsep.join([_SOURCE, *filter(None, known)])
 
 
+pytest_plugins = ["tests.emulated.fixtures"]
+
 LONGEST = (
     "tests/test_gradients.py",
     "tests/exactness/",

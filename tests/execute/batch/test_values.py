@@ -111,10 +111,13 @@ def test_nothing_and_a_single_number_have_digests_and_nan_equals_its_own_bits():
     assert digest(nan) == digest(nan.clone()) != digest(torch.tensor([0.0, 1.0]))
 
 
-@pytest.mark.gpu
-def test_a_digest_is_the_same_on_a_gpu():
+def digests_are_the_same(device):
     for values in (drawn(3), drawn(130 * BLOCK + 3), drawn(70, dtype=torch.bfloat16), drawn(9, dtype=torch.complex64)):
-        assert digest(values.cuda()) == digest(values)
+        assert digest(values.to(device)) == digest(values)
+
+
+def test_a_digest_is_the_same_on_a_device(on_device):
+    on_device(digests_are_the_same)
 
 
 def test_values_are_named_by_the_places_of_a_call():

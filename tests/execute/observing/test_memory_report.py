@@ -240,9 +240,8 @@ def test_a_report_needs_a_loss_and_steps_go_on_after_it():
     assert difference([step_task(pipeline, task)], task.reference(8)) == []
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_the_points_have_the_allocators_figures():
-    task, device = deep_task(2), torch.device("cuda")
+def points_have_the_allocators_figures(device):
+    task = deep_task(2)
     pipeline = Pipeline(task.make_layers(), "gpipe", 8, task.loss, device=device)
 
     report = pipeline.memory_report(*[each.to(device) for each in task.inputs], target=task.target.to(device))
@@ -250,6 +249,10 @@ def test_on_a_gpu_the_points_have_the_allocators_figures():
     begin, _, peak, _ = report.ranks[0].points
     assert 0 < begin.allocated_bytes <= peak.allocated_bytes <= peak.reserved_bytes
     assert peak.allocated_bytes >= peak.counted_bytes
+
+
+def test_on_a_device_the_points_have_the_allocators_figures(on_device):
+    on_device(points_have_the_allocators_figures)
 
 
 @pytest.mark.slow

@@ -76,12 +76,14 @@ def test_ranges_change_no_bit():
     assert difference([step_task(pipeline, task)], task.reference(4)) == []
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_ranges_are_those_of_nvtx_too():
+def step_in_ranges(device):
     task = float_task(8)
-    device = torch.device("cuda")
     pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, ranges=True, device=device)
 
     result = pipeline.step(*[each.to(device) for each in task.inputs], target=task.target.to(device))
 
     assert torch.isfinite(result.loss)
+
+
+def test_a_step_on_a_device_runs_in_ranges_those_of_nvtx_on_cuda(on_device):
+    on_device(step_in_ranges)

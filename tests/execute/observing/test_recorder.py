@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockWarning
+from penstock.execute.accelerator import make_event
 from penstock.execute.observing.clock import Clock
 from penstock.execute.observing.observer import observed
 from penstock.execute.observing.recorder import DeviceRecorder, Recorder, recorder_for
@@ -232,14 +233,13 @@ def test_a_processor_is_measured_by_its_clock():
     assert type(recorder_for(torch.device("cpu"), range(1), Clock(), rank=0, deadline_s=20.0)) is Recorder
 
 
-@pytest.mark.gpu
-def test_products_on_a_gpu_take_their_time():
-    device = torch.device("cuda")
-    matrix = torch.rand(4096, 4096, device=device)
+def products_take_their_time(device):
+    size = 4096 if device.type == "cuda" else 16
+    matrix = torch.rand(size, size, device=device)
     recorder = recorder_for(device, range(1), Clock(), rank=0, deadline_s=20.0)
     matrix @ matrix
     recorder.begin(None)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (make_event(device, timing=True) for _ in range(2))
 
     def multiply(step):
         begin.record()
@@ -251,6 +251,10 @@ def test_products_on_a_gpu_take_their_time():
     recorder.end(None, failed=False)
 
     assert recorder.end_s[0] - recorder.start_s[0] == pytest.approx(begin.elapsed_time(end) / 1000, rel=0.1)
+
+
+def test_products_on_a_device_take_their_time(on_device):
+    on_device(products_take_their_time)
 
 
 @pytest.mark.parametrize(("kind", "share", "rung"), [("opaque", 1.0, "opaque"), ("linear", 0.0, "product")])

@@ -142,12 +142,15 @@ def test_a_limit_that_is_no_count_is_refused(limit):
     assert str(error).startswith(f"run_ahead: {limit} of type {type(limit).__name__}; expected 1 or more computations")
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_a_throttled_step_gives_the_same_bits():
+def throttled_step_gives_the_same_bits(device):
     task = float_task(8)
     losses = []
     for run_ahead in (None, 1):
-        pipeline = Pipeline(task.make_layers(), "gpipe", 4, task.loss, device=CUDA, run_ahead=run_ahead)
-        losses.append(pipeline.step(*[each.to(CUDA) for each in task.inputs], target=task.target.to(CUDA)).loss)
+        pipeline = Pipeline(task.make_layers(), "gpipe", 4, task.loss, device=device, run_ahead=run_ahead)
+        losses.append(pipeline.step(*[each.to(device) for each in task.inputs], target=task.target.to(device)).loss)
 
     assert torch.equal(*losses)
+
+
+def test_on_a_device_a_throttled_step_gives_the_same_bits(on_device):
+    on_device(throttled_step_gives_the_same_bits)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from penstock.errors import DeadlineExceeded
+from penstock.execute.accelerator import default_generator
 from penstock.execute.stages.randomness import LOSS, Randomness, RandomPart, default_generators, generator_seed
 
 CPU = torch.device("cpu")
@@ -138,13 +139,11 @@ def test_nobody_waits_for_a_turn_longer_than_the_deadline():
     assert found[0].waited_s == 0.01
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_its_generator_stands_by_the_same_rule():
-    device = torch.device("cuda")
+def generator_stands_by_the_same_rule(device):
     randomness = seeded(7, device)
-    torch.cuda.manual_seed(3)
+    default_generator(device).manual_seed(3)
     expected = torch.rand(4, device=device)
-    torch.cuda.manual_seed(3)
+    default_generator(device).manual_seed(3)
 
     found = []
     for _ in range(2):
@@ -156,3 +155,7 @@ def test_on_a_gpu_its_generator_stands_by_the_same_rule():
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
     assert torch.equal(torch.rand(4, device=device), expected)
+
+
+def test_the_generator_of_a_device_stands_by_the_same_rule(on_device):
+    on_device(generator_stands_by_the_same_rule)

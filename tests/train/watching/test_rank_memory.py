@@ -3,7 +3,6 @@
 import resource
 
 import numpy as np
-import pytest
 import torch
 
 from penstock.train.watching.rank_memory import peak_bytes
@@ -24,10 +23,12 @@ def current_bytes():
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_it_is_what_tensors_took():
-    device = torch.device("cuda")
+def peak_is_what_tensors_took(device):
     before = peak_bytes(device)
     held = torch.zeros(before + 2**20, dtype=torch.uint8, device=device)
 
     assert peak_bytes(device) >= held.nbytes
+
+
+def test_on_a_device_it_is_what_tensors_took(on_device):
+    on_device(peak_is_what_tensors_took)

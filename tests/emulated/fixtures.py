@@ -1,4 +1,7 @@
-"""The fixture `emulated`, and the build of the device before the first test that needs it."""
+"""The fixtures `emulated` and `on_device`, and the build of the device before the first test that needs it.
+
+All tests get them by tests/conftest.py, so nothing here imports torch before it is needed.
+"""
 
 import os
 import subprocess
@@ -9,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.emulated.build import library, reason_not_to_build
-from tests.emulated.scenarios import Emulated
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_BUILD_S = 900
@@ -58,4 +60,25 @@ def emulated_is_there():
 @pytest.fixture
 def emulated(emulated_is_there, kept_process):
     """Run scenarios on a clean device: `emulated.run` fails on any report, `emulated.attempt` returns them."""
+    from tests.emulated.scenarios import Emulated
+
     return Emulated(kept_process)
+
+
+@pytest.fixture(
+    params=[pytest.param("emulated", marks=pytest.mark.emulated), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def on_device(request):
+    """Call `body(device, *arguments)` on an emulated device and on a GPU; a body is a function of a test module."""
+    if request.param == "emulated":
+        emulated = request.getfixturevalue("emulated")
+        return lambda body, *arguments: emulated.run(_on_emulated_device, body, *arguments)[0]
+    import torch
+
+    return lambda body, *arguments: body(torch.device("cuda"), *arguments)
+
+
+def _on_emulated_device(rank, num_ranks, body, *arguments):
+    import torch
+
+    return body(torch.device("emu", rank), *arguments)
