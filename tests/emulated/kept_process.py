@@ -57,6 +57,9 @@ class KeptProcess:
         except (EOFError, ConnectionError):
             self._process.join()
             fate = f"ended its process with exit code {self._process.exitcode}"
+        except BaseException:  # a time limit of pytest or Ctrl-C: the answer that comes would be taken for the next one
+            self.close()
+            raise
         self.close()
         raise ScenarioFailed(f"{what} {fate}")
 

@@ -70,3 +70,21 @@ def _die(rank, num_ranks):
 def test_a_scenario_that_ends_its_process_is_named(emulated):
     with pytest.raises(ScenarioFailed, match="_die ended its process with exit code 7"):
         emulated.run(_die)
+
+
+class Interrupted(BaseException):
+    """Stands for Ctrl-C, or for the time limit of a test."""
+
+
+def test_an_answer_to_an_interrupted_run_is_not_taken_for_the_next_one(emulated, kept_process, monkeypatch):
+    def interrupt(connection, timeout_s):
+        raise Interrupted
+
+    emulated.run(_process, "first")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(kept_process._connection), "poll", interrupt)
+        with pytest.raises(Interrupted):
+            emulated.run(_process, "second")
+
+    ((_, _, _, given, _),) = emulated.run(_process, "third")
+    assert given == "third"
