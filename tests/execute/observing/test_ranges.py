@@ -5,9 +5,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.execute.observing.observer import observed
-from penstock.execute.observing.ranges import Ranges, range_name
+from penstock.execute.observing.ranges import Ranges, phase_of, range_name
 from penstock.execute.step import Bound
 from penstock.ir.instruction import Instruction, Op
+from penstock.ir.operations import IS_COMPUTE
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
@@ -42,10 +43,10 @@ def test_a_traced_step_names_its_instructions_in_order():
     found = [name for name in names_in_trace(lambda: step_task(pipeline, task)) if " stage " in name]
 
     assert found[:4] == [
-        "Forward stage 0 microbatch 0",
-        "Forward stage 0 microbatch 1",
-        "Backward stage 0 microbatch 0",
-        "Backward stage 0 microbatch 1",
+        "Forward stage 0 microbatch 0, warm-up",
+        "Forward stage 0 microbatch 1, warm-up",
+        "Backward stage 0 microbatch 0, cool-down",
+        "Backward stage 0 microbatch 1, cool-down",
     ]
 
 
@@ -63,10 +64,28 @@ def test_a_wait_is_told_from_posting_its_receive():
     found = names_in_trace(lambda: [bound.call(None) for bound in named])
 
     assert found == [
-        "Receive forward stage 1 microbatch 0",
-        "Wait: Receive forward stage 1 microbatch 0",
-        "Forward stage 1 microbatch 0",
+        "Receive forward stage 1 microbatch 0, warm-up",
+        "Wait: Receive forward stage 1 microbatch 0, warm-up",
+        "Forward stage 1 microbatch 0, warm-up",
     ]
+
+
+def test_a_phase_ends_with_the_first_backward_or_the_last_forward_of_its_rank():
+    program = lower(build("1f1b", ranks=3, microbatches=4))
+    first, end = program.offsets[:2]
+
+    found = [
+        f"{program.instruction(row)} {phase_of(program, row)}"
+        for row in range(first, end)
+        if IS_COMPUTE[program.op[row]]
+    ]
+
+    assert found == [
+        "0F0 warm-up", "0F1 warm-up", "0F2 warm-up", "0B0 steady", "0F3 steady",
+        "0B1 cool-down", "0B2 cool-down", "0B3 cool-down",
+    ]  # fmt: skip
+    evaluation = lower(build("1f1b", ranks=3, microbatches=4, forward_only=True))
+    assert phase_of(evaluation, 0) == ""
 
 
 def test_ranges_change_no_bit():

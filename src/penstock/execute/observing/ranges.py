@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
+import numpy as np
 import torch
 from torch.cuda import nvtx
 from torch.profiler import record_function
@@ -11,7 +12,7 @@ from torch.profiler import record_function
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Bound, Step
 from penstock.ir.instruction import Instruction
-from penstock.ir.operations import OPERATIONS
+from penstock.ir.operations import IS_BACKWARD, OPERATIONS, RUNS_FORWARD
 from penstock.ir.program import Program
 
 
@@ -23,6 +24,21 @@ def range_name(instruction: Instruction) -> str:
     return f"{name} slice {instruction.slice}" if instruction.slice else name
 
 
+def phase_of(program: Program, row: int) -> str:
+    """Return where a row is in the step of its rank.
+
+    Warm-up is before the rank's first backward, cool-down behind its last forward, where it has both.
+    """
+    first, end = program.offsets[(rank := int(program.rank_of_row[row])) : rank + 2].tolist()
+    op = program.op[first:end]
+    forwards, backwards = first + np.flatnonzero(RUNS_FORWARD[op]), first + np.flatnonzero(IS_BACKWARD[op])
+    if not len(backwards) or not len(forwards):
+        return ""
+    if row < backwards[0]:
+        return "warm-up"
+    return "cool-down" if row > forwards[-1] else "steady"
+
+
 class Ranges(Observer):
     """Runs every call in a range; a wait for a message is told from posting its receive."""
 
@@ -32,9 +48,9 @@ class Ranges(Observer):
         )
 
     def around(self, program: Program, bound: Bound) -> Around:
-        if bound.awaits is None:
-            return partial(self._in_ranges, range_name(program.instruction(bound.row)))
-        return partial(self._in_ranges, f"Wait: {range_name(program.instruction(bound.awaits))}")
+        name = range_name(program.instruction(bound.row if bound.awaits is None else bound.awaits))
+        phase = phase_of(program, bound.row)
+        return partial(self._in_ranges, "Wait: " * (bound.awaits is not None) + name + f", {phase}" * bool(phase))
 
     @contextmanager
     def _in_ranges(self, name: str, step: Step) -> Iterator[None]:
