@@ -3,11 +3,18 @@
 The cells cover all pairs of a family with a feature, of either with `run_ahead` and with the number of ranks.
 """
 
+from contextlib import contextmanager
 from itertools import combinations
 
 import pytest
+import torch
+from torch import nn
 
-from tests.emulated.pipelines import FEATURES, Cell, train
+from penstock import Observer
+from penstock.execute.accelerator import allocator_bytes
+from penstock.ir.operations import IS_BACKWARD
+from penstock.pipeline import Pipeline
+from tests.emulated.pipelines import FEATURES, WIDTH, Cell, train, transport_of
 from tests.emulated.scenarios import POLICIES
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
@@ -47,6 +54,50 @@ def test_all_pairs_of_values_meet_in_some_cell():
     }
 
     assert wanted - met == set()
+
+
+class AtFirstBackward(Observer):
+    """Notes the bytes that tensors take before the first backward of a step."""
+
+    def __init__(self, device):
+        self.device = device
+        self.begin_bytes = self.found_bytes = None
+
+    def begin(self, step):
+        self.begin_bytes, self.found_bytes = allocator_bytes(self.device).allocated, None
+
+    def around(self, program, bound):
+        return self._looking if IS_BACKWARD[program.op[bound.row]] and bound.awaits is None else None
+
+    @contextmanager
+    def _looking(self, step):
+        if self.found_bytes is None:
+            self.found_bytes = allocator_bytes(self.device).allocated
+        yield
+
+
+def kept_of_sent_outputs(rank, num_ranks, wide, num_microbatches):
+    """Return how much more is held before the first backward than when the step began."""
+    device = torch.device("emu", rank)
+    look = AtFirstBackward(device)
+    layers = [nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)]
+    pipeline = Pipeline(
+        layers, "gpipe", num_microbatches, nn.functional.mse_loss, device=device, observers=[look],
+        transport=transport_of(rank, num_ranks, device), frees_other_stages=False,
+    )  # fmt: skip
+    batch = torch.zeros(num_microbatches, WIDTH, device=device)
+    for _ in range(2):
+        pipeline.step(batch, target=batch)
+    pipeline.close()
+    return look.found_bytes - look.begin_bytes
+
+
+def test_outputs_that_have_left_take_no_memory(emulated):
+    wide, num_microbatches = 4096, 8
+
+    first, _ = emulated.run(kept_of_sent_outputs, wide, num_microbatches, num_ranks=2)
+
+    assert first < 3 * 4 * wide  # of 8 outputs; the gradient of one is there too
 
 
 COMPILED = [Cell("1f1b", "compiled", 2), Cell("zb-h1", "compiled", 2, 1), Cell("interleaved-1f1b", "compiled", 2, 2)]
