@@ -23,7 +23,7 @@ NUM_LAYERS = 8
 ROWS, LENGTH = 2, 4  # of a microbatch
 SPLIT_WIDTH = 128
 """Weights of smaller layers never wait for W."""
-_DRAWING = threading.Lock()
+DRAWING = threading.Lock()
 """Rank threads share the generator by which layers are initialized."""
 
 
@@ -188,7 +188,7 @@ def train(rank, num_ranks, cell, kind):
     transport = transport_of(rank, num_ranks, device)
     _count_calls(transport.device_queue, calls)
     schedule = build(cell.family, ranks=num_ranks, microbatches=cell.num_microbatches, **feature.of_schedule)
-    with _DRAWING:
+    with DRAWING:
         torch.manual_seed(0)
         layers = [layer.to(feature.dtype) for layer in feature.make()]
     options = {**feature.options, "run_ahead": cell.run_ahead, "frees_other_stages": False}

@@ -1,0 +1,177 @@
+"""Steps that fail on the emulated device: a layer is late, raises, or queues what fails when the device runs it."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from penstock.errors import PipelineError
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.emulated.pipelines import DRAWING, LENGTH, ROWS, WIDTH, Block, transport_of
+from tests.emulated.runtime import RUNTIME
+
+DEADLINE_S = 2.0
+LATE_S = DEADLINE_S + 1.0
+NUM_MICROBATCHES = 4
+CALL = 2
+"""The fault is in the call of a layer for this microbatch of a step, counted from 0."""
+
+
+@dataclass(frozen=True)
+class Failing:
+    """A training in which one step fails, or none."""
+
+    kind: str | None
+    """late, raises, kernel; None: nothing fails, and the step that would have failed is left out."""
+    place: str = "forward"
+    culprit: int = 1
+    num_ranks: int = 3
+    run_ahead: int | None = None
+    family: str = "1f1b"
+
+    def __str__(self):
+        return f"{self.kind} in {self.place} of rank {self.culprit}, run_ahead={self.run_ahead}, {self.family}"
+
+
+class Boom(Exception):
+    """What the layer raises."""
+
+
+@dataclass
+class Ended:
+    """How a rank's failing step ended, and what it has trained around it."""
+
+    error: str = ""
+    text: str = ""
+    blamed: int | None = None
+    began_s: float | None = None
+    """When the fault began, on the culprit alone; and when the error came; both by one clock."""
+    ended_s: float | None = None
+    num_retries: int = 0
+    losses: tuple = ()
+    weights: dict | None = None
+
+
+class Fault:
+    """What a layer does once it is armed; the layers of one rank share it."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.is_armed, self.calls, self.began_s = False, 0, None
+
+    def happen(self, tensor):
+        if not self.is_armed:
+            return
+        self.calls += 1
+        if self.calls != CALL + 1:
+            return
+        self.began_s = time.monotonic()
+        if self.kind == "late":
+            time.sleep(LATE_S)
+        elif self.kind == "raises":
+            raise Boom("the layer of the test")
+        else:
+            RUNTIME.launch(RUNTIME.current_queue(), "bad kernel", _fail, [tensor], [tensor])
+
+
+class Faulty(nn.Module):
+    """Computes what `block` does, with a fault in front of its forward or its backward."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.fault, self.place = block, None, None
+
+    def forward(self, hidden):
+        if self.place == "forward":
+            self.fault.happen(hidden)
+        if self.place == "backward":
+            hidden = _InBackward.apply(hidden, self.fault)
+        return self.block(hidden)
+
+
+class _InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context, hidden, fault):
+        context.fault = fault
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(context, gradient):
+        context.fault.happen(gradient)
+        return gradient, None
+
+
+def train_around_a_failure(rank, num_ranks, failing, kind):
+    """Take one step, one that fails, and one more."""
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
+    transport = transport_of(rank, num_ranks, device, deadline_s=DEADLINE_S)
+    fault = Fault(failing.kind)
+    with DRAWING:
+        torch.manual_seed(0)
+        layers = [Faulty(Block()) for _ in range(2 * num_ranks)]
+    for layer in layers[2 * rank : 2 * rank + 1] if rank == failing.culprit else []:
+        layer.fault, layer.place = fault, failing.place
+    pipeline = Pipeline(
+        layers,
+        build(failing.family, ranks=num_ranks, microbatches=NUM_MICROBATCHES),
+        loss=nn.functional.mse_loss,
+        transport=transport,
+        device=device,
+        run_ahead=failing.run_ahead,
+        deadline_s=DEADLINE_S,
+        frees_other_stages=False,
+    )
+    try:
+        return _three_steps(pipeline, fault, failing, device)
+    finally:
+        pipeline.close()
+
+
+def _three_steps(pipeline, fault, failing, device):
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    ended, losses = Ended(), []
+    for number in range(3):
+        shape = ROWS * NUM_MICROBATCHES, LENGTH, WIDTH
+        inputs, target = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
+        if number == 1:
+            _fail_a_step(pipeline, fault, failing, (inputs, target), ended)
+            optimizer.zero_grad()
+            if failing.kind == "kernel":
+                return ended  # a device that has failed stays so
+            continue
+        losses.append(_step(pipeline, inputs, target, ended).loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    ended.losses = tuple(losses)
+    ended.weights = {name: parameter.detach().cpu().tolist() for name, parameter in pipeline.named_parameters()}
+    return ended
+
+
+def _step(pipeline, inputs, target, ended):
+    """Take a step; where the ranks have not met after a failure, because one learned late of it, once more."""
+    try:
+        return pipeline.step(inputs, target=target)
+    except PipelineError as error:
+        if "the ranks could not start afresh" not in str(error):
+            raise
+        ended.num_retries += 1
+    return pipeline.step(inputs, target=target)
+
+
+def _fail_a_step(pipeline, fault, failing, batch, ended):
+    if failing.kind is None:
+        return
+    fault.is_armed = True
+    try:
+        pipeline.step(batch[0], target=batch[1])
+    except PipelineError as error:
+        ended.ended_s = time.monotonic()
+        ended.error, ended.text, ended.blamed = type(error).__name__, str(error), error.rank
+    fault.is_armed, ended.began_s = False, fault.began_s
+
+
+def _fail():
+    raise RuntimeError("an assertion on the device")

@@ -1,0 +1,55 @@
+"""Failures while a device waits: named on every rank, in time, and the next step is right."""
+
+import pytest
+
+from tests.emulated.failing_steps import DEADLINE_S, LATE_S, Ended, Failing, train_around_a_failure
+
+pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+
+SLACK_S = 2.0
+AHEAD = pytest.mark.parametrize("run_ahead", [None, 2])
+
+
+def run(emulated, failing, policy="lazy", seed=0, *, device="emu"):
+    options = {"num_ranks": failing.num_ranks, "policy": policy, "seed": seed, "timeout_s": 60}
+    return emulated.run(train_around_a_failure, failing, device, **options)
+
+
+def expect_named_in_time(found, culprit, limit_s):
+    (began_s,) = [ended.began_s for ended in found if ended.began_s is not None]
+    assert [ended.blamed for ended in found] == [culprit] * len(found), [ended.text for ended in found]
+    assert max(ended.ended_s for ended in found) - began_s < limit_s
+
+
+def expect_right_steps_around(emulated, found, failing):
+    expected = run(emulated, Failing(None, num_ranks=failing.num_ranks, family=failing.family), device="cpu")
+    assert [ended.losses for ended in found] == [ended.losses for ended in expected]
+    assert [ended.weights for ended in found] == [ended.weights for ended in expected]
+
+
+@AHEAD
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize(("policy", "seed"), [("lazy", 0), ("random", 3)])
+def test_a_layer_that_raises_is_named_and_the_next_step_is_right(emulated, run_ahead, place, policy, seed):
+    failing = Failing("raises", place, run_ahead=run_ahead)
+
+    found = run(emulated, failing, policy, seed)
+
+    expect_named_in_time(found, 1, DEADLINE_S + SLACK_S)
+    assert "the layer of the test" in found[1].text
+    expect_right_steps_around(emulated, found, failing)
+
+
+@AHEAD
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_rank_that_is_late_is_named_by_the_deadline_and_a_later_step_is_right(emulated, run_ahead, place):
+    failing = Failing("late", place, run_ahead=run_ahead)
+
+    found = run(emulated, failing)
+
+    # The late rank itself sees, only by its own deadline, that the others have given up.
+    others = [found[0], Ended(began_s=found[1].began_s, blamed=1, ended_s=0.0), found[2]]
+    expect_named_in_time(others, 1, DEADLINE_S + SLACK_S)
+    expect_named_in_time(found, 1, LATE_S + DEADLINE_S + SLACK_S)
+    assert {found[0].error, found[2].error} == {"DeadlineExceeded"}
+    expect_right_steps_around(emulated, found, failing)
