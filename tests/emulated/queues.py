@@ -248,7 +248,7 @@ class Queues:
             finally:
                 host.waits_for = None
             self.learn(host, mark)
-            self._raise_failure(mark.queue.device)
+            self.raise_failure(mark.queue.device)
             return True
 
     def learn(self, host, mark):
@@ -296,7 +296,7 @@ class Queues:
             host.message = text
         self.changed.notify_all()
 
-    def _raise_failure(self, device):
+    def raise_failure(self, device):
         if device in self.failures:
             self.raised.add(device)
             raise KernelFailed(self.failures[device])

@@ -180,10 +180,14 @@ class Runtime:
         return mark is None or self.is_passed(mark)
 
     def is_passed(self, mark):
-        """Let time pass by one operation, and tell whether a queue has come to a mark; if so, this host knows it."""
+        """Let time pass by one operation, and tell whether a queue has come to a mark; if so, this host knows it.
+
+        As on a GPU, every query says so once an operation of the device has failed.
+        """
         with self.queues.changed:
             if not mark.is_done and self.queues.advance(mark.queue):
                 self.queues.changed.notify_all()
+            self.queues.raise_failure(mark.queue.device)
             if mark.is_done:
                 self.queues.learn(self.host(), mark)
             return mark.is_done
