@@ -7,6 +7,8 @@ from tests.emulated.failing_steps import DEADLINE_S, LATE_S, Ended, Failing, tra
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 SLACK_S = 2.0
+BUSY_S = 1.0
+"""From the beginning of the fault until the others wait for it, on a machine that is busy; deadlines count from there."""
 AHEAD = pytest.mark.parametrize("run_ahead", [None, 2])
 
 
@@ -49,7 +51,20 @@ def test_a_rank_that_is_late_is_named_by_the_deadline_and_a_later_step_is_right(
 
     # The late rank itself sees, only by its own deadline, that the others have given up.
     others = [found[0], Ended(began_s=found[1].began_s, blamed=1, ended_s=0.0), found[2]]
-    expect_named_in_time(others, 1, DEADLINE_S + SLACK_S)
+    expect_named_in_time(others, 1, DEADLINE_S + SLACK_S + BUSY_S)
     expect_named_in_time(found, 1, LATE_S + DEADLINE_S + SLACK_S)
     assert {found[0].error, found[2].error} == {"DeadlineExceeded"}
     expect_right_steps_around(emulated, found, failing)
+
+
+@AHEAD
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_kernel_that_fails_on_the_device_is_named(emulated, run_ahead, place):
+    """Its device goes on failing, as a GPU does after an assertion, so there is no next step."""
+    failing = Failing("kernel", place, run_ahead=run_ahead)
+
+    outcome = emulated.attempt(train_around_a_failure, failing, "emu", num_ranks=3, timeout_s=60)
+
+    expect_named_in_time(outcome.results, 1, DEADLINE_S + SLACK_S)
+    assert "bad kernel" in outcome.results[1].text
+    assert "an assertion on the device" in outcome.results[1].text

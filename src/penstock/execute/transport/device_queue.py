@@ -69,6 +69,7 @@ class DeviceQueue:
         try:
             message.work.wait()
         except RuntimeError as error:
+            self.require_device()
             raise peer_lost(self._transport.rank, ticket, 0.0, str(error)) from error.with_traceback(None)
         self._followed.append(_Followed(ticket, message, reached))
 
@@ -96,6 +97,16 @@ class DeviceQueue:
             raise deadline_exceeded(self._transport.rank, ticket, waited_s, deadline_s)
         return True
 
+    def require_device(self) -> None:
+        """Raise what this rank's own device has failed with, if it has: then every look at a message raises it too.
+
+        Raises:
+            RuntimeError: a kernel has failed, say.
+        """
+        marker = self._make_marker()
+        marker.record()
+        marker.query()
+
     def settle(self) -> None:
         """Let the host wait until all followed receives are there. Raises: PeerLost, DeadlineExceeded."""
         rank, deadline_s = self._transport.rank, self._transport.deadline_s
@@ -111,6 +122,7 @@ class DeviceQueue:
             return followed.message.is_over()
         except RuntimeError as error:
             reason = str(error)
+        self.require_device()
         # Frames live as long as the error, and a work kept alive would keep the connections open.
         raise peer_lost(self._transport.rank, followed.ticket, self._waited_s(), reason)
 

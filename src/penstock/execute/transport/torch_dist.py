@@ -147,6 +147,8 @@ class TorchTransport:
         except (RuntimeError, SocketClosed, MessageLate) as error:
             del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
             error.with_traceback(None)
+            if self.device_queue is not None:
+                self.device_queue.require_device()
             waited_s = running_s() - begin_s
             if isinstance(error, MessageLate) or waited_s >= deadline_s or is_timeout(error):
                 raise deadline_exceeded(self.rank, ticket, waited_s, self.deadline_s) from error
@@ -241,6 +243,8 @@ class TorchTransport:
             work = (link.send if ticket.is_send else link.recv)([tensor], ticket.peer, tag)
         except RuntimeError as error:
             del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
+            if self.device_queue is not None:
+                self.device_queue.require_device()
             raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
         if self.device_queue is not None and self._is_queued(tag):
             return self._opened(ticket, QueuedMessage(work, tensor, self.device_queue.is_held_up))
