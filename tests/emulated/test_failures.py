@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 SLACK_S = 2.0
 BUSY_S = 1.0
-"""From the beginning of the fault until the others wait for it, on a machine that is busy; deadlines count from there."""
+"""From the beginning of the fault until the others wait for it, on a busy machine; deadlines count from there."""
 AHEAD = pytest.mark.parametrize("run_ahead", [None, 2])
 
 
