@@ -4,7 +4,7 @@ import pytest
 
 from tests.emulated.failing_steps import DEADLINE_S, LATE_S, Ended, Failing, train_around_a_failure
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+pytestmark = [pytest.mark.emulated, pytest.mark.slow, pytest.mark.alone]
 
 SLACK_S = 2.0
 BUSY_S = 1.0
