@@ -7,6 +7,8 @@ from tests.emulated.failing_steps import DEADLINE_S, LATE_S, Ended, Failing, tra
 pytestmark = [pytest.mark.emulated, pytest.mark.slow, pytest.mark.alone]
 
 SLACK_S = 2.0
+SOON_S = 1.5
+"""Well before the deadline."""
 BUSY_S = 1.0
 """From the beginning of the fault until the others wait for it, on a busy machine; deadlines count from there."""
 AHEAD = pytest.mark.parametrize("run_ahead", [None, 2])
@@ -37,7 +39,7 @@ def test_a_layer_that_raises_is_named_and_the_next_step_is_right(emulated, run_a
 
     found = run(emulated, failing, policy, seed)
 
-    expect_named_in_time(found, 1, DEADLINE_S + SLACK_S)
+    expect_named_in_time(found, 1, SOON_S)
     assert "the layer of the test" in found[1].text
     expect_right_steps_around(emulated, found, failing)
 
@@ -49,11 +51,11 @@ def test_a_rank_that_is_late_is_named_by_the_deadline_and_a_later_step_is_right(
 
     found = run(emulated, failing)
 
-    # The late rank itself sees, only by its own deadline, that the others have given up.
+    # The late rank itself goes on only then; it sees at once that the others have given up.
     others = [found[0], Ended(began_s=found[1].began_s, blamed=1, ended_s=0.0), found[2]]
     expect_named_in_time(others, 1, DEADLINE_S + SLACK_S + BUSY_S)
-    expect_named_in_time(found, 1, LATE_S + DEADLINE_S + SLACK_S)
-    assert {found[0].error, found[2].error} == {"DeadlineExceeded"}
+    expect_named_in_time(found, 1, LATE_S + SLACK_S)
+    assert "DeadlineExceeded" in {found[0].error, found[2].error}
     expect_right_steps_around(emulated, found, failing)
 
 

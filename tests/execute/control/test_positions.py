@@ -117,6 +117,29 @@ def test_texts_of_an_earlier_epoch_no_longer_count():
     assert early.read(0).state is State.IDLE
 
 
+def test_a_peer_has_given_up_the_step_at_hand_once_it_has_failed_or_found_who_did():
+    boards = boards_of_threads(3)
+    for board in boards:
+        board.note_step(4)
+    assert boards[0].gave_up() is None
+
+    boards[1].note_failure(Failure("ValueError: no", "", "", ""))
+    assert [board.gave_up() for board in boards] == [1, None, 1]
+    boards[2].note_verdict("rank 1 failed")
+    assert [board.gave_up() for board in boards] == [1, 2, 1]
+
+    boards[0].begin_epoch()
+    boards[0].note_step(5)
+    assert boards[0].gave_up() is None  # of ranks that lag behind the recovery
+    for board in boards[1:]:
+        board.begin_epoch()
+        board.note_step(5)
+    assert [board.gave_up() for board in boards] == [None] * 3
+    boards[1].note_step(6)
+    boards[1].note_failure(Failure("ValueError: no", "", "", ""))
+    assert boards[0].gave_up() is None  # of another step
+
+
 def test_noting_an_instruction_runs_at_most_three_lines():
     """It is noted before every instruction of a step; bench/overhead.py measures what a step costs."""
     (board,) = boards_of_threads(1)

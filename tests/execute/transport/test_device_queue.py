@@ -66,12 +66,16 @@ class Notes:
 
     def __init__(self):
         self.found = []
+        self.failed_peer = None
 
     def note_wait(self, peer):
         self.found.append(peer)
 
     def note_run(self):
         self.found.append("runs")
+
+    def gave_up(self):
+        return self.failed_peer
 
 
 class Transport:
@@ -107,6 +111,18 @@ def test_a_device_that_has_not_come_to_a_receive_waits_for_nobody():
 
     assert not queue.is_held_up()
     assert notes.found == []
+
+
+def test_a_peer_that_has_given_up_ends_a_wait_before_its_deadline():
+    device, notes = Device(), Notes()
+    queue = queue_of(device, Work(), notes=notes)
+    assert not queue.is_held_up()
+    notes.failed_peer = 2
+
+    error = error_of(queue.is_held_up)
+
+    assert isinstance(error, PeerLost)
+    assert (error.peer, str(error)) == (2, "rank 0: rank 2 has given up the step. Look at its output for the cause")
 
 
 def test_the_time_against_a_peer_begins_when_the_device_has_come_to_the_receive():

@@ -237,6 +237,18 @@ class PositionBoard:
             verdict_s=verdict_s,
         )
 
+    def gave_up(self) -> int | None:
+        """Return another rank that has failed in the step at hand, or found who did; None where none can be seen."""
+        memory, own = self._memory, (self.epoch, self._step)
+        for slot in range(0, self.num_ranks * SLOT_BYTES, SLOT_BYTES):
+            is_other = slot != self._slot and IDENTITY.unpack_from(memory, slot)[1:] == own
+            if is_other and (
+                ROW.unpack_from(memory, slot + POSITION_AT)[0] == State.FAILED
+                or LENGTH.unpack_from(memory, slot + VERDICT_AT)[0]
+            ):
+                return slot // SLOT_BYTES
+        return None
+
     def _set(self, state: State) -> None:
         IDENTITY.pack_into(self._memory, self._slot, os.getpid(), self.epoch, self._step)
         POSITION.pack_into(self._memory, self._position_at, state, self._row, NO_PEER, time.monotonic())

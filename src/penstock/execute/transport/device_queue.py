@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.errors import DeadlineExceeded
+from penstock.errors import DeadlineExceeded, PeerLost
 from penstock.execute.transport.pending import Pending, QueuedMessage, never
 from penstock.execute.transport.protocol import (
     Messages,
@@ -80,6 +80,7 @@ class DeviceQueue:
 
     def is_held_up(self) -> bool:
         """Look whether the device waits for a peer now. Raises: PeerLost, DeadlineExceeded."""
+        self._require_peers()
         while self._followed and self._has_come(self._followed[0]):
             self._followed.popleft()
             if self._held_up_since_s is not None and self.observer is not None:
@@ -96,6 +97,14 @@ class DeviceQueue:
         if waited_s >= deadline_s:
             raise deadline_exceeded(self._transport.rank, ticket, waited_s, deadline_s)
         return True
+
+    def _require_peers(self) -> None:
+        """Notice a peer that has given up the step: to abort a communicator wakes nobody at its other end."""
+        peer = None if self.observer is None else self.observer.gave_up()
+        if peer is not None:
+            rank = self._transport.rank
+            text = f"rank {rank}: rank {peer} has given up the step. Look at its output for the cause"
+            raise PeerLost(text, rank=peer, peer=peer, waited_s=self._waited_s())
 
     def require_device(self) -> None:
         """Raise what this rank's own device has failed with, if it has: then every look at a message raises it too.

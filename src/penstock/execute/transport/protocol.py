@@ -47,6 +47,10 @@ class WaitObserver(Protocol):
         """The wait is over; not called after a wait that failed."""
         ...
 
+    def gave_up(self) -> int | None:
+        """Return a peer that has given up the step at hand; None where none has, or none can be seen."""
+        ...
+
 
 class Messages(Protocol):
     """The messages of one rank; used from that rank's own thread only."""
