@@ -178,22 +178,23 @@ class PositionBoard:
         self._step = step
         self._row = -1
         self._base = RUNNING
-        self._set(State.RUNNING)
+        self.note_state(State.RUNNING)
 
     def note_idle(self) -> None:
         """Say that a step is over."""
         self._row = -1
         self._base = IDLE
-        self._set(State.IDLE)
+        self.note_state(State.IDLE)
 
     def note_state(self, state: State) -> None:
-        """Say that this rank has left the pipeline for good (DONE), or compiles, until `note_run`."""
-        self._set(state)
+        """Say what this rank does: it has left the pipeline for good (DONE), or compiles, until `note_run`."""
+        IDENTITY.pack_into(self._memory, self._slot, os.getpid(), self.epoch, self._step)
+        POSITION.pack_into(self._memory, self._position_at, state, self._row, NO_PEER, time.monotonic())
 
     def note_failure(self, failure: Failure) -> None:
         """Say what this rank's own work raised; not for errors that only report what a peer did."""
         _write_text(self._memory, self._slot + FAILURE_AT, TEXT_BYTES, SEPARATOR.join(failure))
-        self._set(State.FAILED)
+        self.note_state(State.FAILED)
 
     def note_stack(self, text: str) -> None:
         """Show the peers what this rank's thread is doing; an empty text takes it back."""
@@ -248,10 +249,6 @@ class PositionBoard:
             ):
                 return slot // SLOT_BYTES
         return None
-
-    def _set(self, state: State) -> None:
-        IDENTITY.pack_into(self._memory, self._slot, os.getpid(), self.epoch, self._step)
-        POSITION.pack_into(self._memory, self._position_at, state, self._row, NO_PEER, time.monotonic())
 
 
 def boards_of_threads(num_ranks: int) -> list[PositionBoard]:
