@@ -83,7 +83,7 @@ class Work:
         self._held = None  # from here on the order of the tensors' own stream is enough
         if limit_s is None and not self._host_waits:
             return
-        RUNTIME.host_waits["wait for a message"] += 1
+        RUNTIME.note_host_wait("wait for a message")
         if not RUNTIME.queues.demand(RUNTIME.host(), self._mark, limit_s):
             raise RuntimeError(f"emulated: {self._communicator}: timed out after {limit_s} s")
         self._communicator.raise_error()

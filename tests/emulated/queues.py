@@ -28,6 +28,8 @@ KERNEL_S = 10e-6
 """What a kernel takes on the simulated clock unless it says otherwise."""
 PATIENCE_S = 0.02
 """How long a host that can run nothing sleeps at most before it looks again."""
+MOST_IN_VAIN = 500
+"""How often all hosts look at a device in vain, while nothing is launched or run, until that is a hang."""
 MOST_AT_ONCE = 3
 """How many heads the policy `random` runs at most after a launch."""
 
@@ -109,6 +111,10 @@ class Host:
     """Set while it can do nothing else; a wait with a limit does not count."""
     message: str = ""
     """Why its wait ends with an error."""
+    num_vain: int = 0
+    """How often it has looked in vain since `seen`."""
+    seen: int = -1
+    """`num_changes` when it last looked."""
 
 
 class Queues:
@@ -129,7 +135,7 @@ class Queues:
             self.random = random.Random(seed)
             self.by_stream, self.all, self.hosts = {}, [], []
             self.failures, self.raised = {}, set()
-            self.num_run = 0
+            self.num_run = self.num_changes = 0
             self._is_running = False
 
     def of(self, device, stream):
@@ -145,6 +151,7 @@ class Queues:
     def put(self, queue, item):
         with self.changed:
             queue.items.append(item)
+            self.num_changes += 1
             if self._is_running:
                 return  # by a destructor, while an operation runs; the operation's own caller goes on
             if self.policy == "eager":
@@ -214,6 +221,7 @@ class Queues:
 
     def _run(self, queue, item):
         self.num_run += 1
+        self.num_changes += 1
         begin_s = item.earliest_s() if item.earliest_s is not None else 0.0
         queue.now_s = max(queue.now_s, begin_s) + item.cost_s
         if item.run is None:
@@ -257,6 +265,22 @@ class Queues:
             host.now_s = max(host.now_s, mark.time_s)
             if merge(host.clock, mark.clock):
                 self.on_learned(host)
+
+    def look_in_vain(self, host, *, can_hang):
+        """Note that a host has seen a device not get on; where all hosts do nothing else any more, it hangs."""
+        if host.seen != self.num_changes:
+            host.seen, host.num_vain = self.num_changes, 0
+        host.num_vain += 1
+        all_look = (
+            can_hang
+            and self.is_alone
+            and all(each.seen == self.num_changes and each.num_vain >= MOST_IN_VAIN for each in self.hosts)
+        )
+        if all_look and not host.message and not self.advance_any():
+            self._report_hang(self.hosts)
+        if host.message.startswith("hang"):
+            message, host.message = host.message, ""
+            raise DeviceHangs(message)
 
     def stop(self, message):
         """End all waits with an error."""

@@ -54,6 +54,8 @@ class Runtime:
         self.communicators = []
         self.host_waits = Counter()
         """How often the host waited, by the operation that made it wait."""
+        self.places_of_waits = []
+        """(what made the host wait, the stack), wait by wait."""
         self.num_launched = 0
         self.ranks = [Host(f"rank {rank}") for rank in range(num_ranks)]
         self.queues.hosts = list(self.ranks)
@@ -141,8 +143,12 @@ class Runtime:
 
     def wait_here(self, queue, why):
         """Let the host wait for all that is in a queue."""
-        self.host_waits[why] += 1
+        self.note_host_wait(why)
         self.queues.demand(self.host(), self.queues.mark(queue, f"wait of the host: {why}"))
+
+    def note_host_wait(self, why):
+        self.host_waits[why] += 1
+        self.places_of_waits.append((why, capture()))
 
     def know_ended(self, queue):
         """Let this host know that the operations of one queue are over, and nothing of what they waited for."""
@@ -190,12 +196,16 @@ class Runtime:
             self.queues.raise_failure(mark.queue.device)
             if mark.is_done:
                 self.queues.learn(self.host(), mark)
+            else:
+                # Where a rank has ended, it may be lost, which deadlines are for.
+                are_all_there = len(self.queues.hosts) == len(self.ranks)
+                self.queues.look_in_vain(self.host(), can_hang=are_all_there)
             return mark.is_done
 
     def synchronize_event(self, event):
         mark = self._events.get(event)
         if mark is not None:
-            self.host_waits["synchronize"] += 1
+            self.note_host_wait("synchronize")
             self.queues.demand(self.host(), mark)
 
     def destroy(self, event):

@@ -1,5 +1,7 @@
 """Messages follow NCCL's rules, collectives are right, and what breaks the rules is reported."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ import torch.distributed as dist
 from tests.emulated.checker import DIFFER, FREED, HANG, LEFT, UNORDERED
 from tests.emulated.kernels import slow
 from tests.emulated.nccl import AVERAGE, MAXIMUM, MINIMUM, PRODUCT, SUM
+from tests.emulated.queues import MOST_IN_VAIN
 from tests.emulated.rank_threads import backend, communicator
 from tests.emulated.runtime import RUNTIME
 from tests.emulated.scenarios import POLICIES
@@ -113,6 +116,37 @@ def test_two_ranks_that_both_send_first_hang_and_both_heads_are_reported(emulate
             f"of emu:{rank}: send to {1 - rank} (messages of rank {rank}), launched at tests/emulated/test_nc" in text
         )
     assert "hang" in "".join(outcome.tracebacks.values())
+
+
+def _both_poll(rank, num_ranks):
+    messages = communicator()
+    messages.send([torch.ones(2, device=_here(rank))], 1 - rank)
+    work = messages.recv([torch.empty(2, device=_here(rank))], 1 - rank)
+    while not work.is_completed():
+        time.sleep(1e-5)
+
+
+@all_policies
+def test_hosts_that_look_at_a_message_that_can_never_come_hang_too(emulated, policy, seed):
+    outcome = emulated.attempt(_both_poll, num_ranks=2, policy=policy, seed=seed)
+
+    (report,) = [report for report in outcome.reports if report.kind == HANG]
+    for rank in range(2):
+        assert f"of emu:{rank}: send to {1 - rank} (messages of rank {rank})" in report.text
+
+
+def _poll_a_lost_rank(rank, num_ranks):
+    work = communicator().recv([torch.empty(2, device=_here(rank))], 1 - rank) if rank == 0 else None
+    num_looks = 0
+    while rank == 0 and num_looks < 2 * MOST_IN_VAIN and not work.is_completed():
+        num_looks += 1
+    if rank == 0:
+        RUNTIME.communicators[0].abort()
+    return num_looks
+
+
+def test_a_rank_that_looks_for_messages_of_one_that_has_ended_is_left_to_its_deadline(emulated):
+    assert emulated.run(_poll_a_lost_rank, num_ranks=2)[0] > 0
 
 
 def _send_over_two(rank, num_ranks):
