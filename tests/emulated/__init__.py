@@ -24,6 +24,8 @@ kernels that share a GPU, or drivers.
     transport_models.py  random programs whose messages run as a transport model says
     kept_process.py    that process, one per process of pytest
     rank_processes.py  ranks as processes, for what only they show
+    pipelines.py       pipelines of rank threads, and what they train
+    planted.py         the table of planted faults; planting.py plants them, planted_*.py have them and their scenarios
     scenarios.py   what the fixture `emulated` of conftest.py gives
 
 How to write a scenario: a function at the top of a test module, `f(rank, num_ranks, *arguments)`, whose arguments and
@@ -50,5 +52,7 @@ Limits. What the host does is seen where it touches pinned memory, frees, launch
 as one host, so a missing lock between them is not seen. A message orders the two ranks' queues when it runs, but its
 receiver does not learn what its sender's stream has ended: where only a chain of messages orders an access, the checker
 reports it. Memory that autograd or an optimizer frees in a thread without frames of Python has the node's name as its
-place. Compiled layers (inductor), autocast and `Work.get_future`, which DDP needs, are not there.
+place. Two queued copies to the host may share a page of pinned memory: where the host first touches the free part of
+that page, what it reads of the rest is not seen. Compiled layers (inductor), autocast and `Work.get_future`, which DDP
+needs, are not there.
 """

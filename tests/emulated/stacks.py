@@ -10,6 +10,8 @@ HERE = Path(__file__).resolve().parent
 MOST_FRAMES = 6
 MOST_SKIPPED = 60
 """How far below torch's and the device's own frames the walk looks for one of the user's."""
+OF_SCENARIOS = ("test_", "planted", "pipelines")
+"""How the files of this folder begin that are the user's; the others are the device."""
 _is_shown: dict[str, bool] = {}
 
 
@@ -49,7 +51,7 @@ def capture():
 def _may_be_shown(filename):
     path = Path(filename)
     if HERE in path.parents:
-        return path.name.startswith("test_")
+        return path.name.startswith(OF_SCENARIOS)
     return not any(part in filename for part in ("/torch/", "/threading.py", "/concurrent/", "/multiprocessing/", "<"))
 
 

@@ -1,0 +1,90 @@
+"""Faults that are planted in a running process, each by replacing one name, and the reports that are to find them."""
+
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+
+AHEAD, RECORDED, HOST_WAITS = "host too far ahead", "wrong recorded time", "more waits of the host"
+"""Kinds of reports beside those of the checker."""
+ALONE = ("throttled", "saved_checkpoints", "inputs_copied_ahead", "averaged_weights", "peaks_of_activations")
+"""Scenarios of one rank."""
+MODULES = ("tests.emulated.planted_scenarios", "tests.emulated.planted_hooks")
+_planting, _num_planted, _originals = threading.Lock(), Counter(), {}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault."""
+
+    name: str
+    scenario: str
+    place: str
+    """The module and the name within it that are replaced."""
+    make: object
+    """Called with what is there; returns what takes its place."""
+    kind: str
+    operations: tuple
+    """How the names of the report's operations begin."""
+    missed: str = ""
+    """Why no report finds it, if none does."""
+
+
+def table():
+    """Return an empty table of faults by name, and the decorator by which a fault comes in."""
+    faults = {}
+
+    def plant(name, scenario, place, kind, *operations, missed=""):
+        def add(make):
+            assert name not in faults, f"two faults are named {name!r}"
+            faults[name] = Fault(name, scenario, place, make, kind, operations, missed)
+            return make
+
+        return add
+
+    return faults, plant
+
+
+def num_ranks_of(scenario):
+    return 1 if scenario in ALONE else 2
+
+
+def run_scenario_with(rank, num_ranks, scenario, fault):
+    """Run a scenario on one rank, with a fault or with None."""
+    run = next(getattr(module, scenario) for module in map(import_module, MODULES) if hasattr(module, scenario))
+    if fault is None:
+        return run(rank, num_ranks)
+    with _planted(fault):
+        return run(rank, num_ranks)
+
+
+def does_nothing(original):
+    return lambda *arguments, **options: None
+
+
+@contextmanager
+def _planted(fault):
+    """Have a fault in this process while any rank runs: ranks are threads, and the name is the same for all."""
+    owner, attribute = _found(fault.place)
+    with _planting:
+        _num_planted[fault.name] += 1
+        if _num_planted[fault.name] == 1:
+            _originals[fault.name] = getattr(owner, attribute)
+            setattr(owner, attribute, fault.make(getattr(owner, attribute)))
+    try:
+        yield
+    finally:
+        with _planting:
+            _num_planted[fault.name] -= 1
+            if not _num_planted[fault.name]:
+                setattr(owner, attribute, _originals.pop(fault.name))
+
+
+def _found(place):
+    module, _, path = place.partition(":")
+    *outer, attribute = path.split(".")
+    owner = import_module(module)
+    for name in outer:
+        owner = getattr(owner, name)
+    return owner, attribute
