@@ -38,6 +38,8 @@ def folder(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n")
     shutil.copy(CONFTEST, tmp_path / "tests" / "conftest.py")
+    (tmp_path / "tests" / "emulated").mkdir()
+    (tmp_path / "tests" / "emulated" / "fixtures.py").touch()  # which the conftest names
     return tmp_path
 
 

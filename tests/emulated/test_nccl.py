@@ -77,7 +77,10 @@ def _poll(rank, num_ranks):
 
 
 def test_polling_brings_a_message_forward_and_orders_the_host(emulated):
-    assert emulated.run(_poll, num_ranks=2) == [(False, True, [0.0, 0.0]), (False, True, [0.0, 0.0])]
+    found = emulated.run(_poll, num_ranks=2)
+
+    assert [each[1:] for each in found] == [(True, [0.0, 0.0])] * 2
+    assert not all(first for first, *_ in found)  # the second rank to look may come when all is over
 
 
 def _wait_with_limit(rank, num_ranks):

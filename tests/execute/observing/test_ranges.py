@@ -43,10 +43,10 @@ def test_a_traced_step_names_its_instructions_in_order():
     found = [name for name in names_in_trace(lambda: step_task(pipeline, task)) if " stage " in name]
 
     assert found[:4] == [
-        "Forward stage 0 microbatch 0, warm-up",
-        "Forward stage 0 microbatch 1, warm-up",
-        "Backward stage 0 microbatch 0, cool-down",
-        "Backward stage 0 microbatch 1, cool-down",
+        "Forward stage 0 microbatch 0",
+        "Forward stage 0 microbatch 1",
+        "Backward stage 0 microbatch 0",
+        "Backward stage 0 microbatch 1",
     ]
 
 
@@ -64,10 +64,10 @@ def test_a_wait_is_told_from_posting_its_receive():
     found = names_in_trace(lambda: [bound.call(None) for bound in named])
 
     assert found == [
-        "Receive forward stage 1 microbatch 0, warm-up",
-        "Wait: Receive forward stage 1 microbatch 0, warm-up",
-        "Forward stage 1 microbatch 0, warm-up",
-    ]
+        "warm-up", "Receive forward stage 1 microbatch 0",
+        "warm-up", "Wait: Receive forward stage 1 microbatch 0",
+        "warm-up", "Forward stage 1 microbatch 0",
+    ]  # fmt: skip
 
 
 def test_a_phase_ends_with_the_first_backward_or_the_last_forward_of_its_rank():

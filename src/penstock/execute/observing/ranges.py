@@ -1,7 +1,7 @@
 """Names every instruction in a profiler's trace: a range of torch.profiler, and of NVTX on a CUDA device."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -40,7 +40,7 @@ def phase_of(program: Program, row: int) -> str:
 
 
 class Ranges(Observer):
-    """Runs every call in a range; a wait for a message is told from posting its receive."""
+    """Runs every call in a range, within that of its phase; a wait for a message is told from posting its receive."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device: Callable[[str], AbstractContextManager[object]] = (
@@ -49,10 +49,13 @@ class Ranges(Observer):
 
     def around(self, program: Program, bound: Bound) -> Around:
         name = range_name(program.instruction(bound.row if bound.awaits is None else bound.awaits))
-        phase = phase_of(program, bound.row)
-        return partial(self._in_ranges, "Wait: " * (bound.awaits is not None) + name + f", {phase}" * bool(phase))
+        own = name if bound.awaits is None else f"Wait: {name}"
+        return partial(self._in_ranges, [each for each in (phase_of(program, bound.row), own) if each])
 
     @contextmanager
-    def _in_ranges(self, name: str, step: Step) -> Iterator[None]:
-        with record_function(name), self._on_device(name):
+    def _in_ranges(self, names: Sequence[str], step: Step) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(record_function(name))
+                stack.enter_context(self._on_device(name))
             yield
