@@ -151,6 +151,7 @@ def is_interrupted_at_first(rank):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_ctrl_c_ends_a_construction_at_once_and_the_next_one_works():
     (kind, took_s, loss), (_, _, other_loss) = run_ranks(2, is_interrupted_at_first, timeout_s=DEADLINE_S)
 
