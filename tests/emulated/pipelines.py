@@ -6,6 +6,8 @@ Both run in the kept process, over `TorchTransport`: its sockets between CPUs, i
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
+from runpy import run_path
 
 import torch
 from torch import nn
@@ -84,38 +86,22 @@ class RunningSum(nn.Module):
         return hidden + 0.1 * sums
 
 
-class OnTwoStreams:
-    """Runs the forward of an overlapped pair on a stream of its own, as examples/overlapped_pairs.py does."""
+EXAMPLE = run_path(str(Path(__file__).parents[2] / "examples" / "overlapped_pairs.py"))
 
-    def __init__(self, device):
-        self._side = torch.Stream(device)
-        self._on_side = set()
-        self.num_pairs = 0
+
+class OnTwoStreams(EXAMPLE["OnTwoStreams"]):
+    """The hook of the example, which counts its pairs."""
+
+    num_pairs = 0
 
     def __call__(self, first, second):
-        forward, backward = first, second
-        main, self.num_pairs = torch.accelerator.current_stream(), self.num_pairs + 1
-        side_is_taken = _place(backward) in self._on_side
-        self._on_side -= {_place(backward), _place(forward)}
-        self._side.wait_stream(main)
-        if side_is_taken:
-            forward()
-        else:
-            self._on_side.add(_place(forward))
-            with self._side:
-                forward()
-        backward()
-        main.wait_stream(self._side)
+        self.num_pairs += 1
+        super().__call__(first, second)
 
 
 def one_by_one(first, second):
     first()
     second()
-
-
-def _place(computation):
-    instruction = computation.instruction
-    return instruction.stage, instruction.microbatch, instruction.slice
 
 
 # ---- features

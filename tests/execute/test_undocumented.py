@@ -577,15 +577,6 @@ def test_what_hooks_get_of_an_output_that_its_own_node_saves_keeps_the_node_aliv
 # ---- torch.distributed
 
 
-@pytest.fixture(scope="module")
-def world():
-    """A process group of this process alone."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield store
-    dist.destroy_process_group()
-
-
 def test_a_group_gives_its_store(world):
     world.set("greeting", "hello")
 

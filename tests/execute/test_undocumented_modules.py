@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -116,15 +115,6 @@ def test_modules_that_torch_scripted_have_such_tables_too():
 
 
 # ---- modules that reduce gradients by themselves
-
-
-@pytest.fixture(scope="module")
-def world():
-    """A process group of this process alone."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield store
-    dist.destroy_process_group()
 
 
 class Layer(nn.Module):
