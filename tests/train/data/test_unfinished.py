@@ -107,6 +107,21 @@ def test_a_second_process_writes_into_a_folder_of_its_own(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.ends", "a.tokens", "b.ends", "b.tokens"]
 
 
+def test_a_folder_that_goes_while_a_process_makes_it_is_not_missed(tmp_path, monkeypatch):
+    def make(path, **options):
+        if options.get("exist_ok"):
+            raise FileExistsError(path)  # it was there, and was no more when pathlib looked whether it is a folder
+        os.mkdir(path)
+
+    monkeypatch.setattr(type(tmp_path), "mkdir", make)
+
+    with open_tokens(tmp_path) as writer:
+        writer.write(IDS, 7, is_last=True)
+        writer.finish(tmp_path / "a.tokens", tmp_path / "a.ends")
+
+    assert (tmp_path / "a.tokens").read_bytes() == IDS.tobytes()
+
+
 def test_an_error_removes_what_is_written(tmp_path):
     def write():
         with open_tokens(tmp_path) as writer:

@@ -132,8 +132,8 @@ def unfinished_tokens(
 def _open_own(cache: Path, key: str) -> tuple[Path, FileIO]:
     """Return a folder that this process alone writes to, and its file of tokens, locked."""
     shared = cache / f"{key}{SUFFIX}"
-    shared.mkdir(exist_ok=True)
-    with suppress(FileNotFoundError):  # another process has just finished, and taken the folder away
+    with suppress(FileNotFoundError, FileExistsError):  # another process has just finished, and taken the folder away
+        shared.mkdir(exist_ok=True)
         file = (shared / TOKENS).open("ab+", buffering=0)
         if _lock(file, shared / TOKENS):
             return shared, file
