@@ -86,7 +86,7 @@ class Row:
     @property
     def torch_ratio(self) -> float | None:
         """None where torch's functions raise an error."""
-        if self.case in REFUSED_BY_TORCH:
+        if not self.torch_input_s:
             return None
         return _ratio([self.torch_input_s, self.torch_weight_s], [self.whole_s])
 
@@ -190,7 +190,7 @@ def measure(name: str, device: torch.device, num_rounds: int) -> Row:
     inputs = torch.randn(shape, device=device)
     case, row = Case(stage, inputs, torch.randn_like(inputs)), Row(name, share=waiting_share(name, shape))
     runs = {"whole": case.whole, "parts": case.parts}
-    if name not in REFUSED_BY_TORCH:
+    if name not in REFUSED_BY_TORCH and runs_in_torch(case):
         runs["torch"] = case.parts_in_torch
     order = list(runs)
     for number in range(-NUM_WARM_UP_ROUNDS, num_rounds):
@@ -203,8 +203,17 @@ def measure(name: str, device: torch.device, num_rounds: int) -> Row:
         if number >= 0:
             note(row, times)
             if isinstance(stage.layers["0"], Checkpointed):
-                row.forwards, row.torch_forwards = forwards["parts"], forwards["torch"]
+                row.forwards, row.torch_forwards = forwards["parts"], forwards.get("torch")
     return row
+
+
+def runs_in_torch(case: Case) -> bool:
+    """Whether torch's functions run; those of torch 2.11 fail where a node of a function in Python has weights."""
+    try:
+        list(case.parts_in_torch())
+    except RuntimeError:
+        return False
+    return True
 
 
 def note(row: Row, times: Mapping[str, list[float]]) -> None:

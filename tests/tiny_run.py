@@ -12,6 +12,7 @@ from tests.forked_python import ForkedPython
 RUN = """
 [run]
 folder = "run"
+device = "cpu"
 steps = 6
 evaluate_batches = 1
 record_step = 0

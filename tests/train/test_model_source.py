@@ -323,7 +323,8 @@ def test_a_function_is_refused_where_the_run_uses_no_code():
 @pytest.mark.slow
 def test_profile_measures_it_and_compare_takes_its_costs(files, capsys):
     (files / "run.toml").write_text(
-        '[run]\nfolder = "run"\n[pipeline]\nranks = 1\nmicrobatches = 2\n[model]\nsource = "mine.py:recurrent"\n'
+        '[run]\nfolder = "run"\ndevice = "cpu"\n[pipeline]\nranks = 1\nmicrobatches = 2\n'
+        '[model]\nsource = "mine.py:recurrent"\n'
         '[data]\nfiles = ["text.txt"]\n[batch]\nsize = 4\nlength = 16\n'
     )
 
