@@ -1,5 +1,7 @@
-"""Steps that fail on the emulated device: a layer is late, raises, or queues what fails when the device runs it."""
+"""Steps that fail: a layer is late, raises, kills its process, or queues what fails when the device runs it."""
 
+import os
+import signal
 import time
 from dataclasses import dataclass
 
@@ -24,7 +26,7 @@ class Failing:
     """A training in which one step fails, or none."""
 
     kind: str | None
-    """late, raises, kernel; None: nothing fails, and the step that would have failed is left out."""
+    """late, raises, lost, kernel; None: nothing fails, and the step that would have failed is left out."""
     place: str = "forward"
     culprit: int = 1
     num_ranks: int = 3
@@ -72,6 +74,10 @@ class Fault:
             time.sleep(LATE_S)
         elif self.kind == "raises":
             raise Boom("the layer of the test")
+        elif self.kind == "lost":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif tensor.device.type == "cuda":
+            tensor.flatten()[torch.tensor([tensor.numel()], device=tensor.device)]  # fails when the device runs it
         else:
             RUNTIME.launch(RUNTIME.current_queue(), "bad kernel", _fail, [tensor], [tensor])
 
@@ -106,8 +112,12 @@ class _InBackward(torch.autograd.Function):
 def train_around_a_failure(rank, num_ranks, failing, kind):
     """Take one step, one that fails, and one more."""
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
-    transport = transport_of(rank, num_ranks, device, deadline_s=DEADLINE_S)
-    fault = Fault(failing.kind)
+    return train_around(transport_of(rank, num_ranks, device, deadline_s=DEADLINE_S), failing, device)
+
+
+def train_around(transport, failing, device):
+    """Do so with the ranks of a transport."""
+    rank, num_ranks, fault = transport.rank, transport.num_ranks, Fault(failing.kind)
     with DRAWING:
         torch.manual_seed(0)
         layers = [Faulty(Block()) for _ in range(2 * num_ranks)]
@@ -139,8 +149,8 @@ def _three_steps(pipeline, fault, failing, device):
         if number == 1:
             _fail_a_step(pipeline, fault, failing, (inputs, target), ended)
             optimizer.zero_grad()
-            if failing.kind == "kernel":
-                return ended  # a device that has failed stays so
+            if failing.kind in ("kernel", "lost"):
+                return ended  # a device that has failed stays so, and a process that has died too
             continue
         losses.append(_step(pipeline, inputs, target, ended).loss.item())
         optimizer.step()

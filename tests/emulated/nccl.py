@@ -23,7 +23,8 @@ from tests.emulated.runtime import RUNTIME
 from tests.emulated.stacks import capture
 
 BACKEND = "emunccl"
-PUMP_S = 0.002
+PUMP_S = PAUSE_S = 0.002
+LONGEST_ABORT_S = 3.0
 SUM, AVERAGE, PRODUCT, MINIMUM, MAXIMUM = range(5)  # the numbers of c10d.ReduceOp
 REDUCTIONS = {SUM: torch.add, AVERAGE: torch.add, PRODUCT: torch.mul, MINIMUM: torch.minimum, MAXIMUM: torch.maximum}
 
@@ -184,9 +185,11 @@ class Communicator:
     def abort(self):
         """End all operations of this rank's end; whoever waits for one gets an error.
 
-        When it returns, none of them uses its tensors any more.
+        When it returns, none of them uses its tensors any more. NCCL frees memory here, which waits for all that runs
+        on the device, messages of other communicators too: those have to be aborted at the same time.
         """
         self._give_up("aborted")
+        self._await_others()
         for queue in self.queues.values():
             RUNTIME.know_ended(queue)
 
@@ -204,6 +207,16 @@ class Communicator:
         with RUNTIME.queues.changed:
             self.error = self.error or reason
             RUNTIME.queues.changed.notify_all()
+
+    def _await_others(self):
+        end_s = time.monotonic() + LONGEST_ABORT_S
+        others = [other for other in RUNTIME.communicators if other.device == self.device and other is not self]
+        while any(not other.error and any(queue.items for queue in other.queues.values()) for other in others):
+            RUNTIME.queues.drain()
+            if time.monotonic() > end_s:
+                RUNTIME.checker.report(HANG, ["abort"], f"the abort of {self} waits for messages of {others[-1]}")
+                return
+            time.sleep(PAUSE_S)
 
     # ---- posting
 

@@ -5,7 +5,7 @@ Both run in the kept process, over `TorchTransport`: its sockets between CPUs, i
 
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from runpy import run_path
 
@@ -170,16 +170,21 @@ class Trained:
 def train(rank, num_ranks, cell, kind):
     """Train a cell on devices of a kind."""
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
+    return train_over(transport_of(rank, num_ranks, device), cell, device)
+
+
+def train_over(transport, cell, device, *, dtype=None):
+    """Train a cell with the ranks of a transport, in the type of its feature unless another is given."""
     feature, calls = FEATURES[cell.feature], Counter()
-    transport = transport_of(rank, num_ranks, device)
+    feature = feature if dtype is None else replace(feature, dtype=dtype)
     _count_calls(transport.device_queue, calls)
-    schedule = build(cell.family, ranks=num_ranks, microbatches=cell.num_microbatches, **feature.of_schedule)
+    schedule = build(cell.family, ranks=cell.num_ranks, microbatches=cell.num_microbatches, **feature.of_schedule)
     with DRAWING:
         torch.manual_seed(0)
         layers = [layer.to(feature.dtype) for layer in feature.make()]
     options = {**feature.options, "run_ahead": cell.run_ahead, "frees_other_stages": False}
     if feature.is_overlapped:
-        options["overlap"] = one_by_one if kind == "cpu" else OnTwoStreams(device)
+        options["overlap"] = one_by_one if device.type == "cpu" else OnTwoStreams(device)
     pipeline = Pipeline(layers, schedule, loss=nn.functional.mse_loss, transport=transport, device=device, **options)
     try:
         losses = _steps(pipeline, feature, device, cell)

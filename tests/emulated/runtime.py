@@ -151,10 +151,11 @@ class Runtime:
         self.places_of_waits.append((why, capture()))
 
     def know_ended(self, queue):
-        """Let this host know that the operations of one queue are over, and nothing of what they waited for."""
+        """Let the host of a queue know that its operations are over, and nothing of what they waited for."""
         with self.lock:
             if queue.index < len(queue.clock):
-                merge(self.host().clock, [0] * queue.index + [queue.clock[queue.index]])
+                host = self.ranks[queue.device if queue.device < len(self.ranks) else 0]
+                merge(host.clock, [0] * queue.index + [queue.clock[queue.index]])
 
     # ---- streams and events
 

@@ -99,6 +99,21 @@ def test_a_wait_with_a_limit_ends_in_time(emulated):
     assert "timed out after 0.05 s" in text
 
 
+def _abort_one_of_two(rank, num_ranks):
+    first, second = communicator("first"), communicator("second")
+    for each in (first, second):
+        each.recv([torch.empty(2, device=_here(rank))], 1 - rank)
+    first.abort()
+    second.abort()
+
+
+def test_an_abort_waits_for_the_messages_of_other_communicators(emulated):
+    outcome = emulated.attempt(_abort_one_of_two)
+
+    texts = [report.text for report in outcome.reports if report.kind == HANG]
+    assert "the abort of first of rank 0 waits for messages of second of rank 0" in texts
+
+
 def _both_send_first(rank, num_ranks, per_pair):
     messages = communicator(per_pair=per_pair)
     sent, received = torch.ones(2, device=_here(rank)), torch.empty(2, device=_here(rank))

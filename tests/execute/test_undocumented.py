@@ -4,9 +4,6 @@ A failure names what has changed. Mend `execute/undocumented.py`, or what relies
 """
 
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from threading import Event
 
 import pytest
 import torch
@@ -20,9 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from penstock.execute import undocumented
-
-SHORT_S = 0.2
-LONG_S = 20.0
 
 
 def leaf(*sizes):
@@ -218,6 +212,23 @@ def test_a_node_shows_that_hooks_bring_back_what_it_saved_as_often_as_it_is_aske
 
 def test_the_node_of_a_function_in_python_has_what_its_context_was_given():
     assert Own.apply(leaf(3)).grad_fn.note == "kept"
+
+
+def test_a_node_of_a_function_in_python_stays_in_the_graph_or_what_leads_to_it_has_to_be_kept():
+    output = Own.apply(leaf(3) * 2)
+    node, edge = output.grad_fn, get_gradient_edge(output)
+    del output
+    assert len(node.next_functions) == 1
+    del edge
+
+    assert undocumented.nodes_in_python_stay() == has_next_functions(node)
+
+
+def has_next_functions(node):
+    try:
+        return bool(node.next_functions)
+    except RuntimeError:
+        return False
 
 
 @pytest.mark.parametrize(
@@ -577,89 +588,11 @@ def test_what_hooks_get_of_an_output_that_its_own_node_saves_keeps_the_node_aliv
 # ---- torch.distributed
 
 
-def test_a_group_gives_its_store(world):
-    world.set("greeting", "hello")
-
-    undocumented.store_of(dist.group.WORLD).set("answer", "hello too")
-
-    assert b"hello" in undocumented.store_of(dist.group.WORLD).get("answer")
-
-
 def test_what_a_collective_is_still_filling_can_be_waited_for(world):
     """`local_part` of DTensors asks for it by that name."""
     pending = functional_collectives.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
 
     assert pending.wait().tolist() == [1.0] * 3
-
-
-def with_two_backends(case):
-    """Run a case on both ends of a connection."""
-    store = dist.HashStore()
-
-    def run(rank):
-        backend = undocumented.gloo(store, rank, 2, LONG_S)
-        return case(backend, rank)
-
-    with ThreadPoolExecutor(2) as threads:
-        return [future.result() for future in [threads.submit(run, rank) for rank in range(2)]]
-
-
-def test_a_backend_of_gloo_works_without_a_group_and_matches_messages_by_tag():
-    def case(backend, rank):
-        tensors = [torch.full((3,), float(tag if rank == 0 else -1)) for tag in (0, 1)]
-        if rank == 0:
-            works = [backend.send([tensors[tag]], 1, tag) for tag in (1, 0)]
-        else:
-            works = [backend.recv([tensors[tag]], 0, tag) for tag in (0, 1)]
-        for work in works:
-            work.wait(timedelta(seconds=LONG_S))
-        backend.shutdown()
-        return [tensor.tolist() for tensor in tensors]
-
-    assert with_two_backends(case) == [[[0.0] * 3, [1.0] * 3]] * 2
-
-
-def test_a_wait_that_takes_too_long_says_so():
-    is_over = Event()
-
-    def case(backend, rank):
-        if rank == 1:
-            is_over.wait(LONG_S)
-            return None
-        with pytest.raises(RuntimeError) as caught:
-            backend.recv([torch.zeros(3)], 1, 0).wait(timedelta(seconds=SHORT_S))
-        is_over.set()
-        backend.abort()
-        return caught.value
-
-    error, _ = with_two_backends(case)
-
-    assert undocumented.is_timeout(error)
-    assert not undocumented.is_timeout(RuntimeError("Connection closed by peer"))
-
-
-def test_a_backend_that_was_registered_for_a_kind_of_device_is_made_by_its_own_function(monkeypatch):
-    def make(store, rank, num_ranks, timeout):
-        return store, rank, num_ranks, timeout
-
-    monkeypatch.setattr(dist.Backend, "_plugins", dict(dist.Backend._plugins))
-    monkeypatch.setattr(dist.Backend, "backend_list", list(dist.Backend.backend_list))
-    monkeypatch.setattr(dist.Backend, "default_device_backend_map", dict(dist.Backend.default_device_backend_map))
-    dist.Backend.register_backend("made_up", make, devices=["hpu"])
-    store, limit = dist.HashStore(), timedelta(seconds=3)
-
-    found = undocumented.device_backend(torch.device("hpu"), store, 1, 2, limit)
-
-    assert found == (store, 1, 2, limit)
-    with pytest.raises(RuntimeError, match="this torch cannot carry messages between devices of kind 'mps' by gloo"):
-        undocumented.device_backend(torch.device("mps"), store, 1, 2, limit)
-
-
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
-def test_a_backend_of_nccl_can_be_made_without_a_group():
-    assert callable(dist.ProcessGroupNCCL.set_timeout)
-    assert callable(dist.ProcessGroupNCCL.Options)
-    assert all(callable(getattr(dist.ProcessGroupNCCL, name)) for name in ("send", "recv", "abort", "shutdown"))
 
 
 # ---- texts of errors

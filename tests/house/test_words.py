@@ -10,7 +10,10 @@ from tests.house.source import ROOT, defined_names, modules, parse
 WORDS_OF_SCHEDULES = ["rank", "stage", "microbatch", "action", "instruction", "timeline", "span", "makespan"]
 BANNED_WORDS = {"mb", "pg", "cfg", "fwd", "bwd", "chunk", "chunks"}
 BANNED_NAMES = ("stage_idx", "stage_id")
-READERS_OF_THE_ENVIRONMENT = {"penstock.execute.transport.torchrun"}  # below cli/: the variables of torchrun
+READERS_OF_THE_ENVIRONMENT = {  # below cli/: the variables of torchrun, and one by which NCCL's backend is made
+    "penstock.execute.transport.torchrun",
+    "penstock.execute.undocumented_backends",
+}
 ENVIRONMENT = {"os.environ", "os.getenv", "os.environb", "os.putenv", "sys.argv"}
 
 

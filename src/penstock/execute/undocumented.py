@@ -1,17 +1,15 @@
-"""What torch's documentation does not promise; but for torch.compile and modules, which have such files too.
+"""What torch's documentation does not promise; torch.compile, modules and torch.distributed have such files too.
 
 The rest of the package reaches these things through such files alone (a house test looks). Each has a test of its
 own in tests/execute/test_undocumented.py, so that a new torch that changes one fails there first, and says which.
 """
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
@@ -75,6 +73,30 @@ def kind_of(node: Node) -> str:
 def kind_of_function(function: type[torch.autograd.Function]) -> str:
     """Return how autograd names the nodes of a function that is written in Python."""
     return f"{function.__name__}Backward"
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+@cache
+def nodes_in_python_stay() -> bool:
+    """Whether the node of a function in Python lives as long as somebody holds it.
+
+    In torch 2.11 it leaves the graph with the last tensor, or the last edge of `get_gradient_edge`, behind it.
+    """
+    with torch.enable_grad():
+        node: Any = _Doubled.apply(torch.zeros(1, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
+    try:
+        return len(node.next_functions) == 1
+    except RuntimeError:
+        return False
 
 
 def leaf_of(node: Any) -> Tensor:
@@ -261,55 +283,7 @@ def traced_arguments(forward: Any) -> list[str] | None:
     return None if schema is None else [argument.name for argument in schema.arguments[1:]]
 
 
-# ---- backends of torch.distributed
-
-
-_REGISTERED = attrgetter("_plugins")
-"""Of `dist.Backend`: what makes a backend, by its name, where it is not part of torch."""
-
-
-class Backend(Protocol):
-    """What is used of a backend without the process group around it."""
-
-    def send(self, tensors: list[Tensor], destination: int, tag: int, /) -> dist.Work: ...
-    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...
-    def abort(self) -> None: ...
-    def shutdown(self) -> None: ...
-
-
-def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return the store in which the ranks of a group have met."""
-    return group.get_group_store()
-
-
-def gloo(store: dist.Store, rank: int, num_ranks: int, deadline_s: float) -> Backend:
-    """Connect the ranks that call this with one store by gloo."""
-    return cast(Backend, dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=deadline_s)))
-
-
-def device_backend(device: torch.device, store: dist.Store, rank: int, num_ranks: int, watchdog: timedelta) -> Backend:
-    """Connect them by the backend of their devices; a message of NCCL that takes longer than `watchdog` ends a process.
-
-    Raises:
-        RuntimeError: this torch has no such backend.
-    """
-    name = dist.get_default_backend_for_device(device)
-    if name == dist.Backend.NCCL and dist.is_nccl_available():
-        backend = dist.ProcessGroupNCCL(store, rank, num_ranks, dist.ProcessGroupNCCL.Options())
-        backend.set_timeout(watchdog)
-        return cast(Backend, backend)
-    registered = _REGISTERED(dist.Backend).get(name.upper())
-    if registered is None:
-        raise RuntimeError(f"this torch cannot carry messages between devices of kind {device.type!r} by {name}")
-    return cast(Backend, registered.creator_fn(store, rank, num_ranks, watchdog))
-
-
 # ---- texts of errors that have no type of their own
-
-
-def is_timeout(error: Exception) -> bool:
-    """Whether a wait for a message of gloo has run out of time."""
-    return "Timed out" in str(error)
 
 
 def is_leaf_changed_in_place(error: Exception) -> bool:

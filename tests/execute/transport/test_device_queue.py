@@ -3,6 +3,8 @@
 A stand-in is the device: it comes to one place after the other as its test lets it.
 """
 
+import threading
+
 import pytest
 import torch
 
@@ -59,6 +61,11 @@ class Work:
         self.num_waits += 1
         if self.is_there and self._problem is not None:
             raise self._problem
+
+    synchronize = wait  # lets the stream wait, where the host goes on
+
+    def get_future_result(self):
+        raise RuntimeError("this backend does not know it")
 
 
 class Notes:
@@ -266,6 +273,30 @@ class Link:
         pass
 
     shutdown = abort
+
+
+class Together(Link):
+    """Its abort ends only while that of another one runs."""
+
+    def __init__(self, aborts):
+        super().__init__()
+        self._aborts = aborts
+
+    def abort(self):
+        self._aborts.wait(DEADLINE_S)
+        raise RuntimeError("the device has failed")
+
+
+def abort_of_two(rank):
+    transport, aborts = TorchTransport(deadline_s=DEADLINE_S), threading.Barrier(2)
+    up, down = Together(aborts), Together(aborts)
+    transport._links, transport._sockets = torch_dist._Links(up, down, None), torch_dist.NO_SOCKETS
+    transport.abort()
+    return aborts.broken
+
+
+def test_backends_are_aborted_at_once_as_each_waits_for_the_messages_of_all():
+    assert run_ranks(1, abort_of_two) == [False]
 
 
 def with_stand_in(rank):

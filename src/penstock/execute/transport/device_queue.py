@@ -5,7 +5,7 @@
 
 Guarantees: a host that waits for its device (`await_device`) learns in time that the device waits for a peer that is
 late or lost. The time against that peer begins when the device has come to the receive, not when the host queued it.
-Relies on: without a deadline, torch's `Work.wait` lets the current stream wait and the host go on.
+Relies on: torch's `Work.synchronize` lets the current stream wait and the host go on.
 """
 
 from collections import deque
@@ -67,7 +67,7 @@ class DeviceQueue:
         reached = self._make_marker()
         reached.record()
         try:
-            message.work.wait()
+            message.work.synchronize()
         except RuntimeError as error:
             self.require_device()
             raise peer_lost(self._transport.rank, ticket, 0.0, str(error)) from error.with_traceback(None)

@@ -7,6 +7,7 @@ backend and every `Work` of it are gone. Hence tickets hold no `Work`, and error
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,14 +33,14 @@ from penstock.execute.transport.protocol import (
 )
 from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvous, connect_all
 from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesDiffer, SocketClosed
-from penstock.execute.undocumented import Backend, device_backend, gloo, is_timeout, store_of
+from penstock.execute.undocumented_backends import Backend, device_backend, gloo, is_timeout, store_of
 from penstock.execute.values.tensors import written_out
 from penstock.running_time import running_s
 
 ADDRESSES, CONNECTED, LINKED = "addresses", "connected", "linked"
 """What the ranks exchange in a round of their rendezvous; the last one only where there are backends."""
-WATCHDOG = timedelta(days=1)
-"""NCCL's own limit of a message, counted from its posting; what exceeds it ends the process, not the step."""
+LONGEST = timedelta(days=1)
+"""The limit of a backend's own waits, which a deadline of ours ends first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +164,16 @@ class TorchTransport:
 
     def abort(self) -> None:
         self._sockets.close()
-        for link in self._forget():
-            link.abort()
+        links = self._forget()
+        if len(links) < 2:
+            for link in links:
+                link.abort()
+            return
+        # At once: an abort of NCCL's waits for the messages of the others, which nobody would end.
+        with ThreadPoolExecutor(len(links)) as threads:
+            ends = [threads.submit(link.abort) for link in links]
+        for end in ends:
+            end.exception()  # a device that has failed may refuse even this
 
     def recover(self) -> None:
         self.abort()
@@ -286,7 +295,7 @@ def _connected(
     if not is_queued(device):
         return _Links(control, control, control)
     upward, downward = [
-        device_backend(device, PrefixStore(name, store), rank, num_ranks, WATCHDOG) for name in ("upward", "downward")
+        device_backend(device, PrefixStore(name, store), rank, num_ranks, LONGEST) for name in ("upward", "downward")
     ]
     # NCCL connects a pair at its first message and blocks both ends meanwhile; in program order that may deadlock. So
     # one number goes over every channel here, in one order on all ranks.

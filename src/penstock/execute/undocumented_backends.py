@@ -1,0 +1,103 @@
+"""What torch does not document of the backends of torch.distributed, which carry messages without a process group."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_REGISTERED = attrgetter("_plugins")
+"""Of `dist.Backend`: what makes a backend, by its name, where it is not part of torch."""
+_BACKEND_OPTIONS = attrgetter("distributed_c10d._DistributedBackendOptions")(dist)
+"""What a backend is made of that was registered with `extended_api`."""
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""A backend of NCCL reads it when it is made."""
+
+
+class Backend(Protocol):
+    """What is used of a backend without the process group around it."""
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...
+    def abort(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store in which the ranks of a group have met."""
+    return group.get_group_store()
+
+
+def gloo(store: dist.Store, rank: int, num_ranks: int, deadline_s: float) -> Backend:
+    """Connect the ranks that call this with one store by gloo."""
+    return cast(Backend, dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=deadline_s)))
+
+
+def device_backend(device: torch.device, store: dist.Store, rank: int, num_ranks: int, limit: timedelta) -> Backend:
+    """Connect them by the backend of their devices.
+
+    With NCCL's, `Work.wait` blocks the host, at most for `limit`; `Work.synchronize` lets the current stream wait. An
+    abort waits until all that NCCL runs on the device has ended, that of other backends too: abort all at once.
+
+    Raises:
+        RuntimeError: this torch has no such backend.
+    """
+    name = dist.get_default_backend_for_device(device)
+    if name == dist.Backend.NCCL and dist.is_nccl_available():
+        with _without_watchdog():
+            backend = dist.ProcessGroupNCCL(store, rank, num_ranks, dist.ProcessGroupNCCL.Options())
+        backend.set_timeout(limit)
+        return cast(Backend, backend)
+    registered = _REGISTERED(dist.Backend).get(name.upper())
+    if registered is None:
+        raise RuntimeError(f"this torch cannot carry messages between devices of kind {device.type!r} by {name}")
+    if not registered.extended_api:
+        return cast(Backend, registered.creator_fn(store, rank, num_ranks, limit))
+    options = _BACKEND_OPTIONS()
+    options.store, options.group_rank, options.group_size, options.timeout = store, rank, num_ranks, limit
+    options.global_ranks_in_group = list(range(num_ranks))
+    return cast(Backend, registered.creator_fn(options, None))
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Have a backend of NCCL made without its watchdog.
+
+    That is a thread that looks at messages too. Where one has failed, since a peer has given up its step, it holds the
+    backend up for a minute and then ends the process; and a monitor ends those of all ranks some minutes later.
+    """
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
+
+
+def pass_completed(work: dist.Work) -> None:
+    """Let the current stream go on behind a message for which nobody has to wait any more.
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    try:
+        has_failed = cast(Any, work).get_future_result().done()  # without a watchdog, NCCL's says so of failures alone
+    except RuntimeError:  # other backends do not know it
+        work.wait()
+        return
+    if has_failed:  # `wait` would say why, but only after an abort of this backend alone
+        raise RuntimeError("NCCL has lost the connection; the lines of ProcessGroupNCCL in the log say why")
+    work.synchronize()
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether a wait for a message of gloo has run out of time."""
+    return "Timed out" in str(error)
