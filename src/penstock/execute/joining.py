@@ -16,7 +16,7 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import Told
 from penstock.execute.options import DEFAULT_DEADLINE_S, PipelineOptions, split_options
 from penstock.execute.transport.local import LocalTransport
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.protocol import Transport, is_transport
 from penstock.execute.transport.torch_dist import TorchTransport
 from penstock.execute.transport.world import default_transport, ranks_of
 
@@ -149,6 +149,6 @@ def _usable(given: Mapping[str, Any]) -> PipelineOptions:
     """Of options that were refused, those that decide how the rank joins the others, where they are right."""
     transport, deadline_s = given.get("transport"), given.get("deadline_s")
     return PipelineOptions(
-        transport=transport if isinstance(transport, Transport) else None,
+        transport=transport if is_transport(transport) else None,
         deadline_s=float(deadline_s) if deadline_s is not None and is_time(deadline_s) else DEFAULT_DEADLINE_S,
     )

@@ -17,7 +17,7 @@ from penstock.execute.observing.clock import Clock
 from penstock.execute.observing.observer import Observer
 from penstock.execute.overlap import Overlap
 from penstock.execute.parameters.gradient_store import MAIN_GRAD
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.protocol import Transport, is_transport
 from penstock.ir.schedule import Schedule
 
 DEBUG_LEVELS = ("off", "messages", "values")
@@ -193,7 +193,7 @@ def _is_pair(value: object) -> bool:
 
 
 def _is_transport(value: object) -> bool:
-    return value is None or isinstance(value, Transport)
+    return value is None or is_transport(value)
 
 
 ARGUMENTS = ("schedule", "microbatches", "loss", "stages_per_rank", "split", "process_group", "group", "ranks")

@@ -23,7 +23,7 @@ from penstock.execute.split.deferred import Deferred
 from penstock.execute.split.graph_search import Survey
 from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS, OwnEntry
 from penstock.execute.split.weight_grad_mode import RecomputeMismatch, WeightGradMode
-from penstock.execute.undocumented import has_hooks, order_of, run_node
+from penstock.execute.undocumented import has_hooks, nodes_in_python_stay, order_of, run_node
 
 Watch = Callable[[WeightGradMode], AbstractContextManager[None]]
 """Has products of some layers run through a mode."""
@@ -43,6 +43,8 @@ class DeferredWeights:
         self._leaves: list[Tensor] = []
         self.own: list[OwnEntry] = []
         """What layers have handed over to be called in W."""
+        self._graph: list[GradientEdge] = []
+        """What W needs to hold of the graph where nodes in Python do not stay by themselves."""
         self._search = search
         self._mode = WeightGradMode(weights)
         self._watch = watch
@@ -90,6 +92,8 @@ class DeferredWeights:
         return WeightInputs(entries, self._around_backward)
 
     def _run_backward(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        if not nodes_in_python_stay():
+            self._graph += edges
         survey = None if self._search is None else self._search(edges, self._mode.seen)
         if survey is not None:
             self._leaves += survey.immediate.values()

@@ -9,7 +9,7 @@ gets one calls `abort`, so that the ranks that wait for it fail too, then theirs
 """
 
 from enum import IntEnum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard
 
 from torch import Tensor
 
@@ -82,7 +82,6 @@ class Messages(Protocol):
         ...
 
 
-@runtime_checkable
 class Transport(Messages, Protocol):
     """What carries the messages of one rank, and can give them up and start afresh."""
 
@@ -107,6 +106,14 @@ class Transport(Messages, Protocol):
     def close(self) -> None:
         """Release everything; calling it twice does no harm."""
         ...
+
+
+_MEMBERS = [name for kind in (Messages, Transport) for name in (*kind.__annotations__, *vars(kind)) if name[0] != "_"]
+
+
+def is_transport(value: object) -> TypeGuard[Transport]:
+    """Whether an object has what a transport has, be it by `__getattr__`, which isinstance overlooks in Python 3.12."""
+    return all(hasattr(value, name) for name in _MEMBERS)
 
 
 def peer_lost(rank: int, ticket: Ticket, waited_s: float, reason: str) -> PeerLost:
