@@ -11,7 +11,7 @@ from torch import nn
 from penstock.errors import PipelineError
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.emulated.pipelines import DRAWING, LENGTH, ROWS, WIDTH, Block, transport_of
+from tests.emulated.pipelines import DRAWING, IN_MEMORY, LENGTH, ROWS, WIDTH, Block, transport_of
 from tests.emulated.runtime import RUNTIME
 
 DEADLINE_S = 2.0
@@ -32,6 +32,8 @@ class Failing:
     num_ranks: int = 3
     run_ahead: int | None = None
     family: str = "1f1b"
+    memory: str = "device"
+    """Where batches are, as in `Cell`."""
 
     def __str__(self):
         return f"{self.kind} in {self.place} of rank {self.culprit}, run_ahead={self.run_ahead}, {self.family}"
@@ -145,7 +147,7 @@ def _three_steps(pipeline, fault, failing, device):
     ended, losses = Ended(), []
     for number in range(3):
         shape = ROWS * NUM_MICROBATCHES, LENGTH, WIDTH
-        inputs, target = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
+        inputs, target = (IN_MEMORY[failing.memory](torch.randn(shape, generator=generator), device) for _ in range(2))
         if number == 1:
             _fail_a_step(pipeline, fault, failing, (inputs, target), ended)
             optimizer.zero_grad()
@@ -178,6 +180,8 @@ def _fail_a_step(pipeline, fault, failing, batch, ended):
     try:
         pipeline.step(batch[0], target=batch[1])
     except PipelineError as error:
+        for tensor in batch if failing.memory != "device" else ():
+            tensor.fill_(float("nan"))  # the step is over, so the batch is the caller's again
         ended.ended_s = time.monotonic()
         ended.error, ended.text, ended.blamed = type(error).__name__, str(error), error.rank
     fault.is_armed, ended.began_s = False, fault.began_s

@@ -107,6 +107,13 @@ def one_by_one(first, second):
 # ---- features
 
 
+IN_MEMORY = {
+    "device": lambda tensor, device: tensor.to(device),
+    "host": lambda tensor, device: tensor,
+    "pinned": lambda tensor, device: tensor if device.type == "cpu" else tensor.pin_memory(),
+}
+
+
 @dataclass(frozen=True)
 class Feature:
     """What a cell trains, beside its schedule."""
@@ -148,9 +155,12 @@ class Cell:
     num_ranks: int
     run_ahead: int | None = None
     record: bool = False
+    memory: str = "device"
+    """Where batches are: on the device, in the host's memory, or in pinned memory of the host."""
 
     def __str__(self):
-        return f"{self.family}, {self.feature}, {self.num_ranks} ranks, run_ahead={self.run_ahead}"
+        place = "" if self.memory == "device" else f", batches in {self.memory} memory"
+        return f"{self.family}, {self.feature}, {self.num_ranks} ranks, run_ahead={self.run_ahead}{place}"
 
     @property
     def num_microbatches(self):
@@ -202,8 +212,11 @@ def _steps(pipeline, feature, device, cell):
     losses = []
     for length in feature.lengths:
         shape = ROWS * cell.num_microbatches, length, feature.width
-        inputs, target = (torch.randn(shape, generator=generator).to(device, feature.dtype) for _ in range(2))
+        made = [torch.randn(shape, generator=generator).to(feature.dtype) for _ in range(2)]
+        inputs, target = batch = [IN_MEMORY[cell.memory](tensor, device) for tensor in made]
         result = pipeline.step(inputs, target=target, record=cell.record)
+        for tensor in batch if cell.memory != "device" else ():
+            tensor.fill_(float("nan"))  # the step is over, so the batch is the caller's again
         losses.append(result.loss.item())
         for parameter in parameters:
             gradient = getattr(parameter, attribute)

@@ -1,4 +1,4 @@
-"""Scenarios for planted faults: what hooks, observers and loaders of users do on a queued device, beside a step."""
+"""Scenarios for planted faults: what hooks and observers of users do on a queued device, beside a step."""
 
 import torch
 from torch import nn
@@ -13,44 +13,6 @@ def here(rank):
 
 def main_stream():
     return torch.accelerator.current_stream()
-
-
-class CopiedAhead:
-    """Copies inputs from one pinned buffer, on a stream of its own."""
-
-    def __init__(self, device):
-        self.device, self.side, self.copied = device, torch.Stream(device), torch.Event(device)
-        self.buffer = torch.zeros(ROWS, WIDTH, pin_memory=True)
-
-    def refill(self, step):
-        self.copied.synchronize()
-        self.buffer.fill_(step)
-
-    def copy(self):
-        with self.side:
-            values = self.buffer.to(self.device, non_blocking=True)
-            self.copied.record()
-        return values
-
-    def let_main_wait(self):
-        main_stream().wait_event(self.copied)
-
-    def keep_for_main(self, values):
-        values.record_stream(main_stream())
-
-
-def inputs_copied_ahead(rank, num_ranks):
-    """Inputs come from pinned memory, on a stream of their own."""
-    device = here(rank)
-    ahead, layer = CopiedAhead(device), nn.Linear(WIDTH, WIDTH).to(device)
-    for step in range(3):
-        ahead.refill(step)
-        values = ahead.copy()
-        ahead.let_main_wait()
-        made = layer(values)
-        ahead.keep_for_main(values)
-        del values
-    return made.sum().item()
 
 
 class Average:

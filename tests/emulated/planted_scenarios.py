@@ -4,9 +4,10 @@ Each is silent as it is. What the checker cannot know is reported by the scenari
 host too far ahead of its device, and recorded times that differ from the simulated clock.
 """
 
+import gc
 import tempfile
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
@@ -18,12 +19,15 @@ from penstock.execute.observing.observer import Observer
 from penstock.ir.operations import IS_COMPUTE
 from tests.emulated.clocks import knows
 from tests.emulated.kernels import slow
+from tests.emulated.pinned import PAGE
 from tests.emulated.pipelines import DEADLINE_S, DRAWING, OnTwoStreams, transport_of
 from tests.emulated.planting import AHEAD, RECORDED
 from tests.emulated.runtime import RUNTIME
 from tests.emulated.stacks import capture
 
 WIDTH, ROWS, NUM_MICROBATCHES = 4, 2, 4
+ROWS_OF_PAGES = PAGE // 4 // WIDTH
+"""Of a microbatch that has pages of memory to itself."""
 LIMIT = 2
 FORWARD_S = (0.25, 0.75)
 """By rank."""
@@ -154,6 +158,38 @@ def saved_checkpoints(rank, num_ranks):
         writer.finish()
 
 
+# ---- batches in the host's memory
+
+
+def batches_of_the_host(rank, num_ranks):
+    """Inputs are pinned and the target is not; both are overwritten when the step is over."""
+    with pipeline_of(rank, num_ranks, lambda: linear_layers()[:1], "gpipe") as (pipeline, optimizer):
+        shape = ROWS_OF_PAGES * NUM_MICROBATCHES, WIDTH
+        inputs, target = torch.ones(shape).pin_memory(), torch.zeros(shape)
+        for step in range(2):
+            pipeline.step(inputs, target=target)
+            inputs.fill_(step)
+            pipeline.evaluate(inputs)
+            inputs.fill_(step + 2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def refilled_buffers(rank, num_ranks):
+    """A stream gives the same pinned tensors again and again, filled anew."""
+    inputs, target = torch.zeros(ROWS, WIDTH, pin_memory=True), torch.zeros(ROWS, WIDTH, pin_memory=True)
+
+    def filled():
+        for number in range(2 * NUM_MICROBATCHES):
+            inputs.fill_(number)
+            yield inputs, target
+
+    with pipeline_of(rank, num_ranks, lambda: linear_layers()[:1], "gpipe") as (pipeline, _):
+        stream = ps.Stream(filled())
+        for _ in range(2):
+            pipeline.step(stream)
+
+
 # ---- how far the host is ahead
 
 
@@ -256,3 +292,42 @@ def failing(rank, num_ranks):
             optimizer.zero_grad()
         pipeline.control.transport.deadline_s = DEADLINE_S
         train(pipeline, optimizer, num_steps=1)
+
+
+class FailsInBackward(torch.autograd.Function):
+    """Fails in the first backward of the second step."""
+
+    num_left = NUM_MICROBATCHES + 1
+
+    @staticmethod
+    def forward(context, values):
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(context, gradient):
+        FailsInBackward.num_left -= 1
+        if not FailsInBackward.num_left:
+            raise ValueError("a planted error")
+        return gradient
+
+
+class Backwards(nn.Module):
+    def __init__(self):
+        super().__init__()
+        FailsInBackward.num_left = NUM_MICROBATCHES + 1
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values):
+        return FailsInBackward.apply(self.layer(values))
+
+
+def failing_copies(rank, num_ranks):
+    """A backward fails while a microbatch is on its way to the device, and other tensors get the memory of its copy."""
+    with pipeline_of(rank, num_ranks, lambda: [Backwards(), nn.Linear(WIDTH, WIDTH)]) as (pipeline, _):
+        inputs, target = torch.ones(2, ROWS * NUM_MICROBATCHES, WIDTH)
+        pipeline.step(inputs, target=target)
+        with suppress(PipelineError):
+            pipeline.step(inputs, target=target)
+        gc.collect()  # frames of the error
+        found = [torch.zeros(ROWS, WIDTH, device=pipeline.device) for _ in range(4 * NUM_MICROBATCHES)]
+        assert all(each.sum().item() == 0 for each in found)

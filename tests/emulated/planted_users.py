@@ -1,11 +1,11 @@
-"""Planted faults in what users write: the hook of overlapped pairs, inputs copied ahead, observers, collectives.
+"""Planted faults in what users write: the hook of overlapped pairs, observers, collectives.
 
 Each function under `plant` takes what the name stands for, and returns what it stands for with the fault.
 """
 
 import torch
 
-from tests.emulated.checker import DIFFER, FREED, HANG, PINNED, UNORDERED
+from tests.emulated.checker import DIFFER, HANG, PINNED, UNORDERED
 from tests.emulated.planting import does_nothing, table
 
 FAULTS, plant = table()
@@ -58,68 +58,6 @@ def _(original):
 
 
 # ---- users' own code
-
-
-@plant(
-    "nobody waits for inputs that are copied ahead",
-    "inputs_copied_ahead",
-    f"{OWN}CopiedAhead.let_main_wait",
-    UNORDERED,
-    "copy to the device",
-    "addmm",
-)
-def _(original):
-    return does_nothing(original)
-
-
-@plant("record_stream is missing", "inputs_copied_ahead", f"{OWN}CopiedAhead.keep_for_main", FREED, "addmm", "free")
-def _(original):
-    return does_nothing(original)
-
-
-@plant(
-    "pinned memory gets the next inputs too early",
-    "inputs_copied_ahead",
-    f"{OWN}CopiedAhead.refill",
-    PINNED,
-    "copy to the device",
-    "the host",
-)
-def _(original):
-    return lambda ahead, step: ahead.buffer.fill_(step)
-
-
-@plant(
-    "the marker of a copy is recorded before it",
-    "inputs_copied_ahead",
-    f"{OWN}CopiedAhead.copy",
-    UNORDERED,
-    "copy to the device",
-    "addmm",
-)
-def _(original):
-    def copy(ahead):
-        with ahead.side:
-            ahead.copied.record()
-            return ahead.buffer.to(ahead.device, non_blocking=True)
-
-    return copy
-
-
-@plant(
-    "the marker of a copy is never recorded",
-    "inputs_copied_ahead",
-    f"{OWN}CopiedAhead.copy",
-    UNORDERED,
-    "copy to the device",
-    "addmm",
-)
-def _(original):
-    def copy(ahead):
-        with ahead.side:
-            return ahead.buffer.to(ahead.device, non_blocking=True)
-
-    return copy
 
 
 @plant(

@@ -8,7 +8,14 @@ from importlib import import_module
 
 AHEAD, RECORDED, HOST_WAITS = "host too far ahead", "wrong recorded time", "more waits of the host"
 """Kinds of reports beside those of the checker."""
-ALONE = ("throttled", "saved_checkpoints", "inputs_copied_ahead", "averaged_weights", "peaks_of_activations")
+ALONE = (
+    "throttled",
+    "saved_checkpoints",
+    "batches_of_the_host",
+    "refilled_buffers",
+    "averaged_weights",
+    "peaks_of_activations",
+)
 """Scenarios of one rank."""
 MODULES = ("tests.emulated.planted_scenarios", "tests.emulated.planted_hooks")
 _planting, _num_planted, _originals = threading.Lock(), Counter(), {}

@@ -70,7 +70,7 @@ def require_available(device: torch.device, key: str) -> torch.device:
     raise ConfigError(f"there is no device {str(device)!r}: {found}. Choose {' or '.join(choices)}", key=key)
 
 
-# ---- events
+# ---- events and streams
 
 
 def make_event(device: torch.device, *, timing: bool = False) -> torch.Event:
@@ -91,6 +91,17 @@ def has_events(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def make_stream(device: torch.device) -> torch.Stream | None:
+    """Return a stream beside the current one; None where a device has none, or no events by which streams wait."""
+    try:
+        stream = torch.Stream(device)
+        make_event(device).record(stream)
+    except RuntimeError as error:
+        _say_once(device.type, "streams beside the current one", str(error))
+        return None
+    return stream
 
 
 def synchronize(device: torch.device) -> None:

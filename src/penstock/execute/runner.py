@@ -4,14 +4,15 @@ Whatever goes wrong on the way ends the step on all ranks, as one error, and lea
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from penstock.errors import StepRefused
-from penstock.execute.batch.admission import Admission, Batch, Call, InputNeeds
+from penstock.errors import PipelineError, StepRefused
+from penstock.execute.batch.admission import Admission, Batch, Call
+from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.compile.features import compose_stages
 from penstock.execute.compile.program import CompiledProgram, compile_program
 from penstock.execute.control.agreement import Extra, Mode
@@ -284,6 +285,7 @@ class Runner:
             # Past the last row: peers take all that this rank was sent as used, and release it.
             self._failures.board.note(len(compiled.rows))
             self._messenger.finish()
+            self._admission.end_copies()
 
     def _share(self, step: Step, of_step: Sequence[Observer]) -> StepResult:
         outputs = self._merged_outputs(step)  # before the exchange: a rule that raises must fail the step on all ranks
@@ -320,6 +322,8 @@ class Runner:
             # Only after the report, which has aborted the transport: nobody waits for these messages any more.
             self._messenger.reset()
             self._compilations.forget()
+            with suppress(RuntimeError, PipelineError):  # what a device that has failed says to this
+                self._admission.end_copies(has_failed=True)
             if not isinstance(error, Exception):
                 raise  # an interrupt is the caller's to handle; the other ranks have been told
             raise report from error

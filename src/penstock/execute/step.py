@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.execute.batch.microbatch import Microbatch, Place
-from penstock.execute.batch.stream import Prefetcher
+from penstock.execute.batch.prefetcher import Prefetcher
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.parameters.layout import Ticket
 
@@ -35,7 +35,7 @@ class Step:
     outputs: dict[Place, Any] = field(default_factory=dict)
     """The detached outputs, if asked for; filled on the ranks of last stages."""
     prefetcher: Prefetcher | None = None
-    """Pulls data before their use and drops them after it; None where a batch is there as a whole."""
+    """Has data there before their use and drops them after it; None where a batch is there as a whole."""
     number: int = 0
     """Training steps that came before: what layers draw at random depends on it."""
     serial: int = 0

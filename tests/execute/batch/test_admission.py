@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, StepRefused
-from penstock.execute.batch.admission import Admission, Call, InputNeeds
+from penstock.execute.batch.admission import Admission, Call
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import EVERY, BatchSpec, Split
+from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.batch.stream import Stream
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.collectives import Control
-from penstock.placement import Placement
 from tests.local_pipelines import error_of, on_ranks
 
 
@@ -73,9 +73,9 @@ def test_all_ranks_know_by_the_batch_whether_one_of_them_trains_other_parameters
     assert [batch.agreed.trained for batch in first] == [batch.agreed.trained for batch in second]
 
 
-def on_cpu(wires, call, *, device="cpu"):
-    """Admit a batch on ranks that hold both ends, and compute on a device."""
-    needs = InputNeeds(inputs=True, target=True, device=torch.device(device))
+def on_cpu(wires, call):
+    """Admit a batch on ranks that hold both ends, and compute on the CPU."""
+    needs = InputNeeds(inputs=True, target=True, device=torch.device("cpu"))
     return Admission(Control(wires), BatchRule(2), needs).admit(Mode.TRAIN, call)
 
 
@@ -108,12 +108,6 @@ def test_some_of_a_batch_may_stay_where_its_layers_take_it():
     [scalar] = on_ranks(1, lambda wires: on_cpu(wires, Call((torch.zeros((), device="meta"), 3.0), target=ROWS)))
 
     assert [microbatch.size for microbatch in (*batch.microbatches, *scalar.microbatches)] == [3] * 4
-
-
-def test_a_device_without_a_number_is_any_of_its_kind():
-    [error] = on_ranks(1, lambda wires: error_of(on_cpu, wires, Call((ROWS,), target=ROWS), device="cuda"))
-
-    assert "are on cpu, but this rank computes on cuda" in str(error)
 
 
 def test_a_batch_of_another_shape_has_another_signature():
@@ -223,20 +217,6 @@ def test_all_ranks_know_who_wants_outputs():
         return admission.admit(Mode.EVALUATE, Call((ROWS,), return_outputs=wires.rank == 1)).agreed.wanting_outputs
 
     assert on_ranks(3, ask) == [frozenset({1})] * 3
-
-
-def test_a_rank_wants_what_its_stages_take():
-    placement = Placement.bidirectional(2)
-
-    mask, cpu = frozenset({"mask"}), torch.device("cpu")
-
-    def find(rank, placement, *, has_loss):
-        keywords = dict.fromkeys(placement.stages_of_rank[rank], mask if rank else frozenset())
-        return InputNeeds.of(keywords, placement, mask, cpu, has_loss=has_loss)
-
-    assert find(0, placement, has_loss=True) == InputNeeds(True, True, frozenset(), mask, cpu)
-    assert find(1, placement, has_loss=False) == InputNeeds(True, False, mask, mask, cpu)
-    assert find(0, Placement.line(2), has_loss=True) == InputNeeds(True, False, frozenset(), mask, cpu)
 
 
 def streamed(wires, streams):

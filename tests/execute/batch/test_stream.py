@@ -8,8 +8,7 @@ import torch
 
 from penstock.errors import ConfigError, EndOfData, PenstockWarning, PipelineError
 from penstock.execute.batch.cutting import BatchRule
-from penstock.execute.batch.microbatch import Microbatch
-from penstock.execute.batch.stream import DataTimes, Part, Prefetcher, Reader, Stream, StreamRules, without_data
+from penstock.execute.batch.stream import DataTimes, Part, Reader, Stream, StreamRules
 from penstock.ir.timeline import DataWait
 from tests.local_pipelines import error_of
 
@@ -194,7 +193,7 @@ def test_microbatches_come_numbered_and_cut():
 
     taken = [reader.next(index) for index in range(3)]
 
-    assert [[(each.index, each.slice, each.size, each.length) for each in slices] for slices in taken] == [
+    assert [[(each.index, each.slice, each.size, each.length) for each in slices] for _, slices in taken] == [
         [(index, 0, 2, 2), (index, 1, 2, 2)] for index in range(3)
     ]
 
@@ -275,49 +274,3 @@ def test_a_count_is_refused_before_anything_is_pulled():
 
     with pytest.raises(PipelineError, match="count weighs microbatches by their targets"):
         reader.begin()
-
-
-# ---- the data of one step
-
-
-EMPTY = Microbatch(0, (), {}, None, 2)
-
-
-class Endless:
-    times = DataTimes()
-    waits = (DataWait(0, 1, 0.5, 0.75),)
-
-    def next(self, index):
-        return [Microbatch(index, (f"data {index}",), {}, None, 2)]
-
-
-def test_a_later_microbatch_brings_those_before_it():
-    slices = [[EMPTY] for _ in range(4)]
-    prefetcher = Prefetcher(slices, Endless())
-
-    prefetcher.pull(2)
-    prefetcher.pull(1)
-
-    assert [row[0].args for row in slices] == [("data 0",), ("data 1",), ("data 2",), ()]
-
-
-def test_what_is_let_go_keeps_its_number_and_its_size():
-    slices = [[Microbatch(0, ("x",), {"mask": 1}, "y", 2, 0, 5), Microbatch(0, ("x",), {}, "y", 2, 1, 4)]]
-
-    Prefetcher(slices).release(0)
-
-    assert slices == [[Microbatch(0, (), {}, None, 2, 0, 5), Microbatch(0, (), {}, None, 2, 1, 4)]]
-    assert without_data(slices[0][0]) == slices[0][0]
-
-
-def test_a_batch_that_is_there_needs_no_pull_and_costs_no_time():
-    prefetcher = Prefetcher([[EMPTY], [EMPTY]])
-
-    prefetcher.pull(1)
-
-    assert prefetcher.times == DataTimes()
-    assert prefetcher.waits == ()
-
-
-def test_the_waits_for_data_are_those_of_their_source():
-    assert Prefetcher([[EMPTY]], Endless()).waits == Endless.waits

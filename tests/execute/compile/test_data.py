@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.execute.batch.stream import Prefetcher
+from penstock.execute.batch.prefetcher import Prefetcher
 from penstock.execute.compile.data import rows_that_take_data, with_data_calls
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.stages.stage import Stage
@@ -14,12 +14,15 @@ from tests.test_streamed_steps import Masked
 
 
 def woven(calls, needs):
-    """Run calls, `0w` a wait of row 0 and `0` its computation, and tell what ran and what was pulled and let go."""
+    """Run calls, `0w` a wait of row 0 and `0` its computation, and tell what ran and what happened to data."""
     log = []
 
     class Noting(Prefetcher):
         def pull(self, microbatch):
             log.append(f"pull {microbatch}")
+
+        def arrive(self, microbatch):
+            log.append(f"get {microbatch}")
 
         def release(self, microbatch):
             log.append(f"drop {microbatch}")
@@ -37,11 +40,11 @@ def woven(calls, needs):
 @pytest.mark.parametrize(
     ("calls", "needs", "wanted"),
     [
-        ("0 1 2", {0: 0, 2: 1}, "pull 0, 0, drop 0, 1, pull 1, 2, drop 1"),
-        ("0 1 2w 2 3w 3 4", {0: 0, 4: 1}, "pull 0, 0, drop 0, 1, pull 1, 2w, 2, 3w, 3, 4, drop 1"),
-        ("0w 0 1w 1", {0: 0, 1: 1}, "pull 0, 0w, 0, drop 0, pull 1, 1w, 1, drop 1"),
-        ("0 1w 1 2", {0: 1, 2: 0}, "pull 1, 0, drop 1, pull 0, 1w, 1, 2, drop 0"),
-        ("0 1 2", {0: 0, 1: 0, 2: 0}, "pull 0, 0, 1, 2, drop 0"),
+        ("0 1 2", {0: 0, 2: 1}, "pull 0, get 0, 0, drop 0, 1, pull 1, get 1, 2, drop 1"),
+        ("0 1 2w 2 3w 3 4", {0: 0, 4: 1}, "pull 0, get 0, 0, drop 0, 1, pull 1, 2w, 2, 3w, 3, get 1, 4, drop 1"),
+        ("0w 0 1w 1", {0: 0, 1: 1}, "pull 0, get 0, 0w, 0, drop 0, pull 1, get 1, 1w, 1, drop 1"),
+        ("0 1w 1 2", {0: 1, 2: 0}, "pull 1, get 1, 0, drop 1, pull 0, 1w, 1, get 0, 2, drop 0"),
+        ("0 1 2", {0: 0, 1: 0, 2: 0}, "pull 0, get 0, 0, 1, 2, drop 0"),
         ("0 1", {}, "0, 1"),
     ],
     ids=["no wait", "a wait between", "its own wait", "out of order", "three slices", "nothing"],

@@ -1,17 +1,17 @@
 """Admits a batch: it is cut, and runs only if all ranks run the same step on the same batch (part 2 of a step)."""
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from penstock.errors import PenstockError, PipelineError, StepRefused, nearest
 from penstock.execute.batch.cutting import BatchRule
-from penstock.execute.batch.microbatch import EVERY, Microbatch, PreSplit
-from penstock.execute.batch.stream import Part, Prefetcher, Reader, Stream, StreamRules, without_data
+from penstock.execute.batch.host_to_device import copies_for, pinned_or_copied
+from penstock.execute.batch.microbatch import EVERY, Microbatch, PreSplit, without_data
+from penstock.execute.batch.needs import InputNeeds
+from penstock.execute.batch.prefetcher import Prefetcher
+from penstock.execute.batch.stream import Part, Reader, Stream, StreamRules
 from penstock.execute.batch.values import NUM_PARTS, BatchValues, refuse_other_values
 from penstock.execute.control.agreement import (
     AgreedStep,
@@ -23,7 +23,6 @@ from penstock.execute.control.agreement import (
 )
 from penstock.execute.control.collectives import Control
 from penstock.execute.values.tree import flatten
-from penstock.placement import Placement
 
 VALUES_EVERY = 100
 """The values of the first batch, and of each so many after it, are compared between the ranks; those of training
@@ -45,39 +44,8 @@ class Batch:
     has_target: bool = False
     """Whether this rank was given a target."""
     prefetcher: Prefetcher | None = None
-    """Of data that are pulled when needed, or let go after their use: it fills and empties `slices`."""
-
-
-@dataclass(frozen=True, slots=True)
-class InputNeeds:
-    """What a rank's stages take of a batch."""
-
-    inputs: bool
-    target: bool
-    keywords: frozenset[str] = frozenset()
-    keywords_of_all: frozenset[str] = frozenset({EVERY})
-    """What the layers of any rank take, `EVERY` among them if one may take any."""
-    device: torch.device | None = None
-    """Where the stages compute; None: not known, so that batches are not asked for it."""
-
-    @classmethod
-    def of(
-        cls,
-        keywords_of_stage: Mapping[int, Collection[str]],
-        placement: Placement,
-        keywords_of_all: frozenset[str],
-        device: torch.device,
-        *,
-        has_loss: bool,
-    ) -> "InputNeeds":
-        """Look at the keywords that each stage of a rank takes; last stages take the target if there is a loss."""
-        return cls(
-            inputs=any(placement.previous_stage[stage] < 0 for stage in keywords_of_stage),
-            target=has_loss and any(placement.next_stage[stage] < 0 for stage in keywords_of_stage),
-            keywords=frozenset(name for keywords in keywords_of_stage.values() for name in keywords),
-            keywords_of_all=keywords_of_all,
-            device=device,
-        )
+    """Of data that are pulled when needed, copied to the device, or let go after their use: it fills and empties
+    `slices`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +99,7 @@ class Admission:
         self._stream_rules = stream_rules
         self._checks_values = checks_values and control.num_ranks > 1
         self._num_admitted = {True: 0, False: 0}
+        self._copies = copies_for(control.transport, needs, rule.slices)
         self._read = read
 
     def admit(self, mode: Mode, call: Call, problem: PenstockError | None = None, **proposed: Any) -> Batch:
@@ -183,6 +152,11 @@ class Admission:
         """Compare the values of the next batch, as after a failure, on all ranks alike."""
         self._num_admitted = {True: 0, False: 0}
 
+    def end_copies(self, *, has_failed: bool = False) -> None:
+        """See that nothing is copied from the batch of a step any more, as `HostToDevice.end` does."""
+        if self._copies is not None:
+            self._copies.end(has_failed=has_failed)
+
     def _values(self, mode: Mode, given: _LocalBatch) -> BatchValues | None:
         """What the ranks compare beside shapes; tensors only now and then, so that it costs nothing to speak of."""
         if not self._checks_values:
@@ -207,7 +181,8 @@ class Admission:
         num_microbatches = self._rule.num_microbatches
         if not (self._needs.inputs or self._needs.target or self._needs.keywords):
             return self._whole(Call(), Mode.TRAIN)
-        reader = Reader(stream, self._control.rank, self._rule, self._stream_rules, read=self._read)
+        copy = None if self._copies is None else pinned_or_copied
+        reader = Reader(stream, self._control.rank, self._rule, self._stream_rules, read=self._read, copy=copy)
         first, slices = reader.begin()
         self._check(first)
         rule = replace(self._rule, num_microbatches=1)
@@ -239,20 +214,23 @@ class Admission:
         # Only once all ranks run the step: a batch that was refused is the caller's to use again.
         for presplit in given.spent:
             presplit.parts.clear()
-        prefetcher = Prefetcher(parts, given.reader) if given.reader is not None or given.spent else None
-        return Batch(sized, parts, agreed, bool(given.target), prefetcher)
+        return Batch(sized, parts, agreed, bool(given.target), self._prefetcher(given, sized, parts))
+
+    def _prefetcher(
+        self, given: _LocalBatch, wholes: list[Microbatch], slices: list[list[Microbatch]]
+    ) -> Prefetcher | None:
+        if given.reader is not None:
+            return Prefetcher(slices, given.reader, copies=self._copies)
+        if any(map(self._needs.on_host, wholes)):
+            return Prefetcher(slices, wholes=wholes, copies=self._copies)
+        return Prefetcher(slices) if given.spent else None
 
     def _check(self, call: Call | Part) -> None:
         if self._needs.inputs and not (call.args or call.kwargs):
             raise PipelineError(
                 f"rank {self._control.rank} holds the first stage and was given no inputs; pass it the batch"
             )
-        for what, values, is_needed in (
-            ("inputs", call.args, self._needs.inputs),
-            ("target", call.target, self._needs.target),
-        ):
-            if is_needed and self._needs.device is not None:
-                _require_device(what, values, self._needs.device)
+        self._needs.require_device(call.args, call.target)
         known = self._needs.keywords_of_all
         for name in call.kwargs:
             if name not in known and EVERY not in known:
@@ -260,17 +238,6 @@ class Admission:
                 if name in _MEANT_AS_TARGET and call.target is None:
                     fix = " Pass what the loss compares the output with as target=, as in step(x, target=y)"
                 raise PipelineError(f"no layer's forward names {name!r}.{fix}")
-
-
-def _require_device(what: str, values: Any, device: torch.device) -> None:
-    """Make sure that something of a batch is where it is computed with; lengths, say, may stay on the host."""
-    found = {each.device for each in flatten(values)[0] if isinstance(each, Tensor) and each.dim()}
-    if found and not any(each.type == device.type and device.index in (None, each.index) for each in found):
-        places = " and ".join(sorted(map(str, found)))
-        raise PipelineError(
-            f"tensors of the {what} are on {places}, but this rank computes on {device}; move them first, as in "
-            "x.to(pipeline.device)"
-        )
 
 
 def _stream_of(call: Call) -> Stream | None:

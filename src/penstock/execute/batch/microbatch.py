@@ -1,7 +1,7 @@
 """Microbatches, the markers by which a batch is cut into them, and the rules by which their outputs are merged."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pprint import saferepr
 from typing import Any
 
@@ -77,6 +77,11 @@ class Microbatch:
     size: int
     slice: int = 0
     length: int = 0
+
+
+def without_data(microbatch: Microbatch) -> Microbatch:
+    """Return a microbatch of the same number and size that holds nothing."""
+    return replace(microbatch, args=(), kwargs={}, target=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """`Stream`: a batch that comes one microbatch after another from an iterator, each pulled when it is needed.
 
-A `Reader` takes one step's microbatches off a stream: it checks that they are alike, cuts them, and times them. A
-`Prefetcher` has the data of one step: pulled when they are needed, dropped after their last use (see `compile.data`).
+A `Reader` takes one step's microbatches off a stream: it checks that they are alike, cuts them, and times them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,8 @@ from penstock.ir.timeline import DataWait
 
 Preprocess = Callable[[Any], Any]
 """Takes what the iterator gave, returns what the stream is to yield instead."""
+CopyLeaf = Callable[[Any], Any]
+"""Returns a value of a microbatch in memory of its own."""
 
 
 class Part:
@@ -31,9 +32,12 @@ class Part:
         self.kwargs = kwargs
         self.target = target
 
-    def copied(self) -> "Part":
-        """Return the same with tensors in memory of their own; one that needs a gradient stays the caller's leaf."""
-        args, kwargs, target = map_leaves(_copied, (self.args, self.kwargs, self.target))
+    def copied(self, copy: CopyLeaf | None = None) -> "Part":
+        """Return the same with tensors in memory of their own; one that needs a gradient stays the caller's leaf.
+
+        `copy` takes over each value; by default the memory is of the same kind.
+        """
+        args, kwargs, target = map_leaves(copy or copied, (self.args, self.kwargs, self.target))
         return Part(*args, target=target, **kwargs)
 
     def layout(self) -> str:
@@ -98,6 +102,7 @@ class Stream:
         self._begin = 0
         self._end = 0
         self._rank: int | None = None
+        self._copy: CopyLeaf | None = None
 
     @property
     def position(self) -> int:
@@ -109,8 +114,12 @@ class Stream:
         """Microbatches that steps have taken, or passed over, so far."""
         return self._num_taken
 
-    def begin_step(self, rank: int, num_microbatches: int, read: Callable[[], float]) -> Pull:
+    def begin_step(
+        self, rank: int, num_microbatches: int, read: Callable[[], float], copy: CopyLeaf | None = None
+    ) -> Pull:
         """Pass over what the step before has left, and return the next microbatch without taking it.
+
+        `copy` takes over each value, as in `Part.copied`.
 
         Raises:
             EndOfData: there is none.
@@ -120,7 +129,7 @@ class Stream:
             raise PipelineError(
                 f"rank {rank} was given the stream of rank {self._rank}; give each rank a Stream of its own"
             )
-        self._rank = rank
+        self._rank, self._copy = rank, copy
         try:
             while self._num_taken < self._end:
                 self._drop()
@@ -174,13 +183,14 @@ class Stream:
         part = as_part(item if self._preprocess is None else self._preprocess(item))
         # Copied, since a loader may fill one buffer again for each item, while microbatches before it wait for their
         # backward. Writes by numpy or a file leave the version of a tensor as it is, so that a guard would miss them.
-        part = part.copied()
+        part = part.copied(self._copy)
         self._unprepared = []
         end_s = read()
         return Pull(part, DataTimes(got_s - begin_s, end_s - got_s), begin_s, end_s)
 
 
-def _copied(leaf: Any) -> Any:
+def copied(leaf: Any) -> Any:
+    """Return a value in memory of its own, on the same device; what needs a gradient stays the caller's leaf."""
     return leaf.clone() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
 
 
@@ -214,8 +224,16 @@ class Reader:
     """One step's way through a stream on one rank: checks, cuts and times what is pulled."""
 
     def __init__(
-        self, stream: Stream, rank: int, rule: BatchRule, rules: StreamRules, *, read: Callable[[], float]
+        self,
+        stream: Stream,
+        rank: int,
+        rule: BatchRule,
+        rules: StreamRules,
+        *,
+        read: Callable[[], float],
+        copy: CopyLeaf | None = None,
     ) -> None:
+        """`copy` takes over the values of the stream, as in `Part.copied`."""
         self._stream = stream
         self.times = DataTimes()
         self.waits: list[DataWait] = []
@@ -223,9 +241,10 @@ class Reader:
         self._rule = rule
         self._rules = rules
         self._read = read
+        self._copy = copy
         self._layout = ""
         self._sizes: list[tuple[int, int]] = []
-        self._waiting: list[Microbatch] = []
+        self._waiting: _Cut | None = None
         self._has_warned = False
 
     def begin(self) -> tuple[Part, list[Microbatch]]:
@@ -240,14 +259,15 @@ class Reader:
                 "count weighs microbatches by their targets, all of which must be known before the first backward, but "
                 "a Stream brings one after another; pass the batch whole (as PreSplit), or use reduction='sum'"
             )
-        pull = self._stream.begin_step(self._rank, self._rule.num_microbatches, self._read)
+        pull = self._stream.begin_step(self._rank, self._rule.num_microbatches, self._read, self._copy)
         self._layout = pull.part.layout()
         self._waiting = self._cut(0, pull.part)
-        self._sizes = _sizes(self._waiting)
-        return pull.part, self._waiting
+        _, slices = self._waiting
+        self._sizes = _sizes(slices)
+        return pull.part, slices
 
-    def next(self, index: int) -> list[Microbatch]:
-        """Take the next microbatch, number `index` of the step, and return its slices.
+    def next(self, index: int) -> "_Cut":
+        """Take the next microbatch, number `index` of the step, and return it and its slices.
 
         Raises:
             PipelineError: the stream has ended, or the microbatch does not fit the first one.
@@ -255,10 +275,11 @@ class Reader:
         pull = self._stream.take(self._rank, self._read)
         self._note(index, pull)
         if index == 0:
-            first, self._waiting = self._waiting, []
+            first, self._waiting = self._waiting, None
+            assert first is not None, "begin() has cut it"
             return first
         layout = pull.part.layout()
-        slices = self._cut(index, pull.part)
+        whole, slices = self._cut(index, pull.part)
         cannot_be_weighed = _sizes(slices) != self._sizes and not self._rules.is_sum
         if layout != self._layout and not self._rules.has_variable_shapes:
             and_sums = " and reduction='sum': a mean needs all sizes before the first backward"
@@ -276,11 +297,12 @@ class Reader:
                 "whole (as PreSplit)",
                 rank=self._rank,
             )
-        return slices
+        return whole, slices
 
-    def _cut(self, index: int, part: Part) -> list[Microbatch]:
+    def _cut(self, index: int, part: Part) -> "_Cut":
         (found,) = replace(self._rule, num_microbatches=1).microbatches(part.args, part.kwargs, part.target)
-        return self._rule.slices(replace(found, index=index))
+        whole = replace(found, index=index)
+        return whole, self._rule.slices(whole)
 
     def _note(self, index: int, pull: Pull) -> None:
         if pull.is_of_this_step:
@@ -298,35 +320,8 @@ class Reader:
         )
 
 
-class Prefetcher:
-    """The slices of each microbatch of a step, as far as they are there; `slices` is filled and emptied in place."""
-
-    def __init__(self, slices: list[list[Microbatch]], source: Reader | None = None) -> None:
-        """Without a source, everything is there already."""
-        self._slices = slices
-        self._source = source
-        self._num_pulled = 0 if source is not None else len(slices)
-        self.times = DataTimes() if source is None else source.times
-        """What the data have cost so far."""
-        self.waits: Sequence[DataWait] = () if source is None else source.waits
-        """When this rank waited for the data so far, on the clock of its stream's times."""
-
-    def pull(self, microbatch: int) -> None:
-        """Have the data of a microbatch, and of those before it."""
-        while self._num_pulled <= microbatch:
-            assert self._source is not None
-            index = self._num_pulled
-            self._slices[index] = self._source.next(index)
-            self._num_pulled += 1
-
-    def release(self, microbatch: int) -> None:
-        """Drop the data of a microbatch; its sizes stay."""
-        self._slices[microbatch] = [without_data(each) for each in self._slices[microbatch]]
-
-
-def without_data(microbatch: Microbatch) -> Microbatch:
-    """Return a microbatch of the same number and size that holds nothing."""
-    return replace(microbatch, args=(), kwargs={}, target=None)
+_Cut = tuple[Microbatch, list[Microbatch]]
+"""A microbatch and its slices."""
 
 
 def _sizes(slices: Sequence[Microbatch]) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ import torch
 from penstock.execute.accelerator import is_queued, make_event
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Bound, Step
-from penstock.execute.transport.device_queue import await_device, device_queue_of
+from penstock.execute.transport.device_queue import await_device, held_up_of
 from penstock.execute.transport.pending import never
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.operations import IS_COMPUTE
@@ -67,8 +67,6 @@ def throttle_for(device: torch.device, limit: int | None, transport: Transport) 
     """Return what bounds the host's lead on a device; None where nothing is to be bounded."""
     if limit is None or not is_queued(device):
         return None
-    queue = device_queue_of(transport)
-    is_held_up = never if queue is None else queue.is_held_up
     rank, deadline_s = transport.rank, transport.deadline_s
     make_marker = partial(make_event, device)
-    return Throttle(limit, make_marker, rank=rank, deadline_s=deadline_s, is_held_up=is_held_up)
+    return Throttle(limit, make_marker, rank=rank, deadline_s=deadline_s, is_held_up=held_up_of(transport))

@@ -145,6 +145,12 @@ def device_queue_of(transport: Messages) -> DeviceQueue | None:
     return queue if isinstance(queue, DeviceQueue) else None
 
 
+def held_up_of(transport: Messages) -> Callable[[], bool]:
+    """Return what looks whether a peer holds up the device of a transport, for `await_device`."""
+    queue = device_queue_of(transport)
+    return never if queue is None else queue.is_held_up
+
+
 def await_device(
     is_reached: Callable[[], bool],
     *,

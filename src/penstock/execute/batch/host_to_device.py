@@ -1,0 +1,200 @@
+"""`HostToDevice`: copies what the host has of a batch to the device, ahead of the computations that read it.
+
+    host            queue F0   copy 1 to pinned memory, queue its copy   reserve 2   queue F1   ...
+    own stream      copy of 0            copy of 1                                  copy of 2
+    current stream             F0 .............................. F1 ..........................
+
+The host never waits, since the memory that it copies from is pinned. A copy runs on a stream of its own, and the
+current stream waits for it right before its first use. Its memory is the current stream's, as that of all that is
+computed: so it is used again in order, whenever its last holder drops it. It is reserved before the computation of the
+microbatch before it is queued. So a copy waits only for what was queued by then, and runs beside that computation; and
+the device holds one microbatch more than it computes with, however far the host is ahead.
+
+torch's allocator of pinned memory uses a block again when the copies from it have ended. Memory that the caller has
+pinned is copied from directly, and the step does not end before these copies.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.execute.accelerator import is_queued, make_event, make_stream
+from penstock.execute.batch.microbatch import Microbatch
+from penstock.execute.batch.needs import InputNeeds
+from penstock.execute.batch.stream import copied
+from penstock.execute.transport.device_queue import await_device, held_up_of
+from penstock.execute.transport.pending import never
+from penstock.execute.transport.protocol import Transport
+from penstock.execute.values.tree import map_leaves
+
+Cut = Callable[[Microbatch], list[Microbatch]]
+"""Cuts a microbatch into its slices."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reserved:
+    """Memory for the copies of one microbatch; the current stream uses it no more once it has come to `is_free`."""
+
+    targets: Sequence[Tensor]
+    is_free: torch.Event
+
+    def fits(self, sources: Sequence[Tensor]) -> bool:
+        return list(map(_layout, self.targets)) == list(map(_layout, sources))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _UnderWay:
+    """The copies of one microbatch, until the current stream waits for them."""
+
+    targets: Sequence[Tensor]
+    has_ended: torch.Event
+    own: Sequence[Tensor]
+    """Those that no other microbatch reads."""
+
+
+class HostToDevice:
+    """The copies of one rank, step by step; its transport says how long the host waits for the device."""
+
+    def __init__(self, transport: Transport, device: torch.device, needs: InputNeeds, cut: Cut) -> None:
+        self._transport, self._device, self._needs, self._cut = transport, device, needs, cut
+        self._num_left = 0
+        self._num_uses: Counter[int] = Counter()
+        """By its id, how many microbatches read a tensor."""
+        self._shared: dict[int, tuple[Tensor, Tensor]] = {}
+        """By its id, a tensor that several of them read, and its one copy."""
+        self._reserved: _Reserved | None = None
+        self._under_way: dict[int, _UnderWay] = {}
+        self._last_of_caller: torch.Event | None = None
+        """Behind the last copy from memory that the caller has pinned."""
+
+    @cached_property
+    def _stream(self) -> torch.Stream | None:
+        return make_stream(self._device)
+
+    def begin(self, num_microbatches: int, wholes: Sequence[Microbatch]) -> None:
+        """Begin a step; `wholes` are those of its microbatches that are there already."""
+        self._num_left = num_microbatches
+        self._num_uses = Counter(key for whole in wholes for key in {id(each) for each in self._needs.on_host(whole)})
+
+    def copy(self, whole: Microbatch, slices: list[Microbatch]) -> list[Microbatch]:
+        """Queue the copies of a microbatch, and return its slices with them in place of what the host has."""
+        self._num_left -= 1
+        sources = {id(tensor): tensor for tensor in self._needs.on_host(whole)}
+        if not sources:
+            return slices
+        found = {key: self._shared[key][1] for key in sources if key in self._shared}
+        new = [tensor for key, tensor in sources.items() if key not in found]
+        plain = [tensor for tensor in new if self._stream is not None and _is_plain(tensor)]
+        found |= {id(tensor): target for tensor, target in zip(plain, self._copied(whole.index, plain), strict=True)}
+        # The rest is rare. torch's own copy does: the host waits for it, and a gradient finds its way back.
+        found |= {id(tensor): tensor.to(self._device) for tensor in new if id(tensor) not in found}
+        self._shared |= {id(tensor): (tensor, found[id(tensor)]) for tensor in new if self._is_shared(tensor)}
+
+        def moved(value: Any) -> Any:
+            return map_leaves(lambda leaf: found.get(id(leaf), leaf), value)
+
+        whole = replace(whole, args=moved(whole.args), kwargs=moved(whole.kwargs), target=moved(whole.target))
+        # Cut again, so that slices have the strides that those of a batch on the device have.
+        return [
+            replace(host, args=own.args, kwargs=own.kwargs, target=own.target)
+            for host, own in zip(slices, self._cut(whole), strict=True)
+        ]
+
+    def arrive(self, index: int) -> None:
+        """Let the current stream wait for the copies of a microbatch, and reserve memory for those of another one."""
+        under_way = self._under_way.pop(index, None)
+        if under_way is None:
+            return
+        self._current().wait_event(under_way.has_ended)
+        if self._num_left:
+            self._reserved = self._reserve(under_way.own)
+
+    def end(self, *, has_failed: bool) -> None:
+        """End a step: from now on the caller may change its batch. One that `has_failed` has no peers any more.
+
+        Raises:
+            PipelineError: the device does not end its copies in time, or waits for a peer that is late or lost.
+            RuntimeError: the device has failed.
+        """
+        while self._under_way:
+            # Of a step that has failed: whoever gets the memory next waits for these copies.
+            self._current().wait_event(self._under_way.popitem()[1].has_ended)
+        self._shared.clear()
+        self._reserved = None
+        last, self._last_of_caller = self._last_of_caller, None
+        if last is not None:
+            rank, deadline_s = self._transport.rank, self._transport.deadline_s
+            is_held_up = never if has_failed else held_up_of(self._transport)
+            await_device(last.query, rank=rank, deadline_s=deadline_s, is_held_up=is_held_up)
+
+    def _copied(self, index: int, sources: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Queue copies on the stream that is for them, and return what they go to."""
+        if not sources:
+            return ()
+        reserved, self._reserved = self._reserved, None
+        if reserved is None or not reserved.fits(sources):
+            reserved = self._reserve(sources)
+        has_ended = make_event(self._device)
+        own = [target for source, target in zip(sources, reserved.targets, strict=True) if not self._is_shared(source)]
+        try:
+            self._queue_copies(sources, reserved, has_ended)
+        finally:  # also those of a half-filled microbatch
+            has_ended.record(self._stream)
+            self._under_way[index] = _UnderWay(reserved.targets, has_ended, own)
+        return reserved.targets
+
+    def _queue_copies(self, sources: Sequence[Tensor], reserved: _Reserved, has_ended: torch.Event) -> None:
+        stream = self._stream
+        assert stream is not None
+        stream.wait_event(reserved.is_free)
+        with stream:
+            for source, target in zip(sources, reserved.targets, strict=True):
+                is_ready = source.is_pinned() and source.stride() == target.stride()
+                if is_ready:
+                    self._last_of_caller = has_ended
+                target.copy_(source if is_ready else pinned_copy(source), non_blocking=True)
+
+    def _reserve(self, like: Sequence[Tensor]) -> _Reserved:
+        targets = [torch.empty_like(tensor, device=self._device) for tensor in like]
+        is_free = make_event(self._device)
+        is_free.record(self._current())
+        return _Reserved(targets, is_free)
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        return self._num_uses[id(tensor)] > 1
+
+    def _current(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device)
+
+
+def copies_for(transport: Transport, needs: InputNeeds, cut: Cut) -> HostToDevice | None:
+    """Return what copies for the stages of a rank; None where they compute on the host."""
+    device = needs.device
+    return None if device is None or not is_queued(device) else HostToDevice(transport, device, needs, cut)
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """Return a copy in pinned memory of the host; it keeps the order of dimensions, and no gaps."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+
+
+def pinned_or_copied(leaf: Any) -> Any:
+    """Return a value in memory of its own; where the host has it, pinned, so that copies to a device read it there."""
+    is_ready = isinstance(leaf, Tensor) and leaf.device.type == "cpu" and _is_plain(leaf)
+    return pinned_copy(leaf) if is_ready else copied(leaf)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its values alone: dense, without a gradient that must come back."""
+    is_other = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.requires_grad
+    return type(tensor) is Tensor and not is_other
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    # Strides as a new tensor like it has them: gaps are left out.
+    return tensor.shape, tensor.dtype, torch.empty_like(tensor, device="meta").stride()

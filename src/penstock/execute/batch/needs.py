@@ -1,0 +1,96 @@
+"""What the stages of a rank take of a batch, and where its tensors may be."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PipelineError
+from penstock.execute.accelerator import is_queued
+from penstock.execute.batch.microbatch import EVERY, Microbatch
+from penstock.execute.values.tree import tensors_of
+from penstock.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class InputNeeds:
+    """What a rank's stages take of a batch."""
+
+    inputs: bool
+    target: bool
+    keywords: frozenset[str] = frozenset()
+    keywords_of_all: frozenset[str] = frozenset({EVERY})
+    """What the layers of any rank take, `EVERY` among them if one may take any."""
+    device: torch.device | None = None
+    """Where the stages compute; None: not known, so that batches are not asked for it."""
+
+    @classmethod
+    def of(
+        cls,
+        keywords_of_stage: Mapping[int, Collection[str]],
+        placement: Placement,
+        keywords_of_all: frozenset[str],
+        device: torch.device,
+        *,
+        has_loss: bool,
+    ) -> "InputNeeds":
+        """Look at the keywords that each stage of a rank takes; last stages take the target if there is a loss."""
+        return cls(
+            inputs=any(placement.previous_stage[stage] < 0 for stage in keywords_of_stage),
+            target=has_loss and any(placement.next_stage[stage] < 0 for stage in keywords_of_stage),
+            keywords=frozenset(name for keywords in keywords_of_stage.values() for name in keywords),
+            keywords_of_all=keywords_of_all,
+            device=device,
+        )
+
+    def require_device(self, args: Any, target: Any) -> None:
+        """Make sure that inputs and target are where the stages compute, or on the host of their accelerator.
+
+        Raises:
+            PipelineError: all tensors of either are elsewhere.
+        """
+        for what, values, is_needed in (("inputs", args, self.inputs), ("target", target, self.target)):
+            if is_needed and self.device is not None:
+                _require_device(what, values, self.device)
+
+    def on_host(self, microbatch: Microbatch) -> list[Tensor]:
+        """Return the tensors that the stages take and that the host has, while the stages compute on an accelerator.
+
+        Inputs are the host's if none of their tensors with dimensions is elsewhere, and so is the target; keyword
+        arguments are if nothing of the whole batch is. So lengths, say, stay where they are beside inputs on the
+        device.
+        """
+        if self.device is None or not is_queued(self.device):
+            return []
+        args, kwargs, target = microbatch.args, microbatch.kwargs, microbatch.target
+        found = tensors_of(args) if self.inputs and _is_on_host(args) else []
+        found += tensors_of(target) if self.target and _is_on_host(target) else []
+        if self.keywords and _is_on_host((args, kwargs, target)):
+            found += tensors_of([each for name, each in kwargs.items() if self._takes(name)])
+        return [tensor for tensor in found if tensor.device.type == "cpu"]
+
+    def _takes(self, keyword: str) -> bool:
+        return keyword in self.keywords or EVERY in self.keywords
+
+
+def _devices(values: Any) -> set[torch.device]:
+    """The devices of the tensors that have dimensions: a number may be on the host at any time."""
+    return {tensor.device for tensor in tensors_of(values) if tensor.dim()}
+
+
+def _is_on_host(values: Any) -> bool:
+    return {device.type for device in _devices(values)} == {"cpu"}
+
+
+def _require_device(what: str, values: Any, device: torch.device) -> None:
+    found = _devices(values)
+    if not found or any(each.type == device.type and device.index in (None, each.index) for each in found):
+        return
+    if not (is_queued(device) and _is_on_host(values)):
+        places = " and ".join(sorted(map(str, found)))
+        raise PipelineError(
+            f"tensors of the {what} are on {places}, but this rank computes on {device}; move them first, as in "
+            "x.to(pipeline.device)"
+        )

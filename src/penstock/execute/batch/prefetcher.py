@@ -1,0 +1,60 @@
+"""`Prefetcher`: has the data of one step there when they are needed, and drops them after their last use.
+
+pull      the microbatch is taken off its stream, and what the host has of it begins its way to the device
+arrive    what is queued from now on may read it
+release   it has been used
+"""
+
+from collections.abc import Sequence
+
+from penstock.execute.batch.host_to_device import HostToDevice
+from penstock.execute.batch.microbatch import Microbatch, without_data
+from penstock.execute.batch.stream import DataTimes, Reader
+from penstock.ir.timeline import DataWait
+
+
+class Prefetcher:
+    """The slices of each microbatch of a step, as far as they are there; `slices` is filled and emptied in place."""
+
+    def __init__(
+        self,
+        slices: list[list[Microbatch]],
+        source: Reader | None = None,
+        *,
+        wholes: Sequence[Microbatch] = (),
+        copies: HostToDevice | None = None,
+    ) -> None:
+        """Without a source, everything is there already: `wholes` are the microbatches that the slices are of."""
+        self._slices = slices
+        self._source = source
+        self._num_pulled = 0 if source is not None else len(slices)
+        self._copies = copies
+        self._wholes = dict(enumerate(wholes))
+        """What may still have to go to the device."""
+        if copies is not None:
+            copies.begin(len(slices), wholes)
+        self.times = DataTimes() if source is None else source.times
+        """What the data have cost so far."""
+        self.waits: Sequence[DataWait] = () if source is None else source.waits
+        """When this rank waited for the data so far, on the clock of its stream's times."""
+
+    def pull(self, microbatch: int) -> None:
+        """Have the data of a microbatch, and of those before it; a copy of its own to the device may be under way."""
+        while self._num_pulled <= microbatch:
+            assert self._source is not None
+            index = self._num_pulled
+            whole, self._slices[index] = self._source.next(index)
+            if self._copies is not None:
+                self._wholes[index] = whole
+            self._num_pulled += 1
+        if self._copies is not None:
+            self._slices[microbatch] = self._copies.copy(self._wholes.pop(microbatch), self._slices[microbatch])
+
+    def arrive(self, microbatch: int) -> None:
+        """Let the device wait for its copy of a microbatch that has been pulled."""
+        if self._copies is not None:
+            self._copies.arrive(microbatch)
+
+    def release(self, microbatch: int) -> None:
+        """Drop the data of a microbatch; its sizes stay."""
+        self._slices[microbatch] = [without_data(each) for each in self._slices[microbatch]]
