@@ -13,6 +13,7 @@ from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.models import AuxiliaryLoss, LayerSpec, count_target_tokens, cross_entropy_loss
 from penstock.models.decoder import IGNORED_TARGET
 from penstock.simulation.prologue import with_first_waits
+from penstock.train.evaluation import mean_loss
 from penstock.train.optimizing.optim import build_optimizer
 from penstock.train.optimizing.precision import LossScaler
 from penstock.train.settings.learning_rate import learning_rate_at
@@ -55,6 +56,24 @@ def test_two_batches_of_half_the_size_make_the_step_of_the_whole_batch():
     assert [step.gradient_norm for step in split] == pytest.approx([step.gradient_norm for step in whole], abs=1e-12)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-10)
+
+
+def steps_and_evaluation(device, place):
+    """Train two batches, evaluate a third, and return the losses."""
+    torch.manual_seed(0)
+    pipeline = small_pipeline(None, device=device)
+    trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS)
+    batches = [tuple(tensor.to(place) for tensor in random_batch(seed)) for seed in range(3)]
+    found = [trainer.step(number, [batch]).loss for number, batch in enumerate(batches[:2], start=1)]
+    return [*found, mean_loss(pipeline, batches[2:])]
+
+
+def host_batches_train_as_those_of_the_device(device):
+    assert steps_and_evaluation(device, "cpu") == steps_and_evaluation(device, device)
+
+
+def test_batches_in_the_memory_of_the_host_train_and_are_evaluated_on_a_device(on_device):
+    on_device(host_batches_train_as_those_of_the_device)
 
 
 @pytest.mark.slow

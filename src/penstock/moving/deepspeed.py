@@ -19,7 +19,6 @@ from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import StepResult
 from penstock.execute.stages.layers import Layer
-from penstock.execute.values.tree import map_leaves
 from penstock.ir.schedule import Schedule
 from penstock.moving.deepspeed_module import LayerSpec, PipelineModule, TiedLayerSpec
 from penstock.moving.own_stages import LocalStages, OwnStage, require_parts
@@ -238,8 +237,8 @@ class Engine:
         except PipelineError as error:
             pipeline.refuse(error, mode)
         inputs, labels = zip(*items, strict=True)
-        first = (PreSplit(_on(self.pipeline.device, inputs)),) if is_first else ()
-        return first, PreSplit(_on(self.pipeline.device, labels)) if is_last and needs_labels else None
+        first = (PreSplit(inputs),) if is_first else ()
+        return first, PreSplit(labels) if is_last and needs_labels else None
 
     def _update(self) -> None:
         self.global_steps += 1
@@ -278,10 +277,6 @@ def _items(data_iter: Iterator[Any] | None, pipeline: Pipeline) -> list[Any]:
                 "several inputs are a tuple"
             )
     return items
-
-
-def _on(device: torch.device, items: tuple[Any, ...]) -> list[Any]:
-    return [map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, item) for item in items]
 
 
 __all__ = ["Engine", "LayerSpec", "PipelineModule", "TiedLayerSpec", "initialize"]

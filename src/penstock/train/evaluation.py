@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.execute.batch.stream import as_part
 from penstock.pipeline import Pipeline
-from penstock.train.data.batches import Batch, on_device
+from penstock.train.data.batches import Batch
 
 
 def mean_loss(
@@ -21,7 +21,7 @@ def mean_loss(
         batches = list(batches)
         weights = [1.0] * len(batches)
     for each, weight in zip(batches, weights, strict=True):
-        batch = on_device(as_part(each), pipeline.device)
+        batch = as_part(each)
         result = pipeline.evaluate(*batch.args, target=batch.target, **batch.kwargs)
         assert result.loss is not None, "the pipeline has a loss and got a target"
         total += result.loss.item() * weight

@@ -24,7 +24,7 @@ from penstock.pipeline import Pipeline
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import VALUE_BYTES
 from penstock.simulation.costs.fit import costs_from_timelines
-from penstock.train.data.batches import Batch, Dataset, on_device
+from penstock.train.data.batches import Batch, Dataset
 from penstock.train.folder.run_folder import RunFolder, run_path
 from penstock.train.loop import PREPARING_DEADLINE_S
 from penstock.train.measuring.channels import ChannelSpeed, channels_of, measure_channels
@@ -140,15 +140,13 @@ def _record(pipeline: Pipeline, dataset: Dataset, num_steps: int, *, split_backw
 
 
 def _run_step(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False) -> Timeline:
-    part = on_device(batch, pipeline.device)
-    timeline = pipeline.profile(*part.args, target=part.target, split_backwards=split_backwards, **part.kwargs)
+    timeline = pipeline.profile(*batch.args, target=batch.target, split_backwards=split_backwards, **batch.kwargs)
     drop_gradients(pipeline.parameters())
     return timeline
 
 
 def _measure_memory(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False) -> MemoryReport:
-    part = on_device(batch, pipeline.device)
-    report = pipeline.memory_report(*part.args, target=part.target, split_backwards=split_backwards, **part.kwargs)
+    report = pipeline.memory_report(*batch.args, target=batch.target, split_backwards=split_backwards, **batch.kwargs)
     drop_gradients(pipeline.parameters())
     return report
 

@@ -14,7 +14,7 @@ from penstock.execute.batch.stream import Stream, as_part
 from penstock.execute.losses.results import StepResult
 from penstock.pipeline import Pipeline
 from penstock.simulation.prologue import Prologue
-from penstock.train.data.batches import Batch, on_device
+from penstock.train.data.batches import Batch
 from penstock.train.evaluation import mean_loss
 from penstock.train.optimizing.precision import Precision
 from penstock.train.optimizing.update import Update
@@ -171,7 +171,7 @@ class Trainer:
                 return ""
             self.update.optimizer.zero_grad(set_to_none=True)
             self.pipeline.step_number = num_steps - count + index  # so that layers draw the same numbers
-            part = on_device(as_part(batch), self.pipeline.device)
+            part = as_part(batch)
             with self._precision.region(self.pipeline.device):
                 found = self.pipeline.find_not_finite(*part.args, target=part.target, **part.kwargs)
             self.pipeline.step_number = num_steps
@@ -191,12 +191,10 @@ class Trainer:
             batch = self._asked(batches, index)
             moments_s.append(read())
             losses.data_wait_s += moments_s[1] - moments_s[0]
-            if not isinstance(batch, Stream):
-                batch = on_device(batch, device)
-            moments_s.append(read())
             share = None if shares is None else shares[index]
             self.update.begin_batch(1 / len(batches) if share is None else share)
             with self._precision.region(device):
+                moments_s.append(read())
                 result = self._run(batch, is_recorded=record and index == len(batches) - 1)
             losses.add(result, 1.0 if share is None else share)
         return losses, moments_s

@@ -9,7 +9,7 @@ import torch
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.train.activation_checkpoints import with_checkpointing
-from penstock.train.data.batches import Batch, BatchReader, Wants, on_device
+from penstock.train.data.batches import Batch, BatchReader, Wants
 from penstock.train.data.dataset import BatchOptions, TokenDataset
 from penstock.train.data.sequences import Source
 from penstock.train.settings.sections import OptimizerSection
@@ -114,15 +114,6 @@ def test_the_thread_ends_with_the_reader(num_taken):
     while threading.active_count() > before and time.monotonic() < end_s:
         time.sleep(0.001)
     assert threading.active_count() == before
-
-
-def test_tensors_of_all_parts_are_moved():
-    batch = Batch(torch.ones(1), "text", target=[torch.ones(2)], mask=torch.ones(3))
-
-    found = on_device(batch, torch.device("meta"))
-
-    assert [found.args[0].device.type, found.args[1]] == ["meta", "text"]
-    assert [found.target[0].device.type, found.kwargs["mask"].device.type] == ["meta", "meta"]
 
 
 OPTIONS = OptimizerSection(warmup_steps=0)

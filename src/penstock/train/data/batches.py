@@ -14,12 +14,8 @@ from functools import partial
 from threading import Condition, Thread
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
 from penstock.errors import PenstockError
 from penstock.execute.batch.stream import Part
-from penstock.execute.values.tree import map_leaves
 from penstock.pipeline import Pipeline
 from penstock.running_time import wait_in_parts
 
@@ -103,16 +99,6 @@ class Dataset(Protocol):
     def held_out_weights(self, num_batches: int) -> list[float] | None:
         """Return what the loss of each of these is the mean of; None: they are equal."""
         ...
-
-
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch with its tensors on a device."""
-
-    def move(leaf: object) -> object:
-        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
-
-    args, kwargs, target = map_leaves(move, (batch.args, batch.kwargs, batch.target))
-    return Part(*args, target=target, **kwargs)
 
 
 class BatchReader:
