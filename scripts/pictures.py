@@ -277,20 +277,22 @@ def step(theme: Theme) -> bytes:
 
 
 def devices(theme: Theme) -> bytes:
-    """One microbatch on a rank in the middle: what the host queues, and on which stream it runs."""
-    lanes = {"host": 40, "current stream": 110, "from lower ranks": 180, "to higher ranks": 250}
+    """One microbatch on a rank in the middle that takes a mask: what the host queues, and on which stream it runs."""
+    lanes = {"host": 40, "copies of masks": 110, "current stream": 180, "from lower ranks": 250, "to higher ranks": 320}
     parts = [write(10, y + 22, name, "") for name, y in lanes.items()]
     parts += [f'<path d="M140,{y + 17} L760,{y + 17}" class="line"/>' for y in lanes.values()]
-    host, current, lower, higher = lanes.values()
-    parts += [box(150, host, 110, "post receive"), box(290, host, 80, "queue F"), box(400, host, 90, "post send")]
-    parts += [box(520, host, 130, "goes on to F1")]
-    parts += [box(190, lower, 150, "receive of F0", "other"), box(360, current, 120, "F0", "other")]
-    parts += [box(500, higher, 150, "send of F0", "other"), box(500, current, 120, "F1 or a B", "other")]
-    parts += [arrow(f"M342,{lower + 10} L400,{current + 36}"), arrow(f"M470,{current + 36} L520,{higher - 2}")]
-    parts.append(write(330, lower + 52, "F0 waits for its message"))
-    parts.append(write(545, lower + 52, "the send waits for F0"))
+    host, copies, current, lower, higher = lanes.values()
+    parts += [box(150, host, 110, "post receive"), box(275, host, 80, "queue F0"), box(370, host, 90, "post send")]
+    parts += [box(475, host, 100, "copy for F1"), box(590, host, 130, "goes on to F1")]
+    parts += [box(190, lower, 150, "receive of F0", "other"), box(360, current, 240, "F0", "other")]
+    parts += [box(615, higher, 130, "send of F0", "other"), box(640, current, 110, "F1", "other")]
+    parts += [box(190, copies, 110, "copy for F0", "other"), box(490, copies, 110, "copy for F1", "other")]
+    parts += [arrow(f"M302,{copies + 17} L372,{current - 2}"), arrow(f"M602,{copies + 17} L655,{current - 2}")]
+    parts += [arrow(f"M342,{lower + 10} L400,{current + 36}"), arrow(f"M585,{current + 36} L630,{higher - 2}")]
+    parts.append(write(345, lower + 52, "F0 waits for its message"))
+    parts.append(write(620, lower + 35, "the send waits for F0"))
     parts.append(write(150, 24, "run_ahead=N: the host is at most N computations ahead of the stream"))
-    return diagram(780, 300, parts, theme)
+    return diagram(780, 370, parts, theme)
 
 
 def moving(theme: Theme) -> bytes:

@@ -20,7 +20,8 @@ From below to above; a part imports those before it, and no others:
     accelerator.py   what is asked of a device
     values/          trees of tensors, layouts, version guard
     transport/       messages                           control/    collectives, agreement, what stops a step
-    batch/           microbatches, slices, streams      losses/     loss functions, weights, results
+    batch/           microbatches, slices, streams,     losses/     loss functions, weights, results
+                     their copies to the device
     parameters/      how they lie, and who writes their gradients
     step.py          `Step`, and `Bound`, one call of it
     split/           which weight gradients wait        backend.py  torch.compile for split backwards
