@@ -18,6 +18,7 @@ from penstock.execute.accelerator import (
     has_queue,
     is_queued,
     make_event,
+    make_stream,
     memory_snapshot,
     name_of,
     num_accelerators,
@@ -83,6 +84,21 @@ def test_a_process_without_an_accelerator_has_no_device_and_no_events():
     assert not has_events(GPU)
     with pytest.raises(RuntimeError):
         make_event(GPU)
+
+
+def test_a_device_without_further_streams_is_noted_once(monkeypatch, caplog):
+    def lacks(device):
+        raise RuntimeError("Backend doesn't support create a new Stream.")
+
+    monkeypatch.setattr(torch, "Stream", lacks)
+    accelerator._say_once.cache_clear()
+
+    with caplog.at_level(logging.WARNING, "penstock"):
+        found = [make_stream(torch.device("mps")) for _ in range(2)]
+
+    assert found == [None, None]
+    text = "devices of kind 'mps' have no streams beside the current one: Backend doesn't support create a new Stream."
+    assert [record.getMessage() for record in caplog.records] == [text]
 
 
 def test_the_host_waits_for_devices_that_queue_alone(monkeypatch):

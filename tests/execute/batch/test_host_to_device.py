@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from penstock import BatchSpec, Part, PreSplit, Replicate, Stream
+from penstock.execute.batch import host_to_device
 from penstock.execute.batch.host_to_device import copies_for, pinned_or_copied
 from penstock.execute.batch.needs import InputNeeds
 from penstock.pipeline import Pipeline
@@ -99,6 +100,21 @@ def host_batches_train_as_those_of_the_device(device, form, is_pinned):
 @pytest.mark.parametrize("form", ["whole", "pre-split", "consumed", "transposed", "stream"])
 def test_batches_in_the_memory_of_the_host_train_as_those_of_the_device(on_device, form, is_pinned):
     on_device(host_batches_train_as_those_of_the_device, form, is_pinned)
+
+
+def copies_without_streams(device):
+    """Train where no stream is beside the current one."""
+    losses, _ = trained(device, "whole", lambda tensor: tensor)
+    make, host_to_device.make_stream = host_to_device.make_stream, lambda device: None
+    try:
+        assert trained(device, "whole", torch.Tensor.pin_memory)[0] == losses
+        assert trained(device, "stream", lambda tensor: tensor)[0] == losses
+    finally:
+        host_to_device.make_stream = make
+
+
+def test_a_device_without_further_streams_copies_by_the_current_one(on_device):
+    on_device(copies_without_streams)
 
 
 def gradient_finds_its_way(device):
