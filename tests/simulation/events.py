@@ -41,6 +41,8 @@ class Events:
         self.free_s = [0.0] * program.num_ranks
         self.known_s, self.channel_free_s = {}, {}  # (action, rank that has its result), (sender, receiver)
         self.start_s, self.end_s = np.full((2, program.num_instructions), np.nan)
+        # By sending and receiving rank: (row, when it can leave) of what waits, and when receives were posted.
+        self.waiting_sends, self.posts_s = {}, {}
         self.moments = [0.0]
         # By rank and queue: what it has launched and not begun, and when it is free; and the rows of tied groups.
         self.launched = {(rank, queue): [] for rank in range(program.num_ranks) for queue in QUEUES}
@@ -77,7 +79,13 @@ class Events:
         self.known_s.update({(action, rank): until for action in computes})
         heappush(self.moments, until)
         if self.program.instruction(waiting[0]).op.is_send:
-            self.end_s[rows] = self.send(waiting[0], rank, until)
+            receiver = self.rank_of_stage[self.program.peer[waiting[0]]]
+            self.waiting_sends.setdefault((rank, receiver), []).append((waiting[0], until))
+            self.send_posted(rank, receiver)
+        if op in RECEIVES:
+            sender = self.rank_of_stage[self.program.peer[waiting[0]]]
+            self.posts_s.setdefault((sender, rank), []).append(until)
+            self.send_posted(sender, rank)
         if op in SECONDS_BESIDE:
             self.end_s[rows] = np.nan
             queue = next(queue for queue in QUEUES if op in queue)
@@ -129,6 +137,16 @@ class Events:
         heappush(self.moments, self.end_s[row])
         return True
 
+    def send_posted(self, sender, receiver):
+        """Send what has been waiting for nothing, or for its receive alone: the n-th send belongs to the n-th one."""
+        waiting, posts_s = self.waiting_sends.get((sender, receiver), []), self.posts_s.get((sender, receiver), [])
+        while waiting and (posts_s or not self.costs.awaits_receives):
+            row, ready_s = waiting.pop(0)
+            begin_s = max(ready_s, posts_s.pop(0)) if self.costs.awaits_receives else ready_s
+            left_s = self.send(row, sender, begin_s)
+            if self.channel(sender, receiver).is_exclusive:
+                self.end_s[row] = left_s
+
     def send(self, row, rank, now):
         """Put the message on its way; return when it has left."""
         made, receiver = self.result_at(row), self.rank_of_stage[self.program.peer[row]]
@@ -141,7 +159,7 @@ class Events:
         self.channel_free_s[rank, receiver] = begin_s + wire_s
         self.known_s[made, receiver] = begin_s + wire_s + channel.latency_s
         heappush(self.moments, self.known_s[made, receiver])
-        return begin_s + wire_s if channel.is_exclusive else now
+        return begin_s + wire_s
 
     def channel(self, sender, receiver):
         for channel in self.costs.channels:

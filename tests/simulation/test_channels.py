@@ -1,10 +1,14 @@
 """Messages on links: which rows consumers wait for, their lags, and the queues of serialized links."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
+from penstock.lowering import lower
+from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.channels import add_messages
 from penstock.simulation.costs.costs import Channel
@@ -84,3 +88,19 @@ def test_messages_of_another_size_take_another_time_on_the_wire_of_a_serialized_
     timeline = simulate(PROGRAM, costs)
 
     assert (ends(timeline)["0SEND_F0"], ends(timeline)["0SEND_F1"]) == (4, 4.5)
+
+
+@pytest.mark.parametrize(
+    ("is_exclusive", "second_s", "arrivals_s", "starts_s"),
+    [(False, 1.0, [5, 6], [5, 6]), (True, 3.0, [7, 8], [9, 9])],
+)
+def test_a_message_waits_until_its_receive_is_posted_where_costs_say_so(is_exclusive, second_s, arrivals_s, starts_s):
+    """Stage 1 posts the receive of the third microbatch behind its first forward."""
+    program = lower(build("gpipe", ranks=2, microbatches=3))
+    costs = Costs.uniform(message_bytes=(2,), bandwidth_bytes_per_s=1.0, is_exclusive=is_exclusive)
+    costs = replace(costs, forward_s=(1.0, second_s))
+
+    found = [simulate(program, replace(costs, awaits_receives=awaits)) for awaits in (False, True)]
+
+    assert [ends(timeline)["1RECV_F2"] for timeline in found] == arrivals_s
+    assert [starts(timeline)["1F2"] for timeline in found] == starts_s

@@ -281,9 +281,9 @@ def test_compiled_loops_give_a_small_schedule_the_same_times(monkeypatch):
 
 
 @pytest.mark.slow
-@given(programs(), st.integers(0, 2**32))
-def test_the_times_are_those_of_a_simulation_from_event_to_event(program, seed):
-    costs = uneven_costs(program, seed)
+@given(programs(), st.integers(0, 2**32), st.booleans())
+def test_the_times_are_those_of_a_simulation_from_event_to_event(program, seed, awaits_receives):
+    costs = replace(uneven_costs(program, seed), awaits_receives=awaits_receives)
 
     timeline = simulate(program, costs)
 

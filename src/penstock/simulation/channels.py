@@ -4,6 +4,7 @@ rank 0     F0  SEND_F0  F1  SEND_F1          a serialized link is a queue (`simu
 0 -> 1         [ F0      ][ F1      ]~~~>    a contention-free link, and any latency (~), is a lag on the edge
 rank 1     RECV_F0  RECV_F1      F0          a receive is posted and holds nothing up; its consumer waits
 
+Where costs say so (`awaits_receives`), a message also waits until its receive is posted, as over gloo and NCCL.
 A schedule that is not lowered has no sends: a message leaves when the computation that makes it has ended.
 """
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
+from penstock.ir.awaits import receive_of_row
 from penstock.ir.deps import NONE, stages_at
 from penstock.ir.hot import blocks
 from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND, MADE, MOVED, NUM_OPS, TAKEN, At
@@ -36,6 +38,13 @@ class Messages:
     """For each receive, the row after which its message arrives: a send, or a row of a queue."""
     lag_s: NDArray[np.float64]
     """[num_instructions] seconds from the end of what carries the message that a row takes until the row may start."""
+    posts: NDArray[np.int32] | None = None
+    """[num_instructions] the receive of the message that a row takes; None where messages do not wait for receives."""
+
+    def arrivals_s(self, end_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """For each receive, when its message arrives, from the ends of all rows."""
+        begin_s = end_s[self.carriers] if self.posts is None else np.maximum(end_s[self.carriers], end_s[self.receives])
+        return np.asarray(begin_s + self.lag_s[self.receives])
 
 
 def add_messages(program: Program, costs: Costs, before: NDArray[np.int32], queues: Queues) -> Messages:
@@ -52,19 +61,23 @@ def add_messages(program: Program, costs: Costs, before: NDArray[np.int32], queu
     receives = program.rows_of(IS_RECEIVE)
     if (before[receives] == NONE).any():
         raise ScheduleError(f"{program.name}: a receive has no send; check the program before simulating")
+    posts = receive_of_row(program, before) if costs.awaits_receives else None
+    receive_of_send = np.full(program.num_instructions, NONE, np.int32)
+    if posts is not None:
+        receive_of_send[before[receives]] = receives
     if len(receives):
         _let_consumers_wait(program, before)
     if table.is_exclusive.any():
         sends = program.rows_of(IS_SEND)
         sources = sends if len(sends) else program.compute_rows()
-        leaving, wires = _queue(program, sources, table, factors, queues)
+        leaving, wires = _queue(program, sources, table, factors, queues, receive_of_send)
         _let_messages_queue(program, before, leaving, wires)
         if len(sends):
             queues.outlasting.append((leaving, wires))
     carriers = before[receives]
     before[receives] = NONE
     lags = Lags.of(program.placement, table, factors)
-    return Messages(receives, carriers, lags.of_rows(program))
+    return Messages(receives, carriers, lags.of_rows(program), posts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +150,12 @@ def _let_messages_queue(program: Program, before: NDArray[np.int32], leaving: Ro
 
 
 def _queue(
-    program: Program, sources: Rows, table: MessageCosts, factors: NDArray[np.float64], queues: Queues
+    program: Program,
+    sources: Rows,
+    table: MessageCosts,
+    factors: NDArray[np.float64],
+    queues: Queues,
+    receive_of_send: NDArray[np.int32],
 ) -> tuple[Rows, Rows]:
     """Give each message of a serialized link a row of the link's queue; return what sends them, and these rows."""
     key = program.op[sources] * np.int32(program.num_stages) + program.stage[sources]
@@ -149,7 +167,8 @@ def _queue(
     lengths = np.diff(begins, append=len(leaving))
     wires = np.empty(len(leaving), np.int64)
     wire_s = np.take(_by_sender(table.wire_s), key) * factors[program.microbatch[leaving]]
-    wires[in_order] = queues.add(lengths, after=leaving[in_order], duration_s=wire_s[in_order])
+    sent = leaving[in_order]
+    wires[in_order] = queues.add(lengths, after=sent, and_after=receive_of_send[sent], duration_s=wire_s[in_order])
     return leaving, wires
 
 

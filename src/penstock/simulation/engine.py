@@ -47,7 +47,10 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     messages = add_messages(program, costs, before[0], queues)
     barriers = add_barriers(program, before[0], queues)
     before += add_launched(program, costs, queues)
-    times = queues.walk(before, duration_s, messages.lag_s, compiled=compiled)
+    if messages.posts is not None:
+        before.insert(1, messages.posts)
+    num_lagged = 1 if messages.posts is None else 2
+    times = queues.walk(before, duration_s, messages.lag_s, num_lagged=num_lagged, compiled=compiled)
     if not times.is_complete:
         raise ScheduleError(f"{program.name}: the program cannot run to its end; check it before simulating")
     if not np.isfinite(times.end.max(initial=0.0)):
@@ -55,8 +58,7 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     start_s, end_s = times.start[: program.num_instructions], times.end[: program.num_instructions]
     start_s[barriers.rows] = barriers.start_s(times.end)
     start_after_launch(program, costs, start_s)
-    arrived_s = times.end[messages.carriers] + messages.lag_s[messages.receives]
-    end_s[messages.receives] = np.maximum(end_s[messages.receives], arrived_s)
+    end_s[messages.receives] = np.maximum(end_s[messages.receives], messages.arrivals_s(times.end))
     for rows, runs in queues.outlasting:
         end_s[rows] = times.end[runs]
     sizes = costs.stage_bytes(program.placement, program.num_microbatches)

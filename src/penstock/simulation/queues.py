@@ -7,6 +7,7 @@ To the walk (`ir.walk`) a queue is one more rank: its rows follow those of the p
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,30 +27,40 @@ class Queues:
         self._program = program
         self._lengths: list[Rows] = []
         self._after: list[Rows] = []
+        self._and_after: list[NDArray[np.int32]] = []
         self._duration_s: list[Seconds] = []
         self.next_row = program.num_instructions
         """The number that the first row of the next queue will have."""
         self.outlasting: list[tuple[Rows, Rows]] = []
         """Rows of the program that are over when a row of a queue is, and these rows."""
 
-    def add(self, lengths: Rows, *, after: Rows, duration_s: Seconds) -> Rows:
+    def add(
+        self, lengths: Rows, *, after: Rows, duration_s: Seconds, and_after: NDArray[np.int32] | None = None
+    ) -> Rows:
         """Add queues of these lengths and return the numbers of their rows.
 
-        Each row comes after one row, which may be of a later queue.
+        Each row comes after one row, which may be of a later queue, and after one row of the program, if any.
         """
         self._lengths.append(lengths)
         self._after.append(after)
+        self._and_after.append(np.full(len(after), NONE, np.int32) if and_after is None else and_after)
         self._duration_s.append(duration_s)
         self.next_row += len(after)
         return np.arange(self.next_row - len(after), self.next_row)
 
     def walk(
-        self, before: Sequence[NDArray[np.int32]], duration_s: Seconds, lag_s: Seconds, *, compiled: bool = False
+        self,
+        before: Sequence[NDArray[np.int32]],
+        duration_s: Seconds,
+        lag_s: Seconds,
+        *,
+        num_lagged: int = 1,
+        compiled: bool = False,
     ) -> Walk:
         """Time the program's rows and those of all queues.
 
         Each entry of `before` holds, for every row of the program, one more row that it comes after; `lag_s` is the
-        time from the end of the first of these until the row may start.
+        time from the end of each of the first `num_lagged` of these until the row may start.
         """
         program = self._program
         num_added = self.next_row - program.num_instructions
@@ -59,20 +70,21 @@ class Queues:
                 _table(before),
                 program.joined,
                 duration_s,
-                lag=lag_s.reshape(-1, 1),
+                lag=_table([lag_s] * num_lagged),
                 compiled=compiled,
             )
-        # Each row of a queue waits for one row, without a lag, and for the queue's rows before it.
+        # Each row of a queue waits for one row or two, without a lag, and for the queue's rows before it.
         ends = program.num_instructions + np.cumsum(np.concatenate(self._lengths))
         nothing = np.full(num_added, NONE, np.int32)
         after = np.concatenate(self._after).astype(np.int32)
-        columns = [np.concatenate([column, nothing if n else after]) for n, column in enumerate(before)]
+        added = [after, np.concatenate(self._and_after), *[nothing] * len(before)]
+        columns = [np.concatenate(pair) for pair in zip(before, added, strict=False)]
         return walk(
             np.concatenate([program.offsets, ends]),
             _table(columns),
             np.concatenate([program.joined, np.zeros(num_added, np.bool_)]),
             np.concatenate([duration_s, *self._duration_s]),
-            lag=np.concatenate([lag_s, np.zeros(num_added)]).reshape(-1, 1),
+            lag=_table([np.concatenate([lag_s, np.zeros(num_added)])] * num_lagged),
             visits=self._visits(),
             compiled=compiled,
         )
@@ -86,7 +98,7 @@ class Queues:
         return np.argsort(np.concatenate([np.arange(program.num_ranks), fillers]), kind="stable")
 
 
-def _table(columns: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+def _table(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return np.stack(columns, axis=1) if len(columns) > 1 else columns[0].reshape(-1, 1)
 
 

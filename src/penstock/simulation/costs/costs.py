@@ -87,6 +87,8 @@ class SharedCosts:
     is_exclusive: bool = False
     channels: tuple[Channel, ...] = ()
     """The channels that differ from the three lines above."""
+    awaits_receives: bool = False
+    """Whether a message begins once its receive is posted too, as over gloo and NCCL; of programs, which post them."""
     launch_s: float = 0.0
     """Host time of every instruction, on top of what it does."""
 
