@@ -113,6 +113,7 @@ def test_a_split_of_other_layers_is_refused_with_the_costs(split, told):
 
 def test_a_split_says_how_many_layers_there_are():
     assert LayerCosts(forward=1.0, split=[3, 4]).num_layers == 7
+    assert LayerCosts(forward=1.0, split=[1]).num_layers == 1
 
 
 def test_costs_of_stages_remember_their_split():

@@ -60,10 +60,11 @@ class LayerCosts(SharedCosts):
         """Of the model.
 
         Raises:
-            ConfigError: if no field has more than one entry, which is then the same for any number of layers.
+            ConfigError: if no field has more than one entry, which is then the same for any number of layers, and no
+                split says how many there are.
         """
         found = max(sum(self.split), *(len(getattr(self, name)) for name in _PER_LAYER))
-        if found < 2:
+        if found < 2 and not self.split:
             raise self.error("one number for all layers does not say how many there are; give one per layer", "forward")
         return found
 
