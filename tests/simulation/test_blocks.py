@@ -65,8 +65,8 @@ def test_a_block_names_the_message_that_it_waited_for():
     blocks = named(timeline)
 
     assert blocks["0F0"].messages == blocks["1B0"].messages == ()
-    assert blocks["1F0"].messages == (Message(0, 1.5),)
-    assert blocks["0B0"].messages == (Message(3, 5.0),)
+    assert blocks["1F0"].messages == (Message(0, 1.5, 0.0),)
+    assert blocks["0B0"].messages == (Message(3, 5.0, 1.0),)
     assert blocks["0F0"].last_message is None
 
 
@@ -76,7 +76,7 @@ def test_the_two_of_a_pair_are_one_block_with_the_messages_of_both():
     pair = named(simulate(program, Costs.uniform(transfer=0.5)))["1F1"]
 
     assert (pair.num_rows, pair.start_s, pair.end_s) == (2, 2.5, 5.5)
-    assert pair.last_message == Message(1, 2.5)
+    assert pair.last_message == Message(1, 2.5, 0.0)
 
 
 def test_the_last_of_two_messages_is_the_one_that_arrives_last():
@@ -84,8 +84,8 @@ def test_the_last_of_two_messages_is_the_one_that_arrives_last():
 
     pair = named(simulate(program, Costs.uniform()))["1F1"]
 
-    assert pair.messages == (Message(1, 2.0), Message(8, 5.0))
-    assert pair.last_message == Message(8, 5.0)
+    assert pair.messages == (Message(1, 2.0, 0.0), Message(8, 5.0, 2.0))
+    assert pair.last_message == Message(8, 5.0, 2.0)
 
 
 def test_a_block_names_the_gather_in_front_of_it():

@@ -109,6 +109,10 @@ class Why:
         arrival_s, gathered_s, launched_s = self.phases(index)
         if message is not None and moment_s < self.blocks[message.producer].end_s:
             return self.inherited(self.blocks[message.producer].rank, moment_s, Cause.DEPENDENCY)
+        if moment_s < arrival_s and any(
+            each.begin_s < moment_s < each.end_s <= message.posted_s for each in block.reductions
+        ):
+            return Cause.SYNCHRONISATION
         if moment_s < gathered_s:
             return Cause.TRANSFER if moment_s < arrival_s else Cause.SYNCHRONISATION
         own = [wait for wait in self.timeline.data_waits if wait.rank == block.rank]
@@ -261,6 +265,16 @@ def test_waiting_for_parameters_and_for_the_end_of_the_step_is_synchronisation()
     timeline = simulate(sharded("0F0 0UNSHARD 0F1"), costs)
 
     assert seconds(idle_times(timeline, costs), 0) == {"synchronisation": 2}
+
+
+def test_a_message_whose_receive_is_posted_behind_a_reduction_is_not_on_its_way_before():
+    """Rank 0 reduces its second stage from 23 to 26, and then posts the receive of what rank 1 has made by 23."""
+    program = lower(build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2))
+    costs = replace(Costs.uniform(awaits_receives=True), reduce_s=(0.0, 0.0, 3.0, 0.0))
+
+    found = idle_times(simulate(program, costs), costs)
+
+    assert seconds(found, 0) == {"dependency": 3, "synchronisation": 3}
 
 
 def test_waiting_for_a_reload_is_synchronisation():

@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from penstock.ir.operations import IS_RECEIVE
 from penstock.ir.timeline import DataWait
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.causes import Cause, idle_times
 from penstock.simulation.costs.costs import Channel
+from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.simulation.losses import evened, losses_of
 from penstock.simulation.prologue import Prologue
 from tests.simulation.drawing import row_of
@@ -98,6 +101,34 @@ def test_what_is_longer_than_predicted_is_put_down_to_the_rank_that_was_slower_t
     loss = losses(EVEN, timeline=replace(timeline, start_s=start_s, end_s=end_s))[Cause.STRAGGLER]
 
     assert (loss.duration_s, loss.culprit) == (5.0, "rank 1, slower than it usually is")
+
+
+def test_a_rank_that_begins_late_is_named_though_it_computes_as_fast_as_usual():
+    """Rank 1 begins its last backward 5 s later than it could, and whoever comes after it begins later."""
+    timeline = measured(EVEN)
+    late = int(timeline.compute_rows(1)[-1])
+    from_s = timeline.start_s[late]
+    later_s = 5.0 * (timeline.start_s >= from_s)
+    arrives = IS_RECEIVE[timeline.program.op] & (timeline.start_s < from_s)
+    timeline = replace(
+        timeline, start_s=timeline.start_s + later_s, end_s=timeline.end_s + np.where(arrives, 0.0, later_s)
+    )
+
+    loss = losses(EVEN, timeline=timeline)[Cause.STRAGGLER]
+
+    assert (loss.duration_s, loss.culprit) == (5.0, "rank 1, which begins later than it could")
+
+
+def test_reductions_between_computations_cost_what_the_step_is_shorter_without_them():
+    """Rank 0 reduces its second stage for 4 s before its last two backwards of the first one."""
+    program = lower(build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2))
+    costs = replace(Costs.uniform(), reduce_s=(0.0, 0.0, 4.0, 0.0))
+    timeline = replace(simulate(program, costs), source="measured")
+
+    found = {loss.cause: loss.duration_s for loss in losses_of(timeline, costs_from_timeline(timeline))}
+
+    assert found[Cause.SYNCHRONISATION] == timeline.makespan_s - simulate(program, Costs.uniform()).makespan_s > 0
+    assert found[Cause.STRAGGLER] == 0
 
 
 def test_a_late_rank_costs_what_it_is_later_than_the_others():

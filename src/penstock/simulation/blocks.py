@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ class Message:
     producer: int
     """The block that made it."""
     arrival_s: float
+    posted_s: float = -inf
+    """When its receive was posted, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,8 @@ def _messages(
         if source == NONE:
             continue
         if IS_RECEIVE[program.op[source]]:
-            yield Message(int(block_of_row[before[before[source]]]), float(timeline.end_s[source]))
+            times_s = float(timeline.end_s[source]), float(timeline.start_s[source])
+            yield Message(int(block_of_row[before[before[source]]]), *times_s)
         elif program.rank_of_row[source] != program.rank_of_row[member]:
             # Of a schedule that is not lowered; when its messages came is not known, at the latest for the start.
             yield Message(int(block_of_row[source]), float(timeline.start_s[member]))

@@ -90,6 +90,11 @@ def idle_times(timeline: Timeline, costs: Costs, *, memory_limit: int | Sequence
     return IdleTimes(np.array([record.idle_s for record in _records(timeline, costs, memory_limit)]))
 
 
+def late_starts_s(timeline: Timeline, costs: Costs) -> NDArray[np.float64]:
+    """[num_ranks] seconds in which each rank had all that it needed, its launches too, and did not begin."""
+    return np.array([record.late_s for record in _records(timeline, costs, None)])
+
+
 def idle_spans(timeline: Timeline, costs: Costs) -> list[list[IdleSpan]]:
     """Return, per rank and in order, the stretches that `idle_times` adds up."""
     return [record.spans for record in _records(timeline, costs, None)]
@@ -124,6 +129,7 @@ class _Record:
         self.ends_s: list[float] = []
         self.labels: list[int] = []
         self.idle_s = [0.0] * len(Cause)
+        self.late_s = 0.0
         self.spans: list[IdleSpan] = []
 
     @property
@@ -159,6 +165,11 @@ def _add_message(
     if message is not None:
         producer = blocks[message.producer]
         record.inherit(records[producer.rank], min(producer.end_s, until_s), of_work=Cause.DEPENDENCY)
+        for each in block.reductions:
+            # The receive was posted behind it, and no message is on its way before.
+            if record.end_s < each.end_s <= message.posted_s:
+                record.add(min(each.begin_s, until_s), Cause.TRANSFER, is_idle=True)
+                record.add(min(each.end_s, until_s), Cause.SYNCHRONISATION, is_idle=True)
         record.add(min(message.arrival_s, until_s), Cause.TRANSFER, is_idle=True)
     if block.gather is not None:
         record.add(min(block.gather.end_s, until_s), Cause.SYNCHRONISATION, is_idle=True)
@@ -179,6 +190,7 @@ def _add_host(record: _Record, until_s: float, launches_s: float) -> float:
     begin_s = record.end_s
     record.add(min(begin_s + launches_s, until_s), Cause.LAUNCH, is_idle=True)
     launched_s = record.end_s - begin_s
+    record.late_s += max(until_s - record.end_s, 0.0)
     record.add(until_s, Cause.STRAGGLER, is_idle=True)  # all is there, and still the rank does not begin
     return launches_s - launched_s
 

@@ -23,7 +23,7 @@ from penstock.ir.operations import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.blocks import blocks_of
-from penstock.simulation.causes import Cause, idle_times
+from penstock.simulation.causes import Cause, idle_times, late_starts_s
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
 from penstock.simulation.costs.messages import hops, message_costs
 from penstock.simulation.engine import simulate
@@ -57,7 +57,7 @@ def losses_of(timeline: Timeline, costs: Costs, prologues: Sequence[Prologue] = 
 
     even = evened(costs, program.num_stages)
     free = replace(costs, latency_s=0.0, bandwidth_bytes_per_s=inf, channels=())
-    ideal = replace(even, latency_s=0.0, bandwidth_bytes_per_s=inf, channels=(), launch_s=0.0)
+    ideal = replace(even, latency_s=0.0, bandwidth_bytes_per_s=inf, channels=(), launch_s=0.0, reduce_s=(0.0,))
     in_messages = _share_of_messages(timeline, costs)
     host_and_messages_s = without(replace(free, launch_s=0.0))
     found = [
@@ -67,7 +67,7 @@ def losses_of(timeline: Timeline, costs: Costs, prologues: Sequence[Prologue] = 
         Loss(Cause.LAUNCH, (1 - in_messages) * host_and_messages_s, ""),
         _straggler(timeline, costs, max(without_data_waits_s - predicted_s, 0.0), prologues),
         _data(timeline, timeline.makespan_s - without_data_waits_s, prologues),
-        Loss(Cause.SYNCHRONISATION, _agreement_s(timeline, prologues), ""),
+        Loss(Cause.SYNCHRONISATION, _agreement_s(timeline, prologues) + without(replace(costs, reduce_s=(0.0,))), ""),
     ]
     return sorted(found, key=lambda loss: -loss.duration_s)
 
@@ -130,8 +130,11 @@ def _straggler(timeline: Timeline, costs: Costs, inside_s: float, prologues: Seq
     before_s = _saved_before_s(prologues, late_s)
     if before_s > inside_s:
         return Loss(Cause.STRAGGLER, inside_s + before_s, f"rank {last_to_ask(prologues)}, late for the step")
-    excess_s = excess_of_ranks_s(timeline, costs)
-    return Loss(Cause.STRAGGLER, inside_s + before_s, f"rank {int(excess_s.argmax())}, slower than it usually is")
+    excess_s, begins_late_s = excess_of_ranks_s(timeline, costs), late_starts_s(timeline, costs)
+    rank = int((excess_s + begins_late_s).argmax())
+    is_slow = excess_s[rank] >= begins_late_s[rank]
+    how = "slower than it usually is" if is_slow else "which begins later than it could"
+    return Loss(Cause.STRAGGLER, inside_s + before_s, f"rank {rank}, {how}")
 
 
 def excess_of_ranks_s(timeline: Timeline, costs: Costs) -> NDArray[np.float64]:

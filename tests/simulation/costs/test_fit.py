@@ -218,11 +218,13 @@ def test_a_rank_shares_its_optimizer_step_among_its_stages():
     assert costs_from_timeline(timeline).optimizer_s == (1.5, 5.0, 1.5, 5.0)
 
 
-def test_a_reduction_between_computations_is_no_launch():
+def test_a_reduction_between_computations_takes_its_time_and_is_no_launch():
     program = lower(build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2))
-    costs = Costs.uniform(reduce_s=5.0)
+    costs = replace(Costs.uniform(), reduce_s=(5.0, 1.0, 2.0, 3.0))
 
-    assert costs_from_timeline(simulate(program, costs)).launch_s == 0
+    found = costs_from_timeline(simulate(program, costs))
+
+    assert (found.launch_s, found.reduce_s) == (0, (5.0, 1.0, 2.0, 3.0))
 
 
 def test_copies_that_hold_up_their_rank_are_no_launches():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.operations import IS_COPY, OPERATIONS, Group, Kind, Op
+from penstock.ir.operations import IS_COPY, NUM_OPS, OPERATIONS, Group, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Channel, Costs, PerStage, Spread
@@ -81,11 +81,11 @@ def costs_from_timelines(
 ) -> Costs:
     """Estimate costs from timelines of one program, by robust means, so that a single slow instruction counts nothing.
 
-    A computation takes its mean over the microbatches of its stage. A launch is the mean gap between computations for
-    each instruction in it, where no message was late and no reduction or copy was between them. Latencies come from the
-    messages that were waited for, since only they show it, less what `message_bytes` per stage take at `bandwidths`, in
-    bytes per second, of channels that were measured by themselves. What did not run, whole backwards or their parts,
-    follows from what did by their `shares`; it is 0 where nothing is known.
+    A computation takes its mean over the microbatches of its stage, a reduction its median. A launch is the mean gap
+    between computations for each instruction in it, where no message was late and no reduction or copy was between
+    them. Latencies come from the messages that were waited for, since only they show it, less what `message_bytes` per
+    stage take at `bandwidths`, in bytes per second, of channels that were measured by themselves. What did not run,
+    whole backwards or their parts, follows from what did by their `shares`; it is 0 where nothing is known.
     """
     program = timelines[0].program
     samples = _samples(timelines)
@@ -115,6 +115,7 @@ def costs_from_timelines(
         backward_weight_s=_per_stage(weights),
         recompute_s=() if np.isnan(again).all() else _per_stage(np.where(np.isnan(again), forward, again)),
         optimizer_s=_optimizer_s(timelines),
+        reduce_s=_reduce_s(timelines),
         latency_s=default.latency_s,
         bandwidth_bytes_per_s=default.bandwidth_bytes_per_s,
         is_exclusive=default.is_exclusive,
@@ -203,6 +204,15 @@ def _optimizer_s(timelines: Sequence[Timeline]) -> PerStage:
     of_rank = dict(zip(program.rank_of_row[rows].tolist(), seconds.tolist(), strict=True))
     stages_of_rank = program.placement.stages_of_rank
     return tuple(of_rank.get(rank, 0.0) / len(stages_of_rank[rank]) for rank in program.placement.rank_of_stage)
+
+
+def _reduce_s(timelines: Sequence[Timeline]) -> PerStage:
+    program: Program = timelines[0].program
+    rows = program.rows_of(np.arange(NUM_OPS) == Op.REDUCE_GRADIENT)
+    seconds = np.zeros(program.num_stages)
+    if len(rows):
+        seconds[program.stage[rows]] = np.median([each.end_s[rows] - each.start_s[rows] for each in timelines], axis=0)
+    return _per_stage(seconds) if seconds.any() else (0.0,)
 
 
 def _median(values_s: Floats) -> float:
