@@ -244,7 +244,7 @@ class Communicator:
         self.raise_error()
         with RUNTIME.lock:
             queue = self._queue_for(peer)
-            own = RUNTIME.queues.mark(RUNTIME.current_queue(self.device), f"begin of {name}")
+            own = RUNTIME.mark(RUNTIME.current_queue(self.device), f"begin of {name}")
             RUNTIME.queues.wait_for(queue, own, f"input of {name}")
             reads = [tensor for part in parts for tensor in part.reads]
             writes = [tensor for part in parts for tensor in part.writes]
@@ -263,7 +263,7 @@ class Communicator:
                 needs=meeting.needs,
                 is_wanted=meeting.is_wanted,
             )
-            mark = RUNTIME.queues.mark(queue, f"end of {name}")
+            mark = RUNTIME.mark(queue, f"end of {name}")
             return Work(self, mark, [*reads, *writes], writes, host_waits=host_waits)
 
     def _queue_for(self, peer):

@@ -162,11 +162,11 @@ class Queues:
                     self.advance_any(is_shuffled=True)
             self.changed.notify_all()
 
-    def mark(self, queue, name="record of an event"):
-        """Put a mark at the end of a queue."""
+    def mark(self, queue, name="record of an event", *, launched_s=0.0):
+        """Put a mark at the end of a queue, which comes to it when the host has launched it at the earliest."""
         with self.lock:
             mark = Mark(queue, list(queue.clock), capture())
-            self.put(queue, Item(name, partial(_pass, mark), stack=mark.stack))
+            self.put(queue, Item(name, partial(_pass, mark), earliest_s=lambda: launched_s, stack=mark.stack))
             return mark
 
     def wait_for(self, queue, mark, name="wait for an event"):

@@ -144,7 +144,7 @@ class Runtime:
     def wait_here(self, queue, why):
         """Let the host wait for all that is in a queue."""
         self.note_host_wait(why)
-        self.queues.demand(self.host(), self.queues.mark(queue, f"wait of the host: {why}"))
+        self.queues.demand(self.host(), self.mark(queue, f"wait of the host: {why}"))
 
     def note_host_wait(self, why):
         self.host_waits[why] += 1
@@ -168,8 +168,12 @@ class Runtime:
         with self.lock:
             if not event:
                 event, self._next_event = self._next_event, self._next_event + 1
-            self._events[event] = self.queues.mark(self._known_queue(device, stream))
+            self._events[event] = self.mark(self._known_queue(device, stream))
             return event
+
+    def mark(self, queue, name="record of an event"):
+        """Put a mark at the end of a queue; as on a GPU, an idle stream comes to it when the host has put it there."""
+        return self.queues.mark(queue, name, launched_s=self.host().now_s)
 
     def _known_queue(self, device, stream):
         """Return the queue, behind what the calling host knows."""

@@ -142,6 +142,32 @@ def test_what_a_host_launches_after_a_wait_begins_after_it(emulated):
     assert emulated.run(_host_takes_part_in_time) == [pytest.approx(350.0)]
 
 
+def _event_of_a_busy_host(rank, num_ranks):
+    """The host works for a second between two events on a stream that has nothing to do."""
+    begin, end = torch.Event("emu", enable_timing=True), torch.Event("emu", enable_timing=True)
+    torch.accelerator.synchronize()
+    begin.record()
+    RUNTIME.host().now_s += 1.0
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def test_an_idle_stream_comes_to_an_event_when_the_host_records_it(emulated):
+    assert emulated.run(_event_of_a_busy_host) == [pytest.approx(1000.0)]
+
+
+def _dies_of_an_error(rank, num_ranks):
+    """The tensor is freed while Python has the error in its hands."""
+    with pytest.raises(TypeError, match="expected string"):
+        ord(torch.ones(4, device="emu"))
+    return torch.ones(4, device="emu").cpu().tolist()
+
+
+def test_a_tensor_may_die_of_an_error(emulated):
+    assert emulated.run(_dies_of_an_error, timeout_s=10) == [[1.0] * 4]
+
+
 def _bad_index(rank, num_ranks, does_wait):
     table, index = torch.ones(4, 2, device="emu"), torch.tensor([7], device="emu")
     torch.nn.functional.embedding(index, table)

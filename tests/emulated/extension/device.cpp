@@ -54,6 +54,7 @@ template <class... Arguments>
 void tell(const char* name, Arguments... arguments) noexcept {
   if (!Py_IsInitialized()) return;
   py::gil_scoped_acquire gil;
+  py::error_scope raised;  // a tensor may die of an exception on its way, which Python must not see meanwhile
   try {
     py::reinterpret_borrow<py::object>(runtime).attr(name)(arguments...);
   } catch (py::error_already_set& error) {
