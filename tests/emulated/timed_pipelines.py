@@ -1,0 +1,287 @@
+"""Pipelines on the simulated clock: what computations, messages, hosts and data take is planted.
+
+The hosts of the ranks meet in control messages, which go past the device. Here each of these brings the simulated time
+of its sender along. Looks at messages take no time where nobody waits for the answer: ranks are threads, and one may be
+ahead in its steps but behind on the simulated clock, so what it is seen to have done may be in the future.
+"""
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock import Observer
+from penstock.execute.observing.clock import Clock
+from penstock.execute.transport import TorchTransport
+from penstock.execute.transport.protocol import Tag
+from penstock.ir.operations import IS_COMPUTE
+from penstock.simulation.prologue import Prologue
+from penstock.train.watching.recorded_step import RecordedStep
+from tests.emulated.kernels import slow
+from tests.emulated.pipelines import DEADLINE_S, DRAWING, RankGroup
+from tests.emulated.rank_threads import store_of_scenario
+from tests.emulated.runtime import RUNTIME
+
+WIDTH = 2
+MESSAGE_BYTES = WIDTH * 4
+"""A microbatch is one row of float32."""
+NUM_WARM_UPS = 2
+"""Steps in which shapes are agreed on, and it is found out which weight gradients wait for W."""
+
+
+def host_now_s():
+    return RUNTIME.host().now_s
+
+
+def host_works(seconds):
+    """Keep the host of the calling rank busy for so long on the simulated clock."""
+    RUNTIME.host().now_s += seconds
+
+
+def taking_no_time(call):
+    def called(*arguments):
+        host, before_s = RUNTIME.host(), host_now_s()
+        try:
+            return call(*arguments)
+        finally:
+            host.now_s = before_s
+
+    return called
+
+
+class TimedTransport(TorchTransport):
+    """Brings the simulated time of the sender's host along with each message between hosts."""
+
+    def __init__(self, *arguments, **options):
+        self._times, self._num_posted, self._receipts = store_of_scenario("times"), {}, {}
+        super().__init__(*arguments, **options)
+        for name in ("has_left", "is_held_up"):
+            setattr(self.device_queue, name, taking_no_time(getattr(self.device_queue, name)))
+        self._wait_for_send, self._beside = taking_no_time(super().wait), torch.Stream("emu")
+
+    def post_send(self, peer, tensor, tag=Tag.DATA):
+        if tag is Tag.CONTROL:
+            self._times.set(self._key(self.rank, peer), str(host_now_s()))
+        return super().post_send(peer, tensor, tag)
+
+    def post_receive(self, peer, tensor, tag=Tag.DATA):
+        ticket = super().post_receive(peer, tensor, tag)
+        if tag is Tag.CONTROL:
+            self._receipts[ticket.serial] = self._key(peer, self.rank)
+        return ticket
+
+    def wait(self, ticket, limit_s=None):
+        if ticket.is_send:
+            with self._beside:  # the stream of the computations would wait for the future
+                return self._wait_for_send(ticket, limit_s)
+        super().wait(ticket, limit_s)
+        sent = self._receipts.pop(ticket.serial, None)
+        if sent is not None:
+            host_works(max(float(self._times.get(sent)) - host_now_s(), 0.0))
+
+    def _key(self, source, to):
+        number = self._num_posted[source, to] = self._num_posted.get((source, to), 0) + 1
+        return f"{source}/{to}/{number}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is planted, and how it runs."""
+
+    family: str
+    num_ranks: int
+    num_microbatches: int
+    costs: ps.Costs
+    run_ahead: int | None = None
+    is_recorded: bool = True
+    options: Mapping = field(default_factory=dict)
+    """Of the family."""
+    launch_s: float = 0.0
+    """Of the host, before each computation."""
+    stalls_s: Mapping[str, float] = field(default_factory=dict)
+    """Of the host before single computations, by their text."""
+    stalls_inside_s: Mapping[tuple, float] = field(default_factory=dict)
+    """Of the host within the forward of a layer, by stage and microbatch."""
+    slow_s: Mapping[tuple, float] = field(default_factory=dict)
+    """What a forward takes longer on the device, likewise."""
+    data_s: Mapping[int, float] = field(default_factory=dict)
+    """What the first rank waits for the data of single microbatches."""
+    loading_s: Mapping[int, float] = field(default_factory=dict)
+    """What a rank waits for its batch, by rank."""
+    late_s: Mapping[int, float] = field(default_factory=dict)
+    """What a rank does between the steps, by rank."""
+
+    def __str__(self):
+        bandwidth = self.costs.bandwidth_bytes_per_s
+        return f"{self.family}, {self.num_ranks} ranks, {MESSAGE_BYTES / bandwidth:g} s, run_ahead={self.run_ahead}"
+
+
+@dataclass
+class Timed:
+    """What a rank has of the step in which things are planted."""
+
+    queued_s: list
+    """When its host has queued each computation."""
+    recorded: RecordedStep | None = None
+    """With what this rank alone did before the step."""
+
+
+class _Product(torch.autograd.Function):
+    """A product that takes the seconds of its layer; its backward computes the half that is asked for."""
+
+    @staticmethod
+    def forward(context, values, weight, layer):
+        context.save_for_backward(values, weight)
+        context.layer = layer
+        made = values @ weight
+        slow(made, layer.next_forward_s())
+        return made
+
+    @staticmethod
+    def backward(context, gradient):
+        values, weight = context.saved_tensors
+        of_values = of_weight = None
+        if ps.wants_input_gradient(context):
+            of_values = gradient @ weight.t()
+            slow(of_values, context.layer.input_s)
+        if ps.wants_weight_gradient(context):
+            of_weight = values.t() @ gradient
+            slow(of_weight, context.layer.weight_s)
+        return of_values, of_weight, None
+
+
+class Paced(nn.Module):
+    """The layer of a stage, as slow as planned."""
+
+    def __init__(self, plan, stage):
+        super().__init__()
+        costs = plan.costs
+        self.forward_s = costs.forward_s[stage]
+        self.input_s, self.weight_s = costs.backward_input_s[stage], costs.backward_weight_s[stage]
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self._plan, self._stage, self._place = plan, stage, None
+
+    def begin_planted(self):
+        self._place = -1
+
+    def next_forward_s(self):
+        if self._place is None:
+            return self.forward_s
+        self._place += 1
+        key = self._stage, self._place
+        host_works(self._plan.stalls_inside_s.get(key, 0.0))
+        return self.forward_s + self._plan.slow_s.get(key, 0.0)
+
+    def forward(self, values):
+        return _Product.apply(values, self.weight, self)
+
+
+class HostWorks(Observer):
+    """Keeps the host busy before computations."""
+
+    def __init__(self, plan):
+        self._plan, self.is_planted = plan, False
+        self.queued_s = []
+
+    def around(self, program, bound):
+        if bound.awaits is not None or not IS_COMPUTE[program.op[bound.row]]:
+            return None
+        seconds = self._plan.launch_s + self._plan.stalls_s.get(str(program.instruction(bound.row)), 0.0)
+        return lambda step: self._working(seconds)
+
+    @contextmanager
+    def _working(self, seconds):
+        if self.is_planted:
+            host_works(seconds)
+            self.queued_s.append(host_now_s())
+        yield
+
+
+def timed_step(rank, num_ranks, plan):
+    """Take the steps of a plan on this rank; return what it has of the last one."""
+    device, costs = torch.device("emu", rank), plan.costs
+    schedule = ps.build(plan.family, ranks=num_ranks, microbatches=plan.num_microbatches, **plan.options)
+    with DRAWING:
+        layers = [Paced(plan, stage) for stage in range(schedule.num_stages)]
+    host, group = HostWorks(plan), RankGroup(rank, num_ranks, store_of_scenario())
+    pipeline = ps.Pipeline(
+        layers,
+        schedule,
+        loss=nn.functional.mse_loss,
+        transport=TimedTransport(group, deadline_s=DEADLINE_S, device=device),
+        device=device,
+        clock=Clock(host_now_s, host="simulated"),
+        run_ahead=plan.run_ahead,
+        observers=[host],
+        data_warn_s=None,
+        frees_other_stages=False,
+        **_collectives(costs, schedule.placement.stages_of_rank[rank], device),
+    )
+    for each in RUNTIME.communicators:
+        each.latency_s, each.seconds_per_byte = 0.0, 1 / costs.bandwidth_bytes_per_s
+    for _ in range(NUM_WARM_UPS):
+        _step(pipeline, plan, {})
+    torch.accelerator.synchronize(device)
+    pipeline.control.all_gather_object(None)  # from here on all hosts have one time
+    host.is_planted = True
+    for layer in layers:
+        layer.begin_planted()
+    moments_s = _planted_step(pipeline, plan)
+    found = Timed(host.queued_s, _recorded(pipeline, moments_s) if plan.is_recorded else None)
+    pipeline.close()
+    return found
+
+
+def _collectives(costs, stages, device):
+    """Reductions and an optimizer step that take their time on the device, where they take any."""
+    values, options = torch.zeros(1, device=device), {}
+    if any(costs.reduce_s):
+        options["reduce_stage"] = lambda stage: slow(values, costs.reduce_s[stage])
+    if any(costs.optimizer_s):
+        options["optimizer_step"] = lambda: slow(values, sum(costs.optimizer_s[stage] for stage in stages))
+    return options
+
+
+def _step(pipeline, plan, data_s, *, record=False):
+    batch = torch.ones(plan.num_microbatches, WIDTH, device=pipeline.device, requires_grad=True)
+    if plan.data_s:
+        pipeline.step(ps.Stream(_parts(batch, data_s)), record=record)
+    else:
+        pipeline.step(batch, target=batch.detach(), record=record)
+
+
+def _planted_step(pipeline, plan):
+    """Take the step; return when this rank was free for it, had its batch, and asked for it."""
+    rank = pipeline.rank
+    host_works(plan.late_s.get(rank, 0.0))
+    free_s = host_now_s()
+    host_works(plan.loading_s.get(rank, 0.0))
+    loaded_s = host_now_s()
+    _step(pipeline, plan, {} if rank else plan.data_s, record=plan.is_recorded)
+    return free_s, loaded_s, loaded_s
+
+
+def _recorded(pipeline, moments_s):
+    recording, layers_of_stage = pipeline.recording, tuple(pipeline.layers_of_stage)
+    return RecordedStep(
+        NUM_WARM_UPS + 1,
+        recording.timeline,
+        recording.message_bytes,
+        layers_of_stage,
+        (1.0,) * (1 + max(layers[-1] for layers in layers_of_stage)),
+        (Prologue(*map(recording.from_own_clock, moments_s)),),
+    )
+
+
+def recorded_of(ranks):
+    """Return the recorded step, with what each rank did before it."""
+    return replace(ranks[0].recorded, lead_ins=tuple(each.recorded.lead_ins[0] for each in ranks))
+
+
+def _parts(batch, data_s):
+    for number, row in enumerate(batch.detach().split(1)):
+        host_works(data_s.get(number, 0.0))
+        yield ps.Part(row.requires_grad_(), target=row.detach())
