@@ -24,6 +24,7 @@ from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, 
 from penstock.execute.observing.recorder import Recording
 from penstock.execute.stages.layers import Layer
 from penstock.execute.stages.stage import Stage
+from penstock.execute.transport.device_queue import device_queue_of
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import shares_process
 from penstock.ir.timeline import Timeline
@@ -191,7 +192,7 @@ class Pipeline(ModelPart):
 
         `optimizer` is this rank's; `split_backwards` is that of `profile`. On a GPU, torch's peak counters are reset.
         """
-        memory = MemoryWatch(self.stages, self.device, optimizer)
+        memory = MemoryWatch(self.stages, self.device, optimizer, device_queue_of(self._transport))
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
         result = self._run(mode, Call(args, kwargs, target), memory)
         program, layers = self._made.programs.of(mode, self.schedule.num_microbatches), self.layers_of_stage

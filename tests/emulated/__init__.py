@@ -26,6 +26,7 @@ kernels that share a GPU, or drivers.
     rank_processes.py  ranks as processes, for what only they show
     pipelines.py       pipelines of rank threads, and what they train
     timed_pipelines.py steps on the simulated clock, with what computations, messages, hosts and data take
+    held_memory.py     steps whose every byte is accounted for, for test_held_memory.py
     planted.py         the table of planted faults; planting.py plants them, planted_*.py have them and their scenarios
     scenarios.py   what the fixture `emulated` of conftest.py gives
 

@@ -28,12 +28,15 @@ class Block:
 
     memory: torch.Tensor
     size: int
+    """Rounded up."""
     queue: object
     place: Place
     recorded: set = field(default_factory=set)
     """The queues of `record_stream`."""
     marks: list = field(default_factory=list)
     """What must be passed before it goes back to its pool."""
+    requested: int = 0
+    """What its tensor needs of it."""
 
 
 @dataclass
@@ -71,7 +74,7 @@ class Memory:
 
     def allocate(self, size, queue, host):
         self._checker.note_allocation(queue, host.clock)
-        size = -(-size // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
+        requested, size = size, -(-size // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
         self._collect()
         pool = self._pools.get((queue, size))
         statistics = self.statistics_of(queue.device)
@@ -84,6 +87,7 @@ class Memory:
             _poison(block)
             statistics.add(0, size)
         statistics.add(size, 0)
+        block.requested = requested
         block.place.tenant += 1
         block.place.is_free = False
         address = block.memory.data_ptr()

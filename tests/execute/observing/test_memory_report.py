@@ -196,6 +196,34 @@ def test_receives_and_unsent_messages_are_counted():
     assert report.ranks[0].received_bytes > 0
 
 
+def test_buffers_count_once_with_the_parameters_of_their_layers():
+    table = torch.zeros(100)
+
+    def with_table():
+        layer = Shift()
+        layer.register_buffer("table", table)
+        return layer
+
+    task = float_task(16)
+    task = Task(lambda: [with_table(), with_table(), Shift()], task.inputs, task.target)
+
+    report, _ = report_of(build("gpipe", ranks=1, microbatches=8), task)[0]
+
+    assert report.ranks[0].stages[0].parameter_bytes == FLOAT * (3 * WIDTH + 100)
+    assert report.layer_bytes["parameter_bytes"] == (FLOAT * (WIDTH + 100), FLOAT * WIDTH, FLOAT * WIDTH)
+
+
+def test_what_an_optimizer_keeps_on_another_device_is_not_counted():
+    pipeline = Pipeline(deep_task(2).make_layers(), "gpipe", 8, deep_task(2).loss)
+    parameters = [parameter for _, parameter in pipeline.named_parameters()]
+    optimizer = torch.optim.SGD(parameters)
+    optimizer.state[parameters[0]] = {"here": torch.zeros(3), "elsewhere": torch.zeros(5, device="meta")}
+
+    report = pipeline.memory_report(*deep_task(2).inputs, target=deep_task(2).target, optimizer=optimizer)
+
+    assert report.ranks[0].optimizer_bytes == sum(report.layer_bytes["optimizer_bytes"]) == FLOAT * 3
+
+
 def test_an_optimizer_is_counted_where_it_is_given():
     task = deep_task(2)
     pipeline = Pipeline(task.make_layers(), "gpipe", 8, task.loss)

@@ -47,8 +47,7 @@ class LayerSizes:
         }
         """By id of a parameter, the first layer that has it; by that of a module, its layer."""
         self._layer_of |= {id(each): layer for layer, module in self._layers.items() for each in module.modules()}
-        buffers = [buffer for module in self._layers.values() for buffer in module.buffers()]
-        self._given = set(storages(buffers))
+        self._given = set(storages([*map(buffers_of, stages)]))
         """Addresses of what no forward makes: buffers, and the batch."""
         self._layer = min(self._layers)
         self._saved: dict[int, int] = {}
@@ -102,11 +101,13 @@ class LayerSizes:
 
     def own(self, optimizer: Optimizer | None) -> dict[str, dict[str, int]]:
         """Return the sizes of this rank's layers, with parameters, gradients and state as they are now."""
+        buffers = StorageCounter()
         for layer, module in self._layers.items():
             parameters = [each for each in module.parameters() if self._layer_of[id(each)] == layer]
-            state = [] if optimizer is None else [optimizer.state.get(parameter, {}) for parameter in parameters]
+            state = [] if optimizer is None else [state_of(optimizer, parameter) for parameter in parameters]
+            parameter_bytes = sum(local_part(parameter).nbytes for parameter in parameters)
             self._found[layer] |= {
-                PARAMETER: sum(local_part(parameter).nbytes for parameter in parameters),
+                PARAMETER: parameter_bytes + buffers.add([*module.buffers()]),
                 GRADIENT: StorageCounter().add([gradients_of(parameter) for parameter in parameters]),
                 OPTIMIZER: StorageCounter().add(state),
             }
@@ -250,6 +251,16 @@ def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
     """Return what a parameter has of gradients: its own, and one that is accumulated beside it."""
     gradients = (parameter.grad, getattr(parameter, MAIN_GRAD, None))
     return [gradient for gradient in gradients if gradient is not None]
+
+
+def buffers_of(stage: Stage) -> list[Tensor]:
+    """Return the buffers of a stage's layers, saved or not."""
+    return [buffer for layer in stage.layers.values() for buffer in layer.buffers()]
+
+
+def state_of(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
+    """Return what an optimizer keeps of a parameter on the parameter's device; it may count its steps on the host."""
+    return [each for each in tensors_of(optimizer.state.get(parameter, {})) if each.device == parameter.device]
 
 
 def _bytes_of(tree: Any) -> int:

@@ -1,8 +1,9 @@
 """What the ranks hold in memory during a step: counted tensor by tensor, so that it says which stage holds what.
 
-A storage counts once, under the first of: parameters, gradients, contexts for weight gradients, activations, received
-messages, unsent messages. It is looked at between instructions. What an instruction takes and gives back by itself is
-not seen here; on a CUDA device, torch's own counters beside these figures have it.
+A storage counts once, under the first of: parameters and buffers, gradients, contexts for weight gradients,
+activations, received messages, unsent messages. It is looked at between instructions. What an instruction takes and
+gives back by itself is not seen here, nor are the batch and the losses; on an accelerator, torch's own counters beside
+these figures have them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +26,10 @@ from penstock.execute.observing.layer_sizes import (
     LayerSizes,
     SavedTensorTracker,
     StorageCounter,
+    buffers_of,
     gather_sizes,
     gradients_of,
+    state_of,
     storages,
 )
 from penstock.execute.observing.observer import Around, Observer
@@ -38,6 +41,7 @@ from penstock.execute.stages.passes import SavedForward
 from penstock.execute.stages.recompute import Checkpoint
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Bound, Step
+from penstock.execute.transport.device_queue import DeviceQueue
 from penstock.execute.transport.messages import Incoming
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.operations import IS_BACKWARD, RUNS_AUTOGRAD, RUNS_FORWARD
@@ -70,10 +74,18 @@ class MemoryReport:
 class MemoryWatch(Observer):
     """Looks at one rank's memory during one step, between its calls."""
 
-    def __init__(self, stages: Sequence[Stage], device: torch.device, optimizer: Optimizer | None = None) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        device: torch.device,
+        optimizer: Optimizer | None = None,
+        queue: DeviceQueue | None = None,
+    ) -> None:
+        """`queue` has the messages of an accelerator, which hold their tensors until they are over."""
         self.stages = stages
         self.device = device
         self.optimizer = optimizer
+        self._queue = queue
         self.peak_activations = 0
         self.points: dict[Moment, MemoryPoint] = {}
         self.sizes = LayerSizes(stages)
@@ -107,7 +119,7 @@ class MemoryWatch(Observer):
         """Return what was seen in a step that is over."""
         peak = self._peak
         points = {**self.points, Moment.PEAK: self._point(Moment.PEAK, peak)}
-        state = None if self.optimizer is None else list(self.optimizer.state.values())
+        state = None if self.optimizer is None else [state_of(self.optimizer, each) for each in self.optimizer.state]
         return replace(
             peak,
             rank=rank,
@@ -169,7 +181,8 @@ class MemoryWatch(Observer):
         """Count every storage once, under the first of the columns that holds it."""
         counter = StorageCounter()
         parameters = {stage.index: [each for _, each in stage.named_parameters()] for stage in self.stages}
-        parameter_bytes = {stage: counter.add(own) for stage, own in parameters.items()}
+        always = {stage.index: [*parameters[stage.index], *buffers_of(stage)] for stage in self.stages}
+        parameter_bytes = {stage: counter.add(own) for stage, own in always.items()}
         gradient_bytes = {stage: counter.add([*map(gradients_of, own)]) for stage, own in parameters.items()}
         num_activations, context_bytes = dict.fromkeys(parameters, 0), dict.fromkeys(parameters, 0)
         kept, messages, made = self._by_kind(step)
@@ -182,11 +195,12 @@ class MemoryWatch(Observer):
         for stage, value in forwards:
             activation_bytes[stage] += counter.add(_inputs_in(value))
         columns = (parameter_bytes, gradient_bytes, num_activations, activation_bytes, context_bytes)
-        received = [each.tensors if isinstance(each, Incoming) else each for each in messages.values()]
+        received = [[each.tensors, each.numbers] if isinstance(each, Incoming) else each for each in messages.values()]
+        followed, posted = ([], []) if self._queue is None else self._queue.held()
         return RankMemory(
             stages=tuple(StageMemory(stage, *(column[stage] for column in columns)) for stage in parameters),
-            received_bytes=counter.add(received),
-            unsent_bytes=counter.add(list(made.values())),
+            received_bytes=counter.add([*received, *followed]),
+            unsent_bytes=counter.add([*made.values(), *posted]),
         )
 
 

@@ -27,6 +27,7 @@ class StageMemory:
 
     stage: int
     parameter_bytes: int
+    """Those of buffers too."""
     gradient_bytes: int
     num_activations: int
     """Microbatches (or slices) between their forward and the end of their backward."""
@@ -48,7 +49,7 @@ class MemoryPoint:
     name: Moment
     counted_bytes: int
     allocated_bytes: int | None
-    """By torch's allocator for CUDA; at the peak, the most since the beginning. None on a CPU."""
+    """By torch's allocator for the accelerator; at the peak, the most since the beginning. None on a CPU."""
     reserved_bytes: int | None
 
 
@@ -61,9 +62,10 @@ class RankMemory:
     received_bytes: int = 0
     """Buffers of receives, and what has arrived and is not used yet; at the peak."""
     unsent_bytes: int = 0
-    """What was made for another stage and has not been sent, or forwarded within the rank; at the peak."""
+    """What was made for another stage and has not been sent, or forwarded within the rank; on an accelerator, also what
+    was sent and is not known to have left. At the peak."""
     optimizer_bytes: int | None = None
-    """None where no optimizer was given."""
+    """Of its state on the device of the parameters; None where no optimizer was given."""
     peak_activations: int = 0
     """The most activations alive at once, which is what a check counts."""
     points: tuple[MemoryPoint, ...] = ()

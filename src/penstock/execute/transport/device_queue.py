@@ -13,6 +13,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from penstock.errors import DeadlineExceeded, PeerLost
 from penstock.execute.transport.pending import Pending, QueuedMessage, never
@@ -115,6 +116,11 @@ class DeviceQueue:
         marker = self._make_marker()
         marker.record()
         marker.query()
+
+    def held(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of followed receives, and of all messages that nobody has waited for."""
+        followed = [each.message.tensor for each in self._followed]
+        return followed, [each.tensor for each in self._posted.values() if isinstance(each, QueuedMessage)]
 
     def settle(self) -> None:
         """Let the host wait until all followed receives are there. Raises: PeerLost, DeadlineExceeded."""
