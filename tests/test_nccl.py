@@ -139,7 +139,7 @@ def test_a_kernel_that_fails_on_the_device_is_named(run_ahead):
 
 @pytest.mark.parametrize("run_ahead", [None, 2])
 def test_a_peer_that_is_killed_is_named(run_ahead):
-    failing = Failing("lost", num_ranks=NUM_RANKS, run_ahead=run_ahead)
+    failing = Failing("dies", num_ranks=NUM_RANKS, run_ahead=run_ahead)
     with processes(NUM_RANKS) as ranks:
         begin_s = time.monotonic()
         outcome = ranks.attempt(train_around_on, failing, "cuda", timeout_s=START_S)

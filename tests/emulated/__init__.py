@@ -21,6 +21,7 @@ kernels that share a GPU, or drivers.
     nccl.py        communicators
     rank_threads.py    ranks as threads of one process; `communicator()`, `backend()`
     failing_steps.py   steps that fail, for test_failures.py
+    lost_ranks.py      processes of which one is killed, for test_lost_ranks.py
     transport_models.py  random programs whose messages run as a transport model says
     kept_process.py    that process, one per process of pytest
     rank_processes.py  ranks as processes, for what only they show

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +13,13 @@ from penstock.errors import PipelineError
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.emulated.pipelines import DRAWING, IN_MEMORY, LENGTH, ROWS, WIDTH, Block, transport_of
+from tests.emulated.planting import replaced
 from tests.emulated.runtime import RUNTIME
 
 DEADLINE_S = 2.0
 LATE_S = DEADLINE_S + 1.0
 NUM_MICROBATCHES = 4
+HOST = "penstock.construction:host_of_processes"
 CALL = 2
 """The fault is in the call of a layer for this microbatch of a step, counted from 0."""
 
@@ -26,7 +29,7 @@ class Failing:
     """A training in which one step fails, or none."""
 
     kind: str | None
-    """late, raises, lost, kernel; None: nothing fails, and the step that would have failed is left out."""
+    """late, raises, kernel, or dies, of a process; None: the step that would have failed is left out."""
     place: str = "forward"
     culprit: int = 1
     num_ranks: int = 3
@@ -34,6 +37,9 @@ class Failing:
     family: str = "1f1b"
     memory: str = "device"
     """Where batches are, as in `Cell`."""
+    are_apart: bool = False
+    """Whether each rank is on a host of its own: none sees the position of another, nor has a socket to it."""
+    deadline_s: float = DEADLINE_S
 
     def __str__(self):
         return f"{self.kind} in {self.place} of rank {self.culprit}, run_ahead={self.run_ahead}, {self.family}"
@@ -76,7 +82,7 @@ class Fault:
             time.sleep(LATE_S)
         elif self.kind == "raises":
             raise Boom("the layer of the test")
-        elif self.kind == "lost":
+        elif self.kind == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         elif tensor.device.type == "cuda":
             tensor.flatten()[torch.tensor([tensor.numel()], device=tensor.device)]  # fails when the device runs it
@@ -114,11 +120,31 @@ class _InBackward(torch.autograd.Function):
 def train_around_a_failure(rank, num_ranks, failing, kind):
     """Take one step, one that fails, and one more."""
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
-    return train_around(transport_of(rank, num_ranks, device, deadline_s=DEADLINE_S), failing, device)
+    options = {"is_direct": False} if failing.are_apart else {}
+    with replaced(HOST, _apart) if failing.are_apart else nullcontext():
+        transport = transport_of(rank, num_ranks, device, deadline_s=failing.deadline_s, **options)
+        pipeline, fault = pipeline_with_fault(failing, device, transport)
+    try:
+        return _three_steps(pipeline, fault, failing, device)
+    finally:
+        pipeline.close()
 
 
 def train_around(transport, failing, device):
     """Do so with the ranks of a transport."""
+    pipeline, fault = pipeline_with_fault(failing, device, transport)
+    try:
+        return _three_steps(pipeline, fault, failing, device)
+    finally:
+        pipeline.close()
+
+
+def _apart(original):
+    return lambda: f"{original()}, {RUNTIME.host().name}"
+
+
+def pipeline_with_fault(failing, device, transport):
+    """Return this rank's pipeline, and what its faulty layer does where it is the culprit."""
     rank, num_ranks, fault = transport.rank, transport.num_ranks, Fault(failing.kind)
     with DRAWING:
         torch.manual_seed(0)
@@ -132,13 +158,10 @@ def train_around(transport, failing, device):
         transport=transport,
         device=device,
         run_ahead=failing.run_ahead,
-        deadline_s=DEADLINE_S,
+        deadline_s=failing.deadline_s,
         frees_other_stages=False,
     )
-    try:
-        return _three_steps(pipeline, fault, failing, device)
-    finally:
-        pipeline.close()
+    return pipeline, fault
 
 
 def _three_steps(pipeline, fault, failing, device):
@@ -146,12 +169,11 @@ def _three_steps(pipeline, fault, failing, device):
     generator = torch.Generator().manual_seed(1)
     ended, losses = Ended(), []
     for number in range(3):
-        shape = ROWS * NUM_MICROBATCHES, LENGTH, WIDTH
-        inputs, target = (IN_MEMORY[failing.memory](torch.randn(shape, generator=generator), device) for _ in range(2))
+        inputs, target = batch_of(generator, device, failing.memory)
         if number == 1:
-            _fail_a_step(pipeline, fault, failing, (inputs, target), ended)
+            fail_a_step(pipeline, fault, failing, (inputs, target), ended)
             optimizer.zero_grad()
-            if failing.kind in ("kernel", "lost"):
+            if failing.kind in ("kernel", "dies"):
                 return ended  # a device that has failed stays so, and a process that has died too
             continue
         losses.append(_step(pipeline, inputs, target, ended).loss.item())
@@ -160,6 +182,11 @@ def _three_steps(pipeline, fault, failing, device):
     ended.losses = tuple(losses)
     ended.weights = {name: parameter.detach().cpu().tolist() for name, parameter in pipeline.named_parameters()}
     return ended
+
+
+def batch_of(generator, device, memory="device"):
+    shape = ROWS * NUM_MICROBATCHES, LENGTH, WIDTH
+    return [IN_MEMORY[memory](torch.randn(shape, generator=generator), device) for _ in range(2)]
 
 
 def _step(pipeline, inputs, target, ended):
@@ -173,7 +200,7 @@ def _step(pipeline, inputs, target, ended):
     return pipeline.step(inputs, target=target)
 
 
-def _fail_a_step(pipeline, fault, failing, batch, ended):
+def fail_a_step(pipeline, fault, failing, batch, ended):
     if failing.kind is None:
         return
     fault.is_armed = True

@@ -70,6 +70,7 @@ def _serve(connection):
     from tests.emulated.install import install
     from tests.emulated.rank_threads import run_scenario
 
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     install()
     gc.collect()

@@ -45,9 +45,10 @@ class RankGroup:
         return self._store
 
 
-def transport_of(rank, num_ranks, device, *, deadline_s=DEADLINE_S):
+def transport_of(rank, num_ranks, device, *, deadline_s=DEADLINE_S, is_direct=True):
     """Connect this rank's thread with the others, as processes are connected."""
-    return TorchTransport(RankGroup(rank, num_ranks, store_of_scenario()), deadline_s=deadline_s, device=device)
+    group = RankGroup(rank, num_ranks, store_of_scenario())
+    return TorchTransport(group, deadline_s=deadline_s, device=device, is_direct=is_direct)
 
 
 # ---- layers

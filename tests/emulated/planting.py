@@ -62,7 +62,7 @@ def run_scenario_with(rank, num_ranks, scenario, fault):
     run = next(getattr(module, scenario) for module in map(import_module, MODULES) if hasattr(module, scenario))
     if fault is None:
         return run(rank, num_ranks)
-    with _planted(fault):
+    with replaced(fault.place, fault.make):
         return run(rank, num_ranks)
 
 
@@ -71,21 +71,21 @@ def does_nothing(original):
 
 
 @contextmanager
-def _planted(fault):
-    """Have a fault in this process while any rank runs: ranks are threads, and the name is the same for all."""
-    owner, attribute = _found(fault.place)
+def replaced(place, make):
+    """Have a name replaced in this process while any rank runs: ranks are threads, and the name is the same for all."""
+    owner, attribute = _found(place)
     with _planting:
-        _num_planted[fault.name] += 1
-        if _num_planted[fault.name] == 1:
-            _originals[fault.name] = getattr(owner, attribute)
-            setattr(owner, attribute, fault.make(getattr(owner, attribute)))
+        _num_planted[place] += 1
+        if _num_planted[place] == 1:
+            _originals[place] = getattr(owner, attribute)
+            setattr(owner, attribute, make(getattr(owner, attribute)))
     try:
         yield
     finally:
         with _planting:
-            _num_planted[fault.name] -= 1
-            if not _num_planted[fault.name]:
-                setattr(owner, attribute, _originals.pop(fault.name))
+            _num_planted[place] -= 1
+            if not _num_planted[place]:
+                setattr(owner, attribute, _originals.pop(place))
 
 
 def _found(place):

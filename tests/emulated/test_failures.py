@@ -7,6 +7,7 @@ from tests.emulated.failing_steps import DEADLINE_S, LATE_S, Ended, Failing, tra
 pytestmark = [pytest.mark.emulated, pytest.mark.slow, pytest.mark.alone]
 
 SLACK_S = 2.0
+SHORT_DEADLINE_S = 1.0
 SOON_S = 1.5
 """Well before the deadline."""
 BUSY_S = 1.0
@@ -27,6 +28,10 @@ def expect_named_in_time(found, culprit, limit_s):
 
 def expect_right_steps_around(emulated, found, failing):
     expected = run(emulated, Failing(None, num_ranks=failing.num_ranks, family=failing.family), device="cpu")
+    expect_equal_steps(found, expected)
+
+
+def expect_equal_steps(found, expected):
     assert [ended.losses for ended in found] == [ended.losses for ended in expected]
     assert [ended.weights for ended in found] == [ended.weights for ended in expected]
 
@@ -42,6 +47,27 @@ def test_a_layer_that_raises_is_named_and_the_next_step_is_right(emulated, run_a
     expect_named_in_time(found, 1, SOON_S)
     assert "the layer of the test" in found[1].text
     expect_right_steps_around(emulated, found, failing)
+
+
+@pytest.mark.parametrize(("place", "run_ahead"), [("forward", None), ("backward", 2)])
+def test_ranks_of_other_hosts_name_by_their_deadline_whom_ranks_on_cpus_name(emulated, place, run_ahead):
+    """Nobody sees a board, and to abort a communicator wakes nobody at its other end.
+
+    Each names the rank that it waits for; rank 2, at the end of its step, may wait for either of the others.
+    """
+    failing = Failing("raises", place, run_ahead=run_ahead, are_apart=True, deadline_s=SHORT_DEADLINE_S)
+    on_cpus = run(emulated, failing, device="cpu")
+
+    found = run(emulated, failing)
+
+    (began_s,) = [ended.began_s for ended in found if ended.began_s is not None]
+    assert [ended.blamed for ended in found[:2]] == [ended.blamed for ended in on_cpus[:2]] == [1, 1]
+    assert f"waited {SHORT_DEADLINE_S:.2f} s for rank {found[2].blamed}" in found[2].text
+    assert "the layer of the test" in found[1].text
+    assert [ended.error for ended in found] == ["DeadlineExceeded", "PipelineError", "DeadlineExceeded"]
+    assert "unknown (other host)" in found[0].text
+    assert max(ended.ended_s for ended in found) - began_s < SHORT_DEADLINE_S + SLACK_S
+    expect_equal_steps(found, on_cpus)
 
 
 @AHEAD

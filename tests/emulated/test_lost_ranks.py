@@ -1,0 +1,34 @@
+"""A process that is killed while the devices of others wait for it is named in time; steps behind errors are right."""
+
+import signal
+
+import pytest
+
+from tests.emulated.failing_steps import Failing
+from tests.emulated.lost_ranks import lose_a_rank, losses_without_failure
+from tests.emulated.rank_processes import processes
+
+pytestmark = [pytest.mark.emulated, pytest.mark.slow, pytest.mark.alone]
+
+DEADLINE_S, SLACK_S, BUSY_S = 1.0, 2.0, 1.0
+CULPRIT = 1
+
+
+@pytest.mark.parametrize(("place", "run_ahead", "instruction"), [("forward", None, "1F2"), ("backward", 2, "1B2")])
+def test_a_killed_rank_is_named_by_the_deadline(emulated_is_there, place, run_ahead, instruction):
+    failing = Failing("dies", place, CULPRIT, run_ahead=run_ahead, deadline_s=DEADLINE_S)
+    with processes(failing.num_ranks) as pool:
+        expected = pool.run(losses_without_failure, failing)
+        outcome = pool.attempt(lose_a_rank, failing, timeout_s=60)
+
+    assert outcome.exit_codes == {CULPRIT: -signal.SIGKILL}, str(outcome)
+    assert sorted(outcome.results) == [0, 2], str(outcome)
+    for rank, found in outcome.results.items():
+        assert found.losses == expected[rank]
+        assert found.reports == []
+        assert found.raised.blamed == found.lost.blamed == CULPRIT
+        assert found.lost.error == "PeerLost"
+        assert f"is gone, in {instruction}" in found.lost.text
+        assert found.took_s < DEADLINE_S + SLACK_S + BUSY_S
+        assert "the ranks could not start afresh" in found.next_error
+        assert found.next_took_s < DEADLINE_S + SLACK_S
