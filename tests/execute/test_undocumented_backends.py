@@ -156,11 +156,11 @@ class Message(dist.Work):
     def wait(self):
         self.calls.append("wait")
 
-    def synchronize(self):
-        self.calls.append("synchronize")
+    def block_current_stream(self):
+        self.calls.append("block_current_stream")
 
 
-@pytest.mark.parametrize(("has_failed", "calls"), [(False, ["synchronize"]), (None, ["wait"])])
+@pytest.mark.parametrize(("has_failed", "calls"), [(False, ["block_current_stream"]), (None, ["wait"])])
 def test_behind_a_message_that_has_ended_well_the_stream_goes_on(has_failed, calls):
     message = Message(has_failed)
 
@@ -179,4 +179,4 @@ def test_of_a_message_that_has_failed_no_wait_aborts_its_backend_alone():
 
 
 def test_a_work_lets_the_stream_wait_or_the_host():
-    assert all(callable(getattr(dist.Work, name)) for name in ("is_completed", "synchronize", "wait"))
+    assert all(callable(getattr(dist.Work, name)) for name in ("is_completed", "block_current_stream", "wait"))

@@ -41,8 +41,8 @@ def gloo(store: dist.Store, rank: int, num_ranks: int, deadline_s: float) -> Bac
 def device_backend(device: torch.device, store: dist.Store, rank: int, num_ranks: int, limit: timedelta) -> Backend:
     """Connect them by the backend of their devices.
 
-    With NCCL's, `Work.wait` blocks the host, at most for `limit`; `Work.synchronize` lets the current stream wait. An
-    abort waits until all that NCCL runs on the device has ended, that of other backends too: abort all at once.
+    With NCCL's, `Work.wait` blocks the host, at most for `limit`. An abort waits until all that NCCL runs on the device
+    has ended, that of other backends too: abort all at once.
 
     Raises:
         RuntimeError: this torch has no such backend.
@@ -82,20 +82,32 @@ def _without_watchdog() -> Iterator[None]:
             os.environ[_BLOCKING_WAIT] = before
 
 
+def let_stream_wait(work: dist.Work) -> None:
+    """Let the current stream wait for a message, and the host go on."""
+    if _result_of(work) is None:
+        work.wait()
+    else:
+        cast(Any, work).block_current_stream()
+
+
 def pass_completed(work: dist.Work) -> None:
     """Let the current stream go on behind a message for which nobody has to wait any more.
 
     Raises:
         RuntimeError: it has failed.
     """
-    try:
-        has_failed = cast(Any, work).get_future_result().done()  # without a watchdog, NCCL's says so of failures alone
-    except RuntimeError:  # other backends do not know it
-        work.wait()
-        return
-    if has_failed:  # `wait` would say why, but only after an abort of this backend alone
+    result = _result_of(work)
+    if result is not None and result.done():  # `wait` would say why, but only after an abort of this backend alone
         raise RuntimeError("NCCL has lost the connection; the lines of ProcessGroupNCCL in the log say why")
-    work.synchronize()
+    let_stream_wait(work)
+
+
+def _result_of(work: dist.Work) -> Any:
+    """Of NCCL without a watchdog, it is done where the message has failed; other backends know none."""
+    try:
+        return cast(Any, work).get_future_result()
+    except RuntimeError:
+        return None
 
 
 def is_timeout(error: Exception) -> bool:

@@ -62,8 +62,6 @@ class Work:
         if self.is_there and self._problem is not None:
             raise self._problem
 
-    synchronize = wait  # lets the stream wait, where the host goes on
-
     def get_future_result(self):
         raise RuntimeError("this backend does not know it")
 

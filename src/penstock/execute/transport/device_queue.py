@@ -5,7 +5,7 @@
 
 Guarantees: a host that waits for its device (`await_device`) learns in time that the device waits for a peer that is
 late or lost. The time against that peer begins when the device has come to the receive, not when the host queued it.
-Relies on: torch's `Work.synchronize` lets the current stream wait and the host go on.
+Relies on: torch lets the current stream wait for a message and the host go on.
 """
 
 from collections import deque
@@ -25,6 +25,7 @@ from penstock.execute.transport.protocol import (
     deadline_exceeded,
     peer_lost,
 )
+from penstock.execute.undocumented_backends import let_stream_wait
 from penstock.running_time import pause, running_s
 
 PAUSE_S = 50e-6
@@ -68,7 +69,7 @@ class DeviceQueue:
         reached = self._make_marker()
         reached.record()
         try:
-            message.work.synchronize()
+            let_stream_wait(message.work)
         except RuntimeError as error:
             self.require_device()
             raise peer_lost(self._transport.rank, ticket, 0.0, str(error)) from error.with_traceback(None)
