@@ -17,7 +17,7 @@ from tests.emulated.failing_steps import DEADLINE_S, LATE_S, Failing, train_arou
 from tests.emulated.pipelines import FEATURES, Cell, train_over
 from tests.ranks import RankPool
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(90)]
 
 NUM_RANKS = 2
 SLACK_S = 2.0

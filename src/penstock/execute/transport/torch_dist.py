@@ -7,12 +7,9 @@ backend and every `Work` of it are gone. Hence tickets hold no `Work`, and error
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from itertools import permutations
 
 import torch
 import torch.distributed as dist
@@ -21,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import ConfigError, PeerLost, PipelineError, hint_of_limit
 from penstock.execute.accelerator import is_queued, make_event
+from penstock.execute.transport.device_links import abort_all, connect_devices
 from penstock.execute.transport.device_queue import DeviceQueue
 from penstock.execute.transport.pending import DirectReceive, GlooMessage, Pending, QueuedMessage
 from penstock.execute.transport.protocol import (
@@ -33,14 +31,12 @@ from penstock.execute.transport.protocol import (
 )
 from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvous, connect_all
 from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesDiffer, SocketClosed
-from penstock.execute.undocumented_backends import Backend, device_backend, gloo, is_timeout, store_of
+from penstock.execute.undocumented_backends import Backend, gloo, is_timeout, store_of
 from penstock.execute.values.tensors import written_out
 from penstock.running_time import running_s
 
 ADDRESSES, CONNECTED, LINKED = "addresses", "connected", "linked"
 """What the ranks exchange in a round of their rendezvous; the last one only where there are backends."""
-LONGEST = timedelta(days=1)
-"""The limit of a backend's own waits, which a deadline of ours ends first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +160,7 @@ class TorchTransport:
 
     def abort(self) -> None:
         self._sockets.close()
-        links = self._forget()
-        if len(links) < 2:
-            for link in links:
-                link.abort()
-            return
-        # At once: an abort of NCCL's waits for the messages of the others, which nobody would end.
-        with ThreadPoolExecutor(len(links)) as threads:
-            ends = [threads.submit(link.abort) for link in links]
-        for end in ends:
-            end.exception()  # a device that has failed may refuse even this
+        abort_all(self._forget())
 
     def recover(self) -> None:
         self.abort()
@@ -294,16 +281,5 @@ def _connected(
     control = gloo(store, rank, num_ranks, deadline_s) if needs_control else None
     if not is_queued(device):
         return _Links(control, control, control)
-    upward, downward = [
-        device_backend(device, PrefixStore(name, store), rank, num_ranks, LONGEST) for name in ("upward", "downward")
-    ]
-    # NCCL connects a pair at its first message and blocks both ends meanwhile; in program order that may deadlock. So
-    # one number goes over every channel here, in one order on all ranks.
-    number = torch.zeros(1, device=device)
-    for source, destination in permutations(range(num_ranks), 2):
-        link = upward if source < destination else downward
-        if rank == source:
-            QueuedMessage(link.send([number], destination, Tag.DATA), number).wait(deadline_s)
-        elif rank == destination:
-            QueuedMessage(link.recv([number], source, Tag.DATA), number).wait(deadline_s)
+    upward, downward = connect_devices(store, rank, num_ranks, device, deadline_s)
     return _Links(upward, downward, control)
