@@ -55,7 +55,7 @@ Limits. What the host does is seen where it touches pinned memory, frees, launch
 as one host, so a missing lock between them is not seen. A message orders the two ranks' queues when it runs, but its
 receiver does not learn what its sender's stream has ended: where only a chain of messages orders an access, the checker
 reports it. Memory that autograd or an optimizer frees in a thread without frames of Python has the node's name as its
-place. Two queued copies to the host may share a page of pinned memory: where the host first touches the free part of
-that page, what it reads of the rest is not seen. Compiled layers (inductor), autocast and `Work.get_future`, which DDP
-needs, are not there.
+place. Two queued copies to the host may share a page of pinned memory: an instruction that begins in a free part of
+that page, and reads beyond, is not seen; on other processors than x86-64, neither is what follows it. Compiled layers
+(inductor), autocast and `Work.get_future`, which DDP needs, are not there.
 """

@@ -3,9 +3,10 @@
 From its launch until the host knows that it has ended, a copy guards the pages of its pinned side: a download forbids
 all access, an upload forbids writing. The host's access then faults, the extension calls `touched`, and the report has
 the stacks of both sides; whether the copy has run by then makes no difference. Two copies may share a page. Where the
-host touches the free part of such a page, the guard has to go, and what remains is a comparison of the bytes: of an
-upload between launch and execution. A system call that meets a guarded page returns EFAULT, which Python raises.
-The extension's handler of the fault must be the last one that was installed: faulthandler, enabled later, takes its
+host touches the free part of such a page, the guard goes for one instruction, on x86-64; on other processors it goes
+for good. What one instruction does beyond the byte at which it begins is not seen, so the bytes of an upload are
+compared between launch and execution as well. A system call that meets a guarded page returns EFAULT, which Python
+raises. The extension's handlers must be the last ones that were installed: faulthandler, enabled later, takes their
 place and ends the process.
 """
 
@@ -91,7 +92,7 @@ class PinnedMemory:
             self._guard(use.access.low, use.access.high)
 
     def touched(self, address):
-        """Report the host's access to a guarded page, and open the page."""
+        """Report the host's access to a guarded page, and open the page; return whether others still need a guard."""
         found = [use for use in self.uses if use.access.low <= address < use.access.high]
         for use in found:
             did = "reads or writes" if use.access.is_write else "writes"
@@ -99,6 +100,11 @@ class PinnedMemory:
             self._checker.report(PINNED, [use.access.name, "the host"], text)
             self.uses.remove(use)
         self._guard_pages(address, 1, ALLOW)
+        return any(use.shares_pages(address, address) for use in self.uses)
+
+    def guard_again(self, address):
+        """Guard a page that was open for one instruction."""
+        self._guard(address, address + 1)
 
     def unpinned(self, base):
         """Forget memory that is given back; the copy that held it is over."""

@@ -266,7 +266,11 @@ class Runtime:
 
     def touched(self, address):
         with self.lock:
-            self.pinned.touched(address)
+            return self.pinned.touched(address)
+
+    def guard_again(self, address):
+        with self.lock:
+            self.pinned.guard_again(address)
 
     def unpinned(self, base):
         with self.lock:

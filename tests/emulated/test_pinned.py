@@ -1,9 +1,12 @@
 """The host's access to pinned memory while a copy still needs it is seen, with both lines."""
 
+import ctypes
+
 import pytest
 import torch
 
 from tests.emulated.checker import PINNED, UNORDERED
+from tests.emulated.planted_users import CAN_STEP
 from tests.emulated.scenarios import POLICIES
 
 pytestmark = pytest.mark.emulated
@@ -76,11 +79,45 @@ def test_the_free_part_of_a_page_may_be_written(emulated):
     assert emulated.run(_write_the_other_half, 4) == [[1.0] * 4]
 
 
-def test_bytes_that_change_on_a_page_without_guard_are_found_when_the_copy_runs(emulated):
+def test_the_needed_part_of_a_page_may_not_be_written_behind_the_free_one(emulated):
     (report,) = emulated.attempt(_write_the_other_half, 3, policy="lazy").reports
 
     assert report.kind == PINNED
+    assert report.text.count("_write_the_other_half") == 2 if CAN_STEP else "has changed what" in report.text
+
+
+def _write_across(rank, num_ranks):
+    staging = torch.ones(16, dtype=torch.uint8).pin_memory()
+    values = torch.empty(8, dtype=torch.uint8, device="emu")
+    values.copy_(staging[8:], non_blocking=True)
+    ctypes.memset(staging.data_ptr(), 6, 16)  # with one instruction, which begins in the free part
+    return values.cpu().tolist()
+
+
+def test_bytes_that_an_instruction_changes_beyond_its_first_are_found_when_the_copy_runs(emulated):
+    (report,) = emulated.attempt(_write_across, policy="lazy").reports
+
+    assert report.kind == PINNED
     assert "the host has changed what" in report.text
+
+
+def _two_downloads(rank, num_ranks, waits):
+    found, copied = torch.zeros(2, pin_memory=True), torch.Event("emu")
+    for number in range(2):
+        found[number : number + 1].copy_(torch.full((1,), number + 2.0, device="emu"), non_blocking=True)
+        if number == 0 or waits:
+            copied.record()
+    copied.synchronize()
+    return found[0].item(), found[1].item(), found.tolist()
+
+
+@pytest.mark.skipif(not CAN_STEP, reason="needs a processor that stops behind one instruction")
+@all_policies
+def test_a_download_is_found_behind_a_read_of_another_one_on_its_page(emulated, policy, seed):
+    assert emulated.run(_two_downloads, True, policy=policy, seed=seed) == [(2.0, 3.0, [2.0, 3.0])]
+
+    (report,) = emulated.attempt(_two_downloads, False, policy=policy, seed=seed).reports
+    assert (report.kind, report.operations) == (PINNED, ("copy to the host", "the host"))
 
 
 def _there_and_back(rank, num_ranks, waits):

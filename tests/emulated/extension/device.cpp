@@ -23,6 +23,7 @@
 #include <mutex>
 #include <signal.h>
 #include <sys/mman.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 namespace {
@@ -165,7 +166,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
 // Pinned memory has pages of its own, so that the runtime can guard those that a queued copy still needs.
 std::mutex pinned_lock;
 std::map<char*, size_t> pinned;  // first byte -> bytes that were mapped
-struct sigaction segv_before;
+struct sigaction segv_before, trap_before;
 
 size_t page_size() { return size_t(sysconf(_SC_PAGESIZE)); }
 
@@ -211,12 +212,38 @@ void guard_pages(int64_t address, int64_t size, int access) {
 // The host touched a guarded page. Calling Python is safe here: the fault is synchronous, in code that reads or writes a
 // tensor, and so in none that holds a lock of malloc or of the interpreter. The runtime opens the page; the access is
 // then repeated.
-void on_fault(int signal_number, siginfo_t* fault, void*) {
+//
+// Where queued copies still need a part of the page, the processor stops behind the one instruction that is repeated
+// (the trap flag of x86), and the page is guarded again. On other processors it stays open.
+thread_local std::vector<int64_t> opened;  // addresses in pages that are to be guarded again
+
+void stop_behind_next_instruction(void* context, bool stops) {
+#if defined(__x86_64__)
+  constexpr greg_t TRAP_FLAG = 0x100;
+  auto& flags = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_EFL];
+  flags = stops ? flags | TRAP_FLAG : flags & ~TRAP_FLAG;
+#endif
+}
+
+void on_fault(int signal_number, siginfo_t* fault, void* context) {
   if (is_pinned(fault->si_addr)) {
-    ask<void>("touched", number(fault->si_addr));
+    if (ask<bool>("touched", number(fault->si_addr))) {
+      opened.push_back(number(fault->si_addr));
+      stop_behind_next_instruction(context, true);
+    }
     return;
   }
   sigaction(signal_number, &segv_before, nullptr);  // not ours: the repeated access meets who was there before
+}
+
+void on_stop(int signal_number, siginfo_t*, void* context) {
+  if (opened.empty()) {
+    sigaction(signal_number, &trap_before, nullptr);
+    raise(signal_number);
+    return;
+  }
+  stop_behind_next_instruction(context, false);
+  for (int64_t address : std::exchange(opened, {})) ask<void>("guard_again", address);
 }
 
 void watch_faults() {
@@ -224,6 +251,10 @@ void watch_faults() {
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigaction(SIGSEGV, &action, &segv_before);
+#if defined(__x86_64__)
+  action.sa_sigaction = on_stop;
+  sigaction(SIGTRAP, &action, &trap_before);
+#endif
 }
 
 struct Numbers final : at::CPUGeneratorImpl {
