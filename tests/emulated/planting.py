@@ -15,9 +15,10 @@ ALONE = (
     "refilled_buffers",
     "averaged_weights",
     "peaks_of_activations",
+    "measured_layers",
 )
 """Scenarios of one rank."""
-MODULES = ("tests.emulated.planted_scenarios", "tests.emulated.planted_hooks")
+MODULES = ("tests.emulated.planted_scenarios", "tests.emulated.planted_hooks", "tests.emulated.planted_waits")
 _planting, _num_planted, _originals = threading.Lock(), Counter(), {}
 
 
