@@ -242,13 +242,19 @@ class Queues:
     # ---- hosts that wait
 
     def demand(self, host, mark, limit_s=None):
-        """Block a host until a queue has come to a mark, and run what that needs. Return whether it came in time."""
+        """Block a host until a queue has come to a mark, and run what that needs. Return whether it came in time.
+
+        Without a limit it hangs once nothing has been launched or run for `hang_s`: hosts may be slow.
+        """
         end_s = time.monotonic() + (self.hang_s if limit_s is None else limit_s)
         with self.changed:
             host.waits_for = mark if limit_s is None else None
             try:
                 while not mark.is_done:
+                    before = self.num_changes
                     self._go_on_or_sleep(host, mark)
+                    if limit_s is None and self.num_changes != before:
+                        end_s = time.monotonic() + self.hang_s
                     if not mark.is_done and time.monotonic() > end_s:
                         if limit_s is not None:
                             return False

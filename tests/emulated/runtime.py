@@ -147,8 +147,9 @@ class Runtime:
         self.queues.demand(self.host(), self.mark(queue, f"wait of the host: {why}"))
 
     def note_host_wait(self, why):
-        self.host_waits[why] += 1
-        self.places_of_waits.append((why, capture()))
+        with self.lock:  # ranks are threads
+            self.host_waits[why] += 1
+            self.places_of_waits.append((why, capture()))
 
     def know_ended(self, queue):
         """Let the host of a queue know that its operations are over, and nothing of what they waited for."""

@@ -5,8 +5,11 @@ import time
 import pytest
 import torch
 
+from tests.emulated import queues
 from tests.emulated.checker import HANG
 from tests.emulated.kernels import slow
+from tests.emulated.planting import replaced
+from tests.emulated.rank_threads import communicator
 from tests.emulated.runtime import RUNTIME
 from tests.emulated.scenarios import POLICIES
 
@@ -206,6 +209,43 @@ def test_a_hang_is_reported_with_the_head_of_the_queue_and_not_waited_for(emulat
     assert "head of stream 0 of emu:0: never, launched at tests/emulated/test_queues.py:" in report.text
     assert "host of rank 0 waits" in report.text
     assert time.monotonic() - begin_s < 30
+
+
+class FakeTime:
+    """Stands in for the module `time`."""
+
+    now_s = 0.0
+    num_looks = 0
+
+    def monotonic(self):
+        self.num_looks += 1
+        return self.now_s
+
+    def pass_by(self, seconds):
+        """Let time pass, and wait until rank 0 has looked, or waits no more."""
+        self.now_s += seconds
+        seen = self.num_looks
+        while self.num_looks == seen and RUNTIME.ranks[0].waits_for is not None:
+            time.sleep(0.001)
+
+
+def _wait_for_a_slow_peer(rank, num_ranks, hang_s):
+    messages, values = communicator(), torch.zeros(1, device="emu")
+    with replaced("tests.emulated.queues:time", lambda original: FakeTime()):
+        if rank == 0:
+            messages.recv([values], 1).wait()
+            return values.item()
+        while RUNTIME.ranks[0].waits_for is None:
+            time.sleep(0.001)
+        for _ in range(4):
+            values += 1
+            queues.time.pass_by(0.7 * hang_s)
+        messages.send([values], 0).wait()
+        return values.item()
+
+
+def test_a_host_waits_for_a_slow_one_as_long_as_that_launches_something(emulated):
+    assert emulated.run(_wait_for_a_slow_peer, 20.0, num_ranks=2) == [4.0, 4.0]
 
 
 def _random_order(rank, num_ranks):
