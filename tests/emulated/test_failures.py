@@ -63,9 +63,10 @@ def test_ranks_of_other_hosts_name_by_their_deadline_whom_ranks_on_cpus_name(emu
 
     (began_s,) = [ended.began_s for ended in found if ended.began_s is not None]
     assert [ended.blamed for ended in found[:2]] == [ended.blamed for ended in on_cpus[:2]] == [1, 1]
-    assert re.search(rf"waited {int(SHORT_DEADLINE_S)}\.\d\d s for rank {found[2].blamed}", found[2].text)
+    assert re.search(rf"waited [\d.]+ s for rank {found[2].blamed}\b", found[2].text)
     assert "the layer of the test" in found[1].text
-    assert [ended.error for ended in found] == ["DeadlineExceeded", "PipelineError", "DeadlineExceeded"]
+    assert [ended.error for ended in found[:2]] == ["DeadlineExceeded", "PipelineError"]
+    assert found[2].error in ("DeadlineExceeded", "PeerLost")  # rank 0 may have left by then
     assert "unknown (other host)" in found[0].text
     assert max(ended.ended_s for ended in found) - began_s < SHORT_DEADLINE_S + SLACK_S
     expect_equal_steps(found, on_cpus)
