@@ -32,7 +32,9 @@ class OnTwoStreams:
     torch runs a backward on the stream of its forward, so what counts is where each forward ran: [1] the forward at
     hand takes the other stream. [2] Both streams wait for each other around a pair, so memory that one has freed is
     free for the other. [3] The forward is queued first: then nothing it allocates was freed by the backward beside it.
-    An input that needs no gradient and that autograd does not keep, such as a mask, must stay alive by itself.
+    [4] A backward is called on its own stream: autograd lets it wait for all that the current stream has queued, which
+    else would be the forward. An input that needs no gradient and that autograd does not keep, such as a mask, must
+    stay alive by itself.
     """
 
     def __init__(self, device):
@@ -46,12 +48,14 @@ class OnTwoStreams:
         self._on_side -= {_place(backward), _place(forward)}
         self._side.wait_stream(main)  # [2]
         if side_is_taken:
-            forward()
+            forward()  # [3]
+            with self._side:
+                backward()  # [4]
         else:
             self._on_side.add(_place(forward))  # [1]
             with self._side:
                 forward()  # [3]
-        backward()
+            backward()  # [4]
         main.wait_stream(self._side)  # [2]
 
 

@@ -95,6 +95,20 @@ def test_a_recorded_step_is_the_predicted_one(emulated, plan):
     assert end_s[awaited] == pytest.approx(expected_end_s[awaited], abs=near)
 
 
+@pytest.mark.parametrize("transfer_s", [0.0, TRANSFER_S])
+def test_overlapped_pairs_on_two_streams_take_as_long_as_the_longer_of_the_two(emulated, transfer_s):
+    costs = replace(costs_of(4, transfer_s), overlap_factor=0.5, reduce_s=(0.0,), optimizer_s=(0.0,))
+    halves = (1.0,) * 4
+    costs = replace(costs, forward_s=(2.0,) * 4, backward_input_s=halves, backward_weight_s=halves)
+
+    timeline = run(emulated, Plan("dualpipe-v", 2, 6, costs, is_overlapped=True))[0].recorded.timeline
+
+    predicted, is_compute = simulate(timeline.program, costs), timeline.program.is_compute
+    assert timeline.program.joined.any()
+    for found_s, expected_s in zip(aligned(timeline), aligned(predicted), strict=True):
+        assert found_s[is_compute] == pytest.approx(expected_s[is_compute], abs=TOLERANCE * predicted.makespan_s)
+
+
 @pytest.mark.parametrize(("policy", "seed"), POLICIES[1:])
 def test_no_order_in_which_the_queues_run_changes_a_time(emulated, policy, seed):
     plan = plan_of("interleaved-1f1b", TRANSFER_S)

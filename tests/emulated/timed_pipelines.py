@@ -21,7 +21,7 @@ from penstock.ir.operations import IS_COMPUTE
 from penstock.simulation.prologue import Prologue
 from penstock.train.watching.recorded_step import RecordedStep
 from tests.emulated.kernels import slow
-from tests.emulated.pipelines import DEADLINE_S, DRAWING, RankGroup
+from tests.emulated.pipelines import DEADLINE_S, DRAWING, OnTwoStreams, RankGroup
 from tests.emulated.rank_threads import store_of_scenario
 from tests.emulated.runtime import RUNTIME
 
@@ -99,6 +99,8 @@ class Plan:
     is_recorded: bool = True
     options: Mapping = field(default_factory=dict)
     """Of the family."""
+    is_overlapped: bool = False
+    """Whether the two of an overlapped pair run on two streams."""
     launch_s: float = 0.0
     """Of the host, before each computation."""
     stalls_s: Mapping[str, float] = field(default_factory=dict)
@@ -218,6 +220,7 @@ def timed_step(rank, num_ranks, plan):
         observers=[host],
         data_warn_s=None,
         frees_other_stages=False,
+        overlap=OnTwoStreams(device) if plan.is_overlapped else None,
         **_collectives(costs, schedule.placement.stages_of_rank[rank], device),
     )
     for each in RUNTIME.communicators:
