@@ -92,6 +92,9 @@ class Work:
     def result(self):
         return self._outputs
 
+    def get_future_result(self):
+        raise RuntimeError("emulated: only NCCL's own work has it")
+
 
 class Communicator:
     """One rank's end. Its methods are those of a backend of c10d.

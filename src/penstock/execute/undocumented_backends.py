@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -80,34 +80,6 @@ def _without_watchdog() -> Iterator[None]:
             del os.environ[_BLOCKING_WAIT]
         else:
             os.environ[_BLOCKING_WAIT] = before
-
-
-def let_stream_wait(work: dist.Work) -> None:
-    """Let the current stream wait for a message, and the host go on."""
-    if _result_of(work) is None:
-        work.wait()
-    else:
-        cast(Any, work).block_current_stream()
-
-
-def pass_completed(work: dist.Work) -> None:
-    """Let the current stream go on behind a message for which nobody has to wait any more.
-
-    Raises:
-        RuntimeError: it has failed.
-    """
-    result = _result_of(work)
-    if result is not None and result.done():  # `wait` would say why, but only after an abort of this backend alone
-        raise RuntimeError("NCCL has lost the connection; the lines of ProcessGroupNCCL in the log say why")
-    let_stream_wait(work)
-
-
-def _result_of(work: dist.Work) -> Any:
-    """Of NCCL without a watchdog, it is done where the message has failed; other backends know none."""
-    try:
-        return cast(Any, work).get_future_result()
-    except RuntimeError:
-        return None
 
 
 def is_timeout(error: Exception) -> bool:

@@ -63,3 +63,45 @@ def test_a_message_that_does_not_come_ends_the_wait_at_the_deadline():
 def test_what_went_wrong_with_a_message_is_raised_where_it_is_waited_for():
     with pytest.raises(RuntimeError, match="remote process exited"):
         message(QueueStandIn(2, RuntimeError("NCCL: remote process exited"))).wait(20.0)
+
+
+class Message:
+    """A message that has ended, well or not, or of a backend that does not tell."""
+
+    def __init__(self, has_failed):
+        self.has_failed, self.calls = has_failed, []
+
+    def is_completed(self):
+        return True
+
+    def get_future_result(self):
+        if self.has_failed is None:
+            raise RuntimeError("this backend does not know it")
+        future = torch.futures.Future()
+        if self.has_failed:
+            future.set_result(2)
+        return future
+
+    def wait(self):
+        self.calls.append("wait")
+
+    def block_current_stream(self):
+        self.calls.append("block_current_stream")
+
+
+@pytest.mark.parametrize(("has_failed", "calls"), [(False, ["block_current_stream"]), (None, ["wait"])])
+def test_behind_a_message_that_has_ended_well_the_stream_goes_on(has_failed, calls):
+    message = Message(has_failed)
+
+    QueuedMessage(message, torch.zeros(1)).is_over()
+
+    assert message.calls == calls
+
+
+def test_of_a_message_that_has_failed_no_wait_aborts_its_backend_alone():
+    message = Message(True)
+
+    with pytest.raises(RuntimeError, match="NCCL has lost the connection"):
+        QueuedMessage(message, torch.zeros(1)).is_over()
+
+    assert message.calls == []

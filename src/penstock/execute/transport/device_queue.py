@@ -25,7 +25,6 @@ from penstock.execute.transport.protocol import (
     deadline_exceeded,
     peer_lost,
 )
-from penstock.execute.undocumented_backends import let_stream_wait
 from penstock.running_time import pause, running_s
 
 PAUSE_S = 50e-6
@@ -69,7 +68,7 @@ class DeviceQueue:
         reached = self._make_marker()
         reached.record()
         try:
-            let_stream_wait(message.work)
+            message.follow()
         except RuntimeError as error:
             self.require_device()
             raise peer_lost(self._transport.rank, ticket, 0.0, str(error)) from error.with_traceback(None)

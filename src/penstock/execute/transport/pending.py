@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.execute.transport.sockets import Arriving, DirectSocket, MessageLate
-from penstock.execute.undocumented_backends import pass_completed
 from penstock.running_time import pause, running_s
 
 SHORTEST_WAIT_S = 0.001
@@ -76,8 +75,25 @@ class QueuedMessage:
     def is_over(self) -> bool:
         if not self.has_ended():
             return False
-        pass_completed(self.work)
+        result = self._result()
+        if result is not None and result.done():  # `wait` would say why, but only after an abort of this backend alone
+            raise RuntimeError("NCCL has lost the connection; the lines of ProcessGroupNCCL in the log say why")
+        self.follow()
         return True
+
+    def follow(self) -> None:
+        """Let the current stream wait for the message, and the host go on."""
+        if self._result() is None:
+            self.work.wait()
+        else:
+            cast(Any, self.work).block_current_stream()
+
+    def _result(self) -> Any:
+        """Of NCCL as `device_backend` makes it, it is done where the message has failed; other backends know none."""
+        try:
+            return cast(Any, self.work).get_future_result()
+        except RuntimeError:
+            return None
 
     def wait(self, deadline_s: float) -> None:
         end_s = running_s() + deadline_s
