@@ -17,6 +17,8 @@ from penstock.train.settings.config import config_from_table
 from tests.train.local_ranks import VOCABULARY, on_ranks, small_pipeline
 
 NUM_STEPS = 3
+TABLES_BYTES = 2 * 8 * 4 * 4
+"""Of the buffers of a block: cosine and sine of 8 positions and 4 angles, in float32."""
 
 
 def dataset():
@@ -71,8 +73,8 @@ def test_costs_are_those_of_stages_channels_and_bytes(profiled):
         ("B", 0), ("B", 1), ("F", 0), ("F", 1), ("I", 0), ("I", 1), ("W", 0), ("W", 1),
     ]  # fmt: skip
     assert costs.message_bytes == (2 * 8 * 16 * 4, 0)
-    assert list(costs.parameter_bytes) == sizes
-    assert costs.gradient_bytes == costs.parameter_bytes
+    assert list(costs.gradient_bytes) == sizes
+    assert costs.parameter_bytes == tuple(size + 2 * TABLES_BYTES for size in sizes)
     # AdamW keeps two numbers for each parameter, and a count for each tensor.
     assert all(2 * size < kept < 2.1 * size for kept, size in zip(costs.optimizer_bytes, sizes, strict=True))
     assert min(costs.activation_bytes) >= 2 * 8 * 16 * 4
@@ -102,7 +104,10 @@ def test_each_term_is_measured_of_each_layer(profiled):
     # Blocks this small leave no weights for later; an embedding waits for the gradient of its output.
     assert (layers.weight_context_bytes[embedding], layers.weight_context_bytes[norm]) == (output, 0)
     assert layers.parameter_bytes[head] == 16 * VOCABULARY * 4
-    assert sum(layers.parameter_bytes) == sum(size for *_, size in profiled)
+    assert sum(layers.gradient_bytes) == sum(size for *_, size in profiled)
+    for layer in range(7):
+        tables_bytes = TABLES_BYTES if layer in blocks else 0
+        assert layers.parameter_bytes[layer] == layers.gradient_bytes[layer] + tables_bytes
 
 
 def test_the_file_of_a_profile_serves_other_ranks_and_stages(profiled):

@@ -162,13 +162,15 @@ def test_the_model_of_memory_knows_main_weights_and_sums_in_float32(schedule):
         optimizer.step()
         report = pipeline.memory_report(inputs, target=target, optimizer=optimizer)
         pipeline.close()
-        return report, sum(parameter.numel() for parameter in pipeline.parameters())
+        buffers = [each for stage in pipeline.stages for layer in stage.layers.values() for each in layer.buffers()]
+        num_parameters = sum(parameter.numel() for parameter in pipeline.parameters())
+        return report, num_parameters, sum(buffer.nbytes for buffer in buffers)
 
     results = on_ranks(2, case)
 
-    for (report, num_parameters), memory in zip(results, results[0][0].ranks, strict=True):
+    for (report, num_parameters, buffer_bytes), memory in zip(results, results[0][0].ranks, strict=True):
         gradients = sum(stage.gradient_bytes for stage in memory.stages)
-        assert sum(stage.parameter_bytes for stage in memory.stages) == 2 * num_parameters
+        assert sum(stage.parameter_bytes for stage in memory.stages) == 2 * num_parameters + buffer_bytes
         assert gradients == 4 * num_parameters
         assert memory.optimizer_bytes == pytest.approx(12 * num_parameters, rel=0.01)
         predicted = report.predicted_bytes[memory.rank]
