@@ -3,6 +3,9 @@
 NCCL connects a pair at its first message, and blocks both ends meanwhile. In the order of a program that may deadlock.
 So one number goes over every channel here, in one order on all ranks. Nothing ends such a call where the peer does not
 come, so a thread makes it; a rank that has waited until its deadline leaves the thread behind, and connects anew.
+
+Guarantees: a rank waits for no peer longer than its deadline, and none of what was made is left when it fails.
+Relies on: backends may be used by a thread that is not the one that made them, one thread at a time.
 """
 
 import threading
