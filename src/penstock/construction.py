@@ -236,14 +236,15 @@ def construct(joined: Joined, request: Request) -> Construction:
         ScheduleError, PartitionError, ConfigError: if the schedule, the split or a setting is wrong.
         PipelineError: if the ranks were not set up alike.
     """
-    with PositionMemory(joined.transport.num_ranks) as memory:
+    places = joined.places
+    with PositionMemory(places.names) as memory:
         plan, everyone = joined.exchange(
             lambda: Plan(joined, request), lambda plan: told_of(plan.setup(), plan.found(memory))
         )
-        agreed = Agreed.of(everyone)
+        agreed = Agreed.of(everyone, places.names)
         made, everyone = joined.exchange(lambda: _assembled(joined, plan, agreed, memory), Construction.told)
-    require_equal([theirs["setup"] for theirs in everyone])
-    require_equal_kinds([theirs["copies"] for theirs in everyone])
+    require_equal([theirs["setup"] for theirs in everyone], places.names)
+    require_equal_kinds([theirs["copies"] for theirs in everyone], places.names)
     made.parameter_counts = ParameterCounts.of_ranks([theirs["parameters"] for theirs in everyone])
     made.unsplittable = next((str(theirs["unsplittable"]) for theirs in everyone if theirs["unsplittable"]), "")
     for copy in made.assembly.tied_copies.values():
@@ -255,7 +256,8 @@ def construct(joined: Joined, request: Request) -> Construction:
 
 def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemory) -> Construction:
     """Make all that this rank runs; no message to another rank."""
-    transport, options, schedule = joined.transport, plan.options, plan.schedule
+    places, options, schedule = joined.places, plan.options, plan.schedule
+    transport = places.pipeline
     refuse_shared_objects(agreed.shared, transport)
     assembly = assemble(
         plan.layers,
@@ -286,13 +288,13 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemor
         require_main_shapes(assembly.named_parameters())
     programs = Programs(plan, assembly.tied_groups)
     runner = Runner(
-        transport,
+        places,
         plan.device,
         schedule,
         assembly,
         options,
-        agreed,
-        memory.board(transport.rank, agreed.each("host"), agreed.each("positions")),
+        agreed.select(places.replica_of(places.replica)),
+        memory.board(places.index, agreed.each("host"), agreed.each("positions")),
         loss=plan.loss,
         loss_weights=plan.loss_weights,
         program_of=programs.of,

@@ -97,7 +97,7 @@ class Pipeline(ModelPart):
         self.rank = self._transport.rank
         self._gradient_attribute = self.options.gradient_attribute
         self._is_closed = False
-        if self.rank == 0:
+        if self._control.rank == 0:
             self._advise()
 
     def _advise(self) -> None:
@@ -176,7 +176,7 @@ class Pipeline(ModelPart):
         self._run(mode, Call(args, kwargs, target, record=True))
         if self.timeline is None:
             text = "the step ran, but was not recorded: the log (logger penstock) of a rank says why"
-            raise PipelineError(f"rank {self.rank}: {text}", rank=self.rank)
+            raise self._refusal(text)
         return self.timeline
 
     def memory_report(
@@ -287,8 +287,12 @@ class Pipeline(ModelPart):
         if mode.is_training and call.refusal is None:
             self._require_trainable(mode)
         if self._is_closed:
-            raise PipelineError(f"rank {self.rank}: the pipeline is closed; make a new one", rank=self.rank)
+            raise self._refusal("the pipeline is closed; make a new one")
         return self._runner.run(mode, call, memory)
+
+    def _refusal(self, text: str) -> PipelineError:
+        places = self._control.places
+        return PipelineError(f"{places.name}: {text}", rank=places.names.numbers[places.index])
 
     def _require_trainable(self, mode: Mode) -> None:
         if self._made.plan.loss is None:

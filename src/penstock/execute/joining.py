@@ -16,6 +16,7 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import Told
 from penstock.execute.options import DEFAULT_DEADLINE_S, PipelineOptions, split_options
 from penstock.execute.transport.local import LocalTransport
+from penstock.execute.transport.places import Places
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.torch_dist import TorchTransport
 from penstock.execute.transport.world import default_transport, ranks_of
@@ -38,9 +39,14 @@ class Joined:
     """Whether the caller says that the model is this rank's own, and no part of one of several ranks."""
 
     @property
+    def places(self) -> Places:
+        """Where this rank is."""
+        return Places.of(self.transport)
+
+    @property
     def control(self) -> Control:
         """The collectives of all ranks."""
-        return Control(self.transport)
+        return Control.of(self.places)
 
     def together(self, make: Callable[[], T]) -> T:
         """Return what `make` returns; if it fails on any rank, or any rank's options are wrong, it fails on all.
@@ -73,14 +79,14 @@ class Joined:
         try:
             yield
         except (PeerLost, DeadlineExceeded):
-            self.transport.abort()
+            self.places.abort()
             raise
         except PenstockError:
             if self.options.transport is None:
-                self.transport.close()
+                self.places.close()
             raise
         except BaseException:
-            self.transport.abort()
+            self.places.abort()
             raise
 
     def require_one_model(self, *, is_averaged: bool) -> None:

@@ -33,6 +33,7 @@ class ModelPart:
     stages: list[Stage]
     device: torch.device
     _transport: Transport
+    _control: Control
     _assembly: Assembly
     _gradient_attribute: str
 
@@ -110,11 +111,11 @@ class ModelPart:
                 wanted = known if rank == from_rank else everyone[rank]
                 require_fitting(state_dict, wanted, known, is_strict=strict)
 
-        Control(transport).together(check)
+        self._control.together(check)
         part = state_dict or {}
         if from_rank is not None:
             part = scatter_state(transport, part, everyone, from_rank, self.device)
-        Control(transport).together(lambda: load_own(self.stages, part))
+        self._control.together(lambda: load_own(self.stages, part))
         for copy in self._assembly.tied_copies.values():
             copy.share_values(transport)
 
@@ -135,7 +136,7 @@ class ModelPart:
         attribute = self._gradient_attribute
         named = [(name, getattr(parameter, attribute, None)) for name, parameter in self.named_parameters()]
         norm = clip_gradients(
-            named, Control(self._transport).all_gather_object, max_norm, norm_type=norm_type, skip=self.copied_names
+            named, self._control.within.all_gather_object, max_norm, norm_type=norm_type, skip=self.copied_names
         )
         if error_if_nonfinite and not math.isfinite(norm):
             raise PipelineError(
@@ -155,7 +156,7 @@ class ModelPart:
                     raise ConfigError(f"{value!r}; expected a number larger than 0, or infinity", key=key)
             return {key: str(value) for key, value in given.items()}
 
-        require_equal(Control(self._transport).together(check))
+        require_equal(self._control.together(check), self._control.names)
 
     def _require_rank(self, key: str, rank: int) -> None:
         if not (isinstance(rank, int) and 0 <= rank < self._transport.num_ranks):

@@ -10,6 +10,7 @@ from penstock.errors import DeadlineExceeded, PeerLost
 from penstock.execute.transport import Ticket, TorchTransport, torch_dist
 from penstock.execute.transport.device_queue import DeviceQueue, await_device, device_queue_of
 from penstock.execute.transport.pending import QueuedMessage
+from penstock.execute.transport.rank_names import RankNames
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import error_of, float_task, on_ranks, run_task, step_task
 from tests.ranks import run_ranks
@@ -81,7 +82,7 @@ class Notes:
 class Transport:
     """What a queue asks of its transport."""
 
-    rank = 0
+    rank, num_ranks = 0, 9
     deadline_s = DEADLINE_S
 
 
@@ -270,6 +271,7 @@ class Link:
 
 def with_stand_in(rank):
     device, link, transport = Device(), Link(), TorchTransport(deadline_s=DEADLINE_S)
+    transport.names = RankNames.plain(9)
     transport._device = torch.device("cuda")
     transport._links, transport._sockets = torch_dist._Links(link, link, link), torch_dist.NO_SOCKETS
     transport.device_queue = queue = DeviceQueue(

@@ -245,7 +245,7 @@ class Admission:
     def _check(self, call: Call | Part) -> None:
         if self._needs.inputs and not (call.args or call.kwargs):
             raise PipelineError(
-                f"rank {self._control.rank} holds the first stage and was given no inputs; pass it the batch"
+                f"{self._control.places.name} holds the first stage and was given no inputs; pass it the batch"
             )
         for what, values, is_needed in (
             ("inputs", call.args, self._needs.inputs),

@@ -30,6 +30,7 @@ from penstock.execute.transport.protocol import (
     peer_lost,
     require_contiguous,
 )
+from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvous, connect_all
 from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesDiffer, SocketClosed
 from penstock.execute.undocumented import Backend, device_backend, gloo, is_timeout, store_of
@@ -86,6 +87,7 @@ class TorchTransport:
         device: torch.device | str = "cpu",
         is_direct: bool = True,
         on_close: Callable[[], None] | None = None,
+        names: RankNames | None = None,
     ) -> None:
         own = group or dist.group.WORLD
         if own is None:
@@ -93,6 +95,7 @@ class TorchTransport:
                 "torch.distributed has no process group; call init_process_group first, or use one process"
             )
         self.rank, self.num_ranks = own.rank(), own.size()
+        self.names = names or RankNames.plain(self.num_ranks)
         self.deadline_s = deadline_s
         self._on_close = on_close
         self._device = torch.device(device)
@@ -107,8 +110,8 @@ class TorchTransport:
             self.device_queue = DeviceQueue(self, self._open, partial(make_event, self._device))
         self._next_serial = 0
         self._first_serial = 0
-        store = self._connect(Rendezvous(PrefixStore("penstock", store_of(own)), self.rank, self.num_ranks))
-        self._recoveries = Rendezvous(PrefixStore("recoveries", store), self.rank, self.num_ranks)
+        store = self._connect(Rendezvous(PrefixStore("penstock", store_of(own)), self.rank, self.names))
+        self._recoveries = Rendezvous(PrefixStore("recoveries", store), self.rank, self.names)
 
     def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
         sent = written_out(tensor)
@@ -131,7 +134,7 @@ class TorchTransport:
         deadline_s = self.deadline_s if limit_s is None else limit_s
         # By its number, not by its absence: a ticket that was waited for is absent too, and may be waited for again.
         if ticket.serial < self._first_serial:
-            raise peer_lost(self.rank, ticket, 0.0, "abort(), recover() or close() forgot this message")
+            raise peer_lost(self.names, self.rank, ticket, 0.0, "abort(), recover() or close() forgot this message")
         pending = self._open.pop(ticket.serial, None)
         if pending is None:
             return
@@ -143,7 +146,8 @@ class TorchTransport:
                 self._observer.note_wait(ticket.peer)
             pending.wait(deadline_s)
         except SizesDiffer as error:
-            raise PipelineError(f"rank {self.rank}: message of rank {ticket.peer}: {error}", rank=self.rank) from error
+            own, peer, number = self.names[self.rank], self.names[ticket.peer], self.names.numbers[self.rank]
+            raise PipelineError(f"{own}: message of {peer}: {error}", rank=number) from error
         except (RuntimeError, SocketClosed, MessageLate) as error:
             del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
             error.with_traceback(None)
@@ -151,8 +155,8 @@ class TorchTransport:
                 self.device_queue.require_device()
             waited_s = running_s() - begin_s
             if isinstance(error, MessageLate) or waited_s >= deadline_s or is_timeout(error):
-                raise deadline_exceeded(self.rank, ticket, waited_s, self.deadline_s) from error
-            raise peer_lost(self.rank, ticket, waited_s, str(error)) from error
+                raise deadline_exceeded(self.names, self.rank, ticket, waited_s, self.deadline_s) from error
+            raise peer_lost(self.names, self.rank, ticket, waited_s, str(error)) from error
         if self._observer is not None:
             self._observer.note_run()
 
@@ -223,8 +227,8 @@ class TorchTransport:
             rendezvous.give_up(CONNECTED, LINKED)
             cure = ". See whether all of them still run; if they do not, start all ranks again"
             raise PeerLost(
-                f"rank {self.rank}: could not connect to the other ranks of the group: {error or 'no answer in time'}"
-                f"{hint_of_limit(str(error)) or cure}",
+                f"{self.names[self.rank]}: could not connect to the other ranks of the group: "
+                f"{error or 'no answer in time'}{hint_of_limit(str(error)) or cure}",
                 waited_s=running_s() - begin_s,
             ) from error.with_traceback(None)  # its frames hold links
         except BaseException:  # Ctrl-C too: the others are not to wait for a rank that has left
@@ -238,14 +242,14 @@ class TorchTransport:
         source, destination = (self.rank, ticket.peer) if ticket.is_send else (ticket.peer, self.rank)
         link = self._links.between(source, destination, tag)
         if link is None:
-            raise peer_lost(self.rank, ticket, 0.0, "this rank has aborted or closed its connections")
+            raise peer_lost(self.names, self.rank, ticket, 0.0, "this rank has aborted or closed its connections")
         try:
             work = (link.send if ticket.is_send else link.recv)([tensor], ticket.peer, tag)
         except RuntimeError as error:
             del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
             if self.device_queue is not None:
                 self.device_queue.require_device()
-            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
+            raise peer_lost(self.names, self.rank, ticket, 0.0, str(error)) from error
         if self.device_queue is not None and self._is_queued(tag):
             return self._opened(ticket, QueuedMessage(work, tensor, self.device_queue.is_held_up))
         return self._opened(ticket, GlooMessage(work, tensor))
@@ -255,7 +259,7 @@ class TorchTransport:
         try:
             leaving = direct.send(sent)
         except SocketClosed as error:
-            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
+            raise peer_lost(self.names, self.rank, ticket, 0.0, str(error)) from error
         if leaving is not None:
             return self._opened(ticket._replace(is_over=False), leaving)
         self._next_serial += 1
