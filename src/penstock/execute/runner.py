@@ -24,9 +24,8 @@ from penstock.execute.control.handshake import Agreed
 from penstock.execute.control.positions import PositionBoard
 from penstock.execute.losses.exchange import LossExchange
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
-from penstock.execute.losses.output import takes_weight
 from penstock.execute.losses.results import StepResult
-from penstock.execute.losses.step_losses import NO_SHARES, StepLosses
+from penstock.execute.losses.weighing import LossMaker
 from penstock.execute.observing.checked_values import ValueChecks
 from penstock.execute.observing.clock import ClockComparison
 from penstock.execute.observing.log import log_plan, message_log
@@ -77,9 +76,8 @@ class Runner:
         self._transport = transport = places.pipeline
         self._placement, self._num_microbatches = schedule.placement, schedule.num_microbatches
         self._assembly, self._options = assembly, options
-        self._loss, self._loss_weights = loss, loss_weights
-        self._takes_weight = loss is not None and takes_weight(loss)
-        self._scale = loss_scale(options.scale_loss)
+        is_last = any(self._placement.next_stage[stage.index] < 0 for stage in assembly.stages)
+        self._losses = LossMaker(loss, loss_weights, loss_scale(options.scale_loss), is_last=is_last)
         own_layers = [layer for stage in assembly.stages for layer in stage.modules]
         control = Control.of(places)
         self._parameters = RankParameters(control, device, assembly, options)
@@ -111,6 +109,7 @@ class Runner:
             ),
             stream_rules=options.stream_rules(),
             checks_values=options.check_batches,
+            weigh=self._losses.weigh if places.num_replicas > 1 else None,
             read=options.clock.read,
         )
         self.step_number = 0
@@ -165,7 +164,12 @@ class Runner:
     def _compile(self, program: Program) -> CompiledProgram:
         rank, options = self._transport.rank, self._options
         patience_s = COMPILE_DEADLINE_S if self._compilations.has_compiled_layers else options.deadline_s
-        randomness = Randomness(options.seed, default_generators(self._device), patience_s)
+        randomness = Randomness(
+            options.seed,
+            default_generators(self._device),
+            self._places.replica * self._num_microbatches,
+            patience_s,
+        )
         stores = {stage: unit.gradients for stage, unit in self._parameters.unit_of.items()}
         context = CompileContext(
             program,
@@ -219,24 +223,10 @@ class Runner:
         return batch
 
     def _make_step(self, mode: Mode, batch: Batch) -> Step:
-        loss = self._loss if mode.is_training or batch.has_target else None
-        weights, microbatches, slices = self._loss_weights, batch.microbatches, batch.slices
-        # Only the ranks of last stages weigh losses; the others may have no target to count.
-        is_last = any(self._placement.next_stage[stage.index] < 0 for stage in self._assembly.stages)
-        losses = StepLosses(
-            len(slices),
-            len(slices[0]),
-            loss,
-            weights.shares(microbatches, slices) if is_last and loss is not None else NO_SHARES,
-            weights.shares_of_rows(microbatches, slices),
-            takes_weight=self._takes_weight,
-            scale=self._scale,
-        )
-        keeps_outputs = output_rank(self._placement) in batch.agreed.wanting_outputs
         return Step(
-            slices,
-            losses,
-            keeps_outputs,
+            batch.slices,
+            self._losses.of(batch, is_training=mode.is_training),
+            output_rank(self._placement) in batch.agreed.wanting_outputs,
             prefetcher=batch.prefetcher,
             number=self.step_number,
             serial=batch.agreed.attempt,

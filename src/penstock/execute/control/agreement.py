@@ -122,6 +122,14 @@ class AgreedStep:
         self.is_training = proposals[0].mode.is_training
         self.signature = " ".join(map(str, (proposals[0].mode.name, *given, self.trained)))
         """What all ranks know of the batch: equal signatures mean equal shapes on every stage."""
+        self.target = given[-1]
+        """The digest of the target's layout; 0 where no rank was given one."""
+        self.job_signature = self.signature
+        """With replicas, that of the batches of all."""
+
+    def widen(self, *, attempt: int, compilations: Sequence[int], signature: str) -> None:
+        """Take in what the other replicas have agreed on."""
+        self.attempt, self.compilations, self.job_signature = attempt, list(compilations), signature
 
 
 def digest(text: str) -> int:

@@ -89,8 +89,8 @@ class Compilations:
                 self._settled[layout] = None
             if len(self._settled) > MAX_LAYOUTS:  # waiting too long for a forgotten one does no harm
                 del self._settled[next(iter(self._settled))]
-        self._last = agreed.signature, agreed.compilations
-        return agreed.signature not in self._settled
+        self._last = agreed.job_signature, agreed.compilations
+        return agreed.job_signature not in self._settled
 
     def _watch(self) -> Callable[[], None]:
         thread = threading.get_ident()

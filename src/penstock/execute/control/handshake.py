@@ -45,6 +45,8 @@ class Setup:
     deadline_s: str
     device: str
     """Its kind, such as cpu."""
+    mesh: str
+    """How many replicas there are, and of how many ranks."""
 
 
 @dataclass(frozen=True, slots=True)

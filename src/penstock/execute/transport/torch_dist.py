@@ -39,6 +39,10 @@ from penstock.running_time import running_s
 
 ADDRESSES, CONNECTED, LINKED = "addresses", "connected", "linked"
 """What the ranks exchange in a round of their rendezvous; the last one only where there are backends."""
+_ROUNDS = "penstock"
+"""Where the ranks of a group meet in its store."""
+_MESH = "mesh"
+"""In the place of a kind of device: what follows is about meshes."""
 WATCHDOG = timedelta(days=1)
 """NCCL's own limit of a message, counted from its posting; what exceeds it ends the process, not the step."""
 
@@ -110,7 +114,7 @@ class TorchTransport:
             self.device_queue = DeviceQueue(self, self._open, partial(make_event, self._device))
         self._next_serial = 0
         self._first_serial = 0
-        store = self._connect(Rendezvous(PrefixStore("penstock", store_of(own)), self.rank, self.names))
+        store = self._connect(Rendezvous(PrefixStore(_ROUNDS, store_of(own)), self.rank, self.names))
         self._recoveries = Rendezvous(PrefixStore("recoveries", store), self.rank, self.names)
 
     def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
@@ -271,8 +275,28 @@ class TorchTransport:
         return ticket
 
 
+def meet_with_meshes(own: str, deadline_s: float) -> list[str]:
+    """Exchange texts about meshes with all ranks of the default group, in the round of their rendezvous.
+
+    Raises:
+        ConfigError: some ranks make a transport without a mesh, and are told so.
+        PeerLost, DeadlineExceeded: a rank does not come.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    store = PrefixStore(_ROUNDS, store_of(world))
+    rendezvous = Rendezvous(store, world.rank(), RankNames.plain(world.size()))
+    rendezvous.enter()
+    texts = [text.split(" ", 1) for text in rendezvous.exchange(ADDRESSES, f"{_MESH} {own}", deadline_s)]
+    _require_one_kind([kind for kind, _ in texts])
+    return [text for _, text in texts]
+
+
 def _require_one_kind(kinds: Sequence[str]) -> None:
     """Make sure that all ranks compute on one kind of device: others are connected by other backends."""
+    if 0 < kinds.count(_MESH) < len(kinds):
+        with_mesh, without = kinds.index(_MESH), next(rank for rank, kind in enumerate(kinds) if kind != _MESH)
+        raise ConfigError(f"rank {with_mesh} was given a mesh, rank {without} none; give all ranks one", key=_MESH)
     odd = [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
     if odd:
         raise ConfigError(
