@@ -77,8 +77,10 @@ def test_several_are_under_way_and_nothing_is_waited_for_when_one_is_launched():
         reductions = Reductions(counted)
         buffers = [buffer_of(reductions, each) for each in own[transport.rank]]
         launched = [reductions.launch([buffer]) for buffer in buffers]
-        assert counted.num_waits == 0
-        for each in (launched[1], launched[0], launched[2]):
+        assert (counted.num_waits, counted.num_sends) == (0, 3)
+        reductions.complete(launched.pop(0))
+        assert counted.num_sends == 6  # the sums of all are under way before any is waited for
+        for each in reversed(launched):
             reductions.complete(each)
         return buffers
 

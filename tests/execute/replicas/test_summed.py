@@ -59,11 +59,9 @@ def test_what_two_stages_share_is_reduced_with_the_second_and_a_copy_of_a_stage_
         layout = layout_of(transport, {0: [shared, first], 3: [shared, second], 5: [shared, second]}, launched=launched)
         layout.begin_step(is_synced=True, is_training=True)
         fill([shared, first, second], 1)
-        ticket = layout.reduce(0)
+        layout.reduce(0).wait()
         shared.weight.grad += 1  # of the backward of the second stage
-        tickets = [ticket, layout.reduce(5)]  # stages 3 and 5 are the same modules: the later one reduces
-        for each in tickets:
-            each.wait()
+        layout.reduce(5).wait()  # stages 3 and 5 are the same modules: the later one reduces
         return len(launched), [module.weight.grad.unique().tolist() for module in (shared, first, second)]
 
     for num_launched, gradients in on_ranks(2, case):
