@@ -663,3 +663,42 @@ def test_backwards_run_while_a_reduction_is_under_way():
     assert any("B" in row and "_" not in row for row, _ in calls[first:])
     reductions = [row for row, _ in calls if "REDUCE_GRAD" in row]
     assert len(reductions) == len(set(reductions)) == 2
+
+
+# ---- checkpoints
+
+
+def training(places, folder, *, save_at=None, load=False, end=4):
+    """Train up to step `end`, and save or load on the way; return the loss of the last step and the weights."""
+    job = Job([8, 8])
+    is_alone = places.num_replicas == 1
+    microbatches = 2 * MICROBATCHES if is_alone else MICROBATCHES
+    with ps.Pipeline(job.make_layers(), "1f1b", microbatches, square_loss, mesh=places) as pipeline:
+        optimizer = adamw(pipeline.parameters())
+        begin = ps.load_checkpoint(folder, pipeline, optimizer)["at"] if load else 0
+        inputs, target = (job.inputs(16), job.targets(16)) if is_alone else job.of(pipeline.replica)
+        for step in range(begin, end):
+            result = pipeline.step(inputs * (step + 1), target=target)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step + 1 == save_at:
+                ps.save_checkpoint(folder, pipeline, optimizer, step=save_at, extra={"at": save_at})
+        return result.loss, {name: each.detach().clone() for name, each in pipeline.named_parameters()}
+
+
+def test_a_checkpoint_of_replicas_continues_on_them_and_on_other_layouts(tmp_path):
+    whole = on_mesh(2, 2, training, tmp_path)
+    on_mesh(2, 2, lambda places: training(places, tmp_path, save_at=2, end=2))
+
+    files = [path.name for path in (tmp_path / "step-2").iterdir()]
+    assert any("of-00004" in name for name in files)
+    again = on_mesh(2, 2, lambda places: training(places, tmp_path, load=True))
+    for (loss, weights), (expected, expected_weights) in zip(again, whole, strict=True):
+        assert torch.equal(loss, expected)
+        assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
+    every = {name: value for _, weights in whole for name, value in weights.items()}
+    for pipeline, data in ((1, 1), (4, 1), (1, 2)):
+        for loss, weights in on_mesh(pipeline, data, lambda places: training(places, tmp_path, load=True)):
+            torch.testing.assert_close(loss, whole[0][0], rtol=1e-12, atol=1e-12)
+            for name, value in weights.items():
+                torch.testing.assert_close(value, every[name], rtol=1e-12, atol=1e-12)
