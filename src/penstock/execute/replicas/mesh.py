@@ -126,7 +126,7 @@ def connect_mesh(mesh: Any, deadline_s: float) -> tuple[Places, dist.ProcessGrou
         else:
             connected.append(group_transport(group, deadline_s, names=pipeline_names))
         if ranks.num_replicas > 1:
-            connected.append(group_transport(mesh.get_group(DATA), deadline_s, names=data_names))
+            connected.append(group_transport(mesh.get_group(DATA), deadline_s, names=data_names, has_sums=True))
     except BaseException:
         for transport in connected:
             transport.abort()

@@ -9,9 +9,12 @@ get the same bits, with any number of threads and in any order of arrival.
 
 The first wait adds up all that was launched before it, then completes what it waits for. Replicas run one program, so
 they launch and wait in one order, and their messages need no names.
+
+Between accelerators the backend sums by itself, on a communicator of its own, beside computations and messages.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ class Reductions:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self._is_on_device = bool(getattr(transport, "sums_on_devices", False))
         self._launched: list[Reduction] = []
 
     @property
@@ -39,7 +43,7 @@ class Reductions:
 
     def launch(self, buffers: Sequence[Tensor]) -> "Reduction":
         """Begin to sum buffers of `room_for` in place; they are the reduction's until it is complete."""
-        reduction = Reduction(self._transport, buffers)
+        reduction = (_DeviceReduction if self._is_on_device else _MessageReduction)(self._transport, buffers)
         self._launched.append(reduction)
         return reduction
 
@@ -55,9 +59,31 @@ class Reductions:
         self._launched.clear()
 
 
-class Reduction:
+class Reduction(Protocol):
     """One reduction."""
 
+    def add_up(self) -> None:
+        """Do all that needs no more than the values of the others; a second time does nothing."""
+        ...
+
+    def complete(self) -> None:
+        """Wait for the sums. Raises: PeerLost, DeadlineExceeded."""
+        ...
+
+
+class _DeviceReduction:
+    def __init__(self, transport: Transport, buffers: Sequence[Tensor]) -> None:
+        self._transport = transport
+        self._tickets = [transport.post_sum(buffer) for buffer in buffers]  # type: ignore[attr-defined]
+
+    def add_up(self) -> None: ...
+
+    def complete(self) -> None:
+        for ticket in self._tickets:
+            self._transport.wait(ticket)
+
+
+class _MessageReduction:
     def __init__(self, transport: Transport, buffers: Sequence[Tensor]) -> None:
         self._transport = transport
         self._parts = [buffer.view(transport.num_ranks, -1) for buffer in buffers]

@@ -8,10 +8,7 @@ backend and every `Work` of it are gone. Hence tickets hold no `Work`, and error
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from itertools import permutations
 
 import torch
 import torch.distributed as dist
@@ -21,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from penstock.errors import ConfigError, PeerLost, PipelineError, hint_of_limit
 from penstock.execute.accelerator import is_queued, make_event
 from penstock.execute.transport.device_queue import DeviceQueue
+from penstock.execute.transport.links import NO_LINKS, Ends, connect_links
 from penstock.execute.transport.pending import DirectReceive, GlooMessage, Pending, QueuedMessage
 from penstock.execute.transport.protocol import (
     Tag,
@@ -33,7 +31,7 @@ from penstock.execute.transport.protocol import (
 from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvous, connect_all
 from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesDiffer, SocketClosed
-from penstock.execute.undocumented import Backend, device_backend, gloo, is_timeout, store_of
+from penstock.execute.undocumented import Backend, is_timeout, store_of
 from penstock.execute.values.tensors import written_out
 from penstock.running_time import running_s
 
@@ -43,35 +41,6 @@ _ROUNDS = "penstock"
 """Where the ranks of a group meet in its store."""
 _MESH = "mesh"
 """In the place of a kind of device: what follows is about meshes."""
-WATCHDOG = timedelta(days=1)
-"""NCCL's own limit of a message, counted from its posting; what exceeds it ends the process, not the step."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Links:
-    """The backends that carry messages: data to a higher rank, data to a lower rank, and control.
-
-    Gloo matches messages in order per direction and tag, so one backend is all three. An NCCL communicator is one queue
-    for both directions and knows no tags: a receive posted ahead would block the sends behind it. There it takes two
-    for data, and control goes over gloo.
-    """
-
-    upward: Backend | None = None
-    downward: Backend | None = None
-    control: Backend | None = None
-    """None where every message of control goes over a socket, and so with data."""
-
-    def between(self, source: int, destination: int, tag: Tag) -> Backend | None:
-        if tag is Tag.CONTROL:
-            return self.control
-        return self.upward if source < destination else self.downward
-
-    def distinct(self) -> list[Backend]:
-        links = (self.upward, self.downward, self.control)
-        return list({id(link): link for link in links if link is not None}.values())
-
-
-NO_LINKS = _Links()
 
 
 class TorchTransport:
@@ -79,7 +48,7 @@ class TorchTransport:
 
     All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL. Between
     CPUs of one host messages go past gloo (`sockets.py`) unless `is_direct` is False; where all do, there is no gloo.
-    `on_close` is called once, by the first `close`.
+    `on_close` is called once, by the first `close`. `has_sums`: whether `post_sum` is called, on accelerators.
     Raises: DeadlineExceeded if a rank of the group does not come, PipelineError if there is no group.
     """
 
@@ -92,6 +61,7 @@ class TorchTransport:
         is_direct: bool = True,
         on_close: Callable[[], None] | None = None,
         names: RankNames | None = None,
+        has_sums: bool = False,
     ) -> None:
         own = group or dist.group.WORLD
         if own is None:
@@ -112,6 +82,8 @@ class TorchTransport:
         """Which messages are in, where the device queues its work."""
         if self._is_queued(Tag.DATA):
             self.device_queue = DeviceQueue(self, self._open, partial(make_event, self._device))
+        self.sums_on_devices = has_sums and self.device_queue is not None
+        """Whether `post_sum` can be called."""
         self._next_serial = 0
         self._first_serial = 0
         store = self._connect(Rendezvous(PrefixStore(_ROUNDS, store_of(own)), self.rank, self.names))
@@ -133,6 +105,22 @@ class TorchTransport:
         if direct is not None:
             return self._opened(ticket, DirectReceive(direct, direct.post(tensor)))
         return self._queued(ticket, tensor.detach(), tag)
+
+    def post_sum(self, tensor: Tensor) -> Ticket:
+        """Sum a tensor of an accelerator over all ranks, in place and without blocking. Raises: PeerLost.
+
+        Which rank is late cannot be seen: the ticket names the next one, which waits for the one behind it if it waits.
+        """
+        ticket = Ticket((self.rank + 1) % self.num_ranks, True, self._next_serial)
+        link, queue = self._links.sums, self.device_queue
+        if link is None or queue is None:
+            raise _without_links(self, ticket)
+        try:
+            work = link.allreduce([tensor])
+        except RuntimeError as error:
+            del link
+            raise _not_posted(self, ticket, error) from error
+        return self._opened(ticket, QueuedMessage(work, tensor, queue.is_held_up))
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         deadline_s = self.deadline_s if limit_s is None else limit_s
@@ -217,8 +205,10 @@ class TorchTransport:
                     self.rank, self._direct_tags, listener, addresses, exchange, self.deadline_s
                 )
                 needs_control = not self._sockets.is_complete
-                self._links = _connected(
-                    store, self.rank, self.num_ranks, self._device, self.deadline_s, needs_control=needs_control
+                self._links = connect_links(
+                    Ends(store, self.rank, self.num_ranks, self._device, self.deadline_s),
+                    needs_control=needs_control,
+                    has_sums=self.sums_on_devices,
                 )
                 if self._links.distinct():
                     # Gloo has one end of a pair ready before the other, and a rank that closed at once would break it.
@@ -246,14 +236,12 @@ class TorchTransport:
         source, destination = (self.rank, ticket.peer) if ticket.is_send else (ticket.peer, self.rank)
         link = self._links.between(source, destination, tag)
         if link is None:
-            raise peer_lost(self.names, self.rank, ticket, 0.0, "this rank has aborted or closed its connections")
+            raise _without_links(self, ticket)
         try:
             work = (link.send if ticket.is_send else link.recv)([tensor], ticket.peer, tag)
         except RuntimeError as error:
             del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
-            if self.device_queue is not None:
-                self.device_queue.require_device()
-            raise peer_lost(self.names, self.rank, ticket, 0.0, str(error)) from error
+            raise _not_posted(self, ticket, error) from error
         if self.device_queue is not None and self._is_queued(tag):
             return self._opened(ticket, QueuedMessage(work, tensor, self.device_queue.is_held_up))
         return self._opened(ticket, GlooMessage(work, tensor))
@@ -273,6 +261,18 @@ class TorchTransport:
         self._open[ticket.serial] = pending
         self._next_serial += 1
         return ticket
+
+
+def _without_links(transport: TorchTransport, ticket: Ticket) -> PeerLost:
+    reason = "this rank has aborted or closed its connections"
+    return peer_lost(transport.names, transport.rank, ticket, 0.0, reason)
+
+
+def _not_posted(transport: TorchTransport, ticket: Ticket, error: RuntimeError) -> PeerLost:
+    """Say that a backend has not taken a message; raise what the device has failed with, if it has."""
+    if transport.device_queue is not None:
+        transport.device_queue.require_device()
+    return peer_lost(transport.names, transport.rank, ticket, 0.0, str(error))
 
 
 def meet_with_meshes(own: str, deadline_s: float) -> list[str]:
@@ -304,25 +304,3 @@ def _require_one_kind(kinds: Sequence[str]) -> None:
             "give all ranks one kind",
             key="device",
         )
-
-
-def _connected(
-    store: Store, rank: int, num_ranks: int, device: torch.device, deadline_s: float, *, needs_control: bool
-) -> _Links:
-    """Connect what sockets do not carry: control where `needs_control`, and the data of accelerators."""
-    control = gloo(store, rank, num_ranks, deadline_s) if needs_control else None
-    if not is_queued(device):
-        return _Links(control, control, control)
-    upward, downward = [
-        device_backend(device, PrefixStore(name, store), rank, num_ranks, WATCHDOG) for name in ("upward", "downward")
-    ]
-    # NCCL connects a pair at its first message and blocks both ends meanwhile; in program order that may deadlock. So
-    # one number goes over every channel here, in one order on all ranks.
-    number = torch.zeros(1, device=device)
-    for source, destination in permutations(range(num_ranks), 2):
-        link = upward if source < destination else downward
-        if rank == source:
-            QueuedMessage(link.send([number], destination, Tag.DATA), number).wait(deadline_s)
-        elif rank == destination:
-            QueuedMessage(link.recv([number], source, Tag.DATA), number).wait(deadline_s)
-    return _Links(upward, downward, control)

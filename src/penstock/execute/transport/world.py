@@ -29,12 +29,17 @@ def default_transport(
 
 
 def group_transport(
-    group: dist.ProcessGroup | None, deadline_s: float, *, names: RankNames | None = None
+    group: dist.ProcessGroup | None, deadline_s: float, *, names: RankNames | None = None, has_sums: bool = False
 ) -> TorchTransport:
     """Return a transport within a group, which exists. Raises: PeerLost, DeadlineExceeded, PipelineError."""
     # A rank that is not met alone leaves the group as it is: the others do not know of it, and may try again.
     return TorchTransport(
-        group, deadline_s=deadline_s, device=default_device(group), on_close=OF_PROCESS.enter(), names=names
+        group,
+        deadline_s=deadline_s,
+        device=default_device(group),
+        on_close=OF_PROCESS.enter(),
+        names=names,
+        has_sums=has_sums,
     )
 
 
