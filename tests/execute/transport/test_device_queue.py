@@ -10,6 +10,7 @@ from penstock.errors import DeadlineExceeded, PeerLost
 from penstock.execute.transport import Ticket, TorchTransport, links, torch_dist
 from penstock.execute.transport.device_queue import DeviceQueue, await_device, device_queue_of
 from penstock.execute.transport.pending import QueuedMessage
+from penstock.execute.transport.protocol import Tag
 from penstock.execute.transport.rank_names import RankNames
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import error_of, float_task, on_ranks, run_task, step_task
@@ -272,7 +273,7 @@ class Link:
 def with_stand_in(rank):
     device, link, transport = Device(), Link(), TorchTransport(deadline_s=DEADLINE_S)
     transport.names = RankNames.plain(9)
-    transport._device = torch.device("cuda")
+    transport._device, transport._queued_tags = torch.device("cuda"), [Tag.DATA]
     transport._links, transport._sockets = links.Links(link, link, link), torch_dist.NO_SOCKETS
     transport.device_queue = queue = DeviceQueue(
         transport, transport._open, device.marker, read_clock=lambda: device.now_s

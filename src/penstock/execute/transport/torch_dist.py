@@ -73,14 +73,16 @@ class TorchTransport:
         self.deadline_s = deadline_s
         self._on_close = on_close
         self._device = torch.device(device)
-        self._direct_tags = [tag for tag in Tag if is_direct and not self._is_queued(tag)]
+        self._queued_tags = [Tag.DATA] if is_queued(self._device) else []
+        """Of messages that are in a queue of an accelerator."""
+        self._direct_tags = [tag for tag in Tag if is_direct and tag not in self._queued_tags]
         self._links = NO_LINKS  # also from an abort to the next recovery
         self._sockets = NO_SOCKETS
         self._observer: WaitObserver | None = None
         self._open: dict[int, Pending] = {}
         self.device_queue: DeviceQueue | None = None
         """Which messages are in, where the device queues its work."""
-        if self._is_queued(Tag.DATA):
+        if self._queued_tags:
             self.device_queue = DeviceQueue(self, self._open, partial(make_event, self._device))
         self.sums_on_devices = has_sums and self.device_queue is not None
         """Whether `post_sum` can be called."""
@@ -174,10 +176,6 @@ class TorchTransport:
         if on_close is not None:
             on_close()
 
-    def _is_queued(self, tag: Tag) -> bool:
-        """Whether messages of this tag are in a queue of an accelerator."""
-        return is_queued(self._device) and tag is Tag.DATA
-
     def _forget(self) -> list[Backend]:
         """Drop all messages and connections; once the result is dropped too, the sockets close."""
         links = self._links.distinct()
@@ -242,7 +240,7 @@ class TorchTransport:
         except RuntimeError as error:
             del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
             raise _not_posted(self, ticket, error) from error
-        if self.device_queue is not None and self._is_queued(tag):
+        if self.device_queue is not None and tag in self._queued_tags:
             return self._opened(ticket, QueuedMessage(work, tensor, self.device_queue.is_held_up))
         return self._opened(ticket, GlooMessage(work, tensor))
 
