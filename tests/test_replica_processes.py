@@ -213,6 +213,7 @@ def test_jobs_beside_each_other_have_meshes_of_their_own_ranks(four):
 
 def wrapped_layers(rank, kind):
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_module
     from torch.nn.parallel import DistributedDataParallel
 
     mesh = device_mesh(2, 2)
@@ -220,15 +221,26 @@ def wrapped_layers(rank, kind):
     wrap = {
         "DistributedDataParallel": lambda layer: DistributedDataParallel(layer, process_group=group),
         "fully_shard": lambda layer: fully_shard(layer, mesh=mesh["data"]),
+        "DTensors": lambda layer: distribute_module(layer, mesh["data"]),
     }[kind]
     layers = [wrap(layer) for layer in float_layers(FLOAT, 4)]
     return str(error_of(ps.Pipeline, layers, "1f1b", MICROBATCHES, square_loss, mesh=mesh, deadline_s=DEADLINE_S))
 
 
-@pytest.mark.parametrize("kind", ["DistributedDataParallel", "fully_shard"])
-def test_layers_that_reduce_by_themselves_are_refused(four, kind):
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "DistributedDataParallel",
+            "DistributedDataParallel reduces its gradients, which the mesh",
+        ),
+        ("fully_shard", "fully_shard reduces its gradients, which the mesh"),
+        ("DTensors", "its parameters are DTensors"),
+    ],
+)
+def test_layers_that_reduce_by_themselves_or_are_split_are_refused(four, kind, words):
     for text in four.run(wrapped_layers, kind):
-        assert f"{kind} reduces its gradients, which the mesh of the pipeline does already" in text
+        assert words in text
 
 
 def other_shapes(rank, odd):

@@ -51,6 +51,14 @@ def test_losses_and_weights_of_20_steps_of_adamw_are_those_of_one_process(pipeli
     assert compared(pipeline, data, Job([8] * data), schedule, steps=20, optimizer=adamw) == []
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv", "gpipe", "zb-h1", "hanayo"])
+@pytest.mark.parametrize("data", [1, 2, 3, 4])
+@pytest.mark.parametrize("pipeline", [1, 2, 3, 4])
+def test_every_layout_trains_as_one_process_does(pipeline, data, schedule):
+    assert compared(pipeline, data, Job([8] * data), schedule, steps=20, optimizer=adamw) == []
+
+
 @pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])
 def test_two_routes_beside_replicas_are_those_of_one_process(schedule):
     job = Job([8, 8])
