@@ -40,17 +40,25 @@ from penstock.execute.observing.shared_buffers import shared_buffers
 from penstock.execute.options import PipelineOptions, refuse_unknown
 from penstock.execute.parameters.gradient_store import require_main_shapes
 from penstock.execute.parameters.tied import described_copies, refuse_renormalized, require_equal_kinds
+from penstock.execute.replicas.first_replica import share_all
+from penstock.execute.replicas.mesh import require_sizes
 from penstock.execute.runner import Runner
 from penstock.execute.stages.assemble import Assembly, assemble, with_skips
 from penstock.execute.stages.carried import refuse_layers_that_look_back
 from penstock.execute.stages.compiled_layers import compile_layers, without_wrappers
+from penstock.execute.stages.held_state import described_state, held_tensors, require_equal_replicas
 from penstock.execute.stages.layers import Layer, layer_names, spec_attribute
 from penstock.execute.stages.other_layers import OtherLayers
 from penstock.execute.stages.parameter_counts import count_parameters
 from penstock.execute.stages.shared_builders import build_own, refuse_shared_objects
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import skip_names
-from penstock.execute.stages.wrappers import averages_gradients, refuse_wrappers, unsplittable
+from penstock.execute.stages.wrappers import (
+    averages_gradients,
+    refuse_reduced_twice,
+    refuse_wrappers,
+    unsplittable,
+)
 from penstock.execute.transport.world import default_device, shares_process
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -84,8 +92,10 @@ class Plan:
         """Look at all that was given, and build this rank's layers; no message to another rank."""
         self.options = options = joined.options
         self.deadline_s = joined.transport.deadline_s
+        self.num_replicas = joined.places.num_replicas
+        self.mesh = f"{self.num_replicas} replicas of {joined.transport.num_ranks} ranks"
         self.device = _device_of(joined, options)
-        if options.frees_other_stages and shares_process(joined.transport):
+        if options.frees_other_stages and any(map(shares_process, joined.places.transports)):
             raise ConfigError(
                 "the ranks are threads of one process and share the layers, so none can be freed; leave it out",
                 key="frees_other_stages",
@@ -139,6 +149,7 @@ class Plan:
             debug=options.debug,
             deadline_s=f"{self.deadline_s:g}",
             device=self.device.type,
+            mesh=self.mesh,
         )
 
     def found(self, memory: PositionMemory) -> Found:
@@ -226,6 +237,7 @@ class Construction:
             "copies": described_copies(copies),
             "parameters": count_parameters(self.assembly),
             "unsplittable": unsplittable(self.assembly.stages, stages, "split_backwards=True"),
+            "held": described_state(self.assembly.stages) if self.plan.num_replicas > 1 else {},
         }
 
 
@@ -236,16 +248,20 @@ def construct(joined: Joined, request: Request) -> Construction:
         ScheduleError, PartitionError, ConfigError: if the schedule, the split or a setting is wrong.
         PipelineError: if the ranks were not set up alike.
     """
-    with PositionMemory(joined.transport.num_ranks) as memory:
+    places = joined.places
+    with PositionMemory(places.names) as memory:
         plan, everyone = joined.exchange(
             lambda: Plan(joined, request), lambda plan: told_of(plan.setup(), plan.found(memory))
         )
-        agreed = Agreed.of(everyone)
+        agreed = Agreed.of(everyone, places.names)
         made, everyone = joined.exchange(lambda: _assembled(joined, plan, agreed, memory), Construction.told)
-    require_equal([theirs["setup"] for theirs in everyone])
-    require_equal_kinds([theirs["copies"] for theirs in everyone])
+    require_equal([theirs["setup"] for theirs in everyone], places.names)
+    require_equal_kinds([theirs["copies"] for theirs in everyone], places.names)
     made.parameter_counts = ParameterCounts.of_ranks([theirs["parameters"] for theirs in everyone])
     made.unsplittable = next((str(theirs["unsplittable"]) for theirs in everyone if theirs["unsplittable"]), "")
+    if places.data is not None:
+        require_equal_replicas([theirs["held"] for theirs in everyone], places)
+        share_all(places.data, held_tensors(made.assembly.stages))
     for copy in made.assembly.tied_copies.values():
         copy.share_values(joined.transport)
     if plan.options.frees_other_stages:
@@ -255,7 +271,8 @@ def construct(joined: Joined, request: Request) -> Construction:
 
 def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemory) -> Construction:
     """Make all that this rank runs; no message to another rank."""
-    transport, options, schedule = joined.transport, plan.options, plan.schedule
+    places, options, schedule = joined.places, plan.options, plan.schedule
+    transport = places.pipeline
     refuse_shared_objects(agreed.shared, transport)
     assembly = assemble(
         plan.layers,
@@ -273,6 +290,8 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemor
     named_layers = [named for stage in assembly.stages for named in stage.layers.items()]
     refuse_renormalized(named_layers, assembly.tied_copies.values())
     refuse_wrappers(assembly.stages, schedule, joined.ranks_of_group())
+    if places.data is not None:
+        refuse_reduced_twice(assembly.stages)
     is_trained = plan.loss is not None and not schedule.is_forward_only
     if is_trained and options.reduce_stage is None:
         joined.require_one_model(is_averaged=averages_gradients(assembly.stages))
@@ -286,13 +305,13 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemor
         require_main_shapes(assembly.named_parameters())
     programs = Programs(plan, assembly.tied_groups)
     runner = Runner(
-        transport,
+        places,
         plan.device,
         schedule,
         assembly,
         options,
-        agreed,
-        memory.board(transport.rank, agreed.each("host"), agreed.each("positions")),
+        agreed.select(places.replica_of(places.replica)),
+        memory.board(places.index, agreed.each("host"), agreed.each("positions")),
         loss=plan.loss,
         loss_weights=plan.loss_weights,
         program_of=programs.of,
@@ -308,6 +327,8 @@ def _resolve(joined: Joined, request: Request) -> Schedule | Program:
         refuse_unknown(family_options, schedule, find_family(schedule).all_options)
         if options.slices is not None:
             family_options["slices"] = options.slices
+    if joined.has_mesh and isinstance(schedule, Schedule | Program):
+        require_sizes(joined.places, schedule.num_ranks)
     resolved = resolve_plan(
         schedule,
         ranks=joined.transport.num_ranks,

@@ -122,12 +122,12 @@ class NotSaved(CheckpointError):
 class PipelineError(PenstockError):
     """A step failed; every rank raises an error for it. `__cause__` says why on the rank to blame.
 
-    `rank` is the rank to blame, the same number on every rank. It is None where no single rank is to blame: ranks wait
-    for each other in a cycle, or all were given the same wrong arguments. A rank that cannot see where the others are,
-    on other hosts or while a pipeline is created, blames the rank that it waited for. `instruction`, `peer` and
-    `waited_s` are those of the rank that raises: what it ran, for which rank it waited, and for how many seconds.
-    `finding` is where the first value that is not finite was made, the same text on every rank that can see it, if that
-    is why the step failed; else empty.
+    `rank` is the rank to blame, the same number on every rank; of a mesh, that in torch's default group. It is None
+    where no single rank is to blame: ranks wait for each other in a cycle, or all were given the same wrong arguments.
+    A rank that cannot see where the others are, on other hosts or while a pipeline is created, blames the rank that it
+    waited for. `instruction`, `peer` and `waited_s` are those of the rank that raises: what it ran, for which rank it
+    waited, and for how many seconds. `finding` is where the first value that is not finite was made, the same text on
+    every rank that can see it, if that is why the step failed; else empty.
     """
 
     exit_status = 4

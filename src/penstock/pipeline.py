@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from penstock.construction import Request, construct
@@ -25,6 +26,7 @@ from penstock.execute.observing.recorder import Recording
 from penstock.execute.stages.layers import Layer
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.device_queue import device_queue_of
+from penstock.execute.transport.places import Places
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import shares_process
 from penstock.ir.timeline import Timeline
@@ -46,8 +48,13 @@ class Pipeline(ModelPart):
     for. `loss`: takes the output and the target of a microbatch, and returns one loss, a dict of named ones, a sum with
     its weight, or a `LossOutput`. `split`: layers per stage. `process_group`: the ranks, all of them if None; it may be
     given as `group` too, where a whole number is the option `group` of the schedule's family. `ranks`: how many there
-    must be; 1 without a group is a model of its own in this process. Further keywords are those of `PipelineOptions`,
-    then options of the schedule's family.
+    must be; 1 without a group is a model of its own in this process. `mesh`: in place of a group, the ranks of a
+    pipeline and of its replicas, a `DeviceMesh` with the dimensions `pipeline` and `data`, of which one may be missing.
+    Further keywords are those of `PipelineOptions`, then options of the schedule's family.
+
+    Replicas are one job. Each is given rows of its own, whole on each of its ranks. Losses, gradients and their norm
+    are those of one process on the rows of all replicas, one replica after another. All start with the parameters and
+    buffers of the first one, and end a step with its buffers.
 
     All ranks are those of torch's default group. Where torchrun started the processes and there is no default group,
     the first pipeline makes it: with gloo, and with NCCL for a CUDA `device`. The last pipeline that is closed destroys
@@ -76,9 +83,10 @@ class Pipeline(ModelPart):
         process_group: dist.ProcessGroup | None = None,
         group: dist.ProcessGroup | int | None = None,
         ranks: int | None = None,
+        mesh: DeviceMesh | Places | None = None,
         **options: Any,
     ) -> None:
-        joined = join(process_group, group, options, options_of_family(schedule), ranks)
+        joined = join(process_group, group, options, options_of_family(schedule), ranks, mesh)
         request = Request(
             layers=layers,
             schedule=schedule,
@@ -95,10 +103,11 @@ class Pipeline(ModelPart):
         self.stages: list[Stage] = self._assembly.stages
         self._transport = joined.transport
         self._control = joined.control
-        self.rank = self._transport.rank
+        places = joined.places
+        self.rank, self.replica, self.num_replicas = self._transport.rank, places.replica, places.num_replicas
         self._gradient_attribute = self.options.gradient_attribute
         self._is_closed = False
-        if self.rank == 0:
+        if self._control.rank == 0:
             self._advise()
 
     def _advise(self) -> None:
@@ -143,7 +152,7 @@ class Pipeline(ModelPart):
         return self._run(Mode.TRAIN, Call(args, kwargs, target, return_outputs, record))
 
     def no_sync(self, *, tied: bool = True) -> AbstractContextManager[None]:
-        """Within it, steps add up gradients and average none over replicas: neither DDP's nor in `reduce_stage`.
+        """Within it, steps add up gradients and reduce none over replicas: of a mesh, in DDP or in `reduce_stage`.
 
         For all steps before an optimizer step but the last; every rank enters it for the same steps. Without `tied`,
         those of tied parameters are not summed over their ranks either: for steps whose gradients are thrown away.
@@ -177,7 +186,7 @@ class Pipeline(ModelPart):
         self._run(mode, Call(args, kwargs, target, record=True))
         if self.timeline is None:
             text = "the step ran, but was not recorded: the log (logger penstock) of a rank says why"
-            raise PipelineError(f"rank {self.rank}: {text}", rank=self.rank)
+            raise self._refusal(text)
         return self.timeline
 
     def memory_report(
@@ -288,8 +297,12 @@ class Pipeline(ModelPart):
         if mode.is_training and call.refusal is None:
             self._require_trainable(mode)
         if self._is_closed:
-            raise PipelineError(f"rank {self.rank}: the pipeline is closed; make a new one", rank=self.rank)
+            raise self._refusal("the pipeline is closed; make a new one")
         return self._runner.run(mode, call, memory)
+
+    def _refusal(self, text: str) -> PipelineError:
+        places = self._control.places
+        return PipelineError(f"{places.name}: {text}", rank=places.names.numbers[places.index])
 
     def _require_trainable(self, mode: Mode) -> None:
         if self._made.plan.loss is None:

@@ -214,9 +214,7 @@ def _(original):
     return queued
 
 
-@plant(
-    "one communicator carries both directions", "host_waits_for_receives", f"{TRANSPORT}torch_dist:_Links.between", HANG
-)
+@plant("one communicator carries both directions", "host_waits_for_receives", f"{TRANSPORT}links:Links.between", HANG)
 def _(original):
     return lambda links, source, destination, tag: original(links, 0, 1, tag)
 

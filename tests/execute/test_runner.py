@@ -15,6 +15,7 @@ from penstock.execute.options import PipelineOptions
 from penstock.execute.runner import Runner
 from penstock.execute.stages.assemble import assemble
 from penstock.execute.transport import LocalTransport
+from penstock.execute.transport.places import Places
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.planning import prove_and_lower
@@ -36,7 +37,7 @@ def runner_of(task, planned, loss=square_loss):
 
     options = PipelineOptions()
     return Runner(
-        transport,
+        Places.of(transport),
         CPU,
         schedule,
         assembly,

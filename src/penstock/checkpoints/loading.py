@@ -45,7 +45,7 @@ def load_checkpoint(folder: str | Path, pipeline: Pipeline, optimizer: Optimizer
         PipelineError: a rank is lost.
     """
     loaded = load_newest(Path(folder), pipeline, optimizer)
-    if pipeline.rank == 0:
+    if pipeline.control.rank == 0:
         for problem in loaded.damaged:
             warn(f"{problem}. {loaded.path} is loaded instead")
     return loaded.extra
@@ -95,7 +95,7 @@ class _Reader:
         if self._optimizer is not None:
             require_loadable(self._optimizer, self._manifest.optimizer, self._parameters, self._path)
         if len(self._manifest.random) == self._pipeline.control.num_ranks:
-            state = self._manifest.random[self._pipeline.rank]
+            state = self._manifest.random[self._pipeline.control.rank]
             try:
                 self._restore_random = random_state_restorer(state, self._pipeline.device)
             except CheckpointError as error:

@@ -151,7 +151,7 @@ class CheckpointWriter:
             raise
         except Exception:
             self._save = None
-            if self._pipeline.rank == 0:
+            if self._pipeline.control.rank == 0:
                 shutil.rmtree(save.partial, ignore_errors=True)
             raise
         if None in everyone:

@@ -20,6 +20,7 @@ From below to above; a part imports those before it, and no others:
     accelerator.py   what is asked of a device
     values/          trees of tensors, layouts, version guard
     transport/       messages                           control/    collectives, agreement, what stops a step
+    replicas/        a mesh: reductions over replicas, what they agree on, what they take from the first one
     batch/           microbatches, slices, streams,     losses/     loss functions, weights, results
                      their copies to the device
     parameters/      how they lie, and who writes their gradients

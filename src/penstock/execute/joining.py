@@ -15,7 +15,9 @@ from penstock.execute.arguments import PROCESS_GROUP, is_time, is_whole_number, 
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import Told
 from penstock.execute.options import DEFAULT_DEADLINE_S, PipelineOptions, split_options
+from penstock.execute.replicas.mesh import MESH, connect_mesh
 from penstock.execute.transport.local import LocalTransport
+from penstock.execute.transport.places import DATA, Places
 from penstock.execute.transport.protocol import Transport, is_transport
 from penstock.execute.transport.torch_dist import TorchTransport
 from penstock.execute.transport.world import default_transport, ranks_of
@@ -31,16 +33,22 @@ class Joined:
     """The defaults where the rank's own cannot be used."""
     family_options: dict[str, Any]
     process_group: dist.ProcessGroup | None
-    transport: Transport
+    places: Places
     refusal: PenstockError | None
     """What is wrong with this rank's options."""
     is_alone_on_purpose: bool = False
     """Whether the caller says that the model is this rank's own, and no part of one of several ranks."""
+    has_mesh: bool = False
+
+    @property
+    def transport(self) -> Transport:
+        """The messages of the pipeline."""
+        return self.places.pipeline
 
     @property
     def control(self) -> Control:
         """The collectives of all ranks."""
-        return Control(self.transport)
+        return Control.of(self.places)
 
     def together(self, make: Callable[[], T]) -> T:
         """Return what `make` returns; if it fails on any rank, or any rank's options are wrong, it fails on all.
@@ -73,14 +81,14 @@ class Joined:
         try:
             yield
         except (PeerLost, DeadlineExceeded):
-            self.transport.abort()
+            self.places.abort()
             raise
         except PenstockError:
-            if self.options.transport is None:
-                self.transport.close()
+            if self.options.transport is None or self.has_mesh:
+                self.places.close()
             raise
         except BaseException:
-            self.transport.abort()
+            self.places.abort()
             raise
 
     def require_one_model(self, *, is_averaged: bool) -> None:
@@ -103,31 +111,62 @@ class Joined:
 
 
 def join(
-    process_group: Any, group: Any, given: Mapping[str, Any], options_of_family: Collection[str], ranks: Any = None
+    process_group: Any,
+    group: Any,
+    given: Mapping[str, Any],
+    options_of_family: Collection[str],
+    ranks: Any = None,
+    mesh: Any = None,
 ) -> Joined:
     """Connect to the other ranks, whatever is wrong with the options; every rank of the group calls it.
 
-    `process_group`, `group` and `ranks` are as for `Pipeline`; with a wrong one, the rank joins the default group.
+    `process_group`, `group`, `ranks` and `mesh` are as for `Pipeline`; with a wrong group, the rank joins the default
+    group.
 
     Raises:
+        ConfigError: on every rank, where a mesh is wrong or is not that of all ranks.
         PeerLost, DeadlineExceeded: if a rank does not come; on a rank whose options are wrong, what is wrong with them.
     """
     try:
         options, family_options = split_options(given)
         taken = take_process_group(process_group, group, family_options, options_of_family)
+        if mesh is not None:
+            _require_mesh_alone(taken, options)
         require("ranks", ranks, ranks is None or is_whole_number(ranks, 1), "a whole number, 1 or larger, or None")
         refusal = None
     except PenstockError as error:
         options, family_options, taken, refusal = _usable(given), {}, None, error
-    is_alone = ranks == 1 and taken is None and refusal is None
+    is_alone = ranks == 1 and taken is None and refusal is None and mesh is None
     try:
-        transport = options.transport or _transport(taken, options, is_alone=is_alone)
+        if mesh is not None:
+            places, taken = connect_mesh(mesh, options.deadline_s)
+        else:
+            places = Places.of(options.transport or _transport(taken, options, is_alone=is_alone))
     except (PeerLost, DeadlineExceeded) as error:
         if refusal is not None:  # with a wrong group, the others met in another one
             raise refusal from error
         raise
-    refusal = refusal or _wrong_number(ranks, transport.num_ranks)
-    return Joined(options, family_options, taken, transport, refusal, is_alone_on_purpose=ranks == 1)
+    refusal = refusal or _wrong_number(ranks, places.pipeline.num_ranks)
+    return Joined(
+        options,
+        family_options,
+        taken,
+        places,
+        refusal,
+        is_alone_on_purpose=ranks == 1 or places.num_replicas > 1,
+        has_mesh=mesh is not None,
+    )
+
+
+def _require_mesh_alone(group: dist.ProcessGroup | None, options: PipelineOptions) -> None:
+    """Refuse what says otherwise which ranks there are, or reduces over them. Raises: ConfigError."""
+    others = {"a process group": group, "a transport": options.transport, "reduce_stage": options.reduce_stage}
+    if found := [name for name, value in others.items() if value is not None]:
+        raise ConfigError(
+            f"it goes without {' and '.join(found)}: the mesh says which ranks there are, and gradients are summed "
+            f"along {DATA!r}",
+            key=MESH,
+        )
 
 
 def _transport(group: dist.ProcessGroup | None, options: PipelineOptions, *, is_alone: bool) -> Transport:

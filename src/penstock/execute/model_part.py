@@ -13,8 +13,10 @@ from torch import nn
 from penstock.errors import ConfigError, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import Told, require_equal
+from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.gradient_norm import clip_gradients
+from penstock.execute.stages.held_state import held_tensors
 from penstock.execute.stages.model_state import (
     entries_of_ranks,
     gather_state,
@@ -33,6 +35,7 @@ class ModelPart:
     stages: list[Stage]
     device: torch.device
     _transport: Transport
+    _control: Control
     _assembly: Assembly
     _gradient_attribute: str
 
@@ -73,7 +76,7 @@ class ModelPart:
         """Return this rank's parameters and saved buffers by the unsplit model's names, as `nn.Module.state_dict` does.
 
         With `on_rank`, which every rank passes, that rank gets the tensors of the whole model, copies on the CPU, and
-        the others get nothing.
+        the others get nothing. With replicas it is a rank of the first one, by its place along the pipeline.
 
         Raises:
             ConfigError: there is no rank `on_rank`.
@@ -83,6 +86,8 @@ class ModelPart:
         if on_rank is None:
             return own
         self._agree(on_rank=on_rank)
+        if self._control.places.replica > 0:
+            return {}
         everyone = entries_of_ranks(self._transport, own)
         return gather_state(self._transport, own, everyone, on_rank, self.device)
 
@@ -93,28 +98,32 @@ class ModelPart:
 
         `state_dict` is this rank's part, or the whole model's, of which it takes its part. With `from_rank`, that rank
         has the whole model's, and the others pass None. Tied copies take the values of their owner, the first rank in
-        the unsplit model. Where strict, names must be those of the model, as in torch.
+        the unsplit model. Where strict, names must be those of the model, as in torch. With replicas, `from_rank` is a
+        rank of the first one, and all take the values of the first.
 
         Raises:
             ConfigError: on every rank, and nothing is changed: the state does not fit on one of them.
             PeerLost, DeadlineExceeded: a rank does not come.
         """
-        transport, rank = self._transport, self._transport.rank
+        transport, rank, places = self._transport, self._transport.rank, self._control.places
         self._agree(from_rank=from_rank, strict=strict)
+        has_state = from_rank is None or (places.replica, rank) == (0, from_rank)
         own = own_state(self.stages)
         everyone = entries_of_ranks(transport, own)
         known = [entry for theirs in everyone for entry in theirs]
 
         def check() -> None:
-            if from_rank in (None, rank):
+            if has_state:
                 wanted = known if rank == from_rank else everyone[rank]
                 require_fitting(state_dict, wanted, known, is_strict=strict)
 
-        Control(transport).together(check)
+        self._control.together(check)
         part = state_dict or {}
         if from_rank is not None:
-            part = scatter_state(transport, part, everyone, from_rank, self.device)
-        Control(transport).together(lambda: load_own(self.stages, part))
+            part = scatter_state(transport, part, everyone, from_rank, self.device) if places.replica == 0 else {}
+        self._control.together(lambda: load_own(self.stages, part))
+        if places.data is not None:
+            share_all(places.data, held_tensors(self.stages))
         for copy in self._assembly.tied_copies.values():
             copy.share_values(transport)
 
@@ -135,7 +144,7 @@ class ModelPart:
         attribute = self._gradient_attribute
         named = [(name, getattr(parameter, attribute, None)) for name, parameter in self.named_parameters()]
         norm = clip_gradients(
-            named, Control(self._transport).all_gather_object, max_norm, norm_type=norm_type, skip=self.copied_names
+            named, self._control.within.all_gather_object, max_norm, norm_type=norm_type, skip=self.copied_names
         )
         if error_if_nonfinite and not math.isfinite(norm):
             raise PipelineError(
@@ -155,7 +164,7 @@ class ModelPart:
                     raise ConfigError(f"{value!r}; expected a number larger than 0, or infinity", key=key)
             return {key: str(value) for key, value in given.items()}
 
-        require_equal(Control(self._transport).together(check))
+        require_equal(self._control.together(check), self._control.names)
 
     def _require_rank(self, key: str, rank: int) -> None:
         if not (isinstance(rank, int) and 0 <= rank < self._transport.num_ranks):

@@ -196,7 +196,7 @@ def _is_transport(value: object) -> bool:
     return value is None or is_transport(value)
 
 
-ARGUMENTS = ("schedule", "microbatches", "loss", "stages_per_rank", "split", "process_group", "group", "ranks")
+ARGUMENTS = ("schedule", "microbatches", "loss", "stages_per_rank", "split", "process_group", "group", "ranks", "mesh")
 """What `Pipeline` takes beside its options; a misspelt one arrives here as an unknown option."""
 
 

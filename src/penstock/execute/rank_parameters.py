@@ -18,6 +18,8 @@ from penstock.execute.parameters.averaged import Averaged, wrapped
 from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.parameters.layout import ParameterLayout, Replicated
 from penstock.execute.parameters.tied import TiedCopy, agree_on_copies
+from penstock.execute.replicas.reductions import Reductions
+from penstock.execute.replicas.summed import StageParts, Summed
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.stage import Stage, modules_of
 from penstock.execute.step import Step
@@ -129,6 +131,8 @@ class RankParameters:
         attribute = options.gradient_attribute
         self._own = OwnParameters(assembly)
         self._trained = 0
+        data = control.places.data
+        self._reductions = None if data is None else Reductions(data)
         self.units = [self._unit(stages, attribute) for stages in _sharing(assembly.stages)]
         self.unit_of = {stage.index: unit for unit in self.units for stage in unit.stages}
         self._store_of_copy = {id(copy): unit.gradients for unit in self.units for copy in unit.copies}
@@ -171,7 +175,7 @@ class RankParameters:
         """Run a step in here; one that fails leaves nothing behind."""
         try:
             for unit in self.units:
-                unit.layout.begin_step(is_synced=step.is_synced)
+                unit.layout.begin_step(is_synced=step.is_synced, is_training=step.is_training)
                 if step.is_training:
                     copies = unit.copies if step.sums_tied else ()
                     unit.gradients.begin_step(parameter for copy in copies for parameter in copy.trained().values())
@@ -203,10 +207,13 @@ class RankParameters:
         tied = {id(copy): {*map(id, copy.parameters.values()), *map(id, copy.layers)} for copy in self.copies.values()}
         copies = [copy for copy in self.copies.values() if held & tied[id(copy)]]
         gradients = GradientStore(lambda: _parameters(stages), attribute)
+        is_tied = frozenset[int]().union(*(tied[id(copy)] for copy in copies))
+        if self._reductions is not None:
+            parts = {stage.index: StageParts(stage.parameters, stage.modules) for stage in stages}
+            return Unit(stages, gradients, Summed(parts, gradients, is_tied, self._reductions), copies)
         modules = {stage.index: wrapped(stage.modules) for stage in stages}
         if not any(modules.values()):
             return Unit(stages, gradients, Replicated(), copies)
-        is_tied = frozenset[int]().union(*(tied[id(copy)] for copy in copies))
         layout = Averaged(modules, gradients, is_tied, lambda: self._control.transport.deadline_s)
         return Unit(stages, gradients, layout, copies)
 

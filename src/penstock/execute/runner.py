@@ -15,6 +15,7 @@ from penstock.execute.batch.admission import Admission, Batch, Call
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.compile.features import compose_stages
 from penstock.execute.compile.program import CompiledProgram, compile_program
+from penstock.execute.compile.programs import CompiledPrograms
 from penstock.execute.control.agreement import Extra, Mode
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.compilations import COMPILE_DEADLINE_S, Compilations
@@ -24,9 +25,8 @@ from penstock.execute.control.handshake import Agreed
 from penstock.execute.control.positions import PositionBoard
 from penstock.execute.losses.exchange import LossExchange
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
-from penstock.execute.losses.output import takes_weight
 from penstock.execute.losses.results import StepResult
-from penstock.execute.losses.step_losses import NO_SHARES, StepLosses
+from penstock.execute.losses.weighing import LossMaker
 from penstock.execute.observing.checked_values import ValueChecks
 from penstock.execute.observing.clock import ClockComparison
 from penstock.execute.observing.log import log_plan, message_log
@@ -48,7 +48,7 @@ from penstock.execute.stages.feature import modules_with
 from penstock.execute.stages.randomness import Randomness, default_generators
 from penstock.execute.step import Change, Step
 from penstock.execute.transport.messages import Messenger
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.places import Places
 from penstock.execute.values.tree import flatten
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -61,7 +61,7 @@ class Runner:
 
     def __init__(
         self,
-        transport: Transport,
+        places: Places,
         device: torch.device,
         schedule: Schedule,
         assembly: Assembly,
@@ -73,23 +73,21 @@ class Runner:
         loss_weights: LossWeights,
         program_of: Callable[[Mode, int], Program],
     ) -> None:
-        self._transport, self._device = transport, device
+        self._places, self._device = places, device
+        self._transport = transport = places.pipeline
         self._placement, self._num_microbatches = schedule.placement, schedule.num_microbatches
         self._assembly, self._options = assembly, options
-        self._loss, self._loss_weights = loss, loss_weights
-        self._takes_weight = loss is not None and takes_weight(loss)
-        self._scale = loss_scale(options.scale_loss)
+        is_last = any(self._placement.next_stage[stage.index] < 0 for stage in assembly.stages)
+        self._losses = LossMaker(loss, loss_weights, loss_scale(options.scale_loss), is_last=is_last)
         own_layers = [layer for stage in assembly.stages for layer in stage.modules]
-        control = Control(transport)
+        control = Control.of(places)
         self._parameters = RankParameters(control, device, assembly, options)
         self._is_synced = self._sums_tied = True  # as the fields of `Step` say
         self._exchange = LossExchange(control, device)
         self._auxiliary: list[Auxiliary] = modules_with(own_layers, Auxiliary)
-        self._program_of = program_of
-        self._compiled: dict[tuple[Mode, int], CompiledProgram] = {}
-        self._active: Program | None = None
-        self._failures = FailureReporter(transport, board, self._describe)
-        self._compilations = Compilations(transport, board, own_layers)
+        self._programs = CompiledPrograms(places, program_of, self._compile)
+        self._failures = FailureReporter(places, board, self._programs.describe)
+        self._compilations = Compilations(places, board, own_layers)
         self._observers = observers_for(
             transport,
             device,
@@ -112,6 +110,7 @@ class Runner:
             ),
             stream_rules=options.stream_rules(),
             checks_values=options.check_batches,
+            weigh=self._losses.weigh if places.num_replicas > 1 else None,
             read=options.clock.read,
         )
         self.step_number = 0
@@ -128,11 +127,11 @@ class Runner:
             PipelineError: on every rank, if the step fails on any; the next one starts afresh.
         """
         # Before the agreement, so that an error in it can name the rows of the other ranks.
-        compiled = self._compiled_for(mode, self._num_microbatches)
+        compiled = self._programs.of(mode, self._num_microbatches)
         with self._failing_together():
             self._begin()  # 1 after a failed step, all ranks start afresh
             batch = self._admit(mode, call, memory)  # 2 split the batch; one exchange, in which all ranks agree
-            compiled = self._compiled_for(mode, len(batch.microbatches))  # an evaluation of few rows has fewer
+            compiled = self._programs.of(mode, len(batch.microbatches))  # an evaluation of few rows has fewer
             step = self._make_step(mode, batch)
             patience = self._compilations.in_step(batch.agreed, flatten((call.args, call.target))[0])
             del batch  # 3 from here on the step alone holds the data, and all that is made of them
@@ -159,34 +158,34 @@ class Runner:
     def close(self) -> None:
         """Leave the others; no step can be run any more."""
         self._failures.close()
-        self._transport.close()
+        self._places.close()
 
     # ---- what runs
 
-    def _compiled_for(self, mode: Mode, num_microbatches: int) -> CompiledProgram:
-        """Return what a mode runs, from now on the program that errors speak of."""
-        key = mode, num_microbatches
-        if key not in self._compiled:
-            program, rank, options = self._program_of(*key), self._transport.rank, self._options
-            patience_s = COMPILE_DEADLINE_S if self._compilations.has_compiled_layers else options.deadline_s
-            randomness = Randomness(options.seed, default_generators(self._device), patience_s)
-            stores = {stage: unit.gradients for stage, unit in self._parameters.unit_of.items()}
-            context = CompileContext(
-                program,
-                rank,
-                RankRows.of(program, rank),
-                compose_stages(program, self._assembly.stages, self._assembly.skips, randomness, stores),
-                self._messenger,
-                self._parameters,
-                self._failures.board.row_of,
-            )
-            changes: list[Change] = []
-            if options.overlap is not None:
-                note, first = self._failures.board.note, int(program.offsets[rank])
-                changes.append(overlapping(program, options.overlap, self._device, lambda row: note(row - first)))
-            self._compiled[key] = compile_program(context, self._observers, changes)
-        self._active = self._compiled[key].program
-        return self._compiled[key]
+    def _compile(self, program: Program) -> CompiledProgram:
+        rank, options = self._transport.rank, self._options
+        patience_s = COMPILE_DEADLINE_S if self._compilations.has_compiled_layers else options.deadline_s
+        randomness = Randomness(
+            options.seed,
+            default_generators(self._device),
+            self._places.replica * self._num_microbatches,
+            patience_s,
+        )
+        stores = {stage: unit.gradients for stage, unit in self._parameters.unit_of.items()}
+        context = CompileContext(
+            program,
+            rank,
+            RankRows.of(program, rank),
+            compose_stages(program, self._assembly.stages, self._assembly.skips, randomness, stores),
+            self._messenger,
+            self._parameters,
+            self._places.within_replica(self._failures.board.row_of),
+        )
+        changes: list[Change] = []
+        if options.overlap is not None:
+            note, first = self._failures.board.note, int(program.offsets[rank])
+            changes.append(overlapping(program, options.overlap, self._device, lambda row: note(row - first)))
+        return compile_program(context, self._observers, changes)
 
     # ---- the parts of a step, in order
 
@@ -225,24 +224,10 @@ class Runner:
         return batch
 
     def _make_step(self, mode: Mode, batch: Batch) -> Step:
-        loss = self._loss if mode.is_training or batch.has_target else None
-        weights, microbatches, slices = self._loss_weights, batch.microbatches, batch.slices
-        # Only the ranks of last stages weigh losses; the others may have no target to count.
-        is_last = any(self._placement.next_stage[stage.index] < 0 for stage in self._assembly.stages)
-        losses = StepLosses(
-            len(slices),
-            len(slices[0]),
-            loss,
-            weights.shares(microbatches, slices) if is_last and loss is not None else NO_SHARES,
-            weights.shares_of_rows(microbatches, slices),
-            takes_weight=self._takes_weight,
-            scale=self._scale,
-        )
-        keeps_outputs = output_rank(self._placement) in batch.agreed.wanting_outputs
         return Step(
-            slices,
-            losses,
-            keeps_outputs,
+            batch.slices,
+            self._losses.of(batch, is_training=mode.is_training),
+            output_rank(self._placement) in batch.agreed.wanting_outputs,
             prefetcher=batch.prefetcher,
             number=self.step_number,
             serial=batch.agreed.attempt,
@@ -256,7 +241,9 @@ class Runner:
         found: list[Observer] = [*message_log(), *([] if memory is None else [memory])]
         if call.checks_values:
             attribute = self._options.gradient_attribute
-            found.append(ValueChecks(self._transport.rank, self._assembly.stages, attribute))
+            found.append(
+                ValueChecks(self._transport.rank, self._assembly.stages, attribute, names=self._places.names_of_replica)
+            )
         if not call.record:
             return found
         clock, rank, deadline_s = self._options.clock, self._transport.rank, self._options.deadline_s
@@ -330,12 +317,6 @@ class Runner:
         finally:
             for module in self._auxiliary:
                 module.end()
-
-    def _describe(self, rank: int, row: int) -> str:
-        if self._active is None:
-            return ""
-        first, end = self._active.offsets[rank : rank + 2]
-        return str(self._active.instruction(int(first) + row)) if row < end - first else ""
 
 
 def _extra_of(call: Call, memory: MemoryWatch | None) -> Extra:

@@ -11,6 +11,7 @@ from penstock.execute.control.collectives import HEAD_BYTES, LENGTH, Control
 from penstock.execute.transport.protocol import Tag
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import error_of, float_task, on_ranks, step_task
+from tests.mesh_pipelines import on_mesh
 
 ROOM = HEAD_BYTES - LENGTH.size
 
@@ -187,3 +188,49 @@ def test_rank_0_alone_does_its_part_and_all_get_its_result_or_its_error():
     assert (first[:2], second[:2]) == (({"rank": 0}, 1), ({"rank": 0}, 0))
     assert isinstance(first[2], ZeroDivisionError)
     assert str(second[2]) == "rank 0: ZeroDivisionError: division by zero"
+
+
+class CountedSends:
+    def __init__(self, transport):
+        self._post, self.count = transport.post_send, 0
+        transport.post_send = self.post_send
+
+    def post_send(self, *arguments):
+        self.count += 1
+        return self._post(*arguments)
+
+
+def test_replicas_gather_along_one_dimension_and_then_the_next():
+    def case(places):
+        counted = [CountedSends(transport) for transport in places.transports]
+        control = Control.of(places)
+        found = control.all_gather_object([places.index, "ä\n"])
+        assert [each.count for each in counted] == [2, 1]
+        return found, control.within.all_gather_object(places.index), control.across(places.index)
+
+    for index, (found, within, across) in enumerate(on_mesh(3, 2, case)):
+        assert found == [[rank, "ä\n"] for rank in range(6)]
+        assert within == [index // 3 * 3 + place for place in range(3)]
+        assert across == [index % 3, index % 3 + 3]
+
+
+def test_long_values_of_all_replicas_arrive_whole():
+    long = "x" * (3 * HEAD_BYTES)
+
+    for found in on_mesh(2, 2, lambda places: Control.of(places).all_gather_object([places.index, long])):
+        assert found == [[rank, long] for rank in range(4)]
+
+
+def test_a_failure_of_one_replica_is_told_to_all_with_its_places():
+    def case(places):
+        def make():
+            if places.index == 2:
+                raise ConfigError("no", key="layers")
+            return places.index
+
+        return error_of(Control.of(places).together, make)
+
+    errors = on_mesh(2, 2, case)
+
+    assert str(errors[2]) == "layers: no"
+    assert {str(error) for rank, error in enumerate(errors) if rank != 2} == {"rank 2 (pipeline 0, data 1): layers: no"}

@@ -13,6 +13,7 @@ from penstock.execute.control.compilations import COMPILE_DEADLINE_S, MANY, Comp
 from penstock.execute.control.positions import State, boards_of_threads
 from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.agreed_layouts import MAX_LAYOUTS
+from penstock.execute.transport.places import Places
 
 DEADLINE_S = 3.0
 
@@ -56,7 +57,7 @@ class Ranks:
     def __init__(self, *layers):
         (self.board,) = boards_of_threads(1)
         (self.transport,) = LocalTransport.create(1, DEADLINE_S)
-        self.own = Compilations(self.transport, self.board, layers)
+        self.own = Compilations(Places.of(self.transport), self.board, layers)
 
     def step(self, run=lambda: None, *, other=0, inputs=1, mode=Mode.TRAIN, given=()):
         """Run a step, in which `run` is called, and return the limit of its waits."""
@@ -160,7 +161,7 @@ def test_the_board_says_while_a_rank_compiles_and_where():
 
 def test_ranks_that_are_threads_do_not_count_for_each_other():
     (board, _), transports = boards_of_threads(2), LocalTransport.create(2, DEADLINE_S)
-    own = Compilations(transports[0], board, [])
+    own = Compilations(Places.of(transports[0]), board, [])
     with own.in_step(AgreedStep([StepProposal(mode=Mode.TRAIN)]), ()):
         other = threading.Thread(target=lambda: torch.compile(Layer(), backend="eager")(torch.ones(4)))
         other.start()

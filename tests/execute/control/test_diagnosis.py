@@ -27,6 +27,7 @@ from penstock.execute.control.positions import (
 )
 from penstock.execute.control.watchdog import Watchdog
 from penstock.execute.transport import TorchTransport
+from penstock.execute.transport.rank_names import RankNames
 from tests.ranks import run_ranks_with_deaths
 
 pytestmark = pytest.mark.alone
@@ -172,7 +173,7 @@ def test_a_peer_that_left_or_has_not_begun_is_named_as_such():
 
 
 def test_a_rank_of_another_host_ends_the_chain():
-    board = PositionBoard(boards_of_threads(2)[0]._memory, 0, 2)
+    board = PositionBoard(boards_of_threads(2)[0]._memory, 0, RankNames.plain(2))
     board._memory[SLOT_BYTES:] = bytes(SLOT_BYTES)
     board.note_wait(1)
 
@@ -232,7 +233,7 @@ def misbehave(fault, board):
 
 def line_with_fault(rank, fault):
     transport = TorchTransport(deadline_s=20)
-    with PositionMemory(4) as memory:
+    with PositionMemory(RankNames.plain(4)) as memory:
         paths = Control(transport).all_gather_object(memory.path)
         board = memory.board(rank, ["here"] * 4, paths)
         Control(transport).all_gather_object("mapped")

@@ -11,6 +11,7 @@ from penstock.execute.control.failures import FailureReporter
 from penstock.execute.control.positions import boards_of_threads
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.transport import LocalTransport
+from penstock.execute.transport.places import Places
 from tests.faults import DEADLINE_S, NUM_RANKS, Fault, FaultyRank, FaultyThreads, PlantedError, batch, is_right
 
 pytestmark = pytest.mark.alone
@@ -153,7 +154,7 @@ def test_a_rank_that_does_not_come_back_after_a_failure_is_named_instead_of_the_
 
 def reporter():
     (transport,), (board,) = LocalTransport.create(1, DEADLINE_S), boards_of_threads(1)
-    return FailureReporter(transport, board, lambda rank, row: f"row {row}")
+    return FailureReporter(Places.of(transport), board, lambda rank, row: f"row {row}")
 
 
 def test_a_closed_reporter_leaves_no_thread():
@@ -187,7 +188,7 @@ def test_one_rank_alone_fails_and_goes_on():
 
 def test_a_second_interrupt_while_the_first_is_reported_still_wakes_the_other_ranks(monkeypatch):
     ranks = LocalTransport.create(2, DEADLINE_S)
-    reported = FailureReporter(ranks[0], boards_of_threads(2)[0], lambda rank, row: f"row {row}")
+    reported = FailureReporter(Places.of(ranks[0]), boards_of_threads(2)[0], lambda rank, row: f"row {row}")
 
     def interrupted(*args, **options):
         raise KeyboardInterrupt

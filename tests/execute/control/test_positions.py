@@ -18,6 +18,7 @@ from penstock.execute.control.positions import (
     read_all,
 )
 from penstock.execute.transport import TorchTransport
+from penstock.execute.transport.rank_names import RankNames
 from tests.ranks import run_ranks
 from tests.work import lines_run
 
@@ -150,7 +151,7 @@ def test_noting_an_instruction_runs_at_most_three_lines():
 def share_a_board(rank):
     transport = TorchTransport(deadline_s=20)
     control = Control(transport)
-    with PositionMemory(3) as memory:
+    with PositionMemory(RankNames.plain(3)) as memory:
         told = control.all_gather_object([host_of_processes(), memory.path])
         board = memory.board(rank, *zip(*told, strict=True))
         control.all_gather_object("mapped")
@@ -172,7 +173,7 @@ def test_processes_see_each_other_after_the_memory_has_no_file_any_more():
 
 
 def test_a_rank_of_another_host_is_unknown():
-    with PositionMemory(2) as memory:
+    with PositionMemory(RankNames.plain(2)) as memory:
         board = memory.board(0, ["here", "elsewhere"], [memory.path, "/proc/1/fd/3"])
 
     assert [position.state for position in read_all(board)] == [State.IDLE, State.UNKNOWN]
@@ -186,7 +187,7 @@ def no_memory(name):
 def test_where_there_is_no_memory_a_rank_sees_only_itself(monkeypatch, is_made):
     if not is_made:
         monkeypatch.setattr(os, "memfd_create", no_memory)
-    with PositionMemory(2) as memory:
+    with PositionMemory(RankNames.plain(2)) as memory:
         board = memory.board(1, ["here", "here"], ["/proc/0/fd/3" if is_made else memory.path] * 2)
     board.note(2)
 
@@ -196,6 +197,6 @@ def test_where_there_is_no_memory_a_rank_sees_only_itself(monkeypatch, is_made):
 
 def test_no_file_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with PositionMemory(2) as memory:
+    with PositionMemory(RankNames.plain(2)) as memory:
         memory.board(0, ["here"] * 2, [memory.path] * 2).note(3)
         assert os.listdir(tmp_path) == []

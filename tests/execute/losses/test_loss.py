@@ -164,11 +164,11 @@ def test_losses_of_layers_weigh_by_rows_and_lengths_whatever_counts():
     weights = LossWeights(count=lambda target: 0 / 0)
     microbatches = of_sizes(3, 1)
 
-    shares = weights.shares_of_rows(microbatches, [[each] for each in microbatches])
+    shares = weights.of_rows.shares(microbatches, [[each] for each in microbatches])
 
     assert shares == LossShares([0.75, 0.25], [[1.0], [1.0]])
-    assert weights.shares_of_rows(*whole_and_slices([3, 1])).fractions == [[0.75, 0.25]]
-    assert LossWeights("sum").shares_of_rows(microbatches, [[each] for each in microbatches]).weights == [1.0, 1.0]
+    assert weights.of_rows.shares(*whole_and_slices([3, 1])).fractions == [[0.75, 0.25]]
+    assert LossWeights("sum").of_rows.shares(microbatches, [[each] for each in microbatches]).weights == [1.0, 1.0]
 
 
 def test_a_slice_of_a_sum_and_a_microbatch_that_is_not_cut_weigh_one():

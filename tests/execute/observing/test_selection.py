@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def test_what_is_off_costs_nothing():
     task = float_task(4)
     pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, run_ahead=3)
-    compiled = pipeline._runner._compiled_for(Mode.TRAIN, 2)
+    compiled = pipeline._runner._programs.of(Mode.TRAIN, 2)
 
     assert pipeline._runner._observers == []
     assert pipeline._runner._message_transport is pipeline.transport

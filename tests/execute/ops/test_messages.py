@@ -9,7 +9,7 @@ import penstock
 from penstock.errors import PipelineError
 from penstock.execute.ops import HANDLERS
 from penstock.execute.ops.messages import send_backward, send_forward
-from penstock.execute.transport import TorchTransport, torch_dist
+from penstock.execute.transport import TorchTransport, links
 from penstock.execute.values.version_guard import VersionGuard
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
@@ -138,7 +138,7 @@ def test_a_send_over_gloo_is_no_more_frames_from_the_loop():
 def over_gloo(rank):
     transport, task = TorchTransport(deadline_s=30.0, is_direct=False), float_task(4)
     link = Looking(transport._links.upward)
-    transport._links = torch_dist._Links(link, link, link)
+    transport._links = links.Links(link, link, link)
     pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=transport)
     step_task(pipeline, task)
     link.seen.clear()

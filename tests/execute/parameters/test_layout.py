@@ -13,7 +13,7 @@ def methods(kind):
 def test_whole_parameters_launch_nothing():
     layout = Replicated()
 
-    layout.begin_step(is_synced=True)
+    layout.begin_step(is_synced=True, is_training=True)
 
     assert not layout.launches
     assert (layout.unshard(), layout.reduce(0), layout.reshard()) == (None, None, None)

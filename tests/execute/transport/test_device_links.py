@@ -61,7 +61,7 @@ def connect(monkeypatch, post, rank=1, num_ranks=3):
 def test_a_number_goes_over_every_channel_of_a_rank_in_the_order_of_all(monkeypatch):
     made, _, run = connect(monkeypatch, Work)
 
-    assert run() == tuple(made)
+    assert run() == made
     upward, downward = made
     assert upward.posted == [("recv", 0), ("send", 2)]
     assert downward.posted == [("send", 0), ("recv", 2)]

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from penstock.errors import DeadlineExceeded, PeerLost
-from penstock.execute.transport import Ticket, TorchTransport, torch_dist
+from penstock.execute.transport import Ticket, TorchTransport, links, torch_dist
 from penstock.execute.transport.device_queue import DeviceQueue, await_device, device_queue_of
 from penstock.execute.transport.pending import QueuedMessage
+from penstock.execute.transport.protocol import Tag
+from penstock.execute.transport.rank_names import RankNames
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import error_of, float_task, on_ranks, run_task, step_task
 from tests.ranks import run_ranks
@@ -86,7 +88,7 @@ class Notes:
 class Transport:
     """What a queue asks of its transport."""
 
-    rank = 0
+    rank, num_ranks = 0, 9
     deadline_s = DEADLINE_S
 
 
@@ -288,7 +290,7 @@ class Together(Link):
 def abort_of_two(rank):
     transport, aborts = TorchTransport(deadline_s=DEADLINE_S), threading.Barrier(2)
     up, down = Together(aborts), Together(aborts)
-    transport._links, transport._sockets = torch_dist._Links(up, down, None), torch_dist.NO_SOCKETS
+    transport._links, transport._sockets = links.Links(up, down, None), torch_dist.NO_SOCKETS
     transport.abort()
     return aborts.broken
 
@@ -299,8 +301,9 @@ def test_backends_are_aborted_at_once_as_each_waits_for_the_messages_of_all():
 
 def with_stand_in(rank):
     device, link, transport = Device(), Link(), TorchTransport(deadline_s=DEADLINE_S)
-    transport._device = torch.device("cuda")
-    transport._links, transport._sockets = torch_dist._Links(link, link, link), torch_dist.NO_SOCKETS
+    transport.names = RankNames.plain(9)
+    transport._device, transport._queued_tags = torch.device("cuda"), [Tag.DATA]
+    transport._links, transport._sockets = links.Links(link, link, link), torch_dist.NO_SOCKETS
     transport.device_queue = queue = DeviceQueue(
         transport, transport._open, device.marker, read_clock=lambda: device.now_s
     )

@@ -1,11 +1,11 @@
 """Admits a batch: it is cut, and runs only if all ranks run the same step on the same batch (part 2 of a step)."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.errors import PenstockError, PipelineError, StepRefused, nearest
+from penstock.errors import PenstockError, PipelineError, StepRefused, nearest, warn
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.host_to_device import copies_for, pinned_or_copied
 from penstock.execute.batch.microbatch import EVERY, Microbatch, PreSplit, without_data
@@ -22,6 +22,7 @@ from penstock.execute.control.agreement import (
     refusing,
 )
 from penstock.execute.control.collectives import Control
+from penstock.execute.replicas.agreement import BatchWeight, JobStep, agree_across, refuse_across
 from penstock.execute.values.tree import flatten
 
 VALUES_EVERY = 100
@@ -46,6 +47,8 @@ class Batch:
     prefetcher: Prefetcher | None = None
     """Of data that are pulled when needed, copied to the device, or let go after their use: it fills and empties
     `slices`."""
+    job: JobStep | None = None
+    """With replicas, what all of them know of the step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +84,10 @@ class _LocalBatch:
 
 
 class Admission:
-    """Admits the batches of one rank of a pipeline; times are read off `read`."""
+    """Admits the batches of one rank of a pipeline; times are read off `read`.
+
+    `weigh` says what a batch weighs against those of the other replicas.
+    """
 
     def __init__(
         self,
@@ -91,15 +97,19 @@ class Admission:
         *,
         stream_rules: StreamRules = StreamRules(),  # noqa: B008 (it cannot change)
         checks_values: bool = True,
+        weigh: Callable[[Batch], BatchWeight] | None = None,
         read: Callable[[], float] = time.monotonic,
     ) -> None:
         self._control = control
+        self._within = control.within
+        self._weigh = weigh
         self._rule = rule
         self._needs = needs
         self._stream_rules = stream_rules
         self._checks_values = checks_values and control.num_ranks > 1
         self._num_admitted = {True: 0, False: 0}
-        self._copies = copies_for(control.transport, needs, rule.slices)
+        self._copies = copies_for(control.places.pipeline, needs, rule.slices)
+        self._has_warned = False
         self._read = read
 
     def admit(self, mode: Mode, call: Call, problem: PenstockError | None = None, **proposed: Any) -> Batch:
@@ -136,15 +146,18 @@ class Admission:
             **proposed,
         )
         try:
-            proposals = agree_on_step(self._control, own)
-            refuse_other_values(self._control, values, [each.values or (0,) * NUM_PARTS for each in proposals])
-            batch = self._agreed(given, AgreedStep(proposals))
+            batch = self._agree(own, given, values)
+            if self._weigh is not None:
+                batch = self._agree_across(own, batch, self._weigh, () if given.reader else own.values)
         except StepRefused as refused:
             if stream is not None:
                 stream.undo_begin()  # no rank runs the step, so the microbatch that was looked at is the next one still
             if refusal is not None:
                 raise refused from refusal
             raise
+        # Only once all ranks run the step: a batch that was refused is the caller's to use again.
+        for presplit in given.spent:
+            presplit.parts.clear()
         self._num_admitted[mode.is_training] += 1
         return batch
 
@@ -157,11 +170,40 @@ class Admission:
         if self._copies is not None:
             self._copies.end(has_failed=has_failed)
 
+    def _agree(self, own: StepProposal, given: _LocalBatch, values: BatchValues | None) -> Batch:
+        """Agree with the ranks of this replica. Raises: StepRefused."""
+        try:
+            proposals = agree_on_step(self._within, own)
+            refuse_other_values(self._within, values, [each.values or (0,) * NUM_PARTS for each in proposals])
+            return self._agreed(given, AgreedStep(proposals))
+        except StepRefused as refused:
+            if self._weigh is not None:
+                refuse_across(self._control, refused)
+            raise
+
+    def _agree_across(
+        self, own: StepProposal, batch: Batch, weigh: Callable[[Batch], BatchWeight], values: Sequence[int]
+    ) -> Batch:
+        """Agree with the other replicas. Raises: StepRefused."""
+        is_due = self._is_due(own.mode) and own.mode.is_training
+        job = agree_across(self._control, own, batch.agreed, weigh(batch), values if is_due else ())
+        if job.has_equal_batches and not self._has_warned and self._control.rank == 0:
+            self._has_warned = True
+            warn(
+                f"all {self._control.places.num_replicas} replicas were given one and the same batch, so each of its "
+                "rows counts several times; give each replica rows of its own, by pipeline.replica"
+            )
+        return replace(batch, job=job)
+
+    def _is_due(self, mode: Mode) -> bool:
+        """Whether the values of a batch are compared."""
+        return self._num_admitted[mode.is_training] % VALUES_EVERY == 0
+
     def _values(self, mode: Mode, given: _LocalBatch) -> BatchValues | None:
         """What the ranks compare beside shapes; tensors only now and then, so that it costs nothing to speak of."""
         if not self._checks_values:
             return None
-        is_due = self._num_admitted[mode.is_training] % VALUES_EVERY == 0 and given.reader is None
+        is_due = self._is_due(mode) and given.reader is None
         return BatchValues(given.data.args, given.data.kwargs, given.data.target, reads_all=is_due)
 
     def _whole(self, call: Call, mode: Mode) -> _LocalBatch:
@@ -228,7 +270,7 @@ class Admission:
     def _check(self, call: Call | Part) -> None:
         if self._needs.inputs and not (call.args or call.kwargs):
             raise PipelineError(
-                f"rank {self._control.rank} holds the first stage and was given no inputs; pass it the batch"
+                f"{self._control.places.name} holds the first stage and was given no inputs; pass it the batch"
             )
         self._needs.require_device(call.args, call.target)
         known = self._needs.keywords_of_all

@@ -65,10 +65,10 @@ def refuse_other_values(control: Control, own: BatchValues | None, digests: Sequ
     one, other, places = _difference([theirs if isinstance(theirs, dict) else {} for theirs in everyone])
     shown = ", ".join(places[:_MAX_SHOWN]) + f" and {len(places) - _MAX_SHOWN} more" * (len(places) > _MAX_SHOWN)
     raise StepRefused(
-        f"rank {one} and rank {other} were given different values in {shown}; pass the same batch on every rank, or "
-        "nothing where a rank needs none. A loader that shuffles needs the same seed on all ranks. If values differ on "
-        "purpose, create the pipeline with check_batches=False",
-        rank=other,
+        f"{control.names[one]} and {control.names[other]} were given different values in {shown}; pass the same batch "
+        "on every rank, or nothing where a rank needs none. A loader that shuffles needs the same seed on all "
+        "ranks. If values differ on purpose, create the pipeline with check_batches=False",
+        rank=control.names.numbers[other],
     )
 
 

@@ -7,10 +7,11 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from penstock.errors import EndOfData, PenstockError, StepRefused
 from penstock.execute.control.collectives import Control
+from penstock.execute.transport.rank_names import RankNames
 
 _DIGEST_BYTES = 7
 """Leaves 0 for "nothing given"."""
@@ -121,6 +122,14 @@ class AgreedStep:
         self.is_training = proposals[0].mode.is_training
         self.signature = " ".join(map(str, (proposals[0].mode.name, *given, self.trained)))
         """What all ranks know of the batch: equal signatures mean equal shapes on every stage."""
+        self.target = given[-1]
+        """The digest of the target's layout; 0 where no rank was given one."""
+        self.job_signature = self.signature
+        """With replicas, that of the batches of all."""
+
+    def widen(self, *, attempt: int, compilations: Sequence[int], signature: str) -> None:
+        """Take in what the other replicas have agreed on."""
+        self.attempt, self.compilations, self.job_signature = attempt, list(compilations), signature
 
 
 def digest(text: str) -> int:
@@ -140,26 +149,89 @@ def agree_on_step(control: Control, own: StepProposal) -> list[StepProposal]:
         StepRefused: if the ranks run different things, or one refuses; the same on every rank, and no data has been
             sent yet.
     """
-    everyone = [_proposal(cast(dict[str, Any], theirs)) for theirs in control.all_gather_object(_told(own))]
-    _require_same("mode", everyone, _on_modes)
-    _require_same("extra", everyone, _on_extras)
-    _require_same("step_number", everyone, _on_draws)
-    _require_same("scale", everyone, _on_scales)
-    _require_same("is_synced", everyone, _on_sync)
-    _require_same("sums_tied", everyone, _on_tied)
-    _require_given("inputs", everyone, "inputs")
-    _require_given("keywords", everyone, "keyword arguments")
-    is_refused = any(each.refusal for each in everyone)
+    everyone = Proposals(
+        [_proposal(cast(dict[str, Any], theirs)) for theirs in control.all_gather_object(_told(own))], control.names
+    )
+    everyone.require_same()
+    everyone.require_given("inputs", "inputs")
+    everyone.require_given("keywords", "keyword arguments")
+    is_refused = any(each.refusal for each in everyone.of_rank)
     if not is_refused:
-        _require_where_taken("keywords", everyone, "keyword arguments", _ON_KEYWORDS)
-    _require_streams_in_step(everyone)
-    _require_given("target", everyone, "a target")
+        everyone.require_where_taken("keywords", "keyword arguments", _ON_KEYWORDS)
+    everyone.require_streams_in_step()
+    everyone.require_given("target", "a target")
     if not is_refused:
-        _require_where_taken("target", everyone, "a target", _ON_TARGET)
-    _require_given("sizes", everyone, "microbatches")
-    _require_given("lengths", everyone, "slices")
-    _refuse_together(everyone, control.rank)
-    return everyone
+        everyone.require_where_taken("target", "a target", _ON_TARGET)
+    everyone.require_given("sizes", "microbatches")
+    everyone.require_given("lengths", "slices")
+    everyone.refuse_together(control.rank)
+    return everyone.of_rank
+
+
+class Proposals:
+    """The proposals of all ranks, and the names by which their differences are told."""
+
+    def __init__(self, of_rank: list[StepProposal], names: RankNames) -> None:
+        self.of_rank = of_rank
+        self._names = names
+
+    def require_same(self) -> None:
+        """Refuse a step that the ranks see differently, batches aside. Raises: StepRefused."""
+        for name, told in _COMPARED.items():
+            ranks = odd_one_out({rank: getattr(each, name) for rank, each in enumerate(self.of_rank)})
+            if ranks is not None:
+                said = [Said(self._names[rank], self.of_rank[rank]) for rank in ranks]
+                raise StepRefused(told(*said), rank=self._names.numbers[ranks[1]])
+
+    def require_given(self, name: str, what: str) -> None:
+        """Refuse what differs between ranks that were given it. Raises: StepRefused."""
+        ranks = odd_one_out({rank: value for rank, each in enumerate(self.of_rank) if (value := getattr(each, name))})
+        if ranks is not None:
+            one, other = (self._names[rank] for rank in ranks)
+            raise StepRefused(
+                f"{one} and {other} were given {what} of different shape or type; "
+                "pass the same batch on every rank, or nothing where a rank needs none",
+                rank=self._names.numbers[ranks[1]],
+            )
+
+    def require_where_taken(self, name: str, what: str, use: str) -> None:
+        """Refuse what only some of the ranks got that have a use for it, `takes_...`. Raises: StepRefused."""
+        given = [rank for rank, each in enumerate(self.of_rank) if getattr(each, name)]
+        takes = f"takes_{name}"
+        lacking = [rank for rank, each in enumerate(self.of_rank) if getattr(each, takes) and not getattr(each, name)]
+        if given and lacking:
+            raise StepRefused(
+                f"{self._names[given[0]]} was given {what}, {self._names[lacking[0]]} was not, but {use}",
+                rank=self._names.numbers[lacking[0]],
+            )
+
+    def require_streams_in_step(self) -> None:
+        """Refuse streams of which one is ahead: their ranks would put together inputs and targets of different samples.
+
+        Raises: StepRefused.
+        """
+        positions = {rank: each.position for rank, each in enumerate(self.of_rank) if each.position}
+        ranks = odd_one_out(positions)
+        if ranks is not None:
+            one, other = ranks
+            raise StepRefused(
+                f"the stream of {self._names[one]} is at microbatch {positions[one] - 1}, that of {self._names[other]} "
+                f"at {positions[other] - 1}; pass new streams over the same data on all ranks",
+                rank=self._names.numbers[other],
+            )
+
+    def refuse_together(self, rank: int) -> None:
+        """Refuse the step where a rank does; the end of the data counts before other reasons. Raises: StepRefused."""
+        refusing_ranks = [(each, other) for other, each in enumerate(self.of_rank) if each.refusal]
+        for each, other in refusing_ranks:
+            if each.is_end_of_data:
+                raise EndOfData(each.refusal, rank=self._names.numbers[other])
+        if refusing_ranks:
+            each, other = refusing_ranks[0]
+            own = self.of_rank[rank].refusal
+            raise StepRefused(
+                own or f"{self._names[other]} refuses the step: {each.refusal}", rank=self._names.numbers[other]
+            )
 
 
 def _told(own: StepProposal) -> dict[str, object]:
@@ -185,109 +257,69 @@ def odd_one_out(found: Mapping[int, object]) -> tuple[int, int] | None:
     return one, next(rank for rank, value in found.items() if value != usual)
 
 
-def _require_same(
-    name: str, proposals: Sequence[StepProposal], told: Callable[[Sequence[StepProposal], int, int], str]
-) -> None:
-    ranks = odd_one_out({rank: getattr(each, name) for rank, each in enumerate(proposals)})
-    if ranks is not None:
-        raise StepRefused(told(proposals, *ranks), rank=ranks[1])
+class Said(NamedTuple):
+    """What one rank proposes."""
+
+    name: str
+    step: StepProposal
 
 
-def _on_modes(everyone: Sequence[StepProposal], one: int, other: int) -> str:
-    modes = everyone[one].mode, everyone[other].mode
-    return f"rank {one} runs {modes[0].call}, rank {other} runs {modes[1].call}; call the same on every rank"
-
-
-def _on_extras(everyone: Sequence[StepProposal], one: int, other: int) -> str:
-    """After it only some ranks would wait for what the others have to give."""
+def _on_modes(one: Said, other: Said) -> str:
     return (
-        f"rank {one} was asked for {everyone[one].extra.call} in this step, rank {other} for "
-        f"{everyone[other].extra.call}; ask for the same on every rank"
+        f"{one.name} runs {one.step.mode.call}, {other.name} runs {other.step.mode.call}; call the same on every rank"
     )
 
 
-def _on_draws(everyone: Sequence[StepProposal], one: int, other: int) -> str:
+def _on_extras(one: Said, other: Said) -> str:
+    """After it only some ranks would wait for what the others have to give."""
+    return (
+        f"{one.name} was asked for {one.step.extra.call} in this step, {other.name} for {other.step.extra.call}; ask "
+        "for the same on every rank"
+    )
+
+
+def _on_draws(one: Said, other: Said) -> str:
     """They would draw different random numbers."""
     return (
-        f"rank {one} is at step_number {everyone[one].step_number}, rank {other} at {everyone[other].step_number}, but "
+        f"{one.name} is at step_number {one.step.step_number}, {other.name} at {other.step.step_number}, but "
         "with a seed random numbers go by it; set pipeline.step_number alike on all ranks, to the training steps that "
         "the run has had"
     )
 
 
-def _on_scales(everyone: Sequence[StepProposal], one: int, other: int) -> str:
+def _on_scales(one: Said, other: Said) -> str:
     """Some would unscale gradients by another number than the losses are scaled by."""
     return (
-        f"the GradScaler of rank {one} has the scale {everyone[one].scale:g}, that of rank {other} has "
-        f"{everyone[other].scale:g}; call its update() on every rank after each optimizer step, and change or load its "
+        f"the GradScaler of {one.name} has the scale {one.step.scale:g}, that of {other.name} has "
+        f"{other.step.scale:g}; call its update() on every rank after each optimizer step, and change or load its "
         "state on all ranks alike"
     )
 
 
-def _on_sync(everyone: Sequence[StepProposal], one: int, other: int) -> str:
+def _on_sync(one: Said, other: Said) -> str:
     """The replicas of some stages would have the mean of all steps, those of others only of the last."""
-    within, outside = (one, other) if everyone[other].is_synced else (other, one)
-    return f"rank {within} is within no_sync(), rank {outside} is not; enter it on every rank for the same steps"
+    within, outside = (one, other) if other.step.is_synced else (other, one)
+    return f"{within.name} is within no_sync(), {outside.name} is not; enter it on every rank for the same steps"
 
 
-def _on_tied(everyone: Sequence[StepProposal], one: int, other: int) -> str:
+def _on_tied(one: Said, other: Said) -> str:
     """Some would wait for gradients that the others do not send."""
-    within, outside = (one, other) if everyone[other].sums_tied else (other, one)
-    return f"rank {within} is within no_sync(tied=False), rank {outside} is not; enter it on every rank alike"
+    within, outside = (one, other) if other.step.sums_tied else (other, one)
+    return f"{within.name} is within no_sync(tied=False), {outside.name} is not; enter it on every rank alike"
 
 
-def _require_given(name: str, proposals: Sequence[StepProposal], what: str) -> None:
-    """Refuse what differs between ranks that were given it."""
-    ranks = odd_one_out({rank: value for rank, each in enumerate(proposals) if (value := getattr(each, name))})
-    if ranks is not None:
-        raise StepRefused(
-            f"rank {ranks[0]} and rank {ranks[1]} were given {what} of different shape or type; "
-            "pass the same batch on every rank, or nothing where a rank needs none",
-            rank=ranks[1],
-        )
-
-
+_COMPARED: Mapping[str, Callable[[Said, Said], str]] = {
+    "mode": _on_modes,
+    "extra": _on_extras,
+    "step_number": _on_draws,
+    "scale": _on_scales,
+    "is_synced": _on_sync,
+    "sums_tied": _on_tied,
+}
+"""Fields of a proposal that are equal on all ranks, and what tells a difference."""
 _ON_KEYWORDS = "its layers may take them; pass them on every rank"
 """Its layers would run on their defaults."""
 _ON_TARGET = (
     "holds a last stage and so computes losses; pass the target to every rank that holds the last stage of a route"
 )
 """The losses of the two ranks would differ in kind."""
-
-
-def _require_where_taken(name: str, proposals: Sequence[StepProposal], what: str, use: str) -> None:
-    """Refuse what only some of the ranks got that have a use for it, `takes_...`."""
-    given = [rank for rank, each in enumerate(proposals) if getattr(each, name)]
-    lacking = [
-        rank for rank, each in enumerate(proposals) if getattr(each, f"takes_{name}") and not getattr(each, name)
-    ]
-    if given and lacking:
-        raise StepRefused(
-            f"rank {given[0]} was given {what}, rank {lacking[0]} was not, but {use}",
-            rank=lacking[0],
-        )
-
-
-def _require_streams_in_step(proposals: Sequence[StepProposal]) -> None:
-    """Refuse streams of which one is ahead: their ranks would put inputs and targets of different samples together."""
-    positions = {rank: each.position for rank, each in enumerate(proposals) if each.position}
-    ranks = odd_one_out(positions)
-    if ranks is not None:
-        one, other = ranks
-        raise StepRefused(
-            f"the stream of rank {one} is at microbatch {positions[one] - 1}, that of rank {other} at "
-            f"{positions[other] - 1}; pass new streams over the same data on all ranks",
-            rank=other,
-        )
-
-
-def _refuse_together(proposals: Sequence[StepProposal], rank: int) -> None:
-    """Refuse the step where a rank does; the end of the data counts before other reasons."""
-    refusing_ranks = [(each, other) for other, each in enumerate(proposals) if each.refusal]
-    for each, other in refusing_ranks:
-        if each.is_end_of_data:
-            raise EndOfData(each.refusal, rank=other)
-    if refusing_ranks:
-        each, other = refusing_ranks[0]
-        own = proposals[rank].refusal
-        raise StepRefused(own or f"rank {other} refuses the step: {each.refusal}", rank=other)

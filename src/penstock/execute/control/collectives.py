@@ -9,18 +9,22 @@ every wait has the deadline of the moment.
 
 It is an all-gather: each rank sends its values to every other one and receives theirs, all at once. A star through one
 rank has fewer messages, but that rank handles just as many, one peer after another, and twice the way.
+
+With replicas it has two hops: a rank gathers within its replica, and then that all from its peers of the other
+replicas. So a rank sends P - 1 + D - 1 messages in D replicas of P ranks, not P x D - 1.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from struct import Struct
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError, PenstockError, PipelineError
+from penstock.execute.transport.places import Places
 from penstock.execute.transport.protocol import Tag, Ticket, Transport
 from penstock.running_time import running_s
 
@@ -36,6 +40,9 @@ class Failure:
     """What failed on this rank, or on the first rank that failed."""
 
     rank: int
+    """Its number."""
+    name: str
+    """As messages have it: `rank 3`."""
     kind: str
     """The name of the error's type."""
     text: str
@@ -56,7 +63,7 @@ FailsAs = Callable[[Failure], Exception]
 
 def as_config_error(failure: Failure) -> Exception:
     """Keep the rank's own error; on other ranks return a ConfigError that names the rank."""
-    return ConfigError(f"rank {failure.rank}: {failure.words}") if failure.own is None else failure.own
+    return ConfigError(f"{failure.name}: {failure.words}") if failure.own is None else failure.own
 
 
 class Control:
@@ -66,11 +73,30 @@ class Control:
     transport, and raises PeerLost and DeadlineExceeded.
     """
 
-    def __init__(self, transport: Transport, *, limit_s: float | None = None) -> None:
+    def __init__(self, transport: Transport, *, limit_s: float | None = None, places: Places | None = None) -> None:
+        """`places` are those of a job with replicas, all of whose ranks take part then."""
         self.transport = transport
         self.limit_s = transport.deadline_s if limit_s is None else limit_s
-        self.rank = transport.rank
-        self.num_ranks = transport.num_ranks
+        self.places = places or Places.of(transport)
+        self.names = self.places.names
+        self.rank, self.num_ranks = self.places.index, len(self.names.numbers)
+        """Of all ranks, one replica after another."""
+
+    @classmethod
+    def of(cls, places: Places) -> Self:
+        """Return the collectives of all ranks of a job."""
+        return cls(places.pipeline, places=places)
+
+    @property
+    def within(self) -> "Control":
+        """The collectives of the ranks of this rank's replica."""
+        return self if self.places.data is None else Control(self.transport, limit_s=self.limit_s)
+
+    def across(self, value: object) -> list[Any]:
+        """Give every rank the plain values of the ranks that hold the same stages, one per replica."""
+        data, text = self.places.data, self._encoded(value)
+        texts = [text] if data is None else self._gather_over(data, text, self._end_s())
+        return [json.loads(theirs) for theirs in texts]
 
     def all_gather_object(self, value: object) -> list[object]:
         """Give every rank the plain values of all ranks, in rank order.
@@ -95,7 +121,7 @@ class Control:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             own = error
             if isinstance(error, PipelineError) and error.rank is None:
-                error.rank = self.rank
+                error.rank = self.names.numbers[self.rank]
             text = self._encoded({_FAILURE: [type(error).__name__, str(error), isinstance(error, PenstockError)]})
         everyone = [json.loads(theirs) for theirs in self._gather_texts(text)]
         failed = [rank for rank, theirs in enumerate(everyone) if isinstance(theirs, dict) and _FAILURE in theirs]
@@ -103,7 +129,7 @@ class Control:
             return everyone
         rank = failed[0] if own is None else self.rank
         kind, words, is_expected = everyone[rank][_FAILURE]
-        raised = fails_as(Failure(rank, kind, words, is_expected, own))
+        raised = fails_as(Failure(self.names.numbers[rank], self.names[rank], kind, words, is_expected, own))
         if raised is own:
             raise raised
         raise raised from own
@@ -113,43 +139,38 @@ class Control:
         return self.together(lambda: make() if self.rank == 0 else None, fails_as)[0]
 
     def _gather_texts(self, own: bytes) -> list[bytes]:
-        end_s, room = self._end_s(), HEAD_BYTES - LENGTH.size
+        end_s, data = self._end_s(), self.places.data
+        texts = self._gather_over(self.transport, own, end_s)
+        if data is None:
+            return texts
+        # JSON on one line: no text has a line break.
+        return b"\n".join(self._gather_over(data, b"\n".join(texts), end_s)).split(b"\n")
+
+    def _gather_over(self, transport: Transport, own: bytes, end_s: float) -> list[bytes]:
+        room = HEAD_BYTES - LENGTH.size
+        others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
         parts = [LENGTH.pack(len(own)) + own[:room].ljust(room), *([own[room:]] if len(own) > room else [])]
         # Sends and receives are posted before anything is waited for, so no two ranks wait for each other.
-        sends = [self._send(peer, _tensor_of(part)) for peer in self._others for part in parts]
-        heads = {peer: self._receive(peer, HEAD_BYTES) for peer in self._others}
-        texts, rests = [own] * self.num_ranks, {}
+        sends = [transport.post_send(peer, _tensor_of(part), Tag.CONTROL) for peer in others for part in parts]
+        heads = {peer: _receive(transport, peer, HEAD_BYTES) for peer in others}
+        texts, rests = [own] * transport.num_ranks, {}
         for peer, (ticket, head) in heads.items():
-            self._wait(ticket, end_s)
+            _wait(transport, ticket, end_s)
             text = head.numpy().tobytes()
             (num_bytes,) = LENGTH.unpack_from(text)
             texts[peer] = text[LENGTH.size : LENGTH.size + num_bytes]
             if num_bytes > room:
-                rests[peer] = self._receive(peer, num_bytes - room)
+                rests[peer] = _receive(transport, peer, num_bytes - room)
         for peer, (ticket, rest) in rests.items():
-            self._wait(ticket, end_s)
+            _wait(transport, ticket, end_s)
             texts[peer] += rest.numpy().tobytes()
         for ticket in sends:
-            self._wait(ticket, end_s)
+            _wait(transport, ticket, end_s)
         return texts
-
-    @property
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.num_ranks) if rank != self.rank]
-
-    def _send(self, peer: int, tensor: Tensor) -> Ticket:
-        return self.transport.post_send(peer, tensor, Tag.CONTROL)
-
-    def _receive(self, peer: int, num_bytes: int) -> tuple[Ticket, Tensor]:
-        values = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        return self.transport.post_receive(peer, values, Tag.CONTROL), values
 
     def _end_s(self) -> float:
         """`running_s()` at which a collective that begins now must be over."""
         return running_s() + self.limit_s
-
-    def _wait(self, ticket: Ticket, end_s: float) -> None:
-        self.transport.wait(ticket, max(end_s - running_s(), 0.0))
 
     def _encoded(self, value: object) -> bytes:
         # The standard library's JSON keeps NaN and infinities, which a loss may well be; orjson turns them into null.
@@ -157,10 +178,19 @@ class Control:
             return json.dumps(value).encode()
         except (TypeError, ValueError) as error:
             raise PipelineError(
-                f"rank {self.rank}: cannot send {value!r:.200} to the other ranks: {error}. Send numbers, text, lists "
-                "or dicts",
-                rank=self.rank,
+                f"{self.places.name}: cannot send {value!r:.200} to the other ranks: {error}. Send numbers, text, "
+                "lists or dicts",
+                rank=self.names.numbers[self.rank],
             ) from error
+
+
+def _receive(transport: Transport, peer: int, num_bytes: int) -> tuple[Ticket, Tensor]:
+    values = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    return transport.post_receive(peer, values, Tag.CONTROL), values
+
+
+def _wait(transport: Transport, ticket: Ticket, end_s: float) -> None:
+    transport.wait(ticket, max(end_s - running_s(), 0.0))
 
 
 def _tensor_of(text: bytes) -> Tensor:

@@ -22,7 +22,7 @@ from penstock.errors import warn
 from penstock.execute.control.agreement import AgreedStep
 from penstock.execute.control.positions import PositionBoard, State
 from penstock.execute.transport.agreed_layouts import MAX_LAYOUTS
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.places import Places
 from penstock.execute.transport.world import shares_process
 from penstock.execute.undocumented_compiler import is_compiled, watch_compilations
 
@@ -35,12 +35,12 @@ MANY = 4
 class Compilations:
     """What is known of compilations on all ranks; the same on each of them."""
 
-    def __init__(self, transport: Transport, board: PositionBoard, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, places: Places, board: PositionBoard, layers: Sequence[nn.Module]) -> None:
         self.has_compiled_layers = any(map(_holds_compiled, layers))
-        self._transport = transport
+        self._transports = places.transports
         self._board = board
         self._layers = layers
-        self._shares_process = shares_process(transport)
+        self._shares_process = any(map(shares_process, places.transports))
         self._num_begun = 0
         self._settled: dict[str, None] = {}
         """The last batch layouts in whose last step no rank compiled anything, in the order of these steps."""
@@ -63,17 +63,21 @@ class Compilations:
     @contextmanager
     def in_step(self, agreed: AgreedStep, given: Sequence[Any]) -> Iterator[None]:
         """Run a step in here; tensors among what this rank was given are what a warning shows the shapes of."""
-        before_s, num_before = self._transport.deadline_s, self._num_begun
+        before_s, num_before = self._transports[0].deadline_s, self._num_begun
         if self._may_compile(agreed):
-            self._transport.deadline_s = max(before_s, COMPILE_DEADLINE_S)
+            self._limit_waits(max(before_s, COMPILE_DEADLINE_S))
         stop = self._watch()
         try:
             yield
         finally:
-            self._transport.deadline_s = before_s
+            self._limit_waits(before_s)
             stop()
         if agreed.is_training:
             self._note_step(given, has_compiled=self._num_begun > num_before)
+
+    def _limit_waits(self, deadline_s: float) -> None:
+        for transport in self._transports:
+            transport.deadline_s = deadline_s
 
     def _may_compile(self, agreed: AgreedStep) -> bool:
         if not any(agreed.compilations):
@@ -85,8 +89,8 @@ class Compilations:
                 self._settled[layout] = None
             if len(self._settled) > MAX_LAYOUTS:  # waiting too long for a forgotten one does no harm
                 del self._settled[next(iter(self._settled))]
-        self._last = agreed.signature, agreed.compilations
-        return agreed.signature not in self._settled
+        self._last = agreed.job_signature, agreed.compilations
+        return agreed.job_signature not in self._settled
 
     def _watch(self) -> Callable[[], None]:
         thread = threading.get_ident()
@@ -111,7 +115,7 @@ class Compilations:
         if len(self._recent) == MANY and not self._is_warned:
             self._is_warned = True
             warn(
-                f"rank {self._board.rank}: compiled layers were compiled again in each of the last {MANY} steps, whose "
+                f"{self._board.name}: compiled layers were compiled again in each of the last {MANY} steps, whose "
                 f"batches had the shapes {'; '.join(self._recent)}. Pad batches to a few shapes, mark what varies by "
                 "torch._dynamo.mark_dynamic, or see why with TORCH_LOGS=recompiles"
             )

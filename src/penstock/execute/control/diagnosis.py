@@ -6,7 +6,7 @@ is gone; one whose process is stopped; else whoever the chain of waits leads to,
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -56,6 +56,8 @@ class Verdict:
     """Where all ranks were, with the legend."""
     stack: str = ""
     """The inner end of where the culprit was; empty where that is not known."""
+    name: str = ""
+    """The culprit's, where it is not its number alone."""
 
     @property
     def is_certain(self) -> bool:
@@ -67,28 +69,34 @@ class Verdict:
         """One line: who is to blame, and why."""
         if self.culprit is None:
             return f"no rank goes on: {self.reason}"
-        return f"rank {self.culprit} is the culprit: {self.reason}"
+        return f"{self._culprit_name} is the culprit: {self.reason}"
 
     @property
     def details(self) -> str:
         """Every rank's position and the culprit's stack."""
-        return f"{self.positions}\n\nrank {self.culprit} was here:\n{self.stack}" if self.stack else self.positions
+        return f"{self.positions}\n\n{self._culprit_name} was here:\n{self.stack}" if self.stack else self.positions
 
     @property
     def text(self) -> str:
         """The whole message."""
         return f"{self.heading}\n\n{self.details}"
 
+    @property
+    def _culprit_name(self) -> str:
+        return self.name or f"rank {self.culprit}"
+
     def packed(self) -> str:
         """Return all fields as one text; if its end is lost, so is the end of the stack."""
         culprit = "" if self.culprit is None else str(self.culprit)
-        return SEPARATOR.join((culprit, self.cause.value, self.reason, self.finding, self.positions, self.stack))
+        texts = (self.name, self.reason, self.finding, self.positions, self.stack)
+        return SEPARATOR.join((culprit, self.cause.value, *texts))
 
     @classmethod
     def unpacked(cls, text: str) -> "Verdict":
         """Return what was packed."""
-        culprit, cause, *texts = [*text.split(SEPARATOR), "", "", ""][:6]
-        return cls(int(culprit) if culprit else None, Cause(cause), *texts)
+        culprit, cause, name, *texts = [*text.split(SEPARATOR), "", "", ""][:7]
+        reason, finding, positions, stack = texts
+        return cls(int(culprit) if culprit else None, Cause(cause), reason, finding, positions, stack, name)
 
 
 def diagnose(board: PositionBoard, describe: Describe, *, peer: int | None = None) -> Verdict:
@@ -161,19 +169,21 @@ def _broken(positions: list[RankPosition], describe: Describe) -> Verdict | None
 
 def _end_of_waits(positions: list[RankPosition], rank: int, describe: Describe, peer: int | None) -> Verdict:
     """Follow who waits for whom from this rank to one that does not wait, or around a cycle."""
+    of_rank = {position.rank: position for position in positions}
     path = [rank]
-    following = peer if peer is not None else positions[rank].peer
+    following = peer if peer is not None else of_rank[rank].peer
     while following is not None and following not in path:
         path.append(following)
-        following = positions[following].peer
+        following = of_rank[following].peer
     if following is not None:
-        return _cycle(positions, path[path.index(following) :], describe)
-    return Verdict(path[-1], Cause.STILL, _why(positions[path[-1]], describe))
+        return _cycle([of_rank[each] for each in path[path.index(following) :]], describe)
+    return Verdict(path[-1], Cause.STILL, _why(of_rank[path[-1]], describe))
 
 
-def _cycle(positions: list[RankPosition], ranks: list[int], describe: Describe) -> Verdict:
-    waits = [f"rank {rank} {place_of(positions[rank], describe)} waits for rank" for rank in ranks]
-    chain = ", ".join(f"{wait} {rank}" for wait, rank in zip(waits, [*ranks[1:], ranks[0]], strict=True))
+def _cycle(positions: list[RankPosition], describe: Describe) -> Verdict:
+    waits = [f"{position.name} {place_of(position, describe)} waits for" for position in positions]
+    following = [position.name for position in (*positions[1:], positions[0])]
+    chain = ", ".join(f"{wait} {name}" for wait, name in zip(waits, following, strict=True))
     return Verdict(None, Cause.CYCLE, f"a message was lost or the orders do not match: {chain}")
 
 
@@ -200,9 +210,11 @@ def place_of(position: RankPosition, describe: Describe) -> str:
 
 
 def _with_positions(finding: Verdict, positions: list[RankPosition], describe: Describe) -> Verdict:
-    stack = [] if finding.culprit is None else _stack(positions[finding.culprit])
+    culprit = next((each for each in positions if each.rank == finding.culprit), None)
+    stack = [] if culprit is None else _stack(culprit)
     table = "\n".join([*position_table(positions, describe), LEGEND])
-    return replace(finding, positions=table, stack="\n".join(stack))
+    name = "" if culprit is None else culprit.name
+    return replace(finding, positions=table, stack="\n".join(stack), name=name)
 
 
 def _stack(position: RankPosition) -> list[str]:
@@ -215,19 +227,20 @@ def _stack(position: RankPosition) -> list[str]:
 def position_table(positions: list[RankPosition], describe: Describe) -> list[str]:
     """Draw where every rank is, one line each under a line of headings."""
     rows: list[tuple[str, ...]] = [("rank", "step", "state", "for", "waits for", "instruction")]
-    rows += [_row(position, describe) for position in positions]
+    names = {position.rank: position.name.removeprefix("rank ") for position in positions}
+    rows += [_row(position, names, describe) for position in positions]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _row(position: RankPosition, describe: Describe) -> tuple[str, ...]:
+def _row(position: RankPosition, names: Mapping[int, str], describe: Describe) -> tuple[str, ...]:
     if position.state is State.UNKNOWN:
-        return (str(position.rank), "", "unknown (other host)", "", "", "")
+        return (names[position.rank], "", "unknown (other host)", "", "", "")
     return (
-        str(position.rank),
+        names[position.rank],
         str(position.step) if position.step >= 0 else "",
         process_trouble(position.pid) or position.state.name.lower(),
         f"{time.monotonic() - position.since_s:.1f} s",
-        "" if position.peer is None else f"rank {position.peer}",
+        "" if position.peer is None else f"rank {names[position.peer]}",
         (describe(position.rank, position.row) or "end of the step") if position.row >= 0 else "",
     )

@@ -13,7 +13,7 @@ from penstock.execute.control.diagnosis import Cause, Describe, Verdict, diagnos
 from penstock.execute.control.error_notes import noted_place
 from penstock.execute.control.positions import Failure, PositionBoard, RankPosition, State, read_all
 from penstock.execute.control.watchdog import Watchdog
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.places import Places
 
 NUM_CALLS = 6
 """Of a traceback, the innermost calls that the other ranks are shown."""
@@ -27,12 +27,12 @@ _OTHER_RECOMPUTE = (
 class FailureReporter:
     """The position board and the watchdog of one rank, and the errors made from them."""
 
-    def __init__(self, transport: Transport, board: PositionBoard, describe: Describe) -> None:
-        self._transport = transport
+    def __init__(self, places: Places, board: PositionBoard, describe: Describe) -> None:
+        self._places = places
         self._describe = describe
         self.board = board
-        transport.watch(board)
-        self._watchdog = Watchdog(board, transport.deadline_s)
+        places.watch(board)
+        self._watchdog = Watchdog(board, places.pipeline.deadline_s)
         # A pipeline that is dropped without close() takes its thread along.
         weakref.finalize(self, self._watchdog.stop)
         self.has_failed = False
@@ -53,7 +53,7 @@ class FailureReporter:
         Raises:
             DeadlineExceeded, PeerLost: if a rank does not come.
         """
-        self._transport.recover()
+        self._places.recover()
         self.board.begin_epoch()
         self.has_failed = False
 
@@ -74,7 +74,7 @@ class FailureReporter:
         finally:  # a second Ctrl-C included
             # Last. It wakes the ranks that wait for this one, and they look for a culprit: by now they find this rank's
             # failure, or a verdict to adopt, and not a rank that has just gone quiet.
-            self._transport.abort()
+            self._places.abort()
         return self._error(error, position, verdict)
 
     def close(self) -> None:
@@ -91,12 +91,13 @@ class FailureReporter:
             return PipelineError(words, rank=verdict.culprit, instruction=instruction, finding=verdict.finding)
         noticed = "went on when the others had given up"
         if verdict.culprit != rank:
-            noticed = f"waited {waited.waited_s or 0.0:.2f} s for rank {waited.peer}"
+            peer = "the others" if waited.peer is None else self.board.names.of_number(waited.peer)
+            noticed = f"waited {waited.waited_s or 0.0:.2f} s for {peer}"
         kind = PeerLost if verdict.cause is Cause.GONE else type(waited)
         # The rank that raised says the rest itself.
         rest = "" if verdict.cause is Cause.RAISED else f"\n\n{verdict.details}"
         return kind(
-            f"{verdict.heading}\nrank {rank}, {place_of(position, self._describe)}: {noticed}{rest}",
+            f"{verdict.heading}\n{self.board.name}, {place_of(position, self._describe)}: {noticed}{rest}",
             rank=verdict.culprit,
             instruction=instruction,
             peer=waited.peer,
@@ -107,7 +108,11 @@ class FailureReporter:
     def _own_words(self, error: BaseException, instruction: str, verdict: Verdict) -> str:
         """What this rank's own work raised; the rank to blame also says where all ranks were."""
         rank, place = self.board.rank, noted_place(error)
-        where = [f"rank {rank}", *([instruction] if instruction else []), *([f"in {place}"] if place else [])]
+        where = [
+            self.board.name,
+            *([instruction] if instruction else []),
+            *([f"in {place}"] if place else []),
+        ]
         lines = [f"{', '.join(where)}: {type(error).__name__}: {error}"]
         if isinstance(error, CheckpointError):
             lines.append(_OTHER_RECOMPUTE)

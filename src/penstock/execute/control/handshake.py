@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock.errors import PipelineError
+from penstock.execute.transport.rank_names import RankNames
 
 Told = Mapping[str, Any]
 """What a rank says of itself, by name; plain values."""
@@ -44,6 +45,8 @@ class Setup:
     deadline_s: str
     device: str
     """Its kind, such as cpu."""
+    mesh: str
+    """How many replicas there are, and of how many ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +74,13 @@ class Agreed:
     of_rank: Sequence[Found]
 
     @classmethod
-    def of(cls, everyone: Sequence[Told]) -> "Agreed":
+    def of(cls, everyone: Sequence[Told], names: RankNames | None = None) -> "Agreed":
         """Compare the setups of all ranks and return what they found.
 
         Raises:
             PipelineError: naming the field and the ranks that differ; the same on every rank.
         """
-        require_equal([theirs["setup"] for theirs in everyone])
+        require_equal([theirs["setup"] for theirs in everyone], names)
         return cls([Found(**theirs["found"]) for theirs in everyone])
 
     @property
@@ -92,6 +95,10 @@ class Agreed:
     def shared(self) -> list[tuple[str, str]]:
         return [(one, other) for found in self.of_rank for one, other in found.shared]
 
+    def select(self, indices: Sequence[int]) -> "Agreed":
+        """Return what some of the ranks found."""
+        return Agreed([self.of_rank[index] for index in indices])
+
     def each(self, name: str) -> list[Any]:
         """Return one field of every rank, in rank order."""
         return [getattr(found, name) for found in self.of_rank]
@@ -102,22 +109,26 @@ def told_of(setup: Setup, found: Found) -> Told:
     return {"setup": asdict(setup), "found": asdict(found)}
 
 
-def require_equal(everyone: Sequence[Told]) -> None:
+def require_equal(everyone: Sequence[Told], names: RankNames | None = None) -> None:
     """Compare what the ranks say, name by name; None need not be equal to what others say.
+
+    `names` are those of the ranks, where they are not their indices.
 
     Raises:
         PipelineError: naming what differs and the ranks; the same on every rank.
     """
+    ranks = names or RankNames.plain(len(everyone))
     for name in everyone[0]:
         values = [theirs.get(name, "nothing") for theirs in everyone]
         saying = [rank for rank, value in enumerate(values) if value is not None]
         odd = [rank for rank in saying if values[rank] != values[saying[0]]]
         if odd:
             first = saying[0]
-            others = f" (and so do ranks {', '.join(map(str, odd[1:]))})" if len(odd) > 1 else ""
+            numbers = ", ".join(str(ranks.numbers[rank]) for rank in odd[1:])
+            others = f" (and so do ranks {numbers})" if len(odd) > 1 else ""
             raise PipelineError(
-                f"the ranks disagree on {name}: rank {first} has {values[first]}, rank {odd[0]} has "
+                f"the ranks disagree on {name}: {ranks[first]} has {values[first]}, {ranks[odd[0]]} has "
                 f"{values[odd[0]]}{others}. "
                 "Start every rank with the same arguments and the same version",
-                rank=odd[0],
+                rank=ranks.numbers[odd[0]],
             )

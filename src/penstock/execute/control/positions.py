@@ -20,6 +20,7 @@ from enum import IntEnum
 from struct import Struct
 from typing import NamedTuple
 
+from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.shared_memory import memory_file
 
 PAGE_BYTES = 4096
@@ -84,6 +85,7 @@ class RankPosition:
     """One rank's slot at one moment."""
 
     rank: int
+    name: str
     pid: int
     epoch: int
     """How often the rank has recovered; texts of an earlier epoch are gone."""
@@ -109,12 +111,14 @@ class PositionMemory:
     Its path leads through the files of the process that made it, so it is open to processes of the same user only.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, names: RankNames) -> None:
+        """`names` are those of all ranks; a slot is at the number of its rank."""
         self.path = ""
         """Empty where there is no such memory."""
-        self._num_ranks = num_ranks
+        self._names = names
+        self._num_bytes = (1 + max(names.numbers)) * SLOT_BYTES
         try:
-            self._file = memory_file("penstock-positions", num_ranks * SLOT_BYTES)
+            self._file = memory_file("penstock-positions", self._num_bytes)
         except (AttributeError, OSError):  # no Linux, or no file left: a run does not end for its diagnosis
             return
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
@@ -128,21 +132,23 @@ class PositionMemory:
             os.close(self._file)
             self.path = ""
 
-    def board(self, rank: int, hosts: Sequence[str], paths: Sequence[str]) -> "PositionBoard":
-        """Return this rank's board in the memory of the first rank of its host; all ranks' hosts and paths are given.
+    def board(self, index: int, hosts: Sequence[str], paths: Sequence[str]) -> "PositionBoard":
+        """Return a rank's board in the memory of the first rank of its host; all ranks' hosts and paths are given.
 
         Ranks of other hosts, and all other ranks where the memory cannot be opened, are unknown on this board.
         """
-        path = paths[hosts.index(hosts[rank])]
-        return PositionBoard(_map(path, self._num_ranks * SLOT_BYTES), rank, self._num_ranks)
+        path = paths[hosts.index(hosts[index])]
+        return PositionBoard(_map(path, self._num_bytes), self._names.numbers[index], self._names)
 
 
 class PositionBoard:
     """The slots of all ranks, seen from one of them."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, num_ranks: int) -> None:
+    def __init__(self, memory: mmap.mmap, rank: int, names: RankNames) -> None:
+        """`rank` is the number of this one; so are all ranks here."""
         self.rank = rank
-        self.num_ranks = num_ranks
+        self.names, self.name = names, names.of_number(rank)
+        self.num_ranks = len(names.numbers)
         self.epoch = 0
         self._memory = memory
         self._slot = rank * SLOT_BYTES
@@ -225,6 +231,7 @@ class PositionBoard:
         )
         return RankPosition(
             rank=rank,
+            name=self.names.of_number(rank),
             pid=pid,
             epoch=epoch,
             step=step,
@@ -241,25 +248,26 @@ class PositionBoard:
     def gave_up(self) -> int | None:
         """Return another rank that has failed in the step at hand, or found who did; None where none can be seen."""
         memory, own = self._memory, (self.epoch, self._step)
-        for slot in range(0, self.num_ranks * SLOT_BYTES, SLOT_BYTES):
+        for number in self.names.numbers:
+            slot = number * SLOT_BYTES
             is_other = slot != self._slot and IDENTITY.unpack_from(memory, slot)[1:] == own
             if is_other and (
                 ROW.unpack_from(memory, slot + POSITION_AT)[0] == State.FAILED
                 or LENGTH.unpack_from(memory, slot + VERDICT_AT)[0]
             ):
-                return slot // SLOT_BYTES
+                return number
         return None
 
 
 def boards_of_threads(num_ranks: int) -> list[PositionBoard]:
     """Make the boards of ranks that are threads of this process."""
     memory = mmap.mmap(-1, num_ranks * SLOT_BYTES)
-    return [PositionBoard(memory, rank, num_ranks) for rank in range(num_ranks)]
+    return [PositionBoard(memory, rank, RankNames.plain(num_ranks)) for rank in range(num_ranks)]
 
 
 def read_all(board: PositionBoard) -> list[RankPosition]:
     """Tell where every rank is."""
-    return [board.read(rank) for rank in range(board.num_ranks)]
+    return [board.read(number) for number in board.names.numbers]
 
 
 def first_verdict(positions: Sequence[RankPosition]) -> str:

@@ -22,6 +22,8 @@ from penstock.execute.losses.step_losses import StepLosses
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Types travel as indices."""
+_MAIN = "\0"
+"""In the place of a name: what the loss function returned."""
 _Losses = tuple[Tensor, MicrobatchLosses]
 """One loss of a batch, and of each microbatch."""
 
@@ -30,25 +32,23 @@ class LossExchange:
     """Shares the losses of one rank's steps with the other ranks; every rank has one and calls it alike."""
 
     def __init__(self, control: Control, device: torch.device) -> None:
-        self._control = control
+        self._control, self._within = control, control.within
         self._device = device
         self._is_auxiliary: dict[str, bool] = {}
         """Per name that has come in any step, whether layers add the loss."""
 
     def share(self, own: StepLosses) -> StepResult:
-        """Give every rank every loss of the step; one gather.
+        """Give every rank every loss of the step, and those of the job: one gather, with replicas a second.
 
         Raises:
             PipelineError: on every rank, if a layer and the loss function use one name for two losses.
         """
-        everyone = cast(list[dict[str, Any]], self._control.all_gather_object(_told(own)))
+        everyone = cast(list[dict[str, Any]], self._within.all_gather_object(_told(own)))
         main = _main(sorted(row for theirs in everyone for row in theirs["computed"]), own)
         shares = own.shares if main is None else main.shares
         named = self._named([row for theirs in everyone for row in theirs["named"]], own, shares)
-        given = [] if main is None else [main]
-        combined = self._combined([*given, *named.values()])
-        loss, losses = combined.pop(0) if given else (None, MicrobatchLosses())
-        of_name = dict(zip(named, combined, strict=True))
+        of_name = self._of_job({} if main is None else {_MAIN: main}, named)
+        loss, losses = of_name.pop(_MAIN, (None, MicrobatchLosses()))
         added, _ = of_name.pop(ALL_TOGETHER, (None, None))
         return StepResult(
             loss=loss,
@@ -79,16 +79,37 @@ class LossExchange:
             columns[name.name] = _Column(values, [dtype] * len(places), its_shares)
         return columns
 
+    def _of_job(self, main: "dict[str, _Column]", named: "dict[str, _Column]") -> dict[str, "_Losses"]:
+        """Put together the losses of each column; those of the batch are the sums over the replicas, in their order."""
+        columns = main | named
+        found = dict(zip(columns, self._combined(list(columns.values())), strict=True))
+        if self._control.places.num_replicas == 1:
+            return found
+        own = {name: (_weighted(column), _DTYPES.index(_widest(column.dtypes))) for name, column in columns.items()}
+        totals: dict[str, float] = {}
+        types: dict[str, torch.dtype] = {}
+        for name, (loss, dtype) in (item for theirs in self._control.across(own) for item in theirs.items()):
+            totals[name] = totals.get(name, 0.0) + loss
+            types[name] = torch.promote_types(types.get(name, _DTYPES[dtype]), _DTYPES[dtype])
+        exact = self._on_device([[total] for total in totals.values()])
+        return {
+            name: (values[0].to(types[name]), found[name][1] if name in found else MicrobatchLosses())
+            for name, values in zip(totals, exact, strict=True)
+        }
+
     def _combined(self, columns: "Sequence[_Column]") -> list[_Losses]:
         """Bring all losses to the device at once, and put together each of them there."""
-        if not columns:
+        exact = self._on_device([each.losses for each in columns])
+        return [_losses_of(column, values) for column, values in zip(columns, exact, strict=True)]
+
+    def _on_device(self, losses: Sequence[Sequence[float]]) -> Sequence[Tensor]:
+        """[losses] -> one tensor each, on the device."""
+        if not losses:
             return []
         # Pinned, so that the copy to a device is queued: from other memory the host would wait for all that was queued.
         is_ahead = is_queued(self._device)
-        losses = [each.losses for each in columns]
         on_host = torch.tensor(losses, dtype=torch.float64, device="cpu", pin_memory=is_ahead)
-        exact = on_host.to(self._device, non_blocking=is_ahead).unbind()
-        return [_losses_of(column, values) for column, values in zip(columns, exact, strict=True)]
+        return on_host.to(self._device, non_blocking=is_ahead).unbind()
 
     def _require_one_meaning(self, name: LossName) -> None:
         if self._is_auxiliary.setdefault(name.name, name.is_auxiliary) != name.is_auxiliary:
@@ -124,6 +145,24 @@ def _losses_of(column: _Column, exact: Tensor) -> _Losses:
     pairs = zip(_by_microbatch(values, width), shares.fractions, strict=True)
     losses = [row[0] if width == 1 else combine_losses(row, fractions) for row, fractions in pairs]
     return combine_losses(losses, shares.weights), MicrobatchLosses(losses)
+
+
+def _weighted(column: _Column) -> float:
+    """What a replica's losses are together in the loss of the job, in float64."""
+    shares, total = column.shares, 0.0
+    rows = zip(_by_microbatch(column.losses, len(shares.fractions[0])), shares.fractions, shares.weights, strict=True)
+    for losses, fractions, weight in rows:
+        # What weighs nothing may be the mean of no tokens, and so not a number.
+        parts = [loss * fraction for loss, fraction in zip(losses, fractions, strict=True) if fraction]
+        total += sum(parts) * weight if weight else 0.0
+    return total
+
+
+def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    widest = dtypes[0]
+    for dtype in dtypes[1:]:
+        widest = torch.promote_types(widest, dtype)
+    return widest
 
 
 def _told(own: StepLosses) -> dict[str, object]:

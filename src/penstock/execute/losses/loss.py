@@ -49,6 +49,17 @@ class LossShares:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What the losses of a batch are weighed by: its rows and lengths, or what `count` says of its targets."""
+
+    wholes: Sequence[float]
+    """Per microbatch."""
+    slices: Sequence[Sequence[float]]
+    """Per microbatch and slice."""
+    is_counted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LossWeights:
     """What the loss function returns: the mean over the rows (or over what `count` counts), or the sum.
 
@@ -69,34 +80,48 @@ class LossWeights:
         if self.reduction == "sum" and self.count is not None:
             raise ConfigError("a sum is not divided by a count; drop count, or use reduction='mean'", key="count")
 
-    def shares(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> LossShares:
-        """Return the factors of all microbatches and of their slices.
+    def measure(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> Measured:
+        """Return what losses are weighed by.
 
-        All counts zero gives zeros; where nothing is split (no rows), a mean weighs all microbatches the same. A slice
-        counts as its length in the sequence, or as what `count` says of its target.
+        A slice counts as its length in the sequence, or as what `count` says of its target.
 
         Raises:
             PipelineError: a count is negative or not finite, or the slices do not count what their microbatch does.
         """
         if self.count is None:
-            sizes, lengths = [each.size for each in microbatches], [[each.length for each in row] for row in slices]
-            return LossShares(self._parts_of_one(sizes), [self._parts_of_one(row) for row in lengths])
+            return Measured([each.size for each in microbatches], [[each.length for each in row] for row in slices])
         wholes = [_counted(self.count, microbatch) for microbatch in microbatches]
         counts = [_counted_slices(self.count, *pair) for pair in zip(wholes, slices, strict=True)]
-        weights = self._parts_of_one(wholes) if any(wholes) else [0.0] * len(wholes)
+        return Measured(wholes, counts, is_counted=True)
+
+    def shares_of(self, measured: Measured, job: tuple[float, int] | None = None) -> LossShares:
+        """Return the factors of all microbatches and of their slices.
+
+        All counts zero gives zeros; where nothing is split (no rows), a mean weighs all microbatches the same. With
+        replicas, `job` is what all of them measure together, and how many microbatches they have.
+        """
+        total, num_microbatches = (sum(measured.wholes), len(measured.wholes)) if job is None else job
         # Where nothing counts, the losses of the slices are shown as they are: not a number.
-        return LossShares(weights, [self._parts_of_one(row) for row in counts], counts)
+        fractions = [self._parts_of(sum(row), len(row), row) for row in measured.slices]
+        if not measured.is_counted:
+            return LossShares(self._parts_of(total, num_microbatches, measured.wholes), fractions)
+        weights = self._parts_of(total, num_microbatches, measured.wholes) if total else [0.0] * len(measured.wholes)
+        return LossShares(weights, fractions, measured.slices)
 
-    def shares_of_rows(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> LossShares:
-        """Return the factors of losses that no target counts for, which every rank knows: by rows and lengths."""
-        return LossWeights(self.reduction).shares(microbatches, slices)
+    def shares(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> LossShares:
+        """Measure a batch that is whole, and return the factors of its losses. Raises: as `measure`."""
+        return self.shares_of(self.measure(microbatches, slices))
 
-    def _parts_of_one(self, shares: Sequence[float]) -> list[float]:
-        """What has these shares makes up a whole, for a mean; parts without any share are alike."""
+    @property
+    def of_rows(self) -> "LossWeights":
+        """The weights of losses that no target counts for, which every rank knows: by rows and lengths."""
+        return LossWeights(self.reduction)
+
+    def _parts_of(self, total: float, num_parts: int, shares: Sequence[float]) -> list[float]:
+        """What the parts of a whole with these shares make up of it, for a mean; parts without any share are alike."""
         if self.reduction == "sum":
             return [1.0] * len(shares)
-        total = sum(shares)
-        return [share / total for share in shares] if total else [1.0 / len(shares)] * len(shares)
+        return [share / total for share in shares] if total else [1.0 / num_parts] * len(shares)
 
 
 def _counted(count: Count, microbatch: Microbatch) -> float:

@@ -27,6 +27,7 @@ from penstock.errors import PipelineError
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.protocol import Messages, Tag, Ticket
+from penstock.execute.transport.rank_names import rank_names
 from penstock.ir.deps import predecessors
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.operations import IS_RECEIVE, OPERATIONS, Group
@@ -106,6 +107,7 @@ class CheckedMessages(Observer):
 
     def __init__(self, transport: Messages, device: torch.device) -> None:
         self.rank = transport.rank
+        self._names = rank_names(transport)
         self.num_ranks = transport.num_ranks
         self._transport = transport
         self._device = device
@@ -224,12 +226,12 @@ class CheckedMessages(Observer):
         expected = expected._replace(step=self._step, part=found.part, numel=numel)
         if found != expected:
             raise PipelineError(
-                f"rank {self.rank}: expected {expected} next from rank {peer}, but {found} came. The two ranks do not "
-                "send and take their messages in one order: run the same program on both, or look for a transport that "
-                "changes it",
-                rank=self.rank,
+                f"{self._names[self.rank]}: expected {expected} next from {self._names[peer]}, but {found} came. The "
+                "two ranks do not send and take their messages in one order: run the same program on both, or look "
+                "for a transport that changes it",
+                rank=self._names.numbers[self.rank],
                 instruction=expected.instruction,
-                peer=peer,
+                peer=self._names.numbers[peer],
             )
         if awaited is not None:
             self._transport.wait(self._transport.post_receive(peer, awaited.tensor))

@@ -24,6 +24,7 @@ from penstock.errors import PipelineError
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Bound, Step
+from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.values.tree import tensors_of
 from penstock.ir.deps import NONE
 from penstock.ir.instruction import Instruction
@@ -46,8 +47,12 @@ _Action = Instruction | str
 class ValueChecks(Observer):
     """Looks at the values of one rank's stages."""
 
-    def __init__(self, rank: int, stages: Sequence[Stage], gradient_attribute: str = "grad") -> None:
+    def __init__(
+        self, rank: int, stages: Sequence[Stage], gradient_attribute: str = "grad", *, names: RankNames | None = None
+    ) -> None:
         self._rank = rank
+        names = names or RankNames.plain(rank + 1)
+        self._number, self._name = names.numbers[rank], names[rank]
         self._stages = {stage.index: stage for stage in stages}
         self._gradient_attribute = gradient_attribute
         self._hooks = ExitStack()
@@ -167,9 +172,9 @@ class ValueChecks(Observer):
             finding, advice = f"{finding}, {_LEFT_OVER}", ""
         raise PipelineError(
             f"{action}: {finding}{advice}",
-            rank=self._rank,
+            rank=self._number,
             instruction=str(action),
-            finding=f"rank {self._rank}, {place}{action}: {finding}",
+            finding=f"{self._name}, {place}{action}: {finding}",
         )
 
 

@@ -16,6 +16,7 @@ from penstock.execute.parameters.tied import TiedCopy
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.rank_names import rank_names
 
 
 class CopyChecks(Observer):
@@ -77,11 +78,13 @@ def _require_equal(transport: Transport, owner: int, mine: Tensor, what: str) ->
     transport.wait(transport.post_receive(owner, theirs))
     if torch.equal(mine, theirs):
         return
+    names = rank_names(transport)
+    owner, own = names.numbers[owner], names.numbers[transport.rank]
     difference = (mine.double() - theirs.double()).abs()
     raise PipelineError(
-        f"the copies of {what} on ranks {owner} and {transport.rank} differ by up to {float(difference.max()):.6g}, in "
+        f"the copies of {what} on ranks {owner} and {own} differ by up to {float(difference.max()):.6g}, in "
         f"{int((mine != theirs).sum())} of {mine.numel()} values; they must stay equal bit for bit. Change a parameter "
         "in the same way on every rank that holds it: the same optimizer, learning rate and clipping",
-        rank=transport.rank,
+        rank=own,
         peer=owner,
     )

@@ -44,6 +44,7 @@ from penstock.execute.step import Bound, Step
 from penstock.execute.transport.device_queue import DeviceQueue
 from penstock.execute.transport.messages import Incoming
 from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.rank_names import rank_names
 from penstock.ir.operations import IS_BACKWARD, RUNS_AUTOGRAD, RUNS_FORWARD
 from penstock.ir.program import Program
 from penstock.ir.units import format_bytes
@@ -227,7 +228,8 @@ def gather_memory(
     for rank, row in enumerate(everyone):
         if not row:
             text = "the step ran, but its memory was not measured on this rank; its log (logger penstock) says why"
-            raise PipelineError(f"rank {rank}: {text}", rank=rank)
+            names = rank_names(transport)
+            raise PipelineError(f"{names[rank]}: {text}", rank=names.numbers[rank])
     ranks = tuple(
         RankMemory(
             **{

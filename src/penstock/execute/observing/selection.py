@@ -26,6 +26,7 @@ from penstock.execute.observing.run_ahead import throttle_for
 from penstock.execute.observing.shared_buffers import SharedBuffers
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.transport.protocol import Messages, Transport
+from penstock.execute.transport.rank_names import rank_names
 
 OF_TESTS: list[Callable[[], Observer]] = []
 """Makes what looks at the steps of every pipeline; only tests add to it."""
@@ -49,7 +50,7 @@ def observers_for(
     if debug == "values":
         found.append(DeclaredValues(transport.rank))
         found.append(CopyChecks(transport, assembly, gradient_attribute))
-        found.append(ValueChecks(transport.rank, assembly.stages, gradient_attribute))
+        found.append(ValueChecks(transport.rank, assembly.stages, gradient_attribute, names=rank_names(transport)))
     if debug != "off":
         found.append(CheckedMessages(transport, device))
     if ranges:

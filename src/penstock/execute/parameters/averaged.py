@@ -45,7 +45,7 @@ class Averaged(Replicated):
         """By id of a module, whether the caller wants this step's gradients averaged."""
         self._not_reducing = ExitStack()
 
-    def begin_step(self, *, is_synced: bool) -> None:
+    def begin_step(self, *, is_synced: bool, is_training: bool) -> None:
         """Keep DDP from reducing by itself until the step is over; `reduce` averages if `is_synced`."""
         modules = [module for found in self._modules.values() for module in found]
         # False inside of the caller's own `no_sync()`.

@@ -28,8 +28,8 @@ class ParameterLayout(Protocol):
         """Whether `unshard` and `reduce` return tickets; else they are done when they return."""
         ...
 
-    def begin_step(self, *, is_synced: bool) -> None:
-        """Begin a step; unless `is_synced`, it averages no gradients over replicas."""
+    def begin_step(self, *, is_synced: bool, is_training: bool) -> None:
+        """Begin a step; unless `is_synced`, it averages or sums no gradients over replicas."""
         ...
 
     def unshard(self) -> Ticket | None:
@@ -58,7 +58,7 @@ class Replicated:
 
     launches = False
 
-    def begin_step(self, *, is_synced: bool) -> None: ...
+    def begin_step(self, *, is_synced: bool, is_training: bool) -> None: ...
 
     def unshard(self) -> None: ...
 

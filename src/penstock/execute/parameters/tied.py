@@ -15,6 +15,7 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.parameters.gradient_sums import sum_over
 from penstock.execute.transport.protocol import Messages
+from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.undocumented import has_hooks
 
 _LAZY = "without a shape before its first input"
@@ -115,7 +116,7 @@ def agree_on_copies(control: Control, copies: Mapping[int, TiedCopy]) -> None:
     Raises:
         PartitionError: on every rank alike, naming the ranks and what differs.
     """
-    require_equal_kinds(control.all_gather_object(described_copies(copies)))
+    require_equal_kinds(control.all_gather_object(described_copies(copies)), control.names)
 
 
 def described_copies(copies: Mapping[int, TiedCopy]) -> dict[str, list[list[str]]]:
@@ -123,7 +124,7 @@ def described_copies(copies: Mapping[int, TiedCopy]) -> dict[str, list[list[str]
     return {str(group): copy.describe() for group, copy in copies.items()}
 
 
-def require_equal_kinds(everyone: Sequence[object]) -> None:
+def require_equal_kinds(everyone: Sequence[object], names: RankNames) -> None:
     """Compare what all ranks have described.
 
     Raises:
@@ -133,24 +134,24 @@ def require_equal_kinds(everyone: Sequence[object]) -> None:
     for rank, described in enumerate(everyone):
         for group, tensors in described.items() if isinstance(described, dict) else ():
             owner, expected = first.setdefault(group, (rank, tensors))
-            _require_alike(owner, expected, rank, tensors)
+            _require_alike(names[owner], expected, names[rank], tensors)
 
 
-def _require_alike(owner: int, expected: list[list[str]], rank: int, found: list[list[str]]) -> None:
+def _require_alike(owner: str, expected: list[list[str]], rank: str, found: list[list[str]]) -> None:
     if len(expected) != len(found):
         raise PartitionError(
-            f"rank {owner} holds {len(expected)} parameters and buffers of a stage, but rank {rank} holds {len(found)} "
+            f"{owner} holds {len(expected)} parameters and buffers of a stage, but {rank} holds {len(found)} "
             "of its copy; let a layer build the same module on every rank"
         )
     for (name, text), (other_name, other_text) in zip(expected, found, strict=True):
         if _LAZY in (text, other_text):
             raise PartitionError(
-                f"{name!r} is {text} on rank {owner}, so the copy on rank {rank} cannot be made equal; give its layer "
+                f"{name!r} is {text} on {owner}, so the copy on {rank} cannot be made equal; give its layer "
                 "its sizes when it is built"
             )
         if text != other_text:
             raise PartitionError(
-                f"a tied parameter is {text} on rank {owner} ({name}), but {other_text} on rank {rank} ({other_name}); "
+                f"a tied parameter is {text} on {owner} ({name}), but {other_text} on {rank} ({other_name}); "
                 "tie parameters of one shape and type, all trained or all frozen"
             )
 

@@ -51,6 +51,8 @@ class Randomness:
     seed: int | None
     """Without one, a forward that runs again draws what it drew at first, and nothing else is changed."""
     generators: Sequence[torch.Generator]
+    first_microbatch: int = 0
+    """Where this replica's microbatches are counted from: behind those of the replicas before it."""
     patience_s: float = 60.0
     """For the generator lock: the ranks of a process take turns, so that nobody draws within another's forward."""
 
@@ -62,7 +64,7 @@ class RandomPart(ForwardPart):
         """`step` is the number of one; `first` is the part of a forward that runs again."""
         self._randomness = randomness
         self._step = step
-        self._place = place
+        self._place = randomness.first_microbatch + place[0], place[1]
         self._first = first
         self._states: dict[str, list[Tensor]] = {}
 

@@ -35,6 +35,26 @@ def refuse_wrappers(stages: Sequence[Stage], schedule: Schedule, ranks: Collecti
         raise ConfigError(problem)
 
 
+def refuse_reduced_twice(stages: Sequence[Stage]) -> None:
+    """Refuse layers that reduce gradients by themselves, where the pipeline has replicas.
+
+    Raises:
+        ConfigError: naming the layer.
+    """
+    for stage, place, module in _modules(stages):
+        wrapper = "DistributedDataParallel" if isinstance(module, DistributedDataParallel) else "fully_shard"
+        if isinstance(module, DistributedDataParallel) or is_sharded(module):
+            raise ConfigError(
+                f"stage {stage.index}, {place}: {wrapper} reduces its gradients, which the mesh of the pipeline does "
+                "already; leave the wrapper out"
+            )
+        if any(map(is_dtensor, module.parameters(recurse=False))):
+            raise ConfigError(
+                f"stage {stage.index}, {place}: its parameters are DTensors, which replicas of a pipeline cannot hold "
+                "yet; leave them plain, or pass a mesh whose data dimension is 1"
+            )
+
+
 def unsplittable(stages: Sequence[Stage], split_stages: Collection[int], schedule: str) -> str:
     """Say which layer's backward may not be split, and the fix; empty where all may.
 

@@ -30,23 +30,21 @@ PART_S = 0.05
 
 
 def connect_devices(
-    store: dist.Store, rank: int, num_ranks: int, device: torch.device, deadline_s: float
-) -> tuple[Backend, Backend]:
-    """Return the backends of messages to higher and to lower ranks; every rank of the group calls it.
+    store: dist.Store, rank: int, num_ranks: int, device: torch.device, deadline_s: float, *, has_sums: bool = False
+) -> list[Backend]:
+    """Return the backends of messages to higher and to lower ranks, and that of sums; every rank of the group calls it.
 
     Raises:
         RuntimeError: a rank does not come in time, or a connection breaks.
     """
-    upward, downward = [
-        device_backend(device, PrefixStore(name, store), rank, num_ranks, LONGEST) for name in ("upward", "downward")
-    ]
-    first = _FirstMessages(rank, num_ranks, device, upward, downward, deadline_s)
+    names = ["upward", "downward", *(["sums"] if has_sums else [])]
+    made = [device_backend(device, PrefixStore(name, store), rank, num_ranks, LONGEST) for name in names]
     try:
-        first.exchange()
+        _FirstMessages(rank, num_ranks, device, made, deadline_s).exchange()
     except BaseException:
-        abort_all([upward, downward])
+        abort_all(made)
         raise
-    return upward, downward
+    return made
 
 
 def abort_all(backends: Sequence[Backend]) -> None:
@@ -65,10 +63,11 @@ class _FirstMessages:
     """One number over every channel of a rank."""
 
     def __init__(
-        self, rank: int, num_ranks: int, device: torch.device, upward: Backend, downward: Backend, deadline_s: float
+        self, rank: int, num_ranks: int, device: torch.device, backends: Sequence[Backend], deadline_s: float
     ) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
-        self._upward, self._downward, self._deadline_s = upward, downward, deadline_s
+        self._upward, self._downward, *self._sums = backends
+        self._deadline_s = deadline_s
         self._is_over = threading.Event()
         self._error: BaseException | None = None
         self._since_s = running_s()
@@ -103,3 +102,6 @@ class _FirstMessages:
                 QueuedMessage(backend.send([number], destination, Tag.DATA), number).wait(self._deadline_s)
             elif self._rank == destination:
                 QueuedMessage(backend.recv([number], source, Tag.DATA), number).wait(self._deadline_s)
+        for backend in self._sums:
+            self._since_s = running_s()
+            QueuedMessage(backend.allreduce([number]), number).wait(self._deadline_s)

@@ -25,6 +25,7 @@ from penstock.execute.transport.protocol import (
     deadline_exceeded,
     peer_lost,
 )
+from penstock.execute.transport.rank_names import rank_names
 from penstock.running_time import pause, running_s
 
 PAUSE_S = 50e-6
@@ -52,6 +53,7 @@ class DeviceQueue:
     ) -> None:
         """`posted` has the transport's messages by serial, until somebody waits for them."""
         self._transport = transport
+        self._names = rank_names(transport)
         self._posted = posted
         self._make_marker = make_marker
         self._read_clock = read_clock
@@ -71,7 +73,7 @@ class DeviceQueue:
             message.follow()
         except RuntimeError as error:
             self.require_device()
-            raise peer_lost(self._transport.rank, ticket, 0.0, str(error)) from error.with_traceback(None)
+            raise peer_lost(self._names, self._transport.rank, ticket, 0.0, str(error)) from error.with_traceback(None)
         self._followed.append(_Followed(ticket, message, reached))
 
     def has_left(self, ticket: Ticket) -> bool:
@@ -96,15 +98,15 @@ class DeviceQueue:
                 self.observer.note_wait(ticket.peer)
         waited_s, deadline_s = self._waited_s(), self._transport.deadline_s
         if waited_s >= deadline_s:
-            raise deadline_exceeded(self._transport.rank, ticket, waited_s, deadline_s)
+            raise deadline_exceeded(self._names, self._transport.rank, ticket, waited_s, deadline_s)
         return True
 
     def _require_peers(self) -> None:
         """Notice a peer that has given up the step: to abort a communicator wakes nobody at its other end."""
         peer = None if self.observer is None else self.observer.gave_up()
         if peer is not None:
-            rank = self._transport.rank
-            text = f"rank {rank}: rank {peer} has given up the step. Look at its output for the cause"
+            own = self._names[self._transport.rank]
+            text = f"{own}: {self._names.of_number(peer)} has given up the step. Look at its output for the cause"
             raise PeerLost(text, rank=peer, peer=peer, waited_s=self._waited_s())
 
     def require_device(self) -> None:
@@ -139,7 +141,7 @@ class DeviceQueue:
             reason = str(error)
         self.require_device()
         # Frames live as long as the error, and a work kept alive would keep the connections open.
-        raise peer_lost(self._transport.rank, followed.ticket, self._waited_s(), reason)
+        raise peer_lost(self._names, self._transport.rank, followed.ticket, self._waited_s(), reason)
 
     def _waited_s(self) -> float:
         return 0.0 if self._held_up_since_s is None else self._read_clock() - self._held_up_since_s

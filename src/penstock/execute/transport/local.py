@@ -32,6 +32,7 @@ from penstock.execute.transport.protocol import (
     peer_lost,
     require_contiguous,
 )
+from penstock.execute.transport.rank_names import RankNames
 from penstock.running_time import LONGEST_PART_S, running_s, wait_in_parts
 
 Delay = Callable[[int, int], float]
@@ -94,8 +95,9 @@ def _move(sent: _Message, received: _Message) -> None:
 class _Hub:
     """What the ranks of one process share; everything in it is guarded by `changed`."""
 
-    def __init__(self, num_ranks: int, delay_s: Delay, order_seed: int | None) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, names: RankNames, delay_s: Delay, order_seed: int | None) -> None:
+        self.names = names
+        self.num_ranks = len(names.numbers)
         self.delay_s = delay_s
         self.order_seed = order_seed
         self._random = Random(order_seed)
@@ -137,8 +139,8 @@ class _Hub:
     def trouble(self, peer: int) -> str:
         """Say why nothing can come from this peer any more, if so."""
         if self.aborted_by is not None:
-            return f"rank {self.aborted_by} aborted"
-        return f"rank {peer} has closed its transport" if peer in self.closed else ""
+            return f"{self.names[self.aborted_by]} aborted"
+        return f"{self.names[peer]} has closed its transport" if peer in self.closed else ""
 
     def comes_later(self, channel: _Channel) -> bool:
         """Whether a message of a rank that has closed is still to be drawn."""
@@ -165,6 +167,7 @@ class LocalTransport:
     def __init__(self, hub: _Hub, rank: int, deadline_s: float) -> None:
         self.rank = rank
         self.num_ranks = hub.num_ranks
+        self.names = hub.names
         self.deadline_s = deadline_s
         self._hub = hub
         self._observer: WaitObserver | None = None
@@ -180,13 +183,15 @@ class LocalTransport:
         *,
         delay_s: Delay | None = None,
         order_seed: int | None = None,
+        names: RankNames | None = None,
     ) -> "list[LocalTransport]":
         """Connect `num_ranks` ranks; use each from one thread of its own.
 
         `delay_s(source, destination)` gives the seconds that a data message needs on that channel, to play a slow wire.
         With an `order_seed` messages of different channels arrive in an order drawn from it, which errors name.
         """
-        hub = _Hub(num_ranks, delay_s or (lambda source, destination: 0.0), order_seed)
+        names = names or RankNames.plain(num_ranks)
+        hub = _Hub(names, delay_s or (lambda source, destination: 0.0), order_seed)
         return [cls(hub, rank, deadline_s) for rank in range(num_ranks)]
 
     def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
@@ -200,7 +205,7 @@ class LocalTransport:
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         begin_s = running_s()
         if ticket.serial < self._first_serial:
-            raise peer_lost(self.rank, ticket, 0.0, "recover() forgot this message")
+            raise peer_lost(self.names, self.rank, ticket, 0.0, "recover() forgot this message")
         if ticket.serial not in self._open:
             return
         channel, message = self._open[ticket.serial]
@@ -219,7 +224,10 @@ class LocalTransport:
         if self._observer is not None:
             self._observer.note_run()
         if message.problem:
-            raise PipelineError(f"rank {self.rank}: message of rank {ticket.peer}: {message.problem}", rank=self.rank)
+            raise PipelineError(
+                f"{self.names[self.rank]}: message of {self.names[ticket.peer]}: {message.problem}",
+                rank=self.names.numbers[self.rank],
+            )
 
     def watch(self, observer: WaitObserver) -> None:
         self._observer = observer
@@ -244,7 +252,7 @@ class LocalTransport:
                 missing = hub.missing_since(begin_s)
                 hub.recovering.discard(self.rank)
                 hub.gave_up_s[self.rank] = time.monotonic()
-                raise missing_ranks(self.rank, missing, time.monotonic() - begin_s)
+                raise missing_ranks(self.names, self.rank, missing, time.monotonic() - begin_s)
 
     def close(self) -> None:
         with self._hub.changed:
@@ -256,7 +264,7 @@ class LocalTransport:
         hub = self._hub
         with hub.changed:
             if trouble := hub.trouble(ticket.peer):
-                raise peer_lost(self.rank, ticket, 0.0, trouble)
+                raise peer_lost(self.names, self.rank, ticket, 0.0, trouble)
             source, destination = (self.rank, ticket.peer) if ticket.is_send else (ticket.peer, self.rank)
             delay_s = hub.delay_s(source, destination) if ticket.is_send and tag is Tag.DATA else 0.0
             channel = hub.channel(source, destination, tag)
@@ -279,9 +287,9 @@ class LocalTransport:
                 return
             # In a drawn order, what a rank posted before it closed may still be to come.
             if (trouble := hub.trouble(ticket.peer)) and not hub.comes_later(channel):
-                raise peer_lost(self.rank, ticket, now_s - begin_s, trouble)
+                raise peer_lost(self.names, self.rank, ticket, now_s - begin_s, trouble)
             if now_s >= end_s:
-                raise deadline_exceeded(self.rank, ticket, now_s - begin_s, self.deadline_s)
+                raise deadline_exceeded(self.names, self.rank, ticket, now_s - begin_s, self.deadline_s)
             patience_s = PATIENCE_S
             if hub.order_seed is None:
                 patience_s = min(channel.next_ready_s() - time.monotonic(), LONGEST_PART_S)

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, TypeGuard
 from torch import Tensor
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
+from penstock.execute.transport.rank_names import RankNames
 
 
 class Tag(IntEnum):
@@ -116,33 +117,38 @@ def is_transport(value: object) -> TypeGuard[Transport]:
     return all(hasattr(value, name) for name in _MEMBERS)
 
 
-def peer_lost(rank: int, ticket: Ticket, waited_s: float, reason: str) -> PeerLost:
+def peer_lost(names: RankNames, rank: int, ticket: Ticket, waited_s: float, reason: str) -> PeerLost:
     """Say that the other end of a message is gone."""
+    own, peer, number = names[rank], names[ticket.peer], names.numbers[ticket.peer]
     return PeerLost(
-        f"rank {rank}: lost rank {ticket.peer} while it {_what(ticket)}, after {waited_s:.2f} s: {reason}. "
-        f"Look at the output of rank {ticket.peer} for the cause, then start all ranks again",
-        rank=ticket.peer,
-        peer=ticket.peer,
+        f"{own}: lost {peer} while it {_what(names, ticket)}, after {waited_s:.2f} s: {reason}. "
+        f"Look at the output of {peer} for the cause, then start all ranks again",
+        rank=number,
+        peer=number,
         waited_s=waited_s,
     )
 
 
-def deadline_exceeded(rank: int, ticket: Ticket, waited_s: float, deadline_s: float) -> DeadlineExceeded:
+def deadline_exceeded(
+    names: RankNames, rank: int, ticket: Ticket, waited_s: float, deadline_s: float
+) -> DeadlineExceeded:
     """Say that a message did not arrive or leave in time."""
+    number = names.numbers[ticket.peer]
     return DeadlineExceeded(
-        f"rank {rank}: {_what(ticket)} for {waited_s:.2f} s, the deadline is {deadline_s:g} s. "
-        f"Find out what rank {ticket.peer} does, or allow more time if it is only slow",
-        rank=ticket.peer,
-        peer=ticket.peer,
+        f"{names[rank]}: {_what(names, ticket)} for {waited_s:.2f} s, the deadline is {deadline_s:g} s. "
+        f"Find out what {names[ticket.peer]} does, or allow more time if it is only slow",
+        rank=number,
+        peer=number,
         waited_s=waited_s,
     )
 
 
-def missing_ranks(rank: int, missing: list[int], waited_s: float) -> DeadlineExceeded:
+def missing_ranks(names: RankNames, rank: int, missing: list[int], waited_s: float) -> DeadlineExceeded:
     """Say which ranks did not come to a meeting of all ranks."""
-    first = missing[0] if missing else None
+    numbers = [names.numbers[index] for index in missing]
+    first = numbers[0] if numbers else None
     return DeadlineExceeded(
-        f"rank {rank}: waited {waited_s:.2f} s for all ranks to connect, but ranks {missing} did not come. "
+        f"{names[rank]}: waited {waited_s:.2f} s for all ranks to connect, but ranks {numbers} did not come. "
         "See whether they still run and come to the same call, as every rank must; if not, start all ranks again",
         rank=first,
         peer=first,
@@ -161,7 +167,7 @@ def require_contiguous(rank: int, ticket: Ticket, tensor: Tensor) -> None:
         )
 
 
-def _what(ticket: Ticket) -> str:
+def _what(names: RankNames, ticket: Ticket) -> str:
     if ticket.is_send:
-        return f"waited to send message {ticket.serial} to rank {ticket.peer}"
-    return f"waited to receive message {ticket.serial} from rank {ticket.peer}"
+        return f"waited to send message {ticket.serial} to {names[ticket.peer]}"
+    return f"waited to receive message {ticket.serial} from {names[ticket.peer]}"

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from penstock.errors import PeerLost
 from penstock.execute.transport import shared_memory
 from penstock.execute.transport.protocol import missing_ranks
+from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.shared_memory import SharedMemory
 from penstock.execute.transport.sockets import DirectSocket
 from penstock.running_time import pause, running_s
@@ -59,10 +60,11 @@ class Rendezvous:
     the same store goes on where the first one was.
     """
 
-    def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: Store, rank: int, names: RankNames) -> None:
         self._store = store
         self._rank = rank
-        self._num_ranks = num_ranks
+        self._names = names
+        self._num_ranks = len(names.numbers)
         self._round = -1
 
     def enter(self) -> Store:
@@ -89,13 +91,14 @@ class Rendezvous:
             if waited_s >= deadline_s:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 self.give_up()
-                raise missing_ranks(self._rank, missing, waited_s)
+                raise missing_ranks(self._names, self._rank, missing, waited_s)
             pause(min(pause_s, deadline_s - waited_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         texts = [text.decode() for text in self._store.multi_get(keys)]
         if GAVE_UP in texts:
             lost = texts.index(GAVE_UP)
-            raise PeerLost(f"rank {lost} could not connect; look at its output", rank=lost, peer=lost)
+            number = self._names.numbers[lost]
+            raise PeerLost(f"{self._names[lost]} could not connect; look at its output", rank=number, peer=number)
         return texts
 
     def give_up(self, *names: str) -> None:

@@ -8,7 +8,6 @@ backend and every `Work` of it are gone. Hence tickets hold no `Work`, and error
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,8 +17,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import ConfigError, PeerLost, PipelineError, hint_of_limit
 from penstock.execute.accelerator import is_queued, make_event
-from penstock.execute.transport.device_links import abort_all, connect_devices
+from penstock.execute.transport.device_links import abort_all
 from penstock.execute.transport.device_queue import DeviceQueue
+from penstock.execute.transport.links import NO_LINKS, Ends, connect_links
 from penstock.execute.transport.pending import DirectReceive, GlooMessage, Pending, QueuedMessage
 from penstock.execute.transport.protocol import (
     Tag,
@@ -29,41 +29,19 @@ from penstock.execute.transport.protocol import (
     peer_lost,
     require_contiguous,
 )
+from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvous, connect_all
 from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesDiffer, SocketClosed
-from penstock.execute.undocumented_backends import Backend, gloo, is_timeout, store_of
+from penstock.execute.undocumented_backends import Backend, is_timeout, store_of
 from penstock.execute.values.tensors import written_out
 from penstock.running_time import running_s
 
 ADDRESSES, CONNECTED, LINKED = "addresses", "connected", "linked"
 """What the ranks exchange in a round of their rendezvous; the last one only where there are backends."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Links:
-    """The backends that carry messages: data to a higher rank, data to a lower rank, and control.
-
-    Gloo matches messages in order per direction and tag, so one backend is all three. An NCCL communicator is one queue
-    for both directions and knows no tags: a receive posted ahead would block the sends behind it. There it takes two
-    for data, and control goes over gloo.
-    """
-
-    upward: Backend | None = None
-    downward: Backend | None = None
-    control: Backend | None = None
-    """None where every message of control goes over a socket, and so with data."""
-
-    def between(self, source: int, destination: int, tag: Tag) -> Backend | None:
-        if tag is Tag.CONTROL:
-            return self.control
-        return self.upward if source < destination else self.downward
-
-    def distinct(self) -> list[Backend]:
-        links = (self.upward, self.downward, self.control)
-        return list({id(link): link for link in links if link is not None}.values())
-
-
-NO_LINKS = _Links()
+_ROUNDS = "penstock"
+"""Where the ranks of a group meet in its store."""
+_MESH = "mesh"
+"""In the place of a kind of device: what follows is about meshes."""
 
 
 class TorchTransport:
@@ -71,7 +49,7 @@ class TorchTransport:
 
     All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL. Between
     CPUs of one host messages go past gloo (`sockets.py`) unless `is_direct` is False; where all do, there is no gloo.
-    `on_close` is called once, by the first `close`.
+    `on_close` is called once, by the first `close`. `has_sums`: whether `post_sum` is called, on accelerators.
     Raises: DeadlineExceeded if a rank of the group does not come, PipelineError if there is no group.
     """
 
@@ -83,6 +61,8 @@ class TorchTransport:
         device: torch.device | str = "cpu",
         is_direct: bool = True,
         on_close: Callable[[], None] | None = None,
+        names: RankNames | None = None,
+        has_sums: bool = False,
     ) -> None:
         own = group or dist.group.WORLD
         if own is None:
@@ -90,22 +70,27 @@ class TorchTransport:
                 "torch.distributed has no process group; call init_process_group first, or use one process"
             )
         self.rank, self.num_ranks = own.rank(), own.size()
+        self.names = names or RankNames.plain(self.num_ranks)
         self.deadline_s = deadline_s
         self._on_close = on_close
         self._device = torch.device(device)
-        self._direct_tags = [tag for tag in Tag if is_direct and not self._is_queued(tag)]
+        self._queued_tags = [Tag.DATA] if is_queued(self._device) else []
+        """Of messages that are in a queue of an accelerator."""
+        self._direct_tags = [tag for tag in Tag if is_direct and tag not in self._queued_tags]
         self._links = NO_LINKS  # also from an abort to the next recovery
         self._sockets = NO_SOCKETS
         self._observer: WaitObserver | None = None
         self._open: dict[int, Pending] = {}
         self.device_queue: DeviceQueue | None = None
         """Which messages are in, where the device queues its work."""
-        if self._is_queued(Tag.DATA):
+        if self._queued_tags:
             self.device_queue = DeviceQueue(self, self._open, partial(make_event, self._device))
+        self.sums_on_devices = has_sums and self.device_queue is not None
+        """Whether `post_sum` can be called."""
         self._next_serial = 0
         self._first_serial = 0
-        store = self._connect(Rendezvous(PrefixStore("penstock", store_of(own)), self.rank, self.num_ranks))
-        self._recoveries = Rendezvous(PrefixStore("recoveries", store), self.rank, self.num_ranks)
+        store = self._connect(Rendezvous(PrefixStore(_ROUNDS, store_of(own)), self.rank, self.names))
+        self._recoveries = Rendezvous(PrefixStore("recoveries", store), self.rank, self.names)
 
     def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
         sent = written_out(tensor)
@@ -124,11 +109,27 @@ class TorchTransport:
             return self._opened(ticket, DirectReceive(direct, direct.post(tensor)))
         return self._queued(ticket, tensor.detach(), tag)
 
+    def post_sum(self, tensor: Tensor) -> Ticket:
+        """Sum a tensor of an accelerator over all ranks, in place and without blocking. Raises: PeerLost.
+
+        Which rank is late cannot be seen: the ticket names the next one, which waits for the one behind it if it waits.
+        """
+        ticket = Ticket((self.rank + 1) % self.num_ranks, True, self._next_serial)
+        link, queue = self._links.sums, self.device_queue
+        if link is None or queue is None:
+            raise _without_links(self, ticket)
+        try:
+            work = link.allreduce([tensor])
+        except RuntimeError as error:
+            del link
+            raise _not_posted(self, ticket, error) from error
+        return self._opened(ticket, QueuedMessage(work, tensor, queue.is_held_up))
+
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         deadline_s = self.deadline_s if limit_s is None else limit_s
         # By its number, not by its absence: a ticket that was waited for is absent too, and may be waited for again.
         if ticket.serial < self._first_serial:
-            raise peer_lost(self.rank, ticket, 0.0, "abort(), recover() or close() forgot this message")
+            raise peer_lost(self.names, self.rank, ticket, 0.0, "abort(), recover() or close() forgot this message")
         pending = self._open.pop(ticket.serial, None)
         if pending is None:
             return
@@ -140,7 +141,8 @@ class TorchTransport:
                 self._observer.note_wait(ticket.peer)
             pending.wait(deadline_s)
         except SizesDiffer as error:
-            raise PipelineError(f"rank {self.rank}: message of rank {ticket.peer}: {error}", rank=self.rank) from error
+            own, peer, number = self.names[self.rank], self.names[ticket.peer], self.names.numbers[self.rank]
+            raise PipelineError(f"{own}: message of {peer}: {error}", rank=number) from error
         except (RuntimeError, SocketClosed, MessageLate) as error:
             del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
             error.with_traceback(None)
@@ -148,8 +150,8 @@ class TorchTransport:
                 self.device_queue.require_device()
             waited_s = running_s() - begin_s
             if isinstance(error, MessageLate) or waited_s >= deadline_s or is_timeout(error):
-                raise deadline_exceeded(self.rank, ticket, waited_s, self.deadline_s) from error
-            raise peer_lost(self.rank, ticket, waited_s, str(error)) from error
+                raise deadline_exceeded(self.names, self.rank, ticket, waited_s, self.deadline_s) from error
+            raise peer_lost(self.names, self.rank, ticket, waited_s, str(error)) from error
         if self._observer is not None:
             self._observer.note_run()
 
@@ -173,10 +175,6 @@ class TorchTransport:
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
-
-    def _is_queued(self, tag: Tag) -> bool:
-        """Whether messages of this tag are in a queue of an accelerator."""
-        return is_queued(self._device) and tag is Tag.DATA
 
     def _forget(self) -> list[Backend]:
         """Drop all messages and connections; once the result is dropped too, the sockets close."""
@@ -205,8 +203,10 @@ class TorchTransport:
                     self.rank, self._direct_tags, listener, addresses, exchange, self.deadline_s
                 )
                 needs_control = not self._sockets.is_complete
-                self._links = _connected(
-                    store, self.rank, self.num_ranks, self._device, self.deadline_s, needs_control=needs_control
+                self._links = connect_links(
+                    Ends(store, self.rank, self.num_ranks, self._device, self.deadline_s),
+                    needs_control=needs_control,
+                    has_sums=self.sums_on_devices,
                 )
                 if self._links.distinct():
                     # Gloo has one end of a pair ready before the other, and a rank that closed at once would break it.
@@ -219,8 +219,8 @@ class TorchTransport:
             rendezvous.give_up(CONNECTED, LINKED)
             cure = ". See whether all of them still run; if they do not, start all ranks again"
             raise PeerLost(
-                f"rank {self.rank}: could not connect to the other ranks of the group: {error or 'no answer in time'}"
-                f"{hint_of_limit(str(error)) or cure}",
+                f"{self.names[self.rank]}: could not connect to the other ranks of the group: "
+                f"{error or 'no answer in time'}{hint_of_limit(str(error)) or cure}",
                 waited_s=running_s() - begin_s,
             ) from error.with_traceback(None)  # its frames hold links
         except BaseException:  # Ctrl-C too: the others are not to wait for a rank that has left
@@ -234,15 +234,13 @@ class TorchTransport:
         source, destination = (self.rank, ticket.peer) if ticket.is_send else (ticket.peer, self.rank)
         link = self._links.between(source, destination, tag)
         if link is None:
-            raise peer_lost(self.rank, ticket, 0.0, "this rank has aborted or closed its connections")
+            raise _without_links(self, ticket)
         try:
             work = (link.send if ticket.is_send else link.recv)([tensor], ticket.peer, tag)
         except RuntimeError as error:
             del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
-            if self.device_queue is not None:
-                self.device_queue.require_device()
-            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
-        if self.device_queue is not None and self._is_queued(tag):
+            raise _not_posted(self, ticket, error) from error
+        if self.device_queue is not None and tag in self._queued_tags:
             return self._opened(ticket, QueuedMessage(work, tensor, self.device_queue.is_held_up))
         return self._opened(ticket, GlooMessage(work, tensor))
 
@@ -251,7 +249,7 @@ class TorchTransport:
         try:
             leaving = direct.send(sent)
         except SocketClosed as error:
-            raise peer_lost(self.rank, ticket, 0.0, str(error)) from error
+            raise peer_lost(self.names, self.rank, ticket, 0.0, str(error)) from error
         if leaving is not None:
             return self._opened(ticket._replace(is_over=False), leaving)
         self._next_serial += 1
@@ -263,8 +261,40 @@ class TorchTransport:
         return ticket
 
 
+def _without_links(transport: TorchTransport, ticket: Ticket) -> PeerLost:
+    reason = "this rank has aborted or closed its connections"
+    return peer_lost(transport.names, transport.rank, ticket, 0.0, reason)
+
+
+def _not_posted(transport: TorchTransport, ticket: Ticket, error: RuntimeError) -> PeerLost:
+    """Say that a backend has not taken a message; raise what the device has failed with, if it has."""
+    if transport.device_queue is not None:
+        transport.device_queue.require_device()
+    return peer_lost(transport.names, transport.rank, ticket, 0.0, str(error))
+
+
+def meet_with_meshes(own: str, deadline_s: float) -> list[str]:
+    """Exchange texts about meshes with all ranks of the default group, in the round of their rendezvous.
+
+    Raises:
+        ConfigError: some ranks make a transport without a mesh, and are told so.
+        PeerLost, DeadlineExceeded: a rank does not come.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    store = PrefixStore(_ROUNDS, store_of(world))
+    rendezvous = Rendezvous(store, world.rank(), RankNames.plain(world.size()))
+    rendezvous.enter()
+    texts = [text.split(" ", 1) for text in rendezvous.exchange(ADDRESSES, f"{_MESH} {own}", deadline_s)]
+    _require_one_kind([kind for kind, _ in texts])
+    return [text for _, text in texts]
+
+
 def _require_one_kind(kinds: Sequence[str]) -> None:
     """Make sure that all ranks compute on one kind of device: others are connected by other backends."""
+    if 0 < kinds.count(_MESH) < len(kinds):
+        with_mesh, without = kinds.index(_MESH), next(rank for rank, kind in enumerate(kinds) if kind != _MESH)
+        raise ConfigError(f"rank {with_mesh} was given a mesh, rank {without} none; give all ranks one", key=_MESH)
     odd = [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
     if odd:
         raise ConfigError(
@@ -272,14 +302,3 @@ def _require_one_kind(kinds: Sequence[str]) -> None:
             "give all ranks one kind",
             key="device",
         )
-
-
-def _connected(
-    store: Store, rank: int, num_ranks: int, device: torch.device, deadline_s: float, *, needs_control: bool
-) -> _Links:
-    """Connect what sockets do not carry: control where `needs_control`, and the data of accelerators."""
-    control = gloo(store, rank, num_ranks, deadline_s) if needs_control else None
-    if not is_queued(device):
-        return _Links(control, control, control)
-    upward, downward = connect_devices(store, rank, num_ranks, device, deadline_s)
-    return _Links(upward, downward, control)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError, PipelineError
 from penstock.execute.transport.protocol import missing_ranks
+from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.uncaught import install
 
 LOG = logging.getLogger("penstock")
@@ -189,7 +190,7 @@ class DefaultGroup:
             if waited_s > timeout.total_seconds():
                 self._num_groups -= 1  # those that come later meet this rank in the same store, if it tries again
                 late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise missing_ranks(launch.rank, late, waited_s)
+                raise missing_ranks(RankNames.plain(launch.num_ranks), launch.rank, late, waited_s)
             time.sleep(min(waited_s, LONGEST_PAUSE_S))
         return store
 

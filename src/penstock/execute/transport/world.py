@@ -6,6 +6,7 @@ import torch.distributed as dist
 from penstock.execute.accelerator import current_device, queued_backend
 from penstock.execute.transport.local import LocalTransport
 from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.torch_dist import TorchTransport
 from penstock.execute.transport.torchrun import OF_PROCESS, join_default_group
 
@@ -24,8 +25,22 @@ def default_transport(
     join_default_group(torch.device(device or "cpu"), deadline_s)
     if not _is_distributed():
         return LocalTransport.create(1, deadline_s)[0]
+    return group_transport(group, deadline_s)
+
+
+def group_transport(
+    group: dist.ProcessGroup | None, deadline_s: float, *, names: RankNames | None = None, has_sums: bool = False
+) -> TorchTransport:
+    """Return a transport within a group, which exists. Raises: PeerLost, DeadlineExceeded, PipelineError."""
     # A rank that is not met alone leaves the group as it is: the others do not know of it, and may try again.
-    return TorchTransport(group, deadline_s=deadline_s, device=default_device(group), on_close=OF_PROCESS.enter())
+    return TorchTransport(
+        group,
+        deadline_s=deadline_s,
+        device=default_device(group),
+        on_close=OF_PROCESS.enter(),
+        names=names,
+        has_sums=has_sums,
+    )
 
 
 def shares_process(transport: Transport) -> bool:

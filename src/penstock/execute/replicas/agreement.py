@@ -1,0 +1,139 @@
+"""The second hop of the agreement on a step: replicas compare what each has agreed on, and weigh their batches.
+
+    first hop     the ranks of a replica agree on its batch, or refuse it          control/agreement.py
+    second hop    verdict, mode, attempt, and the weight of the replica's batch    here
+
+So weights are shares of the whole job before the first backward, and gradients are summed, never divided.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from penstock.errors import EndOfData, StepRefused
+from penstock.execute.control.agreement import AgreedStep, Extra, Mode, Proposals, StepProposal, digest
+from penstock.execute.control.collectives import Control
+
+_COMPARED = ("mode", "extra", "step_number", "scale", "is_synced", "sums_tied")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWeight:
+    """What a batch weighs."""
+
+    rows: float = 0.0
+    count: float = 0.0
+    """What `count` says of its targets, where this rank computes losses; else 0."""
+    num_microbatches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobStep:
+    """What all replicas know of a step."""
+
+    weight: BatchWeight
+    """Of the batches of all replicas."""
+    has_equal_batches: bool
+    """Whether all replicas were given one batch, as far as they have compared it."""
+
+
+def agree_across(
+    control: Control, own: StepProposal, agreed: AgreedStep, weight: BatchWeight, values: Sequence[int] = ()
+) -> JobStep:
+    """Agree with the other replicas on a step, whose `agreed` becomes that of the job; one small gather.
+
+    `values` are the digests of this rank's batch, where it has read all of it.
+
+    Raises:
+        StepRefused: on every rank alike, if a replica refuses the step, or they differ.
+    """
+    told = {name: getattr(own, name) for name in _COMPARED} | {
+        "attempt": agreed.attempt,
+        "trained": agreed.trained,
+        "compilations": agreed.compilations,
+        "signature": agreed.signature,
+        "has_target": bool(agreed.target),
+        "values": list(values),
+        "weight": [weight.rows, weight.count, weight.num_microbatches],
+    }
+    everyone = control.across(told)
+    _refuse(everyone, None)
+    _Replicas(control, everyone).require_alike()
+    agreed.widen(
+        attempt=max(theirs["attempt"] for theirs in everyone),
+        compilations=[number for theirs in everyone for number in theirs["compilations"]],
+        signature=str(digest(str([theirs["signature"] for theirs in everyone]))),
+    )
+    weights = [BatchWeight(*theirs["weight"]) for theirs in everyone]
+    digests = [theirs["values"] for theirs in everyone]
+    return JobStep(
+        BatchWeight(
+            sum(each.rows for each in weights),
+            sum(each.count for each in weights),
+            sum(each.num_microbatches for each in weights),
+        ),
+        any(digests[0]) and all(each == digests[0] for each in digests),
+    )
+
+
+def refuse_across(control: Control, refused: StepRefused) -> NoReturn:
+    """Tell the other replicas that this one refuses the step, and raise that.
+
+    Raises:
+        StepRefused: this replica's, or the end of another's data.
+    """
+    told = {"refusal": str(refused), "is_end": isinstance(refused, EndOfData), "rank": refused.rank}
+    _refuse(control.across(told), refused)
+    raise refused
+
+
+def _refuse(everyone: Sequence[Mapping[str, Any]], own: StepRefused | None) -> None:
+    """Raise the refusal of a replica; the end of the data counts before others, then a replica's own."""
+    refusals = [theirs for theirs in everyone if "refusal" in theirs]
+    ends = [theirs for theirs in refusals if theirs["is_end"]]
+    if isinstance(own, EndOfData) or (own is not None and not ends):
+        raise own
+    if refusals:
+        first = (ends or refusals)[0]
+        raise (EndOfData if ends else StepRefused)(first["refusal"], rank=first["rank"])
+
+
+class _Replicas:
+    """What each replica has agreed on, and the first ranks of all, which stand for them in messages."""
+
+    def __init__(self, control: Control, everyone: Sequence[Mapping[str, Any]]) -> None:
+        places = control.places
+        self._everyone = everyone
+        firsts = [places.replica_of(replica).start for replica in range(places.num_replicas)]
+        self._names = control.names.select(firsts)
+
+    def require_alike(self) -> None:
+        """Refuse a step that replicas see differently. Raises: StepRefused."""
+        steps = [
+            StepProposal(
+                **{name: theirs[name] for name in _COMPARED}
+                | {"mode": Mode(theirs["mode"]), "extra": Extra(theirs["extra"])}
+            )
+            for theirs in self._everyone
+        ]
+        Proposals(steps, self._names).require_same()
+        self._require(
+            [theirs["trained"] for theirs in self._everyone],
+            "train other parameters (requires_grad); freeze and unfreeze parameters on all replicas alike",
+        )
+        self._require(
+            [theirs["has_target"] for theirs in self._everyone],
+            "differ in that only one was given a target; pass one to every replica",
+        )
+        self._require(
+            [theirs["weight"][0] > 0 for theirs in self._everyone],
+            "differ in that only one was given rows to split; pass every replica a batch of the same form",
+        )
+
+    def _require(self, found: Sequence[object], problem: str) -> None:
+        for replica, theirs in enumerate(found):
+            if theirs != found[0]:
+                raise StepRefused(
+                    f"the replicas of {self._names[0]} and {self._names[replica]} {problem}",
+                    rank=self._names.numbers[replica],
+                )

@@ -1,0 +1,207 @@
+"""Reads a `DeviceMesh`, and connects a rank along its dimensions.
+
+    meet       every rank of the default group tells its mesh, or what is wrong with it; all compare
+    connect    one transport over the group of each dimension
+
+A mesh of some ranks of the default group skips the meeting: the others may be in another call.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import ConfigError, count_of, described, nearest
+from penstock.execute.transport.local import LocalTransport
+from penstock.execute.transport.places import DATA, PIPELINE, Places
+from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.rank_names import RankNames
+from penstock.execute.transport.torch_dist import meet_with_meshes
+from penstock.execute.transport.torchrun import join_default_group
+from penstock.execute.transport.world import group_transport
+
+MESH = "mesh"
+DIMENSIONS = (DATA, PIPELINE)
+NOT_YET = ("tensor", "replicate", "context", "expert")
+"""Names of dimensions that are reserved."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshRanks:
+    """The ranks of a mesh, by the numbers of torch's default group."""
+
+    numbers: Sequence[Sequence[int]]
+    """[replica][place along the pipeline]"""
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def num_places(self) -> int:
+        return len(self.numbers[0])
+
+    def __str__(self) -> str:
+        return f"{DATA} {self.num_replicas} x {PIPELINE} {self.num_places} of the ranks {list(map(list, self.numbers))}"
+
+    def names(self) -> RankNames:
+        """Return the names of the ranks, one replica after another; with their places where there are replicas."""
+        numbers = [number for row in self.numbers for number in row]
+        if self.num_replicas == 1:
+            return RankNames(numbers, [f"rank {number}" for number in numbers])
+        places = [{PIPELINE: place, DATA: data} for data, row in enumerate(self.numbers) for place, _ in enumerate(row)]
+        return RankNames.on_mesh(numbers, places)
+
+
+def read_mesh(mesh: object) -> MeshRanks:
+    """Return the ranks of a mesh.
+
+    Raises:
+        ConfigError: it is none; a dimension has no name, or one that is unknown or reserved; this rank is not in it.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"{described(mesh)}; expected a DeviceMesh, as of init_device_mesh(device, sizes, "
+            f"mesh_dim_names={DIMENSIONS})",
+            key=MESH,
+        )
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ConfigError(f"its dimensions have no names; make it with mesh_dim_names={DIMENSIONS}", key=MESH)
+    for name in names:
+        _require_known(name)
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in it: its ranks are {mesh.mesh.flatten().tolist()}; call Pipeline on "
+            "these alone",
+            key=MESH,
+        )
+    ranks = mesh.mesh
+    if ranks.dim() == 1:
+        ranks = ranks.unsqueeze(0 if names[0] == PIPELINE else 1)
+    elif names[0] == PIPELINE:
+        ranks = ranks.t()
+    return MeshRanks(ranks.tolist())
+
+
+def _require_known(name: str) -> None:
+    if name in DIMENSIONS:
+        return
+    if name in NOT_YET:
+        raise ConfigError(
+            f"the dimension {name!r} cannot be used yet; the dimensions are {DATA!r} and {PIPELINE!r}", key=MESH
+        )
+    raise ConfigError(
+        f"the dimension {name!r} is unknown.{nearest(name, DIMENSIONS)} The dimensions are {DATA!r}, the replicas, and "
+        f"{PIPELINE!r}, the ranks of each",
+        key=MESH,
+    )
+
+
+def connect_mesh(mesh: Any, deadline_s: float) -> tuple[Places, dist.ProcessGroup | None]:
+    """Connect this rank along the dimensions of a mesh; every rank of it calls this. Return the pipeline's group, too.
+
+    Raises:
+        ConfigError: on every rank alike, where a mesh is wrong, or the ranks have different ones.
+        PeerLost, DeadlineExceeded: a rank does not come.
+    """
+    if isinstance(mesh, Places):
+        return mesh, None
+    ranks = _meet(mesh, deadline_s)
+    names, own = ranks.names(), dist.get_rank()
+    (replica,) = (index for index, row in enumerate(ranks.numbers) if own in row)
+    place = ranks.numbers[replica].index(own)
+    pipeline_names = names.select(range(replica * ranks.num_places, (replica + 1) * ranks.num_places))
+    data_names = names.select(range(place, len(names.numbers), ranks.num_places))
+    group = mesh.get_group(PIPELINE) if ranks.num_places > 1 else None
+    connected: list[Transport] = []
+    try:
+        if group is None:
+            connected += LocalTransport.create(1, deadline_s, names=pipeline_names)
+        else:
+            connected.append(group_transport(group, deadline_s, names=pipeline_names))
+        if ranks.num_replicas > 1:
+            connected.append(group_transport(mesh.get_group(DATA), deadline_s, names=data_names, has_sums=True))
+    except BaseException:
+        for transport in connected:
+            transport.abort()
+        raise
+    return Places(connected[0], connected[1] if len(connected) > 1 else None, names), group
+
+
+def _meet(mesh: object, deadline_s: float) -> MeshRanks:
+    """Return the ranks of a mesh that all ranks have alike. Raises: ConfigError, PeerLost, DeadlineExceeded."""
+    join_default_group(torch.device("cpu"), deadline_s)
+    ranks, refusal = _read(partial(read_mesh, mesh))
+    if not (dist.is_available() and dist.is_initialized()):
+        raise refusal or ConfigError("there is no process group; call init_device_mesh on every rank", key=MESH)
+    is_whole = ranks is None or len(ranks.names().numbers) == dist.get_world_size()
+    if is_whole:
+        told = {"mesh": None if ranks is None else ranks.numbers, "refusal": None if refusal is None else str(refusal)}
+        _compare([json.loads(text) for text in meet_with_meshes(json.dumps(told), deadline_s)], refusal)
+    if ranks is None:
+        raise refusal or ConfigError("it cannot be read", key=MESH)
+    return ranks
+
+
+def _read(read: Callable[[], MeshRanks]) -> tuple[MeshRanks | None, ConfigError | None]:
+    try:
+        return read(), None
+    except ConfigError as error:
+        return None, error
+
+
+def _compare(everyone: Sequence[dict[str, Any]], own: ConfigError | None) -> None:
+    if own is not None:
+        raise own
+    for rank, told in enumerate(everyone):
+        if told["refusal"] is not None:
+            raise ConfigError(f"rank {rank}: {told['refusal']}", key=MESH)
+        if told["mesh"] != everyone[0]["mesh"]:
+            one, other = (MeshRanks(each["mesh"]) for each in (everyone[0], told))
+            raise ConfigError(f"rank 0 has {one}, rank {rank} has {other}; give every rank one mesh", key=MESH)
+
+
+def local_mesh(
+    *, pipeline: int = 1, data: int = 1, deadline_s: float = 60.0, order_seed: int | None = None
+) -> list[Places]:
+    """Connect ranks that are threads of this process, one replica after another: what each passes as `mesh`.
+
+    Each rank passes layers of its own. `order_seed` is that of `LocalTransport`.
+    """
+    ranks = MeshRanks([[replica * pipeline + place for place in range(pipeline)] for replica in range(data)])
+    names = ranks.names()
+
+    def transports(indices: range) -> list[LocalTransport]:
+        return LocalTransport.create(len(indices), deadline_s, order_seed=order_seed, names=names.select(indices))
+
+    pipelines = [transports(range(replica * pipeline, (replica + 1) * pipeline)) for replica in range(data)]
+    along_data = [transports(range(place, data * pipeline, pipeline)) for place in range(pipeline)]
+    return [
+        Places(pipelines[replica][place], along_data[place][replica] if data > 1 else None, names)
+        for replica in range(data)
+        for place in range(pipeline)
+    ]
+
+
+def require_sizes(places: Places, num_ranks: int) -> None:
+    """Make sure that a schedule for so many ranks runs along the pipeline.
+
+    Raises:
+        ConfigError: naming the sizes that fit.
+    """
+    if places.pipeline.num_ranks == num_ranks:
+        return
+    total = len(places.names.numbers)
+    fits = f"{DATA} {total // num_ranks} x {PIPELINE} {num_ranks}" if total % num_ranks == 0 else ""
+    advice = f"Make it {fits}" if fits else f"Start a multiple of {num_ranks} ranks"
+    raise ConfigError(
+        f"the schedule is for {count_of(num_ranks, 'rank')}, but {PIPELINE!r} has {places.pipeline.num_ranks} of the "
+        f"{total} ranks. {advice}, or give another schedule",
+        key=MESH,
+    )

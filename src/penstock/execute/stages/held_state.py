@@ -1,0 +1,61 @@
+"""The parameters and buffers of a rank's stages, which replicas take from the first one, and whether they can."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from penstock.errors import ConfigError
+from penstock.execute.control.agreement import digest
+from penstock.execute.stages.stage import Stage, distinct
+from penstock.execute.transport.places import Places
+
+
+def held_tensors(stages: Iterable[Stage]) -> list[Tensor]:
+    """Return the parameters and buffers of some stages, each once, in the order of the layers."""
+    return [tensor for _, tensor in distinct(named for stage in stages for named in _named(stage))]
+
+
+def described_state(stages: Iterable[Stage]) -> dict[str, int]:
+    """Return, per stage, a digest of what it holds: names, shapes and types.
+
+    Raises:
+        ConfigError: a parameter has no shape before its first input, so the first replica has nothing to give.
+    """
+    return {str(stage.index): digest("; ".join(_described(*named) for named in _named(stage))) for stage in stages}
+
+
+def require_equal_replicas(everyone: Sequence[Mapping[str, int]], places: Places) -> None:
+    """Compare what `described_state` found on all ranks, one replica after another.
+
+    Raises:
+        ConfigError: on every rank alike, naming the stage and the ranks.
+    """
+    for index, held in enumerate(everyone):
+        first = index % places.pipeline.num_ranks
+        for stage, found in held.items():
+            if found != everyone[first].get(stage):
+                raise ConfigError(
+                    f"stage {stage} holds other parameters or buffers on {places.names[index]} than on "
+                    f"{places.names[first]}, in name, shape or type; let all replicas build the same layers",
+                    key="layers",
+                )
+
+
+def _named(stage: Stage) -> list[tuple[str, Tensor]]:
+    return [
+        (f"{layer}.{name}", tensor)
+        for layer, module in stage.layers.items()
+        for named in (module.named_parameters(), module.named_buffers())
+        for name, tensor in named
+    ]
+
+
+def _described(name: str, tensor: Tensor) -> str:
+    if is_lazy(tensor):
+        raise ConfigError(
+            f"{name!r} has no shape before its first input, so that replicas cannot begin with equal values; give its "
+            "layer its sizes when it is built",
+            key="layers",
+        )
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype}"

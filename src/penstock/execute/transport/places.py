@@ -1,0 +1,131 @@
+"""`Places`: where a rank is in a job, which is a pipeline and its replicas, and the transport along each dimension.
+
+                pipeline 0    pipeline 1
+    data 0      rank 0  ────  rank 1        a replica: messages of the pipeline go along `pipeline`,
+                  │             │
+    data 1      rank 2  ────  rank 3        reductions along `data`
+
+Lists of all ranks are one replica after another. A rank that aborts does so along both dimensions: its peers of either
+one hear of it and abort too, so after two hops all ranks have.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+from penstock.execute.transport.protocol import Transport, WaitObserver
+from penstock.execute.transport.rank_names import RankNames, rank_names
+
+T = TypeVar("T")
+PIPELINE, DATA = "pipeline", "data"
+"""The dimensions."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """The ranks of a job, seen from one of them."""
+
+    pipeline: Transport
+    """To the ranks of the same replica."""
+    data: Transport | None
+    """To the ranks that hold the same stages; None where there is one replica."""
+    names: RankNames
+    """Of all ranks."""
+
+    @classmethod
+    def of(cls, transport: Transport) -> Self:
+        """Return those of a pipeline without replicas."""
+        return cls(transport, None, rank_names(transport))
+
+    @property
+    def transports(self) -> list[Transport]:
+        """The transport of each dimension."""
+        return [self.pipeline] if self.data is None else [self.pipeline, self.data]
+
+    @property
+    def replica(self) -> int:
+        return 0 if self.data is None else self.data.rank
+
+    @property
+    def num_replicas(self) -> int:
+        return 1 if self.data is None else self.data.num_ranks
+
+    @property
+    def index(self) -> int:
+        """This rank's place in lists of all ranks."""
+        return self.replica * self.pipeline.num_ranks + self.pipeline.rank
+
+    @property
+    def name(self) -> str:
+        """This rank's name."""
+        return self.names[self.index]
+
+    @property
+    def names_of_replica(self) -> RankNames:
+        """Those of the ranks of this replica, by their places along the pipeline."""
+        return self.names if self.data is None else self.names.select(self.replica_of(self.replica))
+
+    def replica_of(self, replica: int) -> range:
+        """Return the indices of the ranks of a replica."""
+        return range(replica * self.pipeline.num_ranks, (replica + 1) * self.pipeline.num_ranks)
+
+    @property
+    def across(self) -> range:
+        """The indices of the ranks that hold the same stages, by replica."""
+        return range(self.pipeline.rank, len(self.names.numbers), self.pipeline.num_ranks)
+
+    def within_replica(self, of_number: Callable[[int], T]) -> Callable[[int], T]:
+        """From a function of a rank's number, make that of its place along the pipeline of this replica."""
+        numbers = self.names_of_replica.numbers
+        return of_number if isinstance(numbers, range) else lambda rank: of_number(numbers[rank])
+
+    def watch(self, observer: WaitObserver) -> None:
+        """Tell the observer of every wait along any dimension, by the numbers of ranks."""
+        if self.data is None:
+            self.pipeline.watch(observer)
+            return
+        own = self.replica_of(self.replica)
+        for transport, indices in ((self.pipeline, own), (self.data, self.across)):
+            transport.watch(_ByNumber(observer, self.names.select(indices).numbers))
+
+    def abort(self) -> None:
+        """Give up every message of every dimension."""
+        _each(self.transports, "abort")
+
+    def recover(self) -> None:
+        """Start afresh together with all ranks of the job. Raises: DeadlineExceeded, PeerLost."""
+        for transport in self.transports:
+            transport.recover()
+
+    def close(self) -> None:
+        """Release everything."""
+        _each(self.transports, "close")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ByNumber:
+    """Tells an observer of waits for the ranks of one dimension."""
+
+    observer: WaitObserver
+    numbers: Sequence[int]
+
+    def note_wait(self, peer: int) -> None:
+        self.observer.note_wait(self.numbers[peer])
+
+    def note_run(self) -> None:
+        self.observer.note_run()
+
+    def gave_up(self) -> int | None:
+        return self.observer.gave_up()
+
+
+def _each(transports: Iterable[Transport], method: str) -> None:
+    """Call a method of all transports, whatever the first ones raise."""
+    first: BaseException | None = None
+    for transport in transports:
+        try:
+            getattr(transport, method)()
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first

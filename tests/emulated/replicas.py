@@ -1,0 +1,70 @@
+"""Replicas whose ranks are threads, on the emulated device and on the CPU."""
+
+import torch
+from torch import nn
+
+from penstock.execute.replicas.mesh import local_mesh
+from penstock.execute.transport import TorchTransport
+from penstock.execute.transport.places import Places
+from penstock.pipeline import Pipeline
+from tests.emulated.pipelines import DEADLINE_S, RankGroup
+from tests.emulated.rank_threads import store_of_scenario
+from tests.local_pipelines import float_layers, square_loss, values
+
+MICROBATCHES, ROWS, WIDTH = 4, 8, 6
+
+
+def places_of(rank, num_places, num_replicas, device):
+    """Connect this rank's thread along both dimensions, as processes are connected."""
+    names = local_mesh(pipeline=num_places, data=num_replicas)[0].names
+    replica, place = divmod(rank, num_places)
+    own = names.select(range(replica * num_places, (replica + 1) * num_places))
+    across = names.select(range(place, num_places * num_replicas, num_places))
+    pipeline = RankGroup(place, num_places, store_of_scenario(f"pipeline of {replica}"))
+    data = RankGroup(replica, num_replicas, store_of_scenario(f"replicas of {place}"))
+    options = {"deadline_s": DEADLINE_S, "device": device}
+    along = TorchTransport(pipeline, names=own, **options)
+    return Places(along, TorchTransport(data, names=across, has_sums=True, **options), names)
+
+
+def layers(norm):
+    found = float_layers(torch.float32, 4)
+    return [nn.Sequential(layer, nn.BatchNorm1d(WIDTH)) for layer in found] if norm else found
+
+
+def train(rank, num_ranks, num_replicas, device, *, schedule="1f1b", fails=False, norm=False, **options):
+    """Train three steps; return the losses, and weights and buffers by name. With `fails`, one step does in between."""
+    places = places_of(rank, num_ranks // num_replicas, num_replicas, device)
+    own = layers(norm)
+    with Pipeline(own, schedule, MICROBATCHES, square_loss, mesh=places, device=device, **options) as pipeline:
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        rows = slice(ROWS * pipeline.replica, ROWS * (pipeline.replica + 1))
+        inputs, target = (values(seed, ROWS * num_replicas, WIDTH)[rows].to(device) for seed in (1, 2))
+        losses, errors = [], []
+        for step in range(3):
+            if fails and step == 1:
+                errors.append(failing_step(pipeline, inputs, target, is_bad=rank == num_ranks - 1))
+                optimizer.zero_grad()
+            losses.append(pipeline.step(inputs, target=target).loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, {name: value.cpu() for name, value in pipeline.state_dict().items()}, errors
+
+
+def failing_step(pipeline, inputs, target, *, is_bad):
+    """Run a step in which the last layer of one rank fails; return what this rank raises."""
+    handle = None
+    if is_bad:
+        handle = next(iter(pipeline.stages[-1].modules)).register_forward_pre_hook(_fail)
+    try:
+        pipeline.step(inputs, target=target)
+    except Exception as error:
+        return str(error)
+    finally:
+        if handle is not None:
+            handle.remove()
+    return ""
+
+
+def _fail(module, arguments):
+    raise ValueError("planted")

@@ -1,0 +1,89 @@
+"""Replicas agree on a step in one gather each along both dimensions, or refuse it together."""
+
+import pytest
+
+from penstock.errors import EndOfData, StepRefused
+from penstock.execute.control.agreement import AgreedStep, Mode, StepProposal
+from penstock.execute.control.collectives import Control
+from penstock.execute.replicas.agreement import BatchWeight, agree_across, refuse_across
+from tests.local_pipelines import error_of
+from tests.mesh_pipelines import on_mesh
+
+
+def agreed_on(places, proposal, weight, values=()):
+    agreed = AgreedStep([proposal] * 2)
+    job = agree_across(Control.of(places), proposal, agreed, weight, values)
+    return agreed, job
+
+
+def test_weights_add_up_and_the_step_is_that_of_the_job():
+    def case(places):
+        proposal = StepProposal(mode=Mode.TRAIN, attempt=places.replica, inputs=places.replica + 1, num_compilations=1)
+        weight = BatchWeight(8.0 + places.replica, 3.0, 4)
+        return agreed_on(places, proposal, weight)
+
+    ranks = on_mesh(2, 3, case)
+
+    for agreed, job in ranks:
+        assert job.weight == BatchWeight(27.0, 9.0, 12)
+        assert agreed.attempt == 2
+        assert agreed.compilations == [1] * 6
+    assert len({agreed.job_signature for agreed, _ in ranks}) == 1
+    assert len({agreed.signature for agreed, _ in ranks}) == 3
+
+
+@pytest.mark.parametrize(
+    ("digests", "is_equal"),
+    [([[5, 0, 7]] * 2, True), ([[5, 0, 7], [6, 0, 7]], False), ([[]] * 2, False), ([[0, 0]] * 2, False)],
+)
+def test_equal_batches_are_seen_where_they_were_read(digests, is_equal):
+    def case(places):
+        proposal = StepProposal(mode=Mode.TRAIN)
+        return agreed_on(places, proposal, BatchWeight(), digests[places.replica])[1].has_equal_batches
+
+    assert on_mesh(2, 2, case) == [is_equal] * 4
+
+
+@pytest.mark.parametrize(
+    ("of_other", "weight", "words"),
+    [
+        (
+            {"mode": Mode.EVALUATE},
+            BatchWeight(8),
+            "rank 0 (pipeline 0, data 0) runs step, rank 2 (pipeline 0, data 1)",
+        ),
+        ({"step_number": 4}, BatchWeight(8), "is at step_number 0"),
+        ({"scale": 2.0}, BatchWeight(8), "has the scale 0"),
+        ({"trained": 9}, BatchWeight(8), "train other parameters"),
+        ({"target": 9}, BatchWeight(8), "only one was given a target"),
+        ({}, BatchWeight(), "only one was given rows"),
+    ],
+)
+def test_what_replicas_see_differently_is_refused_by_all_in_the_same_words(of_other, weight, words):
+    def case(places):
+        is_odd = places.replica == 1
+        proposal = StepProposal(**{"mode": Mode.TRAIN} | (of_other if is_odd else {}))
+        return error_of(agreed_on, places, proposal, weight if is_odd else BatchWeight(8))
+
+    errors = on_mesh(2, 2, case)
+
+    assert {type(error) for error in errors} == {StepRefused}
+    assert len({str(error) for error in errors}) == 1
+    assert words in str(errors[0])
+    assert {error.rank for error in errors} == {2}
+
+
+def test_a_refusal_of_one_replica_is_one_of_all_and_the_end_of_data_comes_first():
+    def case(places, refusals):
+        control, own = Control.of(places), refusals[places.replica]
+        if own is None:
+            return error_of(agreed_on, places, StepProposal(mode=Mode.TRAIN), BatchWeight())
+        return error_of(refuse_across, control, own)
+
+    refused, ended = StepRefused("no rows", rank=3), EndOfData("at an end", rank=1)
+
+    found = on_mesh(2, 2, case, [None, refused])
+    assert {(type(error), str(error), error.rank) for error in found} == {(StepRefused, "no rows", 3)}
+    assert found[2] is refused
+    found = on_mesh(2, 2, case, [ended, refused])
+    assert {(type(error), str(error), error.rank) for error in found} == {(EndOfData, "at an end", 1)}

@@ -1,0 +1,65 @@
+"""Tensors of any type and layout come from the first replica as they are there."""
+
+import torch
+from torch import nn
+
+from penstock.execute.replicas import first_replica
+from penstock.execute.replicas.first_replica import SavedBuffers, share, share_all
+from tests.local_pipelines import on_ranks, values
+
+
+def tensors_of(rank):
+    return [
+        values(rank, 3, 5),
+        torch.tensor(rank),
+        values(rank, 2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.tensor([rank > 0, True]),
+        values(rank, 3).to(torch.bfloat16),
+        values(rank, 4, 2).to(torch.complex64),
+        values(rank, 6, 4).t(),
+        torch.empty(0),
+        nn.Parameter(values(rank, 3, dtype=torch.float64)),
+    ]
+
+
+def assert_are_the_first(found):
+    for own in found:
+        for tensor, expected in zip(own, tensors_of(0), strict=True):
+            assert torch.equal(tensor, expected)
+            assert tensor.stride() == expected.stride()
+
+
+def test_all_kinds_of_tensors_arrive_in_one_message():
+    def case(transport):
+        own = tensors_of(transport.rank)
+        share(transport, own).wait()
+        return own
+
+    assert_are_the_first(on_ranks(3, case))
+
+
+def test_large_tensors_come_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(first_replica, "PIECE_BYTES", 64)
+    sizes = []
+
+    def case(transport):
+        own, post = tensors_of(transport.rank), transport.post_send
+        transport.post_send = lambda peer, tensor: (sizes.append(tensor.nbytes), post(peer, tensor))[1]
+        share_all(transport, own)
+        return own
+
+    assert_are_the_first(on_ranks(2, case))
+    assert len(sizes) > 3
+
+
+def test_nothing_is_sent_where_there_is_nothing():
+    on_ranks(2, lambda transport: share(transport, [torch.empty(0)]).wait())
+
+
+def test_the_saved_buffers_are_those_that_modules_hold_now():
+    inner, other = nn.BatchNorm1d(2), nn.Linear(2, 2)
+    inner.register_buffer("table", torch.zeros(2), persistent=False)
+    buffers = SavedBuffers([nn.Sequential(inner), other])
+    inner.running_mean = torch.ones(2)
+
+    assert [buffer.tolist() for buffer in buffers.now()] == [[1.0, 1.0], [1.0, 1.0], 0]

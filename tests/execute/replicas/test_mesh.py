@@ -1,0 +1,63 @@
+"""Threads make a mesh too, and a mesh says which schedules fit it; those of processes: test_replica_processes.py."""
+
+import pytest
+
+from penstock import build
+from penstock.errors import ConfigError
+from penstock.execute.replicas.mesh import MeshRanks, local_mesh, read_mesh, require_sizes
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import error_of, float_layers, square_loss
+from tests.mesh_pipelines import on_mesh
+
+
+def test_threads_are_numbered_replica_by_replica():
+    mesh = local_mesh(pipeline=2, data=3)
+
+    places = [(each.pipeline.rank, each.replica) for each in mesh]
+    assert places == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    assert mesh[5].name == "rank 5 (pipeline 1, data 2)"
+    assert {places.num_replicas for places in mesh} == {3}
+
+
+def test_without_replicas_ranks_have_their_numbers_alone():
+    (first, second) = local_mesh(pipeline=2)
+
+    assert first.data is None
+    assert second.name == "rank 1"
+
+
+def test_what_is_no_mesh_is_refused():
+    with pytest.raises(ConfigError, match="expected a DeviceMesh"):
+        read_mesh((2, 2))
+
+
+def test_a_mesh_prints_as_its_sizes_and_ranks():
+    assert str(MeshRanks([[0, 2], [1, 3]])) == "data 2 x pipeline 2 of the ranks [[0, 2], [1, 3]]"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "advice"),
+    [(4, "Make it data 1 x pipeline 4"), (1, "Make it data 4 x pipeline 1"), (3, "multiple of 3")],
+)
+def test_a_schedule_for_other_ranks_names_the_sizes_that_fit(num_ranks, advice):
+    error = error_of(require_sizes, local_mesh(pipeline=2, data=2)[0], num_ranks)
+
+    assert isinstance(error, ConfigError)
+    assert advice in str(error)
+
+
+def test_a_schedule_that_does_not_fit_is_refused_on_every_rank():
+    schedule = build("1f1b", ranks=4, microbatches=4)
+
+    def case(places):
+        return str(error_of(Pipeline, float_layers(), schedule, loss=square_loss, mesh=places))
+
+    assert all("is for 4 ranks, but 'pipeline' has 2 of the 4" in text for text in on_mesh(2, 2, case))
+
+
+def test_a_pipeline_says_where_it_is():
+    def case(places):
+        with Pipeline(float_layers(), "1f1b", 4, square_loss, mesh=places) as pipeline:
+            return pipeline.rank, pipeline.replica, pipeline.num_replicas
+
+    assert on_mesh(2, 2, case) == [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]

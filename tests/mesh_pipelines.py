@@ -1,0 +1,194 @@
+"""Replicas of pipelines whose ranks are threads, and the one process that runs the microbatches of all of them."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from penstock import PreSplit
+from penstock.errors import DeadlineExceeded, PeerLost
+from penstock.execute.replicas.mesh import local_mesh
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import PATIENCE_S, WIDTH, float_layers, named, square_loss, values
+from tests.reference import even_sizes, reference_step
+
+FLOAT = torch.float64
+MICROBATCHES = 4
+"""Of a replica."""
+TOLERANCE = 1e-12
+
+
+def on_mesh(pipeline, data, case, *args, deadline_s=PATIENCE_S, order_seed=None):
+    """Return what `case(places, *args)` returned on every rank, one replica after another; or raise its error."""
+    mesh = local_mesh(pipeline=pipeline, data=data, deadline_s=deadline_s, order_seed=order_seed)
+    with ThreadPoolExecutor(len(mesh)) as threads:
+        futures = [threads.submit(_run, case, places, args) for places in mesh]
+    errors = [error for future in futures if (error := future.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, (PeerLost, DeadlineExceeded))):
+        raise error
+    return [future.result() for future in futures]
+
+
+def _run(case, places, args):
+    try:
+        return case(places, *args)
+    except BaseException:
+        places.abort()  # the other ranks must not wait for this one
+        raise
+
+
+@dataclass
+class Job:
+    """A model, and per replica the rows of its batch."""
+
+    rows: list
+    make_layers: Any = lambda: float_layers(FLOAT, 8)
+    inputs: Any = lambda rows: values(1, rows, WIDTH, dtype=FLOAT)
+    targets: Any = lambda rows: values(2, rows, WIDTH, dtype=FLOAT)
+    loss: Any = square_loss
+    options: dict = field(default_factory=dict)
+    """Of the pipeline."""
+    known: dict = field(default_factory=dict)
+    """Of the one process."""
+
+    def of(self, replica):
+        """The inputs and the target of a replica: its rows of the whole batch."""
+        begin = sum(self.rows[:replica])
+        rows = slice(begin, begin + self.rows[replica])
+        return self.inputs(sum(self.rows))[rows], self.targets(sum(self.rows))[rows]
+
+    def microbatches(self):
+        """Those of all replicas, one replica after another."""
+        pairs = [self.of(replica) for replica in range(len(self.rows))]
+        cut = [
+            [part for tensor in column for part in tensor.split(even_sizes(len(tensor), MICROBATCHES))]
+            for column in zip(*pairs, strict=True)
+        ]
+        return PreSplit(cut[0]), PreSplit(cut[1])
+
+
+@dataclass
+class Trained:
+    """What one rank came to."""
+
+    losses: list
+    totals: list
+    norms: list
+    weights: dict
+    gradients: dict
+    own_losses: list = field(default_factory=list)
+    result: Any = None
+
+
+def device_mesh(pipeline, data, names=("data", "pipeline")):
+    """The mesh of this process, with its dimensions in this order; one of size 1 may be left out."""
+    sizes = {"pipeline": pipeline, "data": data}
+    return init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=names)
+
+
+def pipeline_of(places, job, schedule, **options):
+    return Pipeline(job.make_layers(), schedule, MICROBATCHES, job.loss, mesh=places, **(job.options | options))
+
+
+def train(places, job, schedule, steps=1, optimizer=None, **options):
+    """Run some steps of a job on this rank; with an optimizer, gradients are clipped and zeroed in each."""
+    with pipeline_of(places, job, schedule, **options) as pipeline:
+        inputs, target = job.of(pipeline.replica)
+        own = list(pipeline.parameters())
+        stepped = optimizer(own) if optimizer is not None and own else None
+        found = Trained([], [], [], {}, {})
+        for _ in range(steps):
+            result = pipeline.step(inputs, target=target)
+            found.losses.append(result.loss)
+            found.totals.append(result.total)
+            if optimizer is not None:
+                found.norms.append(pipeline.clip_grad_norm_(1.0).item())
+            if stepped is not None:
+                stepped.step()
+                stepped.zero_grad()
+        found.result = result
+        found.own_losses = list(result.losses)
+        attribute = "main_grad" if pipeline.options.main_gradients else "grad"
+        found.weights = {name: each.detach().clone() for name, each in pipeline.named_parameters()}
+        found.gradients = {
+            name: None if (grad := getattr(each, attribute)) is None else grad.clone()
+            for name, each in pipeline.named_parameters()
+        }
+    return found
+
+
+def train_alone(job, steps=1, optimizer=None, seed=None):
+    """Do the same in one process."""
+    layers = job.make_layers()
+    own = [each for layer in layers for each in layer.parameters()]
+    own = list(dict.fromkeys(own))
+    stepped = None if optimizer is None else optimizer(own)
+    found = Trained([], [], [], {}, {})
+    inputs, target = job.microbatches()
+    for number in range(steps):
+        result = reference_step(
+            layers,
+            (inputs,),
+            {},
+            target,
+            loss=job.loss,
+            num_microbatches=len(inputs.parts),
+            seed=seed,
+            step_number=number,
+            **job.known,
+        )
+        found.losses.append(result.loss)
+        found.totals.append(result.total)
+        if stepped is not None:
+            found.norms.append(torch.nn.utils.clip_grad_norm_(own, 1.0).item())
+            stepped.step()
+            stepped.zero_grad()
+    found.result, found.own_losses = result, result.losses
+    found.weights = {name: each.detach().clone() for name, each in named(layers)}
+    found.gradients = {name: None if each.grad is None else each.grad.clone() for name, each in named(layers)}
+    return found
+
+
+def difference(ranks, alone, *, num_replicas, tolerance=TOLERANCE):
+    """Say how the ranks differ from the one process, and replicas from each other; empty where they do not."""
+    found = []
+    places = len(ranks) // num_replicas
+    for rank, own in enumerate(ranks):
+        first = ranks[rank % places]
+        if [_bits(each) for each in own.losses] != [_bits(each) for each in ranks[0].losses]:
+            found.append(f"losses of rank {rank} have other bits than those of rank 0")
+        for name in ("losses", "totals", "norms"):
+            pairs = zip(getattr(own, name), getattr(alone, name), strict=True)
+            if not all(_near(*pair, tolerance) for pair in pairs):
+                found.append(f"{name} of rank {rank}: {getattr(own, name)} and alone {getattr(alone, name)}")
+        for kind in ("weights", "gradients"):
+            theirs, others, expected = getattr(own, kind), getattr(first, kind), getattr(alone, kind)
+            found += [
+                f"{kind} {name} of rank {rank} has other bits"
+                for name in theirs
+                if not _same(theirs[name], others[name])
+            ]
+            found += [
+                f"{kind} {name} of rank {rank}" for name in theirs if not _near(theirs[name], expected[name], tolerance)
+            ]
+    names = {name for own in ranks for name in own.weights}
+    if names != set(alone.weights):
+        found.append(f"names {sorted(names ^ set(alone.weights))}")
+    return found
+
+
+def _bits(value):
+    return value.double().item().hex()
+
+
+def _same(one, other):
+    return one is other if one is None or other is None else torch.equal(one, other)
+
+
+def _near(one, other, tolerance):
+    if one is None or other is None:
+        return one is other
+    one, other = torch.as_tensor(one, dtype=FLOAT), torch.as_tensor(other, dtype=FLOAT)
+    return one.shape == other.shape and torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
