@@ -214,3 +214,25 @@ def test_a_rank_may_be_first_to_refuse_layers_while_others_wait():
 
     assert {type(error) for error in errors} == {ps.ConfigError}
     assert all("rank 3 (pipeline 1, data 1)" in str(error) for error in errors[:3])
+
+
+def test_a_count_that_fails_in_one_replica_is_one_error_on_all():
+    job = Job([8, 8])
+
+    def case(places):
+        def count(target):
+            if places.replica == 1 and target[0, 0] == fails_at[0]:
+                raise ValueError("planted in count")
+            return len(target)
+
+        inputs, target = job.of(places.replica)
+        fails_at = [target[0, 0]]
+        with pipeline_of(places, job, "1f1b", count=count) as pipeline:
+            error = error_of(pipeline.step, inputs, target=target)
+            fails_at[0] = None
+            return error, pipeline.step(inputs, target=target).loss
+
+    for error, loss in on_mesh(2, 2, case):
+        assert error.rank == 3
+        assert "planted in count" in str(error)
+        torch.testing.assert_close(loss, train_alone(job).losses[0], rtol=0, atol=1e-14)

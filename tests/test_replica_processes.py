@@ -284,10 +284,10 @@ class Planted(nn.Module):
         return self.linear(x)
 
 
-def failing(rank, bad, how, deadline_s):
+def failing(rank, bad, how, deadline_s, pipeline=2, data=2):
     """The first error of some steps, how long before it this rank's step began, and what the next step brings."""
-    job = Job([8, 8], lambda: [Planted(how if rank == bad else "") for _ in range(4)])
-    with pipeline_of(device_mesh(2, 2), job, "1f1b", deadline_s=deadline_s) as pipeline:
+    job = Job([8] * data, lambda: [Planted(how if rank == bad else "") for _ in range(4)])
+    with pipeline_of(device_mesh(pipeline, data), job, "1f1b", deadline_s=deadline_s) as pipeline:
         inputs, target = job.of(pipeline.replica)
         error = None
         for _ in range(3):
@@ -303,16 +303,18 @@ def failing(rank, bad, how, deadline_s):
         return error, loss
 
 
-@pytest.mark.parametrize("bad", range(4))
-def test_a_killed_rank_is_named_by_all_others_at_once(bad):
-    outcome = run_ranks_with_deaths(4, failing, bad, "kill", DEADLINE_S)
+@pytest.mark.parametrize(
+    ("pipeline", "data", "bad"), [(2, 2, 0), (2, 2, 1), (2, 2, 2), (2, 2, 3), (1, 4, 1), (1, 4, 3)]
+)
+def test_a_killed_rank_is_named_by_all_others_at_once(pipeline, data, bad):
+    outcome = run_ranks_with_deaths(4, failing, bad, "kill", DEADLINE_S, pipeline, data)
 
     assert outcome.exit_codes == {bad: -signal.SIGKILL}
     assert len(outcome.results) == 3
     for (kind, text, rank, took_s), _ in outcome.results.values():
         assert kind == "PeerLost"
         assert rank == bad
-        assert f"rank {bad} (pipeline {bad % 2}, data {bad // 2}) is the culprit: its process" in text
+        assert f"rank {bad} (pipeline {bad % pipeline}, data {bad // pipeline}) is the culprit: its process" in text
         assert took_s < LONGEST_NOTICE_S
 
 

@@ -554,6 +554,7 @@ def test_a_step_that_one_replica_cannot_run_is_refused_by_all_and_the_next_one_i
 
     assert {type(error).__name__ for error in errors} <= {"StepRefused", "EndOfData"}
     assert len({type(error) for error in errors}) == 1
+    assert len({error.rank for error in errors}) == 1
     assert all(words in str(error) for error in errors)
 
 

@@ -78,12 +78,14 @@ def test_a_refusal_of_one_replica_is_one_of_all_and_the_end_of_data_comes_first(
         control, own = Control.of(places), refusals[places.replica]
         if own is None:
             return error_of(agreed_on, places, StepProposal(mode=Mode.TRAIN), BatchWeight())
-        return error_of(refuse_across, control, own)
+        words = "no rows" if places.index == 3 else ""
+        return error_of(refuse_across, control, StepProposal(mode=Mode.TRAIN, refusal=words), own)
 
     refused, ended = StepRefused("no rows", rank=3), EndOfData("at an end", rank=1)
 
     found = on_mesh(2, 2, case, [None, refused])
-    assert {(type(error), str(error), error.rank) for error in found} == {(StepRefused, "no rows", 3)}
-    assert found[2] is refused
+    assert {(type(error), error.rank) for error in found} == {(StepRefused, 3)}
+    assert str(found[1]) == "rank 3 (pipeline 1, data 1) refuses the step: no rows"
+    assert found[2] is found[3] is refused
     found = on_mesh(2, 2, case, [ended, refused])
     assert {(type(error), str(error), error.rank) for error in found} == {(EndOfData, "at an end", 1)}

@@ -178,7 +178,7 @@ class Admission:
             return self._agreed(given, AgreedStep(proposals))
         except StepRefused as refused:
             if self._weigh is not None:
-                refuse_across(self._control, refused)
+                refuse_across(self._control, own, refused)
             raise
 
     def _agree_across(

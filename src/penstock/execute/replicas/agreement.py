@@ -76,14 +76,16 @@ def agree_across(
     )
 
 
-def refuse_across(control: Control, refused: StepRefused) -> NoReturn:
+def refuse_across(control: Control, own: StepProposal, refused: StepRefused) -> NoReturn:
     """Tell the other replicas that this one refuses the step, and raise that.
 
     Raises:
         StepRefused: this replica's, or the end of another's data.
     """
-    told = {"refusal": str(refused), "is_end": isinstance(refused, EndOfData), "rank": refused.rank}
-    _refuse(control.across(told), refused)
+    text, is_end = str(refused), isinstance(refused, EndOfData)
+    if text == own.refusal and not is_end:  # the words of this rank for itself
+        text = f"{control.places.name} refuses the step: {text}"
+    _refuse(control.across({"refusal": text, "is_end": is_end, "rank": refused.rank}), refused)
     raise refused
 
 
