@@ -341,3 +341,15 @@ def test_a_stopped_rank_is_named_by_all_others_at_the_deadline():
             assert "rank 2 (pipeline 0, data 1) is the culprit: its process" in text
             assert "is stopped" in text
             assert took_s < 2.0 + 2.0
+
+
+def on_a_slice_of_a_larger_mesh(rank):
+    whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("job", "pipeline", "data"))
+    return train(whole["pipeline", "data"], Job([8, 8]), "1f1b", 2, adamw, deadline_s=DEADLINE_S), rank
+
+
+def test_a_slice_of_a_larger_mesh_is_a_job_of_its_own(four):
+    found = [own for own, _ in four.run(on_a_slice_of_a_larger_mesh)]
+
+    for own in (found[:2], found[2:]):
+        assert difference(own, train_alone(Job([8, 8]), 2, adamw), num_replicas=2) == []

@@ -1,5 +1,6 @@
 """Replicas on a mesh are one job: losses, gradients and weights are those of one process with the rows of all."""
 
+import threading
 import warnings
 from functools import partial
 
@@ -711,3 +712,21 @@ def test_a_checkpoint_of_replicas_continues_on_them_and_on_other_layouts(tmp_pat
             torch.testing.assert_close(loss, whole[0][0], rtol=1e-12, atol=1e-12)
             for name, value in weights.items():
                 torch.testing.assert_close(value, every[name], rtol=1e-12, atol=1e-12)
+
+
+def test_random_numbers_continue_on_each_rank_of_every_replica(tmp_path, monkeypatch):
+    own, found = threading.local(), []
+    monkeypatch.setattr("penstock.checkpoints.writer.random_state", lambda device: {"of": own.index})
+    monkeypatch.setattr(
+        "penstock.checkpoints.loading.random_state_restorer",
+        lambda state, device: found.append((own.index, state["of"])) or (lambda: None),
+    )
+
+    def case(places, **options):
+        own.index = places.index
+        training(places, tmp_path, **options)
+
+    on_mesh(2, 2, lambda places: case(places, save_at=1, end=1))
+    on_mesh(2, 2, lambda places: case(places, load=True, end=2))
+
+    assert sorted(found) == [(rank, rank) for rank in range(4)]

@@ -200,3 +200,17 @@ def test_no_file_is_written(tmp_path, monkeypatch):
     with PositionMemory(RankNames.plain(2)) as memory:
         memory.board(0, ["here"] * 2, [memory.path] * 2).note(3)
         assert os.listdir(tmp_path) == []
+
+
+def test_ranks_of_a_mesh_have_the_slots_of_their_numbers():
+    names = RankNames.on_mesh([4, 6], [{"pipeline": place, "data": 1} for place in range(2)])
+    with PositionMemory(names) as memory:
+        first, other = (memory.board(index, ["here"] * 2, [memory.path] * 2) for index in range(2))
+        for board in (first, other):
+            board.note_step(3)
+        assert first.gave_up() is None
+        other.note_failure(Failure("ValueError: no", "", "", ""))
+
+        assert (first.rank, first.name) == (4, "rank 4 (pipeline 0, data 1)")
+        assert first.gave_up() == 6
+        assert [(each.rank, each.name) for each in read_all(first)][1] == (6, "rank 6 (pipeline 1, data 1)")

@@ -125,3 +125,21 @@ def test_what_was_launched_before_a_failure_is_forgotten():
 def on_ranks_of(ranks, case):
     with ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(case, ranks))
+
+
+def test_buffers_are_kept_for_the_next_step_up_to_a_limit(monkeypatch):
+    reductions = Reductions(LocalTransport.create(2)[0])
+    buffer = reductions.room_for(5, torch.ones(()))
+    buffer.fill_(7)
+    reductions.keep(buffer)
+
+    assert reductions.room_for(5, torch.ones((), dtype=torch.float64)) is not buffer
+    again = reductions.room_for(5, torch.ones(()))
+    assert again is buffer
+    assert again[5:].tolist() == [0.0]
+
+    monkeypatch.setattr("penstock.execute.replicas.reductions.KEPT_BYTES", 4 * 6)
+    reductions.keep(again)
+    reductions.keep(torch.zeros(6))
+    assert reductions.room_for(5, torch.ones(())) is again
+    assert reductions.room_for(5, torch.ones(())) is not again

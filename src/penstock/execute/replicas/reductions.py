@@ -21,6 +21,9 @@ from torch import Tensor
 
 from penstock.execute.transport.protocol import Ticket, Transport
 
+KEPT_BYTES = 2**26
+"""The most that a rank keeps in buffers from one step to the next."""
+
 
 class Reductions:
     """The reductions of one rank that are under way."""
@@ -29,17 +32,27 @@ class Reductions:
         self._transport = transport
         self._is_on_device = bool(getattr(transport, "sums_on_devices", False))
         self._launched: list[Reduction] = []
+        self._kept: list[Tensor] = []
+        """Buffers for later reductions."""
 
     @property
     def transport(self) -> Transport:
         return self._transport
 
     def room_for(self, num_elements: int, like: Tensor) -> Tensor:
-        """Return a buffer of zeros behind so many elements, which all replicas can share out: [elements + padding]."""
+        """Return a buffer that all replicas can share out, with zeros behind so many elements: [elements + padding]."""
         num_replicas = self._transport.num_ranks
-        buffer = like.new_empty(-(-num_elements // num_replicas) * num_replicas)
+        size = -(-num_elements // num_replicas) * num_replicas
+        fitting = (place for place, each in enumerate(self._kept) if each.numel() == size and each.dtype == like.dtype)
+        place = next(fitting, None)
+        buffer = like.new_empty(size) if place is None else self._kept.pop(place)
         buffer[num_elements:] = 0
         return buffer
+
+    def keep(self, buffer: Tensor) -> None:
+        """Take back a buffer that nobody uses any more. A new one would cost the system as much time as filling it."""
+        if not self._is_on_device and sum(each.nbytes for each in self._kept) + buffer.nbytes <= KEPT_BYTES:
+            self._kept.append(buffer)
 
     def launch(self, buffers: Sequence[Tensor]) -> "Reduction":
         """Begin to sum buffers of `room_for` in place; they are the reduction's until it is complete."""
@@ -89,16 +102,18 @@ class _MessageReduction:
         self._parts = [buffer.view(transport.num_ranks, -1) for buffer in buffers]
         own = transport.rank
         self._others = [rank for rank in range(transport.num_ranks) if rank != own]
-        self._leaving = [
-            transport.post_send(rank, parts[rank]) for parts in self._parts for rank in self._others if parts.numel()
+        self._leaving = [transport.post_send(rank, parts[rank]) for parts in self._parts for rank in self._others]
+        left = iter([ticket.is_over for ticket in self._leaving])
+        self._theirs = [
+            # In the place of what has left; as much comes from a rank as goes to it.
+            [parts[rank] if next(left) else torch.empty_like(parts[rank]) for rank in self._others]
+            for parts in self._parts
         ]
-        self._theirs = [torch.empty_like(parts[: len(self._others)]) for parts in self._parts]
         """What the others have of this rank's part."""
         self._coming = [
             transport.post_receive(rank, room)
             for rooms in self._theirs
             for rank, room in zip(self._others, rooms, strict=True)
-            if room.numel()
         ]
         self._is_added_up = False
 
@@ -119,12 +134,8 @@ class _MessageReduction:
         self._theirs = []
         # Received into what was sent: not before it has left.
         self._wait(self._leaving)
-        self._leaving = [
-            transport.post_send(rank, parts[own]) for parts in self._parts for rank in self._others if parts.numel()
-        ]
-        self._coming = [
-            transport.post_receive(rank, parts[rank]) for parts in self._parts for rank in self._others if parts.numel()
-        ]
+        self._leaving = [transport.post_send(rank, parts[own]) for parts in self._parts for rank in self._others]
+        self._coming = [transport.post_receive(rank, parts[rank]) for parts in self._parts for rank in self._others]
 
     def complete(self) -> None:
         """Wait for the sums of all parts. Raises: PeerLost, DeadlineExceeded."""

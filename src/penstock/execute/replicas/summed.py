@@ -177,6 +177,7 @@ class _SumTicket:
             self._reductions.complete(self._reduction)
             for packed in self._packed:
                 packed.unpack()
+                self._reductions.keep(packed.buffer)
         self._shared_buffers.wait()
 
 
