@@ -14,7 +14,7 @@ from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.blocks import Collective, Message, blocks_of, in_order
-from tests.simulation.drawing import drawn, row_of, sharded
+from tests.simulation.drawing import drawn, row_of, sharded, with_blocking_reduction
 from tests.simulation.events import programs, uneven_costs
 from tests.simulation.slow_data import with_slow_data
 
@@ -97,13 +97,16 @@ def test_a_block_names_the_gather_in_front_of_it():
     assert second.gather is None
 
 
-def test_a_block_has_the_reductions_since_the_block_before_it_on_its_rank():
+def test_a_block_has_the_reductions_since_the_block_before_it_that_held_its_rank_up():
     program = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD")
-    timeline = simulate(program, Costs.uniform(reduce_s=(0.5,), launch_s=0.25))
+    launched = simulate(program, Costs.uniform(reduce_s=(0.5,), launch_s=0.25))
+    blocking = with_blocking_reduction(simulate(program, Costs.uniform(launch_s=0.25)), "1REDUCE_GRAD", 0.5)
 
-    found = {name: block.reductions for name, block in named(timeline).items() if block.reductions}
+    def found(timeline):
+        return {name: block.reductions for name, block in named(timeline).items() if block.reductions}
 
-    assert found == {"0B0": (Collective(3, 5.0, 5.5),)}
+    assert found(launched) == {}
+    assert found(blocking) == {"0B0": (Collective(3, 5.0, 5.5),)}
 
 
 def test_a_block_has_the_waits_for_data_since_the_block_before_it_on_its_rank():

@@ -17,7 +17,7 @@ from penstock.simulation.blocks import blocks_of
 from penstock.simulation.causes import Cause, idle_spans, idle_times
 from penstock.simulation.expected import ExpectedDurations
 from penstock.simulation.memory_blocked import memory_blocked_since_s
-from tests.simulation.drawing import drawn, late_ranks, row_of, sharded
+from tests.simulation.drawing import drawn, late_ranks, row_of, sharded, with_blocking_reduction
 from tests.simulation.events import programs, uneven_costs
 from tests.simulation.slow_data import slow_rows, with_slow_data
 
@@ -284,10 +284,10 @@ def test_waiting_for_a_reload_is_synchronisation():
     assert seconds(idle_times(timeline, costs), 0) == {"synchronisation": 3}
 
 
-def test_reducing_gradients_between_computations_is_synchronisation():
-    program, costs = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(reduce_s=(0.75,), launch_s=0.25)
+def test_a_reduction_that_blocks_between_computations_is_synchronisation():
+    program, costs = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(launch_s=0.25)
 
-    found = idle_times(simulate(program, costs), costs)
+    found = idle_times(with_blocking_reduction(simulate(program, costs), "1REDUCE_GRAD", 0.75), costs)
 
     assert seconds(found, 0) == {"synchronisation": 0.75, "launch": 4 * 0.25}  # all launches but that of 0F0
 

@@ -63,9 +63,13 @@ def test_a_pause_that_no_data_explain_stays():
     assert (later.makespan_s, makespan_without_waits_s(later, [0])) == (4.5, 2.5)
 
 
-def test_a_reduction_still_holds_its_rank_up():
+def test_a_reduction_that_blocks_still_holds_its_rank_up():
     program = sharded("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1F0 1REDUCE_GRAD 1RECV_F1 1F1")
-    timeline = with_slow_data(program, Costs.uniform(reduce_s=(2.0,)), {row_of(program, "0F1"): 3.0})
+    timeline = with_slow_data(program, Costs.uniform(), {row_of(program, "0F1"): 3.0})
+    reduction, receive = (row_of(program, text) for text in ("1REDUCE_GRAD", "1RECV_F1"))
+    start_s, end_s = timeline.start_s.copy(), timeline.end_s.copy()
+    end_s[reduction] = start_s[receive] = 4.0  # the input of 1F1 is there at 5
+    timeline = replace(timeline, start_s=start_s, end_s=end_s)
 
     assert timeline.makespan_s == 6
     assert makespan_without_waits_s(timeline, [0]) == 5  # the input of 1F1 is there at 2, the reduction is over at 4
