@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from penstock.ir.operations import Op
 from penstock.ir.whole import (
-    gathered_and_dropped,
     have_new_gradients,
     is_sharded,
+    num_whole,
+    peak_whole,
     sums_of_units,
     whole_gradients,
 )
@@ -62,10 +63,15 @@ def test_a_unit_is_sharded_with_all_its_stages_and_has_its_gradients_together():
 
 
 def test_a_reshard_of_what_is_whole_from_the_start_drops_nothing():
-    gathered, dropped = gathered_and_dropped(sharded("0F0 0RESHARD 1UNSHARD 1F0 1RESHARD"))
+    assert num_whole(sharded("0F0 0RESHARD 1UNSHARD 1F0 1RESHARD")).tolist() == [0, 0, 1, 1, 1]
 
-    assert np.flatnonzero(gathered).tolist() == [2]
-    assert np.flatnonzero(dropped).tolist() == [4]
+
+def test_units_are_whole_from_their_gather_to_their_reshard_on_each_rank():
+    program = sharded("0UNSHARD 0F0 2UNSHARD 0RESHARD 2F0 2RESHARD 0UNSHARD", "1UNSHARD 1F0 1RESHARD", "3F0")
+
+    assert num_whole(program).tolist() == [1, 1, 2, 2, 1, 1, 1, 1, 1, 1, 0]
+    assert peak_whole(program) == [2, 1, 0]
+    assert peak_whole(sharded("0F0")) is None
 
 
 def test_copies_on_one_rank_are_added_up_once_and_stages_of_a_unit_all():

@@ -45,9 +45,24 @@ def sums_of_units(program: Program, of_stages: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(found[program.unit_of_stage])
 
 
-def gathered_and_dropped(program: Program) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """[num_rows] each, which rows gather a unit, and which drop one that is sharded."""
-    return GATHERS[program.op], DROPS[program.op] & is_sharded(program)[program.stage]
+def num_whole(program: Program) -> NDArray[np.int64]:
+    """[num_rows] how many sharded units of the row's rank are whole while it runs, those being gathered included."""
+    dropped = DROPS[program.op] & is_sharded(program)[program.stage]
+    changes = GATHERS[program.op].astype(np.int64)
+    changes[1:] -= dropped[:-1]  # what a row drops is still there while it runs
+    firsts = program.offsets[:-1][np.diff(program.offsets) > 0]
+    changes[firsts] = GATHERS[program.op[firsts]]
+    counts = np.cumsum(changes)
+    left = np.append(0, counts)[firsts]  # by the ranks before
+    return np.asarray(counts - np.repeat(left, np.diff(np.append(firsts, program.num_rows))))
+
+
+def peak_whole(program: Program) -> list[int] | None:
+    """Per rank, the most sharded units that are whole at once; None for a program that gathers nothing."""
+    if not len(program.rows_of(GATHERS)):
+        return None
+    whole = num_whole(program)
+    return [int(whole[rows].max(initial=0)) for rows in program.ranks]
 
 
 def have_new_gradients(program: Program, rows: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:

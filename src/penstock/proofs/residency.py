@@ -5,10 +5,8 @@
 
 import numpy as np
 
-from penstock.ir.collectives import GATHERS
-from penstock.ir.live import alive, peaks
 from penstock.ir.program import Program
-from penstock.ir.whole import gathered_and_dropped
+from penstock.ir.whole import num_whole, peak_whole
 from penstock.proofs.report import Findings, first_of_each
 
 
@@ -17,12 +15,11 @@ def check_residency(program: Program, residency: int | None, findings: Findings)
 
     Note the first row of each rank at which there are more than `residency`; None allows any number.
     """
-    if not len(program.rows_of(GATHERS)):
-        return None
-    whole = alive(program, *gathered_and_dropped(program))
-    if residency is not None:
+    peaks = peak_whole(program)
+    if peaks is not None and residency is not None and max(peaks) > residency:
+        whole = num_whole(program)
         over = np.flatnonzero(whole > residency)
         for row in first_of_each(program.rank_of_row[over], over):
             problem = f"makes {whole[row]} stages whole at once; rank {program.rank_of_row[row]} may have {residency}"
             findings.add(row, problem, "Reshard one of them before it, or raise residency")
-    return peaks(program, whole)
+    return peaks
