@@ -8,10 +8,12 @@
     After:  0UNSHARD 0F0 2UNSHARD 0F1 2F0 2F1 2B0 2B1 2RESHARD 0B0 0B1 0RESHARD
 
 A rank has as many places as units may be whole at once, those being gathered included. A unit that is used while it is
-not whole takes the place of the one whose next use is furthest. That needs the fewest gathers there can be (Belady, A
-study of replacement algorithms for a virtual-storage computer, 1966). RESHARD comes right after the last use of a unit
-in its place, so weights are whole no longer than they are needed. The gather starts `look_ahead` computations before
-its first use, an overlapped pair counted once, or as early as there is room all the way from then on.
+not whole takes the place of one that is not used from `look_ahead` computations before on, so that its gather can start
+there; of these, of the one whose next use is furthest. An overlapped pair is one computation. Without a look-ahead that
+needs the fewest gathers there can be (Belady, A study of replacement algorithms for a virtual-storage computer, 1966).
+
+Once all is placed, RESHARD comes right after the last use of a unit in its place. Where that leaves room all the way
+between two stays of a unit, it stays whole; where there is room before a stay, its gather starts early.
 """
 
 from typing import Any, NamedTuple
@@ -42,9 +44,10 @@ class Uses(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Per place of a rank: the unit in it, its next use, and the number of its stay."""
+    """Per place of a rank: the unit in it, its last use so far, its next one, and the number of its stay."""
 
     unit: Any
+    last: Any
     again: Any
     stay: Any
 
@@ -132,34 +135,43 @@ def _look_back(uses: Uses, again: Any) -> None:
 def _stays(
     program: Program, uses: Uses, offsets: NDArray[np.intp], num_places: NDArray[np.int64], look_ahead: int
 ) -> Stays:
-    places = Places(*np.zeros((3, int(num_places.max(initial=0))), np.int32))
-    place_of_unit = np.full(program.num_stages, -1, np.int32)
+    places = Places(*np.zeros((4, int(num_places.max(initial=0))), np.int32))
     stays = Stays(*np.zeros((4, 2 * len(uses.first)), np.int32))
-    number = _STAY(len(uses.first), offsets, num_places, uses, places, place_of_unit, stays)
+    # No gather starts before the first computation of its rank, so a larger number changes nothing.
+    ahead = min(int(look_ahead), len(uses.first))
+    by_unit = np.full((2, program.num_stages), -1, np.int32)
+    number = _STAY(len(uses.first), offsets, num_places, ahead, uses, places, by_unit[0], stays)
     stays = Stays(*(column[:number] for column in stays))
     num_whole = np.zeros(len(uses.first) + 1, np.int32)
     np.add.at(num_whole, stays.first, 1)
     np.add.at(num_whole, stays.last + 1, -1)
     num_whole = np.cumsum(num_whole, dtype=np.int32)
     rank = np.array(program.placement.rank_of_stage)[stays.unit]
-    # No gather starts before the first computation of its rank, so a larger number changes nothing.
-    ahead = min(int(look_ahead), len(uses.first))
-    _LOOK_AHEAD(len(uses.first), stays, offsets[rank], num_places[rank], ahead, num_whole)
-    return stays
+    _LOOK_AHEAD(len(uses.first), stays, offsets[rank], num_places[rank], ahead, num_whole, by_unit[1])
+    return Stays(*(column[stays.gather >= 0] for column in stays))
 
 
-def _find_place(other: int, num_places: int, places: Places) -> int:
-    """Return the place whose unit is used again last, and is not the other one of a pair."""
+def _find_place(other: int, begin: int, num_places: int, places: Places) -> int:
+    """Return the place whose unit is used again last, and is not the other one of a pair.
+
+    Places that are free from the computation `begin` on come before the others.
+    """
     found = -1
     for place in range(num_places):
         if other >= 0 and places.unit[place] == other:
             continue
-        if found < 0 or places.again[place] > places.again[found]:
+        is_free = places.last[place] < begin
+        was_free = found >= 0 and places.last[found] < begin
+        if (
+            found < 0
+            or (is_free and not was_free)
+            or (is_free == was_free and places.again[place] > places.again[found])
+        ):
             found = place
     return found
 
 
-def _use(at: int, member: int, num_places: int, uses: Uses, places: Places, place_of_unit: Any) -> int:
+def _use(at: int, member: int, ahead: int, num_places: int, uses: Uses, places: Places, place_of_unit: Any) -> int:
     """Use one of the units of a computation in its place; return the place if it has just taken it, else -1 less it."""
     unit, other = uses.first[at], uses.second[at]
     again = uses.first_again[at]
@@ -169,27 +181,31 @@ def _use(at: int, member: int, num_places: int, uses: Uses, places: Places, plac
     place: int = place_of_unit[unit]
     is_new = place < 0
     if is_new:
-        place = _find_place(other, num_places, places)
+        place = _find_place(other, at - ahead, num_places, places)
         if places.unit[place] >= 0:
             place_of_unit[places.unit[place]] = -1
         places.unit[place] = unit
         place_of_unit[unit] = place
+    places.last[place] = at
     places.again[place] = again
     return place if is_new else -1 - place
 
 
-def _stay_all(offsets: Any, num_places: Any, uses: Uses, places: Places, place_of_unit: Any, stays: Stays) -> int:
+def _stay_all(
+    offsets: Any, num_places: Any, ahead: int, uses: Uses, places: Places, place_of_unit: Any, stays: Stays
+) -> int:
     """Go through the computations of each rank; return how often a unit has taken a place."""
     count = 0
     for rank in range(len(offsets) - 1):
         for place in range(num_places[rank]):
             places.unit[place] = -1
+            places.last[place] = -1
             places.again[place] = NEVER
         for use in range(2 * offsets[rank], 2 * offsets[rank + 1]):
             at, member = use // 2, use % 2
             if member == 1 and uses.second[at] < 0:
                 continue
-            place = _use(at, member, num_places[rank], uses, places, place_of_unit)
+            place = _use(at, member, ahead, num_places[rank], uses, places, place_of_unit)
             if place >= 0:
                 stays.unit[count] = places.unit[place]
                 stays.first[count] = at
@@ -201,18 +217,30 @@ def _stay_all(offsets: Any, num_places: Any, uses: Uses, places: Places, place_o
     return count
 
 
-def _look_ahead(stays: Stays, begin_of_rank: Any, num_places: Any, ahead: int, num_whole: Any) -> None:
+def _look_ahead(
+    stays: Stays, begin_of_rank: Any, num_places: Any, ahead: int, num_whole: Any, stay_of_unit: Any
+) -> None:
     """Start gathers early, the one that is used first before the others; `num_whole` is per computation.
 
-    A unit cannot come back to its own stay before: if there were room from one to the other, it would have stayed.
+    A stay that follows another one of its unit without a lack of room between is a part of that one; its gather is -1.
     """
     for stay in range(len(stays.unit)):
-        gather = stays.first[stay]
-        earliest = max(gather - ahead, begin_of_rank[stay])
-        while gather > earliest and num_whole[gather - 1] < num_places[stay]:
+        first, unit = stays.first[stay], stays.unit[stay]
+        before = stay_of_unit[unit]
+        # There is something to find beyond the look-ahead only where the unit has been whole before.
+        until = max(first - ahead, begin_of_rank[stay]) if before < 0 else stays.last[before] + 1
+        gather = first
+        while gather > until and num_whole[gather - 1] < num_places[stay]:
             gather -= 1
-            num_whole[gather] += 1
-        stays.gather[stay] = gather
+        if before >= 0 and gather == until:
+            stays.last[before] = stays.last[stay]
+            stays.gather[stay] = -1
+        else:
+            gather = max(gather, first - ahead)
+            stays.gather[stay] = gather
+            stay_of_unit[unit] = stay
+        for at in range(gather, first):
+            num_whole[at] += 1
 
 
 _LOOK_BACK = Hot(_look_back)
