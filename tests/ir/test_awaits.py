@@ -55,6 +55,8 @@ def test_the_first_computation_of_a_unit_awaits_its_gather_whatever_its_stage():
     program = replace(sharded("0UNSHARD 1F0 0F0 2UNSHARD 2F0"), units=((0, 1),))
 
     assert texts(program, gather_of_row(program)) == {"1F0": "0UNSHARD", "2F0": "2UNSHARD"}
+    other = replace(sharded("1UNSHARD 0F0 1F0"), units=((0, 1),))
+    assert texts(other, gather_of_row(other)) == {"0F0": "1UNSHARD"}
 
 
 def test_what_joins_ranks_awaits_the_last_reduction_of_its_rank_since_another_did():

@@ -39,6 +39,12 @@ def test_gradients_are_whole_until_a_computation_waits_for_what_is_gathered_behi
     assert spans(program) == [(0, "0B0", "0F2"), (1, "1B0", "0F2"), (1, "1B1", "1RESHARD")]
 
 
+def test_a_pair_of_which_one_waits_for_a_later_gather_runs_without_gradients_before_it():
+    program = sharded("1UNSHARD 1F0 2UNSHARD 1B0 1REDUCE_GRAD 0UNSHARD (2F1;0F2)OVERLAP_F_B 0B2")
+
+    assert spans(program) == [(0, "0B2", "0B2"), (1, "1B0", "0UNSHARD")]
+
+
 def test_a_later_reduction_that_is_awaited_ends_those_before_it():
     program = sharded("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD 0REDUCE_TIED0 0STEP")
 

@@ -55,7 +55,7 @@ def test_the_stage_whose_next_use_is_furthest_is_dropped():
     )
 
 
-def test_with_a_look_ahead_a_stage_that_was_not_just_used_is_dropped_though_its_next_use_is_nearer():
+def test_with_a_look_ahead_a_gather_takes_the_room_of_a_stage_whose_next_use_is_later():
     before = "0F0 1F0 2F0 2F1 0F1 1F1"
     without = "0UNSHARD 0F0 1UNSHARD 1F0 1RESHARD 2UNSHARD 2F0 2F1 2RESHARD 0F1 0RESHARD 1UNSHARD 1F1 1RESHARD"
 

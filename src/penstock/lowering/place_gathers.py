@@ -7,13 +7,15 @@
     residency=2, look_ahead=1
     After:  0UNSHARD 0F0 2UNSHARD 0F1 2F0 2F1 2B0 2B1 2RESHARD 0B0 0B1 0RESHARD
 
-A rank has as many places as units may be whole at once, those being gathered included. A unit that is used while it is
-not whole takes the place of one that is not used from `look_ahead` computations before on, so that its gather can start
-there; of these, of the one whose next use is furthest. An overlapped pair is one computation. Without a look-ahead that
-needs the fewest gathers there can be (Belady, A study of replacement algorithms for a virtual-storage computer, 1966).
+The uses of a rank's units are gone through in order. A unit stays whole since its use before where there is room all
+the way. So of those that compete for room, the one whose next use is furthest is dropped. Otherwise it is gathered
+again, so many computations early as there is room, an overlapped pair being one; that room is taken then. RESHARD comes
+right after the last use of a unit before it is gathered again.
 
-Once all is placed, RESHARD comes right after the last use of a unit in its place. Where that leaves room all the way
-between two stays of a unit, it stays whole; where there is room before a stay, its gather starts early.
+Without a look-ahead this needs the fewest gathers there can be. The times between two uses are intervals, of which only
+so many may overlap; to take those first that end first finds the most of them (M. Yannakakis and F. Gavril, The maximum
+k-colorable subgraph problem for chordal graphs, 1987), as many as dropping the furthest next use does (L. A. Belady, A
+study of replacement algorithms for a virtual-storage computer, 1966).
 """
 
 from typing import Any, NamedTuple
@@ -27,38 +29,13 @@ from penstock.ir.operations import Op
 from penstock.ir.program import NewRows, Program
 from penstock.lowering.place_reductions import behind_sends
 
-NEVER = np.iinfo(np.int32).max
-"""The next use of a unit that is used no more."""
-
-
-class Uses(NamedTuple):
-    """Of each computation, an overlapped pair being one: the units that it uses, and where each is used next.
-
-    The second unit is -1 where there is none.
-    """
-
-    first: Any
-    second: Any
-    first_again: Any
-    second_again: Any
-
-
-class Places(NamedTuple):
-    """Per place of a rank: the unit in it, its last use so far, its next one, and the number of its stay."""
-
-    unit: Any
-    last: Any
-    again: Any
-    stay: Any
-
 
 class Stays(NamedTuple):
-    """Per stay of a unit in a place: the unit, its first and last use, and the computation where its gather starts."""
+    """Per stay of a unit in memory: the unit, the computation at which its gather starts, and its last use."""
 
     unit: Any
-    first: Any
-    last: Any
     gather: Any
+    last: Any
 
 
 def place_gathers(program: Program, residency: int | None = 2, look_ahead: int = 1) -> Program:
@@ -73,12 +50,14 @@ def place_gathers(program: Program, residency: int | None = 2, look_ahead: int =
     _require(residency, look_ahead)
     begins = program.is_compute & ~np.append(False, program.joined[:-1])
     first = np.flatnonzero(begins)
-    uses = _uses(program, first)
-    offsets = np.searchsorted(first, program.offsets)
-    num_units = np.array([len({program.unit_of_stage[s] for s in held}) for held in program.placement.stages_of_rank])
-    num_places = np.minimum(num_units, NEVER if residency is None else residency)
-    _require_room(program, uses, num_places)
-    stays = _stays(program, uses, offsets, num_places, look_ahead)
+    unit, other = _uses(program, first)
+    stage_unit = program.unit_of_stage
+    num_units = np.array([len({stage_unit[stage] for stage in held}) for held in program.placement.stages_of_rank])
+    most = num_units if residency is None else np.minimum(num_units, residency)
+    if (most[program.rank_of_row[first[other >= 0]]] < 2).any():
+        problem = f"1, but {program.name} has overlapped pairs of two stages, which are whole at the same time"
+        raise ConfigError(f"{problem}; give 2 or more", key="residency")
+    stays = _stays(program, first, unit, other, most, look_ahead)
     last = first[stays.last]
     key = np.concatenate([
         NewRows.before(first[stays.gather]),
@@ -101,148 +80,65 @@ def _require(residency: object, look_ahead: object) -> None:
         raise ConfigError(f"{described(look_ahead)}; expected a number of computations, 0 or more", key="look_ahead")
 
 
-def _require_room(program: Program, uses: Uses, num_places: NDArray[np.int64]) -> None:
-    """Refuse one place where two stages are needed at once; raises ConfigError."""
-    pairs = uses.first[uses.second >= 0]
-    ranks = np.array(program.placement.rank_of_stage)[pairs]
-    if (num_places[ranks] < 2).any():
-        problem = f"1, but {program.name} has overlapped pairs of two stages, which are whole at the same time"
-        raise ConfigError(f"{problem}; give 2 or more", key="residency")
-
-
-def _uses(program: Program, first: NDArray[np.intp]) -> Uses:
-    unit = program.unit_of_stage.astype(np.int32)
-    one, other = unit[program.stage[first]], np.full(len(first), -1, np.int32)
+def _uses(program: Program, first: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Per computation, an overlapped pair being one: the unit that it uses, and the other one of a pair, else -1."""
+    unit_of_stage = program.unit_of_stage.astype(np.int32)
+    unit, other = unit_of_stage[program.stage[first]], np.full(len(first), -1, np.int32)
     pairs = np.flatnonzero(program.joined[first])
-    other[pairs] = unit[program.stage[first[pairs] + 1]]
-    other[other == one] = -1
-    again = np.full((2, len(first)), NEVER, np.int32)
-    uses = Uses(one, other, again[0], again[1])
-    _LOOK_BACK(len(first), uses, np.full(program.num_stages, NEVER, np.int32))
-    return uses
-
-
-def _look_back(uses: Uses, again: Any) -> None:
-    """Find the next uses; `again` has that of each unit."""
-    for index in range(len(uses.first) - 1, -1, -1):
-        uses.first_again[index] = again[uses.first[index]]
-        if uses.second[index] >= 0:
-            uses.second_again[index] = again[uses.second[index]]
-            again[uses.second[index]] = index
-        again[uses.first[index]] = index
+    other[pairs] = unit_of_stage[program.stage[first[pairs] + 1]]
+    other[other == unit] = -1
+    return unit, other
 
 
 def _stays(
-    program: Program, uses: Uses, offsets: NDArray[np.intp], num_places: NDArray[np.int64], look_ahead: int
+    program: Program,
+    first: NDArray[np.intp],
+    unit: NDArray[np.int32],
+    other: NDArray[np.int32],
+    most: NDArray[np.int64],
+    look_ahead: int,
 ) -> Stays:
-    places = Places(*np.zeros((4, int(num_places.max(initial=0))), np.int32))
-    stays = Stays(*np.zeros((4, 2 * len(uses.first)), np.int32))
+    offsets, num_whole = np.searchsorted(first, program.offsets), 1 + (other >= 0).astype(np.int32)
+    stays = Stays(*np.zeros((3, int(num_whole.sum())), np.int32))
+    stay_of_unit = np.full(program.num_stages, -1, np.int32)
     # No gather starts before the first computation of its rank, so a larger number changes nothing.
-    ahead = min(int(look_ahead), len(uses.first))
-    by_unit = np.full((2, program.num_stages), -1, np.int32)
-    number = _STAY(len(uses.first), offsets, num_places, ahead, uses, places, by_unit[0], stays)
-    stays = Stays(*(column[:number] for column in stays))
-    num_whole = np.zeros(len(uses.first) + 1, np.int32)
-    np.add.at(num_whole, stays.first, 1)
-    np.add.at(num_whole, stays.last + 1, -1)
-    num_whole = np.cumsum(num_whole, dtype=np.int32)
-    rank = np.array(program.placement.rank_of_stage)[stays.unit]
-    _LOOK_AHEAD(len(uses.first), stays, offsets[rank], num_places[rank], ahead, num_whole, by_unit[1])
-    return Stays(*(column[stays.gather >= 0] for column in stays))
+    ahead = min(int(look_ahead), len(first))
+    count = _PLACE(len(first), offsets, most, ahead, unit, other, num_whole, stay_of_unit, stays)
+    return Stays(*(column[:count] for column in stays))
 
 
-def _find_place(other: int, begin: int, num_places: int, places: Places) -> int:
-    """Return the place whose unit is used again last, and is not the other one of a pair.
-
-    Places that are free from the computation `begin` on come before the others.
-    """
-    found = -1
-    for place in range(num_places):
-        if other >= 0 and places.unit[place] == other:
-            continue
-        is_free = places.last[place] < begin
-        was_free = found >= 0 and places.last[found] < begin
-        if (
-            found < 0
-            or (is_free and not was_free)
-            or (is_free == was_free and places.again[place] > places.again[found])
-        ):
-            found = place
-    return found
+def _begin_of_room(at: int, until: int, most: int, num_whole: Any) -> int:
+    """Return the first computation from which on to the one before `at` there is room; `until` or later."""
+    begin = at
+    while begin > until and num_whole[begin - 1] < most:
+        begin -= 1
+    return begin
 
 
-def _use(at: int, member: int, ahead: int, num_places: int, uses: Uses, places: Places, place_of_unit: Any) -> int:
-    """Use one of the units of a computation in its place; return the place if it has just taken it, else -1 less it."""
-    unit, other = uses.first[at], uses.second[at]
-    again = uses.first_again[at]
-    if member == 1:
-        unit, other = other, unit
-        again = uses.second_again[at]
-    place: int = place_of_unit[unit]
-    is_new = place < 0
-    if is_new:
-        place = _find_place(other, at - ahead, num_places, places)
-        if places.unit[place] >= 0:
-            place_of_unit[places.unit[place]] = -1
-        places.unit[place] = unit
-        place_of_unit[unit] = place
-    places.last[place] = at
-    places.again[place] = again
-    return place if is_new else -1 - place
-
-
-def _stay_all(
-    offsets: Any, num_places: Any, ahead: int, uses: Uses, places: Places, place_of_unit: Any, stays: Stays
+def _place_all(
+    offsets: Any, most: Any, ahead: int, unit: Any, other: Any, num_whole: Any, stay_of_unit: Any, stays: Stays
 ) -> int:
-    """Go through the computations of each rank; return how often a unit has taken a place."""
+    """Go through the uses of each rank; return the number of stays. `num_whole` is per computation."""
     count = 0
     for rank in range(len(offsets) - 1):
-        for place in range(num_places[rank]):
-            places.unit[place] = -1
-            places.last[place] = -1
-            places.again[place] = NEVER
         for use in range(2 * offsets[rank], 2 * offsets[rank + 1]):
-            at, member = use // 2, use % 2
-            if member == 1 and uses.second[at] < 0:
+            at = use // 2
+            used = unit[at] if use % 2 == 0 else other[at]
+            if used < 0:
                 continue
-            place = _use(at, member, ahead, num_places[rank], uses, places, place_of_unit)
-            if place >= 0:
-                stays.unit[count] = places.unit[place]
-                stays.first[count] = at
-                places.stay[place] = count
+            stay = stay_of_unit[used]
+            before = stays.last[stay] + 1 if stay >= 0 else -1
+            begin = _begin_of_room(at, before, most[rank], num_whole) if stay >= 0 else at
+            if stay < 0 or begin > before:
+                begin = _begin_of_room(at, max(at - ahead, offsets[rank]), most[rank], num_whole)
+                stay = stay_of_unit[used] = count
+                stays.unit[stay] = used
+                stays.gather[stay] = begin
                 count += 1
-            else:
-                place = -1 - place
-            stays.last[places.stay[place]] = at
+            stays.last[stay] = at
+            for whole in range(begin, at):
+                num_whole[whole] += 1
     return count
 
 
-def _look_ahead(
-    stays: Stays, begin_of_rank: Any, num_places: Any, ahead: int, num_whole: Any, stay_of_unit: Any
-) -> None:
-    """Start gathers early, the one that is used first before the others; `num_whole` is per computation.
-
-    A stay that follows another one of its unit without a lack of room between is a part of that one; its gather is -1.
-    """
-    for stay in range(len(stays.unit)):
-        first, unit = stays.first[stay], stays.unit[stay]
-        before = stay_of_unit[unit]
-        # There is something to find beyond the look-ahead only where the unit has been whole before.
-        until = max(first - ahead, begin_of_rank[stay]) if before < 0 else stays.last[before] + 1
-        gather = first
-        while gather > until and num_whole[gather - 1] < num_places[stay]:
-            gather -= 1
-        if before >= 0 and gather == until:
-            stays.last[before] = stays.last[stay]
-            stays.gather[stay] = -1
-        else:
-            gather = max(gather, first - ahead)
-            stays.gather[stay] = gather
-            stay_of_unit[unit] = stay
-        for at in range(gather, first):
-            num_whole[at] += 1
-
-
-_LOOK_BACK = Hot(_look_back)
-_STAY = Hot(_stay_all, _use, _find_place)
-_LOOK_AHEAD = Hot(_look_ahead)
+_PLACE = Hot(_place_all, _begin_of_room)
