@@ -16,6 +16,7 @@ from penstock.planning import (
     memory_demand,
     options_of_family,
     plan,
+    predict_peaks,
     prove_and_lower,
     prove_and_lower_once,
     resolve_plan,
@@ -271,3 +272,12 @@ def test_each_of_two_routes_has_its_own_stages():
 )
 def test_a_group_is_an_option_of_some_families_and_may_be_one_of_an_unknown_family(schedule, has_group):
     assert ("group" in options_of_family(schedule)) is has_group
+
+
+def test_predicted_bytes_of_shards_are_their_part_and_what_is_gathered():
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    sizes = {"parameter_bytes": [80, 40], "gradient_bytes": [80, 40], "optimizer_bytes": [160, 80]}
+    layers = (range(1), range(1, 2))
+
+    assert predict_peaks(lower(schedule), layers, sizes) == (320, 160)
+    assert predict_peaks(lower(schedule, shard="full"), layers, sizes, shards=4) == (80 + 160, 40 + 80)

@@ -217,10 +217,13 @@ def memory_demand(
 
 
 def predict_peaks(
-    program: Program, layers_of_stage: Sequence[range], layer_bytes: Mapping[str, Sequence[int]]
+    program: Program, layers_of_stage: Sequence[range], layer_bytes: Mapping[str, Sequence[int]], *, shards: int = 1
 ) -> tuple[int, ...]:
-    """Return the most bytes that each rank holds of layers of these sizes, which are named as in `LayerCosts`."""
-    named: dict[str, Any] = dict(layer_bytes)
+    """Return the most bytes that each rank holds of layers of these sizes, which are named as in `LayerCosts`.
+
+    Parameters, gradients and optimizer state are stored in so many `shards`.
+    """
+    named: dict[str, Any] = {**layer_bytes, "shards": shards}
     costs = LayerCosts(**named).of_stages(layers_of_stage)
     sizes = costs.stage_bytes(program.placement, program.num_microbatches)
     static = sizes.static_of_ranks(program.placement)

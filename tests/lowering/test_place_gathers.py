@@ -317,6 +317,28 @@ def test_without_a_look_ahead_there_are_as_few_gathers_as_there_can_be(schedule,
         assert found == fewest_gathers(uses_of(before, rank), residency)
 
 
+def without_row(program, row):
+    return program.select(np.delete(np.arange(program.num_rows), row))
+
+
+@pytest.mark.slow
+@given(schedule=schedules(max_microbatches=4), look_ahead=st.integers(0, 2))
+def test_every_gather_reshard_and_last_reduction_is_needed(schedule, look_ahead):
+    program = lower(schedule, shard="full", residency=2 if schedule.joined.any() else 1, look_ahead=look_ahead)
+    for op, is_needed in (
+        (Op.UNSHARD, slice(None)),
+        (Op.RESHARD, slice(None, -1)),
+        (Op.REDUCE_GRADIENT, slice(-1, None)),
+    ):
+        for unit in set(program.unit_of_stage.tolist()):
+            rows = np.flatnonzero((program.op == op) & (program.stage == unit))
+            if op is Op.UNSHARD and len(rows) == 1:
+                continue  # a stage that nothing gathers is whole from the start
+            for row in rows[is_needed].tolist():
+                with pytest.raises(ScheduleError):
+                    check(without_row(program, row))
+
+
 @pytest.mark.slow
 @given(schedule=schedules())
 def test_with_the_optimizer_sharded_each_stage_is_gathered_once_and_reduced_once(schedule):

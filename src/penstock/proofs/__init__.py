@@ -56,7 +56,8 @@ class Facts:
     peak_activations: list[int]
     """Per rank, the most activations of one stage and microbatch (or slice) alive at once."""
     peak_bytes: list[int] | None
-    """Per rank, the most bytes of activations, tensors saved for wgrad and messages; None without costs."""
+    """Per rank, the most bytes of activations, tensors saved for wgrad, messages, and what is gathered; None without
+    costs."""
     static_bytes: list[int] | None
     """Per rank, the bytes of parameters, gradients and optimizer state, which a limit counts as well."""
     not_counted: tuple[str, ...]

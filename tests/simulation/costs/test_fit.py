@@ -238,7 +238,8 @@ def test_a_reduction_that_blocks_between_computations_is_no_launch():
 
 
 def test_a_wait_for_a_gather_is_no_launch():
-    program = lower(build("looped-bfs", ranks=1, microbatches=3, stages_per_rank=2), shard="full", look_ahead=1)
+    schedule = build("looped-bfs", ranks=1, microbatches=2, stages_per_rank=4, forward_only=True)
+    program = lower(schedule, shard="full", residency=None, look_ahead=1)  # the first of each stage waits, none else
     timeline = simulate(program, Costs.uniform(unshard_s=(7.0,)))
     later_s = np.cumsum(np.full(program.num_rows, 0.125))
     costs = costs_from_timeline(
