@@ -46,7 +46,7 @@ def with_blocking_reduction(timeline, text, seconds):
     later_s = np.where(np.arange(timeline.program.num_rows) > row, seconds, 0.0)
     end_s = timeline.end_s + later_s
     end_s[row] = timeline.start_s[row] + seconds
-    return replace(timeline, start_s=timeline.start_s + later_s, end_s=end_s)
+    return replace(timeline, source="measured", start_s=timeline.start_s + later_s, end_s=end_s)
 
 
 def starts(timeline, column="start_s"):

@@ -69,7 +69,7 @@ def test_a_reduction_that_blocks_still_holds_its_rank_up():
     reduction, receive = (row_of(program, text) for text in ("1REDUCE_GRAD", "1RECV_F1"))
     start_s, end_s = timeline.start_s.copy(), timeline.end_s.copy()
     end_s[reduction] = start_s[receive] = 4.0  # the input of 1F1 is there at 5
-    timeline = replace(timeline, start_s=start_s, end_s=end_s)
+    timeline = replace(timeline, source="measured", start_s=start_s, end_s=end_s)
 
     assert timeline.makespan_s == 6
     assert makespan_without_waits_s(timeline, [0]) == 5  # the input of 1F1 is there at 2, the reduction is over at 4

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.awaits import launched_before
-from penstock.ir.collectives import IS_REDUCTION
+from penstock.ir.collectives import IS_REDUCTION, JOINS_RANKS
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import IS_RECEIVE
 from penstock.ir.timeline import DataWait, Timeline
@@ -147,8 +147,13 @@ def _messages(
 
 
 def _blocking_reductions(timeline: Timeline) -> NDArray[np.intp]:
-    """The rows of reductions that held their rank up, as those of DDP do; others go on while it runs what follows."""
+    """The rows of reductions that held their rank up, as those of DDP around layers do.
+
+    Others go on while their rank runs what follows. A recorder notes the end of such a one where it is waited for.
+    """
     program = timeline.program
+    if timeline.source != "measured":
+        return program.rows_of(IS_REDUCTION & JOINS_RANKS)
     rows = program.rows_of(IS_REDUCTION)
     behind = np.minimum(rows + 1, program.num_rows - 1)
     is_last = np.isin(rows + 1, program.offsets)
