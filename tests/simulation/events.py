@@ -132,14 +132,21 @@ class Events:
         ends = [self.end_s[other] for other in before if self.program.op[other] == Op.REDUCE_GRADIENT]
         return np.max([self.free_s[rank], *ends])
 
+    def copies(self, stage):
+        """The stages that are the same module: those on its rank at its place in their routes."""
+        routes, rank = self.program.placement.routes, self.rank_of_stage[stage]
+        place = next(route.index(stage) for route in routes if stage in route)
+        return [route[place] for route in routes if self.rank_of_stage[route[place]] == rank]
+
     def waits_for_launched(self, row, now):
-        names = ("stage", "microbatch", "slice")
+        columns = [getattr(self.program, name) for name in ("stage", "microbatch", "slice")]
+        copies = self.copies(self.program.stage[row])
         for other in range(self.program.offsets[self.program.rank_of_row[row]], row):
-            num_alike = {Op.UNSHARD: 1, Op.RELOAD: 3}.get(self.program.op[other], 4)  # how many of the names must agree
-            is_awaited = all(
-                getattr(self.program, name)[other] == getattr(self.program, name)[row] for name in names[:num_alike]
-            )
-            if num_alike < 4 and is_awaited and not self.end_s[other] <= now:
+            is_awaited = {
+                Op.UNSHARD: self.program.stage[other] in copies,
+                Op.RELOAD: all(column[other] == column[row] for column in columns),
+            }.get(self.program.op[other], False)
+            if is_awaited and not self.end_s[other] <= now:
                 return True
         return False
 
@@ -147,8 +154,12 @@ class Events:
         if not self.launched[queue] or max(self.launched[queue][0][1], self.queue_free_s[queue]) > now:
             return False
         row, _ = self.launched[queue].pop(0)
-        seconds = getattr(self.costs, SECONDS_BESIDE[self.program.op[row]])
-        self.end_s[row] = self.queue_free_s[queue] = now + entry(seconds, self.program.stage[row])
+        op, stage = self.program.op[row], self.program.stage[row]
+        copies = self.copies(stage)
+        if op in QUEUES[0] and np.isin(self.program.stage[self.program.op == Op.UNSHARD], copies).any():
+            stage = copies[-1]  # copies that are gathered have the costs of the last one
+        seconds = getattr(self.costs, SECONDS_BESIDE[op])
+        self.end_s[row] = self.queue_free_s[queue] = now + entry(seconds, stage)
         heappush(self.moments, self.end_s[row])
         return True
 
