@@ -40,15 +40,6 @@ def late_ranks(timeline, seconds, *, first):
     return replace(timeline, start_s=timeline.start_s + later_s, end_s=timeline.end_s + np.where(comes, 0.0, later_s))
 
 
-def with_blocking_reduction(timeline, text, seconds):
-    """The timeline of one rank with a reduction that holds it up, as those of DDP around layers do."""
-    row = row_of(timeline.program, text)
-    later_s = np.where(np.arange(timeline.program.num_rows) > row, seconds, 0.0)
-    end_s = timeline.end_s + later_s
-    end_s[row] = timeline.start_s[row] + seconds
-    return replace(timeline, source="measured", start_s=timeline.start_s + later_s, end_s=end_s)
-
-
 def starts(timeline, column="start_s"):
     """Start of every instruction by its text."""
     times = getattr(timeline, column).tolist()

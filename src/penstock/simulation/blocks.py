@@ -55,7 +55,7 @@ class Block:
     data_waits: tuple[DataWait, ...] = ()
     """Of its rank, since the block before."""
     reductions: tuple[Collective, ...] = ()
-    """Of its rank, since the block before, those that were over before the next instruction began."""
+    """Of its rank, since the block before, those that `blocking_reductions` lists."""
 
     @property
     def rows(self) -> range:
@@ -83,7 +83,7 @@ def blocks_of(timeline: Timeline) -> list[Block]:
     before = predecessors(program)[:, 0]
     launched, ranks = launched_before(program), program.rank_of_row
     waits = [deque(own) for own in waits_of_ranks(timeline)]
-    reductions = _blocking_reductions(timeline)
+    reductions = blocking_reductions(timeline)
     next_row = program.offsets[:-1].tolist()
     found = []
     for row in rows[~is_second[rows]].tolist():
@@ -146,7 +146,7 @@ def _messages(
             yield Message(int(block_of_row[source]), float(timeline.start_s[member]))
 
 
-def _blocking_reductions(timeline: Timeline) -> NDArray[np.intp]:
+def blocking_reductions(timeline: Timeline) -> NDArray[np.intp]:
     """The rows of reductions that held their rank up, as those of DDP around layers do.
 
     Others go on while their rank runs what follows. A recorder notes the end of such a one where it is waited for.
