@@ -70,11 +70,7 @@ def test_a_pause_that_no_data_explain_stays():
 
 def test_a_reduction_that_blocks_still_holds_its_rank_up():
     program = sharded("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1F0 1REDUCE_GRAD 1RECV_F1 1F1")
-    timeline = with_slow_data(program, Costs.uniform(), {row_of(program, "0F1"): 3.0})
-    reduction, receive = (row_of(program, text) for text in ("1REDUCE_GRAD", "1RECV_F1"))
-    start_s, end_s = timeline.start_s.copy(), timeline.end_s.copy()
-    end_s[reduction] = start_s[receive] = 4.0  # the input of 1F1 is there at 5
-    timeline = replace(timeline, source="measured", start_s=start_s, end_s=end_s)
+    timeline = with_blocking_reductions(program, Costs.uniform(reduce_s=(2.0,)), {row_of(program, "0F1"): 3.0})
 
     assert timeline.makespan_s == 6
     assert makespan_without_waits_s(timeline, [0]) == 5  # the input of 1F1 is there at 2, the reduction is over at 4
