@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.instruction import Op
 from penstock.ir.schedule import Schedule
-from penstock.lowering import lower
+from penstock.lowering import Sharding, lower
 from penstock.placement import Placement
 from penstock.planning import (
     few_microbatches,
     memory_demand,
     options_of_family,
     plan,
+    predict_peaks,
     prove_and_lower,
     prove_and_lower_once,
     resolve_plan,
@@ -84,6 +85,44 @@ def test_tied_groups_and_the_optimizer_step_are_part_of_the_program():
     for rank in range(2):
         assert [instruction.op for instruction in program[rank]][-2:] == [Op.REDUCE_TIED, Op.OPTIMIZER_STEP]
         assert not {Op.REDUCE_TIED, Op.OPTIMIZER_STEP} & {instruction.op for instruction in plain[rank]}
+
+
+def test_gathers_are_part_of_the_program():
+    schedule = build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2)
+    sharding = Sharding("full", residency=1, look_ahead=0, units=((0, 2),))
+
+    program = prove_and_lower(schedule, sharding=sharding)
+
+    assert program == lower(schedule, shard="full", residency=1, look_ahead=0, units=[(0, 2)])
+    assert plan(schedule, Costs.uniform(), shard="full", residency=1).program == lower(
+        schedule, shard="full", residency=1
+    )
+    assert plan(schedule, Costs.uniform()).program == lower(schedule)
+
+
+def test_a_lowering_with_too_many_whole_stages_is_refused(monkeypatch):
+    schedule = build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2)
+    planning = importlib.import_module("penstock.planning")
+    monkeypatch.setattr(planning, "lower", lambda table, **_: lower(table, shard="full", residency=2))
+
+    with pytest.raises(ScheduleError, match="makes 2 stages whole at once; rank 0 may have 1"):
+        prove_and_lower(schedule, sharding=Sharding("full", residency=1))
+    prove_and_lower(schedule, sharding=Sharding("optimizer", residency=1))
+
+
+def test_a_program_that_gathers_runs_as_it_is_and_one_that_does_not_is_refused_where_it_shall():
+    schedule = build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2)
+    gathers, plain = lower(schedule, shard="full", residency=None), lower(schedule)
+    full = Sharding("full", residency=1)
+
+    assert prove_and_lower(gathers, sharding=full) is gathers
+    assert prove_and_lower(gathers) is gathers
+    with pytest.raises(ConfigError, match=r"never gathers stage 0, but shard='full' is given; lower its schedule with"):
+        prove_and_lower(plain, sharding=full)
+    with pytest.raises(ConfigError, match=r"gathers the stages \(\) together, but of the layers \(\(0, 2\),\) share"):
+        prove_and_lower(gathers, sharding=Sharding("full", units=((0, 2),)))
+    with pytest.raises(ConfigError, match="never gathers stage 0"):
+        prove_and_lower(lower(schedule.forward_only()), sharding=full)
 
 
 @pytest.mark.slow
@@ -233,3 +272,12 @@ def test_each_of_two_routes_has_its_own_stages():
 )
 def test_a_group_is_an_option_of_some_families_and_may_be_one_of_an_unknown_family(schedule, has_group):
     assert ("group" in options_of_family(schedule)) is has_group
+
+
+def test_predicted_bytes_of_shards_are_their_part_and_what_is_gathered():
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    sizes = {"parameter_bytes": [80, 40], "gradient_bytes": [80, 40], "optimizer_bytes": [160, 80]}
+    layers = (range(1), range(1, 2))
+
+    assert predict_peaks(lower(schedule), layers, sizes) == (320, 160)
+    assert predict_peaks(lower(schedule, shard="full"), layers, sizes, shards=4) == (80 + 160, 40 + 80)

@@ -140,3 +140,17 @@ class Placement:
         """Take the ranks as given; without `routes`, one route through all stages in order."""
         chosen = [range(len(rank_of_stage))] if routes is None else routes
         return cls("explicit", tuple(rank_of_stage), tuple(tuple(route) for route in chosen))
+
+
+def modules_of_ranks(placement: Placement) -> list[list[int]]:
+    """Return the stages, together with their copies on the same rank, which are one module; mostly one stage each."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for route in placement.routes:
+        for place, stage in enumerate(route):
+            found.setdefault((placement.rank_of_stage[stage], place), []).append(stage)
+    return list(found.values())
+
+
+def stages_without_copies(placement: Placement) -> list[int]:
+    """Return of the copies of a stage on one rank the last one."""
+    return [stages[-1] for stages in modules_of_ranks(placement)]

@@ -1,10 +1,12 @@
 """Planning on one page: build, check, lower, check, simulate."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
+
+import numpy as np
 
 from penstock.errors import ConfigError, count_of
 from penstock.ir.live import peak_bytes
@@ -13,7 +15,8 @@ from penstock.ir.program import Program
 from penstock.ir.reading import read_file
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
-from penstock.lowering import assign_slots, lower
+from penstock.ir.whole import is_sharded
+from penstock.lowering import NONE, NOT_SHARDED, Sharding, assign_slots, lower
 from penstock.partition.split import split_over
 from penstock.placement import Placement
 from penstock.proofs import NO_DEMAND, Demand, prove
@@ -48,16 +51,24 @@ def plan(
     memory_limit: Any = None,
     tied_groups: Sequence[Sequence[int]] = (),
     optimizer_step: bool = False,
+    shard: str = NONE,
+    residency: int | None = 2,
+    look_ahead: int = 1,
 ) -> Plan:
     """Prove a schedule, lower it, prove the program, and simulate it.
 
-    `memory_limit` is that of `penstock.check`.
+    `memory_limit` is that of `penstock.check`; the other arguments are those of `penstock.lower`.
 
     Raises:
         ScheduleError: if a proof fails; it lists every violation.
+        ConfigError: as `penstock.lower`.
     """
     program = prove_and_lower(
-        schedule, Demand.of(memory_limit, costs), tied_groups=tied_groups, optimizer_step=optimizer_step
+        schedule,
+        Demand.of(memory_limit, costs),
+        tied_groups=tied_groups,
+        optimizer_step=optimizer_step,
+        sharding=Sharding(shard, residency, look_ahead),
     )
     return Plan(schedule, program, simulate(program, costs))
 
@@ -68,22 +79,26 @@ def prove_and_lower(
     *,
     tied_groups: Sequence[Sequence[int]] = (),
     optimizer_step: bool = False,
+    sharding: Sharding = NOT_SHARDED,
 ) -> Program:
     """Prove a schedule, lower it, and prove the program: all that must hold before a first step.
 
-    A program is proved and returned as it is. Both transports of Penstock are `posted` (`ir.transports`).
+    A program is proved and returned as it is, whatever number of stages it has whole. Both transports of Penstock are
+    `posted` (`ir.transports`).
 
     Raises:
         ScheduleError: if a proof fails; it lists every violation.
-        ConfigError: if a program does not reduce these tied groups, or lacks what its training needs.
+        ConfigError: if a program does not reduce these tied groups, lacks what its training needs, or does not gather
+            what shall be sharded.
     """
     if isinstance(plan, Program):
         facts = prove(plan, demand).facts
+        _require_gathers(plan, sharding)
         _require_fit(plan, tied_groups, optimizer_step=optimizer_step, omits_reductions=facts.omits_reductions)
         return plan
     known = prove(plan, demand)
-    program = lower(plan, tied_groups=tied_groups, optimizer_step=optimizer_step, start=known.start)
-    prove(program, demand, known=known)
+    program = lower(plan, tied_groups=tied_groups, optimizer_step=optimizer_step, start=known.start, **asdict(sharding))
+    prove(program, replace(demand, residency=sharding.most_whole), known=known)
     return program
 
 
@@ -93,13 +108,18 @@ def prove_and_lower_once(
     *,
     tied_groups: Sequence[Sequence[int]] = (),
     optimizer_step: bool = False,
+    sharding: Sharding = NOT_SHARDED,
 ) -> Program:
     """Do what `prove_and_lower` does, or return what it returned of an equal plan in this process.
 
     Pipelines are made again for other data or numbers of microbatches, and ranks that are threads plan alike. Only the
     last few small programs are kept, and none with a limit of memory.
     """
-    options: dict[str, Any] = {"tied_groups": tied_groups, "optimizer_step": optimizer_step}
+    options: dict[str, Any] = {
+        "tied_groups": tied_groups,
+        "optimizer_step": optimizer_step,
+        "sharding": sharding,
+    }
     if demand != NO_DEMAND or plan.num_rows > _MAX_KEPT_ROWS:
         return prove_and_lower(plan, demand, **options)
     key = (type(plan), plan.name, plan.digest(), repr(options))
@@ -122,6 +142,22 @@ def _once(kept: dict[tuple[Any, ...], T], key: tuple[Any, ...], make: Callable[[
     for oldest in list(kept)[:-_MAX_KEPT]:
         kept.pop(oldest, None)
     return table
+
+
+def _require_gathers(program: Program, sharding: Sharding) -> None:
+    """Refuse a program that does not gather each stage that shall be sharded. Raises: ConfigError."""
+    if sharding.shard == NONE:
+        return
+    missing = np.setdiff1d(program.stage[program.compute_rows()], np.flatnonzero(is_sharded(program))).tolist()
+    units = tuple(unit for unit in sharding.units if len(unit) > 1)
+    if missing:
+        problem = f"never gathers stage {missing[0]}, but shard={sharding.shard!r} is given"
+    elif tuple(unit for unit in program.units if len(unit) > 1) != units:
+        problem = f"gathers the stages {program.units} together, but of the layers {units} share parameters on a rank"
+    else:
+        return
+    fix = f"lower its schedule with shard={sharding.shard!r}"
+    raise ConfigError(f"the program {program.name} {problem}; {fix}, or give the schedule itself", key="schedule")
 
 
 def _require_fit(
@@ -181,10 +217,13 @@ def memory_demand(
 
 
 def predict_peaks(
-    program: Program, layers_of_stage: Sequence[range], layer_bytes: Mapping[str, Sequence[int]]
+    program: Program, layers_of_stage: Sequence[range], layer_bytes: Mapping[str, Sequence[int]], *, shards: int = 1
 ) -> tuple[int, ...]:
-    """Return the most bytes that each rank holds of layers of these sizes, which are named as in `LayerCosts`."""
-    named: dict[str, Any] = dict(layer_bytes)
+    """Return the most bytes that each rank holds of layers of these sizes, which are named as in `LayerCosts`.
+
+    Parameters, gradients and optimizer state are stored in so many `shards`.
+    """
+    named: dict[str, Any] = {**layer_bytes, "shards": shards}
     costs = LayerCosts(**named).of_stages(layers_of_stage)
     sizes = costs.stage_bytes(program.placement, program.num_microbatches)
     static = sizes.static_of_ranks(program.placement)

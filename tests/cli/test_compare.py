@@ -153,6 +153,65 @@ def test_bytes_are_compared_where_costs_have_them(capsys, tmp_path):
     assert text.splitlines()[2].split()[8:10] == ["8.00", "GiB"]
 
 
+COSTS_OF_REPLICAS = """
+forward_s = 1
+backward_s = 2
+activation_mib = 1
+parameter_mib = 64
+gradient_mib = 64
+optimizer_mib = 128
+replica_bandwidth_bytes_per_s = 67108864
+"""
+
+
+def test_replicas_are_compared_by_their_whole_step_and_all_bytes(capsys, tmp_path):
+    file = tmp_path / "costs.toml"
+    file.write_text(COSTS_OF_REPLICAS)
+    shape = ["looped-bfs", "--ranks", "1", "--microbatches", "2", "--stages-per-rank", "4", "--costs", str(file)]
+
+    found = objects_by(capsys, *shape, "--data", "2", "--sweep", "shard=none,full", "--sweep", "residency=1,0")
+
+    assert [row["name"] for row in found] == [
+        "looped-bfs, shard none",
+        "looped-bfs, shard full, 1 stage whole",
+        "looped-bfs, shard full, all stages whole",
+    ]
+    # A rank has 64 MiB of weights in four stages; half of the 16 MiB of one take 1/8 s, there and, for none, back.
+    none, one, every = found
+    # Reductions follow each other: the last begins when its backward has ended, and those before it are over by then.
+    assert (none["makespan_s"], none["step_s"]) == (6.0, 6.25)
+    assert (one["gathers"], one["peak_whole"], every["gathers"], every["peak_whole"]) == (7, [1], 4, [4])
+    # At first a gather, at the end a reduction; in between six gathers, three of them behind a reduction.
+    assert (one["makespan_s"], one["step_s"]) == (6 + 9 * 0.125, 6 + 11 * 0.125)
+    assert (every["makespan_s"], every["step_s"]) == (6.0, 6.25)
+    mib = [max(row["peak_bytes"]) / 2**20 for row in found]
+    # Shards are half of 256 MiB. Beside them are the weights and gradients of one stage of 16 MiB: what is being
+    # reduced is gone when the next stage is whole.
+    assert mib == [256 + 2, 128 + 2 * 16 + 2, 128 + 4 * 16 + 16 + 2]
+    assert [row["is_on_front"] for row in found] == [False, True, True]
+
+
+def test_the_table_of_replicas_has_steps_gathers_and_whole_stages(capsys):
+    costs = ["--costs", "F=1,I=1,W=1,unshard=1,reduce=1"]
+    lines = printed_by(capsys, "1f1b", "--ranks", "1", "--microbatches", "2", "--shard", "full", *costs).splitlines()
+
+    assert lines[0].split()[:5] == ["name", "step", "s", "makespan", "s"]
+    assert lines[0].split()[-4:] == ["gathers", "whole", "stages", "front"]
+    assert lines[2].split() == ["1f1b", "8", "6", "6", "0.0000", "0.0000", "1", "1", "0", "1", "1", "*"]
+    free = printed_by(capsys, "1f1b", *SIZE, "--shard", "full")
+    assert "note: gathers and reductions take no time, since the costs give none" in free
+    assert "note: gathers" not in "\n".join(lines)
+
+
+def test_a_picture_of_replicas_has_their_bytes(capsys, tmp_path):
+    file = tmp_path / "costs.toml"
+    file.write_text(COSTS_OF_REPLICAS)
+
+    picture = printed_by(capsys, "1f1b", *SIZE, "--costs", str(file), "--data", "2", "--to", "svg")
+
+    assert "peak memory of a rank, in MiB" in " ".join(picture.split())
+
+
 @pytest.mark.parametrize("arguments", [[], SIZE, ["1f1b", "--ranks", "4"], ["all", "--ranks", "4"]])
 def test_what_is_left_out_is_wrong_usage(arguments, capsys):
     assert main(["compare", *arguments]) == 2

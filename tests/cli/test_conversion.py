@@ -122,3 +122,12 @@ def test_a_program_is_told_by_its_instructions():
     told = describe_plan(program, check(program))
 
     assert f"12 actions, {program.num_instructions} instructions; peak activations per rank 3, 3" in told
+
+
+def test_whole_stages_are_told_of_a_program_that_gathers():
+    schedule = build("looped-bfs", ranks=2, microbatches=2, stages_per_rank=2)
+
+    told = [describe_plan(each, check(each)) for each in (lower(schedule, shard="full"), lower(schedule))]
+
+    assert "; whole stages per rank 2, 2" in told[0]
+    assert "whole" not in told[1]

@@ -19,6 +19,10 @@ FLAGS = {
     "show": [
         "NAME",
         "--costs",
+        "--data",
+        "--look-ahead",
+        "--residency",
+        "--shard",
         "--to",
         "--forward-only",
         "--function",
@@ -38,6 +42,10 @@ FLAGS = {
     "compare": [
         "NAME",
         "--costs",
+        "--data",
+        "--look-ahead",
+        "--residency",
+        "--shard",
         "--to",
         "--forward-only",
         "--function",

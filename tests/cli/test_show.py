@@ -187,6 +187,18 @@ def test_a_picture_says_what_it_was_predicted_with(capsys):
     assert 'data-theme="dark"' in page
 
 
+def test_gathers_are_shown_in_a_program_and_a_picture(capsys):
+    rows = printed_by(capsys, "1f1b", *SHAPE, "--lowered", "--shard", "full").splitlines()
+    assert "0UNSHARD" in rows[-2]
+    assert rows[-2].split()[-2:] == ["0REDUCE_GRAD", "0RESHARD"]
+
+    costs = ["--costs", "F=1,I=1,W=1,unshard=2,reduce=1", "--data", "4"]
+    page = printed_by(capsys, "1f1b", *SHAPE, "--to", "html", "--shard", "full", *costs)
+
+    assert "reduce=1, shard full, 4 replicas</h1>" in page
+    assert "collective" in page
+
+
 def test_of_a_run_folder_the_recorded_step_is_named(tmp_path, capsys):
     (tmp_path / "schedule.csv").write_text("")
     (tmp_path / "timeline.json").write_text("")
@@ -210,6 +222,8 @@ def test_text_goes_to_a_file_too(tmp_path, capsys):
         (["--output", "a.jpeg"], "--output: a.jpeg has none of the suffixes"),
         (["--output", "a.svg", "--to", "png"], "the suffix of a.svg means svg, but --to is png"),
         (["--costs", "F=1,B=2"], "--costs: only for svg, png, html, trace; leave it out for grid"),
+        (["--data", "2", "--lowered"], "--data: only for svg, png, html, trace; leave it out for grid"),
+        (["--shard", "full"], "--shard: of a program, which --lowered shows, or of a picture; add one of them"),
         (["--theme", "dark", "--to", "trace"], "--theme: only for svg, png, html; leave it out for trace"),
         (["--to", "html", "--costs", "F=fast"], "costs: F is 'fast'"),
         (["--to", "svg", "--output", "no/such/folder/a.svg"], "no/such/folder is not a folder; make it first"),
@@ -266,7 +280,12 @@ def test_a_recorded_step_is_drawn_in_every_format(capsys, recorded):
 
 @pytest.mark.parametrize(
     ("arguments", "key"),
-    [(["--ranks", "4"], "--ranks"), (["--costs", "F=1"], "--costs"), (["--set", "warmup=eager"], "--set")],
+    [
+        (["--ranks", "4"], "--ranks"),
+        (["--costs", "F=1"], "--costs"),
+        (["--set", "warmup=eager"], "--set"),
+        (["--shard", "full"], "--shard"),
+    ],
 )
 def test_a_recorded_step_has_its_own_shape_and_costs(capsys, recorded, arguments, key):
     assert main(["show", str(recorded), "--to", "svg", *arguments]) == 1

@@ -6,11 +6,13 @@ import pytest
 
 from penstock.cli.sweep import MOST_SCHEDULES, read_sweep, swept_schedules
 from penstock.errors import ConfigError
+from penstock.lowering import NOT_SHARDED, Sharding
 from penstock.proofs import Limit
 
 
 def arguments(*names, **given):
-    nothing = dict.fromkeys(("ranks", "microbatches", "stages_per_rank", "stages", "slices", "memory_limit"))
+    keys = ("ranks", "microbatches", "stages_per_rank", "stages", "slices", "memory_limit")
+    nothing = dict.fromkeys((*keys, "data", "shard", "residency", "look_ahead"))
     return Namespace(names=list(names), functions=[], options=[], forward_only=False, **nothing | given)
 
 
@@ -93,6 +95,44 @@ def test_every_schedule_is_wanted_at_every_combination_of_sizes():
     assert [(schedule.num_ranks, schedule.num_microbatches) for schedule in schedules[::2]] == [
         (2, 1), (2, 8), (4, 1), (4, 8),
     ]  # fmt: skip
+
+
+def test_ways_to_shard_are_swept_and_what_changes_nothing_is_left_out():
+    sweep = read_sweep(["shard=none,optimizer,full", "residency=0,2", "look-ahead=1"])
+
+    found = swept_schedules(arguments("1f1b", ranks=2, microbatches=4, data=8), sweep)
+
+    assert [(wanted.text, wanted.sharding, wanted.replicas) for wanted in found] == [
+        ("1f1b, shard none", NOT_SHARDED, 8),
+        ("1f1b, shard optimizer, look-ahead 1", Sharding("optimizer"), 8),
+        ("1f1b, shard full, all stages whole, look-ahead 1", Sharding("full", None), 8),
+        ("1f1b, shard full, 2 stages whole, look-ahead 1", Sharding("full"), 8),
+    ]
+
+
+def test_replicas_are_swept_and_without_a_number_are_those_of_the_costs():
+    found = swept_schedules(arguments("1f1b", ranks=2, microbatches=4), read_sweep(["data=1..4"]))
+    assert [(wanted.text, wanted.replicas) for wanted in found] == [
+        ("1f1b, 1 replica", 1), ("1f1b, 2 replicas", 2), ("1f1b, 4 replicas", 4),
+    ]  # fmt: skip
+
+    (found,) = swept_schedules(arguments("1f1b", ranks=2, microbatches=4, shard="full"), {})
+    assert (found.sharding, found.replicas) == (Sharding("full"), 0)
+    (found,) = swept_schedules(arguments("1f1b", ranks=2, microbatches=4), {})
+    assert (found.sharding, found.replicas) == (NOT_SHARDED, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("shard=none,ful", "shard: expected some of none, optimizer, full, such as shard=none,full, got 'ful'"),
+        ("residency=-1", "residency: expected numbers from 0"),
+        ("data=0,1", "data: expected numbers from 1"),
+    ],
+)
+def test_what_replicas_cannot_be_is_refused(text, told):
+    with pytest.raises(ConfigError, match=told):
+        read_sweep([text])
 
 
 def test_stages_and_slices_are_swept_too():

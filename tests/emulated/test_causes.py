@@ -41,7 +41,7 @@ def costs_of(forward_s, *, transfer_s=0.0, **options):
 
 EVEN = Plan("gpipe", 2, 4, costs_of([1.0, 1.0]))
 OF_1F1B = replace(EVEN, family="1f1b")
-FOUR_STAGES = Plan("interleaved-1f1b", 2, 4, costs_of([1.0] * 4, reduce_s=(0.0, 0.0, 3.0, 0.0)))
+REDUCING = Plan("interleaved-1f1b", 2, 4, costs_of([1.0] * 4, reduce_s=(0.0, 0.0, 3.0, 0.0)))
 LATE, SLOW = "which begins later than it could", "slower than it usually is"
 
 
@@ -116,11 +116,12 @@ CASES = {
         [{"dependency": 3.0, "straggler": 5.0}, ORDER[1]], Cause.STRAGGLER, 5.0, "rank 1, late for the step",
     ),
     # Rank 0 reduces its second stage before the last two backwards of its first one; rank 1 has ended by then.
-    "reduction": Case(
-        FOUR_STAGES,
+    "reduction that holds its rank up": Case(
+        replace(REDUCING, has_blocking_reductions=True),
         [{"dependency": 3.0, "synchronisation": 3.0}, {"dependency": 1.0, "synchronisation": 5.0}],
-        Cause.SYNCHRONISATION, 3.0, "",
+        Cause.SYNCHRONISATION, 3.0, "", others_s={Cause.STRAGGLER: 0.0},
     ),
+    "reduction beside its rank": Case(REDUCING, ORDER, Cause.DEPENDENCY, 3.0, "interleaved-1f1b"),
 }  # fmt: skip
 
 

@@ -101,6 +101,8 @@ class Plan:
     """Of the family."""
     is_overlapped: bool = False
     """Whether the two of an overlapped pair run on two streams."""
+    has_blocking_reductions: bool = False
+    """Whether reductions hold their rank up; otherwise they have a stream of their own."""
     launch_s: float = 0.0
     """Of the host, before each computation."""
     stalls_s: Mapping[str, float] = field(default_factory=dict)
@@ -221,7 +223,7 @@ def timed_step(rank, num_ranks, plan):
         data_warn_s=None,
         frees_other_stages=False,
         overlap=OnTwoStreams(device) if plan.is_overlapped else None,
-        **_collectives(costs, schedule.placement.stages_of_rank[rank], device),
+        **_collectives(plan, schedule.placement.stages_of_rank[rank], device),
     )
     for each in RUNTIME.communicators:
         each.latency_s, each.seconds_per_byte = 0.0, 1 / costs.bandwidth_bytes_per_s
@@ -238,13 +240,25 @@ def timed_step(rank, num_ranks, plan):
     return found
 
 
-def _collectives(costs, stages, device):
+def _collectives(plan, stages, device):
     """Reductions and an optimizer step that take their time on the device, where they take any."""
-    values, options = torch.zeros(1, device=device), {}
+    costs, values, options = plan.costs, torch.zeros(1, device=device), {}
+    own = torch.accelerator.current_stream(device)
+    lane = own if plan.has_blocking_reductions else torch.Stream(device)
+
+    def reduce_stage(stage):
+        lane.wait_stream(own)
+        with lane:
+            slow(values, costs.reduce_s[stage])
+
+    def optimizer_step():
+        own.wait_stream(lane)
+        slow(values, sum(costs.optimizer_s[stage] for stage in stages))
+
     if any(costs.reduce_s):
-        options["reduce_stage"] = lambda stage: slow(values, costs.reduce_s[stage])
+        options["reduce_stage"] = reduce_stage
     if any(costs.optimizer_s):
-        options["optimizer_step"] = lambda: slow(values, sum(costs.optimizer_s[stage] for stage in stages))
+        options["optimizer_step"] = optimizer_step
     return options
 
 

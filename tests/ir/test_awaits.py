@@ -1,6 +1,16 @@
 """What computations wait for that their rank has launched: messages, gathers and reloads."""
 
-from penstock.ir.awaits import gather_of_row, launched_before, receive_of_row, reload_of_row
+from dataclasses import replace
+
+from penstock.ir.awaits import (
+    collective_of_row,
+    gather_of_row,
+    launched_before,
+    receive_of_row,
+    reduction_of_row,
+    reductions_of_row,
+    reload_of_row,
+)
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.recompute import with_recompute
 from penstock.ir.split_backwards import with_split_backwards
@@ -39,6 +49,36 @@ def test_every_stage_awaits_its_gather_before_the_first_of_its_computations_behi
 
     found = {str(program.instruction(row)): int(gathers[row]) for row in range(8) if gathers[row] != NONE}
     assert found == {"0F0": 0, "1F0": 1, "0B0": 4}
+
+
+def test_the_first_computation_of_a_unit_awaits_its_gather_whatever_its_stage():
+    program = replace(sharded("0UNSHARD 1F0 0F0 2UNSHARD 2F0"), units=((0, 1),))
+
+    assert texts(program, gather_of_row(program)) == {"1F0": "0UNSHARD", "2F0": "2UNSHARD"}
+    other = replace(sharded("1UNSHARD 0F0 1F0"), units=((0, 1),))
+    assert texts(other, gather_of_row(other)) == {"0F0": "1UNSHARD"}
+
+
+def test_what_joins_ranks_awaits_the_last_reduction_of_its_rank_since_another_did():
+    program = sharded(
+        "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0REDUCE_TIED0 1REDUCE_TIED1 0STEP",
+        "2F0 2B0 2REDUCE_TIED0 2REDUCE_GRAD 2STEP",
+        "3REDUCE_GRAD",
+        "4STEP",
+    )
+
+    assert texts(program, reduction_of_row(program)) == {"0REDUCE_TIED0": "0REDUCE_GRAD", "2STEP": "2REDUCE_GRAD"}
+    for rank in range(4):
+        found = {row: max(rows) for row, rows in reductions_of_row(program, rank).items() if rows}
+        own = range(*program.offsets[rank : rank + 2])
+        assert found == {row: int(reduction_of_row(program)[row]) for row in own if reduction_of_row(program)[row] >= 0}
+
+
+def test_gathers_and_reductions_are_one_column():
+    program = sharded("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD 0STEP")
+
+    assert texts(program, collective_of_row(program)) == {"0F0": "0UNSHARD", "0STEP": "0REDUCE_GRAD"}
+    assert [column.tolist() for column in launched_before(program)] == [collective_of_row(program).tolist()]
 
 
 def test_what_first_reads_what_was_reloaded_awaits_it():

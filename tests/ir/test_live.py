@@ -46,8 +46,45 @@ def _rank_by_row(table, sizes, first, end):
         for each in together:
             _end(table, sizes, each, there)
         row = together.stop
-    assert there == {}
+    left = {key for key in there if key[0] not in OF_UNITS}
+    assert left == set()
     return np.array(live, np.float64)
+
+
+OF_UNITS = ("weights", "gradient", "reducing", "gathering")
+"""What may stay to the end of a rank."""
+
+
+def _begin_of_unit(table, sizes, row, there):
+    """What is whole of the units that the program gathers; a computation ends the reductions before its gather."""
+    op, stage = Op(int(table.op[row])), int(table.stage[row])
+    unit = int(table.unit_of_stage[stage])
+    members = [other for other in range(table.num_stages) if table.unit_of_stage[other] == unit]
+    copies = {(table.placement.rank_of_stage[other], _place_on_route(table, other)): other for other in members}
+    of_unit = {name: float(sum(getattr(sizes, name)[list(copies.values())])) for name in ("weights", "gradient")}
+    gathered = set(table.unit_of_stage[table.stage[table.op == Op.UNSHARD]].tolist())
+    launched = [key for key in there if key[0] == "reducing"]
+    if op is Op.UNSHARD:
+        there["weights", unit] = of_unit["weights"]
+        there["gathering", unit] = 0.0
+        there["gathering", unit, row] = 0.0
+    if op.is_compute and ("gathering", unit) in there:
+        del there["gathering", unit]
+        gather = max(key[2] for key in there if key[:2] == ("gathering", unit) and len(key) == 3)
+        for key in launched:
+            if key[2] < gather:
+                del there[key]
+    if op in (Op.REDUCE_TIED, Op.OPTIMIZER_STEP):
+        for key in launched:
+            del there[key]
+    if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) and unit in gathered:
+        there["gradient", unit] = of_unit["gradient"]
+    if op is Op.REDUCE_GRADIENT and ("gradient", unit) in there:
+        there["reducing", unit, row] = there.pop(("gradient", unit))
+
+
+def _place_on_route(table, stage):
+    return next(route.index(stage) for route in table.placement.routes if stage in route)
 
 
 def _place(table, row):
@@ -90,6 +127,8 @@ def _size(table, sizes, name, stage, place):
 
 def _begin(table, sizes, row, there):
     op, stage, previous, following, place = _place(table, row)
+    if isinstance(table, Program):
+        _begin_of_unit(table, sizes, row, there)
     if op is Op.RECEIVE_FORWARD:
         there["output", previous, place] = _size(table, sizes, "message", previous, place)
     if op is Op.RECEIVE_BACKWARD:
@@ -114,6 +153,8 @@ def _begin(table, sizes, row, there):
 def _end(table, sizes, row, there):
     op, stage, previous, following, place = _place(table, row)
     schedule_sends_at_once = isinstance(table, Schedule)
+    if op is Op.RESHARD:
+        del there["weights", int(table.unit_of_stage[stage])]
     if op is Op.SEND_FORWARD or (op is Op.FORWARD and schedule_sends_at_once and following >= 0):
         there.pop(("output", stage, place))
     if op is Op.SEND_BACKWARD or (op in (Op.BACKWARD, Op.BACKWARD_INPUT) and schedule_sends_at_once and previous >= 0):
@@ -139,7 +180,7 @@ def offloaded(line):
 
 def uneven_sizes(table, seed):
     chance = np.random.default_rng(seed)
-    names = ("activation", "weight_context", "checkpoint", "message", "static")
+    names = ("activation", "weight_context", "checkpoint", "message", "static", "weights", "gradient")
     named = {name: chance.integers(0, 1000, table.num_stages) for name in names}
     factor = chance.choice([0.25, 1.0, 2.5], table.num_microbatches) if seed % 2 else None
     return StageBytes(**named, microbatch_factor=factor)
@@ -162,6 +203,38 @@ def test_every_order_holds_what_a_walk_row_by_row_finds(schedule, seed):
         assert_as_row_by_row(lower(each), seed)
         if not schedule.is_forward_only:
             assert_as_row_by_row(lower(each, offload=range(0, schedule.num_stages, 2)), seed)
+
+
+@pytest.mark.slow
+@given(feasible_schedules(), st.integers(0, 2**32), st.sampled_from([2, 3, None]), st.integers(0, 2))
+def test_sharded_programs_hold_what_a_walk_row_by_row_finds(schedule, seed, residency, look_ahead):
+    chance = np.random.default_rng(seed)
+    units = [held[:2] for held in schedule.placement.stages_of_rank if len(held) > 1 and chance.random() < 0.5]
+    options = {"residency": residency, "look_ahead": look_ahead, "units": units}
+
+    program = lower(schedule, shard="full", optimizer_step=bool(seed % 2), **options)
+
+    assert_as_row_by_row(program, seed)
+
+
+def test_whole_weights_and_gradients_count_beside_the_shards():
+    program = lower(schedule_of("0F0 1F0 1B0 0B0", placement=Placement.loop(1, 2)), shard="full", residency=1)
+    sizes = StageBytes.of(2, static=3, weights=[100, 200], gradient=[10, 20])
+
+    held = [(str(program.row(row)), live) for row, live in enumerate(live_bytes(program, sizes).tolist())]
+
+    assert held == [
+        ("0UNSHARD", 100), ("0F0", 100), ("0RESHARD", 100), ("1UNSHARD", 200), ("1F0", 200), ("1B0", 220),
+        ("1REDUCE_GRAD", 220), ("1RESHARD", 220), ("0UNSHARD", 120), ("0B0", 110), ("0REDUCE_GRAD", 110),
+        ("0RESHARD", 110),
+    ]  # fmt: skip
+    assert left_bytes(program, sizes).tolist()[-1] == 0
+
+
+def test_a_program_that_gathers_nothing_has_its_weights_in_what_is_static():
+    program = lower(schedule_of("0F0 0B0"))
+
+    assert peak_bytes(program, StageBytes.of(1, static=3, weights=100, gradient=10)) == [0]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

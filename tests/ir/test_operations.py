@@ -5,13 +5,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from penstock.ir.collectives import JOINS_RANKS
 from penstock.ir.operations import (
     BEGINS_KEEPING,
     ENDS_KEEPING,
     IS_BACKWARD,
     IS_COMPUTE,
     IS_COPY,
-    JOINS_RANKS,
     KIND_INDEX,
     MADE,
     MAKES_KEPT,

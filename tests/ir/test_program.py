@@ -1,12 +1,16 @@
 """Programs as tables: rows as values, insertion, reordering."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from penstock.errors import ScheduleError
+from penstock.ir import program as program_module
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.program import NewRows, Program
 from penstock.lowering import lower
+from penstock.placement import Placement
 from penstock.schedules import build
 
 SCHEDULE = build("gpipe", ranks=2, microbatches=2)
@@ -38,6 +42,40 @@ def test_rows_are_values():
     assert program.rank_of_row.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert (len(program), program.num_stages, program.num_instructions) == (2, 2, 8)
     assert "instructions=8" in repr(program)
+
+
+def test_stages_that_share_parameters_are_one_unit_and_so_are_copies_on_one_rank():
+    schedule = build("looped-bfs", ranks=1, microbatches=1, stages_per_rank=5)
+    program = Program.from_schedule(schedule, units=((1, 3), (3, 4)))
+    copies = replace(program, placement=Placement.explicit([0] * 5, routes=[[0, 1], [2, 3, 4]]), units=())
+
+    assert program.unit_of_stage.tolist() == [0, 1, 2, 1, 1]
+    assert copies.unit_of_stage.tolist() == [0, 1, 0, 1, 4]
+
+
+def test_units_are_of_one_rank_and_make_another_program():
+    program = Program.from_schedule(build("looped-bfs", ranks=1, microbatches=1, stages_per_rank=2))
+
+    with pytest.raises(ScheduleError, match=r"unit \(0, 1\): its stages are on ranks \[0, 1\]"):
+        Program.from_schedule(SCHEDULE, units=((0, 1),))
+    with pytest.raises(ScheduleError, match=r"unit \(0, 2\): the stages are 0\.\.1"):
+        replace(program, units=((0, 2),))
+    assert replace(program, units=((0, 1),)) != program
+    assert replace(program, units=((0, 1),)).digest() != program.digest()
+
+
+@pytest.mark.parametrize("number", [3, program_module._MANY + 1])
+def test_few_rows_are_inserted_as_many_are(number):
+    program = Program.from_schedule(build("gpipe", ranks=1, microbatches=8000))
+    chance = np.random.default_rng(0)
+    rows = np.sort(chance.integers(0, program.num_rows, number))
+    zeros = np.zeros(number, np.int64)
+    ops, stages = np.full(number, Op.UNSHARD), zeros
+    grown = program.inserted(NewRows(NewRows.before(rows), zeros, ops, stages, zeros, zeros, zeros))
+
+    expected = {name: np.insert(getattr(program, name), rows, 0) for name in ("microbatch", "stage", "slot")}
+    assert all((getattr(grown, name) == column).all() for name, column in expected.items())
+    assert (grown.op == np.insert(program.op, rows, Op.UNSHARD)).all()
 
 
 @pytest.mark.parametrize("rank", [2, -3])

@@ -4,14 +4,14 @@ from hypothesis import given
 
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
-from penstock.lowering import add_optimizer_step, add_reductions
+from penstock.lowering import add_optimizer_step, place_reductions
 from penstock.placement import Placement
 from tests.lowering.programs import drawn, lines, program_of
 from tests.strategies import feasible_schedules
 
 
 def test_a_rank_ends_with_the_step():
-    program = add_reductions(program_of("0F0 0B0", tied_groups=[(0,)]))
+    program = place_reductions(program_of("0F0 0B0", tied_groups=[(0,)]))
 
     assert drawn(add_optimizer_step(program)) == ["0F0 0B0 0REDUCE_GRAD 0REDUCE_TIED0 0STEP"]
 
@@ -35,7 +35,7 @@ def test_forwards_alone_stay_as_they_are():
 
 @given(schedule=feasible_schedules())
 def test_the_step_is_the_last_row_of_each_rank_and_the_others_stay(schedule):
-    before = add_reductions(Program.from_schedule(schedule))
+    before = place_reductions(Program.from_schedule(schedule))
     after = add_optimizer_step(before)
     for rank in range(len(before)):
         steps = [row for row in after[rank] if row.op is Op.OPTIMIZER_STEP]

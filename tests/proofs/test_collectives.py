@@ -76,6 +76,47 @@ def test_stages_whose_gradient_is_never_reduced_are_told_together():
     assert [found.action for found in error.violations] == ["0B2", "2B2"]
 
 
+def sharded(**options):
+    return lower(build("looped-bfs", ranks=1, microbatches=2, stages_per_rank=2), shard="full", **options)
+
+
+def test_a_sharded_stage_may_be_reduced_before_its_last_backward_but_not_for_nothing():
+    program = lower(build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2), shard="full", residency=1)
+    texts = [str(row) for row in program[0]]
+    assert texts.count("0REDUCE_GRAD") > 1  # of which all but the last are early
+    check(program)
+
+    place = texts.index("0REDUCE_GRAD")
+    twice = edited(program, lambda orders: orders[0].insert(place, orders[0][place]))
+    start = edited(program, lambda orders: orders[0].insert(1, orders[0][place]))
+
+    nothing = "reduces nothing: since its stage was reduced last, or from the start, it has run no backward"
+    assert_refused(twice, (0, place + 1, "0REDUCE_GRAD"), nothing)
+    assert nothing in [found.problem for found in refusal(start).violations]
+
+
+def test_a_sharded_stage_whose_last_gradients_are_never_reduced_is_refused():
+    program = sharded(residency=1)
+    texts = [str(row) for row in program[0]]
+    last, backward = texts.index("0REDUCE_GRAD"), texts.index("0B0")
+    early = edited(program, lambda orders: orders[0].insert(backward + 1, orders[0].pop(last)))
+
+    error = assert_refused(
+        early, (0, backward + 1, "0REDUCE_GRAD"), f"runs before 0B1 (position {last})", "is never reduced"
+    )
+    assert error.violations[0].fix == "Add a reduction after 0B1"
+    assert_refused(without(program, "0REDUCE_GRAD"), (0, last - 1, "0B1"), "expected one 0REDUCE_GRAD after it")
+
+
+def test_one_reduction_is_enough_for_all_stages_of_a_unit_that_is_sharded():
+    program = sharded(residency=2, units=[(0, 1)])
+    assert [str(row) for row in program[0] if row.op is Op.REDUCE_GRADIENT] == ["0REDUCE_GRAD"]
+    check(program)
+
+    apart = refusal(replace(program, units=()))
+    assert [(found.action, found.fix) for found in apart.violations] == [("1B1", "Add 1REDUCE_GRAD after it")]
+
+
 def test_a_program_without_any_reduction_is_refused_unless_it_says_so():
     program = assign_slots(add_messages(Program.from_schedule(build("1f1b", ranks=2, microbatches=3))))
 

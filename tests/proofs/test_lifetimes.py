@@ -1,5 +1,7 @@
 """A row that is missing, doubled or too early is found by what it reads, makes and frees alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -106,7 +108,6 @@ def test_both_members_of_a_pair_read_before_either_frees():
         "0F0 0B0 0F1 0B1",
         "0UNSHARD 0F0 0B0 0F1 0B1 0RESHARD",
         "0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0F1 0B1",
-        "0UNSHARD 0UNSHARD 0F0 0B0 0F1 0B1",
         "0F0 0B0 0F1 0B1 0RESHARD",
     ],
 )
@@ -122,6 +123,23 @@ def test_computing_without_gathered_weights_is_refused():
     assert error.violations[0].fix == "Move it before 0RESHARD (position 2)"
     error = assert_refused(late, (0, 0, "0F0"), "reads the weights of stage 0, which no row before it makes")
     assert error.violations[0].fix == "Add what makes it"
+
+
+def test_gathering_what_is_whole_is_refused():
+    twice = sharded("0UNSHARD 0F0 0UNSHARD 0B0")
+    together = replace(sharded("0UNSHARD 0F0 1UNSHARD 1F0 1B0 0B0"), units=((0, 1),))
+
+    made = "makes the weights of stage 0, which 0UNSHARD (position 0) has made, and nothing has dropped since"
+    assert_refused(twice, (0, 2, "0UNSHARD"), made)
+    assert_refused(assign_slots(together), (0, 2, "1UNSHARD"), made)
+
+
+def test_a_unit_is_whole_for_all_its_stages_from_one_gather_to_one_reshard():
+    line = "0UNSHARD 0F0 1F0 1B0 0B0 0RESHARD"
+
+    check(replace(assign_slots(sharded(line)), units=((0, 1),)))
+    freed = replace(assign_slots(sharded("0UNSHARD 0F0 1F0 1B0 1RESHARD 0B0")), units=((0, 1),))
+    assert_refused(freed, (0, 5, "0B0"), "reads the weights of stage 0, which 1RESHARD (position 4) has freed")
 
 
 def test_stages_without_gathers_have_their_weights_from_the_start():

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.schedule import Schedule
+from penstock.lowering import Sharding
 from penstock.proofs import Limit
 from penstock.schedules import build
 from penstock.searching.comparison import (
@@ -31,6 +32,24 @@ def made(name, ranks=2, microbatches=3, **options):
 
 def comparison(name="mine", num_parts=1, num_microbatches=3, peak=4):
     return Comparison(name, 10.0, 9.0, 0.25, 0.2, [peak, 1], 6, num_microbatches, Fraction(num_parts))
+
+
+def test_replicas_count_with_what_they_exchange_and_hold():
+    costs = Costs.uniform(parameter_bytes=(80,), gradient_bytes=(40,), optimizer_bytes=(8,), activation_bytes=(1,),
+                          replica_bandwidth_bytes_per_s=10.0)  # fmt: skip
+    make = made("1f1b", ranks=1)
+
+    plain = compare("1f1b", make, costs)
+    none = compare("1f1b", make, costs, replicas=2)
+    full = compare("1f1b", make, costs, replicas=2, sharding=Sharding("full"))
+
+    assert (plain.time_s, plain.step_s, plain.memory, plain.exchanges_are_free) == (9.0, None, 1, True)
+    assert (none.time_s, none.makespan_s) == (9 + 2 * 2, 9.0)  # 20 of 40 bytes go there, and as many back
+    assert (full.time_s, full.makespan_s) == (4 + 9 + 2, 9.0)  # 40 of 80 bytes, then 20 of 40
+    assert (none.memory, full.memory) == (128 + 1, 64 + 80 + 40 + 1)
+    assert (full.num_gathers, full.peak_whole, full.exchanges_are_free) == (1, [1], False)
+    assert are_on_front([none, full], None) == [True, False]
+    assert equal_work_s([none, full]) == [13.0, 15.0]
 
 
 def activations(most):

@@ -22,8 +22,13 @@ from tests.strategies import feasible_schedules, needs, one_of_each_rank
 RECEIVES = (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)
 KINDS = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")
 REDUCTIONS = (Op.REDUCE_GRADIENT, Op.REDUCE_TIED)
-SECONDS_BESIDE = {Op.UNSHARD: "unshard_s", Op.OFFLOAD: "offload_s", Op.RELOAD: "reload_s"}
-QUEUES = ((Op.UNSHARD,), (Op.OFFLOAD, Op.RELOAD))
+SECONDS_BESIDE = {
+    Op.UNSHARD: "unshard_s",
+    Op.REDUCE_GRADIENT: "reduce_s",
+    Op.OFFLOAD: "offload_s",
+    Op.RELOAD: "reload_s",
+}
+QUEUES = ((Op.UNSHARD, Op.REDUCE_GRADIENT), (Op.OFFLOAD, Op.RELOAD))
 """Of each rank."""
 
 
@@ -72,7 +77,7 @@ class Events:
         if any(self.known_s.get((need, rank), inf) > now for need in wanted) or self.waits_for_others(rows, now):
             return False
         launches_s, op = len(rows) * self.costs.launch_s, self.program.op[rows[0]]
-        came_s = self.free_s[rank] if op == Op.REDUCE_TIED else now
+        came_s = self.comes_s(rank, rows[0]) if op == Op.REDUCE_TIED else now
         self.start_s[rows] = came_s + launches_s if computes or op in (*REDUCTIONS, Op.OPTIMIZER_STEP) else now
         until = now + launches_s + self.work_s(rows[0], computes, rank)
         self.end_s[rows] = self.free_s[rank] = until
@@ -86,7 +91,7 @@ class Events:
             sender = self.rank_of_stage[self.program.peer[waiting[0]]]
             self.posts_s.setdefault((sender, rank), []).append(until)
             self.send_posted(sender, rank)
-        if op in SECONDS_BESIDE:
+        if op in SECONDS_BESIDE and any(getattr(self.costs, SECONDS_BESIDE[op])):
             self.end_s[rows] = np.nan
             queue = next(queue for queue in QUEUES if op in queue)
             self.launched[rank, queue].append((rows[0], until))
@@ -96,8 +101,6 @@ class Events:
     def work_s(self, row, computes, rank):
         if self.program.op[row] == Op.OPTIMIZER_STEP:
             return sum(entry(self.costs.optimizer_s, s) for s in self.program.placement.stages_of_rank[rank])
-        if self.program.op[row] == Op.REDUCE_GRADIENT:
-            return entry(self.costs.reduce_s, self.program.stage[row])
         if self.program.op[row] == Op.REDUCE_TIED:
             return entry(self.costs.tied_reduce_s, self.program.peer[row])
         factor = self.costs.overlap_factor if len(computes) == 2 else 1.0
@@ -108,23 +111,42 @@ class Events:
         )
 
     def waits_for_others(self, rows, now):
-        """A computation waits for the gathers of its stage and its reload, a tied reduction for its group."""
+        """A computation waits for the gathers of its stage and its reload, a tied reduction for its group.
+
+        It and the optimizer step wait for the reductions of their rank.
+        """
         if self.program.op[rows[0]] == Op.REDUCE_TIED:
             members = self.of_group[self.program.peer[rows[0]]]
             return not all(self.has_come(rank, row, now) for rank, row in members.items())
+        if self.program.op[rows[0]] == Op.OPTIMIZER_STEP:
+            return not self.comes_s(self.program.rank_of_row[rows[0]], rows[0]) <= now
         return any(self.waits_for_launched(row, now) for row in rows if IS_COMPUTE[self.program.op[row]])
 
     def has_come(self, rank, row, now):
-        return row not in self.waiting[rank] or (self.waiting[rank][0] == row and self.free_s[rank] <= now)
+        is_next = self.waiting[rank][:1] == [row]
+        return row not in self.waiting[rank] or (is_next and self.comes_s(rank, row) <= now)
+
+    def comes_s(self, rank, row):
+        """When a rank is free for the row and all its reductions before it are over; NaN while that is not known."""
+        before = range(self.program.offsets[rank], row)
+        ends = [self.end_s[other] for other in before if self.program.op[other] == Op.REDUCE_GRADIENT]
+        return np.max([self.free_s[rank], *ends])
+
+    def copies(self, stage):
+        """The stages that are the same module: those on its rank at its place in their routes."""
+        routes, rank = self.program.placement.routes, self.rank_of_stage[stage]
+        place = next(route.index(stage) for route in routes if stage in route)
+        return [route[place] for route in routes if self.rank_of_stage[route[place]] == rank]
 
     def waits_for_launched(self, row, now):
-        names = ("stage", "microbatch", "slice")
+        columns = [getattr(self.program, name) for name in ("stage", "microbatch", "slice")]
+        copies = self.copies(self.program.stage[row])
         for other in range(self.program.offsets[self.program.rank_of_row[row]], row):
-            num_alike = {Op.UNSHARD: 1, Op.RELOAD: 3}.get(self.program.op[other], 4)  # how many of the names must agree
-            is_awaited = all(
-                getattr(self.program, name)[other] == getattr(self.program, name)[row] for name in names[:num_alike]
-            )
-            if num_alike < 4 and is_awaited and not self.end_s[other] <= now:
+            is_awaited = {
+                Op.UNSHARD: self.program.stage[other] in copies,
+                Op.RELOAD: all(column[other] == column[row] for column in columns),
+            }.get(self.program.op[other], False)
+            if is_awaited and not self.end_s[other] <= now:
                 return True
         return False
 
@@ -132,8 +154,12 @@ class Events:
         if not self.launched[queue] or max(self.launched[queue][0][1], self.queue_free_s[queue]) > now:
             return False
         row, _ = self.launched[queue].pop(0)
-        seconds = getattr(self.costs, SECONDS_BESIDE[self.program.op[row]])
-        self.end_s[row] = self.queue_free_s[queue] = now + entry(seconds, self.program.stage[row])
+        op, stage = self.program.op[row], self.program.stage[row]
+        copies = self.copies(stage)
+        if op in QUEUES[0] and np.isin(self.program.stage[self.program.op == Op.UNSHARD], copies).any():
+            stage = copies[-1]  # copies that are gathered have the costs of the last one
+        seconds = getattr(self.costs, SECONDS_BESIDE[op])
+        self.end_s[row] = self.queue_free_s[queue] = now + entry(seconds, stage)
         heappush(self.moments, self.end_s[row])
         return True
 

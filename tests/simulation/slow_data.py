@@ -27,13 +27,13 @@ class SlowDataEvents(Events):
         return super().starts_something(rank, now)
 
 
-def with_slow_data(program, costs, slow):
+def with_slow_data(program, costs, slow, events=SlowDataEvents):
     """The step of a program; `slow` gives the seconds that data take before some of its rows."""
-    events = SlowDataEvents(program, costs, slow)
-    start_s, end_s = events.times()
-    waits = sorted(events.waits, key=lambda wait: (wait.rank, wait.begin_s))
-    played = simulate(program, costs)
-    return replace(played, start_s=np.array(start_s), end_s=np.array(end_s), data_waits=tuple(waits))
+    played = events(program, costs, slow)
+    start_s, end_s = played.times()
+    waits = sorted(played.waits, key=lambda wait: (wait.rank, wait.begin_s))
+    predicted = simulate(program, costs)
+    return replace(predicted, start_s=np.array(start_s), end_s=np.array(end_s), data_waits=tuple(waits))
 
 
 def slow_rows(program, seed, share=0.3):

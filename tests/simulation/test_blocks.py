@@ -14,6 +14,7 @@ from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.blocks import Collective, Message, blocks_of, in_order
+from tests.simulation.blocking import with_blocking_reductions
 from tests.simulation.drawing import drawn, row_of, sharded
 from tests.simulation.events import programs, uneven_costs
 from tests.simulation.slow_data import with_slow_data
@@ -97,13 +98,26 @@ def test_a_block_names_the_gather_in_front_of_it():
     assert second.gather is None
 
 
-def test_a_block_has_the_reductions_since_the_block_before_it_on_its_rank():
+def test_a_block_has_the_reductions_since_the_block_before_it_that_held_its_rank_up():
     program = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD")
-    timeline = simulate(program, Costs.uniform(reduce_s=(0.5,), launch_s=0.25))
+    costs = Costs.uniform(reduce_s=(0.5,), launch_s=0.25)
+    launched, blocking = simulate(program, costs), with_blocking_reductions(program, costs)
 
-    found = {name: block.reductions for name, block in named(timeline).items() if block.reductions}
+    def found(timeline):
+        return {name: block.reductions for name, block in named(timeline).items() if block.reductions}
 
-    assert found == {"0B0": (Collective(3, 5.0, 5.5),)}
+    assert found(launched) == found(replace(launched, source="measured")) == {}
+    assert found(blocking) == {"0B0": (Collective(3, 5.0, 5.5),)}
+
+
+def test_only_a_measured_reduction_that_is_over_before_the_next_instruction_has_held_its_rank_up():
+    """It runs from 5 to 5.5, and 1F1 waits for its input until 8."""
+    program = sharded("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1RECV_F1 1F0 1REDUCE_GRAD 1F1")
+    predicted = simulate(program, Costs(forward_s=(4.0, 1.0), reduce_s=(0.5,)))
+
+    found = [named(replace(predicted, source=source))["1F1"].reductions for source in ("predicted", "measured")]
+
+    assert found == [(), (Collective(row_of(program, "1REDUCE_GRAD"), 5.0, 5.5),)]
 
 
 def test_a_block_has_the_waits_for_data_since_the_block_before_it_on_its_rank():

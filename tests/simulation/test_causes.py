@@ -17,6 +17,7 @@ from penstock.simulation.blocks import blocks_of
 from penstock.simulation.causes import Cause, idle_spans, idle_times
 from penstock.simulation.expected import ExpectedDurations
 from penstock.simulation.memory_blocked import memory_blocked_since_s
+from tests.simulation.blocking import with_blocking_reductions
 from tests.simulation.drawing import drawn, late_ranks, row_of, sharded
 from tests.simulation.events import programs, uneven_costs
 from tests.simulation.slow_data import slow_rows, with_slow_data
@@ -125,12 +126,14 @@ class Why:
 
 # What holds for every timeline
 
+played_steps = st.sampled_from([with_slow_data, with_blocking_reductions])
+
 
 @pytest.mark.slow
-@given(programs(), st.integers(0, 2**32), st.integers(1, 3))
-def test_the_causes_of_a_rank_add_up_to_its_idle_time(program, seed, limit):
+@given(programs(), st.integers(0, 2**32), st.integers(1, 3), played_steps)
+def test_the_causes_of_a_rank_add_up_to_its_idle_time(program, seed, limit, played):
     costs = uneven_costs(program, seed)
-    timeline = with_slow_data(program, costs, slow_rows(program, seed))
+    timeline = played(program, costs, slow_rows(program, seed))
 
     found = idle_times(timeline, costs, memory_limit=limit)
 
@@ -139,10 +142,10 @@ def test_the_causes_of_a_rank_add_up_to_its_idle_time(program, seed, limit):
 
 
 @pytest.mark.slow
-@given(programs(), st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([0.0, 0.3]))
-def test_the_causes_are_those_that_each_moment_has(program, seed, limit, share_of_slow_data):
-    costs = uneven_costs(program, seed)
-    timeline = with_slow_data(program, costs, slow_rows(program, seed, share_of_slow_data))
+@given(programs(), st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([0.0, 0.3]), played_steps, st.booleans())
+def test_the_causes_are_those_that_each_moment_has(program, seed, limit, share_of_slow_data, played, awaits_receives):
+    costs = replace(uneven_costs(program, seed), awaits_receives=awaits_receives)
+    timeline = played(program, costs, slow_rows(program, seed, share_of_slow_data))
     usual = replace(costs, microbatch_compute_factor=(1.0,), launch_s=0.0)
 
     found = idle_times(timeline, usual, memory_limit=limit)
@@ -272,9 +275,10 @@ def test_a_message_whose_receive_is_posted_behind_a_reduction_is_not_on_its_way_
     program = lower(build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2))
     costs = replace(Costs.uniform(awaits_receives=True), reduce_s=(0.0, 0.0, 3.0, 0.0))
 
-    found = idle_times(simulate(program, costs), costs)
+    found = idle_times(with_blocking_reductions(program, costs), costs)
 
     assert seconds(found, 0) == {"dependency": 3, "synchronisation": 3}
+    assert seconds(idle_times(simulate(program, costs), costs), 0) == {"dependency": 3}  # beside its rank it takes none
 
 
 def test_waiting_for_a_reload_is_synchronisation():
@@ -284,10 +288,10 @@ def test_waiting_for_a_reload_is_synchronisation():
     assert seconds(idle_times(timeline, costs), 0) == {"synchronisation": 3}
 
 
-def test_reducing_gradients_between_computations_is_synchronisation():
+def test_a_reduction_that_blocks_between_computations_is_synchronisation():
     program, costs = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(reduce_s=(0.75,), launch_s=0.25)
 
-    found = idle_times(simulate(program, costs), costs)
+    found = idle_times(with_blocking_reductions(program, costs), costs)
 
     assert seconds(found, 0) == {"synchronisation": 0.75, "launch": 4 * 0.25}  # all launches but that of 0F0
 

@@ -1,4 +1,6 @@
-"""Collectives: gathers beside the computations, reductions that hold their rank up, barriers of tied groups."""
+"""Collectives: gathers and reductions in one queue beside the computations, barriers of tied groups."""
+
+from dataclasses import replace
 
 from penstock.lowering import lower
 from penstock.schedules import build
@@ -29,25 +31,49 @@ def test_a_reshard_takes_no_time():
     assert starts(timeline)["0F1"] == 1
 
 
-def test_a_reduction_holds_up_its_rank():
+def test_a_reduction_runs_under_computations_and_the_optimizer_step_waits_for_it():
     program = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0STEP")
 
     timeline = simulate(program, Costs.uniform(backward=2.0, reduce_s=(1.0, 4.0), optimizer_s=(0.25, 0.5)))
 
     assert (starts(timeline)["1REDUCE_GRAD"], ends(timeline)["1REDUCE_GRAD"]) == (4, 8)
-    assert (starts(timeline)["0B0"], ends(timeline)["0B0"]) == (8, 10)
-    assert (starts(timeline)["0STEP"], ends(timeline)["0STEP"]) == (11, 11.75)
-    assert (timeline.makespan_s, timeline.step_s) == (10, 11.75)
+    assert (starts(timeline)["0B0"], ends(timeline)["0B0"]) == (4, 6)
+    assert (starts(timeline)["0REDUCE_GRAD"], ends(timeline)["0REDUCE_GRAD"]) == (6, 9)  # behind that of stage 1
+    assert (starts(timeline)["0STEP"], ends(timeline)["0STEP"]) == (9, 9.75)
+    assert (timeline.makespan_s, timeline.step_s) == (6, 9.75)
     assert timeline.work_s.tolist() == [6]
 
 
-def test_a_reduction_does_not_wait_for_a_gather():
-    program = sharded("0F0 0B0 1UNSHARD 0REDUCE_GRAD 1F0")
+def test_a_step_without_an_optimizer_is_over_when_its_reductions_are():
+    timeline = simulate(sharded("0F0 0B0 0REDUCE_GRAD"), Costs.uniform(reduce_s=(4.0,)))
 
-    timeline = simulate(program, Costs.uniform(unshard_s=(4.0,), reduce_s=(1.0,)))
+    assert (timeline.makespan_s, timeline.step_s) == (3, 7)
 
-    assert (starts(timeline)["0REDUCE_GRAD"], ends(timeline)["0REDUCE_GRAD"]) == (3, 4)
-    assert starts(timeline)["1F0"] == 3 + 4
+
+def test_gathers_and_reductions_share_one_lane_in_the_order_of_the_program():
+    program = sharded("0F0 0B0 1UNSHARD 0REDUCE_GRAD 2UNSHARD 1F0 2F0")
+
+    timeline = simulate(program, Costs.uniform(unshard_s=(4.0, 4.0, 1.0), reduce_s=(1.0,)))
+
+    assert [ends(timeline)[text] for text in ("1UNSHARD", "0REDUCE_GRAD", "2UNSHARD")] == [7, 8, 9]
+    assert (starts(timeline)["1F0"], starts(timeline)["2F0"]) == (7, 9)
+
+
+def test_what_is_free_on_every_stage_waits_for_nothing():
+    program = sharded("0F0 0B0 1UNSHARD 0REDUCE_GRAD 1F0 0STEP")
+
+    timeline = simulate(program, Costs.uniform(unshard_s=(4.0,)))
+
+    assert (starts(timeline)["0REDUCE_GRAD"], ends(timeline)["0REDUCE_GRAD"]) == (3, 3)
+
+
+def test_a_unit_takes_the_time_of_all_its_stages():
+    program = replace(sharded("0UNSHARD 0F0 1F0 1B0 0B0 0REDUCE_GRAD 0RESHARD"), units=((0, 1),))
+
+    timeline = simulate(program, Costs.uniform(unshard_s=(2.0, 0.5), reduce_s=(1.0, 2.0)))
+
+    assert (starts(timeline)["0F0"], starts(timeline)["1F0"]) == (2.5, 3.5)
+    assert ends(timeline)["0REDUCE_GRAD"] == 2.5 + 6 + 3
 
 
 def test_reductions_without_costs_end_where_they_stand():
@@ -88,6 +114,16 @@ def test_tied_groups_are_reduced_one_after_the_other_in_their_order():
     assert (ends(timeline)["0REDUCE_TIED0"], ends(timeline)["1REDUCE_TIED1"]) == (8, 9)
 
 
+def test_a_member_comes_to_a_tied_reduction_when_its_own_reductions_are_over():
+    program = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_TIED0", "2F0 2B0 2REDUCE_TIED0")
+
+    timeline = simulate(program, Costs.uniform(reduce_s=(7.0,), tied_reduce_s=(0.5,)))
+
+    assert (ends(timeline)["1REDUCE_GRAD"], ends(timeline)["0B0"]) == (7 + 7, 9)
+    assert (starts(timeline)["0REDUCE_TIED0"], starts(timeline)["2REDUCE_TIED0"]) == (14, 5)
+    assert ends(timeline)["0REDUCE_TIED0"] == ends(timeline)["2REDUCE_TIED0"] == 14.5
+
+
 def test_a_member_that_has_nothing_else_to_do_waits_from_the_beginning():
     program = sharded("0F0 0B0 0REDUCE_TIED0", "1REDUCE_TIED0")
 
@@ -102,7 +138,7 @@ def test_gathers_keep_the_order_in_which_they_are_launched():
 
     timeline = simulate(program, Costs.uniform(unshard_s=(1.0,), reduce_s=(1.0,)))
 
-    assert [ends(timeline)[f"{stage}UNSHARD"] for stage in range(3)] == [1, 6, 7]
+    assert [ends(timeline)[text] for text in ("0UNSHARD", "0REDUCE_GRAD", "1UNSHARD", "2UNSHARD")] == [1, 5, 6, 7]
 
 
 def test_copies_that_end_under_computations_cost_nothing():

@@ -13,6 +13,7 @@ from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.blocks import blocks_of
 from penstock.simulation.critical import critical_path
+from tests.simulation.blocking import with_blocking_reductions
 from tests.simulation.drawing import drawn, late_ranks, row_of, sharded
 from tests.simulation.events import programs, uneven_costs
 from tests.simulation.slow_data import slow_rows, with_slow_data
@@ -129,8 +130,8 @@ def test_a_reload_that_is_waited_for_is_on_the_path_from_its_launch():
     assert told(timeline)[:4] == ["compute 0F0 1", "compute 0F1 1", "collective 0B0 4", "compute 0B0 2"]
 
 
-def test_a_reduction_between_computations_is_on_the_path():
-    timeline = simulate(sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(reduce_s=(4.0,)))
+def test_a_reduction_that_blocks_between_computations_is_on_the_path():
+    timeline = with_blocking_reductions(sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(reduce_s=(4.0,)))
 
     assert told(timeline) == ["compute 0F0 1", "compute 1F0 1", "compute 1B0 2", "collective 0B0 4", "compute 0B0 2"]
 

@@ -15,7 +15,8 @@ from penstock.simulation.costs.costs import Channel
 from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.simulation.losses import evened, losses_of
 from penstock.simulation.prologue import Prologue
-from tests.simulation.drawing import row_of
+from tests.simulation.blocking import with_blocking_reductions
+from tests.simulation.drawing import row_of, sharded
 from tests.simulation.slow_data import with_slow_data
 
 EVEN = Costs(forward_s=(1.0,) * 3, backward_s=(2.0,) * 3)
@@ -119,16 +120,31 @@ def test_a_rank_that_begins_late_is_named_though_it_computes_as_fast_as_usual():
     assert (loss.duration_s, loss.culprit) == (5.0, "rank 1, which begins later than it could")
 
 
-def test_reductions_between_computations_cost_what_the_step_is_shorter_without_them():
+@pytest.mark.parametrize("awaits_receives", [False, True])
+def test_reductions_that_hold_a_rank_up_cost_what_the_step_is_shorter_without_them(awaits_receives):
     """Rank 0 reduces its second stage for 4 s before its last two backwards of the first one."""
     program = lower(build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2))
-    costs = replace(Costs.uniform(), reduce_s=(0.0, 0.0, 4.0, 0.0))
+    costs = Costs.uniform(reduce_s=(0.0, 0.0, 4.0, 0.0), awaits_receives=awaits_receives)
+    timeline, beside = with_blocking_reductions(program, costs), simulate(program, costs)
+
+    fitted = costs_from_timeline(timeline)
+    found = {loss.cause: loss.duration_s for loss in losses_of(timeline, fitted)}
+
+    assert fitted.reduce_s == costs.reduce_s
+    assert found[Cause.SYNCHRONISATION] == timeline.makespan_s - beside.makespan_s > 0
+    assert found[Cause.STRAGGLER] == 0
+    beside = losses_of(replace(beside, source="measured"), fitted)
+    assert [loss.cause for loss in beside if loss.duration_s] == [Cause.DEPENDENCY]
+
+
+def test_reductions_that_a_gather_waits_for_cost_what_the_step_is_shorter_without_them():
+    program = sharded("0UNSHARD 0F0 1UNSHARD 1F0 1B0 1REDUCE_GRAD 0RESHARD 0UNSHARD 0B0 0REDUCE_GRAD")
+    costs = Costs.uniform(unshard_s=(1.0,), reduce_s=(4.0,))
     timeline = replace(simulate(program, costs), source="measured")
 
-    found = {loss.cause: loss.duration_s for loss in losses_of(timeline, costs_from_timeline(timeline))}
+    found = {loss.cause: loss.duration_s for loss in losses_of(timeline, costs)}
 
-    assert found[Cause.SYNCHRONISATION] == timeline.makespan_s - simulate(program, Costs.uniform()).makespan_s > 0
-    assert found[Cause.STRAGGLER] == 0
+    assert found[Cause.SYNCHRONISATION] == 4
 
 
 def test_a_late_rank_costs_what_it_is_later_than_the_others():

@@ -12,7 +12,8 @@ from penstock.simulation.causes import Cause, idle_times
 from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.simulation.critical import critical_path
 from penstock.simulation.message_latency import Transfers, message_latency_s, robust_mean, with_true_arrivals
-from tests.simulation.drawing import drawn, row_of
+from tests.simulation.blocking import with_blocking_reductions
+from tests.simulation.drawing import drawn, row_of, sharded
 from tests.simulation.slow_data import with_slow_data
 
 COSTS = Costs(forward_s=(1.0, 2.0), backward_s=(3.0,), latency_s=0.25)
@@ -78,6 +79,17 @@ def test_without_an_awaited_message_no_time_is_known():
 
     assert not transfers.is_awaited(late)[is_forward].any()
     assert message_latency_s([late], transfers)[is_forward].max() < 1.0
+
+
+def test_a_message_is_awaited_beside_a_reduction_and_not_within_one_that_holds_its_rank_up():
+    program = sharded("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1RECV_F1 1F0 1REDUCE_GRAD 1F1")
+    costs = Costs(forward_s=(2.0, 1.0), reduce_s=(4.0,), latency_s=0.25)
+    beside = replace(simulate(program, costs), source="measured")
+    transfers = Transfers.of(program)
+
+    # The second message leaves at 4, and the reduction begins at 3.25.
+    assert transfers.is_awaited(beside).tolist() == [True, True]
+    assert transfers.is_awaited(with_blocking_reductions(program, costs)).tolist() == [True, False]
 
 
 def test_true_arrivals_are_those_that_the_wire_gave():

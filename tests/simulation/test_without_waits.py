@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.lowering import lower
 from penstock.simulation import Costs, simulate
 from penstock.simulation.without_waits import makespan_without_waits_s
+from tests.simulation.blocking import with_blocking_reductions
 from tests.simulation.drawing import drawn, row_of, sharded
 from tests.simulation.events import uneven_costs
 from tests.simulation.slow_data import slow_rows, with_slow_data
@@ -32,8 +33,12 @@ def test_what_is_left_is_the_step_that_would_have_been(schedule, seed):
     timeline = with_slow_data(program, costs, slow_rows(program, seed))
 
     everyone = range(program.num_ranks)
+    blocking = with_blocking_reductions(program, costs, slow_rows(program, seed))
     assert makespan_without_waits_s(timeline, everyone) == simulate(program, costs).makespan_s
     assert makespan_without_waits_s(timeline, ()) == timeline.makespan_s
+    assert makespan_without_waits_s(blocking, everyone) == with_blocking_reductions(program, costs).makespan_s
+    assert makespan_without_waits_s(blocking, everyone, is_reducing=False) == simulate(program, costs).makespan_s
+    assert makespan_without_waits_s(blocking, ()) == blocking.makespan_s
 
 
 def test_a_wait_that_a_message_covers_would_gain_nothing():
@@ -63,9 +68,21 @@ def test_a_pause_that_no_data_explain_stays():
     assert (later.makespan_s, makespan_without_waits_s(later, [0])) == (4.5, 2.5)
 
 
-def test_a_reduction_still_holds_its_rank_up():
+def test_a_reduction_that_blocks_still_holds_its_rank_up():
     program = sharded("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1F0 1REDUCE_GRAD 1RECV_F1 1F1")
-    timeline = with_slow_data(program, Costs.uniform(reduce_s=(2.0,)), {row_of(program, "0F1"): 3.0})
+    timeline = with_blocking_reductions(program, Costs.uniform(reduce_s=(2.0,)), {row_of(program, "0F1"): 3.0})
 
     assert timeline.makespan_s == 6
     assert makespan_without_waits_s(timeline, [0]) == 5  # the input of 1F1 is there at 2, the reduction is over at 4
+    assert makespan_without_waits_s(timeline, [0], is_reducing=False) == 3
+
+
+def test_a_host_that_waits_for_data_while_its_device_reduces_waits_once():
+    program = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0")
+    timeline = with_blocking_reductions(program, Costs.uniform(reduce_s=(3.0,)), {row_of(program, "0B0"): 1.0})
+    (wait,) = timeline.data_waits  # from 7, when the reduction is over, to 8
+    timeline = replace(timeline, data_waits=(replace(wait, begin_s=5.0),))
+
+    assert timeline.makespan_s == 10
+    assert makespan_without_waits_s(timeline, [0]) == 9
+    assert makespan_without_waits_s(timeline, [0], is_reducing=False) == 6

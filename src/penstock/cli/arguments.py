@@ -186,6 +186,30 @@ def add_split(parser: ArgumentParser) -> None:
     )
 
 
+def add_sharding(parser: ArgumentParser) -> None:
+    """Add the replicas of a pipeline, and what they share out among them."""
+    parser.add_argument("--data", type=int, metavar="D", help="replicas of the pipeline (default: those of COSTS)")
+    parser.add_argument(
+        "--shard",
+        metavar="HOW",
+        help="what the replicas share out: none (the default), or weights, gradients and optimizer state, of which a "
+        "rank gathers all stages for a whole step (optimizer) or few at a time (full)",
+    )
+    parser.add_argument(
+        "--residency",
+        type=int,
+        metavar="N",
+        help="of --shard full: stages of a rank that are whole at once, those being gathered included (default 2; "
+        "0: all)",
+    )
+    parser.add_argument(
+        "--look-ahead",
+        type=int,
+        metavar="N",
+        help="of --shard: computations before its first use at which a gather starts, if there is room (default 1)",
+    )
+
+
 # ---- --memory-limit
 
 

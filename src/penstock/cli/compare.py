@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.cli.arguments import add_format, add_memory_limit, add_schedules, add_split
+from penstock.cli.arguments import add_format, add_memory_limit, add_schedules, add_sharding, add_split
 from penstock.cli.pictures import (
     CHARTS,
     add_picture_arguments,
@@ -28,6 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "that overlap; or a TOML or JSON file: the same, per stage, or per layer (`penstock profile`)",
     )
     add_split(parser)
+    add_sharding(parser)
     parser.add_argument(
         "--per-action",
         action="store_true",
@@ -39,7 +40,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUES",
         help="compare at several sizes: microbatches=8..64 doubles, 8..64:8 counts in steps, 8,16,24 are these; so do "
-        "ranks, stages_per_rank, slices and memory_limit; may be repeated",
+        "ranks, stages_per_rank, slices, memory_limit, data, residency and look_ahead, and shard=none,full; may be "
+        "repeated",
     )
     add_memory_limit(parser)
     add_format(

@@ -12,6 +12,7 @@ from penstock.cli.arguments import memory_limit_of
 from penstock.cli.given_costs import given_costs, require_split_used
 from penstock.cli.sweep import LABELS, LIMITS, read_sweep, swept_schedules
 from penstock.errors import ConfigError, count_of
+from penstock.ir.units import byte_unit
 from penstock.partition.split import split_text
 from penstock.proofs import Limit
 from penstock.searching.comparison import (
@@ -34,6 +35,8 @@ FIGURES = (
     "split",
 )  # fmt: skip
 """The members of a comparison in JSON, next to its messages."""
+REPLICA_FIGURES = {"step_s": "step_s", "gathers": "num_gathers", "peak_whole": "peak_whole"}
+"""Those where replicas are asked for."""
 MEMORY_NAME = "peak activations of a rank, in those of one microbatch"
 
 
@@ -78,6 +81,11 @@ class Compared:
         return list(range(len(self.found))) if self.swept_sizes else by_step_time(self.found)
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether replicas are asked for, so that what they exchange counts."""
+        return any(row.step_s is not None for row in self.found)
+
+    @property
     def differs_unsaid(self) -> bool:
         """Whether numbers of microbatches differ, and names do not say theirs."""
         are_named = all(f"{row.num_microbatches} microbatch" in row.name for row in self.found)
@@ -106,7 +114,17 @@ def compared_by(arguments: Namespace) -> Compared:
     for swept in swept_limits:
         swept.require_sizes(costs.activation_bytes, "--sweep")
     schedules = swept_schedules(arguments, sweep)
-    rows = [compare(each.text, each.make, costs, per_action=arguments.per_action) for each in schedules]
+    rows = [
+        compare(
+            each.text,
+            each.make,
+            costs,
+            per_action=arguments.per_action,
+            replicas=costs.replicas if each.replicas == 0 else each.replicas,
+            sharding=each.sharding,
+        )
+        for each in schedules
+    ]
     require_split_used(arguments, {row.name: row.split for row in rows if isinstance(row, Comparison) and row.split})
     return Compared(
         rows=rows,
@@ -132,6 +150,8 @@ def to_json(compared: Compared) -> str:
     for row in compared.rows:
         members: dict[str, object] = {"name": row.name} | {key: getattr(row, key, None) for key in FIGURES}
         members |= {"copies": getattr(row, "num_copies", None), "messages": getattr(row, "num_messages", None)}
+        if compared.has_replicas:
+            members |= {key: getattr(row, name, None) for key, name in REPLICA_FIGURES.items()}
         members["is_on_front"] = is_on_front.get(id(row))
         if compared.limit is not None or compared.swept_limits:
             members["fits"] = _fits_of(row, compared)
@@ -225,7 +245,8 @@ def _writers(compared: Compared) -> dict[Column, Callable[[int, Comparison], str
     writers: dict[Column, Callable[[int, Comparison], str]] = {
         Column("name", is_text=True): lambda _, row: row.name,
         **({Column("copies"): lambda _, row: str(row.num_copies)} if has_copies else {}),
-        Column("makespan s"): lambda _, row: f"{row.makespan_s:.6g}",
+        **({Column("step s"): lambda _, row: f"{row.time_s:.6g}"} if compared.has_replicas else {}),
+        Column("makespan s", drop_order=9 * compared.has_replicas): lambda _, row: f"{row.makespan_s:.6g}",
         Column("span s", drop_order=8): lambda _, row: f"{row.span_s:.6g}",
         # rounding may leave -1e-16
         Column("bubble fraction", drop_order=2): lambda _, row: f"{max(row.bubble_fraction, 0.0):.4f}",
@@ -236,6 +257,9 @@ def _writers(compared: Compared) -> dict[Column, Callable[[int, Comparison], str
     }
     if any(row.peak_bytes for row in compared.found):
         writers[Column("peak bytes", drop_order=1)] = lambda _, row: format_bytes(max(row.peak_bytes or [0]))
+    if any(row.num_gathers for row in compared.found):
+        writers[Column("gathers", drop_order=5)] = lambda _, row: str(row.num_gathers)
+        writers[Column("whole stages", drop_order=3)] = lambda _, row: str(max(row.peak_whole or [0]) or "")
     if len(counts) > 1:
         writers[Column(f"s for {max(counts)}", drop_order=1)] = lambda place, _: f"{compared.seconds[place]:.6g}"
     for limit in compared.swept_limits if compared.limit is None else (compared.limit,):
@@ -296,6 +320,10 @@ def notes(compared: Compared) -> list[list[str]]:
         heading = "note: the rows run different numbers of microbatches:"
         counts = compared.by_number(lambda row: row.num_microbatches)
         found.append([heading, *(f"  {number} in {names}" for number, names in counts.items())])
+    if compared.has_replicas and all(row.exchanges_are_free for row in compared.found):
+        heading = "note: gathers and reductions take no time, since the costs give none:"
+        found.append([heading, "  add unshard=0.5,reduce=0.5, or in a file parameter_bytes and gradient_bytes with",
+                      "  replica_bandwidth_bytes_per_s"])  # fmt: skip
     counted = [limit for limit in (compared.limit, *compared.swept_limits) if limit and limit.unit == "activations"]
     if counted and len(parts) > 1:
         heading = "warning: activations are of unequal size; a microbatch leaves so many on a rank:"
@@ -320,8 +348,8 @@ def to_picture(compared: Compared, shape: Mapping[str, int | None], *, format: s
     sizes = [count_of(number, noun) for noun, number in shape.items() if number is not None]
     costs = f"{compared.costs} per action" if compared.per_action else compared.costs
     title = ", ".join(["Step time and memory", *sizes, f"with {costs}"])
-    caption = Caption(title, MEMORY_NAME, warning="; ".join(warnings))
-    if len(compared.swept_sizes) == 1:
+    caption = Caption(title, _memory_unit(compared)[1], warning="; ".join(warnings))
+    if len(compared.swept_sizes) == 1 and "shard" not in compared.swept_sizes:
         ((key, values),) = compared.swept_sizes.items()
         lines = _lines(compared, key, values)
         return sweep_picture(lines, key.replace("_", " "), caption, format=format, theme=theme)
@@ -335,7 +363,16 @@ def _candidate(compared: Compared, place: int) -> Candidate:
     label = row.name if limit is None or row.fits(limit) else f"{row.name} (over the limit)"
     label += f", {row.num_microbatches} microbatches" * compared.differs_unsaid
     label += ", two copies of the weights" * (row.num_copies > 1)
-    return Candidate(label, compared.seconds[place], float(row.peak_microbatches), compared.front[place])
+    memory = float(row.memory) / _memory_unit(compared)[0]
+    return Candidate(label, compared.seconds[place], memory, compared.front[place])
+
+
+def _memory_unit(compared: Compared) -> tuple[int, str]:
+    """The unit of the memory by which rows are compared, and what an axis says of it."""
+    if not compared.has_replicas or any(row.peak_bytes is None for row in compared.found):
+        return 1, MEMORY_NAME
+    size_bytes, name = byte_unit(max(int(row.memory) for row in compared.found))
+    return size_bytes, f"peak memory of a rank, in {name}"
 
 
 def _lines(compared: Compared, key: str, values: Sequence[int]) -> dict[str, list[SweptPoint]]:
@@ -345,6 +382,6 @@ def _lines(compared: Compared, key: str, values: Sequence[int]) -> dict[str, lis
         for value in values:
             ending = f", {LABELS[key](value)}"
             if row.name.endswith(ending):
-                point = SweptPoint(value, seconds, float(row.peak_microbatches))
+                point = SweptPoint(value, seconds, float(row.memory) / _memory_unit(compared)[0])
                 lines.setdefault(row.name.removesuffix(ending), []).append(point)
     return lines

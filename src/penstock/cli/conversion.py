@@ -59,7 +59,8 @@ def describe_plan(plan: Schedule | Program, facts: Facts) -> str:
     parts = [count_of(number, noun) for noun, number in sizes.items()]
     held = ", ".join(str(most) for most in facts.peak_activations)
     omitted = "; it omits the reductions of its gradients: whoever runs it must do them" * facts.omits_reductions
-    return f"{', '.join(parts)}; peak activations per rank {held}{_bytes(facts)}{omitted}"
+    whole = "" if facts.peak_whole is None else f"; whole stages per rank {', '.join(map(str, facts.peak_whole))}"
+    return f"{', '.join(parts)}; peak activations per rank {held}{_bytes(facts)}{whole}{omitted}"
 
 
 def _bytes(facts: Facts) -> str:

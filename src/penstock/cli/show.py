@@ -1,11 +1,12 @@
 """`penstock show`: a schedule as text, lowered or not, in some format, or its timeline as a picture."""
 
 from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.arguments import add_format, add_one_schedule, add_split
+from penstock.cli.arguments import add_format, add_one_schedule, add_sharding, add_split
 from penstock.cli.pictures import (
     CHARTS,
     PICTURES,
@@ -17,7 +18,7 @@ from penstock.cli.pictures import (
     write_result,
 )
 from penstock.cli.status import ExitStatus
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, count_of
 from penstock.ir.formats import FORMAT_OF_SUFFIX, WRITABLE
 
 SUMMARY = "Print a schedule, or the program it is lowered to, or draw its timeline, or a recorded step's."
@@ -32,6 +33,10 @@ OF_SCHEDULES = (
     "options",
     "costs",
     "split",
+    "data",
+    "shard",
+    "residency",
+    "look_ahead",
 )
 """Arguments that a recorded step does not take."""
 MOST_BEGIN = 100
@@ -55,15 +60,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         f"(default: {DEFAULT_COSTS}), or a TOML or JSON file",
     )
     add_split(parser)
+    add_sharding(parser)
     add_picture_arguments(parser)
 
 
 def run(arguments: Namespace) -> int:
     from penstock.cli.drawing import on_screen, require_readable
     from penstock.cli.output import say, stdout_screen
+    from penstock.cli.sharding import sharding_of
     from penstock.cli.wanted import wanted_schedule
     from penstock.ir.writing import write_table
-    from penstock.lowering import lower
+    from penstock.lowering import NOT_SHARDED, lower
 
     format = wanted_format(arguments, FORMAT_OF_SUFFIX | SUFFIXES, "grid")
     refuse_useless(arguments, "costs", format, PICTURES)
@@ -77,7 +84,11 @@ def run(arguments: Namespace) -> int:
         return ExitStatus.FINE
     program = None if recorded is None else recorded.timeline.program
     schedule = wanted_schedule(arguments) if program is None else program.actions()
-    table = (program or lower(schedule)) if arguments.lowered else schedule
+    refuse_useless(arguments, "data", format, PICTURES)
+    sharding = sharding_of(arguments)
+    if sharding != NOT_SHARDED and not arguments.lowered:
+        raise ConfigError("of a program, which --lowered shows, or of a picture; add one of them", key="--shard")
+    table = (program or lower(schedule, **asdict(sharding))) if arguments.lowered else schedule
     if arguments.format is None and path is None:
         require_readable(table)
     text = write_table(table, format)
@@ -128,8 +139,9 @@ def _picture_of_step(recorded: Any, format: str, arguments: Namespace) -> bytes:
 def _picture(format: str, arguments: Namespace) -> bytes:
     """Draw the timeline that the lowered schedule has under the costs."""
     from penstock.cli.given_costs import costs_of_table
+    from penstock.cli.sharding import costs_of_replicas, sharding_of
     from penstock.cli.wanted import wanted_schedule
-    from penstock.lowering import lower
+    from penstock.lowering import NOT_SHARDED, lower
     from penstock.show.chart import timeline_chart
     from penstock.show.figures import describe_shape
     from penstock.show.page import to_page
@@ -139,8 +151,11 @@ def _picture(format: str, arguments: Namespace) -> bytes:
     schedule = wanted_schedule(arguments)
     text = arguments.costs or DEFAULT_COSTS
     costs, split = costs_of_table(arguments, text, schedule)
-    timeline = simulate(lower(schedule), costs)
+    sharding, costs = sharding_of(arguments), costs_of_replicas(arguments, costs)
+    timeline = simulate(lower(schedule, **asdict(sharding)), costs)
     title = f"{describe_shape(timeline.program)}, predicted with {text}" + f", {split}" * bool(split)
+    title += f", shard {sharding.shard}" * (sharding != NOT_SHARDED)
+    title += f", {count_of(costs.replicas, 'replica')}" * (arguments.data is not None)
     if format == "trace":
         return to_trace({"predicted": timeline})
     if format == "html":

@@ -4,6 +4,7 @@ microbatches=8,12,16     these values
 microbatches=8..64       8, 16, 32, 64: doubled as long as they fit
 microbatches=8..64:8     8, 16, 24, ..., 64: in steps of 8
 memory_limit=10..40GiB   10GiB, 20GiB, 40GiB: the unit is that of all values
+shard=none,full          these ways to shard
 """
 
 import re
@@ -13,20 +14,29 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from penstock.cli.sharding import replicas_of, sharding_of
 from penstock.cli.wanted import Wanted, names_wanted, wanted_schedules
 from penstock.errors import ConfigError, nearest, shortened
+from penstock.lowering import NONE, OPTIMIZER, SHARDS
 from penstock.proofs import Limit
 from penstock.show.text import count_of
 
-LABELS: dict[str, Callable[[int], str]] = {
+LABELS: dict[str, Callable[[Any], str]] = {
     "ranks": lambda number: count_of(number, "rank"),
     "microbatches": lambda number: count_of(number, "microbatch"),
     "stages_per_rank": lambda number: f"{count_of(number, 'stage')} per rank",
     "slices": lambda number: count_of(number, "slice"),
+    "data": lambda number: count_of(number, "replica"),
+    "shard": lambda shard: f"shard {shard}",
+    "residency": lambda number: f"{count_of(number, 'stage')} whole" if number else "all stages whole",
+    "look_ahead": lambda number: f"look-ahead {number}",
 }
 """What a schedule is called at a size, by the key of that size."""
 LIMITS = "memory_limit"
 KEYS = (*LABELS, LIMITS)
+FROM_0 = ("residency", "look_ahead")
+IDLE = {NONE: FROM_0, OPTIMIZER: FROM_0[:1]}
+"""Keys that change nothing, by the way to shard."""
 EXAMPLE = "microbatches=8..64"
 MOST_SCHEDULES = 300
 """That one sweep may simulate."""
@@ -54,8 +64,21 @@ def read_sweep(texts: Sequence[str]) -> Sweep:
             raise ConfigError(f"{shortened(key)} cannot be swept; known: {known}.{nearest(key, KEYS)}", key="--sweep")
         if key in found:
             raise ConfigError(f"{key} is given twice; put all values into one", key="--sweep")
-        found[key] = _read_limits(values) if key == LIMITS else _read_values(values, key)
+        found[key] = _read(values, key)
     return found
+
+
+def _read(text: str, key: str) -> tuple[Any, ...]:
+    if key == LIMITS:
+        return _read_limits(text)
+    if key != "shard":
+        return _read_values(text, key)
+    shards = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    unknown = [shard for shard in shards if shard not in SHARDS]
+    if unknown:
+        expected = f"expected some of {', '.join(SHARDS)}, such as shard=none,full"
+        raise ConfigError(f"shard: {expected}, got {shortened(unknown[0])}", key="--sweep")
+    return shards
 
 
 def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[Wanted]:
@@ -79,15 +102,24 @@ def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[Wanted]:
             f"{num_names}); at most {MOST_SCHEDULES}, sweep fewer values",
             key="--sweep",
         )
-    found = []
+    found: list[Wanted] = []
+    done = []
     for values in product(*sizes.values()):
         chosen = dict(zip(sizes, values, strict=True))
+        chosen = {key: value for key, value in chosen.items() if key not in IDLE.get(chosen.get("shard", ""), ())}
+        if chosen in done:
+            continue
+        done.append(chosen)
         at_size = Namespace(**(vars(arguments) | chosen))
-        found += [replace(wanted, text=_label(wanted.text, chosen)) for wanted in wanted_schedules(at_size)]
+        sharding, replicas = sharding_of(at_size), replicas_of(at_size, 0)
+        found += [
+            replace(wanted, text=_label(wanted.text, chosen), sharding=sharding, replicas=replicas)
+            for wanted in wanted_schedules(at_size)
+        ]
     return found
 
 
-def _label(name: str, chosen: Mapping[str, int]) -> str:
+def _label(name: str, chosen: Mapping[str, Any]) -> str:
     return ", ".join([name, *(LABELS[key](number) for key, number in chosen.items())])
 
 
@@ -99,11 +131,11 @@ def _read_limits(text: str) -> tuple[Limit, ...]:
 
 
 def _read_values(text: str, key: str) -> tuple[int, ...]:
-    ends = _RANGE.fullmatch(text)
+    ends, smallest = _RANGE.fullmatch(text), 0 if key in FROM_0 else 1
     values = _between(ends) if ends else _listed(text)
-    if not values or min(values) < 1:
+    if not values or min(values) < smallest:
         raise ConfigError(
-            f"{key}: expected numbers from 1, such as 8..64 (doubled), 8..64:8 (in steps) or 8,16,24, "
+            f"{key}: expected numbers from {smallest}, such as 8..64 (doubled), 8..64:8 (in steps) or 8,16,24, "
             f"got {shortened(text)}",
             key="--sweep",
         )

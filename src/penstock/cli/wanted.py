@@ -14,6 +14,7 @@ from penstock.cli.check import read_text
 from penstock.errors import ConfigError, shortened
 from penstock.ir.reading import read_table
 from penstock.ir.schedule import Schedule
+from penstock.lowering import NOT_SHARDED, Sharding
 from penstock.proofs import check
 from penstock.schedules import FAMILIES, build, find_family, installed_families, is_family_name
 from penstock.train.settings.user_function import load_function
@@ -40,6 +41,9 @@ class Wanted:
     """As it was written on the command line."""
     is_built_in: bool
     make: Callable[[], Schedule]
+    sharding: Sharding = NOT_SHARDED
+    replicas: int | None = None
+    """As many as are asked for; None: none are, and 0: those of the costs."""
 
 
 def wanted_schedule(arguments: Namespace) -> Schedule:

@@ -3,14 +3,17 @@
     1RECV_F0 0UNSHARD 1F0 ... 0F0 ... 0RELOAD0 0F3 0B0 ... 0REDUCE_GRAD 1REDUCE_GRAD 0REDUCE_TIED0 STEP
         1F0 awaits 1RECV_F0, 0F0 awaits 0UNSHARD, 0B0 awaits 0RELOAD0, 0REDUCE_TIED0 awaits both reductions
 
-What launches returns at once. The rows that await it are the first that need what it brings.
+What launches returns at once. The rows that await it are the first that need what it brings. Gathers and reductions of
+a rank run one after the other in the order of the program. So a row that awaits one of them knows of all that were
+launched before it that they are over.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.ir.collectives import GATHERS, JOINS_RANKS, REDUCES_REPLICAS
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.operations import IS_COMPUTE, IS_COPY, IS_RECEIVE, JOINS_RANKS, OPERATIONS, Group, Op, Value
+from penstock.ir.operations import IS_COMPUTE, IS_COPY, IS_RECEIVE
 from penstock.ir.program import Program
 
 
@@ -22,22 +25,43 @@ def receive_of_row(program: Program, before: NDArray[np.int32]) -> NDArray[np.in
 
 
 def launched_before(program: Program) -> list[NDArray[np.int64]]:
-    """[num_rows] each, what computations wait for that runs beside those of their rank: gathers, then reloads."""
-    return [gather_of_row(program), *([reload_of_row(program)] if len(program.rows_of(IS_COPY)) else [])]
+    """[num_rows] each, what rows wait for that runs beside the computations: gathers and reductions, then reloads."""
+    return [collective_of_row(program), *([reload_of_row(program)] if len(program.rows_of(IS_COPY)) else [])]
+
+
+def collective_of_row(program: Program) -> NDArray[np.int64]:
+    """[num_rows] what a row waits for among the replicas: a computation for a gather, a collective for a reduction."""
+    return np.maximum(gather_of_row(program), reduction_of_row(program))  # no row waits for both
 
 
 def gather_of_row(program: Program) -> NDArray[np.int64]:
-    """[num_rows] the gather that a computation waits for, the last one before the first of its stage behind it."""
+    """[num_rows] the gather that a computation waits for, the last one before the first of its unit behind it."""
     found = np.full(program.num_rows, NONE, np.int64)
-    gathers, computes = np.flatnonzero(program.op == Op.UNSHARD), program.compute_rows()
-    # One sorted column of computations, stage after stage; a stage is on one rank, so rows tell earlier from later.
-    stage = program.stage.astype(np.int64)
-    keys = np.sort(stage[computes] * program.num_rows + computes)
-    places = np.searchsorted(keys, stage[gathers] * program.num_rows + gathers)
+    gathers = program.rows_of(GATHERS)
+    if not len(gathers):
+        return found
+    computes = program.compute_rows()
+    # One sorted column of computations, unit after unit; a unit is on one rank, so rows tell earlier from later.
+    keys = np.sort(program.unit_of_stage[program.stage[computes]] * program.num_rows + computes)
+    unit = program.unit_of_stage[program.stage[gathers]]
+    places = np.searchsorted(keys, unit * program.num_rows + gathers)
     is_inside = places < len(keys)
-    rows, gathers = keys[places[is_inside]] % program.num_rows, gathers[is_inside]
-    is_same = stage[rows] == stage[gathers]
+    unit_behind, rows = np.divmod(keys[places[is_inside]], program.num_rows)
+    unit, gathers = unit[is_inside], gathers[is_inside]
+    is_same = unit_behind == unit
     found[rows[is_same]] = gathers[is_same]
+    return found
+
+
+def reduction_of_row(program: Program) -> NDArray[np.int64]:
+    """[num_rows] the last reduction over replicas that a row which joins ranks of the pipeline waits for."""
+    found = np.full(program.num_rows, NONE, np.int64)
+    joins, reductions = program.rows_of(JOINS_RANKS), program.rows_of(REDUCES_REPLICAS)
+    if not len(joins) or not len(reductions):
+        return found
+    last = np.append(reductions, NONE)[np.searchsorted(reductions, joins) - 1]  # NONE where there is none before
+    begin = np.maximum(program.offsets[program.rank_of_row[joins]], np.append(0, joins[:-1]))
+    found[joins] = np.where(last >= begin, last, NONE)
     return found
 
 
@@ -57,16 +81,9 @@ def reductions_of_row(program: Program, rank: int) -> dict[int, list[int]]:
     ops = program.op[first:end]
     found: dict[int, list[int]] = {}
     launched: list[int] = []
-    for row in (first + np.flatnonzero(JOINS_RANKS[ops] | np.isin(ops, _REDUCTIONS))).tolist():
+    for row in (first + np.flatnonzero(JOINS_RANKS[ops] | REDUCES_REPLICAS[ops])).tolist():
         if JOINS_RANKS[program.op[row]]:
             found[row], launched = launched, []
         else:
             launched.append(row)
     return found
-
-
-_REDUCTIONS = [
-    op
-    for op, operation in OPERATIONS.items()
-    if operation.group is Group.REPLICAS and any(read.value is Value.GRADIENT for read in operation.reads)
-]

@@ -9,7 +9,10 @@
     message, to send  the start of the F, B or I making it   the end of its send
     message, to take  its receive, which posts the buffer    the start of its F, of whose activation it becomes a part;
                                                              the end of its B or I
-    static            parameters, gradients and optimizer state: always
+    whole weights     its UNSHARD                            its RESHARD
+    whole gradients   the start of the first B or W of a     where its rank knows that their reduction is over, as
+                      sharded unit since its reduction       `ir.whole` finds
+    static            parameters, gradients and optimizer state, or the shards of them: always
 
 A message between stages of one rank is there from its maker to its consumer. A schedule says nothing of messages: those
 of its program count. Without any backward, an activation ends with its F.
@@ -30,14 +33,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.ir.collectives import GATHERS
 from penstock.ir.deps import NONE
 from penstock.ir.keeps import keeps
-from penstock.ir.operations import NUM_OPS, OPERATIONS, Size, Value
+from penstock.ir.operations import NAMES_MICROBATCH, NUM_OPS, OPERATIONS, Size, Value
 from penstock.ir.program import Program
 from penstock.ir.table import Table
-from penstock.placement import Placement
+from penstock.ir.whole import is_sharded, sums_of_units, whole_gradients
+from penstock.placement import Placement, stages_without_copies
 
 Counts = NDArray[np.int64]
+
+
+_SIZES = ("activation", "weight_context", "checkpoint", "message", "static", "weights", "gradient")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +60,10 @@ class StageBytes:
     message: Counts
     """Of the stage's output, and of its gradient."""
     static: Counts
+    weights: Counts
+    """Of the whole weights of a stage that is sharded, while they are gathered."""
+    gradient: Counts
+    """Of its whole gradients, from its first backward to their reduction."""
     microbatch_factor: NDArray[np.float64] | None = None
     """[num_microbatches] how many times these bytes the values of each have; None: once."""
     not_given: tuple[str, ...] = ()
@@ -64,19 +76,18 @@ class StageBytes:
         def sizes(name: str) -> Counts:
             return np.full(num_stages, known.get(name, 0), np.int64)
 
-        return cls(sizes("activation"), sizes("weight_context"), sizes("checkpoint"), sizes("message"), sizes("static"))
+        found: dict[str, Any] = {name: sizes(name) for name in _SIZES}
+        return cls(**found)
 
     def static_of_ranks(self, placement: Placement) -> Counts:
         """[num_ranks] what each rank always holds; the copies of a stage on one rank are one module, and count once."""
         found = np.zeros(placement.num_ranks, np.int64)
-        copies = {
-            (placement.rank_of_stage[stage], place): stage
-            for route in placement.routes
-            for place, stage in enumerate(route)
-        }
-        for (rank, _), stage in copies.items():
-            found[rank] += self.static[stage]
+        ranks, stages = np.array(placement.rank_of_stage), stages_without_copies(placement)
+        np.add.at(found, ranks[stages], self.static[stages])
         return found
+
+
+_SIZES = ("activation", "weight_context", "checkpoint", "message", "static", "weights", "gradient")
 
 
 def live_activations(table: Table) -> Counts:
@@ -150,14 +161,17 @@ def _levels_by_rank(table: Table, sizes: StageBytes, *, on_host: bool = False) -
     changes = [_changes(table, each, on_host) for each in (sizes, replace(sizes, activation=sizes.checkpoint))]
     start, end = np.concatenate(changes, axis=1)
     has_checkpoint = keeps(table) == Value.CHECKPOINT
+    gradients = _gradients(table, sizes) if isinstance(table, Program) and not on_host else None
     for part in _ranks(table):
         which = (table.op[part] + NUM_OPS * has_checkpoint[part]) * table.num_stages + table.stage[part]
         taken: NDArray[Any] = start.take(which)
         freed: NDArray[Any] = end.take(which)
         if sizes.microbatch_factor is not None:
-            factor = sizes.microbatch_factor[table.microbatch[part]]
+            factor = np.where(NAMES_MICROBATCH[table.op[part]], sizes.microbatch_factor[table.microbatch[part]], 1.0)
             # Rounded at the end: rounded parts of a value would not add up to it.
             taken, freed = taken * factor, freed * factor
+        if gradients is not None:
+            taken, freed = taken + gradients[0][part], freed + gradients[1][part]
         live = _alive(table.joined[part], taken, freed)
         yield _whole(live), _whole(live - freed)
 
@@ -173,6 +187,7 @@ def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Counts:
         Size.ACTIVATION: sizes.activation,
         Size.CHECKPOINT: sizes.checkpoint,
         Size.WEIGHT_INPUTS: sizes.weight_context,
+        Size.WEIGHTS: _of_units(table, sizes.weights) if isinstance(table, Program) else np.zeros_like(message),
     }
     changes = np.zeros((2, NUM_OPS, placement.num_stages), np.int64)
     for op, row in OPERATIONS.items():
@@ -182,6 +197,22 @@ def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Counts:
         if row.begins_keeping and table.is_forward_only:
             changes[1, op] += sizes.activation  # nothing is kept
     return changes
+
+
+def _of_units(program: Program, of_stages: Counts) -> Counts:
+    """[num_stages] the sum over the unit of each stage; 0 where it is not sharded."""
+    return np.where(is_sharded(program), sums_of_units(program, of_stages), 0)
+
+
+def _gradients(program: Program, sizes: StageBytes) -> Counts | None:
+    """[2, num_rows] the whole gradients of sharded units that rows begin to hold, and that are freed behind them."""
+    if not sizes.gradient.any() or not len(program.rows_of(GATHERS)):
+        return None
+    found, times = np.zeros((2, program.num_rows), np.int64), whole_gradients(program)
+    of_unit = _of_units(program, sizes.gradient)[times.unit]
+    np.add.at(found[0], times.begin, of_unit)
+    np.add.at(found[1], times.end, of_unit)
+    return found
 
 
 def _whole(num_bytes: NDArray[Any]) -> Counts:

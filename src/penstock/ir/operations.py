@@ -145,6 +145,7 @@ class Size(Enum):
     ACTIVATION = auto()
     CHECKPOINT = auto()
     WEIGHT_INPUTS = auto()
+    WEIGHTS = auto()  # of a unit that is sharded, while they are whole
 
 
 Bytes = Mapping[Size, int]
@@ -202,6 +203,7 @@ class Operation:
 
 
 _WEIGHTS, _GRADIENT = Read(Value.WEIGHTS, column=None), Read(Value.GRADIENT, column=None)
+_WHOLE, _ONE_MORE, _ONE_LESS = (Value.WEIGHTS,), {Size.WEIGHTS: 1}, {Size.WEIGHTS: -1}
 _F_KEEPS, _MORE, _LESS = (Value.CHECKPOINT, Value.ACTIVATION), {Size.ACTIVATION: 1}, {Size.ACTIVATION: -1}
 _BACKWARD_READS = (
     Read(Value.INPUT_GRADIENT, At.DOWNSTREAM),
@@ -293,8 +295,8 @@ OPERATIONS: dict[Op, Operation] = {
     Op.RECEIVE_FORWARD: _receive("RECV_F", "Receive forward", Read(Value.OUTPUT, At.UPSTREAM), Size.INPUT),
     Op.SEND_BACKWARD: _send("SEND_B", "Send backward", Value.INPUT_GRADIENT, Size.INPUT),
     Op.RECEIVE_BACKWARD: _receive("RECV_B", "Receive backward", Read(Value.INPUT_GRADIENT, At.DOWNSTREAM), Size.OUTPUT),
-    Op.UNSHARD: _of_stage("UNSHARD", "Unshard", Lane.COLLECTIVE, Group.REPLICAS, makes=(Value.WEIGHTS,)),
-    Op.RESHARD: _of_stage("RESHARD", "Reshard", Lane.LOCAL, reads=(_WEIGHTS,), frees=(Value.WEIGHTS,)),
+    Op.UNSHARD: _of_stage("UNSHARD", "Unshard", Lane.COLLECTIVE, Group.REPLICAS, makes=_WHOLE, at_start=_ONE_MORE),
+    Op.RESHARD: _of_stage("RESHARD", "Reshard", Lane.LOCAL, reads=(_WEIGHTS,), frees=_WHOLE, at_end=_ONE_LESS),
     Op.REDUCE_GRADIENT: _reduce("REDUCE_GRAD", "Reduce gradients", Group.REPLICAS),
     Op.REDUCE_TIED: _reduce("REDUCE_TIED", "Reduce tied gradients", Group.TIED, is_in_torch=False),
     Op.OPTIMIZER_STEP: _of_stage(
@@ -331,31 +333,29 @@ Flags = NDArray[np.bool_]
 """[NUM_OPS] by the number of an operation: `IS_COMPUTE[op]` are the rows of a column `op` that compute."""
 
 
-def _flags(holds: Callable[[Operation], bool]) -> Flags:
+def flags_where(holds: Callable[[Operation], bool]) -> Flags:
     flags = np.array([holds(OPERATIONS[op]) for op in Op])
     flags.flags.writeable = False
     return flags
 
 
-IS_COMPUTE = _flags(lambda operation: operation.lane is Lane.COMPUTE)
-IS_SEND = _flags(lambda operation: operation.lane is Lane.SEND)
-IS_RECEIVE = _flags(lambda operation: operation.lane is Lane.RECEIVE)
+IS_COMPUTE = flags_where(lambda operation: operation.lane is Lane.COMPUTE)
+IS_SEND = flags_where(lambda operation: operation.lane is Lane.SEND)
+IS_RECEIVE = flags_where(lambda operation: operation.lane is Lane.RECEIVE)
 IS_MESSAGE = IS_SEND | IS_RECEIVE
-IS_COPY = _flags(lambda operation: operation.lane is Lane.COPY)
-NAMES_MICROBATCH = _flags(lambda operation: not operation.is_of_stage)
-NEEDS_BACKWARD = _flags(lambda operation: operation.needs_backward)
-IS_IN_TORCH = _flags(lambda operation: operation.is_in_torch)
-JOINS_RANKS = _flags(lambda operation: operation.group in (Group.TIED, Group.PIPELINE))
-"""Those whose members wait for each other, and are ranks of one pipeline."""
-RUNS_FORWARD = _flags(lambda operation: operation.runs_forward)
-RUNS_AUTOGRAD = _flags(lambda operation: operation.runs_autograd)
-IS_BACKWARD = _flags(lambda operation: operation.lane is Lane.COMPUTE and not operation.runs_forward)
+IS_COPY = flags_where(lambda operation: operation.lane is Lane.COPY)
+NAMES_MICROBATCH = flags_where(lambda operation: not operation.is_of_stage)
+NEEDS_BACKWARD = flags_where(lambda operation: operation.needs_backward)
+IS_IN_TORCH = flags_where(lambda operation: operation.is_in_torch)
+RUNS_FORWARD = flags_where(lambda operation: operation.runs_forward)
+RUNS_AUTOGRAD = flags_where(lambda operation: operation.runs_autograd)
+IS_BACKWARD = flags_where(lambda operation: operation.lane is Lane.COMPUTE and not operation.runs_forward)
 NAMES_SLOT = IS_COMPUTE | IS_COPY
 """Whether a row names the slot in which its stage keeps what a backward needs of one forward."""
-MAKES_KEPT = _flags(lambda operation: operation.begins_keeping or operation.lane is Lane.COPY)
+MAKES_KEPT = flags_where(lambda operation: operation.begins_keeping or operation.lane is Lane.COPY)
 """Whether `ir.keeps` says which value a row makes, or reads, of those that a stage keeps."""
-BEGINS_KEEPING = _flags(lambda operation: operation.begins_keeping)
-ENDS_KEEPING = _flags(lambda operation: operation.ends_keeping)
+BEGINS_KEEPING = flags_where(lambda operation: operation.begins_keeping)
+ENDS_KEEPING = flags_where(lambda operation: operation.ends_keeping)
 
 KEPT = frozenset({Value.ACTIVATION, Value.CHECKPOINT, Value.WEIGHT_INPUTS})
 """What a stage keeps of a forward for later; it has one slot from the F to its B or W."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,10 @@ from penstock.ir.instruction import Instruction
 from penstock.ir.operations import IS_IN_TORCH, NAMES_MICROBATCH, NUM_OPS, Op
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints, Table, short_type
-from penstock.placement import Placement
+from penstock.placement import Placement, modules_of_ranks
+
+_MANY = 10_000
+"""Rows to insert."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -30,14 +34,19 @@ class Program(Table):
     slot: Ints
     tied_groups: tuple[tuple[int, ...], ...] = ()
     """Groups of stages that hold copies of one parameter and reduce its gradient together, at most one per rank."""
+    units: tuple[tuple[int, ...], ...] = ()
+    """Groups of stages of one rank that share a parameter, so that they are gathered, dropped and reduced as one. Any
+    other stage is a unit by itself, together with its copies on the same rank, which are one module."""
     omits_reductions: bool = False
     """True for a training program that leaves all reductions to whoever runs it: so other systems write some of theirs,
-    and so a program is before `lowering.add_reductions`. Of all others, `penstock.check` demands every reduction."""
+    and so a program is before `lowering.place_reductions`. Of all others, `penstock.check` demands every reduction."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for group in self.tied_groups:
             _require_tied_group(group, self.placement)
+        for unit in self.units:
+            _require_unit(unit, self.placement)
         self._require_range("slot", 0, None)
         self._require_range("peer", 0, max(self.num_stages, len(self.tied_groups)) - 1)
         unnumbered = self.rows_of(~NAMES_MICROBATCH)
@@ -51,7 +60,13 @@ class Program(Table):
             raise self._wrong_number(int(nowhere[0]), "peer", f"of a tied group, below {len(self.tied_groups)}")
 
     @classmethod
-    def from_schedule(cls, schedule: Schedule, *, tied_groups: tuple[tuple[int, ...], ...] = ()) -> "Program":
+    def from_schedule(
+        cls,
+        schedule: Schedule,
+        *,
+        tied_groups: tuple[tuple[int, ...], ...] = (),
+        units: tuple[tuple[int, ...], ...] = (),
+    ) -> "Program":
         """One compute instruction per action, nothing else."""
         columns = {name: getattr(schedule, name) for name in (*Table.COLUMNS, "offsets", "route_of_microbatch")}
         return cls(
@@ -64,12 +79,22 @@ class Program(Table):
             peer=schedule.stage.astype(short_type(max(schedule.num_stages, len(tied_groups))), copy=False),
             slot=np.zeros(schedule.num_rows, np.int32),
             tied_groups=tied_groups,
+            units=units,
             omits_reductions=not schedule.is_forward_only,
         )
 
     @property
     def num_instructions(self) -> int:
         return self.num_rows
+
+    @cached_property
+    def unit_of_stage(self) -> NDArray[np.int64]:
+        """[num_stages] the first stage of the unit that each stage belongs to."""
+        found = np.arange(self.num_stages)
+        for unit in (*modules_of_ranks(self.placement), *self.units):
+            members = found[list(unit)]
+            found[np.isin(found, members)] = members.min(initial=self.num_stages)
+        return found
 
     @property
     def number(self) -> Ints:
@@ -143,6 +168,7 @@ class Program(Table):
             peer=self.peer,
             slot=self.slot,
             tied_groups=self.tied_groups,
+            units=self.units,
             omits_reductions=self.omits_reductions,
         )
 
@@ -157,7 +183,8 @@ class Program(Table):
 
     @property
     def _metadata(self) -> tuple[Any, ...]:
-        return *super()._metadata, self.tied_groups, self.omits_reductions
+        units = (self.units,) if self.units else ()  # so that digests of programs without any stay as they were
+        return *super()._metadata, self.tied_groups, self.omits_reductions, *units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,10 +225,21 @@ def _require_tied_group(group: tuple[int, ...], placement: Placement) -> None:
             )
 
 
+def _require_unit(unit: tuple[int, ...], placement: Placement) -> None:
+    if not all(0 <= stage < placement.num_stages for stage in unit):
+        raise ScheduleError(f"unit {unit}: the stages are 0..{placement.num_stages - 1}; name stages among them")
+    ranks = sorted({placement.rank_of_stage[stage] for stage in unit})
+    if len(ranks) > 1:
+        problem = f"unit {unit}: its stages are on ranks {ranks}, so they hold copies of what they share"
+        raise ScheduleError(f"{problem}; name stages of one rank, and tie stages of several ranks with tied_groups")
+
+
 def _interleaved(old: NDArray[Any], added: NDArray[Any], places: Ints) -> NDArray[Any]:
-    """Put each added value before the old one at its place; few values among many, so by whole pieces."""
+    """Put each added value before the old one at its place; few values among many by whole pieces, which is faster."""
     if not old.any() and not added.any():
         return np.zeros(len(old) + len(added), old.dtype)
+    if len(added) > _MANY:
+        return np.insert(old, places, added)
     parts: list[NDArray[Any]] = [old[:0]] * (2 * len(added) + 1)
     parts[::2] = np.split(old, places)
     parts[1::2] = [added[index : index + 1] for index in range(len(added))]

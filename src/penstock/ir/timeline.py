@@ -120,7 +120,8 @@ class Timeline:
 
     @cached_property
     def peak_bytes(self) -> list[int]:
-        """Per rank, the most bytes of activations, tensors saved for wgrad and messages alive at once; 0: unknown."""
+        """Per rank, the most bytes alive at once of activations, tensors saved for wgrad, messages, and whole weights
+        and gradients of stages that are gathered; 0: unknown."""
         return [0] * self.num_ranks if self.sizes is None else peak_bytes(self.program, self.sizes)
 
     @cached_property
@@ -130,7 +131,10 @@ class Timeline:
 
     @property
     def static_bytes(self) -> tuple[int, ...]:
-        """Per rank, bytes of parameters, gradients and optimizer state, not in `peak_bytes`; empty where unknown."""
+        """Per rank, bytes of parameters, gradients and optimizer state, or of its shards of them; empty where unknown.
+
+        They are not in `peak_bytes`.
+        """
         return () if self.sizes is None else tuple(self.sizes.static_of_ranks(self.program.placement).tolist())
 
     def seconds_by_op(self) -> list[dict[Op, float]]:

@@ -1,13 +1,15 @@
 """Lowering: from a schedule to the program that ranks run, one pass a file.
 
 Each pass takes a valid program and returns a new valid one. They run in the order of the tuples below: messages,
-receives ahead where the transport lets them, reductions, the optimizer step and offloads if asked for, buffers.
+receives ahead where the transport lets them, gathers of sharded weights if asked for, reductions, the optimizer step
+and offloads if asked for, buffers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from penstock.errors import ConfigError, described
+from penstock.errors import ConfigError, described, nearest
 from penstock.ir.linear_extension import Starts
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -15,27 +17,65 @@ from penstock.ir.transports import COALESCED, find_transports
 from penstock.lowering.add_messages import add_messages
 from penstock.lowering.add_offloads import add_offloads
 from penstock.lowering.add_optimizer_step import add_optimizer_step
-from penstock.lowering.add_reductions import add_reductions
 from penstock.lowering.assign_slots import assign_slots
+from penstock.lowering.place_gathers import place_gathers
+from penstock.lowering.place_reductions import place_reductions
 from penstock.lowering.post_receives_ahead import post_receives_ahead
 
 Pass = Callable[[Program], Program]
+Groups = Sequence[Sequence[int]]
+"""Of stages."""
 
-REDUCTIONS: tuple[Pass, ...] = (add_reductions,)
+REDUCTIONS: tuple[Pass, ...] = (place_reductions,)
 STEP: tuple[Pass, ...] = (add_optimizer_step,)
 BUFFERS: tuple[Pass, ...] = (assign_slots,)
+NONE, OPTIMIZER, FULL = SHARDS = ("none", "optimizer", "full")
+"""What replicas share out among them: nothing; or weights, gradients and optimizer state, of which a rank then gathers
+all stages for a whole step, or few at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a program is sharded: the arguments of `lower` that say so."""
+
+    shard: str = NONE
+    residency: int | None = 2
+    look_ahead: int = 1
+    units: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def most_whole(self) -> int | None:
+        """The most stages of a rank that may be whole at once; None: all."""
+        return self.residency if self.shard == FULL else None
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Raises: ConfigError, where there is no such way to shard."""
+        if self.shard not in SHARDS:
+            hint = nearest(self.shard, SHARDS) if isinstance(self.shard, str) else ""
+            raise ConfigError(f"{described(self.shard)}; expected one of {', '.join(SHARDS)}.{hint}", key="shard")
+        if self.shard == NONE:
+            return ()
+        return (partial(place_gathers, residency=self.most_whole, look_ahead=self.look_ahead),)
+
+
+NOT_SHARDED = Sharding()
 
 
 def lower(
     schedule: Schedule,
     transport: str = "posted",
     *,
-    tied_groups: Sequence[Sequence[int]] = (),
+    tied_groups: Groups = (),
     optimizer_step: bool = False,
     offload: Iterable[int] = (),
+    shard: str = NONE,
+    residency: int | None = 2,
+    look_ahead: int = 1,
+    units: Groups = (),
     start: Starts | None = None,
 ) -> Program:
-    """Make the program of a schedule: messages, gradient reductions, on request optimizer step and offloads, buffers.
+    """Make the program of a schedule: messages, gradient reductions, on request gathers, step and offloads, buffers.
 
     Whatever feasible order the schedule has, the result passes `penstock.check` under the named `transport`. For
     `coalesced` (and `all`) no receive is posted ahead, and it passes under every one; the others share one program.
@@ -43,32 +83,48 @@ def lower(
     stages that move what they keep of a forward to the host until shortly before its backward; `start` are the starts
     of the schedule's untimed walk, if known.
 
+    `shard="full"` gathers the weights of a stage for as long as it is used: at most `residency` stages of a rank are
+    whole at once (None: all), and a gather starts `look_ahead` computations before its first use, if there is room.
+    Whole gradients are reduced before their stage is dropped. `shard="optimizer"` is the same with all stages whole:
+    each is gathered once, reduced once behind its last backward, and dropped then. `units` are groups of stages of one
+    rank that share a parameter; each is gathered, reduced and dropped as one stage.
+
     Raises:
-        ConfigError: for anything but a schedule, an unknown transport, or a stage in `offload` that does not exist.
+        ConfigError: for anything but a schedule, an unknown transport or `shard`, a stage in `offload` that does not
+            exist, a `residency` below 1, or below 2 with overlapped pairs, and a `look_ahead` below 0.
         ScheduleError: if the schedule cannot run to its end, if a tied group names a stage that does not exist, or two
-            stages of one rank, and if stages without a backward shall offload.
+            stages of one rank, if a unit names stages of several ranks, and if stages without a backward shall offload.
     """
     if not isinstance(schedule, Schedule):
         hint = " that is not lowered yet" if isinstance(schedule, Program) else ""
         raise ConfigError(f"{described(schedule)}; expected a Schedule{hint}", key="schedule")
     groups = tuple(tuple(sorted(set(group))) for group in tied_groups)
-    program = Program.from_schedule(schedule, tied_groups=groups)
+    gathers = Sharding(shard, residency, look_ahead).passes
+    shared = tuple(tuple(sorted(set(unit))) for unit in units) if gathers else ()
+    program = Program.from_schedule(schedule, tied_groups=groups, units=shared)
     in_groups = COALESCED in find_transports(transport)
     messages: tuple[Pass, ...] = (partial(add_messages, start=start, in_groups=in_groups),)
     if not in_groups:
         messages += (post_receives_ahead,)
     offloads: tuple[Pass, ...] = (partial(add_offloads, stages=offload),)
-    for apply in (*messages, *REDUCTIONS, *(STEP if optimizer_step else ()), *offloads, *BUFFERS):
+    for apply in (*messages, *gathers, *REDUCTIONS, *(STEP if optimizer_step else ()), *offloads, *BUFFERS):
         program = apply(program)
     return program
 
 
 __all__ = [
+    "FULL",
+    "NONE",
+    "NOT_SHARDED",
+    "OPTIMIZER",
+    "SHARDS",
+    "Sharding",
     "add_messages",
     "add_offloads",
     "add_optimizer_step",
-    "add_reductions",
     "assign_slots",
     "lower",
+    "place_gathers",
+    "place_reductions",
     "post_receives_ahead",
 ]

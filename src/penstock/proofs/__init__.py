@@ -7,6 +7,7 @@
     lifetimes    what is read is alive, what is made is not there yet, nothing is left
     memory       limits hold, no slot is overwritten while alive
     collectives  one total order on all members
+    residency    few stages are whole at once, where they are gathered
     weight_order the order of weight gradients that fused layers need, where they are used
 
 Every finding of one call ends in one `ScheduleError`. A proof that rests on another is left out where that one fails.
@@ -39,6 +40,7 @@ from penstock.proofs.memory import (
 )
 from penstock.proofs.order import Actions, check_complete, check_names, check_pairs, check_positions
 from penstock.proofs.report import Findings, Subject
+from penstock.proofs.residency import check_residency
 from penstock.proofs.stuck import check_transport
 from penstock.proofs.transports import Traffic
 from penstock.proofs.weight_order import check_weight_order
@@ -54,7 +56,8 @@ class Facts:
     peak_activations: list[int]
     """Per rank, the most activations of one stage and microbatch (or slice) alive at once."""
     peak_bytes: list[int] | None
-    """Per rank, the most bytes of activations, tensors saved for wgrad and messages; None without costs."""
+    """Per rank, the most bytes of activations, tensors saved for wgrad, messages, and what is gathered; None without
+    costs."""
     static_bytes: list[int] | None
     """Per rank, the bytes of parameters, gradients and optimizer state, which a limit counts as well."""
     not_counted: tuple[str, ...]
@@ -67,6 +70,8 @@ class Facts:
     """The names of the transport models that were proved; none for a schedule."""
     omits_reductions: bool
     """Whether it is a training program that leaves the reductions of its gradients to whoever runs it."""
+    peak_whole: list[int] | None = None
+    """Per rank, the most stages that are whole at once, those being gathered included; None where none is gathered."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +92,7 @@ def check(
     memory_limit: Any = None,
     *,
     weight_order: bool = False,
+    residency: int | None = None,
 ) -> Facts:
     """Prove that a schedule or program can run; return what was learnt on the way.
 
@@ -96,12 +102,13 @@ def check(
     `"6 microbatches"`, of which each leaves an activation for every stage and slice that a rank runs of it; or
     `"12 activations"`. Bytes that costs do not give count as 0, and those of messages are counted in programs alone.
     `weight_order` adds what fused layers with delayed weight gradients need: every stage's `W` in the order of its `I`.
+    `residency` is the most stages of a rank that may be whole at once, in programs that gather them.
 
     Raises:
         ScheduleError: with every violation and a picture of the first ones.
         ConfigError: for an unknown transport, or if limits and sizes do not fit the table.
     """
-    demand = Demand.of(memory_limit, costs)
+    demand = Demand.of(memory_limit, costs, residency)
     known = prove(table, demand, transport=transport)
     if weight_order:
         prove_weight_order(table, range(table.num_stages))
@@ -153,7 +160,9 @@ def prove(
         order = _prove_order(actions, names_exist, findings)
         counts = peak_activations(table)
     peaks = check_limit(subject, counts, demand, findings)
-    messages = None
+    messages, peak_whole = None, None
+    if isinstance(table, Program):
+        peak_whole = check_residency(table, demand.residency, findings)
     if isinstance(table, Program) and order.is_whole:
         messages = _prove_program(subject, actions, order.start, models, findings)
     findings.raise_if_any()
@@ -170,6 +179,7 @@ def prove(
         peak_unsent=None if pool is None else pool.unsent,
         transports=tuple(map(str, models)) if isinstance(table, Program) else (),
         omits_reductions=isinstance(table, Program) and leaves_reductions_out(table),
+        peak_whole=peak_whole,
     )
     return Proof(facts, actions.schedule, order.start)
 

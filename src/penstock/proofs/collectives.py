@@ -1,8 +1,9 @@
 """Proof 5: every gradient is reduced once and late enough, and all members of a group run its collectives in one order.
 
 A training program reduces the gradient of each stage that has a backward and of each member of each tied group, and it
-takes the optimizer step on all ranks or on none, as `lower` makes it. Two kinds of programs have none of these: those
-that say so (`omits_reductions`), and those that only run forwards.
+takes the optimizer step on all ranks or on none, as `lower` makes it. A unit of stages that are sharded may also reduce
+what it has so far, before it is dropped, and reduces the rest behind its last backward. Two kinds of programs have none
+of these: those that say so (`omits_reductions`), and those that only run forwards.
 
 Tied reductions (members: the ranks of the tied stages) and the optimizer step (members: all ranks) are barriers: they
 join ranks of the pipeline. Gradient reductions join replicas of one stage, which run the same program, so only their
@@ -16,12 +17,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.operations import JOINS_RANKS, NEEDS_BACKWARD, OPERATIONS, Op, Value
+from penstock.ir.collectives import IS_REDUCTION, JOINS_RANKS, REDUCES_REPLICAS
+from penstock.ir.operations import NEEDS_BACKWARD, OPERATIONS, Op
 from penstock.ir.program import Program
+from penstock.ir.whole import have_new_gradients, is_sharded
 from penstock.proofs.report import Findings, Subject
 
-IS_REDUCTION = np.array([any(read.value is Value.GRADIENT for read in OPERATIONS[op].reads) for op in Op])
-REDUCES_STAGE = next(op for op in Op if IS_REDUCTION[op] and not JOINS_RANKS[op])
+REDUCES_STAGE = next(op for op in Op if REDUCES_REPLICAS[op])
 """What every stage needs."""
 
 
@@ -66,6 +68,9 @@ def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findi
     subject = findings.subject
     updates = program.rows_of(NEEDS_BACKWARD)
     reductions = program.rows_of(IS_REDUCTION)
+    of_units = reductions[is_sharded(program)[program.stage[reductions]] & REDUCES_REPLICAS[program.op[reductions]]]
+    _check_units(program, last, of_units, findings)
+    reductions = np.setdiff1d(reductions, of_units)
     for row in reductions[reductions < last[program.stage[reductions]]].tolist():
         final = int(last[program.stage[row]])
         place = subject.place(final, seen_from=row)
@@ -89,10 +94,30 @@ def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findi
         findings.add(int(reductions[index]), problem, "Drop one of the two")
 
 
+def _check_units(program: Program, last: NDArray[np.int64], reductions: NDArray[np.intp], findings: Findings) -> None:
+    """Prove that each reduction of a sharded unit has something to reduce, and that nothing is left behind the last."""
+    subject, unit = findings.subject, program.unit_of_stage[program.stage[reductions]]
+    for row in reductions[~have_new_gradients(program, reductions)].tolist():
+        problem = "reduces nothing: since its stage was reduced last, or from the start, it has run no backward"
+        findings.add(row, problem, "Drop it")
+    final = np.full(program.num_stages, -1, np.int64)
+    final[unit] = reductions  # rows ascend, and the last assignment stays
+    for stage in np.flatnonzero((final[program.unit_of_stage] >= 0) & (last > final[program.unit_of_stage])).tolist():
+        row, late = int(final[program.unit_of_stage[stage]]), int(last[stage])
+        place = subject.place(late, seen_from=row)
+        findings.add(
+            row,
+            f"runs before {place}, the last backward of its stage, and no reduction follows: a part of the gradient "
+            "is never reduced",
+            f"Add a reduction after {subject.text(late)}",
+        )
+
+
 def _check_all_reduced(program: Program, last: NDArray[np.int64], findings: Findings) -> None:
     """Prove that each stage with a backward has its reduction somewhere."""
     reduced = program.stage[program.op == REDUCES_STAGE]
-    for stage in np.setdiff1d(np.flatnonzero(last >= 0), reduced).tolist():
+    of_unit = is_sharded(program) & np.isin(program.unit_of_stage, program.unit_of_stage[reduced])
+    for stage in np.setdiff1d(np.flatnonzero((last >= 0) & ~of_unit), reduced).tolist():
         text = f"{stage}{OPERATIONS[REDUCES_STAGE].text}"
         problem = (
             f"is the last backward of stage {stage}, whose gradient is never reduced; expected one {text} after it"

@@ -3,9 +3,9 @@
     0UNSHARD 0F0 0RESHARD 0B0      0B0 reads the weights of stage 0, which 0RESHARD has freed
 
 It reads columns of `ir.operations` alone, and names no operation. A value of a microbatch is made once and read once:
-on the rank of its stage, or as a message on that of a neighbor. Values of a stage, its weights and their gradient, may
-be made again while they are alive, and may stay. Where no row makes the weights of a stage, they are there from the
-start.
+on the rank of its stage, or as a message on that of a neighbor. The weights of a unit and their gradient may stay. The
+gradient may be made again while it is alive; weights may not, so nothing is gathered twice. Where no row gathers the
+weights of a stage, they are there from the start.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from penstock.ir.deps import NONE, SLICE_SHIFT, identities, stages_at
 from penstock.ir.keeps import keeps
 from penstock.ir.operations import KEPT, MAKES_KEPT, MESSAGES, OF_STAGE, OPERATIONS, At, Lane, Value
 from penstock.ir.program import Program
+from penstock.ir.whole import is_sharded
 from penstock.proofs.report import Findings, Subject
 
 Rows = NDArray[np.int64]
@@ -35,7 +36,7 @@ class _Events:
     """What happens to the values of one kind: a column entry per event."""
 
     cell: Rows
-    """Which value: the number of its stage, or of its (stage, microbatch, slice)."""
+    """Which value: the number of its stage, or the unit's first, or of its (stage, microbatch, slice)."""
     row: Rows
     what: NDArray[np.int64]
     """`READ`, `FREE` or `MAKE`."""
@@ -87,6 +88,7 @@ class _Values:
         self._identity = identities(program).astype(np.int64)
         self._keeps = keeps(program)
         self._rank_of_stage = np.array(program.placement.rank_of_stage)
+        self._unit = np.where(is_sharded(program), program.unit_of_stage, np.arange(program.num_stages))
 
     def events(self, value: Value, has_arrived: bool) -> Iterator[tuple[int, Rows, Rows]]:
         """Yield what happens, the rows, and the cells; `has_arrived` are messages, as they are where they came to."""
@@ -116,7 +118,7 @@ class _Values:
             is_there &= False
         rows, stage, neighbor = rows[is_there], stage[is_there], neighbor[is_there]
         if value in OF_STAGE:
-            return rows, stage.astype(np.int64)
+            return rows, self._unit[stage]
         if has_arrived:
             return rows, self._identity[rows]
         per_stage = program.num_microbatches * program.num_slices
@@ -125,7 +127,7 @@ class _Values:
     def _made(self, rows: Rows, value: Value) -> tuple[Rows, Rows]:
         """Where a route or a sequence ends, nobody reads the value, and none is made."""
         rows = rows[self._is_inside(rows, _READER_AT[_READ_AT[value]])]
-        return rows, self._program.stage[rows].astype(np.int64) if value in OF_STAGE else self._identity[rows]
+        return rows, self._unit[self._program.stage[rows]] if value in OF_STAGE else self._identity[rows]
 
     def _is_inside(self, rows: Rows, at: At) -> NDArray[np.bool_]:
         """Whether there is a stage or a slice at the other end."""
@@ -154,12 +156,15 @@ def _check(events: _Events, value: Value, findings: Findings) -> None:
         freed = findings.subject.place(int(events.row[latest[index]]), seen_from=row) if has_latest[index] else ""
         problem = f"{freed} has freed before" if freed else "no row before it makes"
         findings.add(row, f"reads {name}, which {problem}", f"Move it before {freed}" if freed else "Add what makes it")
-    if value in OF_STAGE:
+    if value is Value.GRADIENT:
         return
     for index in np.flatnonzero((what == MAKE) & is_alive).tolist():
         row, name = int(events.row[index]), _name(events, index, value, findings)
         maker = findings.subject.place(int(events.row[latest[index]]), seen_from=row)
-        findings.add(row, f"makes {name}, which {maker} has made, and nothing has used", "Drop one of the two")
+        end = "dropped since" if value is Value.WEIGHTS else "used"
+        findings.add(row, f"makes {name}, which {maker} has made, and nothing has {end}", "Drop one of the two")
+    if value is Value.WEIGHTS:
+        return
     is_last = np.append(is_first[1:], True)
     for index in np.flatnonzero(is_last & (what == MAKE)).tolist():
         row, name = int(events.row[index]), _name(events, index, value, findings)

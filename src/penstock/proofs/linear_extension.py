@@ -31,10 +31,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.ir.collectives import JOINS_RANKS
 from penstock.ir.deps import NONE
 from penstock.ir.hot import Hot
 from penstock.ir.linear_extension import Starts, order_by_ends
-from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND, JOINS_RANKS
+from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND
 from penstock.ir.program import Program
 from penstock.ir.table import Ints
 from penstock.ir.transports import COALESCED, TransportModel

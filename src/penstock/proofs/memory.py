@@ -143,11 +143,13 @@ class Demand:
 
     limit: Limit | None = None
     costs: CostsOfStages | None = None
+    residency: int | None = None
+    """The most stages of a rank that may be whole at once, where they are sharded; None: any number."""
 
     @classmethod
-    def of(cls, memory_limit: Any, costs: CostsOfStages | None) -> "Demand":
+    def of(cls, memory_limit: Any, costs: CostsOfStages | None, residency: int | None = None) -> "Demand":
         """Read a limit, if there is one; raises ConfigError as `Limit.read` does."""
-        return cls(None if memory_limit is None else Limit.read(memory_limit), costs)
+        return cls(None if memory_limit is None else Limit.read(memory_limit), costs, residency)
 
     def sizes(self, table: Table) -> StageBytes | None:
         """Return what the stages of a table make and keep, if costs say so.

@@ -5,15 +5,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from penstock.errors import PenstockError
+from penstock.ir.collectives import GATHERS
 from penstock.ir.operations import IS_SEND
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
+from penstock.ir.whole import peak_whole
+from penstock.lowering import NONE, NOT_SHARDED, Sharding
 from penstock.planning import layers_of_stages, plan, stage_costs
 from penstock.proofs import Limit
 from penstock.searching.front import pareto_front
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.equal_work import share_of_rank
 from penstock.simulation.costs.layer_costs import split_sizes
+from penstock.simulation.costs.replicas import of_replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +40,30 @@ class Comparison:
     """Layers of each stage along a route; None where costs are not per layer."""
     num_copies: int = 1
     """Of the weights: a bidirectional placement has two."""
+    step_s: float | None = None
+    """With what the replicas exchange before and behind the computations; None where none are asked for."""
+    num_gathers: int = 0
+    """Of all ranks."""
+    peak_whole: list[int] | None = None
+    """Per rank, the most stages that are whole at once; None where none is gathered."""
+    exchanges_are_free: bool = True
+    """Whether the costs give no seconds for gathers and reductions."""
 
     def fits(self, limit: Limit) -> bool:
         """Whether no rank holds more than it may; False for bytes where these are not known."""
         peaks = self.peak_bytes if limit.in_bytes else self.peak_activations
         return peaks is not None and bool((limit.of_ranks(len(peaks), self.num_parts) >= peaks).all())
+
+    @property
+    def time_s(self) -> float:
+        """The seconds by which it is compared."""
+        return self.makespan_s if self.step_s is None else self.step_s
+
+    @property
+    def memory(self) -> Fraction | int:
+        """The memory by which it is compared: bytes where replicas are asked for, who share them, else activations."""
+        is_in_bytes = self.step_s is not None and self.peak_bytes is not None
+        return max(self.peak_bytes or [0]) if is_in_bytes else self.peak_microbatches
 
     @property
     def peak_microbatches(self) -> Fraction:
@@ -57,9 +80,15 @@ class Refusal:
 
 
 def compare(
-    name: str, make: Callable[[], Schedule], costs: Costs | LayerCosts, *, per_action: bool = False
+    name: str,
+    make: Callable[[], Schedule],
+    costs: Costs | LayerCosts,
+    *,
+    per_action: bool = False,
+    replicas: int | None = None,
+    sharding: Sharding = NOT_SHARDED,
 ) -> Comparison | Refusal:
-    """Make a schedule, prove it and simulate it.
+    """Make a schedule, prove it and simulate it; with a number of `replicas`, as they would run it, sharded or not.
 
     `costs` that are not per layer are those of all that a rank does for one microbatch, which its stages and slices
     share: so every schedule does equal work. With `per_action` they are those of each stage and slice as they are.
@@ -69,10 +98,18 @@ def compare(
         own_costs = stage_costs(costs, schedule)
         if isinstance(costs, Costs) and not per_action:
             own_costs = share_of_rank(costs, schedule)
-        planned = plan(schedule, own_costs)
+        if replicas is not None:
+            own_costs = of_replicas(own_costs, replicas, is_sharded=sharding.shard != NONE)
+        planned = plan(
+            schedule,
+            own_costs,
+            shard=sharding.shard,
+            residency=sharding.residency,
+            look_ahead=sharding.look_ahead,
+        )
     except PenstockError as error:
         return Refusal(name, str(error))
-    timeline = planned.timeline
+    timeline, program = planned.timeline, planned.program
     totals = [sum(parts) for parts in zip(timeline.peak_bytes, timeline.static_bytes, strict=True)]
     return Comparison(
         name=name,
@@ -81,12 +118,16 @@ def compare(
         bubble_fraction=timeline.bubble_fraction,
         bubble_rate=timeline.bubble_rate,
         peak_activations=timeline.peak_activations,
-        num_messages=count_messages(planned.program),
+        num_messages=count_messages(program),
         num_microbatches=schedule.num_microbatches,
         num_parts=schedule.parts_per_rank,
         peak_bytes=totals if any(own_costs.activation_bytes) else None,
         num_copies=len(schedule.placement.routes),
         split=split_sizes(layers_of_stages(costs, schedule.placement)) if isinstance(costs, LayerCosts) else None,
+        step_s=None if replicas is None else timeline.step_s,
+        num_gathers=len(program.rows_of(GATHERS)),
+        peak_whole=peak_whole(program),
+        exchanges_are_free=not any(own_costs.unshard_s) and not any(own_costs.reduce_s),
     )
 
 
@@ -98,20 +139,20 @@ def count_messages(program: Program) -> int:
 def equal_work_s(rows: Sequence[Comparison]) -> list[float]:
     """Return the seconds of each row for as many microbatches as the largest step has, in the row's own steps."""
     most = max((row.num_microbatches for row in rows), default=0)
-    return [row.makespan_s * most / row.num_microbatches for row in rows]
+    return [row.time_s * most / row.num_microbatches for row in rows]
 
 
 def are_on_front(rows: Sequence[Comparison], limit: Limit | None) -> list[bool]:
     """Say of each row whether it fits and no other one that fits beats it in step time (for equal work) and memory.
 
-    Memory is that of activations. So a row with two copies of the weights beats none with one.
+    Memory is that of activations, or with replicas all bytes. A row with two copies of the weights beats none with one.
     """
     seconds = equal_work_s(rows)
     fitting = [index for index, row in enumerate(rows) if limit is None or row.fits(limit)]
     places = set()
     for num_copies in {row.num_copies for row in rows}:
         known = [index for index in fitting if rows[index].num_copies <= num_copies]
-        front = pareto_front([(seconds[index], float(rows[index].peak_microbatches)) for index in known])
+        front = pareto_front([(seconds[index], float(rows[index].memory)) for index in known])
         places |= {known[place] for place in front if rows[known[place]].num_copies == num_copies}
     return [index in places for index in range(len(rows))]
 
@@ -125,7 +166,7 @@ def by_step_time(rows: Sequence[Comparison]) -> list[int]:
 
     def order(place: int) -> tuple[float, ...]:
         row = rows[place]
-        return (row.num_copies, float(f"{seconds[place]:.9g}"), float(row.peak_microbatches), row.num_messages)
+        return (row.num_copies, float(f"{seconds[place]:.9g}"), float(row.memory), row.num_messages)
 
     return sorted(range(len(rows)), key=order)
 

@@ -24,7 +24,7 @@ from penstock.show.curve import memory_curves
 Event = dict[str, Any]
 
 COMPUTATIONS, SENDS, RECEIVES, OTHERS, COPIES = range(5)
-TRACK_NAMES = ("", " sends", " receives", " reductions and step", " copies")
+TRACK_NAMES = ("", " sends", " receives", " collectives and step", " copies")
 _TRACK_OF_LANE = {Lane.COMPUTE: COMPUTATIONS, Lane.SEND: SENDS, Lane.RECEIVE: RECEIVES, Lane.COPY: COPIES}
 
 

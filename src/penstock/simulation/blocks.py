@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.awaits import launched_before
+from penstock.ir.collectives import IS_REDUCTION, JOINS_RANKS
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import IS_RECEIVE
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.data_waits import waits_of_ranks
-from penstock.simulation.durations import REDUCTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A gathering of parameters that a block waited for, or a reduction of gradients on its rank."""
+    """A gathering of parameters that a block waited for, or a reduction of gradients that held its rank up."""
 
     row: int
     """The instruction that launched it."""
@@ -55,7 +55,7 @@ class Block:
     data_waits: tuple[DataWait, ...] = ()
     """Of its rank, since the block before."""
     reductions: tuple[Collective, ...] = ()
-    """Of its rank, since the block before."""
+    """Of its rank, since the block before, those that `blocking_reductions` lists."""
 
     @property
     def rows(self) -> range:
@@ -83,7 +83,7 @@ def blocks_of(timeline: Timeline) -> list[Block]:
     before = predecessors(program)[:, 0]
     launched, ranks = launched_before(program), program.rank_of_row
     waits = [deque(own) for own in waits_of_ranks(timeline)]
-    reductions = np.flatnonzero(np.isin(program.op, REDUCTIONS))
+    reductions = blocking_reductions(timeline)
     next_row = program.offsets[:-1].tolist()
     found = []
     for row in rows[~is_second[rows]].tolist():
@@ -144,6 +144,20 @@ def _messages(
         elif program.rank_of_row[source] != program.rank_of_row[member]:
             # Of a schedule that is not lowered; when its messages came is not known, at the latest for the start.
             yield Message(int(block_of_row[source]), float(timeline.start_s[member]))
+
+
+def blocking_reductions(timeline: Timeline) -> NDArray[np.intp]:
+    """The rows of reductions that held their rank up, as those of DDP around layers do.
+
+    Others go on while their rank runs what follows. A recorder notes the end of such a one where it is waited for.
+    """
+    program = timeline.program
+    if timeline.source != "measured":
+        return program.rows_of(IS_REDUCTION & JOINS_RANKS)
+    rows = program.rows_of(IS_REDUCTION)
+    behind = np.minimum(rows + 1, program.num_rows - 1)
+    is_last = np.isin(rows + 1, program.offsets)
+    return rows[is_last | (timeline.end_s[rows] <= timeline.start_s[behind])]
 
 
 def _gather(timeline: Timeline, rows: Sequence[int]) -> Collective | None:

@@ -1,12 +1,14 @@
-"""Collectives: reductions hold their rank up, as they do when they run; gathers and copies run beside its computations.
+"""Collectives: gathers and reductions over replicas run beside the computations of their rank, in one queue.
 
-    rank 0     UNSHARD  .  .  F0  B0  REDUCE_GRAD  F1 ...  REDUCE_TIED  STEP      F0 waits for the gather
-    its queue  [ gather    ]
+    rank 0     UNSHARD  .  .  F0  B0  REDUCE_GRAD  UNSHARD  F1 ...  REDUCE_TIED  STEP
+    its queue  [ gather    ]          [ reduction ][ gather ]
 
-A tied reduction is a barrier: each member waits in it until all have come to it. Its queue has one row of no length for
-each, the arrival, and is over when all have arrived.
+F0 and F1 wait for their gathers, REDUCE_TIED (or STEP) for the reductions. Copies have a queue of their own. A tied
+reduction is a barrier: each member waits in it until all have come to it. Its queue has rows of no length for each
+member, the arrivals of its rank and of its last reduction, and is over when all have arrived.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +22,6 @@ from penstock.simulation.costs.costs import Costs
 from penstock.simulation.durations import BESIDE, IS_TIED, seconds_beside
 from penstock.simulation.queues import Queues, Rows
 
-NOWHERE: Rows = np.empty(0, np.int64)
 _LANES = [
     np.isin(np.arange(NUM_OPS), [op for op in BESIDE if OPERATIONS[op].lane is lane])
     for lane in dict.fromkeys(OPERATIONS[op].lane for op in BESIDE)
@@ -33,23 +34,33 @@ class Barriers:
     """The tied reductions, and the rows after which their ranks come to them; `NONE` where these come at once."""
 
     rows: Rows
-    arrivals: Rows
+    arrivals: NDArray[np.int64]
+    """[num_tied, 2] the row before, and the run of the rank's last reduction."""
 
     def start_s(self, end_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """When the ranks come to them; the walk lets them start when all have come."""
-        return np.where(self.arrivals == NONE, 0.0, end_s[self.arrivals])
+        return np.asarray(np.where(self.arrivals == NONE, 0.0, end_s[self.arrivals]).max(axis=1, initial=0.0))
 
 
-def add_barriers(program: Program, before: NDArray[np.int32], queues: Queues) -> Barriers:
-    """Let each tied reduction wait, in `before`, until all members of its group have come to theirs."""
+def add_barriers(
+    program: Program, before: NDArray[np.int32], launched: Sequence[NDArray[np.int32]], queues: Queues
+) -> Barriers:
+    """Let each tied reduction wait, in `before`, until all members of its group have come to theirs.
+
+    `launched` are the columns that `add_launched` returns.
+    """
     rows = program.rows_of(IS_TIED)
+    come = np.where(np.isin(rows, program.offsets), NONE, rows - 1)
+    runs = [column[rows] for column in launched[:1]]  # of what replicas exchange
+    arrivals = np.column_stack([come, *runs]).astype(np.int64)
     if not len(rows):
-        return Barriers(NOWHERE, NOWHERE)
-    arrivals = np.where(np.isin(rows, program.offsets), NONE, rows - 1)
+        return Barriers(rows, arrivals)
     groups = program.peer[rows]
     in_order = np.argsort(groups, kind="stable")
-    _, index, lengths = np.unique(groups, return_inverse=True, return_counts=True)
-    arrived = queues.add(lengths, after=arrivals[in_order], duration_s=np.zeros(len(rows)))
+    _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    after = arrivals[in_order].reshape(-1)
+    lengths = counts * arrivals.shape[1]
+    arrived = queues.add(lengths, after=after, duration_s=np.zeros(len(after)))
     before[rows] = arrived[np.cumsum(lengths)[index] - 1]
     return Barriers(rows, arrivals)
 
@@ -57,14 +68,16 @@ def add_barriers(program: Program, before: NDArray[np.int32], queues: Queues) ->
 def add_launched(program: Program, costs: Costs, queues: Queues) -> list[NDArray[np.int32]]:
     """Put what runs beside the computations, such as gathers, on a queue per rank and lane, in the order of launches.
 
-    Return columns of what computations wait for, rows of these queues; none where all of it is free.
+    Return columns of what rows wait for, rows of these queues, as `launched_before` has them; none where all of it is
+    free. An operation that is free on every stage is over where it is launched, and waits for no other.
     """
     seconds = seconds_beside(program, costs)
+    is_free = ~seconds.any(axis=1)
     run_of_row = np.full(program.num_instructions + 1, NONE, np.int32)  # the last one is that of `NONE`
     for is_launched in _LANES:
-        launches = program.rows_of(is_launched)
-        duration_s = seconds[program.op[launches], program.stage[launches]]
-        if duration_s.any():
+        launches = program.rows_of(is_launched & ~is_free)
+        if len(launches):
+            duration_s = seconds[program.op[launches], program.stage[launches]]
             lengths = np.bincount(program.rank_of_row[launches], minlength=program.num_ranks)
             runs = run_of_row[launches] = queues.add(lengths, after=launches, duration_s=duration_s)
             queues.outlasting.append((launches, runs))

@@ -1,26 +1,30 @@
-"""How long every instruction of a program keeps its rank busy: its launch, and what it does after it."""
+"""How long every instruction of a program keeps its rank busy: its launch, and what it does after it.
+
+Gathers, reductions over replicas and copies keep it busy for their launch alone: they run beside its computations.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.ir.collectives import GATHERS, REDUCES_REPLICAS
 from penstock.ir.hot import blocks
-from penstock.ir.operations import IS_COMPUTE, IS_COPY, NUM_OPS, OPERATIONS, Group, Kind, Lane, Op, Value
+from penstock.ir.operations import IS_COMPUTE, IS_COPY, NUM_OPS, OPERATIONS, Group, Kind, Lane, Op
 from penstock.ir.program import Program
 from penstock.ir.table import Table
+from penstock.ir.whole import is_sharded, sums_of_units
 from penstock.placement import Placement
 from penstock.simulation.costs.costs import FIELD_OF_KIND, FIELD_OF_OP, Costs
 
-_COLLECTIVES = {op: operation for op, operation in OPERATIONS.items() if operation.lane is Lane.COLLECTIVE}
-REDUCTIONS = [op for op, each in _COLLECTIVES.items() if any(read.value is Value.GRADIENT for read in each.reads)]
-BESIDE = [op for op, each in OPERATIONS.items() if Value.WEIGHTS in each.makes or IS_COPY[op]]
-"""What runs beside the computations of its rank: gathers and copies, each on a queue per rank."""
+IS_BESIDE = GATHERS | REDUCES_REPLICAS | IS_COPY
+"""[NUM_OPS] what runs beside the computations of its rank: on a queue of what replicas exchange, and one of copies."""
+BESIDE = [op for op in Op if IS_BESIDE[op]]
 IS_TIED = np.array([OPERATIONS[op].group is Group.TIED for op in Op])
-IS_BUSY = IS_COMPUTE | np.isin(np.arange(NUM_OPS), [op for op in _COLLECTIVES if op not in BESIDE])
+IS_BUSY = IS_COMPUTE | (np.array([OPERATIONS[op].lane is Lane.COLLECTIVE for op in Op]) & ~IS_BESIDE)
 """[NUM_OPS] which operations keep their rank busy. Their launch is host time before them, and no part of them."""
 
 
 def durations_s(program: Program, costs: Costs) -> NDArray[np.float64]:
-    """[num_instructions] seconds: what a computation, a reduction or the optimizer takes, and a launch for everything.
+    """[num_instructions] seconds: what a computation, a tied reduction or the optimizer takes, and a launch of each.
 
     Raises:
         ConfigError: if the costs are for another number of stages or tied groups, or do not know a kind that the
@@ -50,11 +54,13 @@ def seconds_of_ops(table: Table, costs: Costs) -> NDArray[np.float64]:
     return seconds
 
 
-def seconds_beside(table: Table, costs: Costs) -> NDArray[np.float64]:
-    """[num_ops, num_stages] seconds of what runs beside the ranks, by operation and stage."""
-    seconds = np.zeros((NUM_OPS, table.num_stages))
+def seconds_beside(program: Program, costs: Costs) -> NDArray[np.float64]:
+    """[num_ops, num_stages] seconds of what runs beside the ranks, by operation and stage; of sharded ones by unit."""
+    seconds, of_units = np.zeros((NUM_OPS, program.num_stages)), is_sharded(program)
     for op in BESIDE:
-        seconds[op] = costs.per_stage(FIELD_OF_OP[op], table.num_stages)
+        of_stages = costs.per_stage(FIELD_OF_OP[op], program.num_stages)
+        has_units = of_units & bool(OPERATIONS[op].is_of_stage)
+        seconds[op] = np.where(has_units, sums_of_units(program, of_stages), of_stages)
     return seconds
 
 
@@ -77,12 +83,12 @@ def seconds_of_rows(table: Table, costs: Costs, seconds_of_op: NDArray[np.float6
 
 
 def start_after_launch(table: Table, costs: Costs, start_s: NDArray[np.float64]) -> None:
-    """Let what keeps its rank busy start when it is launched, as in a measured timeline; changes `start_s`.
+    """Let computations and reductions start when they are launched, as in a measured timeline; changes `start_s`.
 
     An overlapped pair starts when both are launched.
     """
     if costs.launch_s:
-        start_s[np.flatnonzero(IS_BUSY[table.op])] += costs.launch_s
+        start_s[np.flatnonzero((IS_BUSY | REDUCES_REPLICAS)[table.op])] += costs.launch_s
         first = np.flatnonzero(table.joined)
         start_s[first] += costs.launch_s
         start_s[first + 1] += costs.launch_s

@@ -1,10 +1,10 @@
 """The simulator: when every instruction of a program would run under given costs.
 
-A rank runs its instructions in order. A computation starts when the rank is free and its message has arrived, and a
-reduction holds the rank up until it is over. Sends, receives and gathers are launched in their place in the order and
+A rank runs its instructions in order. A computation starts when the rank is free, its message has arrived and its stage
+is gathered. Sends, receives, gathers, reductions over replicas and copies are launched in their place in the order and
 hold nothing up: what they do takes place beside the rank, as a lag or in queues (`simulation.queues`) that are walked
-together with the ranks. Deterministic: no clock, no random numbers, and the order of every queue is that in which its
-rows were launched.
+together with the ranks. Tied reductions and the optimizer step wait for the reductions before them. Deterministic: no
+clock, no random numbers, and the order of every queue is that in which its rows were launched.
 """
 
 import numpy as np
@@ -24,11 +24,12 @@ from penstock.simulation.queues import Queues
 def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False) -> Timeline:
     """Predict the timeline of a program, or of a schedule that is not lowered.
 
-    Computations, reductions and the optimizer step keep their rank busy from start to end; they are launched before
-    they start. A send ends when its message has left, a receive when it has arrived, a gather when it is over.
+    Computations, tied reductions and the optimizer step keep their rank busy from start to end; they are launched
+    before they start. A send ends when its message has left, a receive when it has arrived, a gather or reduction when
+    it is over.
 
-    A schedule has its computations alone, and its messages are lags between them. If launches and reductions cost
-    nothing, its computations run when those of the lowered program do.
+    A schedule has its computations alone, and its messages are lags between them. If launches and gathers cost nothing,
+    its computations run when those of the lowered program do.
 
     `compiled` asks for compiled loops for a small table too: for many of them, as a search has. The first call may
     compile for some seconds.
@@ -45,8 +46,9 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     duration_s, queues = durations_s(program, costs), Queues(program)
     before = [column.copy() for column in deciding(predecessors(program)).T]  # the first is where the data comes from
     messages = add_messages(program, costs, before[0], queues)
-    barriers = add_barriers(program, before[0], queues)
-    before += add_launched(program, costs, queues)
+    launched = add_launched(program, costs, queues)
+    barriers = add_barriers(program, before[0], launched, queues)
+    before += launched
     if messages.posts is not None:
         before.insert(1, messages.posts)
     num_lagged = 1 if messages.posts is None else 2

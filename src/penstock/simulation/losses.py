@@ -7,8 +7,8 @@ together, and share what that saves as they share the idle time:
     even stages    [====================]           the difference is what imbalance costs
     measured       [================================]   what is above the prediction took longer than usual
 
-What ranks waited for data is no cost: the measured step is laid out again without it. Before the step, the last rank to
-come is let come as early as it could have.
+Waits for data, and reductions that hold their rank up, are no costs: the measured step is laid out again without them.
+Before the step, the last rank to come is let come as early as it could have.
 """
 
 from collections.abc import Sequence
@@ -51,6 +51,7 @@ def losses_of(timeline: Timeline, costs: Costs, prologues: Sequence[Prologue] = 
     prologues = with_first_waits(timeline, prologues)
     predicted_s = simulate(program, costs).makespan_s
     without_data_waits_s = makespan_without_waits_s(timeline, range(timeline.num_ranks))
+    without_waits_s = makespan_without_waits_s(timeline, range(timeline.num_ranks), is_reducing=False)
 
     def without(other: Costs) -> float:
         return max(predicted_s - simulate(program, other).makespan_s, 0.0)
@@ -60,14 +61,16 @@ def losses_of(timeline: Timeline, costs: Costs, prologues: Sequence[Prologue] = 
     ideal = replace(even, latency_s=0.0, bandwidth_bytes_per_s=inf, channels=(), launch_s=0.0, reduce_s=(0.0,))
     in_messages = _share_of_messages(timeline, costs)
     host_and_messages_s = without(replace(free, launch_s=0.0))
+    # Gathers may wait for reductions beside their rank; others hold it up.
+    reductions_s = without(replace(costs, reduce_s=(0.0,))) + without_data_waits_s - without_waits_s
     found = [
         Loss(Cause.DEPENDENCY, _bubble_s(simulate(program, ideal)), program.name),
         Loss(Cause.TRANSFER, in_messages * host_and_messages_s, _slowest_channel(program, costs)),
         Loss(Cause.IMBALANCE, without(even), _heaviest_stage(program, costs)),
         Loss(Cause.LAUNCH, (1 - in_messages) * host_and_messages_s, ""),
-        _straggler(timeline, costs, max(without_data_waits_s - predicted_s, 0.0), prologues),
+        _straggler(timeline, costs, max(without_waits_s - predicted_s, 0.0), prologues),
         _data(timeline, timeline.makespan_s - without_data_waits_s, prologues),
-        Loss(Cause.SYNCHRONISATION, _agreement_s(timeline, prologues) + without(replace(costs, reduce_s=(0.0,))), ""),
+        Loss(Cause.SYNCHRONISATION, _agreement_s(timeline, prologues) + reductions_s, ""),
     ]
     return sorted(found, key=lambda loss: -loss.duration_s)
 

@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.awaits import receive_of_row
+from penstock.ir.collectives import REDUCES_REPLICAS
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import IS_RECEIVE, OPERATIONS, Op, Value
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
+from penstock.simulation.blocks import blocking_reductions
 from penstock.simulation.data_waits import data_ready_s
 
 ORDINARY = 1.5
@@ -60,10 +62,11 @@ class Transfers:
     def idle_from_s(self, timeline: Timeline) -> Floats:
         """When each receiver had nothing else to do than to wait for its message."""
         # The row before a consumer is of the same rank: at the earliest it is the receive itself. A receive is over for
-        # its rank once it is posted; its end is the arrival.
+        # its rank once it is posted, and so is a reduction that does not hold it up; its end is the arrival.
         last = self.consumers - 1
-        is_receive = IS_RECEIVE[timeline.program.op[last]]
-        done_s = np.where(is_receive, timeline.start_s[last], timeline.end_s[last])
+        is_launched = (IS_RECEIVE | REDUCES_REPLICAS)[timeline.program.op[last]]
+        is_launched &= ~np.isin(last, blocking_reductions(timeline))
+        done_s = np.where(is_launched, timeline.start_s[last], timeline.end_s[last])
         return np.asarray(np.maximum(done_s, data_ready_s(timeline, self.consumers)))
 
     def is_awaited(self, timeline: Timeline) -> NDArray[np.bool_]:

@@ -142,6 +142,17 @@ def test_what_is_wrong_in_a_program_is_refused_with_its_path(path, value, told):
         program_from_json(with_value(PROGRAM.to_json(), path, value), Program)
 
 
+def test_a_program_with_units_reads_back_as_one_and_others_do_not_name_them():
+    schedule = build("zbv", ranks=2, microbatches=4)
+    program = lower(schedule, shard="full", residency=1, units=[(0, 3)])
+
+    assert program_from_json(program.to_json(), Program) == program
+    assert '"units": [[0,3]]' in program.to_json()
+    assert "units" not in lower(schedule).to_json()
+    with pytest.raises(FormatError, match=r"units\[0\]\[1\]: 4 does not fit"):
+        program_from_json(program.to_json().replace("[[0,3]]", "[[0,4]]"), Program)
+
+
 def test_a_program_that_omits_its_reductions_reads_back_as_one():
     program = Program.from_schedule(SCHEDULE)
 

@@ -227,6 +227,28 @@ def test_a_reduction_between_computations_takes_its_time_and_is_no_launch():
     assert (found.launch_s, found.reduce_s) == (0, (5.0, 1.0, 2.0, 3.0))
 
 
+def test_a_reduction_that_blocks_between_computations_is_no_launch():
+    program = lower(build("looped-bfs", ranks=1, microbatches=3, stages_per_rank=2))
+    lasts_s = np.where(program.is_compute, 1.0, 5.0)
+    end_s = np.cumsum(lasts_s + 0.125)
+
+    costs = costs_from_timeline(Timeline(program, "measured", end_s - lasts_s, end_s))
+
+    assert costs.launch_s == pytest.approx(0.125)
+
+
+def test_a_wait_for_a_gather_is_no_launch():
+    schedule = build("looped-bfs", ranks=1, microbatches=2, stages_per_rank=4, forward_only=True)
+    program = lower(schedule, shard="full", residency=None, look_ahead=1)  # the first of each stage waits, none else
+    timeline = simulate(program, Costs.uniform(unshard_s=(7.0,)))
+    later_s = np.cumsum(np.full(program.num_rows, 0.125))
+    costs = costs_from_timeline(
+        replace(timeline, source="measured", start_s=timeline.start_s + later_s, end_s=timeline.end_s + later_s)
+    )
+
+    assert costs.launch_s == pytest.approx(0.125)
+
+
 def test_copies_that_hold_up_their_rank_are_no_launches():
     program = lower(build("gpipe", ranks=1, microbatches=5), offload=[0])
     lasts_s = np.where(program.is_compute, 1.0, np.where(IS_COPY[program.op], 5.0, 0.0))

@@ -41,7 +41,7 @@ def test_the_example_is_one():
         ("F=1,I", "costs: 'I' is not of the form key=value"),
         (
             "F=1,I=1,W=1,tranfer=1",
-            r"no cost 'tranfer'; known: F, B, I, W, R, transfer, overlap\. Did you mean 'transfer'\?",
+            r"no cost 'tranfer'; known: F, B, I, W, R, transfer, overlap, unshard, reduce\. Did you mean 'transfer'\?",
         ),
         ("f=1,I=1,W=1", r"no cost 'f'; known: .* Did you mean 'F'\?"),
         ("X=1", "no cost 'X'; known: F, B, I, W, R, transfer, overlap"),

@@ -6,7 +6,8 @@
      "ranks": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]}
 
 A program is a "penstock-program" and has "tied_groups", "peers" and "slots" besides; the latter two are lists per rank
-with one number per instruction, two for an overlapped pair. One that omits its reductions has "omits_reductions": true.
+with one number per instruction, two for an overlapped pair. One that omits its reductions has "omits_reductions": true,
+and one with stages of a rank that share a parameter has "units": [[0, 3]].
 """
 
 import json
@@ -32,7 +33,8 @@ _SCHEDULE_KEYS = (
 )  # fmt: skip
 _PROGRAM_KEYS = (*_SCHEDULE_KEYS, "tied_groups", "peers", "slots")
 _OMITS = "omits_reductions"
-"""A key that only those programs have of which it is true."""
+_UNITS = "units"
+"""Two keys that only those programs have of which they say something."""
 _PLACEMENT_KEYS = ("style", "rank_of_stage", "routes")
 
 _LIST, _TEXT = "list; expected a list", "text; expected a string"
@@ -46,7 +48,13 @@ def schedule_to_json(schedule: Table) -> str:
 
 
 def program_to_json(
-    program: Table, *, peer: Ints, slot: Ints, tied_groups: Sequence[Sequence[int]], omits_reductions: bool
+    program: Table,
+    *,
+    peer: Ints,
+    slot: Ints,
+    tied_groups: Sequence[Sequence[int]],
+    units: Sequence[Sequence[int]],
+    omits_reductions: bool,
 ) -> str:
     """Write a program, one line per rank."""
     return _lay_out(
@@ -57,6 +65,7 @@ def program_to_json(
             "peers": [peer[rows].tolist() for rows in program.ranks],
             "slots": [slot[rows].tolist() for rows in program.ranks],
         }
+        | ({_UNITS: units} if units else {})
         | ({_OMITS: True} if omits_reductions else {})
     )
 
@@ -85,12 +94,13 @@ def program_from_json(text: str, make: Callable[..., Made], *, file: str = "<tex
         FormatError: with line and column for what is no JSON, else with the JSON path of what is wrong.
     """
     reader = _Reader(file)
-    document = reader.document(text, PROGRAM_FORMAT, _PROGRAM_KEYS, optional=(_OMITS,))
+    document = reader.document(text, PROGRAM_FORMAT, _PROGRAM_KEYS, optional=(_OMITS, _UNITS))
     if document.get(_OMITS, True) is not True:
         raise reader.fail(_OMITS, f"{_shown(document[_OMITS])} does not fit; expected true, or no such key")
     cells, fields = reader.table(document)
     num_stages = fields["placement"].num_stages
     groups = reader.number_lists(document["tied_groups"], "tied_groups", num_stages - 1)
+    units = reader.number_lists(document.get(_UNITS, []), _UNITS, num_stages - 1)
     peer = reader.column(document["peers"], "peers", cells, MAX_NUMBER)
     is_tied = cells.op == Op.REDUCE_TIED
     limit = np.where(is_tied, len(groups), num_stages)
@@ -106,6 +116,7 @@ def program_from_json(text: str, make: Callable[..., Made], *, file: str = "<tex
         **fields,
         **cells.columns(),
         tied_groups=tuple(tuple(group) for group in groups),
+        units=tuple(tuple(unit) for unit in units),
         peer=peer,
         slot=reader.column(document["slots"], "slots", cells, MAX_NUMBER),
         omits_reductions=_OMITS in document,
@@ -184,7 +195,7 @@ class _Reader:
             problem = f"this is no JSON: {error.msg}; expected one object"
             raise FormatError(problem, file=self._file, line=error.lineno, column=max(error.colno, 1)) from None
         document: dict[str, Any] = self.require(dict, value, "$", "object; expected one with the keys of a schedule")
-        keys = (*_PROGRAM_KEYS, *_PLACEMENT_KEYS, _OMITS)
+        keys = (*_PROGRAM_KEYS, *_PLACEMENT_KEYS, _OMITS, _UNITS)
         if "\\" in text or any(text.count(f'"{key}"') > 1 for key in keys):
             json.loads(text.removeprefix("\ufeff"), object_pairs_hook=self._refuse_repeated)  # orjson keeps the last
         return document

@@ -112,7 +112,7 @@ def _bytes(model: Transformer, machine: Machine, stages: Sequence[Sequence[Part]
     return {"message_bytes": (model.message_bytes // share,), **kept}
 
 
-def _parameters(model: Transformer, machine: Machine, stages: Sequence[Sequence[Part]]) -> dict[str, tuple[Any, ...]]:
+def _parameters(model: Transformer, machine: Machine, stages: Sequence[Sequence[Part]]) -> dict[str, Any]:
     """What is kept per parameter, and the time in which reductions and the optimizer move it."""
     counts = [total // machine.tensor_parallel for total in _totals(stages, "num_parameters")]
     kept = model.bytes_each
@@ -128,6 +128,8 @@ def _parameters(model: Transformer, machine: Machine, stages: Sequence[Sequence[
         "optimizer_s": tuple(moved * count / machine.device.memory_bytes_per_s for count in counts),
         "reduce_s": reduce_s,
         "unshard_s": tuple(seconds / 2 for seconds in reduce_s),
+        "replicas": machine.replicas,
+        "replica_bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shortened
 from penstock.ir.live import StageBytes
 from penstock.ir.operations import NUM_OPS, Kind, Op
 from penstock.placement import Placement
@@ -107,6 +107,14 @@ class SharedCosts:
     optimizer_bytes: tuple[int, ...] = (0,)
     """What the optimizer keeps: its state, and a master copy of the parameters if it has one."""
 
+    replicas: int = 1
+    """Replicas of the pipeline for which seconds of gathers and reductions are given; 1: whatever their number is."""
+    shards: int = 1
+    """The parts in which replicas store weights, gradients and optimizer state; 1: each replica stores all of them."""
+    replica_latency_s: float = 0.0
+    """Of an exchange between replicas, beside its bytes over `replica_bandwidth_bytes_per_s`."""
+    replica_bandwidth_bytes_per_s: float = math.inf
+
     source: str = field(default="", compare=False)
     """Where these costs come from, for messages about them: a file, say."""
 
@@ -121,6 +129,9 @@ class SharedCosts:
                 require_costs(value, each.name, may_be_empty=not each.default)
             else:
                 require_cost(value, each.name)
+        for name in ("replicas", "shards"):
+            if getattr(self, name) < 1 or getattr(self, name) != int(getattr(self, name)):
+                raise ConfigError(f"{shortened(getattr(self, name))}; expected a whole number, 1 or more", key=name)
         ends = Counter((channel.sender, channel.receiver) for channel in self.channels)
         for (sender, receiver), count in ends.items():
             if count > 1:
@@ -169,7 +180,7 @@ class Costs(SharedCosts):
     unshard_s: PerStage = (0.0,)
     """Gathering the parameters of a stage."""
     reduce_s: PerStage = (0.0,)
-    """Reducing the gradients of a stage over its replicas."""
+    """Reducing the gradients of a stage over its replicas; each gets all of them, or with `shards` its part."""
     offload_s: PerStage = (0.0,)
     """Copying what a stage keeps of one microbatch to the host; 0: hidden behind computations."""
     reload_s: PerStage = (0.0,)
@@ -252,7 +263,9 @@ class Costs(SharedCosts):
             known["checkpoint_bytes"] = np.where(previous < 0, 0, known["message_bytes"][previous])
         return StageBytes(
             **{name.removesuffix("_bytes"): known[name] for name in VALUE_BYTES},
-            static=np.sum([known[name] for name in STATIC_BYTES], axis=0),
+            static=-(-np.sum([known[name] for name in STATIC_BYTES], axis=0) // self.shards),
+            weights=known["parameter_bytes"],
+            gradient=known["gradient_bytes"],
             microbatch_factor=factor if (factor != 1).any() else None,
             not_given=tuple(name for name, sizes in known.items() if not sizes.any()),
         )

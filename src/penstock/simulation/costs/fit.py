@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.operations import IS_COPY, NUM_OPS, OPERATIONS, Group, Kind, Op
+from penstock.ir.awaits import gather_of_row
+from penstock.ir.deps import NONE
+from penstock.ir.operations import NUM_OPS, OPERATIONS, Group, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Channel, Costs, PerStage, Spread
 from penstock.simulation.costs.layer_costs import LayerCosts, split_sizes
 from penstock.simulation.data_waits import data_ready_s
-from penstock.simulation.durations import IS_BUSY
+from penstock.simulation.durations import IS_BESIDE, IS_BUSY
 from penstock.simulation.message_latency import Transfers, message_latency_s, robust_mean
 
 
@@ -82,7 +84,7 @@ def costs_from_timelines(
     """Estimate costs from timelines of one program, by robust means, so that a single slow instruction counts nothing.
 
     A computation takes its mean over the microbatches of its stage, a reduction its median. A launch is the mean gap
-    between computations for each instruction in it, where no message was late and no reduction or copy was between
+    between computations for each instruction in it, where no message was late and no collective or copy was between
     them. Latencies come from the messages that were waited for, since only they show it, less what `message_bytes` per
     stage take at `bandwidths`, in bytes per second, of channels that were measured by themselves. What did not run,
     whole backwards or their parts, follows from what did by their `shares`; it is 0 where nothing is known.
@@ -165,14 +167,16 @@ def _launch_s(timelines: Sequence[Timeline], transfers: Transfers, latency_s: Fl
     To launch a computation takes less than to post a message, so each sort of gap is looked at by itself.
     """
     program = timelines[0].program
-    num_busy = np.cumsum((IS_BUSY | IS_COPY)[program.op])
+    num_busy = np.cumsum((IS_BUSY | IS_BESIDE)[program.op])
+    awaits_gather = gather_of_row(program) != NONE
     gaps_s: dict[tuple[int, bool], list[float]] = {}
     for timeline in timelines:
         late = transfers.idle_from_s(timeline) < timeline.end_s[transfers.sends] + latency_s
         for rows in (timeline.compute_rows(rank) for rank in range(timeline.num_ranks)):
             earlier, later = rows[:-1], rows[1:]
             has_waited = data_ready_s(timeline, later) > timeline.end_s[earlier]
-            is_free = num_busy[later] == num_busy[earlier] + 1  # no reduction, copy or optimizer step between them
+            # No collective, copy or optimizer step between them, and no gather to wait for.
+            is_free = (num_busy[later] == num_busy[earlier] + 1) & ~awaits_gather[later]
             counts = is_free & ~np.isin(later, transfers.consumers[late]) & ~program.joined[earlier] & ~has_waited
             gap_s, lengths = timeline.start_s[later] - timeline.end_s[earlier], later - earlier
             takes = np.isin(later, transfers.consumers)

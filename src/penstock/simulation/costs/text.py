@@ -3,7 +3,8 @@
 F, I, W and B are those of one action of one stage (and slice), the same on every stage. B, the whole backward, is I + W
 unless given; without I and W, schedules that split backwards have no costs. R, a forward that runs again, takes F
 unless given. `transfer` is a delay between different ranks, 0 unless given. Two actions that overlap take `overlap`
-times their sum, 1 unless given.
+times their sum, 1 unless given. `unshard` gathers the weights of a stage, and `reduce` reduces its gradients over the
+replicas; both are 0 unless given.
 """
 
 import math
@@ -11,13 +12,16 @@ from typing import Any
 
 from penstock.errors import ConfigError, nearest, shortened
 from penstock.ir.operations import Kind
-from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
+from penstock.simulation.costs.costs import FIELD_OF_KIND, FIELD_OF_OP, Costs
 
 FIELD_OF_KEY = {
     **{kind.letter: FIELD_OF_KIND[kind] for kind in Kind},
     "transfer": "latency_s",
     "overlap": "overlap_factor",
+    "unshard": "unshard_s",
+    "reduce": "reduce_s",
 }
+_OF_STAGES = {*FIELD_OF_KIND.values(), *FIELD_OF_OP.values()}
 EXAMPLE = "F=1,I=1,W=1,transfer=0.1"
 
 
@@ -49,8 +53,7 @@ def costs_from_text(text: str) -> Costs:
             f"{' and '.join(missing)} missing; give F, and I and W or at least B, such as {EXAMPLE}", key="costs"
         )
     fields: dict[str, Any] = {
-        FIELD_OF_KEY[key]: (value,) if FIELD_OF_KEY[key] in FIELD_OF_KIND.values() else value
-        for key, value in values.items()
+        FIELD_OF_KEY[key]: (value,) if FIELD_OF_KEY[key] in _OF_STAGES else value for key, value in values.items()
     }
     return Costs(**fields)
 

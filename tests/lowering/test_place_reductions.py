@@ -8,7 +8,7 @@ from hypothesis import given
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.lowering import add_messages, add_reductions
+from penstock.lowering import add_messages, place_gathers, place_reductions
 from penstock.placement import Placement
 from tests.actions import parse_action
 from tests.lowering.programs import computations, drawn, lines, program_of
@@ -18,7 +18,7 @@ BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 def assert_becomes(before, after, **sizes):
-    assert drawn(add_reductions(program_of(before, **sizes))) == lines(after)
+    assert drawn(place_reductions(program_of(before, **sizes))) == lines(after)
 
 
 def test_a_stage_is_reduced_after_its_last_backward_and_a_tied_group_at_the_end():
@@ -66,7 +66,7 @@ def test_two_stages_whose_last_backwards_run_together_are_both_reduced_behind_th
     order = [[parse_action(word) for word in ("0F0", "1F1", "(1B1;0B0)OVERLAP_F_B")]]
     schedule = Schedule.from_actions("two routes", routes, order, num_microbatches=2, route_of_microbatch=routes_of)
 
-    assert drawn(add_reductions(Program.from_schedule(schedule))) == [
+    assert drawn(place_reductions(Program.from_schedule(schedule))) == [
         "0F0 1F1 (1B1;0B0) 0REDUCE_GRAD 1REDUCE_GRAD",
     ]
 
@@ -74,7 +74,7 @@ def test_two_stages_whose_last_backwards_run_together_are_both_reduced_behind_th
 def test_a_reduction_stands_behind_the_sends_of_its_last_backward():
     program = add_messages(program_of("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0", placement=Placement.loop(2, 4)))
 
-    assert drawn(add_reductions(program)) == lines(
+    assert drawn(place_reductions(program)) == lines(
         """
         0F0 0SEND_F0 2RECV_F0 2F0 2SEND_F0 2RECV_B0 2B0 2SEND_B0 2REDUCE_GRAD 0RECV_B0 0B0 0REDUCE_GRAD
         1RECV_F0 1F0 1SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 3REDUCE_GRAD 1RECV_B0 1B0 1SEND_B0 1REDUCE_GRAD
@@ -104,21 +104,60 @@ def test_an_empty_tied_group_adds_nothing_and_keeps_its_index():
 def test_what_has_its_reductions_omits_them_no_longer():
     program = program_of("0F0 0B0")
 
-    assert (program.omits_reductions, add_reductions(program).omits_reductions) == (True, False)
+    assert (program.omits_reductions, place_reductions(program).omits_reductions) == (True, False)
     assert not program_of("0F0").omits_reductions
     assert replace(program, omits_reductions=False) != program
+
+
+def test_a_stage_that_is_resharded_is_reduced_before_each_reshard_that_would_leave_gradients():
+    before = program_of("0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1", placement=Placement.loop(1, 2))
+
+    assert drawn(place_reductions(place_gathers(before, residency=1, look_ahead=0))) == [
+        "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1REDUCE_GRAD 1RESHARD 0UNSHARD 0B0 0F1 0REDUCE_GRAD 0RESHARD "
+        "1UNSHARD 1F1 1B1 1REDUCE_GRAD 1RESHARD 0UNSHARD 0B1 0REDUCE_GRAD 0RESHARD"
+    ]
+    assert drawn(place_reductions(place_gathers(before, residency=2, look_ahead=0))) == [
+        "0UNSHARD 0F0 1UNSHARD 1F0 1B0 0B0 0F1 1F1 1B1 1REDUCE_GRAD 1RESHARD 0B1 0REDUCE_GRAD 0RESHARD"
+    ]
+
+
+def test_an_input_gradient_alone_leaves_nothing_to_reduce():
+    before = program_of("0F0 1F0 1I0 0I0 1W0 0W0", placement=Placement.loop(1, 2))
+
+    (line,) = drawn(place_reductions(place_gathers(before, residency=1, look_ahead=0)))
+
+    assert line.endswith("0UNSHARD 0I0 0RESHARD 1UNSHARD 1W0 1REDUCE_GRAD 1RESHARD 0UNSHARD 0W0 0REDUCE_GRAD 0RESHARD")
+    assert line.count("REDUCE_GRAD") == 2
+
+
+def test_a_stage_that_stays_whole_is_reduced_behind_its_last_backward():
+    program = Program.from_csv("0F0\n1UNSHARD,1F0,1B0,1RESHARD,1UNSHARD,1F1,1B1,1SEND_B1", name="stays")
+
+    assert drawn(place_reductions(program))[1] == (
+        "1UNSHARD 1F0 1B0 1REDUCE_GRAD 1RESHARD 1UNSHARD 1F1 1B1 1SEND_B1 1REDUCE_GRAD"
+    )
+
+
+def test_stages_of_a_unit_are_reduced_once_behind_the_last_of_them():
+    program = replace(Program.from_csv("0UNSHARD,0F0,1F0,1B0,0B0,0RESHARD", name="unit"), units=((0, 1),))
+
+    assert drawn(place_reductions(program)) == ["0UNSHARD 0F0 1F0 1B0 0B0 0REDUCE_GRAD 0RESHARD"]
+    alone = Program.from_csv("0F0,1F0,1B0,0B0", name="not sharded")
+    assert drawn(place_reductions(replace(alone, units=((0, 1),)))) == [
+        "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD"  # each adds what came since the one before it
+    ]
 
 
 def test_forwards_alone_stay_as_they_are():
     program = program_of("0F0 0F1\n1F0 1F1", tied_groups=[(0, 1)])
 
-    assert add_reductions(program) == program
+    assert place_reductions(program) == program
 
 
 @given(schedule=feasible_schedules())
 def test_each_stage_with_a_backward_is_reduced_once_on_its_rank_behind_all_of_them_and_their_sends(schedule):
     before = add_messages(Program.from_schedule(schedule))
-    after = add_reductions(before)
+    after = place_reductions(before)
 
     assert computations(after) == computations(before)
     for rank, stages in enumerate(after.placement.stages_of_rank):
@@ -135,7 +174,7 @@ def test_each_stage_with_a_backward_is_reduced_once_on_its_rank_behind_all_of_th
 def test_nothing_but_a_pairs_other_half_and_sends_and_reductions_stands_between_a_last_backward_and_its_reduction(
     schedule,
 ):
-    program = add_reductions(add_messages(Program.from_schedule(schedule)))
+    program = place_reductions(add_messages(Program.from_schedule(schedule)))
     for rank in range(len(program)):
         rows, begin = program[rank], int(program.offsets[rank])
         for place, row in enumerate(rows):

@@ -1,0 +1,13 @@
+"""What collectives do, as flags over the numbers of operations: who takes part, and what becomes whole, or less."""
+
+from penstock.ir.operations import Group, Value, flags_where
+
+JOINS_RANKS = flags_where(lambda operation: operation.group in (Group.TIED, Group.PIPELINE))
+"""Those whose members wait for each other, and are ranks of one pipeline."""
+IS_REDUCTION = flags_where(lambda operation: any(read.value is Value.GRADIENT for read in operation.reads))
+REDUCES_REPLICAS = IS_REDUCTION & flags_where(lambda operation: operation.group is Group.REPLICAS)
+"""Those of a stage over its replicas; the others are of tied stages."""
+GATHERS = flags_where(lambda operation: Value.WEIGHTS in operation.makes)
+DROPS = flags_where(lambda operation: Value.WEIGHTS in operation.frees)
+MAKES_GRADIENT = flags_where(lambda operation: Value.GRADIENT in operation.makes)
+"""Computations that add to the gradients which reductions take."""

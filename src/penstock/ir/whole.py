@@ -1,0 +1,113 @@
+"""What is whole of a sharded unit, and when: its weights while they are gathered, its gradients until they are reduced.
+
+    0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD 1UNSHARD ... 0UNSHARD 1F0
+    weights  ================================
+    gradients    ==================================================
+
+1F0 waits for the gather of stage 1, which runs behind the reduction: before 1F0 the reduction is over, and nobody knows
+earlier that it is. A unit is sharded if some row gathers it.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.awaits import collective_of_row
+from penstock.ir.collectives import DROPS, GATHERS, MAKES_GRADIENT, REDUCES_REPLICAS
+from penstock.ir.program import Program
+from penstock.placement import stages_without_copies
+
+Rows = NDArray[np.int64]
+
+
+class WholeGradients(NamedTuple):
+    """Each time that a unit has whole gradients; one entry of each column per time."""
+
+    unit: Rows
+    begin: Rows
+    """The row that makes the first part of them."""
+    end: Rows
+    """The last row that runs while they are there."""
+
+
+def is_sharded(program: Program) -> NDArray[np.bool_]:
+    """[num_stages] which stages belong to a unit that is sharded."""
+    gathered = np.zeros(program.num_stages, np.bool_)
+    gathered[program.unit_of_stage[program.stage[program.rows_of(GATHERS)]]] = True
+    return np.asarray(gathered[program.unit_of_stage])
+
+
+def sums_of_units(program: Program, of_stages: NDArray[Any]) -> NDArray[Any]:
+    """[num_stages] the sum over the unit of each stage; copies of a stage on one rank count once."""
+    found, stages = np.zeros_like(of_stages), stages_without_copies(program.placement)
+    np.add.at(found, program.unit_of_stage[stages], of_stages[stages])
+    return np.asarray(found[program.unit_of_stage])
+
+
+def num_whole(program: Program) -> NDArray[np.int64]:
+    """[num_rows] how many sharded units of the row's rank are whole while it runs, those being gathered included."""
+    dropped = DROPS[program.op] & is_sharded(program)[program.stage]
+    changes = GATHERS[program.op].astype(np.int64)
+    changes[1:] -= dropped[:-1]  # what a row drops is still there while it runs
+    firsts = program.offsets[:-1][np.diff(program.offsets) > 0]
+    changes[firsts] = GATHERS[program.op[firsts]]
+    counts = np.cumsum(changes)
+    left = np.append(0, counts)[firsts]  # by the ranks before
+    return np.asarray(counts - np.repeat(left, np.diff(np.append(firsts, program.num_rows))))
+
+
+def peak_whole(program: Program) -> list[int] | None:
+    """Per rank, the most sharded units that are whole at once; None for a program that gathers nothing."""
+    if not len(program.rows_of(GATHERS)):
+        return None
+    whole = num_whole(program)
+    return [int(whole[rows].max(initial=0)) for rows in program.ranks]
+
+
+def have_new_gradients(program: Program, rows: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+    """[num_rows] whether a unit has got gradients before each of these rows of it, and behind the one before.
+
+    The rows ascend, and name a stage.
+    """
+    unit, num_rows = program.unit_of_stage[program.stage[rows]], program.num_rows
+    made = program.rows_of(MAKES_GRADIENT)
+    keys = np.sort(program.unit_of_stage[program.stage[made]] * num_rows + made)
+    num_made = np.searchsorted(keys, unit * num_rows + rows)
+    in_order = np.argsort(unit, kind="stable")
+    # Of the unit's first row, the gradients of the units before it have been made.
+    before = np.searchsorted(keys, unit * num_rows)
+    same = np.flatnonzero(np.diff(unit[in_order]) == 0)
+    before[in_order[same + 1]] = num_made[in_order[same]]
+    return np.asarray(num_made > before)
+
+
+def whole_gradients(program: Program) -> WholeGradients:
+    """Find the times in which sharded units have whole gradients."""
+    sharded, num_rows = is_sharded(program), program.num_rows
+    rows = program.rows_of(MAKES_GRADIENT | REDUCES_REPLICAS)
+    rows = rows[sharded[program.stage[rows]]]
+    unit = program.unit_of_stage[program.stage[rows]]
+    in_order = np.argsort(unit, kind="stable")  # unit after unit, each in the order of its rank
+    rows, unit = rows[in_order], unit[in_order]
+    is_made = MAKES_GRADIENT[program.op[rows]]
+    follows = np.append(False, (unit[1:] == unit[:-1]) & is_made[:-1])
+    begins = np.flatnonzero(is_made & ~follows)
+    # What follows the last gradient before it is a reduction, or the end of the unit.
+    reductions = np.append(np.flatnonzero(~is_made), len(rows))
+    reduced = reductions[np.searchsorted(reductions, begins)]
+    is_reduced = np.append(unit, -1)[reduced] == unit[begins]
+    ends = program.offsets[program.rank_of_row[rows[begins]] + 1].astype(np.int64) - 1
+    over = _known_over(program, np.append(rows, num_rows)[reduced[is_reduced]])
+    ends[is_reduced] = np.minimum(ends[is_reduced], over)
+    return WholeGradients(unit[begins], rows[begins], ends)
+
+
+def _known_over(program: Program, reductions: Rows) -> Rows:
+    """The last rows that run before a rank knows that its reductions are over.
+
+    Behind them is one that awaits them, or what the replicas exchange later; if it is in an overlapped pair, the pair.
+    """
+    awaited = np.maximum.accumulate(collective_of_row(program))  # of another rank's rows, all are later ones
+    last = np.searchsorted(awaited, reductions) - 1
+    return last - program.joined[last]

@@ -1,0 +1,63 @@
+"""What gathers and reductions cost between another number of replicas.
+
+Each of D replicas stores a part of a stage's weights. A gather brings it the other D - 1 parts, and a reduction takes
+its gradients of these parts to where they are stored: (D - 1) / D of the bytes either way. Replicas that store all of
+the gradients need both, one after the other.
+"""
+
+from dataclasses import replace
+
+from penstock.simulation.costs.costs import Costs
+
+
+def of_replicas(costs: Costs, replicas: int, *, is_sharded: bool) -> Costs:
+    """Return the costs of a stage in so many replicas, which share out what they store if `is_sharded`.
+
+    Seconds that are given for a number of replicas change as the exchange of their bytes does; those that are given for
+    no number stay. What is not given takes as long as its bytes do between replicas.
+    """
+    unshard_s = _seconds(costs, "unshard_s", "parameter_bytes", replicas)
+    reduce_s = _seconds(costs, "reduce_s", "gradient_bytes", replicas)
+    was_sharded = costs.shards > 1
+    is_given = any(costs.reduce_s)
+    if is_given and costs.replicas > 1:
+        share = (1 if is_sharded else 2) / (1 if was_sharded else 2)
+    else:
+        share = 1 if is_given or is_sharded else 2
+    return replace(
+        costs,
+        unshard_s=unshard_s,
+        reduce_s=tuple(share * seconds for seconds in reduce_s),
+        replicas=replicas,
+        shards=replicas if is_sharded else 1,
+    )
+
+
+def exchange_s(costs: Costs, num_bytes: float, replicas: int) -> float:
+    """Return the seconds in which each replica gets the parts of the others; one replica needs none."""
+    if replicas == 1:
+        return 0.0
+    sent_bytes = num_bytes * (replicas - 1) / replicas
+    return costs.replica_latency_s + sent_bytes / costs.replica_bandwidth_bytes_per_s
+
+
+def _seconds(costs: Costs, name: str, size: str, replicas: int) -> tuple[float, ...]:
+    """Of one exchange per stage."""
+    given: tuple[float, ...] = getattr(costs, name)
+    num_bytes: tuple[float, ...] = getattr(costs, size)
+    count = max(len(given), len(num_bytes))
+    sizes = num_bytes * count if len(num_bytes) == 1 else num_bytes
+    if not any(given):
+        return tuple(exchange_s(costs, each, replicas) for each in sizes)
+    if costs.replicas == 1:
+        return tuple(given)
+    seconds = given * count if len(given) == 1 else given
+    return tuple(each * _growth(costs, size, replicas) for each, size in zip(seconds, sizes, strict=True))
+
+
+def _growth(costs: Costs, num_bytes: float, replicas: int) -> float:
+    """How many times as long an exchange takes as between the replicas of the costs."""
+    before = exchange_s(costs, num_bytes, costs.replicas)
+    if before:
+        return exchange_s(costs, num_bytes, replicas) / before
+    return (1 - 1 / replicas) / (1 - 1 / costs.replicas)

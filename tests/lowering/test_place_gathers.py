@@ -1,0 +1,370 @@
+"""Gathers: whole for as long as used, few at once, as few as there can be, early where there is room."""
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.ir import hot
+from penstock.ir.operations import Op
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.lowering import lower, place_gathers
+from penstock.placement import Placement
+from penstock.proofs import check
+from penstock.schedules import FAMILIES, build
+from tests.actions import parse_action
+from tests.lowering.programs import computations, drawn, groups, lines, program_of
+from tests.strategies import feasible_schedules, schedules
+
+LOOP = Placement.loop(1, 3)
+
+
+def assert_becomes(before, after, *, residency, look_ahead=0, **sizes):
+    assert drawn(place_gathers(program_of(before, **sizes), residency, look_ahead)) == lines(after)
+
+
+def test_one_stage_at_a_time_is_gathered_right_before_its_use_and_dropped_right_after_it():
+    assert_becomes(
+        "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1",
+        "0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1B0 1B1 1RESHARD 0UNSHARD 0B0 0B1 0RESHARD",
+        residency=1,
+        placement=Placement.loop(1, 2),
+    )
+
+
+def test_a_stage_stays_while_there_is_room_and_the_next_one_comes_a_computation_early():
+    assert_becomes(
+        "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1",
+        "0UNSHARD 0F0 1UNSHARD 0F1 1F0 1F1 1B0 1B1 1RESHARD 0B0 0B1 0RESHARD",
+        residency=2,
+        look_ahead=1,
+        placement=Placement.loop(1, 2),
+    )
+
+
+def test_the_stage_whose_next_use_is_furthest_is_dropped():
+    assert_becomes(
+        "0F0 1F0 2F0 1F1 0F1 2F1",
+        "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 2UNSHARD 2F0 1F1 1RESHARD 0UNSHARD 0F1 0RESHARD 2F1 2RESHARD",
+        residency=2,
+        placement=LOOP,
+    )
+
+
+def test_with_a_look_ahead_a_gather_takes_the_room_of_a_stage_whose_next_use_is_later():
+    before = "0F0 1F0 2F0 2F1 0F1 1F1"
+    without = "0UNSHARD 0F0 1UNSHARD 1F0 1RESHARD 2UNSHARD 2F0 2F1 2RESHARD 0F1 0RESHARD 1UNSHARD 1F1 1RESHARD"
+
+    assert_becomes(before, without, residency=2, look_ahead=0, placement=LOOP)
+    assert_becomes(
+        before,
+        "0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 1RESHARD 2F0 0UNSHARD 2F1 2RESHARD 1UNSHARD 0F1 0RESHARD "
+        "1F1 1RESHARD",
+        residency=2,
+        look_ahead=1,
+        placement=LOOP,
+    )
+
+
+def test_a_gather_starts_as_early_as_the_look_ahead_and_the_room_allow():
+    before = "0F0 0F1 0F2 1F0 1F1 1F2 2F0 2F1 2F2"
+    whole = {"residency": 2, "placement": LOOP}
+
+    assert_becomes(
+        before,
+        "0UNSHARD 0F0 0F1 1UNSHARD 0F2 0RESHARD 1F0 1F1 2UNSHARD 1F2 1RESHARD 2F0 2F1 2F2 2RESHARD",
+        look_ahead=1,
+        **whole,
+    )
+    assert_becomes(
+        before,
+        "0UNSHARD 1UNSHARD 0F0 0F1 0F2 0RESHARD 2UNSHARD 1F0 1F1 1F2 1RESHARD 2F0 2F1 2F2 2RESHARD",
+        look_ahead=100,
+        **whole,
+    )
+    assert_becomes(
+        before,
+        "0UNSHARD 0F0 0F1 0F2 0RESHARD 1UNSHARD 1F0 1F1 1F2 1RESHARD 2UNSHARD 2F0 2F1 2F2 2RESHARD",
+        residency=1,
+        look_ahead=100,
+        placement=LOOP,
+    )
+
+
+def test_all_stages_whole_are_gathered_once_and_dropped_behind_their_last_use():
+    assert_becomes(
+        "0F0 1F0 2F0 2B0 1B0 0B0",
+        "0UNSHARD 0F0 1UNSHARD 1F0 2UNSHARD 2F0 2B0 2RESHARD 1B0 1RESHARD 0B0 0RESHARD",
+        residency=None,
+        placement=LOOP,
+    )
+
+
+def test_a_pair_of_two_stages_needs_two_places_and_is_not_cut():
+    before = "0F0 1F0 (0F1;1B0) 1F1 1B1 0B0 0B1"
+    after = "0UNSHARD 0F0 1UNSHARD 1F0 (0F1;1B0) 1F1 1B1 1RESHARD 0B0 0B1 0RESHARD"
+
+    assert_becomes(before, after, residency=2, placement=Placement.loop(1, 2))
+    with pytest.raises(ConfigError, match=r"residency: 1, but .* has overlapped pairs of two stages.*give 2 or more"):
+        place_gathers(program_of(before, placement=Placement.loop(1, 2)), residency=1)
+
+
+def test_a_pair_of_one_stage_needs_one_place():
+    assert_becomes("0F0 (0F1;0B0) 0B1", "0UNSHARD 0F0 (0F1;0B0) 0B1 0RESHARD", residency=1)
+
+
+def test_weight_gradients_and_recomputations_use_their_stage():
+    program = program_of("0F0 1F0 1I0 0I0 1W0 0W0", placement=Placement.loop(1, 2))
+
+    assert drawn(place_gathers(program, 1, 0)) == [
+        "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1I0 1RESHARD 0UNSHARD 0I0 0RESHARD 1UNSHARD 1W0 1RESHARD "
+        "0UNSHARD 0W0 0RESHARD"
+    ]
+
+
+def test_forwards_alone_are_gathered_too():
+    assert_becomes("0F0 0F1\n1F0 1F1", "0UNSHARD 0F0 0F1 0RESHARD\n1UNSHARD 1F0 1F1 1RESHARD", residency=2)
+
+
+def test_stages_that_share_a_parameter_are_gathered_as_one_under_the_name_of_the_first():
+    schedule = build("zbv", ranks=1, microbatches=2)
+
+    program = lower(schedule, shard="full", residency=1, units=[(1, 0)])
+
+    assert program.units == ((0, 1),)
+    assert drawn(program)[0].split()[0] == "0UNSHARD"
+    assert [str(row) for row in program[0] if not row.op.is_compute] == ["0UNSHARD", "0REDUCE_GRAD", "0RESHARD"]
+
+
+def test_copies_of_a_stage_on_one_rank_are_one_unit():
+    placement = Placement.explicit([0, 0], routes=[[0], [1]])
+    order = [[parse_action(word) for word in ("0F0", "1F1", "1B1", "0B0")]]
+    routes = np.array([0, 1], np.int8)
+    schedule = Schedule.from_actions("two routes", placement, order, num_microbatches=2, route_of_microbatch=routes)
+
+    program = lower(schedule, shard="full", residency=1)
+
+    assert drawn(program) == ["0UNSHARD 0F0 1F1 1B1 0B0 0REDUCE_GRAD 0RESHARD"]
+    check(program, residency=1)
+
+
+def test_a_gather_is_behind_the_receives_that_are_posted_and_a_reshard_behind_the_sends():
+    program = lower(build("looped-bfs", ranks=2, microbatches=1, stages_per_rank=2), shard="full", residency=1)
+
+    assert drawn(program)[1].startswith("1RECV_F0 1UNSHARD 1F0 1SEND_F0 1RESHARD 3RECV_F0 3UNSHARD 3F0")
+
+
+# ---- wrong values
+
+
+@pytest.mark.parametrize("residency", [0, -1, True, 1.5, "2"])
+def test_a_residency_that_is_none_is_refused(residency):
+    with pytest.raises(ConfigError, match=r"residency: .*1 or more, or None for all"):
+        lower(build("1f1b", ranks=2, microbatches=2), shard="full", residency=residency)
+
+
+@pytest.mark.parametrize("look_ahead", [-1, False, None, 0.5])
+def test_a_look_ahead_that_is_none_is_refused(look_ahead):
+    with pytest.raises(ConfigError, match=r"look_ahead: .*a number of computations, 0 or more"):
+        lower(build("1f1b", ranks=2, microbatches=2), shard="full", look_ahead=look_ahead)
+
+
+def test_an_unknown_way_to_shard_is_refused_with_the_nearest():
+    schedule = build("1f1b", ranks=2, microbatches=2)
+
+    with pytest.raises(ConfigError, match=r"shard: .*expected one of none, optimizer, full.*Did you mean 'full'"):
+        lower(schedule, shard="ful")
+    with pytest.raises(ConfigError, match=r"shard: None"):
+        lower(schedule, shard=None)
+
+
+def test_a_unit_over_several_ranks_is_refused():
+    with pytest.raises(ScheduleError, match=r"unit \(0, 1\): its stages are on ranks \[0, 1\]"):
+        lower(build("1f1b", ranks=2, microbatches=2), shard="full", units=[(0, 1)])
+
+
+# ---- what holds for every program
+
+
+def uses_of(program, rank):
+    """Per computation of a rank, an overlapped pair being one, the units that it uses."""
+    return [
+        {int(program.unit_of_stage[row.stage]) for row in group}
+        for group in groups(program, rank)
+        if group[0].op.is_compute
+    ]
+
+
+def fewest_gathers(uses, residency):
+    """The least number of gathers that any way to keep at most so many whole needs, found by trying all."""
+    best = {frozenset(): 0}
+    for needed in uses:
+        after = {}
+        for whole, count in best.items():
+            rest = sorted(whole - needed)
+            for size in range(min(len(rest), residency - len(needed)) + 1):
+                for kept in combinations(rest, size):
+                    now = frozenset(needed | set(kept))
+                    after[now] = min(after.get(now, len(uses) * 2), count + len(needed - whole))
+        best = after
+    return min(best.values())
+
+
+def events_of(program, rank):
+    """(number of the computation that follows, `UNSHARD` or `RESHARD`, unit) of a rank, in order."""
+    found, number = [], 0
+    for group in groups(program, rank):
+        if group[0].op.is_compute:
+            number += 1
+        elif group[0].op in (Op.UNSHARD, Op.RESHARD):
+            found.append((number, group[0].op, group[0].stage))
+    return found
+
+
+def num_whole(program, rank):
+    """How many units are whole while each computation of a rank runs."""
+    changes = np.zeros(len(uses_of(program, rank)) + 1, int)
+    for number, op, _ in events_of(program, rank):
+        changes[number] += 1 if op is Op.UNSHARD else -1
+    return np.cumsum(changes)[:-1]
+
+
+def assert_gathers_rightly(before, after, residency, look_ahead):
+    for rank in range(len(after)):
+        uses = uses_of(before, rank)
+        most = min(residency or len(uses), len(set().union(*uses)))
+        stays, open_at = [], {}
+        for number, op, unit in events_of(after, rank):
+            if op is Op.UNSHARD:
+                assert unit not in open_at
+                open_at[unit] = number
+            else:
+                stays.append((open_at.pop(unit), number, unit))
+        assert not open_at
+        for at, needed in enumerate(uses):
+            now = [unit for begin, end, unit in stays if begin <= at < end]
+            assert len(now) == len(set(now))
+            assert needed <= set(now)
+        assert all(unit in uses[end - 1] for _, end, unit in stays)
+        whole = num_whole(after, rank)
+        assert whole.max(initial=0) <= most
+        for unit in set(before.placement.stages_of_rank[rank]):
+            own = sorted((begin, end) for begin, end, other in stays if other == unit)
+            assert all((whole[end:begin] == most).any() for (_, end), (begin, _) in pairwise(own))
+        for begin, end, unit in stays:
+            first = next(at for at in range(begin, end) if unit in uses[at])
+            assert first - begin <= look_ahead
+            is_early = first - begin == look_ahead or begin == 0
+            assert is_early or whole[begin - 1] == most
+
+
+@pytest.mark.slow
+@given(
+    schedule=feasible_schedules(),
+    residency=st.one_of(st.none(), st.integers(2, 4)),
+    look_ahead=st.integers(0, 4),
+)
+def test_random_orders_are_gathered_rightly_and_proved(schedule, residency, look_ahead):
+    before = Program.from_schedule(schedule)
+
+    after = lower(schedule, shard="full", residency=residency, look_ahead=look_ahead)
+
+    assert computations(after) == computations(before)
+    assert_gathers_rightly(before, after, residency, look_ahead)
+    check(after, residency=residency)
+
+
+@pytest.mark.slow
+@given(schedule=schedules(), residency=st.sampled_from([1, 2, 3, None]), look_ahead=st.integers(0, 3))
+def test_every_schedule_of_the_registry_is_gathered_rightly_and_proved(schedule, residency, look_ahead):
+    if schedule.joined.any() and residency == 1:
+        residency = 2
+    before = Program.from_schedule(schedule)
+
+    after = lower(schedule, shard="full", residency=residency, look_ahead=look_ahead)
+
+    assert_gathers_rightly(before, after, residency, look_ahead)
+    check(after, residency=residency)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("transport", ["posted", "coalesced"])
+def test_every_family_is_proved_under_every_transport_with_few_stages_whole(name, transport):
+    ranks = 2 if name in ("dualpipe", "chimera") else 3
+    schedule = build(name, ranks=1 if name == "sequential" else ranks, microbatches=6)
+    for residency in (2, None):
+        program = lower(schedule, transport, shard="full", residency=residency)
+        facts = check(program, "all" if transport == "coalesced" else "pair_fifo", residency=residency)
+        assert max(facts.peak_whole) <= (residency or schedule.num_stages)
+
+
+@pytest.mark.slow
+@given(schedule=feasible_schedules(), residency=st.integers(1, 3))
+def test_without_a_look_ahead_there_are_as_few_gathers_as_there_can_be(schedule, residency):
+    before = Program.from_schedule(schedule)
+    if any(len(needed) > residency for rank in range(len(before)) for needed in uses_of(before, rank)):
+        residency = 2
+
+    after = place_gathers(before, residency, look_ahead=0)
+
+    for rank in range(len(after)):
+        found = sum(op is Op.UNSHARD for _, op, _ in events_of(after, rank))
+        assert found == fewest_gathers(uses_of(before, rank), residency)
+
+
+def without_row(program, row):
+    return program.select(np.delete(np.arange(program.num_rows), row))
+
+
+@pytest.mark.slow
+@given(schedule=schedules(max_microbatches=4), look_ahead=st.integers(0, 2))
+def test_every_gather_reshard_and_last_reduction_is_needed(schedule, look_ahead):
+    program = lower(schedule, shard="full", residency=2 if schedule.joined.any() else 1, look_ahead=look_ahead)
+    for op, is_needed in (
+        (Op.UNSHARD, slice(None)),
+        (Op.RESHARD, slice(None, -1)),
+        (Op.REDUCE_GRADIENT, slice(-1, None)),
+    ):
+        for unit in set(program.unit_of_stage.tolist()):
+            rows = np.flatnonzero((program.op == op) & (program.stage == unit))
+            if op is Op.UNSHARD and len(rows) == 1:
+                continue  # a stage that nothing gathers is whole from the start
+            for row in rows[is_needed].tolist():
+                with pytest.raises(ScheduleError):
+                    check(without_row(program, row))
+
+
+@pytest.mark.slow
+@given(schedule=schedules())
+def test_with_the_optimizer_sharded_each_stage_is_gathered_once_and_reduced_once(schedule):
+    program = lower(schedule, shard="optimizer", residency=1)
+
+    units = set(program.unit_of_stage.tolist())
+    for op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRADIENT):
+        expected = [] if schedule.is_forward_only and op is Op.REDUCE_GRADIENT else sorted(units)
+        assert sorted(program.stage[program.op == op].tolist()) == expected
+    assert program == lower(schedule, shard="full", residency=None)
+
+
+@pytest.mark.slow
+@given(schedule=schedules())
+def test_without_shards_the_program_is_what_it_was_whatever_else_is_given(schedule):
+    program = lower(schedule, residency=1, look_ahead=5, units=[(0,)])
+
+    assert program == lower(schedule)
+    assert not program.units
+    assert program.digest() == lower(schedule).digest()
+
+
+def test_compiled_loops_place_the_same_rows(monkeypatch):
+    schedule = build("interleaved-1f1b", ranks=4, microbatches=16, stages_per_rank=4)
+    interpreted = lower(schedule, shard="full", residency=2, look_ahead=2)
+
+    monkeypatch.setattr(hot, "COMPILE_ABOVE_ROWS", 0)
+
+    assert lower(schedule, shard="full", residency=2, look_ahead=2) == interpreted
