@@ -613,17 +613,3 @@ def test_the_error_of_memory_that_ran_out_is_known_by_its_text():
     assert undocumented.is_out_of_memory(caught.value)
     assert undocumented.is_out_of_memory(MemoryError())
     assert not undocumented.is_out_of_memory(RuntimeError("no kernel"))
-
-
-def test_a_backend_sums_over_its_ranks_without_a_process_group_around_it():
-    def case(rank, store):
-        values = torch.full((3,), rank + 1.0)
-        work = undocumented.gloo(store, rank, 2, 20.0).allreduce([values])
-        work.wait()
-        return values.tolist()
-
-    store = dist.HashStore()
-    with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(case, range(2), [store] * 2))
-
-    assert found == [[3.0] * 3] * 2

@@ -142,3 +142,13 @@ def test_a_work_lets_the_stream_wait_or_the_host_and_may_have_a_result():
     assert all(callable(getattr(dist.Work, name)) for name in ("is_completed", "block_current_stream", "wait"))
     with pytest.raises(RuntimeError, match="getFutureResult not implemented"):
         dist.Work().get_future_result()
+
+
+def test_a_backend_sums_over_its_ranks_without_a_process_group_around_it():
+    def case(backend, rank):
+        values = torch.full((3,), rank + 1.0)
+        backend.allreduce([values]).wait()
+        backend.shutdown()
+        return values.tolist()
+
+    assert with_two_backends(case) == [[3.0] * 3] * 2
