@@ -23,9 +23,9 @@ def test_every_call_of_every_step_is_checked(schedule):
         pipeline = Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires)
         step_task(pipeline, task)
         pipeline.evaluate(*task.inputs, target=task.target)
-        runner = pipeline._runner
-        calls = sum(len(compiled.plain) for compiled in runner._compiled.values())
-        return invariants_of(pipeline).num_checks, calls + len(runner._compiled)
+        programs = pipeline._runner._programs
+        calls = sum(len(compiled.plain) for compiled in programs._compiled.values())
+        return invariants_of(pipeline).num_checks, calls + len(programs._compiled)
 
     for num_checks, num_calls in on_ranks(schedule.num_ranks, case):
         assert num_checks == num_calls

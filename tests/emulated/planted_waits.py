@@ -18,6 +18,7 @@ from tests.emulated.pipelines import transport_of
 from tests.emulated.planted_scenarios import CLOCK_S, FORWARD_S, ROWS, WIDTH, Slow, pipeline_of, train
 from tests.emulated.planting import RECORDED, does_nothing, table
 from tests.emulated.rank_threads import communicator
+from tests.emulated.replicas import train as train_replicas
 from tests.emulated.runtime import RUNTIME
 
 FAULTS, plant = table()
@@ -71,6 +72,11 @@ def measured_layers(rank, num_ranks):
     if not FORWARD_S[rank] <= times.forward_s[0] < FORWARD_S[rank] + CLOCK_S:
         text = f"the forward took {times.forward_s[0]:.3f} s, not {FORWARD_S[rank]} s, launched at {layer.stack}"
         RUNTIME.checker.report(RECORDED, ["forward"], text)
+
+
+def replicas(rank, num_ranks):
+    """Each rank is a replica, with running statistics."""
+    return train_replicas(rank, num_ranks, num_ranks, torch.device("emu", rank), norm=True)[0]
 
 
 # ---- faults
@@ -197,3 +203,31 @@ def _(original):
 )
 def _(original):
     return does_nothing(original)
+
+
+@plant(
+    "sums over replicas are used before they are there",
+    "replicas",
+    "penstock.execute.replicas.reductions:_DeviceReduction.complete",
+    UNORDERED,
+    "all_reduce",
+    "",
+)
+def _(original):
+    return does_nothing(original)
+
+
+@plant(
+    "buffers of the first replica are used before they are there",
+    "replicas",
+    "penstock.execute.replicas.first_replica:Share.wait",
+    UNORDERED,
+    "recv from",
+    "",
+)
+def _(original):
+    def wait(share):
+        share._tickets = []
+        original(share)
+
+    return wait

@@ -253,9 +253,6 @@ class Admission:
             [_with_size(each, rows[each.index], lengths[each.index * width + each.slice]) for each in slices]
             for slices in given.slices[:num_microbatches]
         ]
-        # Only once all ranks run the step: a batch that was refused is the caller's to use again.
-        for presplit in given.spent:
-            presplit.parts.clear()
         return Batch(sized, parts, agreed, bool(given.target), self._prefetcher(given, sized, parts))
 
     def _prefetcher(
