@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.execute.transport import device_links
-from penstock.execute.transport.device_links import connect_devices
+from penstock.execute.transport.device_links import abort_all, connect_devices
 from penstock.running_time import running_s
 
 DEADLINE_S = 0.3
@@ -96,3 +96,16 @@ def test_where_a_rank_does_not_come_all_is_undone_at_once_and_in_time(monkeypatc
 
     assert running_s() - begin_s < DEADLINE_S + SLACK_S / 2
     assert not aborts.broken
+
+
+class Hangs:
+    def abort(self):
+        blocks_for_ever()
+
+
+def test_an_abort_that_does_not_come_back_is_left_behind_in_time():
+    begin_s = running_s()
+
+    abort_all([Hangs(), Hangs()], DEADLINE_S)
+
+    assert DEADLINE_S <= running_s() - begin_s < DEADLINE_S + SLACK_S / 2

@@ -10,9 +10,10 @@ Relies on: backends may be used by a thread that is not the one that made them, 
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from itertools import permutations
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,21 +43,37 @@ def connect_devices(
     try:
         _FirstMessages(rank, num_ranks, device, made, deadline_s).exchange()
     except BaseException:
-        abort_all(made)
+        abort_all(made, deadline_s)
         raise
     return made
 
 
-def abort_all(backends: Sequence[Backend]) -> None:
-    """Abort backends at once: an abort of NCCL's waits for the messages of the others, which nobody would end."""
-    if len(backends) < 2:
-        for backend in backends:
-            backend.abort()
+class Abortable(Protocol):
+    """A backend, or a transport that has some."""
+
+    def abort(self) -> None: ...
+
+
+def abort_all(several: Sequence[Abortable], limit_s: float) -> None:
+    """Abort at once: an abort of NCCL's waits for the messages of the others, which nobody would end.
+
+    It waits for what else the device runs, too, and so may not come back; nobody waits longer than `limit_s`.
+    """
+    if len(several) < 2:
+        for each in several:
+            each.abort()
         return
-    with ThreadPoolExecutor(len(backends)) as threads:
-        ends = [threads.submit(backend.abort) for backend in backends]
-    for end in ends:
-        end.exception()  # a device that has failed may refuse even this
+    threads = [threading.Thread(target=_abort, args=(each,), daemon=True) for each in several]
+    for thread in threads:
+        thread.start()
+    end_s = running_s() + limit_s
+    for thread in threads:
+        thread.join(max(end_s - running_s(), 0.0))
+
+
+def _abort(each: Abortable) -> None:
+    with suppress(Exception):  # a device that has failed may refuse even this
+        each.abort()
 
 
 class _FirstMessages:

@@ -9,10 +9,11 @@ Lists of all ranks are one replica after another. A rank that aborts does so alo
 one hear of it and abort too, so after two hops all ranks have.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
+from penstock.execute.transport.device_links import abort_all
 from penstock.execute.transport.protocol import Transport, WaitObserver
 from penstock.execute.transport.rank_names import RankNames, rank_names
 
@@ -90,7 +91,7 @@ class Places:
 
     def abort(self) -> None:
         """Give up every message of every dimension."""
-        _each(self.transports, "abort")
+        abort_all(self.transports, self.pipeline.deadline_s)
 
     def recover(self) -> None:
         """Start afresh together with all ranks of the job. Raises: DeadlineExceeded, PeerLost."""
@@ -99,7 +100,14 @@ class Places:
 
     def close(self) -> None:
         """Release everything."""
-        _each(self.transports, "close")
+        first: BaseException | None = None
+        for transport in self.transports:
+            try:
+                transport.close()
+            except BaseException as error:  # the others are closed all the same
+                first = first or error
+        if first is not None:
+            raise first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,15 +125,3 @@ class _ByNumber:
 
     def gave_up(self) -> int | None:
         return self.observer.gave_up()
-
-
-def _each(transports: Iterable[Transport], method: str) -> None:
-    """Call a method of all transports, whatever the first ones raise."""
-    first: BaseException | None = None
-    for transport in transports:
-        try:
-            getattr(transport, method)()
-        except BaseException as error:
-            first = first or error
-    if first is not None:
-        raise first

@@ -162,7 +162,7 @@ class TorchTransport:
 
     def abort(self) -> None:
         self._sockets.close()
-        abort_all(self._forget())
+        abort_all(self._forget(), self.deadline_s)
 
     def recover(self) -> None:
         self.abort()
