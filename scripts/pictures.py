@@ -201,7 +201,7 @@ def replicas(theme: Theme) -> bytes:
         parts.append(arrow(f"M262,{y + 17} L356,{y + 17}", "microbatches", (309, y + 10)))
     for x in (185, 435):
         parts.append(arrow(f"M{x},66 L{x},138", is_dashed=True))
-        parts.append(arrow(f"M{x},138 L{x},66", "average gradients", (x + 62, 106), is_dashed=True))
+        parts.append(arrow(f"M{x},138 L{x},66", "sum gradients", (x + 50, 106), is_dashed=True))
     return diagram(570, 190, parts, theme)
 
 
