@@ -67,7 +67,7 @@ class SayingParameters:
     def __init__(self, said, stages):
         def note(what):
             # None, as a layout returns whose reductions are over at once
-            return lambda *args: said.append((what, *args))
+            return lambda *args, is_last=True: said.append((what, *args)) if is_last else None
 
         layout = SimpleNamespace(
             launches=False, unshard=note("unshard"), reshard=note("reshard"), reduce=note("reduce stage")

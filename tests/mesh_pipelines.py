@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock import PreSplit
 from penstock.errors import DeadlineExceeded, PeerLost
 from penstock.execute.replicas.mesh import local_mesh
+from penstock.execute.values.tensors import is_dtensor, local_part
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import PATIENCE_S, WIDTH, float_layers, named, square_loss, values
 from tests.reference import even_sizes, reference_step
@@ -111,12 +112,40 @@ def train(places, job, schedule, steps=1, optimizer=None, **options):
         found.result = result
         found.own_losses = list(result.losses)
         attribute = "main_grad" if pipeline.options.main_gradients else "grad"
-        found.weights = {name: each.detach().clone() for name, each in pipeline.named_parameters()}
-        found.gradients = {
-            name: None if (grad := getattr(each, attribute)) is None else grad.clone()
-            for name, each in pipeline.named_parameters()
-        }
+        found.weights = {name: rows_of(each) for name, each in pipeline.named_parameters()}
+        found.gradients = {name: rows_of(getattr(each, attribute)) for name, each in pipeline.named_parameters()}
     return found
+
+
+def rows_of(tensor):
+    """A copy of what this rank has of a tensor; `ShardRows` of a DTensor."""
+    if not is_dtensor(tensor):
+        return None if tensor is None else tensor.detach().clone()
+    return ShardRows(local_part(tensor).clone(), is_whole=tensor.placements[0].is_replicate())
+
+
+@dataclass
+class ShardRows:
+    """What one replica has of a tensor."""
+
+    rows: Any
+    is_whole: bool
+
+
+def put_together(ranks, num_replicas):
+    """Replace rows by the whole tensors, on all ranks."""
+    num_places = len(ranks) // num_replicas
+    for place in range(num_places):
+        replicas = ranks[place::num_places]
+        for kind in ("weights", "gradients"):
+            for name in getattr(replicas[0], kind):
+                parts = [getattr(each, kind)[name] for each in replicas]
+                if isinstance(parts[0], ShardRows):
+                    rows = [part.rows for part in parts]
+                    whole = rows[0] if parts[0].is_whole else torch.cat(rows)
+                    for each in replicas:
+                        getattr(each, kind)[name] = whole
+    return ranks
 
 
 def train_alone(job, steps=1, optimizer=None, seed=None):
@@ -155,6 +184,7 @@ def difference(ranks, alone, *, num_replicas, tolerance=TOLERANCE):
     """Say how the ranks differ from the one process, and replicas from each other; empty where they do not."""
     found = []
     places = len(ranks) // num_replicas
+    put_together(ranks, num_replicas)
     for rank, own in enumerate(ranks):
         first = ranks[rank % places]
         if [_bits(each) for each in own.losses] != [_bits(each) for each in ranks[0].losses]:

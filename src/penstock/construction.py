@@ -2,9 +2,10 @@
 
     plan         schedule, split, layers of this rank; no message
     exchange 1   how the rank was set up, which must be equal on all, and what it found in its layers
-    assemble     stages, program, runner; no message
+    assemble     stages; no message. With shards, exchange: which stages share parameters, since programs depend on it
+    build        program, runner; no message
     exchange 2   which parameters are tied, and what their copies are like
-    values       of tied copies, from their owners
+    values       from the first replica, and of tied copies from their owners; sharded then
 
 What is wrong on one rank only, such as a layer that cannot be built there, must not let the others wait: all that can
 fail runs within the two exchanges, by which it fails on all ranks.
@@ -40,13 +41,13 @@ from penstock.execute.observing.shared_buffers import shared_buffers
 from penstock.execute.options import PipelineOptions, refuse_unknown
 from penstock.execute.parameters.gradient_store import require_main_shapes
 from penstock.execute.parameters.tied import described_copies, refuse_renormalized, require_equal_kinds
-from penstock.execute.replicas.first_replica import share_all
+from penstock.execute.rank_parameters import refuse_hooks, sharing
 from penstock.execute.replicas.mesh import require_sizes
 from penstock.execute.runner import Runner
 from penstock.execute.stages.assemble import Assembly, assemble, with_skips
 from penstock.execute.stages.carried import refuse_layers_that_look_back
 from penstock.execute.stages.compiled_layers import compile_layers, without_wrappers
-from penstock.execute.stages.held_state import described_state, held_tensors, require_equal_replicas
+from penstock.execute.stages.held_state import described_state, require_equal_replicas
 from penstock.execute.stages.layers import Layer, layer_names, spec_attribute
 from penstock.execute.stages.other_layers import OtherLayers
 from penstock.execute.stages.parameter_counts import count_parameters
@@ -59,16 +60,20 @@ from penstock.execute.stages.wrappers import (
     refuse_wrappers,
     unsplittable,
 )
+from penstock.execute.transport.places import DATA
 from penstock.execute.transport.world import default_device, shares_process
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.split_backwards import with_split_backwards
+from penstock.lowering import Sharding
 from penstock.partition.split import ParameterCounts, split_over
 from penstock.planning import ScheduleLike, memory_demand, prove_and_lower_once, resolve_plan
 from penstock.proofs import prove_weight_order
 from penstock.schedules import find_family, is_family_name
 from penstock.version import VERSION
 
+Units = tuple[tuple[int, ...], ...]
+"""Stages of one rank that share a parameter."""
 _LOOKING_BACK = (nn.MultiheadAttention, nn.RNNBase)
 """What is known to need more of the sequence than the slice at hand, and cannot carry it by itself."""
 
@@ -94,6 +99,7 @@ class Plan:
         self.deadline_s = joined.transport.deadline_s
         self.num_replicas = joined.places.num_replicas
         self.mesh = f"{self.num_replicas} replicas of {joined.transport.num_ranks} ranks"
+        self.sharding = _sharding(joined, options)
         self.device = _device_of(joined, options)
         if options.frees_other_stages and any(map(shares_process, joined.places.transports)):
             raise ConfigError(
@@ -150,6 +156,7 @@ class Plan:
             deadline_s=f"{self.deadline_s:g}",
             device=self.device.type,
             mesh=self.mesh,
+            shard=f"{options.shard}, residency {options.residency}, look_ahead {options.look_ahead}",
         )
 
     def found(self, memory: PositionMemory) -> Found:
@@ -176,13 +183,26 @@ def _device_of(joined: Joined, options: PipelineOptions) -> torch.device:
     return device
 
 
+def _sharding(joined: Joined, options: PipelineOptions) -> Sharding:
+    """Return how programs are sharded. Raises: ConfigError, where there is no such way, or no mesh for it."""
+    sharding = Sharding(options.shard, options.residency, options.look_ahead)
+    if sharding.passes and joined.places.mesh is None:
+        raise ConfigError(
+            f"{options.shard!r} needs the ranks to share with: pass mesh= a DeviceMesh with the dimension {DATA!r}, "
+            "which may be of size 1",
+            key="shard",
+        )
+    return sharding
+
+
 class Programs:
     """What each mode of a pipeline runs; lowered and proved when it is asked for."""
 
-    def __init__(self, plan: Plan, tied_groups: Sequence[Sequence[int]]) -> None:
+    def __init__(self, plan: Plan, tied_groups: Sequence[Sequence[int]], units: Units) -> None:
         """Lower what training runs."""
         self._plan = plan
         self._tied_groups = tied_groups
+        self._sharding = replace(plan.sharding, units=units)
         self.training = self._lowered(plan.given)
 
     def of(self, mode: Mode, num_microbatches: int) -> Program:
@@ -206,6 +226,7 @@ class Programs:
             memory_demand(options.memory_limit, options.costs, schedule, self._plan.layers_of_stage),
             tied_groups=self._tied_groups,
             optimizer_step=has_scaler or options.optimizer_step is not None,
+            sharding=self._sharding,
         )
 
 
@@ -232,12 +253,13 @@ class Construction:
         stages, copies = range(self.plan.schedule.num_stages), self.assembly.tied_copies
         # A copy that is not averaged over replicas would spoil the sum of those that are.
         reduce_stage = describe_function(self.plan.options.reduce_stage) if copies else None
+        is_sharded = self.plan.options.is_sharded
         return {
             "setup": {"tied": f"stages {self.assembly.tied_groups}", "reduce_stage": reduce_stage},
             "copies": described_copies(copies),
             "parameters": count_parameters(self.assembly),
             "unsplittable": unsplittable(self.assembly.stages, stages, "split_backwards=True"),
-            "held": described_state(self.assembly.stages) if self.plan.num_replicas > 1 else {},
+            "held": described_state(self.assembly.stages) if self.plan.num_replicas > 1 or is_sharded else {},
         }
 
 
@@ -254,23 +276,39 @@ def construct(joined: Joined, request: Request) -> Construction:
             lambda: Plan(joined, request), lambda plan: told_of(plan.setup(), plan.found(memory))
         )
         agreed = Agreed.of(everyone, places.names)
-        made, everyone = joined.exchange(lambda: _assembled(joined, plan, agreed, memory), Construction.told)
+        if plan.options.is_sharded:
+            assembly, everyone = joined.exchange(lambda: _assembled(joined, plan, agreed), _told_units)
+            units = _units_of(everyone)
+            made, everyone = joined.exchange(
+                lambda: _built(joined, plan, agreed, memory, assembly, units), Construction.told
+            )
+        else:
+            made, everyone = joined.exchange(
+                lambda: _built(joined, plan, agreed, memory, _assembled(joined, plan, agreed)), Construction.told
+            )
     require_equal([theirs["setup"] for theirs in everyone], places.names)
     require_equal_kinds([theirs["copies"] for theirs in everyone], places.names)
     made.parameter_counts = ParameterCounts.of_ranks([theirs["parameters"] for theirs in everyone])
     made.unsplittable = next((str(theirs["unsplittable"]) for theirs in everyone if theirs["unsplittable"]), "")
     if places.data is not None:
         require_equal_replicas([theirs["held"] for theirs in everyone], places)
-        share_all(places.data, held_tensors(made.assembly.stages))
-    for copy in made.assembly.tied_copies.values():
-        copy.share_values(joined.transport)
+    made.runner.parameters.take_first_values()
     if plan.options.frees_other_stages:
         made.other_layers.free()
     return made
 
 
-def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemory) -> Construction:
-    """Make all that this rank runs; no message to another rank."""
+def _told_units(assembly: Assembly) -> Told:
+    return {"units": [sorted(stage.index for stage in stages) for stages in sharing(assembly.stages)]}
+
+
+def _units_of(everyone: Sequence[Told]) -> Units:
+    units = {tuple(unit) for theirs in everyone for unit in theirs["units"] if len(unit) > 1}
+    return tuple(sorted(units))
+
+
+def _assembled(joined: Joined, plan: Plan, agreed: Agreed) -> Assembly:
+    """Make the stages of this rank; no message to another rank."""
     places, options, schedule = joined.places, plan.options, plan.schedule
     transport = places.pipeline
     refuse_shared_objects(agreed.shared, transport)
@@ -290,8 +328,10 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemor
     named_layers = [named for stage in assembly.stages for named in stage.layers.items()]
     refuse_renormalized(named_layers, assembly.tied_copies.values())
     refuse_wrappers(assembly.stages, schedule, joined.ranks_of_group())
-    if places.data is not None:
+    if places.data is not None or options.is_sharded:
         refuse_reduced_twice(assembly.stages)
+    if options.is_sharded:
+        refuse_hooks(assembly.named_parameters())
     is_trained = plan.loss is not None and not schedule.is_forward_only
     if is_trained and options.reduce_stage is None:
         joined.require_one_model(is_averaged=averages_gradients(assembly.stages))
@@ -303,7 +343,15 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemor
         refuse_layers_that_look_back(assembly.stages, _LOOKING_BACK)
     if options.main_gradients:
         require_main_shapes(assembly.named_parameters())
-    programs = Programs(plan, assembly.tied_groups)
+    return assembly
+
+
+def _built(
+    joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemory, assembly: Assembly, units: Units = ()
+) -> Construction:
+    """Make all that this rank runs; no message to another rank."""
+    places, options, schedule = joined.places, plan.options, plan.schedule
+    programs = Programs(plan, assembly.tied_groups, units)
     runner = Runner(
         places,
         plan.device,

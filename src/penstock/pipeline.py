@@ -105,7 +105,7 @@ class Pipeline(ModelPart):
         self._control = joined.control
         places = joined.places
         self.rank, self.replica, self.num_replicas = self._transport.rank, places.replica, places.num_replicas
-        self._gradient_attribute = self.options.gradient_attribute
+        self._gradient_attribute, self._is_sharded = self.options.gradient_attribute, self.options.is_sharded
         self._is_closed = False
         if self._control.rank == 0:
             self._advise()

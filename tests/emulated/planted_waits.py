@@ -208,7 +208,7 @@ def _(original):
 @plant(
     "sums over replicas are used before they are there",
     "replicas",
-    "penstock.execute.replicas.reductions:_DeviceReduction.complete",
+    "penstock.execute.replicas.lane:_OnDevice.complete",
     UNORDERED,
     "all_reduce",
     "",

@@ -38,6 +38,7 @@ class ModelPart:
     _control: Control
     _assembly: Assembly
     _gradient_attribute: str
+    _is_sharded: bool
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """List this rank's parameters, each once: what its optimizer takes."""
@@ -134,7 +135,7 @@ class ModelPart:
 
         Every rank calls it, between `step` and its optimizer's. The norm is that of
         `torch.nn.utils.clip_grad_norm_` over the unsplit model, with a tied parameter counted once, in float64: the
-        same bits on all ranks and for every split. Gradients in `.main_grad` are taken from there.
+        same bits on all ranks and for every split of the layers. Gradients in `.main_grad` are taken from there.
 
         Raises:
             ConfigError: `max_norm` or `norm_type` is no number larger than 0. `math.inf` as the limit measures only.
@@ -144,7 +145,12 @@ class ModelPart:
         attribute = self._gradient_attribute
         named = [(name, getattr(parameter, attribute, None)) for name, parameter in self.named_parameters()]
         norm = clip_gradients(
-            named, self._control.within.all_gather_object, max_norm, norm_type=norm_type, skip=self.copied_names
+            named,
+            self._control.within.all_gather_object,
+            max_norm,
+            norm_type=norm_type,
+            skip=self.copied_names,
+            across=self._control.across if self._is_sharded else None,
         )
         if error_if_nonfinite and not math.isfinite(norm):
             raise PipelineError(

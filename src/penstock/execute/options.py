@@ -99,6 +99,14 @@ class PipelineOptions:
     """Whether gradients are added up in `.main_grad`, in float32 where weights have fewer bits, and `.grad` is left as
     it is. `reduce_stage` and `optimizer_step` find them there; zero them by setting `.main_grad` to None."""
 
+    shard: str = "none"
+    """What the replicas of a mesh share out: nothing; or weights, gradients and optimizer state. Of these a rank
+    gathers few stages at a time ("full"), or all for a step ("optimizer")."""
+    residency: int | None = 2
+    """With "full", how many stages of a rank may be whole at once, those being gathered included; None: all."""
+    look_ahead: int = 1
+    """How many computations before its first use a gather starts, if there is room."""
+
     debug: str = "off"
     """"messages": every message says what it is, and its receiver compares. "values": also, every value must be finite,
     and copies of parameters equal; norms are logged. Both cost time; the same on every rank."""
@@ -150,6 +158,11 @@ class PipelineOptions:
         if self.debug not in DEBUG_LEVELS:
             hint = nearest(str(self.debug), DEBUG_LEVELS)
             require("debug", self.debug, False, f"one of {', '.join(DEBUG_LEVELS)}.{hint}")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether replicas share out parameters."""
+        return self.shard != "none"
 
     @property
     def gradient_attribute(self) -> str:

@@ -1,8 +1,8 @@
 """`RankParameters`: the parameters of one rank in their units, with their layouts, gradients and ties."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
@@ -15,14 +15,19 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.losses.grad_scaler import SharedScaler, grad_scaler_of
 from penstock.execute.losses.loss import Scale
 from penstock.execute.parameters.averaged import Averaged, wrapped
-from penstock.execute.parameters.gradient_store import GradientStore
+from penstock.execute.parameters.gradient_store import GradientStore, StoredGradients
 from penstock.execute.parameters.layout import ParameterLayout, Replicated
-from penstock.execute.parameters.tied import TiedCopy, agree_on_copies
-from penstock.execute.replicas.reductions import Reductions
+from penstock.execute.parameters.shard_gradients import ShardGradients
+from penstock.execute.parameters.tied import agree_on_copies
+from penstock.execute.replicas.first_replica import share_all
+from penstock.execute.replicas.lane import lane_of
+from penstock.execute.replicas.sharded import Sharded
 from penstock.execute.replicas.summed import StageParts, Summed
 from penstock.execute.stages.assemble import Assembly
+from penstock.execute.stages.held_state import held_tensors
 from penstock.execute.stages.stage import Stage, modules_of
 from penstock.execute.step import Step
+from penstock.execute.undocumented import has_accumulation_hooks, has_hooks
 from penstock.execute.undocumented_modules import ModuleSnapshot
 
 
@@ -32,9 +37,12 @@ class Unit:
 
     stages: Sequence[Stage]
     gradients: GradientStore
+    """To which backwards add."""
     layout: ParameterLayout
-    copies: Sequence[TiedCopy]
-    """What other ranks hold too."""
+    tied_groups: Sequence[int]
+    """Groups of what other ranks hold too."""
+    shared_gradients: StoredGradients
+    """Those that ranks share: `gradients`, or of shards, their own."""
 
 
 class OwnParameters:
@@ -45,8 +53,10 @@ class OwnParameters:
     drift apart.
     """
 
-    def __init__(self, assembly: Assembly) -> None:
+    def __init__(self, assembly: Assembly, *, is_sharded: bool = False) -> None:
+        """With `is_sharded`, none may be replaced."""
         self._assembly = assembly
+        self._is_sharded = is_sharded
         self._layers = [layer for stage in assembly.stages for layer in stage.modules]
         self.named = assembly.named_parameters()
         """Each once, with its name in the unsplit model."""
@@ -56,13 +66,17 @@ class OwnParameters:
         """Look which parameters were replaced since the last look; return whether any was.
 
         Raises:
-            ConfigError: a tied one was, so that its copies are tied no more.
+            ConfigError: a tied one was, so that its copies are tied no more; or any, or one has hooks, with shards.
         """
+        if self._is_sharded:
+            refuse_hooks(self.named)
         if self._snapshot.is_current():
             return False
         if all(getattr(module, name, None) is parameter for module, name, parameter in self._held):
             self._snapshot = ModuleSnapshot(self._layers)  # of other modules, with which nothing was made
             return False
+        if self._is_sharded:
+            self._refuse_others()
         self._require_ties()
         self.named = self._assembly.named_parameters()
         self._snapshot, self._held = ModuleSnapshot(self._layers), self._look()
@@ -74,6 +88,16 @@ class OwnParameters:
             for module in modules_of(self._layers)
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         ]
+
+    def _refuse_others(self) -> None:
+        names = {id(parameter): name for name, parameter in self.named}
+        for module, name, parameter in self._held:
+            if getattr(module, name, None) is not parameter:
+                raise ConfigError(
+                    f"{names[id(parameter)]!r} is sharded over replicas, but was replaced after the pipeline was made; "
+                    "change its values by pipeline.load_state_dict() or in place, or make a new Pipeline",
+                    key="layers",
+                )
 
     def _require_ties(self) -> None:
         """Make sure that what was one object is one still, and that no copy of another rank's was replaced."""
@@ -108,6 +132,9 @@ class TrainingOptions(Protocol):
     @property
     def optimizer_step(self) -> Callable[[], None] | None: ...
 
+    @property
+    def is_sharded(self) -> bool: ...
+
 
 class RankParameters:
     """The parameters that one rank trains."""
@@ -131,13 +158,34 @@ class RankParameters:
         attribute = options.gradient_attribute
         self._own = OwnParameters(assembly)
         self._trained = 0
-        data = control.places.data
-        self._reductions = None if data is None else Reductions(data)
-        self.units = [self._unit(stages, attribute) for stages in _sharing(assembly.stages)]
+        self._mesh = control.places.mesh if options.is_sharded else None
+        self._lane = lane_of(control.places, is_sharded=options.is_sharded)
+        self.units = [self._unit(stages, attribute) for stages in sharing(assembly.stages)]
         self.unit_of = {stage.index: unit for unit in self.units for stage in unit.stages}
-        self._store_of_copy = {id(copy): unit.gradients for unit in self.units for copy in unit.copies}
         scaler = grad_scaler_of(options.scale_loss)
         self._scaler = None if scaler is None else SharedScaler(scaler, control, device, attribute)
+
+    def take_first_values(self) -> None:
+        """Take the values of the first replica, and of the owners of tied parameters; keep what this rank shall hold.
+
+        Every rank calls it, before its first step. Raises: PeerLost, DeadlineExceeded.
+        """
+        data = self._control.places.data
+        for unit in self.units:
+            if data is not None:
+                share_all(data, held_tensors(unit.stages))
+            if isinstance(unit.layout, Sharded):
+                self._shard(unit.layout)
+        for copy in self.copies.values():
+            copy.share_values(self._control.transport)
+        if self._mesh is not None:
+            self._own = OwnParameters(self._assembly, is_sharded=True)
+
+    def _shard(self, layout: Sharded) -> None:
+        shard_of = layout.shard()
+        for group, copy in self.copies.items():
+            named = {name: shard_of.get(parameter, parameter) for name, parameter in copy.parameters.items()}
+            self.copies[group] = replace(copy, parameters=named)
 
     @property
     def scale(self) -> float:
@@ -175,10 +223,11 @@ class RankParameters:
         """Run a step in here; one that fails leaves nothing behind."""
         try:
             for unit in self.units:
-                unit.layout.begin_step(is_synced=step.is_synced, is_training=step.is_training)
+                unit.layout.begin_step(is_synced=step.is_synced, sums_tied=step.sums_tied, is_training=step.is_training)
                 if step.is_training:
-                    copies = unit.copies if step.sums_tied else ()
-                    unit.gradients.begin_step(parameter for copy in copies for parameter in copy.trained().values())
+                    unit.gradients.begin_step()
+                    copies = [self.copies[group] for group in unit.tied_groups] if step.sums_tied else ()
+                    unit.shared_gradients.set_aside(each for copy in copies for each in copy.trained().values())
             yield
         except BaseException:
             for unit in self.units:
@@ -190,10 +239,11 @@ class RankParameters:
         finally:
             for unit in self.units:
                 unit.gradients.end_step()
+                unit.shared_gradients.end_step()
 
-    def store_of(self, copy: TiedCopy) -> GradientStore:
-        """Return where a copy's gradients are."""
-        return self._store_of_copy[id(copy)]
+    def store_of(self, group: int) -> StoredGradients:
+        """Return where the gradients of this rank's copy of a tied group are."""
+        return next(unit.shared_gradients for unit in self.units if group in unit.tied_groups)
 
     def step_optimizer(self) -> None:
         """End a training step's program: the scalers of all ranks agree before any optimizer is stepped."""
@@ -204,18 +254,34 @@ class RankParameters:
 
     def _unit(self, stages: Sequence[Stage], attribute: str) -> Unit:
         held = {id(each) for stage in stages for each in (*stage.parameters(), *stage.modules)}
-        tied = {id(copy): {*map(id, copy.parameters.values()), *map(id, copy.layers)} for copy in self.copies.values()}
-        copies = [copy for copy in self.copies.values() if held & tied[id(copy)]]
+        tied = {
+            group: {*map(id, copy.parameters.values()), *map(id, copy.layers)} for group, copy in self.copies.items()
+        }
+        groups = [group for group, own in tied.items() if held & own]
+        is_tied = frozenset[int]().union(*(tied[group] for group in groups))
+        parts = {stage.index: StageParts(stage.parameters, stage.modules) for stage in stages}
+        if self._mesh is not None:
+            return self._sharded_unit(stages, parts, groups, attribute)
         gradients = GradientStore(lambda: _parameters(stages), attribute)
-        is_tied = frozenset[int]().union(*(tied[id(copy)] for copy in copies))
-        if self._reductions is not None:
-            parts = {stage.index: StageParts(stage.parameters, stage.modules) for stage in stages}
-            return Unit(stages, gradients, Summed(parts, gradients, is_tied, self._reductions), copies)
+        layout: ParameterLayout
         modules = {stage.index: wrapped(stage.modules) for stage in stages}
-        if not any(modules.values()):
-            return Unit(stages, gradients, Replicated(), copies)
-        layout = Averaged(modules, gradients, is_tied, lambda: self._control.transport.deadline_s)
-        return Unit(stages, gradients, layout, copies)
+        if self._lane is not None:
+            layout = Summed(parts, gradients, is_tied, self._lane)
+        elif any(modules.values()):
+            layout = Averaged(modules, gradients, is_tied, lambda: self._control.transport.deadline_s)
+        else:
+            layout = Replicated()
+        return Unit(stages, gradients, layout, groups, gradients)
+
+    def _sharded_unit(
+        self, stages: Sequence[Stage], parts: Mapping[int, StageParts], groups: Sequence[int], attribute: str
+    ) -> Unit:
+        assert self._mesh is not None
+        assert self._lane is not None
+        gradients = GradientStore(lambda: layout.wholes(), attribute)
+        shared = ShardGradients(attribute)
+        layout = Sharded(parts, gradients, shared.add, self._lane, self._mesh)
+        return Unit(stages, gradients, layout, groups, shared)
 
     def _require_whole_sums(self) -> None:
         if self.copies and self.reduce_stage is not None:
@@ -227,14 +293,29 @@ class RankParameters:
             )
 
 
-def _sharing(stages: Iterable[Stage]) -> list[list[Stage]]:
-    """Put together the stages that share parameters."""
+def sharing(stages: Iterable[Stage]) -> list[list[Stage]]:
+    """Put together the stages of a rank that share parameters."""
     groups: list[list[Stage]] = []
     for stage in stages:
         own = set(map(id, stage.parameters()))
         joined = [group for group in groups if own.intersection(map(id, _parameters(group)))]
         groups = [group for group in groups if group not in joined] + [[*chain(*joined), stage]]
     return groups
+
+
+def refuse_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse hooks of parameters that are sharded: between forward and backward, others are in their place.
+
+    Raises:
+        ConfigError: naming the parameter.
+    """
+    for name, parameter in named:
+        if has_hooks(parameter) or has_accumulation_hooks(parameter):
+            raise ConfigError(
+                f"{name!r} has a hook, which cannot see its gradient where it is sharded over replicas; remove it, and "
+                "change or read the gradient after the step",
+                key="layers",
+            )
 
 
 def _parameters(stages: Iterable[Stage]) -> list[nn.Parameter]:

@@ -81,7 +81,7 @@ class Runner:
         self._losses = LossMaker(loss, loss_weights, loss_scale(options.scale_loss), is_last=is_last)
         own_layers = [layer for stage in assembly.stages for layer in stage.modules]
         control = Control.of(places)
-        self._parameters = RankParameters(control, device, assembly, options)
+        self.parameters = RankParameters(control, device, assembly, options)
         self._is_synced = self._sums_tied = True  # as the fields of `Step` say
         self._exchange = LossExchange(control, device)
         self._auxiliary: list[Auxiliary] = modules_with(own_layers, Auxiliary)
@@ -171,14 +171,14 @@ class Runner:
             self._places.replica * self._num_microbatches,
             patience_s,
         )
-        stores = {stage: unit.gradients for stage, unit in self._parameters.unit_of.items()}
+        stores = {stage: unit.gradients for stage, unit in self.parameters.unit_of.items()}
         context = CompileContext(
             program,
             rank,
             RankRows.of(program, rank),
             compose_stages(program, self._assembly.stages, self._assembly.skips, randomness, stores),
             self._messenger,
-            self._parameters,
+            self.parameters,
             self._places.within_replica(self._failures.board.row_of),
         )
         changes: list[Change] = []
@@ -198,7 +198,7 @@ class Runner:
         self._failures.begin(self._num_attempts)
 
     def _admit(self, mode: Mode, call: Call, memory: MemoryWatch | None) -> Batch:
-        parameters, is_training = self._parameters, mode.is_training
+        parameters, is_training = self.parameters, mode.is_training
         problem = parameters.refresh(is_synced=self._is_synced, sums_tied=self._sums_tied) if is_training else None
         batch = self._admission.admit(
             mode,
@@ -265,7 +265,7 @@ class Runner:
         """Run the calls of a step in here; outputs and the end of its messages follow."""
         is_evaluation = evaluating(self._assembly.stages) if mode is Mode.EVALUATE else nullcontext()
         with is_evaluation, observing([*of_step, *self._observers], step):
-            with self._parameters.running(step):
+            with self.parameters.running(step):
                 yield
             if step.keeps_outputs:
                 collect_outputs(self._messenger, step, compiled.program, self._transport.rank)

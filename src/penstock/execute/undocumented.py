@@ -38,6 +38,11 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks)
 
 
+def has_accumulation_hooks(parameter: Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` was called on a parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 # ---- the nodes of autograd's graph
 
 LEAF = "AccumulateGrad"

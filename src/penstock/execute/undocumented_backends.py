@@ -10,6 +10,7 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 _REGISTERED = attrgetter("_plugins")
 """Of `dist.Backend`: what makes a backend, by its name, where it is not part of torch."""
@@ -81,6 +82,11 @@ def _without_watchdog() -> Iterator[None]:
             del os.environ[_BLOCKING_WAIT]
         else:
             os.environ[_BLOCKING_WAIT] = before
+
+
+def mesh_without_groups(name: str, size: int, own: int) -> DeviceMesh:
+    """Return the mesh of ranks that are threads of this process, as rank `own` sees it: it says where DTensors lie."""
+    return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=(name,), _init_backend=False, _rank=own)
 
 
 def is_timeout(error: Exception) -> bool:

@@ -41,6 +41,14 @@ class ModuleSnapshot:
         return [table for tables_of in _TABLES for table in map(tables_of, self._modules)]
 
 
+def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Let a module hold another parameter under a name, as `setattr` does, in a tenth of the time."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = parameter
+    else:  # such as one of nn.RNN, which has a list of them
+        setattr(module, name, parameter)
+
+
 def is_replicated(module: nn.Module) -> bool:
     """Whether `torch.distributed._composable.replicate` has been applied to a module."""
     return hasattr(module, "set_requires_gradient_sync") and not hasattr(module, "unshard")

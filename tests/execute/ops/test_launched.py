@@ -30,7 +30,7 @@ class Launching(Replicated):
     def reshard(self):
         self.said.append("reshard")
 
-    def reduce(self, stage):
+    def reduce(self, stage, *, is_last):
         return self.ticket(f"reduction {stage}")
 
     def after_step(self):
@@ -76,7 +76,7 @@ def pipeline_of(program, said, calls, *, fails=False, **options):
     """Return a pipeline of one rank whose layouts launch; they are put in place before its first step."""
     layers = [Layer(said) for _ in range(program.num_stages)]
     pipeline = Pipeline(layers, program, loss=nn.functional.mse_loss, observers=[Calls(calls)], **options)
-    parameters = pipeline._runner._parameters
+    parameters = pipeline._runner.parameters
     for stage, unit in parameters.unit_of.items():
         object.__setattr__(unit, "layout", Launching(said, fails))
         assert parameters.unit_of[stage] is unit

@@ -133,7 +133,8 @@ class Counting(TorchDispatchMode):
 def begun(copied):
     """Return the gradients of a copy in a step that has begun."""
     store = GradientStore(copied.parameters.values)
-    store.begin_step(copied.trained().values())
+    store.begin_step()
+    store.set_aside(copied.trained().values())
     return store
 
 

@@ -13,10 +13,10 @@ def methods(kind):
 def test_whole_parameters_launch_nothing():
     layout = Replicated()
 
-    layout.begin_step(is_synced=True, is_training=True)
+    layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
 
     assert not layout.launches
-    assert (layout.unshard(), layout.reduce(0), layout.reshard()) == (None, None, None)
+    assert (layout.unshard(), layout.reduce(0, is_last=True), layout.reshard()) == (None, None, None)
 
 
 def test_every_layout_has_the_methods_of_the_protocol():

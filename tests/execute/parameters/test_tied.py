@@ -48,7 +48,8 @@ def parameter_of(rank, *, gradient=None):
 def begun(copied):
     """Return the gradients of a copy in a step that has begun."""
     store = GradientStore(copied.parameters.values)
-    store.begin_step(copied.trained().values())
+    store.begin_step()
+    store.set_aside(copied.trained().values())
     return store
 
 

@@ -4,29 +4,29 @@ import torch
 from torch import nn
 
 from penstock.execute.parameters.gradient_store import GradientStore
-from penstock.execute.replicas.reductions import Reductions
+from penstock.execute.replicas.lane import ReplicaLane
 from penstock.execute.replicas.summed import StageParts, Summed
 from tests.local_pipelines import on_ranks, settle
 
 
 def layout_of(transport, modules_of_stage, tied=(), launched=None):
-    """A unit of stages with these modules, and its reductions, which note what is launched."""
-    reductions = Reductions(transport)
+    """A unit of stages with these modules, and its lane, which note what is launched."""
+    lane = ReplicaLane(transport)
     if launched is not None:
-        launch = reductions.launch
+        launch = lane.sum
 
         def noting(buffers):
             launched.append([buffer.dtype for buffer in buffers])
             return launch(buffers)
 
-        reductions.launch = noting
+        lane.sum = noting
     parts = {
         stage: StageParts(lambda own=own: [each for module in own for each in module.parameters()], own)
         for stage, own in modules_of_stage.items()
     }
     every = [each for part in parts.values() for each in part.parameters()]
     store = GradientStore(lambda: dict.fromkeys(every))
-    return Summed(parts, store, set(map(id, tied)), reductions)
+    return Summed(parts, store, set(map(id, tied)), lane)
 
 
 def fill(modules, value):
@@ -43,9 +43,9 @@ def test_a_stage_is_one_reduction_however_many_parameters_it_has():
     def case(transport):
         own, launched = [linear(), linear(), linear(torch.float64)], []
         layout = layout_of(transport, {0: own}, launched=launched)
-        layout.begin_step(is_synced=True, is_training=True)
+        layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
         fill(own, transport.rank + 1)
-        layout.reduce(0).wait()
+        layout.reduce(0, is_last=True).wait()
         return launched, [each.grad.unique().tolist() for module in own for each in module.parameters()]
 
     for launched, gradients in on_ranks(2, case):
@@ -57,11 +57,11 @@ def test_what_two_stages_share_is_reduced_with_the_second_and_a_copy_of_a_stage_
     def case(transport):
         shared, first, second, launched = linear(), linear(), linear(), []
         layout = layout_of(transport, {0: [shared, first], 3: [shared, second], 5: [shared, second]}, launched=launched)
-        layout.begin_step(is_synced=True, is_training=True)
+        layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
         fill([shared, first, second], 1)
-        layout.reduce(0).wait()
+        layout.reduce(0, is_last=True).wait()
         shared.weight.grad += 1  # of the backward of the second stage
-        layout.reduce(5).wait()  # stages 3 and 5 are the same modules: the later one reduces
+        layout.reduce(5, is_last=True).wait()  # stages 3 and 5 are the same modules: the later one reduces
         return len(launched), [module.weight.grad.unique().tolist() for module in (shared, first, second)]
 
     for num_launched, gradients in on_ranks(2, case):
@@ -73,9 +73,9 @@ def test_without_gradients_to_train_there_is_no_reduction():
     def case(transport):
         own = linear().requires_grad_(False)
         layout = layout_of(transport, {0: [own]})
-        layout.begin_step(is_synced=True, is_training=True)
-        assert layout.reduce(0) is None
-        layout.begin_step(is_synced=True, is_training=False)
+        layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
+        assert layout.reduce(0, is_last=True) is None
+        layout.begin_step(is_synced=True, sums_tied=True, is_training=False)
 
     on_ranks(2, case)
 
@@ -84,9 +84,9 @@ def test_within_no_sync_only_what_is_tied_is_reduced():
     def case(transport):
         tied, other = linear(), linear()
         layout = layout_of(transport, {0: [tied, other]}, tied.parameters())
-        layout.begin_step(is_synced=False, is_training=True)
+        layout.begin_step(is_synced=False, sums_tied=True, is_training=True)
         fill([tied, other], transport.rank + 1)
-        layout.reduce(0).wait()
+        layout.reduce(0, is_last=True).wait()
         return tied.weight.grad.unique().tolist(), other.weight.grad.unique().tolist()
 
     assert on_ranks(2, case) == [([3.0], [1.0]), ([3.0], [2.0])]
@@ -98,11 +98,11 @@ def test_a_sum_belongs_to_the_first_replica_until_the_next_one_and_an_evaluation
         layout = layout_of(transport, {0: [own]})
         found = []
         for is_synced, is_training in ((True, True), (True, False), (False, True), (False, True), (True, True)):
-            layout.begin_step(is_synced=is_synced, is_training=is_training)
+            layout.begin_step(is_synced=is_synced, sums_tied=True, is_training=is_training)
             if is_training:
                 for each in own.parameters():
                     each.grad = torch.ones_like(each) if each.grad is None else each.grad.add_(1)
-                ticket = layout.reduce(0)
+                ticket = layout.reduce(0, is_last=True)
                 if ticket is not None:
                     ticket.wait()
             found.append(own.weight.grad.unique().item())
@@ -115,10 +115,10 @@ def test_a_parameter_that_none_has_used_gets_no_gradient():
     def case(transport):
         one, none = linear(), linear()
         layout = layout_of(transport, {0: [one, none]})
-        layout.begin_step(is_synced=True, is_training=True)
+        layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
         if transport.rank == 1:
             fill([one], 2)
-        layout.reduce(0).wait()
+        layout.reduce(0, is_last=True).wait()
         return one.weight.grad.unique().tolist(), none.weight.grad
 
     assert on_ranks(2, case) == [([2.0], None)] * 2
@@ -131,8 +131,8 @@ def test_saved_buffers_are_the_first_replicas_behind_the_reduction():
         own.running_mean.fill_(transport.rank + 5)
         own.num_batches_tracked.fill_(transport.rank + 7)
         layout = layout_of(transport, {0: [own]})
-        layout.begin_step(is_synced=True, is_training=True)
-        layout.reduce(0).wait()
+        layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
+        layout.reduce(0, is_last=True).wait()
         return own.running_mean.tolist(), own.num_batches_tracked.item(), own.table.tolist()
 
     first, second = on_ranks(2, case)

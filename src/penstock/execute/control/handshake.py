@@ -47,6 +47,8 @@ class Setup:
     """Its kind, such as cpu."""
     mesh: str
     """How many replicas there are, and of how many ranks."""
+    shard: str
+    """What they share out, and how much of it is whole at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""REDUCE_GRAD: the gradients of a stage are whole, and its replicas add theirs up.
+"""REDUCE_GRAD: the replicas add up what has come to the gradients of a stage.
 
-With two routes on one rank, two stages are the same modules: their gradients are whole behind the later one.
+With two routes on one rank, two stages are the same modules: their gradients are whole behind the later one. Where a
+stage is resharded in between, they are whole behind the last of several.
 """
 
 from collections.abc import Iterator
@@ -15,12 +16,10 @@ def reduce(context: CompileContext, row: int) -> Iterator[Bound]:
     reduce_stage, is_last = context.parameters.unit_of[stage].layout.reduce, _is_last(context, row)
 
     def launch(step: Step) -> None:
-        if not (is_last and step.sums_tied):
-            return
-        ticket = reduce_stage(stage)
+        ticket = reduce_stage(stage, is_last=is_last)
         if ticket is not None:
             step.tickets[row] = ticket
-        if hook is not None and step.is_synced:
+        if hook is not None and is_last and step.is_synced:
             step.wait_for(row)  # a caller's function finds the gradients whole
             hook(stage)
 

@@ -8,8 +8,8 @@ from penstock.execute.step import Bound, Step
 
 def reduce_tied(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle REDUCE_TIED."""
-    messenger, copy = context.messenger, context.parameters.copies[int(context.program.peer[row])]
-    store = context.parameters.store_of(copy)
+    group = int(context.program.peer[row])
+    messenger, copy, store = context.messenger, context.parameters.copies[group], context.parameters.store_of(group)
 
     def reduce_copy(step: Step) -> None:
         for peer in copy.ranks:

@@ -43,11 +43,13 @@ class Averaged(Replicated):
         self._limit_s = limit_s
         self._is_synced: Mapping[int, bool] = {}
         """By id of a module, whether the caller wants this step's gradients averaged."""
+        self._reduced_anyway: Collection[int] = ()
         self._not_reducing = ExitStack()
 
-    def begin_step(self, *, is_synced: bool, is_training: bool) -> None:
+    def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None:
         """Keep DDP from reducing by itself until the step is over; `reduce` averages if `is_synced`."""
         modules = [module for found in self._modules.values() for module in found]
+        self._reduced_anyway = self._tied if sums_tied else ()
         # False inside of the caller's own `no_sync()`.
         self._is_synced = {id(module): is_synced and averages(module) for module in modules}
         for module in modules:
@@ -59,7 +61,7 @@ class Averaged(Replicated):
     def end_failed_step(self) -> None:
         self._not_reducing.close()
 
-    def reduce(self, stage: int) -> None:
+    def reduce(self, stage: int, *, is_last: bool) -> None:
         """Average the gradients of a stage over the replicas, and take the first replica's buffers.
 
         Under the caller's `no_sync()` this is left to a later step, except for tied parameters: their gradients of
@@ -68,9 +70,9 @@ class Averaged(Replicated):
         Raises:
             PipelineError: a replica does not come within the deadline.
         """
-        for module in self._modules[stage]:
+        for module in self._modules[stage] if is_last else ():
             is_synced = self._is_synced[id(module)]
-            parameters = [each for each in averaged_parameters(module) if is_synced or id(each) in self._tied]
+            parameters = [each for each in averaged_parameters(module) if is_synced or id(each) in self._reduced_anyway]
             self._average(stage, parameters, module.process_group)
             if is_synced:
                 self._take_from_first(stage, broadcast_buffers(module), module.process_group)

@@ -72,15 +72,52 @@ class WeightInputs:
     """W runs within it: what weights are made of may have to be computed again."""
 
 
-class GradientStore:
-    """The gradients of some parameters of one rank."""
+class StoredGradients:
+    """The gradients of some parameters of one rank, under an attribute of each."""
 
-    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], attribute: str = "grad") -> None:
-        """`parameters` returns those that are held now; `attribute` is where their gradients are summed up."""
-        self._parameters = parameters
+    def __init__(self, attribute: str = "grad") -> None:
         self.attribute = attribute
         self._before: dict[nn.Parameter, Tensor | None] = {}
         """Of parameters that are tied over ranks, what was accumulated before this step, and has been summed."""
+
+    def set_aside(self, tied: Iterable[nn.Parameter]) -> None:
+        """Begin a step of which these have their own part only, until `put_sum`."""
+        for parameter in tied:
+            self._before[parameter] = self.of(parameter)
+            self.put(parameter, None)
+
+    def end_step(self) -> None:
+        """End a step; what was set aside and has found no sum, as in one that fails, is there again."""
+        for parameter, gradient in self._before.items():
+            self.put(parameter, gradient)
+        self._before.clear()
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a parameter's gradient; of one that is tied, this step's part."""
+        gradient: Tensor | None = getattr(parameter, self.attribute)
+        return gradient
+
+    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Let a gradient, such as an average over replicas, take the place of this rank's own."""
+        setattr(parameter, self.attribute, gradient)
+
+    def put_sum(self, parameter: nn.Parameter, total: Tensor | None) -> None:
+        """Put the sum over all holders on top of what was accumulated before the step."""
+        self.put(parameter, added(self._before.pop(parameter, None), total))
+
+    def like(self, parameter: nn.Parameter) -> Tensor:
+        """Return what has the shape and type of a dense gradient, and no memory."""
+        dtype = parameter.dtype if self.attribute == "grad" else main_type(parameter)
+        return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+
+
+class GradientStore(StoredGradients):
+    """The gradients that backwards add to."""
+
+    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], attribute: str = "grad") -> None:
+        """`parameters` returns those that are held now; `attribute` is where their gradients are summed up."""
+        super().__init__(attribute)
+        self._parameters = parameters
         self._waiting: list[nn.Parameter] = []
         """Those to which no gradient has come yet in this step."""
         self._known: set[int] = set()
@@ -89,24 +126,24 @@ class GradientStore:
         if attribute == MAIN_GRAD:
             _have_main(parameters())
 
-    def begin_step(self, tied: Iterable[nn.Parameter] = ()) -> None:
-        """Begin a training step; of `tied` parameters only its own part is seen, until `put_sum`."""
+    def begin_step(self) -> None:
+        """Begin a training step."""
         parameters = list(self._parameters())
         self._waiting = [parameter for parameter in parameters if parameter.requires_grad]
         self._known = set(map(id, self._waiting))
         if self.attribute == MAIN_GRAD:
             self._beside.enter_context(_summed_beside(parameters))
-        for parameter in tied:
-            self._before[parameter] = self.of(parameter)
-            self.put(parameter, None)
 
     def end_step(self) -> None:
-        """End a step; what was set aside and has found no sum, as in one that fails, is there again."""
         self._beside.close()
-        for parameter, gradient in self._before.items():
-            self.put(parameter, gradient)
-        self._before.clear()
+        super().end_step()
         self._waiting = []
+
+    def release(self, parameter: nn.Parameter) -> None:
+        """Drop a gradient that is reduced; backwards behind it begin a new one."""
+        if self.of(parameter) is not None:
+            self.put(parameter, None)
+            self._waiting.append(parameter)
 
     # ---- a backward
 
@@ -153,26 +190,6 @@ class GradientStore:
         with torch.no_grad():
             while own:
                 own.pop(0).gradients()
-
-    # ---- a reduction
-
-    def of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return a parameter's gradient; of one that is tied, this step's part."""
-        gradient: Tensor | None = getattr(parameter, self.attribute)
-        return gradient
-
-    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Let a gradient, such as an average over replicas, take the place of this rank's own."""
-        setattr(parameter, self.attribute, gradient)
-
-    def put_sum(self, parameter: nn.Parameter, total: Tensor | None) -> None:
-        """Put the sum over all holders on top of what was accumulated before the step."""
-        self.put(parameter, added(self._before.pop(parameter, None), total))
-
-    def like(self, parameter: nn.Parameter) -> Tensor:
-        """Return what has the shape and type of a dense gradient, and no memory."""
-        dtype = parameter.dtype if self.attribute == "grad" else main_type(parameter)
-        return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
 
 
 # ---- main gradients

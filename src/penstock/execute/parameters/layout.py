@@ -28,8 +28,8 @@ class ParameterLayout(Protocol):
         """Whether `unshard` and `reduce` return tickets; else they are done when they return."""
         ...
 
-    def begin_step(self, *, is_synced: bool, is_training: bool) -> None:
-        """Begin a step; unless `is_synced`, it averages or sums no gradients over replicas."""
+    def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None:
+        """Begin a step; unless `is_synced`, replicas reduce none but those of tied parameters, if these are summed."""
         ...
 
     def unshard(self) -> Ticket | None:
@@ -40,8 +40,8 @@ class ParameterLayout(Protocol):
         """Go back to this rank's part."""
         ...
 
-    def reduce(self, stage: int) -> Ticket | None:
-        """Add up over the replicas what has come to the gradients of a stage."""
+    def reduce(self, stage: int, *, is_last: bool) -> Ticket | None:
+        """Add up over the replicas what has come to the gradients of a stage; nothing comes behind the last one."""
         ...
 
     def after_step(self) -> None:
@@ -58,13 +58,13 @@ class Replicated:
 
     launches = False
 
-    def begin_step(self, *, is_synced: bool, is_training: bool) -> None: ...
+    def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None: ...
 
     def unshard(self) -> None: ...
 
     def reshard(self) -> None: ...
 
-    def reduce(self, stage: int) -> None: ...
+    def reduce(self, stage: int, *, is_last: bool) -> None: ...
 
     def after_step(self) -> None: ...
 

@@ -12,11 +12,12 @@ from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError
 from penstock.execute.control.collectives import Control
-from penstock.execute.parameters.gradient_store import GradientStore
+from penstock.execute.parameters.gradient_store import StoredGradients
 from penstock.execute.parameters.gradient_sums import sum_over
 from penstock.execute.transport.protocol import Messages
 from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.undocumented import has_hooks
+from penstock.execute.values.tensors import local_part
 
 _LAZY = "without a shape before its first input"
 
@@ -52,7 +53,7 @@ class TiedCopy:
                     "alone; register it on what the layers return, or change the gradient after the step"
                 )
 
-    def reduce(self, transport: Messages, store: GradientStore | None) -> None:
+    def reduce(self, transport: Messages, store: StoredGradients | None) -> None:
         """Sum this step's gradients over all holders, and take the owner's statistics; without a store, these alone.
 
         A frozen parameter has no gradient, and one that nobody used neither.
@@ -80,7 +81,7 @@ class TiedCopy:
 
     def _take_from_owner(self, transport: Messages, tensors: Iterable[Tensor]) -> None:
         owner = self.ranks[0]
-        values = [tensor.detach() for tensor in tensors]
+        values = [local_part(tensor.detach()) for tensor in tensors]
         if transport.rank == owner:
             for ticket in [transport.post_send(peer, value) for peer in self.ranks[1:] for value in values]:
                 transport.wait(ticket)

@@ -24,6 +24,7 @@ from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.torch_dist import meet_with_meshes
 from penstock.execute.transport.torchrun import join_default_group
 from penstock.execute.transport.world import group_transport
+from penstock.execute.undocumented_backends import mesh_without_groups
 
 MESH = "mesh"
 DIMENSIONS = (DATA, PIPELINE)
@@ -131,7 +132,8 @@ def connect_mesh(mesh: Any, deadline_s: float) -> tuple[Places, dist.ProcessGrou
         for transport in connected:
             transport.abort()
         raise
-    return Places(connected[0], connected[1] if len(connected) > 1 else None, names), group
+    own_mesh = mesh[DATA] if DATA in mesh.mesh_dim_names else None
+    return Places(connected[0], connected[1] if len(connected) > 1 else None, names, own_mesh), group
 
 
 def _meet(mesh: object, deadline_s: float) -> MeshRanks:
@@ -182,8 +184,9 @@ def local_mesh(
 
     pipelines = [transports(range(replica * pipeline, (replica + 1) * pipeline)) for replica in range(data)]
     along_data = [transports(range(place, data * pipeline, pipeline)) for place in range(pipeline)]
+    meshes = [mesh_without_groups(DATA, data, replica) for replica in range(data)]
     return [
-        Places(pipelines[replica][place], along_data[place][replica] if data > 1 else None, names)
+        Places(pipelines[replica][place], along_data[place][replica] if data > 1 else None, names, meshes[replica])
         for replica in range(data)
         for place in range(pipeline)
     ]

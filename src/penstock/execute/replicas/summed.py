@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.execute.replicas.first_replica import SavedBuffers, Share, share
-from penstock.execute.replicas.reductions import Reduction, Reductions
+from penstock.execute.replicas.lane import Exchange, ReplicaLane
 
 
 class Gradients(Protocol):
@@ -53,21 +53,22 @@ class Summed:
     launches = True
 
     def __init__(
-        self, stages: Mapping[int, StageParts], gradients: Gradients, tied: Collection[int], reductions: Reductions
+        self, stages: Mapping[int, StageParts], gradients: Gradients, tied: Collection[int], lane: ReplicaLane
     ) -> None:
         """`stages` are those of the unit; `tied` are ids of parameters that other ranks of the pipeline hold too."""
         self._stages = stages
         self._gradients = gradients
         self._tied = tied
-        self._reductions = reductions
+        self._lane = lane
         self._buffers = {stage: SavedBuffers(parts.modules) for stage, parts in stages.items()}
         self._is_synced = False
+        self._reduced_anyway: Collection[int] = ()
         self._holds_parts = False
         """Whether gradients are of this replica alone, as behind a step within no_sync()."""
         self._missing: Counter[int] = Counter()
         """By id of a parameter that is trained, the stages whose backwards are not over; copies count once."""
 
-    def begin_step(self, *, is_synced: bool, is_training: bool) -> None:
+    def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None:
         """Begin a step; unless `is_synced`, gradients stay of this replica alone, but for tied ones.
 
         Those are summed over the ranks of the pipeline in each step, and so over the replicas before.
@@ -75,10 +76,11 @@ class Summed:
         if not is_training:
             return
         self._is_synced = is_synced
+        self._reduced_anyway = self._tied if sums_tied else ()
         copies = {tuple(map(id, parts.modules)): parts for parts in self._stages.values()}
         held = [[each for each in parts.parameters() if each.requires_grad] for parts in copies.values()]
         self._missing = Counter(id(parameter) for parameters in held for parameter in parameters)
-        if not self._holds_parts and self._reductions.transport.rank > 0:
+        if not self._holds_parts and self._lane.transport.rank > 0:
             self._leave_sums_to_first(each for parameters in held for each in parameters if id(each) not in self._tied)
         self._holds_parts = not is_synced
 
@@ -86,24 +88,28 @@ class Summed:
 
     def reshard(self) -> None: ...
 
-    def reduce(self, stage: int) -> "_SumTicket | None":
+    def reduce(self, stage: int, *, is_last: bool) -> "_SumTicket | None":
         """Start to sum what the replicas have of a stage's gradients; return None where there is nothing to sum."""
+        if not is_last:
+            return None
         parameters = [each for each in self._stages[stage].parameters() if id(each) in self._missing]
         self._missing.subtract(map(id, parameters))
         due = [
-            each for each in parameters if self._missing[id(each)] == 0 and (self._is_synced or id(each) in self._tied)
+            each
+            for each in parameters
+            if self._missing[id(each)] == 0 and (self._is_synced or id(each) in self._reduced_anyway)
         ]
-        packed = [_Packed(own, self._gradients, self._reductions) for own in _by_kind(due, self._gradients)]
+        packed = [_Packed(own, self._gradients, self._lane) for own in _by_kind(due, self._gradients)]
         buffers = self._buffers[stage].now() if self._is_synced else []
         if not packed and not buffers:
             return None
-        reduction = self._reductions.launch([each.buffer for each in packed]) if packed else None
-        return _SumTicket(self._reductions, reduction, packed, share(self._reductions.transport, buffers))
+        exchange = self._lane.sum([each.buffer for each in packed]) if packed else None
+        return _SumTicket(self._lane, exchange, packed, share(self._lane.transport, buffers))
 
     def after_step(self) -> None: ...
 
     def end_failed_step(self) -> None:
-        self._reductions.forget()
+        self._lane.forget()
 
     def _leave_sums_to_first(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -119,12 +125,12 @@ class Summed:
 class _Packed:
     """Gradients of one type in one buffer: [gradients | how many replicas have each | padding]."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Gradients, reductions: Reductions) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Gradients, lane: ReplicaLane) -> None:
         self._parameters = parameters
         self._gradients = gradients
         like = gradients.like(parameters[0])
         num_elements = sum(parameter.numel() for parameter in parameters)
-        self.buffer = reductions.room_for(num_elements + len(parameters), like)
+        self.buffer = lane.room_for(num_elements + len(parameters), like)
         self._places, self._uses = self._cut(num_elements)
         found = [gradients.of(parameter) for parameter in parameters]
         with torch.no_grad():
@@ -163,21 +169,19 @@ class _Packed:
 class _SumTicket:
     """A reduction that is under way."""
 
-    def __init__(
-        self, reductions: Reductions, reduction: Reduction | None, packed: Sequence[_Packed], buffers: Share
-    ) -> None:
-        self._reductions = reductions
-        self._reduction = reduction
+    def __init__(self, lane: ReplicaLane, exchange: Exchange | None, packed: Sequence[_Packed], buffers: Share) -> None:
+        self._lane = lane
+        self._exchange = exchange
         self._packed = packed
         self._shared_buffers = buffers
 
     def wait(self) -> None:
         """Return when the gradients are the sums. Raises: PeerLost, DeadlineExceeded."""
-        if self._reduction is not None:
-            self._reductions.complete(self._reduction)
+        if self._exchange is not None:
+            self._lane.complete(self._exchange)
             for packed in self._packed:
                 packed.unpack()
-                self._reductions.keep(packed.buffer)
+                self._lane.keep(packed.buffer)
         self._shared_buffers.wait()
 
 

@@ -2,22 +2,26 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.execute.stages.stage import distinct
-from penstock.execute.values.tensors import is_dtensor
+from penstock.execute.values.tensors import is_dtensor, is_replicated, local_part
+
+Gather = Callable[[object], list[Any]]
+"""Gives the values of all ranks, in rank order; a collective."""
 
 
 def clip_gradients(
     named_gradients: Iterable[tuple[str, Tensor | None]],
-    all_gather: Callable[[object], list[object]],
+    all_gather: Gather,
     max_norm: float,
     *,
     norm_type: float = 2.0,
     skip: Collection[str] = (),
+    across: Gather | None = None,
 ) -> float:
     """Scale this rank's gradients in place so that the norm over all ranks is at most `max_norm`; return that norm.
 
@@ -26,19 +30,23 @@ def clip_gradients(
 
     The norm of each parameter is computed in float64, and these are combined in the order of the parameters' names: the
     same bits on every rank and for every split. A name that several ranks hold counts once; the tied copies that
-    another name stands for are named in `skip`, and are scaled but not counted.
+    another name stands for are named in `skip`, and are scaled but not counted. `across` gathers over the replicas
+    where they share out each gradient; their parts are combined in the order of the replicas.
     """
     gradients = [(name, gradient) for name, gradient in named_gradients if gradient is not None]
     counted = distinct((name, gradient) for name, gradient in gradients if name not in skip)
-    norms = [torch.linalg.vector_norm(_values(gradient), norm_type, dtype=torch.float64) for _, gradient in counted]
+    parts = [(local_part(gradient) if across else gradient) for _, gradient in counted]
+    norms = [torch.linalg.vector_norm(_values(part), norm_type, dtype=torch.float64) for part in parts]
     # all norms are under way before they are waited for, once
     values = torch.stack([_whole(norm) for norm in norms]).tolist() if norms else []
     own = {name: norm for (name, _), norm in zip(counted, values, strict=True)}
-    total = _total_norm(cast("list[dict[str, float]]", all_gather(own)), norm_type)
+    if across is not None:
+        own = _over_replicas(across, own, {name for name, gradient in counted if is_replicated(gradient)}, norm_type)
+    total = _total_norm(all_gather(own), norm_type)
     scale = max_norm / (total + 1e-6)  # as torch has it
     if 0 < scale < 1:  # neither holds for a norm that is not finite
         for _, gradient in distinct(gradients):
-            gradient.mul_(scale)
+            (local_part(gradient) if across else gradient).mul_(scale)
     return total
 
 
@@ -58,11 +66,27 @@ def _total_norm(norms_of_ranks: list[dict[str, float]], norm_type: float) -> flo
     norms: dict[str, float] = {}
     for own in reversed(norms_of_ranks):
         norms.update(own)
+    # in the order of their names; a plain loop, since the precision of sum() depends on the Python version
+    return _combined([norms[name] for name in sorted(norms)], norm_type)
+
+
+def _over_replicas(
+    across: Gather, own: dict[str, float], replicated: Collection[str], norm_type: float
+) -> dict[str, float]:
+    """Combine the norms of the parts of each gradient; of one that each replica has as a whole, the first counts."""
+    everyone = across(own)
+    return {
+        name: _combined([theirs[name] for theirs in everyone[: 1 if name in replicated else None]], norm_type)
+        for name in own
+    }
+
+
+def _combined(norms: Iterable[float], norm_type: float) -> float:
+    found = list(norms)
     if math.isinf(norm_type):
-        found = list(norms.values())
         return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
-    total = 0.0  # a plain loop: the precision of sum() depends on the Python version
-    for name in sorted(norms):
+    total = 0.0
+    for norm in found:
         # a product, since a power may be rounded otherwise
-        total += norms[name] * norms[name] if norm_type == 2 else norms[name] ** norm_type
+        total += norm * norm if norm_type == 2 else norm**norm_type
     return math.sqrt(total) if norm_type == 2 else total ** (1 / norm_type)

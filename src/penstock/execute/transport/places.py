@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from penstock.execute.transport.device_links import abort_all
 from penstock.execute.transport.protocol import Transport, WaitObserver
 from penstock.execute.transport.rank_names import RankNames, rank_names
@@ -32,6 +34,8 @@ class Places:
     """To the ranks that hold the same stages; None where there is one replica."""
     names: RankNames
     """Of all ranks."""
+    mesh: DeviceMesh | None = None
+    """Over which parameters are sharded: that of the ranks which hold the same stages."""
 
     @classmethod
     def of(cls, transport: Transport) -> Self:

@@ -6,19 +6,23 @@ An order lists the dimensions from the outermost in memory to the innermost; the
 are written. A tensor with gaps or repeated elements (a slice of a wider one, an expanded one) has none to keep: it
 arrives in the order in which its dimensions are written.
 
-DTensors are told by their methods: to import torch.distributed.tensor takes half a second, which a model without them
-need not pay.
+DTensors are told by their methods, and torch.distributed.tensor is imported where one is made: that takes a second,
+which a model without them need not pay.
 """
 
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PipelineError
 from penstock.execute.undocumented import num_holders
 
 Order = tuple[int, ...]
+_DTENSORS = "torch.distributed.tensor"
 
 
 def memory_order(tensor: Tensor) -> Order:
@@ -72,6 +76,11 @@ def is_dtensor(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor and hasattr(tensor, "to_local")
 
 
+def is_replicated(tensor: Tensor) -> bool:
+    """Whether each rank has the whole of a DTensor."""
+    return all(placement.is_replicate() for placement in getattr(tensor, "placements", ()))
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, once it has arrived; any other tensor as it is."""
     if type(tensor) is Tensor:  # every message asks, and to look for an attribute in vain takes its time
@@ -81,6 +90,25 @@ def local_part(tensor: Tensor) -> Tensor:
     wait = getattr(tensor, "wait", None)  # of what a collective is still filling
     part: Tensor = tensor if wait is None else wait()
     return part
+
+
+def as_shard(rows: Tensor, mesh: DeviceMesh, shape: torch.Size, strides: Sequence[int]) -> Tensor:
+    """Return the DTensor of which this rank has these rows, `Shard(0)`, or the whole of a scalar, in their memory."""
+    of_torch = import_module(_DTENSORS)
+    placement = of_torch.Shard(0) if shape else of_torch.Replicate()
+    made: Tensor = of_torch.DTensor.from_local(
+        rows, mesh, [placement], run_check=False, shape=shape, stride=tuple(strides)
+    )
+    return made
+
+
+def part_like(whole: Tensor, part: Tensor) -> Tensor:
+    """Return a DTensor of which this rank has `part`, and which lies as the DTensor `whole` does."""
+    spread: Any = whole
+    made: Tensor = type(whole).from_local(  # type: ignore[attr-defined]
+        part, spread.device_mesh, spread.placements, run_check=False, shape=spread.shape, stride=spread.stride()
+    )
+    return made
 
 
 def memory_of(tensor: Tensor) -> int:

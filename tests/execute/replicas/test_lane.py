@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from penstock.execute.replicas.reductions import Reductions
+from penstock.execute.replicas.lane import ReplicaLane
 from penstock.execute.transport import LocalTransport
 from tests.local_pipelines import error_of, on_ranks, values
 
@@ -30,8 +30,8 @@ class Counted:
         self._transport.wait(ticket, limit_s)
 
 
-def buffer_of(reductions, own):
-    buffer = reductions.room_for(own.numel(), own)
+def buffer_of(lane, own):
+    buffer = lane.room_for(own.numel(), own)
     buffer[: own.numel()] = own
     return buffer
 
@@ -42,9 +42,9 @@ def test_every_replica_has_the_bits_of_the_sum_in_their_order(num_replicas, num_
     own = [values(seed, num_elements) for seed in range(num_replicas)]
 
     def case(transport):
-        reductions = Reductions(transport)
-        buffer = buffer_of(reductions, own[transport.rank])
-        reductions.complete(reductions.launch([buffer]))
+        lane = ReplicaLane(transport)
+        buffer = buffer_of(lane, own[transport.rank])
+        lane.complete(lane.sum([buffer]))
         return buffer
 
     expected = own[0].clone()
@@ -59,9 +59,9 @@ def test_every_replica_has_the_bits_of_the_sum_in_their_order(num_replicas, num_
 def test_a_rank_sends_its_part_of_the_bytes_twice(num_replicas):
     def case(transport):
         counted = Counted(transport)
-        reductions = Reductions(counted)
-        buffer = buffer_of(reductions, values(transport.rank, 4001))
-        reductions.complete(reductions.launch([buffer]))
+        lane = ReplicaLane(counted)
+        buffer = buffer_of(lane, values(transport.rank, 4001))
+        lane.complete(lane.sum([buffer]))
         return counted
 
     for counted in on_ranks(num_replicas, case):
@@ -74,14 +74,14 @@ def test_several_are_under_way_and_nothing_is_waited_for_when_one_is_launched():
 
     def case(transport):
         counted = Counted(transport)
-        reductions = Reductions(counted)
-        buffers = [buffer_of(reductions, each) for each in own[transport.rank]]
-        launched = [reductions.launch([buffer]) for buffer in buffers]
+        lane = ReplicaLane(counted)
+        buffers = [buffer_of(lane, each) for each in own[transport.rank]]
+        launched = [lane.sum([buffer]) for buffer in buffers]
         assert (counted.num_waits, counted.num_sends) == (0, 3)
-        reductions.complete(launched.pop(0))
+        lane.complete(launched.pop(0))
         assert counted.num_sends == 6  # the sums of all are under way before any is waited for
         for each in reversed(launched):
-            reductions.complete(each)
+            lane.complete(each)
         return buffers
 
     for buffers in on_ranks(2, case):
@@ -91,9 +91,9 @@ def test_several_are_under_way_and_nothing_is_waited_for_when_one_is_launched():
 
 def test_buffers_of_several_types_are_one_reduction():
     def case(transport):
-        reductions = Reductions(transport)
+        lane = ReplicaLane(transport)
         single, double = torch.full((4,), 1.5), torch.full((6,), 2.5, dtype=torch.float64)
-        reductions.complete(reductions.launch([single, double]))
+        lane.complete(lane.sum([single, double]))
         return single, double
 
     for single, double in on_ranks(2, case):
@@ -103,11 +103,11 @@ def test_buffers_of_several_types_are_one_reduction():
 
 def test_what_was_launched_before_a_failure_is_forgotten():
     first, other = LocalTransport.create(2, 0.1)
-    reductions, theirs = Reductions(first), Reductions(other)
-    left = reductions.launch([torch.ones(2)])
-    assert "deadline" in str(error_of(reductions.complete, left))
+    lane, theirs = ReplicaLane(first), ReplicaLane(other)
+    left = lane.sum([torch.ones(2)])
+    assert "deadline" in str(error_of(lane.complete, left))
 
-    reductions.forget()
+    lane.forget()
     other.deadline_s = first.deadline_s = 5.0
     other.abort()
     on_ranks_of([first, other], lambda transport: transport.recover())
@@ -115,9 +115,9 @@ def test_what_was_launched_before_a_failure_is_forgotten():
 
     def case(pair):
         own, buffer = pair
-        own.complete(own.launch([buffer]))
+        own.complete(own.sum([buffer]))
 
-    on_ranks_of(list(zip((reductions, theirs), buffers, strict=True)), case)
+    on_ranks_of(list(zip((lane, theirs), buffers, strict=True)), case)
 
     assert [buffer.tolist() for buffer in buffers] == [[5.0, 5.0]] * 2
 
@@ -128,18 +128,18 @@ def on_ranks_of(ranks, case):
 
 
 def test_buffers_are_kept_for_the_next_step_up_to_a_limit(monkeypatch):
-    reductions = Reductions(LocalTransport.create(2)[0])
-    buffer = reductions.room_for(5, torch.ones(()))
+    lane = ReplicaLane(LocalTransport.create(2)[0])
+    buffer = lane.room_for(5, torch.ones(()))
     buffer.fill_(7)
-    reductions.keep(buffer)
+    lane.keep(buffer)
 
-    assert reductions.room_for(5, torch.ones((), dtype=torch.float64)) is not buffer
-    again = reductions.room_for(5, torch.ones(()))
+    assert lane.room_for(5, torch.ones((), dtype=torch.float64)) is not buffer
+    again = lane.room_for(5, torch.ones(()))
     assert again is buffer
     assert again[5:].tolist() == [0.0]
 
-    monkeypatch.setattr("penstock.execute.replicas.reductions.KEPT_BYTES", 4 * 6)
-    reductions.keep(again)
-    reductions.keep(torch.zeros(6))
-    assert reductions.room_for(5, torch.ones(())) is again
-    assert reductions.room_for(5, torch.ones(())) is not again
+    monkeypatch.setattr("penstock.execute.replicas.lane.KEPT_BYTES", 4 * 6)
+    lane.keep(again)
+    lane.keep(torch.zeros(6))
+    assert lane.room_for(5, torch.ones(())) is again
+    assert lane.room_for(5, torch.ones(())) is not again

@@ -1,0 +1,245 @@
+"""The lane of a rank: its gathers and reductions over the replicas, in the order in which they were launched.
+
+    gather            part 0 | part 1 | part 2     a replica sends its part to all others
+    scattered sum     part 0 | part 1 | part 2     to replica r goes its part of every other one, and r adds up
+    sum               a scattered sum; then each replica sends the part that it has added up to all
+
+Nothing is waited for when one is launched. A rank sends (D-1)/D of the bytes for a gather or a scattered sum, twice
+that for a sum. These are messages of Penstock's own. The order of the additions is that of the replicas, so all get the
+same bits, with any number of threads and in any order of arrival.
+
+Replicas run one program, so they launch and wait in one order, and their messages need no names. Whoever waits for one
+exchange knows that those launched before it are over, and they are completed too. The first wait for a sum adds up all
+that was launched before that wait.
+
+Between accelerators the backend does it by itself, on a communicator of its own, beside computations and messages.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.execute.transport.local import LocalTransport
+from penstock.execute.transport.places import Places
+from penstock.execute.transport.protocol import Ticket, Transport
+
+KEPT_BYTES = 2**26
+"""The most that a rank keeps in buffers from one step to the next."""
+
+Then = Callable[[Sequence[Tensor]], None]
+"""Takes the results of an exchange."""
+
+
+class Exchange(Protocol):
+    """One gather or reduction."""
+
+    def add_up(self) -> None:
+        """Do all of a sum that needs no more than the values of the others; a second time does nothing."""
+        ...
+
+    def complete(self) -> None:
+        """Wait for its end. Raises: PeerLost, DeadlineExceeded."""
+        ...
+
+
+class ReplicaLane:
+    """The exchanges of one rank that are under way."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._is_on_device = bool(getattr(transport, "sums_on_devices", False))
+        self._launched: list[Exchange] = []
+        self._kept: list[Tensor] = []
+        """Buffers for later exchanges."""
+
+    # ---- buffers
+
+    def room_for(self, num_elements: int, like: Tensor) -> Tensor:
+        """Return a buffer that all replicas can share out, with zeros behind so many elements: [elements + padding]."""
+        num_replicas = self.transport.num_ranks
+        size = -(-num_elements // num_replicas) * num_replicas
+        fitting = (place for place, each in enumerate(self._kept) if each.numel() == size and each.dtype == like.dtype)
+        place = next(fitting, None)
+        buffer = like.new_empty(size) if place is None else self._kept.pop(place)
+        buffer[num_elements:] = 0
+        return buffer
+
+    def keep(self, buffer: Tensor) -> None:
+        """Take back a buffer that nobody uses any more. A new one would cost the system as much time as filling it."""
+        if not self._is_on_device and sum(each.nbytes for each in self._kept) + buffer.nbytes <= KEPT_BYTES:
+            self._kept.append(buffer)
+
+    # ---- exchanges
+
+    def sum(self, buffers: Sequence[Tensor]) -> Exchange:
+        """Begin to sum buffers of `room_for` in place; they are the exchange's until it is complete."""
+        if self._is_on_device:
+            return self._launch(_OnDevice(self.transport, [self.transport.post_sum(buffer) for buffer in buffers]))  # type: ignore[attr-defined]
+        return self._launch(_Sum(self.transport, buffers))
+
+    def gather(self, parts: Sequence[Tensor], then: Then) -> Exchange:
+        """Begin to gather the parts of all replicas: each [part], which nobody writes to meanwhile, becomes [D x part].
+
+        `then` is called with the results when they are there; they are the lane's again when it returns.
+        """
+        wholes = [self.room_for(self.transport.num_ranks * part.numel(), part) for part in parts]
+        if self._is_on_device:
+            pairs = zip(wholes, parts, strict=True)
+            tickets = [self.transport.post_gather(whole, part) for whole, part in pairs]  # type: ignore[attr-defined]
+            return self._launch(_OnDevice(self.transport, tickets, lambda: then(wholes)))
+        return self._launch(_Gather(self.transport, wholes, parts, lambda: self._give(wholes, wholes, then)))
+
+    def scatter(self, buffers: Sequence[Tensor], then: Then) -> Exchange:
+        """Begin to sum buffers of `room_for`, each [D x part], of which this rank gets its part: [part].
+
+        `then` is called as for `gather`.
+        """
+        if self._is_on_device:
+            parts = [buffer.new_empty(buffer.numel() // self.transport.num_ranks) for buffer in buffers]
+            pairs = zip(parts, buffers, strict=True)
+            tickets = [self.transport.post_scattered_sum(part, buffer) for part, buffer in pairs]  # type: ignore[attr-defined]
+            return self._launch(_OnDevice(self.transport, tickets, lambda: then(parts)))
+        parts = [buffer.view(self.transport.num_ranks, -1)[self.transport.rank] for buffer in buffers]
+        return self._launch(_ScatteredSum(self.transport, buffers, lambda: self._give(parts, buffers, then)))
+
+    def complete(self, exchange: Exchange) -> None:
+        """Wait until an exchange is over, and those launched before it. Raises: PeerLost, DeadlineExceeded."""
+        if exchange not in self._launched:
+            return
+        for each in self._launched:
+            each.add_up()
+        while self._launched:
+            first = self._launched.pop(0)
+            first.complete()
+            if first is exchange:
+                return
+
+    def forget(self) -> None:
+        """Forget all of them, as after a failure."""
+        self._launched.clear()
+
+    def _launch(self, exchange: Exchange) -> Exchange:
+        self._launched.append(exchange)
+        return exchange
+
+    def _give(self, results: Sequence[Tensor], buffers: Sequence[Tensor], then: Then) -> None:
+        then(results)
+        for buffer in buffers:
+            self.keep(buffer)
+
+
+def lane_of(places: Places, *, is_sharded: bool) -> ReplicaLane | None:
+    """Return the lane of a rank; None where there is nothing to exchange."""
+    if places.data is not None:
+        return ReplicaLane(places.data)
+    return ReplicaLane(LocalTransport.create(1, places.pipeline.deadline_s)[0]) if is_sharded else None
+
+
+def _nothing() -> None: ...
+
+
+class _OnDevice:
+    def __init__(self, transport: Transport, tickets: Sequence[Ticket], then: Callable[[], None] = _nothing) -> None:
+        self._transport, self._tickets, self._then = transport, tickets, then
+
+    def add_up(self) -> None: ...
+
+    def complete(self) -> None:
+        for ticket in self._tickets:
+            self._transport.wait(ticket)
+        self._then()
+
+
+class _Messages:
+    """What exchanges made of messages have in common."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
+        self._leaving: list[Ticket] = []
+        self._coming: list[Ticket] = []
+
+    def add_up(self) -> None: ...
+
+    def _wait(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            self._transport.wait(ticket)
+
+
+class _Gather(_Messages):
+    def __init__(
+        self, transport: Transport, wholes: Sequence[Tensor], parts: Sequence[Tensor], then: Callable[[], None]
+    ) -> None:
+        super().__init__(transport)
+        self._then = then
+        self._rooms = [whole.view(transport.num_ranks, -1) for whole in wholes]
+        self._parts = parts
+        self._leaving = [transport.post_send(rank, part) for part in parts for rank in self._others]
+        self._coming = [transport.post_receive(rank, room[rank]) for room in self._rooms for rank in self._others]
+
+    def complete(self) -> None:
+        for room, part in zip(self._rooms, self._parts, strict=True):
+            room[self._transport.rank].copy_(part)
+        self._wait(self._coming)
+        self._then()
+        self._wait(self._leaving)
+
+
+class _ScatteredSum(_Messages):
+    def __init__(self, transport: Transport, buffers: Sequence[Tensor], then: Callable[[], None] = _nothing) -> None:
+        super().__init__(transport)
+        self._then = then
+        self._parts = [buffer.view(transport.num_ranks, -1) for buffer in buffers]
+        self._leaving = [transport.post_send(rank, parts[rank]) for parts in self._parts for rank in self._others]
+        left = iter([ticket.is_over for ticket in self._leaving])
+        self._theirs = [
+            # In the place of what has left; as much comes from a rank as goes to it.
+            [parts[rank] if next(left) else torch.empty_like(parts[rank]) for rank in self._others]
+            for parts in self._parts
+        ]
+        """What the others have of this rank's part."""
+        self._coming = [
+            transport.post_receive(rank, room)
+            for rooms in self._theirs
+            for rank, room in zip(self._others, rooms, strict=True)
+        ]
+
+    def complete(self) -> None:
+        self._add()
+        self._then()
+
+    def _add(self) -> None:
+        """Add up this rank's part, in its place. Raises: PeerLost, DeadlineExceeded."""
+        self._wait(self._coming)
+        own = self._transport.rank
+        for parts, theirs in zip(self._parts, self._theirs, strict=True):
+            terms = [*theirs[:own], parts[own], *theirs[own:]]
+            total = terms[0]
+            for term in terms[1:]:
+                total.add_(term)
+            if own > 0:
+                parts[own].copy_(total)
+        self._theirs = []
+        # Received into what was sent: not before it has left.
+        self._wait(self._leaving)
+
+
+class _Sum(_ScatteredSum):
+    _is_added_up = False
+
+    def add_up(self) -> None:
+        """Add up this rank's part, and send it to all. Raises: PeerLost, DeadlineExceeded."""
+        if self._is_added_up:
+            return
+        self._is_added_up = True
+        self._add()
+        own, transport = self._transport.rank, self._transport
+        self._leaving = [transport.post_send(rank, parts[own]) for parts in self._parts for rank in self._others]
+        self._coming = [transport.post_receive(rank, parts[rank]) for parts in self._parts for rank in self._others]
+
+    def complete(self) -> None:
+        self.add_up()
+        self._wait(self._coming)
+        self._wait(self._leaving)
