@@ -39,9 +39,10 @@ from penstock.execute.losses.grad_scaler import describe_scale, grad_scaler_of
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
 from penstock.execute.observing.shared_buffers import shared_buffers
 from penstock.execute.options import PipelineOptions, refuse_unknown
+from penstock.execute.own_parameters import refuse_hooks
 from penstock.execute.parameters.gradient_store import require_main_shapes
 from penstock.execute.parameters.tied import described_copies, refuse_renormalized, require_equal_kinds
-from penstock.execute.rank_parameters import refuse_hooks, sharing
+from penstock.execute.rank_parameters import sharing
 from penstock.execute.replicas.mesh import require_sizes
 from penstock.execute.runner import Runner
 from penstock.execute.stages.assemble import Assembly, assemble, with_skips

@@ -201,11 +201,15 @@ class Pipeline(ModelPart):
 
         `optimizer` is this rank's; `split_backwards` is that of `profile`. On a GPU, torch's peak counters are reset.
         """
-        memory = MemoryWatch(self.stages, self.device, optimizer, device_queue_of(self._transport))
+        queue, parameters = device_queue_of(self._transport), self._runner.parameters
+        memory = MemoryWatch(self.stages, self.device, optimizer, queue, parameters)
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
         result = self._run(mode, Call(args, kwargs, target), memory)
         program, layers = self._made.programs.of(mode, self.schedule.num_microbatches), self.layers_of_stage
-        return gather_memory(self._transport, memory, result, lambda sizes: predict_peaks(program, layers, sizes))
+        shards = self.num_replicas if self._is_sharded else 1
+        return gather_memory(
+            self._transport, memory, result, lambda sizes: predict_peaks(program, layers, sizes, shards=shards)
+        )
 
     def find_not_finite(self, *args: Any, target: Any = None, **kwargs: Any) -> str:
         """Run one training step and say where its first value that is not finite was made; empty if all are finite.

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, StepRefused
-from penstock.execute.rank_parameters import OwnParameters
+from penstock.execute.own_parameters import OwnParameters
 from penstock.execute.stages.assemble import assemble
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement

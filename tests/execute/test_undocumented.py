@@ -39,6 +39,17 @@ def test_a_tensor_counts_the_changes_in_place_of_itself_and_its_views():
         assert undocumented.version_of(torch.zeros(3)) == 0
 
 
+def test_a_parameter_shows_whether_it_has_a_hook_of_accumulation():
+    parameter = nn.Parameter(torch.zeros(2))
+    assert not undocumented.has_accumulation_hooks(parameter)
+
+    handle = parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert undocumented.has_accumulation_hooks(parameter)
+
+    handle.remove()
+    assert not undocumented.has_accumulation_hooks(parameter)
+
+
 def test_a_parameter_shows_whether_it_has_hooks():
     parameter = nn.Parameter(torch.zeros(3))
     assert not undocumented.has_hooks(parameter)

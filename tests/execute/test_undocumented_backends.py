@@ -152,3 +152,10 @@ def test_a_backend_sums_over_its_ranks_without_a_process_group_around_it():
         return values.tolist()
 
     assert with_two_backends(case) == [[3.0] * 3] * 2
+
+
+def test_a_mesh_of_threads_says_where_dtensors_lie_and_needs_no_group():
+    for own in range(3):
+        mesh = undocumented_backends.mesh_without_groups("data", 3, own)
+
+        assert (mesh.size(), mesh.get_coordinate(), mesh.mesh_dim_names) == (3, (own,), ("data",))

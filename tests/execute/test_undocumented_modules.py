@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.execute import undocumented_modules
 from penstock.execute.stages.wrappers import is_first_fsdp, is_sharded
-from penstock.execute.undocumented_modules import ModuleSnapshot, is_replicated
+from penstock.execute.undocumented_modules import ModuleSnapshot, is_replicated, put_parameter
 
 
 def some_layers():
@@ -213,3 +213,23 @@ def test_what_wraps_a_module_is_known(world, make, expected):
     module = make()
 
     assert [each for each in WRAPPERS if each(module)] == ([] if expected is None else [expected])
+
+
+# ---- parameters that take turns
+
+
+class Table(nn.Linear):
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        self.__dict__.setdefault("seen", []).append(name)
+
+
+def test_a_parameter_is_put_where_setattr_puts_it_and_setattr_is_called_where_a_class_has_its_own():
+    plain, own = nn.Linear(2, 2), Table(2, 2)
+    own.seen.clear()
+    for module in (plain, own):
+        other = nn.Parameter(torch.zeros(2, 2))
+        put_parameter(module, "weight", other)
+        assert module.weight is other
+        assert dict(module.named_parameters())["weight"] is other
+    assert own.seen == ["weight"]

@@ -20,13 +20,14 @@ From below to above; a part imports those before it, and no others:
     accelerator.py   what is asked of a device
     values/          trees of tensors, layouts, version guard
     transport/       messages                           control/    collectives, agreement, what stops a step
-    replicas/        a mesh: reductions over replicas, what they agree on, what they take from the first one
+    replicas/        a mesh: gathers and reductions over replicas, what they agree on, what the first one gives
     batch/           microbatches, slices, streams,     losses/     loss functions, weights, results
                      their copies to the device
     parameters/      how they lie, and who writes their gradients
     step.py          `Step`, and `Bound`, one call of it
     split/           which weight gradients wait        backend.py  torch.compile for split backwards
     stages/          layers, their passes, their features
+    own_parameters.py     what the modules of a rank hold now
     rank_parameters.py    the units of a rank: what shares parameters
     ops/             what each operation does           observing/  what looks at calls
     compile/         rows -> bound calls

@@ -14,6 +14,7 @@ from penstock.errors import ConfigError, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import Told, require_equal
 from penstock.execute.replicas.first_replica import share_all
+from penstock.execute.replicas.whole_state import WholeState, deal_out, send_rows
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.execute.stages.held_state import held_tensors
@@ -27,6 +28,7 @@ from penstock.execute.stages.model_state import (
 )
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
+from penstock.execute.values.tensors import is_dtensor
 
 
 class ModelPart:
@@ -76,6 +78,8 @@ class ModelPart:
     def state_dict(self, *, on_rank: int | None = None) -> dict[str, Any]:
         """Return this rank's parameters and saved buffers by the unsplit model's names, as `nn.Module.state_dict` does.
 
+        Shards are DTensors.
+
         With `on_rank`, which every rank passes, that rank gets the tensors of the whole model, copies on the CPU, and
         the others get nothing. With replicas it is a rank of the first one, by its place along the pipeline.
 
@@ -87,10 +91,12 @@ class ModelPart:
         if on_rank is None:
             return own
         self._agree(on_rank=on_rank)
-        if self._control.places.replica > 0:
+        places = self._control.places
+        if places.data is not None and places.replica > 0:
+            send_rows(own, places.data)
             return {}
         everyone = entries_of_ranks(self._transport, own)
-        return gather_state(self._transport, own, everyone, on_rank, self.device)
+        return gather_state(self._transport, WholeState(own, places.data), everyone, on_rank, self.device)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | None, strict: bool = True, *, from_rank: int | None = None
@@ -122,9 +128,11 @@ class ModelPart:
         part = state_dict or {}
         if from_rank is not None:
             part = scatter_state(transport, part, everyone, from_rank, self.device) if places.replica == 0 else {}
+        if self._is_sharded:
+            part = deal_out(self._control, own, part)
         self._control.together(lambda: load_own(self.stages, part))
         if places.data is not None:
-            share_all(places.data, held_tensors(self.stages))
+            share_all(places.data, [each for each in held_tensors(self.stages) if not is_dtensor(each)])
         for copy in self._assembly.tied_copies.values():
             copy.share_values(transport)
 

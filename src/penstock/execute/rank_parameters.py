@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.execute.control.agreement import ALL_FROZEN, digest
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.grad_scaler import SharedScaler, grad_scaler_of
 from penstock.execute.losses.loss import Scale
+from penstock.execute.own_parameters import OwnParameters
 from penstock.execute.parameters.averaged import Averaged, wrapped
 from penstock.execute.parameters.gradient_store import GradientStore, StoredGradients
 from penstock.execute.parameters.layout import ParameterLayout, Replicated
@@ -25,10 +26,8 @@ from penstock.execute.replicas.sharded import Sharded
 from penstock.execute.replicas.summed import StageParts, Summed
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.held_state import held_tensors
-from penstock.execute.stages.stage import Stage, modules_of
+from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
-from penstock.execute.undocumented import has_accumulation_hooks, has_hooks
-from penstock.execute.undocumented_modules import ModuleSnapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,78 +42,6 @@ class Unit:
     """Groups of what other ranks hold too."""
     shared_gradients: StoredGradients
     """Those that ranks share: `gradients`, or of shards, their own."""
-
-
-class OwnParameters:
-    """The parameters of one rank as its modules hold them now, since a caller may put others in their place.
-
-    `load_state_dict(assign=True)` and `layer.weight = nn.Parameter(...)` do that. What was made for the parameters
-    before, above all the exchange of tied gradients, would go on with the old ones, and the copies of a tied parameter
-    drift apart.
-    """
-
-    def __init__(self, assembly: Assembly, *, is_sharded: bool = False) -> None:
-        """With `is_sharded`, none may be replaced."""
-        self._assembly = assembly
-        self._is_sharded = is_sharded
-        self._layers = [layer for stage in assembly.stages for layer in stage.modules]
-        self.named = assembly.named_parameters()
-        """Each once, with its name in the unsplit model."""
-        self._snapshot, self._held = ModuleSnapshot(self._layers), self._look()
-
-    def refresh(self) -> bool:
-        """Look which parameters were replaced since the last look; return whether any was.
-
-        Raises:
-            ConfigError: a tied one was, so that its copies are tied no more; or any, or one has hooks, with shards.
-        """
-        if self._is_sharded:
-            refuse_hooks(self.named)
-        if self._snapshot.is_current():
-            return False
-        if all(getattr(module, name, None) is parameter for module, name, parameter in self._held):
-            self._snapshot = ModuleSnapshot(self._layers)  # of other modules, with which nothing was made
-            return False
-        if self._is_sharded:
-            self._refuse_others()
-        self._require_ties()
-        self.named = self._assembly.named_parameters()
-        self._snapshot, self._held = ModuleSnapshot(self._layers), self._look()
-        return True
-
-    def _look(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        return [
-            (module, name, parameter)
-            for module in modules_of(self._layers)
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-        ]
-
-    def _refuse_others(self) -> None:
-        names = {id(parameter): name for name, parameter in self.named}
-        for module, name, parameter in self._held:
-            if getattr(module, name, None) is not parameter:
-                raise ConfigError(
-                    f"{names[id(parameter)]!r} is sharded over replicas, but was replaced after the pipeline was made; "
-                    "change its values by pipeline.load_state_dict() or in place, or make a new Pipeline",
-                    key="layers",
-                )
-
-    def _require_ties(self) -> None:
-        """Make sure that what was one object is one still, and that no copy of another rank's was replaced."""
-        copies = self._assembly.tied_copies.values()
-        tied = {id(parameter) for copy in copies for parameter in copy.parameters.values()}
-        names = {id(parameter): name for name, parameter in self.named}
-        now: dict[int, object] = {}
-        for module, name, parameter in self._held:
-            new = getattr(module, name, None)
-            is_replaced = new is not parameter and id(parameter) in tied
-            if is_replaced or now.setdefault(id(parameter), new) is not new:
-                raise ConfigError(
-                    f"{names[id(parameter)]!r} is tied, but was replaced by another parameter after the pipeline was "
-                    "made, so that its copies would drift apart; change its values in place, as load_state_dict() "
-                    "does without assign=True, or make a new Pipeline",
-                    key="layers",
-                )
 
 
 class TrainingOptions(Protocol):
@@ -134,6 +61,20 @@ class TrainingOptions(Protocol):
 
     @property
     def is_sharded(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What layouts hold beside the parameters of the modules and their gradients."""
+
+    parameters: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    """By the first stage of a unit."""
+    gradients: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    exchanged: Sequence[Tensor] = ()
+    """Buffers of exchanges between replicas, those kept for later ones included."""
+
+
+NO_HELD = Held()
 
 
 class RankParameters:
@@ -158,6 +99,7 @@ class RankParameters:
         attribute = options.gradient_attribute
         self._own = OwnParameters(assembly)
         self._trained = 0
+        self.is_sharded = options.is_sharded
         self._mesh = control.places.mesh if options.is_sharded else None
         self._lane = lane_of(control.places, is_sharded=options.is_sharded)
         self.units = [self._unit(stages, attribute) for stages in sharing(assembly.stages)]
@@ -203,6 +145,13 @@ class RankParameters:
         except PenstockError as error:
             return error
         return None
+
+    def held(self) -> Held:
+        """Return what is held now beside the parameters of the modules and their gradients."""
+        sharded = {unit.stages[0].index: unit.layout for unit in self.units if isinstance(unit.layout, Sharded)}
+        parameters = {stage: layout.held_parameters() for stage, layout in sharded.items()}
+        gradients = {stage: layout.held_gradients() for stage, layout in sharded.items()}
+        return Held(parameters, gradients, [] if self._lane is None else self._lane.buffers())
 
     def trained(self) -> int:
         """Return a digest of which parameters need gradients, which callers may change between steps.
@@ -301,21 +250,6 @@ def sharing(stages: Iterable[Stage]) -> list[list[Stage]]:
         joined = [group for group in groups if own.intersection(map(id, _parameters(group)))]
         groups = [group for group in groups if group not in joined] + [[*chain(*joined), stage]]
     return groups
-
-
-def refuse_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse hooks of parameters that are sharded: between forward and backward, others are in their place.
-
-    Raises:
-        ConfigError: naming the parameter.
-    """
-    for name, parameter in named:
-        if has_hooks(parameter) or has_accumulation_hooks(parameter):
-            raise ConfigError(
-                f"{name!r} has a hook, which cannot see its gradient where it is sharded over replicas; remove it, and "
-                "change or read the gradient after the step",
-                key="layers",
-            )
 
 
 def _parameters(stages: Iterable[Stage]) -> list[nn.Parameter]:

@@ -89,7 +89,7 @@ class Runner:
         self._failures = FailureReporter(places, board, self._programs.describe)
         self._compilations = Compilations(places, board, own_layers)
         self._observers = observers_for(
-            transport,
+            control,
             device,
             assembly,
             debug=options.debug,

@@ -202,9 +202,9 @@ def total(tracker, stage):
 
 
 def test_what_a_forward_saves_is_held_until_its_backward():
-    tracker = SavedTensorTracker([], note=ignore)
+    tracker = SavedTensorTracker(note=ignore)
 
-    with tracker.of_stage(2, attempt):
+    with tracker.of_stage(2, (), attempt):
         output = torch.ones(5, requires_grad=True).tanh()
     held = total(tracker, 2)
     output.sum().backward()
@@ -214,9 +214,9 @@ def test_what_a_forward_saves_is_held_until_its_backward():
 
 
 def test_a_storage_saved_twice_counts_once_and_until_both_are_gone():
-    tracker, values = SavedTensorTracker([], note=ignore), torch.ones(5, requires_grad=True)
+    tracker, values = SavedTensorTracker(note=ignore), torch.ones(5, requires_grad=True)
 
-    with tracker.of_stage(0, attempt):
+    with tracker.of_stage(0, (), attempt):
         first, second = values * values, values * 2 * values
     assert total(tracker, 0) == FLOAT * (5 + 5)
     del first
@@ -227,11 +227,11 @@ def test_a_storage_saved_twice_counts_once_and_until_both_are_gone():
 
 def test_stages_are_told_apart_and_parameters_left_out():
     layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
-    tracker = SavedTensorTracker((parameter for layer in layers for parameter in layer.parameters()), note=ignore)
+    tracker = SavedTensorTracker(note=ignore)
     outputs = []
 
     for stage, layer in enumerate(layers):
-        with tracker.of_stage(stage, attempt):
+        with tracker.of_stage(stage, storages([*layer.parameters()]), attempt):
             outputs.append(layer(torch.ones(2 + stage, 3, requires_grad=True)))
 
     assert [total(tracker, stage) for stage in (0, 1)] == [FLOAT * 6, FLOAT * 9]
@@ -245,12 +245,12 @@ def test_gradients_are_the_same_bit_for_bit():
         if tracker is None:
             output = model(values)
         else:
-            with tracker.of_stage(0, attempt):
+            with tracker.of_stage(0, (), attempt):
                 output = model(values)
         output.square().sum().backward()
         return values.grad
 
-    assert torch.equal(gradient(None), gradient(SavedTensorTracker([], note=ignore)))
+    assert torch.equal(gradient(None), gradient(SavedTensorTracker(note=ignore)))
 
 
 def test_views_of_one_storage_count_once():
@@ -263,23 +263,23 @@ def test_views_of_one_storage_count_once():
 
 def test_each_storage_that_is_new_to_a_stage_is_noted_once():
     noted = []
-    tracker, inputs = SavedTensorTracker([], note=noted.append), torch.ones(5, requires_grad=True)
+    tracker, inputs = SavedTensorTracker(note=noted.append), torch.ones(5, requires_grad=True)
 
-    with tracker.of_stage(0, attempt):
+    with tracker.of_stage(0, (), attempt):
         outputs = [inputs.exp() * inputs]
 
     assert [tensor.numel() for tensor in noted] == [5, 5]
     outputs.clear()
-    with tracker.of_stage(0, attempt):
+    with tracker.of_stage(0, (), attempt):
         inputs.exp()
     assert len(noted) == 3
 
 
 def test_what_no_backward_comes_by_is_gone_with_its_graph():
     """The exponential saves its own output."""
-    tracker = SavedTensorTracker([], note=ignore)
+    tracker = SavedTensorTracker(note=ignore)
 
-    with tracker.of_stage(0, attempt):
+    with tracker.of_stage(0, (), attempt):
         output = torch.ones(5, requires_grad=True).exp()
     del output
 
@@ -301,9 +301,9 @@ class Attributed(torch.autograd.Function):
 
 def test_attributes_of_a_custom_function_are_held_as_long_as_its_node():
     noted = []
-    tracker, features = SavedTensorTracker([], note=noted.append), torch.ones(5, requires_grad=True)
+    tracker, features = SavedTensorTracker(note=noted.append), torch.ones(5, requires_grad=True)
 
-    with tracker.of_stage(1, attempt):
+    with tracker.of_stage(1, (), attempt):
         output = Attributed.apply(features * 1)
         tracker.note_functions(1, [output, 3])
         tracker.note_functions(1, {"again": output})
@@ -323,8 +323,8 @@ def test_an_attribute_that_is_saved_too_or_a_parameter_is_not_counted_again():
             return features * weight
 
     weight = nn.Parameter(torch.ones(5))
-    tracker = SavedTensorTracker([weight], note=ignore)
-    with tracker.of_stage(0, attempt):
+    tracker = SavedTensorTracker(note=ignore)
+    with tracker.of_stage(0, storages([weight]), attempt):
         output = Own.apply(torch.ones(5), weight)
         tracker.note_functions(0, output)
 

@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.loss import Scale
+from penstock.execute.values.tensors import local_part
 
 
 def grad_scaler_of(scale: float | Scale | None) -> GradScaler | None:
@@ -56,6 +57,8 @@ class SharedScaler:
         """
         found = [getattr(parameter, self._attribute, None) for parameter in parameters]
         gradients = [gradient for gradient in found if gradient is not None]
+        if self._control.places.data is not None:
+            gradients = list(map(local_part, gradients))
         overflows = not all(self._control.all_gather_object(_are_finite(gradients)))
         if not gradients:
             self._check_stand_in(overflows)

@@ -25,6 +25,7 @@ from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.rank_names import RankNames
+from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import tensors_of
 from penstock.ir.deps import NONE
 from penstock.ir.instruction import Instruction
@@ -161,7 +162,7 @@ class ValueChecks(Observer):
         return getattr(self._here, "action", None)
 
     def _check(self, tensor: Tensor, action: _Action, what: str) -> None:
-        found = not_finite(tensor)
+        found = not_finite(local_part(tensor))
         if not found:
             return
         place = ""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError
+from penstock.execute.control.collectives import Control
 from penstock.execute.observing.log import log_norms
 from penstock.execute.observing.observer import Observer
 from penstock.execute.parameters.gradient_store import dense_gradient
@@ -17,6 +18,7 @@ from penstock.execute.stages.assemble import Assembly
 from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.rank_names import rank_names
+from penstock.execute.values.tensors import local_part
 
 
 class CopyChecks(Observer):
@@ -24,8 +26,8 @@ class CopyChecks(Observer):
 
     needs_all_ranks = True
 
-    def __init__(self, transport: Transport, assembly: Assembly, gradient_attribute: str) -> None:
-        self._transport = transport
+    def __init__(self, control: Control, assembly: Assembly, gradient_attribute: str) -> None:
+        self._control, self._transport = control, control.transport
         self._assembly = assembly
         self._gradient_attribute = gradient_attribute
 
@@ -37,7 +39,7 @@ class CopyChecks(Observer):
             return
         require_equal_copies(self._transport, self._assembly.tied_copies, self._gradient_attribute)
         log_norms(
-            self._transport,
+            self._control,
             step.serial,
             self._assembly.named_parameters(),
             copied=self._assembly.copied_names,
@@ -70,7 +72,7 @@ def require_equal_copies(transport: Transport, copies: Mapping[int, TiedCopy], g
 
 
 def _compared(parameter: nn.Parameter, gradient: str) -> Tensor:
-    return dense_gradient(parameter, gradient).detach() if gradient else parameter.detach()
+    return local_part(dense_gradient(parameter, gradient).detach() if gradient else parameter.detach())
 
 
 def _require_equal(transport: Transport, owner: int, mine: Tensor, what: str) -> None:

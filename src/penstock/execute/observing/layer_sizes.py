@@ -1,6 +1,6 @@
 """Counts bytes by storage, as a step runs: what autograd keeps of forwards, and what each layer makes and keeps."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,16 +35,14 @@ LayerBytes = Mapping[str, tuple[int, ...]]
 class LayerSizes:
     """Measures the layers of one rank; of several microbatches the largest counts, and a storage counts once."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Stage], *, is_sharded: bool = False) -> None:
+        """With `is_sharded`, sizes of DTensors are those of the whole tensors."""
+        self._is_sharded = is_sharded
         self._layers = {
             stage.first_layer + place: module for stage in stages for place, module in enumerate(stage.layers.values())
         }
         self._found = {layer: dict.fromkeys(FIELDS, 0) for layer in self._layers}
-        self._layer_of = {
-            id(parameter): layer
-            for layer in sorted(self._layers, reverse=True)
-            for parameter in self._layers[layer].parameters()
-        }
+        self._layer_of = self._layers_of_parameters()
         """By id of a parameter, the first layer that has it; by that of a module, its layer."""
         self._layer_of |= {id(each): layer for layer, module in self._layers.items() for each in module.modules()}
         self._given = set(storages([*map(buffers_of, stages)]))
@@ -84,6 +82,7 @@ class LayerSizes:
 
         `before` are addresses of what was in queues of layers before it.
         """
+        self._layer_of |= self._layers_of_parameters()  # whole ones in the place of shards
         held: dict[int, int] = {}
         counter = StorageCounter({*self._given, *before})
         counter.add([parameter for module in self._layers.values() for parameter in module.parameters()])
@@ -105,13 +104,28 @@ class LayerSizes:
         for layer, module in self._layers.items():
             parameters = [each for each in module.parameters() if self._layer_of[id(each)] == layer]
             state = [] if optimizer is None else [state_of(optimizer, parameter) for parameter in parameters]
-            parameter_bytes = sum(local_part(parameter).nbytes for parameter in parameters)
+            parameter_bytes = sum(map(self._size_of, parameters))
             self._found[layer] |= {
                 PARAMETER: parameter_bytes + buffers.add([*module.buffers()]),
-                GRADIENT: StorageCounter().add([gradients_of(parameter) for parameter in parameters]),
-                OPTIMIZER: StorageCounter().add(state),
+                GRADIENT: self._sizes_of([gradients_of(parameter) for parameter in parameters]),
+                OPTIMIZER: self._sizes_of(state),
             }
         return {str(layer): found for layer, found in self._found.items()}
+
+    def _sizes_of(self, tree: Any) -> int:
+        if self._is_sharded:  # of a unit, all rows of this rank are in one storage
+            return sum(map(self._size_of, tensors_of(tree)))
+        return StorageCounter().add(tree)
+
+    def _size_of(self, tensor: Tensor) -> int:
+        return tensor.numel() * tensor.element_size() if self._is_sharded else local_part(tensor).nbytes
+
+    def _layers_of_parameters(self) -> dict[int, int]:
+        return {
+            id(parameter): layer
+            for layer in sorted(self._layers, reverse=True)
+            for parameter in self._layers[layer].parameters()
+        }
 
     def _begin(self, layer: int, module: nn.Module, inputs: Any) -> None:
         self._layer = layer
@@ -132,11 +146,11 @@ class LayerSizes:
 
 class SavedTensorTracker:
     """Knows the storages that forwards have left for their backwards, from when autograd saves them until it frees
-    them; `but` are there anyway."""
+    them."""
 
-    def __init__(self, but: Iterable[Tensor], note: Callable[[Tensor], object]) -> None:
+    def __init__(self, note: Callable[[Tensor], object]) -> None:
         """`note` gets each tensor whose storage is new to a stage."""
-        self._but = {local_part(tensor).untyped_storage().data_ptr() for tensor in but}
+        self._but: Collection[int] = ()
         self._kept: dict[int, WeakValueDictionary[int, _Storage]] = {}
         """Per stage, by address, what autograd holds."""
         self._note = note
@@ -144,12 +158,14 @@ class SavedTensorTracker:
         """Nodes of the forward now running."""
 
     @contextmanager
-    def of_stage(self, stage: int, attempt: Callable[..., Any]) -> Iterator[None]:
+    def of_stage(self, stage: int, but: Collection[int], attempt: Callable[..., Any]) -> Iterator[None]:
         """Track what a forward of a stage, run in this thread meanwhile, leaves behind.
 
-        `attempt` makes the calls within the forward, and returns None where they fail.
+        `but` are addresses of what is there anyway. `attempt` makes the calls within the forward, and returns None
+        where they fail.
         """
         kept = self._kept.setdefault(stage, WeakValueDictionary())
+        self._but = but
 
         def pack(tensor: Tensor) -> Any:
             held = attempt(self._save, kept, tensor)

@@ -16,7 +16,7 @@ from penstock.errors import count_of
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Bound, Step
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.values.tensors import is_dtensor, is_replicated, local_part
 from penstock.ir.operations import BEGINS_KEEPING
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -63,7 +63,7 @@ def message_log() -> list[Observer]:
 
 
 def log_norms(
-    transport: Transport,
+    control: Control,
     step: int,
     parameters: Iterable[tuple[str, nn.Parameter]],
     *,
@@ -71,19 +71,27 @@ def log_norms(
     gradient_attribute: str = "grad",
 ) -> None:
     """Log the norms of this rank's parameters and gradients, and on rank 0 those over all ranks; a collective."""
+    named, rank, has_replicas = list(parameters), control.transport.rank, control.places.data is not None
     own = {
-        name: [_square(parameter.detach()), _square(getattr(parameter, gradient_attribute, None))]
-        for name, parameter in parameters
+        name: [
+            _square(local_part(tensor) if has_replicas and tensor is not None else tensor)
+            for tensor in (parameter.detach(), getattr(parameter, gradient_attribute, None))
+        ]
+        for name, parameter in named
     }
+    shared_out = [name for name, each in named if has_replicas and is_dtensor(each) and not is_replicated(each)]
+    if shared_out:
+        replicas = control.across({name: own[name] for name in shared_out})
+        own |= {name: [sum(each[name][kind] for each in replicas) for kind in (0, 1)] for name in shared_out}
     for name, (value, gradient) in own.items():
         norms = (value**0.5, gradient**0.5)
-        LOG.debug("rank %d, step %d: %s: parameter norm %.6g, gradient norm %.6g", transport.rank, step, name, *norms)
-    everyone = Control(transport).all_gather_object({name: found for name, found in own.items() if name not in copied})
+        LOG.debug("rank %d, step %d: %s: parameter norm %.6g, gradient norm %.6g", rank, step, name, *norms)
+    everyone = control.within.all_gather_object({name: found for name, found in own.items() if name not in copied})
     whole: dict[str, list[float]] = {}  # a copy on another rank has the same name, and counts once
     for theirs in everyone:
         assert isinstance(theirs, dict)
         whole |= theirs
-    if transport.rank == 0:
+    if rank == 0:
         value, gradient = (sum(found[index] for found in whole.values()) ** 0.5 for index in (0, 1))
         LOG.info("step %d: parameter norm %.6g, gradient norm %.6g over all ranks", step, value, gradient)
 

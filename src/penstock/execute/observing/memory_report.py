@@ -36,6 +36,7 @@ from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.observing.rank_memory import MemoryPoint, Moment, RankMemory, StageMemory, memory_text
 from penstock.execute.ops.keys import Keys
 from penstock.execute.parameters.gradient_store import WeightInputs
+from penstock.execute.rank_parameters import NO_HELD, RankParameters
 from penstock.execute.stages.offloading import is_on_host, noting_saved, saved_in
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.stages.recompute import Checkpoint
@@ -81,18 +82,23 @@ class MemoryWatch(Observer):
         device: torch.device,
         optimizer: Optimizer | None = None,
         queue: DeviceQueue | None = None,
+        parameters: RankParameters | None = None,
     ) -> None:
-        """`queue` has the messages of an accelerator, which hold their tensors until they are over."""
+        """`queue` has the messages of an accelerator, which hold their tensors until they are over.
+
+        `parameters` knows what is held beside the parameters of the modules.
+        """
         self.stages = stages
         self.device = device
         self.optimizer = optimizer
         self._queue = queue
         self.peak_activations = 0
         self.points: dict[Moment, MemoryPoint] = {}
-        self.sizes = LayerSizes(stages)
-        parameters = [parameter for stage in stages for _, parameter in stage.named_parameters()]
-        self._parameters = frozenset(storages(parameters))
-        self._tracker = SavedTensorTracker(parameters, self.sizes.note_saved)
+        self.sizes = LayerSizes(stages, is_sharded=parameters is not None and parameters.is_sharded)
+        self._rank_parameters = parameters
+        self._parameters: frozenset[int] = frozenset()
+        """Their addresses in the forward that runs."""
+        self._tracker = SavedTensorTracker(self.sizes.note_saved)
         self._peak = RankMemory()
         self._stages = {stage.index: stage for stage in stages}
         self._keys: Keys | None = None
@@ -133,8 +139,10 @@ class MemoryWatch(Observer):
     def _watching_forward(self, stage: int, kept: int, step: Step) -> Iterator[None]:
         self._stage_of_key[kept] = stage
         note_outputs = partial(self._tracker.note_functions, stage)
+        # Anew for each forward: where they are sharded, whole ones have no fixed place.
+        self._parameters = frozenset(storages([each for own in self._stages.values() for each in own.parameters()]))
         with (
-            self._tracker.of_stage(stage, self.attempt),
+            self._tracker.of_stage(stage, self._parameters, self.attempt),
             noting_saved(partial(self.attempt, self._note_saved, {})),
             self.sizes.watching(self.attempt, note_outputs),
         ):
@@ -185,6 +193,10 @@ class MemoryWatch(Observer):
         always = {stage.index: [*parameters[stage.index], *buffers_of(stage)] for stage in self.stages}
         parameter_bytes = {stage: counter.add(own) for stage, own in always.items()}
         gradient_bytes = {stage: counter.add([*map(gradients_of, own)]) for stage, own in parameters.items()}
+        beside = NO_HELD if self._rank_parameters is None else self._rank_parameters.held()
+        for stage in parameters:
+            parameter_bytes[stage] += counter.add(beside.parameters.get(stage, []))
+            gradient_bytes[stage] += counter.add(beside.gradients.get(stage, []))
         num_activations, context_bytes = dict.fromkeys(parameters, 0), dict.fromkeys(parameters, 0)
         kept, messages, made = self._by_kind(step)
         forwards = [(self._stage_of_key[key], value) for key, value in kept.items()]
@@ -200,7 +212,7 @@ class MemoryWatch(Observer):
         followed, posted = ([], []) if self._queue is None else self._queue.held()
         return RankMemory(
             stages=tuple(StageMemory(stage, *(column[stage] for column in columns)) for stage in parameters),
-            received_bytes=counter.add([*received, *followed]),
+            received_bytes=counter.add([*received, *followed, *beside.exchanged]),
             unsent_bytes=counter.add([*made.values(), *posted]),
         )
 

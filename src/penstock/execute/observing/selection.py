@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from penstock.execute.control.collectives import Control
 from penstock.execute.observing.checked_messages import CheckedMessages
 from penstock.execute.observing.checked_values import ValueChecks
 from penstock.execute.observing.copies import CopyChecks
@@ -33,7 +34,7 @@ OF_TESTS: list[Callable[[], Observer]] = []
 
 
 def observers_for(
-    transport: Transport,
+    control: Control,
     device: torch.device,
     assembly: Assembly,
     *,
@@ -44,12 +45,13 @@ def observers_for(
     gradient_attribute: str,
 ) -> list[Observer]:
     """Return the observers of one rank, the innermost first; the keywords are those of `Pipeline`."""
+    transport = control.transport
     found = [make() for make in OF_TESTS]
     if assembly.shared_buffers:
         found.append(SharedBuffers(assembly.stages, assembly.shared_buffers))
     if debug == "values":
         found.append(DeclaredValues(transport.rank))
-        found.append(CopyChecks(transport, assembly, gradient_attribute))
+        found.append(CopyChecks(control, assembly, gradient_attribute))
         found.append(ValueChecks(transport.rank, assembly.stages, gradient_attribute, names=rank_names(transport)))
     if debug != "off":
         found.append(CheckedMessages(transport, device))

@@ -35,6 +35,10 @@ Then = Callable[[Sequence[Tensor]], None]
 class Exchange(Protocol):
     """One gather or reduction."""
 
+    def buffers(self) -> Sequence[Tensor]:
+        """Return what it holds."""
+        ...
+
     def add_up(self) -> None:
         """Do all of a sum that needs no more than the values of the others; a second time does nothing."""
         ...
@@ -71,12 +75,17 @@ class ReplicaLane:
         if not self._is_on_device and sum(each.nbytes for each in self._kept) + buffer.nbytes <= KEPT_BYTES:
             self._kept.append(buffer)
 
+    def buffers(self) -> list[Tensor]:
+        """Return all that it holds now."""
+        return [*self._kept, *(buffer for each in self._launched for buffer in each.buffers())]
+
     # ---- exchanges
 
     def sum(self, buffers: Sequence[Tensor]) -> Exchange:
         """Begin to sum buffers of `room_for` in place; they are the exchange's until it is complete."""
         if self._is_on_device:
-            return self._launch(_OnDevice(self.transport, [self.transport.post_sum(buffer) for buffer in buffers]))  # type: ignore[attr-defined]
+            tickets = [self.transport.post_sum(buffer) for buffer in buffers]  # type: ignore[attr-defined]
+            return self._launch(_OnDevice(self.transport, tickets, buffers))
         return self._launch(_Sum(self.transport, buffers))
 
     def gather(self, parts: Sequence[Tensor], then: Then) -> Exchange:
@@ -88,7 +97,7 @@ class ReplicaLane:
         if self._is_on_device:
             pairs = zip(wholes, parts, strict=True)
             tickets = [self.transport.post_gather(whole, part) for whole, part in pairs]  # type: ignore[attr-defined]
-            return self._launch(_OnDevice(self.transport, tickets, lambda: then(wholes)))
+            return self._launch(_OnDevice(self.transport, tickets, wholes, lambda: then(wholes)))
         return self._launch(_Gather(self.transport, wholes, parts, lambda: self._give(wholes, wholes, then)))
 
     def scatter(self, buffers: Sequence[Tensor], then: Then) -> Exchange:
@@ -100,7 +109,7 @@ class ReplicaLane:
             parts = [buffer.new_empty(buffer.numel() // self.transport.num_ranks) for buffer in buffers]
             pairs = zip(parts, buffers, strict=True)
             tickets = [self.transport.post_scattered_sum(part, buffer) for part, buffer in pairs]  # type: ignore[attr-defined]
-            return self._launch(_OnDevice(self.transport, tickets, lambda: then(parts)))
+            return self._launch(_OnDevice(self.transport, tickets, [*buffers, *parts], lambda: then(parts)))
         parts = [buffer.view(self.transport.num_ranks, -1)[self.transport.rank] for buffer in buffers]
         return self._launch(_ScatteredSum(self.transport, buffers, lambda: self._give(parts, buffers, then)))
 
@@ -141,8 +150,17 @@ def _nothing() -> None: ...
 
 
 class _OnDevice:
-    def __init__(self, transport: Transport, tickets: Sequence[Ticket], then: Callable[[], None] = _nothing) -> None:
-        self._transport, self._tickets, self._then = transport, tickets, then
+    def __init__(
+        self,
+        transport: Transport,
+        tickets: Sequence[Ticket],
+        held: Sequence[Tensor],
+        then: Callable[[], None] = _nothing,
+    ) -> None:
+        self._transport, self._tickets, self._held, self._then = transport, tickets, held, then
+
+    def buffers(self) -> Sequence[Tensor]:
+        return self._held
 
     def add_up(self) -> None: ...
 
@@ -176,8 +194,12 @@ class _Gather(_Messages):
         self._then = then
         self._rooms = [whole.view(transport.num_ranks, -1) for whole in wholes]
         self._parts = parts
+        self._wholes = wholes
         self._leaving = [transport.post_send(rank, part) for part in parts for rank in self._others]
         self._coming = [transport.post_receive(rank, room[rank]) for room in self._rooms for rank in self._others]
+
+    def buffers(self) -> Sequence[Tensor]:
+        return self._wholes
 
     def complete(self) -> None:
         for room, part in zip(self._rooms, self._parts, strict=True):
@@ -205,6 +227,9 @@ class _ScatteredSum(_Messages):
             for rooms in self._theirs
             for rank, room in zip(self._others, rooms, strict=True)
         ]
+
+    def buffers(self) -> Sequence[Tensor]:
+        return [*self._parts, *(room for rooms in self._theirs for room in rooms)]
 
     def complete(self) -> None:
         self._add()

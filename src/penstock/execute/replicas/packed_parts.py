@@ -17,6 +17,9 @@ from penstock.execute.replicas.lane import ReplicaLane
 class WholeGradients(Protocol):
     """The gradients of whole parameters; `GradientStore` says more."""
 
+    @property
+    def attribute(self) -> str: ...
+
     def of(self, parameter: nn.Parameter) -> Tensor | None: ...
 
     def release(self, parameter: nn.Parameter) -> None: ...

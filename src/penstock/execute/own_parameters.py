@@ -1,0 +1,98 @@
+"""`OwnParameters`: what the modules of a rank hold now, since callers may put other parameters in their place."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.execute.stages.assemble import Assembly
+from penstock.execute.stages.stage import modules_of
+from penstock.execute.undocumented import has_accumulation_hooks, has_hooks
+from penstock.execute.undocumented_modules import ModuleSnapshot
+
+
+class OwnParameters:
+    """The parameters of one rank as its modules hold them now, since a caller may put others in their place.
+
+    `load_state_dict(assign=True)` and `layer.weight = nn.Parameter(...)` do that. What was made for the parameters
+    before, above all the exchange of tied gradients, would go on with the old ones, and the copies of a tied parameter
+    drift apart.
+    """
+
+    def __init__(self, assembly: Assembly, *, is_sharded: bool = False) -> None:
+        """With `is_sharded`, none may be replaced."""
+        self._assembly = assembly
+        self._is_sharded = is_sharded
+        self._layers = [layer for stage in assembly.stages for layer in stage.modules]
+        self.named = assembly.named_parameters()
+        """Each once, with its name in the unsplit model."""
+        self._snapshot, self._held = ModuleSnapshot(self._layers), self._look()
+
+    def refresh(self) -> bool:
+        """Look which parameters were replaced since the last look; return whether any was.
+
+        Raises:
+            ConfigError: a tied one was, so that its copies are tied no more; or any, or one has hooks, with shards.
+        """
+        if self._is_sharded:
+            refuse_hooks(self.named)
+        if self._snapshot.is_current():
+            return False
+        if all(getattr(module, name, None) is parameter for module, name, parameter in self._held):
+            self._snapshot = ModuleSnapshot(self._layers)  # of other modules, with which nothing was made
+            return False
+        if self._is_sharded:
+            self._refuse_others()
+        self._require_ties()
+        self.named = self._assembly.named_parameters()
+        self._snapshot, self._held = ModuleSnapshot(self._layers), self._look()
+        return True
+
+    def _look(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        return [
+            (module, name, parameter)
+            for module in modules_of(self._layers)
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+
+    def _refuse_others(self) -> None:
+        names = {id(parameter): name for name, parameter in self.named}
+        for module, name, parameter in self._held:
+            if getattr(module, name, None) is not parameter:
+                raise ConfigError(
+                    f"{names[id(parameter)]!r} is sharded over replicas, but was replaced after the pipeline was made; "
+                    "change its values by pipeline.load_state_dict() or in place, or make a new Pipeline",
+                    key="layers",
+                )
+
+    def _require_ties(self) -> None:
+        """Make sure that what was one object is one still, and that no copy of another rank's was replaced."""
+        copies = self._assembly.tied_copies.values()
+        tied = {id(parameter) for copy in copies for parameter in copy.parameters.values()}
+        names = {id(parameter): name for name, parameter in self.named}
+        now: dict[int, object] = {}
+        for module, name, parameter in self._held:
+            new = getattr(module, name, None)
+            is_replaced = new is not parameter and id(parameter) in tied
+            if is_replaced or now.setdefault(id(parameter), new) is not new:
+                raise ConfigError(
+                    f"{names[id(parameter)]!r} is tied, but was replaced by another parameter after the pipeline was "
+                    "made, so that its copies would drift apart; change its values in place, as load_state_dict() "
+                    "does without assign=True, or make a new Pipeline",
+                    key="layers",
+                )
+
+
+def refuse_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse hooks of parameters that are sharded: between forward and backward, others are in their place.
+
+    Raises:
+        ConfigError: naming the parameter.
+    """
+    for name, parameter in named:
+        if has_hooks(parameter) or has_accumulation_hooks(parameter):
+            raise ConfigError(
+                f"{name!r} has a hook, which cannot see its gradient where it is sharded over replicas; remove it, and "
+                "change or read the gradient after the step",
+                key="layers",
+            )

@@ -1,0 +1,133 @@
+"""A block has this replica's rows, and whole parameters while they are filled; modules hold the one or the other."""
+
+import torch
+from torch import nn
+
+from penstock.errors import PipelineError
+from penstock.execute.replicas.gathered import blocks_of, require_unchanged
+from penstock.execute.undocumented_backends import mesh_without_groups
+from penstock.execute.values.tensors import is_dtensor, local_part
+from tests.local_pipelines import error_of, settle
+
+
+def layers():
+    return [settle(nn.Linear(3, 5), 1), nn.BatchNorm1d(5), nn.Linear(5, 2, dtype=torch.float64)]
+
+
+def blocks_on(num_replicas):
+    """Per replica, its modules and its blocks."""
+    found = []
+    for replica in range(num_replicas):
+        modules = layers()
+        modules[2].load_state_dict(settle(nn.Linear(5, 2, dtype=torch.float64), 2).state_dict())
+        found.append((modules, blocks_of(modules, mesh_without_groups("data", num_replicas, replica))[0]))
+    return found
+
+
+def fill_all(replicas, of_replica):
+    """Give one replica what a gather would."""
+    for index, block in enumerate(replicas[of_replica][1]):
+        block.fill(torch.cat([blocks[index].own for _, blocks in replicas]))
+
+
+def held(modules):
+    return [parameter for module in modules for parameter in module.parameters()]
+
+
+def test_modules_hold_shards_then_whole_parameters_then_shards():
+    before = layers()
+    before[2].load_state_dict(settle(nn.Linear(5, 2, dtype=torch.float64), 2).state_dict())
+    replicas = blocks_on(2)
+    modules, blocks = replicas[1]
+    shards = held(modules)
+    assert all(map(is_dtensor, shards))
+
+    fill_all(replicas, 1)
+    wholes = held(modules)
+    assert all(torch.equal(*pair) for pair in zip(wholes, held(before), strict=True))
+    assert not any(map(is_dtensor, wholes))
+
+    for block in blocks:
+        block.drop()
+    assert list(map(id, held(modules))) == list(map(id, shards))
+    assert {whole.untyped_storage().nbytes() for whole in wholes} == {0}
+    fill_all(replicas, 1)
+    assert list(map(id, held(modules))) == list(map(id, wholes))
+
+
+def test_parameters_of_one_type_are_one_piece_of_memory():
+    _, blocks = blocks_on(2)[0]
+
+    assert [block.own.dtype for block in blocks] == [torch.float32, torch.float64]
+    for block in blocks:
+        addresses = {local_part(each.shard).untyped_storage().data_ptr() for each in block.parameters}
+        assert addresses == {block.own.untyped_storage().data_ptr()}
+
+
+def test_autograd_accepts_a_weight_that_was_dropped_and_filled_again():
+    replicas = blocks_on(2)
+    modules, blocks = replicas[0]
+    fill_all(replicas, 0)
+    inputs = torch.ones(4, 3, requires_grad=True)
+    outputs = modules[0](inputs).square().sum()
+    for block in blocks:
+        block.drop()
+    fill_all(replicas, 0)
+
+    outputs.backward()
+
+    weight, bias = layers()[0].parameters()
+    expected = 2 * (torch.ones(4, 3) @ weight.T + bias) @ weight
+    assert torch.allclose(inputs.grad, expected)
+
+
+def test_a_parameter_that_two_modules_share_is_one():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+
+    (block,), shard_of = blocks_of([first, second], mesh_without_groups("data", 2, 0))
+
+    assert len(block.parameters) == len(shard_of) == 3
+    assert first.weight is second.weight
+
+
+def test_attributes_and_what_is_trained_go_along():
+    layer = nn.Linear(2, 2)
+    layer.weight.is_special, layer.bias.requires_grad = True, False
+
+    (block,), _ = blocks_of([layer], mesh_without_groups("data", 2, 0))
+
+    assert layer.weight.is_special
+    assert not layer.bias.requires_grad
+    layer.bias.requires_grad_(True)
+    block.begin_step()
+    assert [each.whole.requires_grad for each in block.parameters] == [True, True]
+
+
+def test_a_change_of_a_whole_parameter_is_an_error_since_it_would_be_lost():
+    replicas = blocks_on(2)
+    modules, blocks = replicas[0]
+    fill_all(replicas, 0)
+    require_unchanged(blocks, [4])
+    with torch.no_grad():
+        modules[0].bias.add_(1)
+
+    error = error_of(require_unchanged, blocks, [4])
+
+    assert isinstance(error, PipelineError)
+    assert "stage 4: Linear.bias was changed in place" in str(error)
+
+
+def test_an_rnn_runs_with_what_it_holds_now():
+    layer = nn.LSTM(3, 2)
+    own = [each.detach().clone() for each in layer.parameters()]
+    (block,), _ = blocks_of([layer], mesh_without_groups("data", 1, 0))
+    block.fill(block.own)
+
+    outputs, _ = layer(torch.ones(4, 3))
+
+    again = nn.LSTM(3, 2)
+    with torch.no_grad():
+        for parameter, values in zip(again.parameters(), own, strict=True):
+            parameter.copy_(values)
+    assert torch.equal(outputs, again(torch.ones(4, 3))[0])

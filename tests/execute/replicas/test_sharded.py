@@ -1,0 +1,191 @@
+"""The layout of shards: gathered, reduced into the gradients of shards, and dropped, also by a failed step."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PipelineError
+from penstock.execute.parameters.gradient_store import GradientStore
+from penstock.execute.parameters.shard_gradients import ShardGradients
+from penstock.execute.replicas.lane import ReplicaLane
+from penstock.execute.replicas.sharded import Sharded
+from penstock.execute.replicas.summed import StageParts
+from penstock.execute.undocumented_backends import mesh_without_groups
+from penstock.execute.values.tensors import is_dtensor, local_part
+from tests.local_pipelines import error_of, on_ranks, settle
+
+STEP = {"is_synced": True, "sums_tied": True, "is_training": True}
+
+
+class Replica:
+    """One replica of a unit."""
+
+    def __init__(self, transport, modules=None):
+        self.modules = modules or [settle(nn.Linear(3, 4), 1)]
+        self.weight_before = next(self.modules[0].parameters()).detach().clone()
+        self.store = GradientStore(lambda: self.layout.wholes())
+        self.lane = ReplicaLane(transport)
+        mesh = mesh_without_groups("data", transport.num_ranks, transport.rank)
+        parts = {0: StageParts(lambda: [], self.modules)}
+        self.layout = Sharded(parts, self.store, ShardGradients().add, self.lane, mesh)
+        self.layout.shard()
+        self.shards = [each for module in self.modules for each in module.parameters()]
+
+    def begin(self):
+        self.layout.begin_step(**STEP)
+        self.store.begin_step()
+
+    def backward(self, factor=1.0):
+        (self.modules[0](torch.ones(2, 3)).sum() * factor).backward()
+
+    def grads(self):
+        return [None if each.grad is None else local_part(each.grad).clone() for each in self.shards]
+
+
+def test_a_gather_gives_whole_parameters_and_a_reduction_the_rows_of_the_sum():
+    def case(transport):
+        replica = Replica(transport)
+        replica.begin()
+        replica.layout.unshard().wait()
+        weight = replica.modules[0].weight
+        assert torch.equal(weight, replica.weight_before)
+        replica.backward(transport.rank + 1.0)
+        ticket = replica.layout.reduce(0, is_last=True)
+        assert weight.grad is None
+        replica.layout.reshard()
+        ticket.wait()
+        return replica.grads()
+
+    for weight, bias in on_ranks(2, case):
+        assert weight.tolist() == [[6.0] * 3] * 2
+        assert bias.tolist() == [6.0] * 2
+
+
+def test_reductions_of_a_step_add_up_and_the_last_one_adds_to_what_was_there():
+    def case(transport):
+        replica = Replica(transport)
+        for _ in range(2):
+            replica.begin()
+            for is_last in (False, True):
+                replica.layout.unshard().wait()
+                replica.backward()
+                ticket = replica.layout.reduce(0, is_last=is_last)
+                replica.layout.reshard()
+                if not is_last:
+                    ticket.wait()
+                    before = replica.grads()
+            ticket.wait()
+            replica.layout.after_step()
+            replica.store.end_step()
+        return [None if each is None else each.unique().tolist() for each in before], replica.grads()
+
+    for before, (weight, bias) in on_ranks(2, case):
+        assert before == [[8.0], [8.0]]  # of the first step alone
+        assert weight.unique().tolist() == bias.unique().tolist() == [16.0]
+
+
+def test_whoever_waits_for_a_gather_completes_the_reductions_before_it():
+    def case(transport):
+        replica = Replica(transport)
+        replica.begin()
+        replica.layout.unshard().wait()
+        replica.backward()
+        replica.layout.reduce(0, is_last=True)
+        replica.layout.reshard()
+        assert replica.grads() == [None, None]
+        replica.layout.unshard().wait()
+        return [each.unique().tolist() for each in replica.grads()]
+
+    assert on_ranks(2, case) == [[[4.0], [4.0]]] * 2
+
+
+def test_a_first_gradient_behind_a_reduction_gets_memory_of_its_own_too():
+    """As that of `y = x + p.view(...)`, which is a view of what a backward returns."""
+
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(6))
+
+        def forward(self, inputs):
+            return inputs + self.shift.view(2, 3)
+
+    def case(transport):
+        replica = Replica(transport, [Shift()])
+        replica.begin()
+        replica.layout.unshard().wait()
+        for _ in range(2):
+            gradient = torch.ones(2, 3)
+            replica.store.begin_backward()
+            torch.autograd.backward([replica.modules[0](torch.ones(2, 3))], [gradient])
+            replica.store.end_backward((), [gradient])
+            shares = replica.modules[0].shift.grad.data_ptr() == gradient.data_ptr()
+            replica.layout.reduce(0, is_last=False).wait()
+        return shares
+
+    assert on_ranks(2, case) == [False, False]
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced():
+    def case(transport):
+        replica = Replica(transport)
+        replica.shards[0].requires_grad_(False)
+        replica.begin()
+        replica.layout.unshard().wait()
+        assert torch.equal(replica.modules[0].weight, replica.weight_before)
+        replica.backward()
+        replica.layout.reduce(0, is_last=True).wait()
+        return [each is None for each in replica.grads()]
+
+    assert on_ranks(2, case) == [[True, False]] * 2
+
+
+def test_a_failed_step_leaves_nothing_whole_and_no_part_of_a_sum():
+    def case(transport):
+        replica = Replica(transport)
+        replica.begin()
+        replica.layout.unshard().wait()
+        replica.backward()
+        replica.layout.reduce(0, is_last=False).wait()
+        replica.backward()
+
+        replica.layout.end_failed_step()
+        replica.store.end_step()
+
+        assert all(map(is_dtensor, replica.modules[0].parameters()))
+        assert {each.untyped_storage().nbytes() for each in replica.layout.wholes()} == {0}
+        assert all(each.grad is None for each in replica.layout.wholes())
+        replica.begin()
+        replica.layout.unshard().wait()
+        replica.backward()
+        replica.layout.reduce(0, is_last=True).wait()
+        return [each.unique().tolist() for each in replica.grads()]
+
+    assert on_ranks(2, case) == [[[4.0], [4.0]]] * 2
+
+
+def test_a_change_by_a_layer_fails_where_the_unit_is_dropped():
+    def case(transport):
+        replica = Replica(transport)
+        replica.begin()
+        replica.layout.unshard().wait()
+        with torch.no_grad():
+            replica.modules[0].weight.mul_(2)
+        return error_of(replica.layout.reshard)
+
+    (error,) = on_ranks(1, case)
+    assert isinstance(error, PipelineError)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_saved_buffers_are_the_first_replicas_behind_the_last_reduction(num_replicas):
+    def case(transport):
+        norm = nn.BatchNorm1d(3)
+        norm.running_mean.fill_(float(transport.rank + 1))
+        replica = Replica(transport, [norm])
+        replica.begin()
+        replica.layout.unshard().wait()
+        replica.layout.reduce(0, is_last=True).wait()
+        return norm.running_mean.tolist()
+
+    assert on_ranks(num_replicas, case) == [[1.0] * 3] * num_replicas
