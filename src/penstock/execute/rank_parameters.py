@@ -117,17 +117,19 @@ class RankParameters:
             if data is not None:
                 share_all(data, held_tensors(unit.stages))
             if isinstance(unit.layout, Sharded):
-                self._shard(unit.layout)
+                self._shard(unit.layout, unit.stages)
         for copy in self.copies.values():
             copy.share_values(self._control.transport)
         if self._mesh is not None:
             self._own = OwnParameters(self._assembly, is_sharded=True)
 
-    def _shard(self, layout: Sharded) -> None:
+    def _shard(self, layout: Sharded, stages: Sequence[Stage]) -> None:
         shard_of = layout.shard()
         for group, copy in self.copies.items():
             named = {name: shard_of.get(parameter, parameter) for name, parameter in copy.parameters.items()}
             self.copies[group] = replace(copy, parameters=named)
+        for stage in stages:
+            stage.parameters()  # what it has noted of the modules holds whole parameters alive
 
     @property
     def scale(self) -> float:

@@ -136,7 +136,9 @@ class ReplicaLane:
     def _give(self, results: Sequence[Tensor], buffers: Sequence[Tensor], then: Then) -> None:
         then(results)
         for buffer in buffers:
-            self.keep(buffer)
+            # One of a size: whoever shares out weights wants the memory, and few are under way at once.
+            if all((each.numel(), each.dtype) != (buffer.numel(), buffer.dtype) for each in self._kept):
+                self.keep(buffer)
 
 
 def lane_of(places: Places, *, is_sharded: bool) -> ReplicaLane | None:
