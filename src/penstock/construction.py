@@ -100,8 +100,8 @@ class Plan:
         self.deadline_s = joined.transport.deadline_s
         self.num_replicas = joined.places.num_replicas
         self.mesh = f"{self.num_replicas} replicas of {joined.transport.num_ranks} ranks"
-        self.sharding = _sharding(joined, options)
         self.device = _device_of(joined, options)
+        self.sharding = _sharding(joined, options, self.device)
         if options.frees_other_stages and any(map(shares_process, joined.places.transports)):
             raise ConfigError(
                 "the ranks are threads of one process and share the layers, so none can be freed; leave it out",
@@ -184,14 +184,22 @@ def _device_of(joined: Joined, options: PipelineOptions) -> torch.device:
     return device
 
 
-def _sharding(joined: Joined, options: PipelineOptions) -> Sharding:
+def _sharding(joined: Joined, options: PipelineOptions, device: torch.device) -> Sharding:
     """Return how programs are sharded. Raises: ConfigError, where there is no such way, or no mesh for it."""
-    sharding = Sharding(options.shard, options.residency, options.look_ahead)
-    if sharding.passes and joined.places.mesh is None:
+    sharding, mesh = Sharding(options.shard, options.residency, options.look_ahead), joined.places.mesh
+    if not sharding.passes:
+        return sharding
+    if mesh is None:
         raise ConfigError(
             f"{options.shard!r} needs the ranks to share with: pass mesh= a DeviceMesh with the dimension {DATA!r}, "
             "which may be of size 1",
             key="shard",
+        )
+    if mesh.device_type != device.type:
+        raise ConfigError(
+            f"it is of devices of kind {mesh.device_type!r}, but the stages are on {device.type!r}, where their shards "
+            f"must be; make it with init_device_mesh({device.type!r}, ...)",
+            key="mesh",
         )
     return sharding
 

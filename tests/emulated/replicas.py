@@ -6,6 +6,8 @@ from torch import nn
 from penstock.execute.replicas.mesh import local_mesh
 from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.places import Places
+from penstock.execute.undocumented_backends import mesh_without_groups
+from penstock.execute.values.tensors import local_part
 from penstock.pipeline import Pipeline
 from tests.emulated.pipelines import DEADLINE_S, RankGroup
 from tests.emulated.rank_threads import store_of_scenario
@@ -24,7 +26,8 @@ def places_of(rank, num_places, num_replicas, device):
     data = RankGroup(replica, num_replicas, store_of_scenario(f"replicas of {place}"))
     options = {"deadline_s": DEADLINE_S, "device": device}
     along = TorchTransport(pipeline, names=own, **options)
-    return Places(along, TorchTransport(data, names=across, has_sums=True, **options), names)
+    mesh = mesh_without_groups("data", num_replicas, replica, device.type)
+    return Places(along, TorchTransport(data, names=across, has_sums=True, **options), names, mesh)
 
 
 def layers(norm):
@@ -48,7 +51,7 @@ def train(rank, num_ranks, num_replicas, device, *, schedule="1f1b", fails=False
             losses.append(pipeline.step(inputs, target=target).loss.item())
             optimizer.step()
             optimizer.zero_grad()
-        return losses, {name: value.cpu() for name, value in pipeline.state_dict().items()}, errors
+        return losses, {name: local_part(value).cpu() for name, value in pipeline.state_dict().items()}, errors
 
 
 def failing_step(pipeline, inputs, target, *, is_bad):

@@ -27,6 +27,9 @@ def run(emulated, num_ranks, num_replicas, kind, options, policy="lazy", seed=0)
         (4, 2, {"schedule": "zbv"}),
         (4, 2, {"run_ahead": 2, "norm": True}),
         (4, 2, {"fails": True}),
+        (2, 2, {"shard": "full", "residency": 1, "norm": True}),
+        (4, 2, {"shard": "full", "schedule": "zbv", "residency": 1, "run_ahead": 2}),
+        (4, 2, {"shard": "optimizer", "fails": True}),
     ],
 )
 @pytest.mark.parametrize(("policy", "seed"), [("lazy", 0), ("random", 7)])

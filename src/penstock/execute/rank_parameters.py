@@ -16,7 +16,7 @@ from penstock.execute.losses.grad_scaler import SharedScaler, grad_scaler_of
 from penstock.execute.losses.loss import Scale
 from penstock.execute.own_parameters import OwnParameters
 from penstock.execute.parameters.averaged import Averaged, wrapped
-from penstock.execute.parameters.gradient_store import GradientStore, StoredGradients
+from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore, StoredGradients, have_main
 from penstock.execute.parameters.layout import ParameterLayout, Replicated
 from penstock.execute.parameters.shard_gradients import ShardGradients
 from penstock.execute.parameters.tied import agree_on_copies
@@ -117,14 +117,16 @@ class RankParameters:
             if data is not None:
                 share_all(data, held_tensors(unit.stages))
             if isinstance(unit.layout, Sharded):
-                self._shard(unit.layout, unit.stages)
+                self._shard(unit.layout, unit.stages, unit.gradients.attribute)
         for copy in self.copies.values():
             copy.share_values(self._control.transport)
         if self._mesh is not None:
             self._own = OwnParameters(self._assembly, is_sharded=True)
 
-    def _shard(self, layout: Sharded, stages: Sequence[Stage]) -> None:
+    def _shard(self, layout: Sharded, stages: Sequence[Stage], attribute: str) -> None:
         shard_of = layout.shard()
+        if attribute == MAIN_GRAD:
+            have_main(shard_of.values())
         for group, copy in self.copies.items():
             named = {name: shard_of.get(parameter, parameter) for name, parameter in copy.parameters.items()}
             self.copies[group] = replace(copy, parameters=named)
@@ -229,9 +231,11 @@ class RankParameters:
     ) -> Unit:
         assert self._mesh is not None
         assert self._lane is not None
-        gradients = GradientStore(lambda: layout.wholes(), attribute)
+        made: list[Sharded] = []
+        gradients = GradientStore(lambda: [each for layout in made for each in layout.wholes()], attribute)
         shared = ShardGradients(attribute)
         layout = Sharded(parts, gradients, shared.add, self._lane, self._mesh)
+        made.append(layout)
         return Unit(stages, gradients, layout, groups, shared)
 
     def _require_whole_sums(self) -> None:

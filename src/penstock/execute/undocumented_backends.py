@@ -16,6 +16,7 @@ _REGISTERED = attrgetter("_plugins")
 """Of `dist.Backend`: what makes a backend, by its name, where it is not part of torch."""
 _BACKEND_OPTIONS = attrgetter("distributed_c10d._DistributedBackendOptions")(dist)
 """What a backend is made of that was registered with `extended_api`."""
+_GATHER, _SCATTERED_SUM = attrgetter("_allgather_base"), attrgetter("_reduce_scatter_base")
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 """A backend of NCCL reads it when it is made."""
 
@@ -28,6 +29,16 @@ class Backend(Protocol):
     def allreduce(self, tensors: list[Tensor], /) -> dist.Work: ...
     def abort(self) -> None: ...
     def shutdown(self) -> None: ...
+
+
+def gather_into(backend: Backend, whole: Tensor, part: Tensor) -> dist.Work:
+    """Gather the parts of all ranks, one behind the other."""
+    return cast(dist.Work, _GATHER(backend)(whole, part))
+
+
+def sum_into(backend: Backend, part: Tensor, whole: Tensor) -> dist.Work:
+    """Sum a tensor over all ranks, of which each gets its part."""
+    return cast(dist.Work, _SCATTERED_SUM(backend)(part, whole))
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
@@ -84,9 +95,9 @@ def _without_watchdog() -> Iterator[None]:
             os.environ[_BLOCKING_WAIT] = before
 
 
-def mesh_without_groups(name: str, size: int, own: int) -> DeviceMesh:
+def mesh_without_groups(name: str, size: int, own: int, device_type: str = "cpu") -> DeviceMesh:
     """Return the mesh of ranks that are threads of this process, as rank `own` sees it: it says where DTensors lie."""
-    return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=(name,), _init_backend=False, _rank=own)
+    return DeviceMesh(device_type, torch.arange(size), mesh_dim_names=(name,), _init_backend=False, _rank=own)
 
 
 def is_timeout(error: Exception) -> bool:

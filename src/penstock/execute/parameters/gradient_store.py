@@ -124,7 +124,7 @@ class GradientStore(StoredGradients):
         """Ids of those that needed a gradient when the step began."""
         self._beside = ExitStack()
         if attribute == MAIN_GRAD:
-            _have_main(parameters())
+            have_main(parameters())
 
     def begin_step(self) -> None:
         """Begin a training step."""
@@ -198,7 +198,7 @@ class GradientStore(StoredGradients):
 @contextmanager
 def _summed_beside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Take the gradients of every backward in here."""
-    _have_main(parameters)
+    have_main(parameters)
     hooks = [
         parameter.register_post_accumulate_grad_hook(_take)  # type: ignore[no-untyped-call]
         for parameter in parameters
@@ -214,7 +214,8 @@ def _summed_beside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
                 _take(parameter)  # what a layer has added to `.grad` by itself, past the hooks
 
 
-def _have_main(parameters: Iterable[nn.Parameter]) -> None:
+def have_main(parameters: Iterable[nn.Parameter]) -> None:
+    """Let parameters have the attribute for their main gradient."""
     for parameter in parameters:
         if not hasattr(parameter, MAIN_GRAD):
             setattr(parameter, MAIN_GRAD, None)

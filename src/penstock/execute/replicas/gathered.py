@@ -55,8 +55,8 @@ class Block:
         like = next(iter(held)).detach()
         self.own = like.new_zeros(sum(each.part_elements for each in rows.values()))
         """[part]"""
-        self._memory = like.new_empty(0).untyped_storage()
-        self._num_bytes = self._num_replicas * self.own.nbytes
+        self._memory = like.new_empty(self._num_replicas * self.own.numel()).untyped_storage()
+        self._num_bytes = self._memory.nbytes()
         self.parameters: list[GatheredParameter] = []
         self._versions: list[int] = []
         """Of the whole parameters, when they were filled."""

@@ -32,7 +32,7 @@ from penstock.execute.transport.protocol import (
 from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvous, connect_all
 from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesDiffer, SocketClosed
-from penstock.execute.undocumented_backends import Backend, is_timeout, store_of
+from penstock.execute.undocumented_backends import Backend, gather_into, is_timeout, store_of, sum_into
 from penstock.execute.values.tensors import written_out
 from penstock.running_time import running_s
 
@@ -114,16 +114,15 @@ class TorchTransport:
 
         Which rank is late cannot be seen: the ticket names the next one, which waits for the one behind it if it waits.
         """
-        ticket = Ticket((self.rank + 1) % self.num_ranks, True, self._next_serial)
-        link, queue = self._links.sums, self.device_queue
-        if link is None or queue is None:
-            raise _without_links(self, ticket)
-        try:
-            work = link.allreduce([tensor])
-        except RuntimeError as error:
-            del link
-            raise _not_posted(self, ticket, error) from error
-        return self._opened(ticket, QueuedMessage(work, tensor, queue.is_held_up))
+        return self._post_exchange(tensor, lambda link: link.allreduce([tensor]))
+
+    def post_gather(self, whole: Tensor, part: Tensor) -> Ticket:
+        """Gather the parts of all ranks, which the caller holds until it has waited, as `post_sum` sums."""
+        return self._post_exchange(whole, lambda link: gather_into(link, whole, part))
+
+    def post_scattered_sum(self, part: Tensor, whole: Tensor) -> Ticket:
+        """Sum `whole` over all ranks, of which each gets its part, as `post_sum` sums; the caller holds both."""
+        return self._post_exchange(whole, lambda link: sum_into(link, part, whole))
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         deadline_s = self.deadline_s if limit_s is None else limit_s
@@ -243,6 +242,18 @@ class TorchTransport:
         if self.device_queue is not None and tag in self._queued_tags:
             return self._opened(ticket, QueuedMessage(work, tensor, self.device_queue.is_held_up))
         return self._opened(ticket, GlooMessage(work, tensor))
+
+    def _post_exchange(self, held: Tensor, begin: Callable[[Backend], dist.Work]) -> Ticket:
+        ticket = Ticket((self.rank + 1) % self.num_ranks, True, self._next_serial)
+        link, queue = self._links.sums, self.device_queue
+        if link is None or queue is None:
+            raise _without_links(self, ticket)
+        try:
+            work = begin(link)
+        except RuntimeError as error:
+            del link
+            raise _not_posted(self, ticket, error) from error
+        return self._opened(ticket, QueuedMessage(work, held, queue.is_held_up))
 
     def _send_directly(self, direct: DirectSocket, peer: int, sent: Tensor) -> Ticket:
         ticket = Ticket(peer, True, self._next_serial, is_over=True)
