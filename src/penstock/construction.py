@@ -42,7 +42,7 @@ from penstock.execute.options import PipelineOptions, refuse_unknown
 from penstock.execute.own_parameters import refuse_hooks
 from penstock.execute.parameters.gradient_store import require_main_shapes
 from penstock.execute.parameters.tied import described_copies, refuse_renormalized, require_equal_kinds
-from penstock.execute.rank_parameters import sharing
+from penstock.execute.rank_parameters import Units, told_units, units_of
 from penstock.execute.replicas.mesh import require_sizes
 from penstock.execute.runner import Runner
 from penstock.execute.stages.assemble import Assembly, assemble, with_skips
@@ -73,8 +73,6 @@ from penstock.proofs import prove_weight_order
 from penstock.schedules import find_family, is_family_name
 from penstock.version import VERSION
 
-Units = tuple[tuple[int, ...], ...]
-"""Stages of one rank that share a parameter."""
 _LOOKING_BACK = (nn.MultiheadAttention, nn.RNNBase)
 """What is known to need more of the sequence than the slice at hand, and cannot carry it by itself."""
 
@@ -286,8 +284,8 @@ def construct(joined: Joined, request: Request) -> Construction:
         )
         agreed = Agreed.of(everyone, places.names)
         if plan.options.is_sharded:
-            assembly, everyone = joined.exchange(lambda: _assembled(joined, plan, agreed), _told_units)
-            units = _units_of(everyone)
+            assembly, everyone = joined.exchange(lambda: _assembled(joined, plan, agreed), told_units)
+            units = units_of(everyone)
             made, everyone = joined.exchange(
                 lambda: _built(joined, plan, agreed, memory, assembly, units), Construction.told
             )
@@ -305,15 +303,6 @@ def construct(joined: Joined, request: Request) -> Construction:
     if plan.options.frees_other_stages:
         made.other_layers.free()
     return made
-
-
-def _told_units(assembly: Assembly) -> Told:
-    return {"units": [sorted(stage.index for stage in stages) for stages in sharing(assembly.stages)]}
-
-
-def _units_of(everyone: Sequence[Told]) -> Units:
-    units = {tuple(unit) for theirs in everyone for unit in theirs["units"] if len(unit) > 1}
-    return tuple(sorted(units))
 
 
 def _assembled(joined: Joined, plan: Plan, agreed: Agreed) -> Assembly:

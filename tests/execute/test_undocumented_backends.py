@@ -159,3 +159,15 @@ def test_a_mesh_of_threads_says_where_dtensors_lie_and_needs_no_group():
         mesh = undocumented_backends.mesh_without_groups("data", 3, own)
 
         assert (mesh.size(), mesh.get_coordinate(), mesh.mesh_dim_names) == (3, (own,), ("data",))
+
+
+def test_a_backend_gathers_parts_and_scatters_sums():
+    def case(backend, rank):
+        whole, part = torch.empty(4), torch.tensor([1.0, 2.0]) + rank
+        undocumented_backends.gather_into(backend, whole, part).wait()
+        own = torch.empty(2)
+        undocumented_backends.sum_into(backend, own, whole * (rank + 1)).wait()
+        backend.shutdown()
+        return whole.tolist(), own.tolist()
+
+    assert with_two_backends(case) == [([1.0, 2.0, 2.0, 3.0], [3.0, 6.0]), ([1.0, 2.0, 2.0, 3.0], [6.0, 9.0])]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, PenstockError
 from penstock.execute.control.agreement import ALL_FROZEN, digest
 from penstock.execute.control.collectives import Control
+from penstock.execute.control.handshake import Told
 from penstock.execute.losses.grad_scaler import SharedScaler, grad_scaler_of
 from penstock.execute.losses.loss import Scale
 from penstock.execute.own_parameters import OwnParameters
@@ -28,6 +29,9 @@ from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.held_state import held_tensors
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
+
+Units = tuple[tuple[int, ...], ...]
+"""The stages of each unit that has several."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,6 +260,16 @@ def sharing(stages: Iterable[Stage]) -> list[list[Stage]]:
         joined = [group for group in groups if own.intersection(map(id, _parameters(group)))]
         groups = [group for group in groups if group not in joined] + [[*chain(*joined), stage]]
     return groups
+
+
+def told_units(assembly: Assembly) -> Told:
+    """Return which stages of this rank are one unit, for the other ranks."""
+    return {"units": [sorted(stage.index for stage in stages) for stages in sharing(assembly.stages)]}
+
+
+def units_of(everyone: Sequence[Told]) -> Units:
+    """Return the units of several stages that all ranks have told of."""
+    return tuple(sorted({tuple(unit) for theirs in everyone for unit in theirs["units"] if len(unit) > 1}))
 
 
 def _parameters(stages: Iterable[Stage]) -> list[nn.Parameter]:

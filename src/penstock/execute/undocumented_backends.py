@@ -31,6 +31,11 @@ class Backend(Protocol):
     def shutdown(self) -> None: ...
 
 
+def sum_in_place(backend: Backend, tensor: Tensor) -> dist.Work:
+    """Sum a tensor over all ranks."""
+    return backend.allreduce([tensor])
+
+
 def gather_into(backend: Backend, whole: Tensor, part: Tensor) -> dist.Work:
     """Gather the parts of all ranks, one behind the other."""
     return cast(dist.Work, _GATHER(backend)(whole, part))

@@ -16,14 +16,17 @@ Between accelerators the backend does it by itself, on a communicator of its own
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.execute.transport.local import LocalTransport
 from penstock.execute.transport.places import Places
 from penstock.execute.transport.protocol import Ticket, Transport
+from penstock.execute.undocumented_backends import Backend, gather_into, sum_in_place, sum_into
 
 KEPT_BYTES = 2**26
 """The most that a rank keeps in buffers from one step to the next."""
@@ -84,7 +87,7 @@ class ReplicaLane:
     def sum(self, buffers: Sequence[Tensor]) -> Exchange:
         """Begin to sum buffers of `room_for` in place; they are the exchange's until it is complete."""
         if self._is_on_device:
-            tickets = [self.transport.post_sum(buffer) for buffer in buffers]  # type: ignore[attr-defined]
+            tickets = [self._post(buffer, partial(sum_in_place, tensor=buffer)) for buffer in buffers]
             return self._launch(_OnDevice(self.transport, tickets, buffers))
         return self._launch(_Sum(self.transport, buffers))
 
@@ -96,7 +99,7 @@ class ReplicaLane:
         wholes = [self.room_for(self.transport.num_ranks * part.numel(), part) for part in parts]
         if self._is_on_device:
             pairs = zip(wholes, parts, strict=True)
-            tickets = [self.transport.post_gather(whole, part) for whole, part in pairs]  # type: ignore[attr-defined]
+            tickets = [self._post(whole, partial(gather_into, whole=whole, part=part)) for whole, part in pairs]
             return self._launch(_OnDevice(self.transport, tickets, wholes, lambda: then(wholes)))
         return self._launch(_Gather(self.transport, wholes, parts, lambda: self._give(wholes, wholes, then)))
 
@@ -108,7 +111,7 @@ class ReplicaLane:
         if self._is_on_device:
             parts = [buffer.new_empty(buffer.numel() // self.transport.num_ranks) for buffer in buffers]
             pairs = zip(parts, buffers, strict=True)
-            tickets = [self.transport.post_scattered_sum(part, buffer) for part, buffer in pairs]  # type: ignore[attr-defined]
+            tickets = [self._post(buffer, partial(sum_into, part=part, whole=buffer)) for part, buffer in pairs]
             return self._launch(_OnDevice(self.transport, tickets, [*buffers, *parts], lambda: then(parts)))
         parts = [buffer.view(self.transport.num_ranks, -1)[self.transport.rank] for buffer in buffers]
         return self._launch(_ScatteredSum(self.transport, buffers, lambda: self._give(parts, buffers, then)))
@@ -128,6 +131,10 @@ class ReplicaLane:
     def forget(self) -> None:
         """Forget all of them, as after a failure."""
         self._launched.clear()
+
+    def _post(self, held: Tensor, begin: Callable[[Backend], dist.Work]) -> Ticket:
+        ticket: Ticket = self.transport.post_exchange(held, begin)  # type: ignore[attr-defined]
+        return ticket
 
     def _launch(self, exchange: Exchange) -> Exchange:
         self._launched.append(exchange)

@@ -32,7 +32,7 @@ from penstock.execute.transport.protocol import (
 from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvous, connect_all
 from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesDiffer, SocketClosed
-from penstock.execute.undocumented_backends import Backend, gather_into, is_timeout, store_of, sum_into
+from penstock.execute.undocumented_backends import Backend, is_timeout, store_of
 from penstock.execute.values.tensors import written_out
 from penstock.running_time import running_s
 
@@ -49,7 +49,7 @@ class TorchTransport:
 
     All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL. Between
     CPUs of one host messages go past gloo (`sockets.py`) unless `is_direct` is False; where all do, there is no gloo.
-    `on_close` is called once, by the first `close`. `has_sums`: whether `post_sum` is called, on accelerators.
+    `on_close` is called once, by the first `close`. `has_sums`: whether `post_exchange` is called, on accelerators.
     Raises: DeadlineExceeded if a rank of the group does not come, PipelineError if there is no group.
     """
 
@@ -86,7 +86,7 @@ class TorchTransport:
         if self._queued_tags:
             self.device_queue = DeviceQueue(self, self._open, partial(make_event, self._device))
         self.sums_on_devices = has_sums and self.device_queue is not None
-        """Whether `post_sum` can be called."""
+        """Whether `post_exchange` can be called."""
         self._next_serial = 0
         self._first_serial = 0
         store = self._connect(Rendezvous(PrefixStore(_ROUNDS, store_of(own)), self.rank, self.names))
@@ -109,20 +109,22 @@ class TorchTransport:
             return self._opened(ticket, DirectReceive(direct, direct.post(tensor)))
         return self._queued(ticket, tensor.detach(), tag)
 
-    def post_sum(self, tensor: Tensor) -> Ticket:
-        """Sum a tensor of an accelerator over all ranks, in place and without blocking. Raises: PeerLost.
+    def post_exchange(self, held: Tensor, begin: Callable[[Backend], dist.Work]) -> Ticket:
+        """Begin a collective of all ranks on their accelerators, such as a sum, without blocking. Raises: PeerLost.
 
-        Which rank is late cannot be seen: the ticket names the next one, which waits for the one behind it if it waits.
+        It lives as long as its ticket is not waited for, and `held` with it. Which rank is late cannot be seen: the
+        ticket names the next one, which waits for the one behind it if it waits.
         """
-        return self._post_exchange(tensor, lambda link: link.allreduce([tensor]))
-
-    def post_gather(self, whole: Tensor, part: Tensor) -> Ticket:
-        """Gather the parts of all ranks, which the caller holds until it has waited, as `post_sum` sums."""
-        return self._post_exchange(whole, lambda link: gather_into(link, whole, part))
-
-    def post_scattered_sum(self, part: Tensor, whole: Tensor) -> Ticket:
-        """Sum `whole` over all ranks, of which each gets its part, as `post_sum` sums; the caller holds both."""
-        return self._post_exchange(whole, lambda link: sum_into(link, part, whole))
+        ticket = Ticket((self.rank + 1) % self.num_ranks, True, self._next_serial)
+        link, queue = self._links.sums, self.device_queue
+        if link is None or queue is None:
+            raise _without_links(self, ticket)
+        try:
+            work = begin(link)
+        except RuntimeError as error:
+            del link
+            raise _not_posted(self, ticket, error) from error
+        return self._opened(ticket, QueuedMessage(work, held, queue.is_held_up))
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         deadline_s = self.deadline_s if limit_s is None else limit_s
@@ -242,18 +244,6 @@ class TorchTransport:
         if self.device_queue is not None and tag in self._queued_tags:
             return self._opened(ticket, QueuedMessage(work, tensor, self.device_queue.is_held_up))
         return self._opened(ticket, GlooMessage(work, tensor))
-
-    def _post_exchange(self, held: Tensor, begin: Callable[[Backend], dist.Work]) -> Ticket:
-        ticket = Ticket((self.rank + 1) % self.num_ranks, True, self._next_serial)
-        link, queue = self._links.sums, self.device_queue
-        if link is None or queue is None:
-            raise _without_links(self, ticket)
-        try:
-            work = begin(link)
-        except RuntimeError as error:
-            del link
-            raise _not_posted(self, ticket, error) from error
-        return self._opened(ticket, QueuedMessage(work, held, queue.is_held_up))
 
     def _send_directly(self, direct: DirectSocket, peer: int, sent: Tensor) -> Ticket:
         ticket = Ticket(peer, True, self._next_serial, is_over=True)
