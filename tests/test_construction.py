@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import construction
+from penstock import construction_plan
 from penstock.errors import ConfigError, PartitionError, PipelineError
 from penstock.execute.batch.microbatch import BatchSpec, Replicate, Split
 from penstock.execute.control.collectives import Control
@@ -210,7 +210,7 @@ def test_a_pipeline_is_equal_to_one_process_in_whichever_order_messages_arrive()
 
 
 def test_running_ahead_needs_events_of_the_device(monkeypatch):
-    monkeypatch.setattr(construction, "is_queued", lambda device: True)
+    monkeypatch.setattr(construction_plan, "is_queued", lambda device: True)
 
     with pytest.raises(ConfigError) as caught:
         Pipeline(float_layers(), "gpipe", 4, square_loss, ranks=1, run_ahead=2)

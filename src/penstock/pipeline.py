@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from penstock.construction import Request, construct
+from penstock.construction import construct
+from penstock.construction_plan import Request
 from penstock.errors import ConfigError, PenstockError, PipelineError, warn
 from penstock.execute.batch.admission import Call
 from penstock.execute.control.agreement import Mode

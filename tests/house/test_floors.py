@@ -28,6 +28,7 @@ ROOMS = {
     "show": (5, {0, 1, 3}),
     "models": (6, {0}),
     "execute": (6, {0, 1}),
+    "construction_plan": (7, {0, 1, 2, 3, 4, 5, 6}),
     "construction": (7, {0, 1, 2, 3, 4, 5, 6}),
     "pipeline": (7, {0, 1, 2, 3, 4, 5, 6}),
     "checkpoints": (7, {0, 1, 2, 3, 4, 5, 6}),
@@ -40,6 +41,8 @@ ROOMS = {
 # The few pairs (from, to) that a floor number does not describe, and why.
 DOORS = {
     ("pipeline", "construction"),  # it is made there
+    ("pipeline", "construction_plan"),  # from what it was called with
+    ("construction", "construction_plan"),  # which it begins with
     ("checkpoints", "pipeline"),  # of which they are made
     ("train", "checkpoints"),  # the training loop saves and loads them
     ("train", "pipeline"),  # the training loop holds a Pipeline

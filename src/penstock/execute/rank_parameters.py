@@ -21,6 +21,7 @@ from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore,
 from penstock.execute.parameters.layout import ParameterLayout, Replicated
 from penstock.execute.parameters.shard_gradients import ShardGradients
 from penstock.execute.parameters.tied import agree_on_copies
+from penstock.execute.replicas.early import early_rows
 from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.replicas.lane import lane_of
 from penstock.execute.replicas.sharded import Sharded
@@ -119,7 +120,7 @@ class RankParameters:
         data = self._control.places.data
         for unit in self.units:
             if data is not None:
-                share_all(data, held_tensors(unit.stages))
+                share_all(data, [each for each in held_tensors(unit.stages) if early_rows(each) is None])
             if isinstance(unit.layout, Sharded):
                 self._shard(unit.layout, unit.stages, unit.gradients.attribute)
         for copy in self.copies.values():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PipelineError
+from penstock.execute.replicas.early import OWN_ROWS, early_rows
 from penstock.execute.replicas.rows import Rows
 from penstock.execute.undocumented import version_of
 from penstock.execute.undocumented_modules import put_parameter
@@ -51,7 +52,8 @@ class Block:
     def __init__(self, held: Mapping[nn.Parameter, Sequence[Holder]], mesh: DeviceMesh) -> None:
         """`held` has the parameters, still whole, each with those that hold it. The modules hold shards afterwards."""
         (replica,), self._num_replicas = mesh.get_coordinate() or [0], mesh.size()
-        rows = {parameter: Rows.of(parameter, self._num_replicas) for parameter in held}
+        early = {parameter: early_rows(parameter) for parameter in held}
+        rows = {each: Rows.of(each, self._num_replicas) if (left := early[each]) is None else left[0] for each in held}
         like = next(iter(held)).detach()
         self.own = like.new_zeros(sum(each.part_elements for each in rows.values()))
         """[part]"""
@@ -63,7 +65,10 @@ class Block:
         begin = 0
         for parameter, own in rows.items():
             part = self.own[begin : begin + own.part_elements]
-            own.take_own(parameter.detach(), part, replica)
+            if (left := early[parameter]) is None:
+                own.take_own(parameter.detach(), part, replica)
+            else:
+                part.copy_(left[1])
             whole = own.whole_in(self._view(begin, self._num_replicas * own.part_elements))
             filled = self._view(begin, self._num_replicas, own.part_elements)
             self.parameters.append(
@@ -145,5 +150,5 @@ def require_unchanged(blocks: Sequence[Block], stages: Iterable[int]) -> None:
 def _like(values: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter with these values, and the attributes of another one."""
     made = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
+    made.__dict__.update({name: value for name, value in parameter.__dict__.items() if name != OWN_ROWS})
     return made

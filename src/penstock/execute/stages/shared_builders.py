@@ -8,7 +8,7 @@ A builder that refers to no tensor, module or cache shares nothing. The builders
 asked, on the meta device, which parameters they would give.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from inspect import getattr_static
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import PartitionError
+from penstock.errors import PartitionError, PenstockError
+from penstock.execute.replicas.early import EarlyShards
 from penstock.execute.stages.layers import Layer, build_layer
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import shares_process
@@ -42,13 +43,34 @@ class BuiltLayers:
     """Layers of other ranks that may share something with this rank's, by index."""
 
 
-def build_own(layers: Sequence[Layer], names: Sequence[str], own: Collection[int]) -> BuiltLayers:
+Build = Callable[[Layer, str], nn.Module]
+"""Builds a layer with this name."""
+
+
+def build_early(early: EarlyShards) -> Build:
+    """Return what builds layers together with all replicas, and shards those that can share nothing with others."""
+
+    def build(layer: Layer, name: str) -> nn.Module:
+        built: nn.Module | PenstockError
+        try:
+            built = build_layer(layer, name)
+        except PenstockError as error:
+            built = error
+        is_apart = not isinstance(layer, nn.Module) and not _may_share(layer)
+        return early.agree(name, built, is_apart=is_apart)
+
+    return build
+
+
+def build_own(
+    layers: Sequence[Layer], names: Sequence[str], own: Collection[int], build: Build = build_layer
+) -> BuiltLayers:
     """Build this rank's layers, whose indices are `own`, and look what their builders share with others.
 
     Raises:
         PartitionError: a layer cannot be built.
     """
-    built = {index: build_layer(layers[index], names[index]) for index in own}
+    built = {index: build(layers[index], names[index]) for index in own}
     kept: dict[int, str] = {}
     for index, module in built.items() if len(own) < len(layers) else ():
         if not isinstance(layers[index], nn.Module):

@@ -1,0 +1,203 @@
+"""What one rank decides by itself before it hears of the others: what runs, and with which of its layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from penstock.errors import ConfigError
+from penstock.execute.accelerator import has_events, is_queued
+from penstock.execute.arguments import (
+    describe_function,
+    layer_list,
+    names_of_children,
+    require_loss,
+    require_schedule,
+    require_slices,
+    require_split,
+)
+from penstock.execute.batch.microbatch import describe_specs
+from penstock.execute.control.handshake import Found, Setup
+from penstock.execute.control.hosts import host_of_processes
+from penstock.execute.control.positions import PositionMemory
+from penstock.execute.joining import Joined
+from penstock.execute.losses.grad_scaler import describe_scale
+from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
+from penstock.execute.observing.shared_buffers import shared_buffers
+from penstock.execute.options import PipelineOptions, refuse_unknown
+from penstock.execute.replicas.mesh import require_sizes
+from penstock.execute.stages.compiled_layers import without_wrappers
+from penstock.execute.stages.layers import Layer, build_layer, layer_names, spec_attribute
+from penstock.execute.stages.shared_builders import Build, build_own
+from penstock.execute.stages.signatures import taken_keywords
+from penstock.execute.stages.skips import skip_names
+from penstock.execute.transport.places import DATA
+from penstock.execute.transport.world import default_device, shares_process
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.lowering import Sharding
+from penstock.partition.split import split_over
+from penstock.planning import ScheduleLike, resolve_plan
+from penstock.schedules import find_family, is_family_name
+from penstock.version import VERSION
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Request:
+    """What `Pipeline` was called with, beside its options."""
+
+    layers: Sequence[Layer]
+    schedule: ScheduleLike
+    microbatches: int | None
+    stages_per_rank: int | None
+    split: Sequence[int] | None
+    loss: Loss | None
+
+
+class Plan:
+    """What one rank decides by itself before it hears of the others: what runs, and with which of its layers."""
+
+    def __init__(self, joined: Joined, request: Request) -> None:
+        """Look at all that was given; no message to another rank."""
+        self.options = options = joined.options
+        self.deadline_s = joined.transport.deadline_s
+        self.num_replicas = joined.places.num_replicas
+        self.mesh = f"{self.num_replicas} replicas of {joined.transport.num_ranks} ranks"
+        self.device = _device_of(joined, options)
+        self.sharding = _sharding(joined, options, self.device)
+        if options.frees_other_stages and any(map(shares_process, joined.places.transports)):
+            raise ConfigError(
+                "the ranks are threads of one process and share the layers, so none can be freed; leave it out",
+                key="frees_other_stages",
+            )
+        self.loss = request.loss
+        require_loss(self.loss)
+        self.loss_weights = LossWeights(options.reduction, options.count)
+        loss_scale(options.scale_loss)  # refuses what scales nothing
+        self.given = _resolve(joined, request)
+        self.schedule: Schedule = self.given.actions()
+        require_split(request.split)
+        layers = list(map(without_wrappers, layer_list(request.layers)))
+        self.layer_names = layer_names(layers, names_of_children(request.layers))
+        self.layer_weights = _weights(layers, request.split, options)
+        placement = self.schedule.placement
+        self.layers_of_stage = split_over(placement, len(layers), weights=self.layer_weights, split=request.split)
+        own_stages = placement.stages_of_rank[joined.transport.rank]
+        self.computes_losses = any(placement.next_stage[stage] < 0 for stage in own_stages)
+        self._own = list(dict.fromkeys(index for stage in own_stages for index in self.layers_of_stage[stage]))
+        self.layers = layers
+
+    def with_layers(self, build: Build = build_layer) -> Self:
+        """Build this rank's layers."""
+        built = build_own(self.layers, self.layer_names, self._own, build)
+        self.built, self.shared_parameters = built.own, built.shared
+        placement = self.schedule.placement
+        rank_of_layer = [
+            placement.rank_of_stage[stage] for stage in placement.routes[0] for _ in self.layers_of_stage[stage]
+        ]
+        own = dict.fromkeys(self._own)
+        self.shared_buffers = shared_buffers({**built.seen, **built.own}, own, self.layer_names, rank_of_layer)
+        return self
+
+    def setup(self) -> Setup:
+        """Return what must be equal on all ranks."""
+        options = self.options
+        return Setup(
+            version=VERSION,
+            schedule=f"{self.given!r} #{self.given.digest()[:12]}",
+            layers=", ".join(self.layer_names),
+            split=", ".join(str(len(layers)) for layers in self.layers_of_stage),
+            loss=describe_function(self.loss),
+            reduction=options.reduction,
+            count=describe_function(options.count) if self.computes_losses else None,
+            scale_loss=describe_scale(options.scale_loss),
+            allow_ragged=str(options.allow_ragged),
+            specs=describe_specs(options.specs),
+            slice_dim=str(options.slice_dim),
+            slice_specs=describe_specs(options.slice_specs),
+            # In the order of the caller, by which tied groups are numbered.
+            tied=", ".join(" = ".join(sorted(pair)) for pair in options.tied) or "none",
+            optimizer_step=describe_function(options.optimizer_step),
+            seed=str(options.seed),
+            check_batches=str(options.check_batches),
+            variable_shapes=str(options.variable_shapes),
+            main_gradients=str(options.main_gradients),
+            debug=options.debug,
+            deadline_s=f"{self.deadline_s:g}",
+            device=self.device.type,
+            mesh=self.mesh,
+            shard=f"{options.shard}, residency {options.residency}, look_ahead {options.look_ahead}",
+        )
+
+    def found(self, memory: PositionMemory) -> Found:
+        """Return what this rank contributes to what all know."""
+        own = self.built
+        return Found(
+            keywords=sorted({name for layer in own.values() for name in taken_keywords(layer).names()}),
+            skips={str(index): skip_names(layer) for index, layer in own.items()},  # JSON has texts as keys
+            shared=self.shared_parameters,
+            host=host_of_processes(),
+            clock_host=self.options.clock.host,
+            positions=memory.path,
+        )
+
+
+def _device_of(joined: Joined, options: PipelineOptions) -> torch.device:
+    """Return where this rank's stages live. Raises: ConfigError, where options cannot be had there."""
+    device = default_device(joined.process_group) if options.device is None else torch.device(options.device)
+    if options.run_ahead is not None and is_queued(device) and not has_events(device):
+        raise ConfigError(
+            f"devices of kind {device.type!r} have no events, by which a host knows how far it is ahead; leave it out",
+            key="run_ahead",
+        )
+    return device
+
+
+def _sharding(joined: Joined, options: PipelineOptions, device: torch.device) -> Sharding:
+    """Return how programs are sharded. Raises: ConfigError, where there is no such way, or no mesh for it."""
+    sharding, mesh = Sharding(options.shard, options.residency, options.look_ahead), joined.places.mesh
+    if not sharding.passes:
+        return sharding
+    if mesh is None:
+        raise ConfigError(
+            f"{options.shard!r} needs the ranks to share with: pass mesh= a DeviceMesh with the dimension {DATA!r}, "
+            "which may be of size 1",
+            key="shard",
+        )
+    if mesh.device_type != device.type:
+        raise ConfigError(
+            f"it is of devices of kind {mesh.device_type!r}, but the stages are on {device.type!r}, where their shards "
+            f"must be; make it with init_device_mesh({device.type!r}, ...)",
+            key="mesh",
+        )
+    return sharding
+
+
+def _resolve(joined: Joined, request: Request) -> Schedule | Program:
+    schedule, options = request.schedule, joined.options
+    require_schedule(schedule)
+    family_options: dict[str, Any] = joined.family_options
+    if is_family_name(schedule):
+        refuse_unknown(family_options, schedule, find_family(schedule).all_options)
+        if options.slices is not None:
+            family_options["slices"] = options.slices
+    if joined.has_mesh and isinstance(schedule, Schedule | Program):
+        require_sizes(joined.places, schedule.num_ranks)
+    resolved = resolve_plan(
+        schedule,
+        ranks=joined.transport.num_ranks,
+        microbatches=request.microbatches,
+        stages_per_rank=request.stages_per_rank,
+        options=family_options,
+    )
+    require_slices(resolved, options.slices)
+    return resolved
+
+
+def _weights(layers: Sequence[Layer], split: Sequence[int] | None, options: PipelineOptions) -> Sequence[float]:
+    if options.weights is None:
+        return [float(spec_attribute(layer, "weight", 1.0)) for layer in layers]
+    if split is not None:
+        raise ConfigError("split says already which stage gets how many layers; pass one of the two", key="weights")
+    return options.weights
