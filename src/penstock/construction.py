@@ -67,18 +67,22 @@ class Programs:
         self._sharding = replace(plan.sharding, units=units)
         self.training = self._lowered(plan.given)
 
-    def of(self, mode: Mode, num_microbatches: int) -> Program:
-        """Return what a mode runs on so many microbatches; only an evaluation may have fewer than the schedule."""
+    def of(self, mode: Mode, num_microbatches: int, most: int) -> Program:
+        """Return what a mode runs on so many microbatches, of which a replica has at most so many.
+
+        Only an evaluation may have fewer than the schedule. Its gathers are those of the replica that has most.
+        """
         schedule = self._plan.schedule
         match mode:
             case Mode.TRAIN:
                 return self.training
-            case Mode.EVALUATE if num_microbatches < schedule.num_microbatches:
-                return self._lowered(schedule.forward_only().first_microbatches(num_microbatches))
-            case Mode.EVALUATE:
-                return self.training if self.training.is_forward_only else self._lowered(schedule.forward_only())
             case Mode.TRAIN_SPLIT:
                 return self._lowered(with_split_backwards(schedule))
+        if most < schedule.num_microbatches:
+            program = self._lowered(schedule.forward_only().first_microbatches(most))
+        else:
+            program = self.training if self.training.is_forward_only else self._lowered(schedule.forward_only())
+        return program if num_microbatches == most else program.first_microbatches(num_microbatches)
 
     def _lowered(self, schedule: Schedule | Program) -> Program:
         options = self._plan.options

@@ -206,7 +206,8 @@ class Pipeline(ModelPart):
         memory = MemoryWatch(self.stages, self.device, optimizer, queue, parameters)
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
         result = self._run(mode, Call(args, kwargs, target), memory)
-        program, layers = self._made.programs.of(mode, self.schedule.num_microbatches), self.layers_of_stage
+        number = self.schedule.num_microbatches
+        program, layers = self._made.programs.of(mode, number, number), self.layers_of_stage
         shards = self.num_replicas if self._is_sharded else 1
         return gather_memory(
             self._transport, memory, result, lambda sizes: predict_peaks(program, layers, sizes, shards=shards)

@@ -156,3 +156,12 @@ def test_forward_only_means_no_backward_whatever_else_there_is():
 def test_the_columns_cannot_be_changed():
     with pytest.raises(ValueError, match="read-only"):
         Program.from_schedule(SCHEDULE).slot[0] = 1
+
+
+def test_the_first_microbatches_keep_all_gathers():
+    program = Program.from_csv("0UNSHARD,0F0,0F1,0RESHARD,0UNSHARD,0F2,0RESHARD")
+
+    first = program.first_microbatches(1)
+
+    assert first.to_csv() == "0UNSHARD,0F0,0RESHARD,0UNSHARD,0RESHARD\n"
+    assert first.num_microbatches == 1

@@ -155,6 +155,9 @@ class PipelineOptions:
         require("clock", self.clock, isinstance(self.clock, Clock), "a penstock Clock")
         is_list = isinstance(self.observers, Sequence) and all(isinstance(each, Observer) for each in self.observers)
         require("observers", self.observers, is_list, "a list of penstock Observers")
+        is_number = self.residency is None or is_whole_number(self.residency, 1)
+        require("residency", self.residency, is_number, "1 or more stages of a rank that may be whole, or None for all")
+        require("look_ahead", self.look_ahead, is_whole_number(self.look_ahead, 0), "0 or more computations")
         if self.debug not in DEBUG_LEVELS:
             hint = nearest(str(self.debug), DEBUG_LEVELS)
             require("debug", self.debug, False, f"one of {', '.join(DEBUG_LEVELS)}.{hint}")

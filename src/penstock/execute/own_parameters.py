@@ -38,11 +38,11 @@ class OwnParameters:
             refuse_hooks(self.named)
         if self._snapshot.is_current():
             return False
+        if self._is_sharded:
+            self._refuse_others()
         if all(getattr(module, name, None) is parameter for module, name, parameter in self._held):
             self._snapshot = ModuleSnapshot(self._layers)  # of other modules, with which nothing was made
             return False
-        if self._is_sharded:
-            self._refuse_others()
         self._require_ties()
         self.named = self._assembly.named_parameters()
         self._snapshot, self._held = ModuleSnapshot(self._layers), self._look()
@@ -56,14 +56,19 @@ class OwnParameters:
         ]
 
     def _refuse_others(self) -> None:
+        found, held = (
+            {(id(module), name): each for module, name, each in named} for named in (self._look(), self._held)
+        )
         names = {id(parameter): name for name, parameter in self.named}
-        for module, name, parameter in self._held:
-            if getattr(module, name, None) is not parameter:
-                raise ConfigError(
-                    f"{names[id(parameter)]!r} is sharded over replicas, but was replaced after the pipeline was made; "
-                    "change its values by pipeline.load_state_dict() or in place, or make a new Pipeline",
-                    key="layers",
-                )
+        for key in dict.fromkeys([*held, *found]):
+            if found.get(key) is held.get(key):
+                continue
+            what = repr(names[id(held[key])]) if key in held else f"a parameter {key[1]!r}"
+            raise ConfigError(
+                f"{what} was replaced, added or removed after the pipeline was made, whose parameters are sharded over "
+                "replicas; change values by pipeline.load_state_dict() or in place, or make a new Pipeline",
+                key="layers",
+            )
 
     def _require_ties(self) -> None:
         """Make sure that what was one object is one still, and that no copy of another rank's was replaced."""

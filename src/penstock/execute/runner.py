@@ -55,8 +55,8 @@ from penstock.ir.schedule import Schedule
 
 
 class Runner:
-    """Runs the steps of one rank. `program_of` plans what a mode runs on so many microbatches; it is
-    asked once for each.
+    """Runs the steps of one rank. `program_of` plans what a mode runs on so many microbatches, where
+    a replica has at most so many; it is asked once for each.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Runner:
         *,
         loss: Loss | None,
         loss_weights: LossWeights,
-        program_of: Callable[[Mode, int], Program],
+        program_of: Callable[[Mode, int, int], Program],
     ) -> None:
         self._places, self._device = places, device
         self._transport = transport = places.pipeline
@@ -131,7 +131,7 @@ class Runner:
         with self._failing_together():
             self._begin()  # 1 after a failed step, all ranks start afresh
             batch = self._admit(mode, call, memory)  # 2 split the batch; one exchange, in which all ranks agree
-            compiled = self._programs.of(mode, len(batch.microbatches))  # an evaluation of few rows has fewer
+            compiled = self._programs.of(mode, len(batch.microbatches), self._most_microbatches(batch))
             step = self._make_step(mode, batch)
             patience = self._compilations.in_step(batch.agreed, flatten((call.args, call.target))[0])
             del batch  # 3 from here on the step alone holds the data, and all that is made of them
@@ -222,6 +222,11 @@ class Runner:
         is_ahead = self._options.run_ahead is not None and self._options.overlap is None and not call.record
         self._messenger.begin(batch.agreed.signature, follows=is_ahead)
         return batch
+
+    def _most_microbatches(self, batch: Batch) -> int:
+        """Return for how many microbatches a program gathers, with shards: an evaluation of few rows has fewer."""
+        own = len(batch.microbatches)
+        return own if batch.job is None or not self.parameters.is_sharded else batch.job.most_microbatches
 
     def _make_step(self, mode: Mode, batch: Batch) -> Step:
         return Step(

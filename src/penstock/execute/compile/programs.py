@@ -7,15 +7,15 @@ from penstock.execute.control.agreement import Mode
 from penstock.execute.transport.places import Places
 from penstock.ir.program import Program
 
-Key = tuple[Mode, int]
-"""A mode, and the number of its microbatches."""
+Key = tuple[Mode, int, int]
+"""A mode, the number of its microbatches, and the most that a replica has."""
 
 
 class CompiledPrograms:
     """The programs of one rank. `plan` says what a mode runs on so many microbatches; it is asked once for each."""
 
     def __init__(
-        self, places: Places, plan: Callable[[Mode, int], Program], make: Callable[[Program], CompiledProgram]
+        self, places: Places, plan: Callable[[Mode, int, int], Program], make: Callable[[Program], CompiledProgram]
     ) -> None:
         self._places = places
         self._plan = plan
@@ -23,9 +23,12 @@ class CompiledPrograms:
         self._compiled: dict[Key, CompiledProgram] = {}
         self._active: Program | None = None
 
-    def of(self, mode: Mode, num_microbatches: int) -> CompiledProgram:
-        """Return what a mode runs, from now on the program that errors speak of."""
-        key = mode, num_microbatches
+    def of(self, mode: Mode, num_microbatches: int, most: int | None = None) -> CompiledProgram:
+        """Return what a mode runs, from now on the program that errors speak of.
+
+        `most` is the number of microbatches with which a replica gathers most, by default its own.
+        """
+        key = mode, num_microbatches, num_microbatches if most is None else most
         if key not in self._compiled:
             self._compiled[key] = self._make(self._plan(*key))
         self._active = self._compiled[key].program

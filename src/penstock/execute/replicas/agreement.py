@@ -33,6 +33,8 @@ class JobStep:
 
     weight: BatchWeight
     """Of the batches of all replicas."""
+    most_microbatches: int
+    """Of any replica; an evaluation of few rows has fewer."""
     has_equal_batches: bool
     """Whether all replicas were given one batch, as far as they have compared it."""
 
@@ -72,6 +74,7 @@ def agree_across(
             sum(each.count for each in weights),
             sum(each.num_microbatches for each in weights),
         ),
+        max(each.num_microbatches for each in weights),
         any(digests[0]) and all(each == digests[0] for each in digests),
     )
 
