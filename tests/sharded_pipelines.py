@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from tests.local_pipelines import error_of, named, settle, values
-from tests.mesh_pipelines import FLOAT, Job, difference, on_mesh, pipeline_of, put_together, train, train_alone
+from tests.local_pipelines import error_of, settle, values
+from tests.mesh_pipelines import FLOAT, Job, difference, on_mesh, put_together, train, train_alone
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "zb-h1")
 NONE, OPTIMIZER = {"shard": "none"}, {"shard": "optimizer"}
@@ -14,6 +14,7 @@ FULL = [
     for look_ahead in (0, 1, 2)
 ]
 SETTINGS = [NONE, OPTIMIZER, *FULL]
+SHARDED = SETTINGS[1:]
 ONE, TWO, ALL = FULL[0], FULL[4], FULL[7]
 """Residency 1, 2, None with look_ahead 0, 1, 1."""
 

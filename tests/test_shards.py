@@ -20,7 +20,7 @@ from tests.sharded_pipelines import (
     ONE,
     OPTIMIZER,
     SCHEDULES,
-    SETTINGS,
+    SHARDED,
     TWO,
     adamw,
     compared,
@@ -28,9 +28,6 @@ from tests.sharded_pipelines import (
     whole_gradients,
     wide_job,
 )
-
-SHARDED = SETTINGS[1:]
-
 
 # ---- layouts
 
