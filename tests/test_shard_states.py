@@ -64,9 +64,7 @@ def test_evaluations_before_and_between_steps_have_the_loss_of_all_rows_and_chan
         pytest.param(
             "zbv",
             ONE,
-            marks=pytest.mark.xfail(
-                strict=True, reason="replicas with fewer rows than microbatches run another program"
-            ),
+            marks=pytest.mark.xfail(strict=True, reason="programs of replicas differ"),
         ),
     ],
     ids=name_of,

@@ -1,0 +1,277 @@
+"""What sharded pipelines do not take is one message on every rank, at once; and a step after a refused one is right."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.lowering import Sharding, lower
+from tests.local_pipelines import WIDTH, block, error_of, float_layers, on_ranks, settle, square_loss
+from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, on_mesh, pipeline_of, train_alone
+from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, compared, name_of, zero
+from tests.test_replicas import gradients_of_steps
+from tests.test_shard_gradients import Rows, assert_near, whole
+from tests.test_torch_gathers import placed_by_torch
+
+DEADLINE_S = 10.0
+
+
+def refused(make, kind=ps.ConfigError, pipeline=2, data=2):
+    """The words with which every rank is refused at construction, all of one kind and at once."""
+
+    def case(places):
+        begin_s = time.monotonic()
+        return error_of(make, places), time.monotonic() - begin_s
+
+    ranks = on_mesh(pipeline, data, case, deadline_s=DEADLINE_S)
+    for error, took_s in ranks:
+        assert type(error) is kind, error
+        assert took_s < DEADLINE_S / 2
+    return [str(error) for error, _ in ranks]
+
+
+def made(places, schedule="interleaved-1f1b", layers=None, **options):
+    layers = float_layers(FLOAT, 8) if layers is None else layers
+    return ps.Pipeline(layers, schedule, MICROBATCHES, square_loss, mesh=places, deadline_s=DEADLINE_S, **options)
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shard": "ful"}, "Did you mean 'full'"),
+        ({"shard": True}, "shard"),
+        ({"shard": None}, "shard"),
+        ({"shard": "full", "residency": 0}, "residency: 0"),
+        ({"shard": "full", "residency": -1}, "residency: -1"),
+        ({"shard": "full", "residency": 1.5}, "residency: 1.5"),
+        ({"shard": "full", "residency": True}, "residency: True"),
+        ({"shard": "full", "look_ahead": -1}, "look_ahead: -1"),
+        ({"shard": "full", "look_ahead": None}, "look_ahead: None"),
+        ({"schedule": "dualpipe-v", "shard": "full", "residency": 1}, "overlapped pairs"),
+        ({"schedule": "dualpipe", "shard": "full", "residency": 1}, "overlapped pairs"),
+    ],
+)
+def test_settings_that_do_not_exist_are_refused(options, words):
+    for text in refused(lambda places: made(places, **options)):
+        assert words in text
+
+
+@pytest.mark.parametrize("setting", [OPTIMIZER, TWO], ids=name_of)
+def test_shards_need_a_mesh(setting):
+    def case(wires):
+        begin_s = time.monotonic()
+        error = error_of(
+            ps.Pipeline, float_layers(FLOAT, 4), "1f1b", MICROBATCHES, square_loss, transport=wires, **setting
+        )
+        return error, time.monotonic() - begin_s
+
+    for error, took_s in on_ranks(2, case, deadline_s=DEADLINE_S):
+        assert isinstance(error, ps.ConfigError)
+        assert "mesh" in str(error)
+        assert "shard" in str(error)
+        assert took_s < DEADLINE_S / 2
+
+
+@pytest.mark.parametrize(
+    ("odd", "usual"),
+    [(ONE, TWO), (OPTIMIZER, ALL), (NONE, ONE), (TWO, TWO | {"look_ahead": 0}), (ALL, ONE | {"look_ahead": 1})],
+    ids=name_of,
+)
+@pytest.mark.parametrize("bad", [0, 3])
+def test_ranks_with_other_settings_are_refused(odd, usual, bad):
+    texts = refused(lambda places: made(places, **(odd if places.index == bad else usual)), ps.PipelineError)
+
+    for text in texts:
+        assert "the ranks disagree on shard: rank 0" in text
+        assert f"rank {bad or 1} (" in text
+
+
+def test_a_setting_that_is_wrong_on_one_rank_is_refused_by_all():
+    def make(places):
+        return made(places, **(TWO | ({"residency": 0} if places.index == 2 else {})))
+
+    for text in refused(make, ps.PipelineError):
+        assert "rank 2 (pipeline 0, data 1) has full, residency 0" in text
+
+
+# ---- layers
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LazyLinear(WIDTH, dtype=FLOAT)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def hooked(kind):
+    layers = float_layers(FLOAT, 8)
+    weight = layers[6][1].weight
+    if kind == "hook":
+        weight.register_hook(lambda gradient: gradient * 2)
+    if kind == "post":
+        weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return layers
+
+
+@pytest.mark.parametrize("setting", [OPTIMIZER, ONE], ids=name_of)
+def test_lazy_parameters_are_refused(setting):
+    def make(places):
+        return made(places, layers=[*float_layers(FLOAT, 6), Lazy(), block(3, FLOAT)], **setting)
+
+    for text in refused(make):
+        assert "lazy" in text.lower() or "no shape" in text
+
+
+@pytest.mark.parametrize("setting", [OPTIMIZER, ONE], ids=name_of)
+@pytest.mark.parametrize("kind", ["hook", "post"])
+@pytest.mark.parametrize("bad", [None, 1, 3])
+def test_hooks_of_parameters_are_refused(kind, setting, bad):
+    def make(places):
+        layers = hooked(kind if bad in (None, places.index) else "none")
+        return made(places, "1f1b", layers=layers, **setting)
+
+    for text in refused(make):
+        assert "hook" in text
+        assert "6.1.weight" in text
+
+
+def between(change, setting=ONE, *, bad=None, schedule="1f1b"):
+    """Errors of a step before which some ranks changed something; `change(layers)` returns what takes it back."""
+    job = Job([8, 8])
+
+    def case(places):
+        layers = job.make_layers()
+        with made(places, schedule, layers=layers, **setting) as own:
+            inputs, target = job.of(own.replica)
+            own.step(inputs, target=target)
+            undo = change(layers) if bad in (None, places.index) else lambda: None
+            begin_s = time.monotonic()
+            error = error_of(own.step, inputs, target=target)
+            took_s = time.monotonic() - begin_s
+            undo()
+            own.step(inputs, target=target)
+            return error, took_s, Rows(own)
+
+    ranks = on_mesh(2, 2, case, deadline_s=DEADLINE_S)
+
+    assert all(took_s < DEADLINE_S / 2 for _, took_s, _ in ranks)
+    assert_near(whole([rows for *_, rows in ranks], 2), gradients_of_steps(job, [1, 1]))
+    return [error for error, *_ in ranks]
+
+
+def replace_one(layers):
+    before = layers[6][1].weight
+    layers[6][1].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=FLOAT))
+
+    def undo():
+        layers[6][1].weight = before
+
+    return undo
+
+
+def replace_a_module(layers):
+    before = layers[6][1]
+    layers[6][1] = settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT), 1)
+
+    def undo():
+        layers[6][1] = before
+
+    return undo
+
+
+def hook_one(layers):
+    return layers[6][1].weight.register_hook(lambda gradient: gradient * 2).remove
+
+
+def hook_after(layers):
+    return layers[6][1].weight.register_post_accumulate_grad_hook(lambda parameter: None).remove
+
+
+@pytest.mark.parametrize("setting", [ONE, OPTIMIZER], ids=name_of)
+@pytest.mark.parametrize("bad", [None, 1])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (replace_one, "6.1.weight"),
+        pytest.param(replace_a_module, "6.1", marks=pytest.mark.xfail(strict=True, reason="nothing is said")),
+        (hook_one, "hook"),
+        (hook_after, "hook"),
+    ],
+)
+def test_parameters_that_change_between_steps_are_refused_by_all_and_the_next_step_is_right(
+    change, words, bad, setting
+):
+    """Stage 1 of rank 1 and 3 has the layer; the others would find nothing by themselves."""
+    errors = between(change, setting, bad=bad)
+
+    assert len({type(error) for error in errors}) == 1
+    for error in errors:
+        assert isinstance(error, ps.PenstockError)
+        assert words in str(error), error
+
+
+# ---- programs
+
+
+def test_a_given_program_without_gathers_is_refused_under_full():
+    program = lower(ps.build("zbv", ranks=2, microbatches=MICROBATCHES))
+
+    for text in refused(lambda places: made(places, program, **ONE)):
+        assert "never gathers stage 0" in text
+
+
+def test_a_given_program_with_gathers_trains_replicas_too():
+    program = lower(ps.build("zbv", ranks=2, microbatches=MICROBATCHES), **ONE)
+
+    assert compared(2, 2, Job([8, 8]), program) == []
+
+
+@pytest.mark.parametrize("setting", [ONE, TWO, ALL], ids=name_of)
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved-1f1b", "looped-bfs"])
+def test_a_program_with_torchs_placement_runs_as_it_is(schedule, setting):
+    schedule = ps.build(schedule, ranks=2, microbatches=MICROBATCHES)
+    theirs = placed_by_torch(schedule)
+    job = Job([8, 8])
+
+    def case(places):
+        with pipeline_of(places, job, theirs, **setting) as own:
+            return own.program.digest()
+
+    assert set(on_mesh(2, 2, case)) == {theirs.digest()}
+    assert compared(2, 2, job, theirs, **setting) == []
+
+
+def test_a_program_that_was_lowered_with_shards_runs_as_it_is():
+    schedule = ps.build("zb-h1", ranks=2, microbatches=MICROBATCHES)
+    program = lower(schedule, **ONE)
+
+    assert Sharding("full", residency=1).most_whole == 1
+    assert compared(2, 2, Job([8, 8]), program, **ONE) == []
+
+
+def test_an_optimizer_of_the_layers_parameters_is_one_of_the_shards():
+    job = Job([8, 8])
+
+    def case(places):
+        layers = job.make_layers()
+        with made(places, "interleaved-1f1b", layers=layers, **ONE) as own:
+            held = [each for layer in layers for each in layer.parameters() if hasattr(each, "placements")]
+            optimizer = adamw(held)
+            inputs, target = job.of(own.replica)
+            for _ in range(2):
+                own.step(inputs, target=target)
+                own.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            zero(own)
+            return Rows(own)
+
+    assert_near(whole(on_mesh(2, 2, case), 2, "weights"), train_alone(job, 2, adamw).weights)
