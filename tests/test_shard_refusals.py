@@ -143,6 +143,9 @@ def test_hooks_of_parameters_are_refused(kind, setting, bad):
         assert "6.1.weight" in text
 
 
+UNNOTICED = pytest.mark.xfail(strict=True, reason="nobody looks whether a module was replaced")
+
+
 def between(change, setting=ONE, *, bad=None, schedule="1f1b"):
     """Errors of a step before which some ranks changed something; `change(layers)` returns what takes it back."""
     job = Job([8, 8])
@@ -201,7 +204,7 @@ def hook_after(layers):
     ("change", "words"),
     [
         (replace_one, "6.1.weight"),
-        pytest.param(replace_a_module, "6.1", marks=pytest.mark.xfail(strict=True, reason="nothing is said")),
+        pytest.param(replace_a_module, "6.1", marks=UNNOTICED),
         (hook_one, "hook"),
         (hook_after, "hook"),
     ],

@@ -1,0 +1,246 @@
+"""A failure in one replica of a sharded pipeline is one error on all ranks, and the steps behind it are right."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.errors import DeadlineExceeded
+from tests.local_pipelines import WIDTH, error_of, settle, square_loss, values
+from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, on_mesh, train_alone
+from tests.sharded_pipelines import ALL, ONE, OPTIMIZER, TWO, adamw, name_of, zero
+from tests.test_replicas import gradients_of_steps
+from tests.test_shard_gradients import Rows, assert_near, whole
+
+DEADLINE_S = 10.0
+PLACES = ("forward", "backward", "weight", "loss")
+
+
+class Raising(torch.autograd.Function):
+    """Fails in its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("planted")
+
+
+class Planted(nn.Module):
+    """Fails in the forward of this number, or in its backward, if it is told to."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.linear = settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT), seed)
+        self.fails, self.at, self.num_forwards, self.sleep_s = "", 0, 0, 0.0
+
+    def forward(self, x):
+        time.sleep(self.sleep_s)
+        self.num_forwards += 1
+        is_now = self.num_forwards == self.at + 1
+        if is_now and self.fails == "forward":
+            raise ValueError("planted")
+        weight = self.linear.weight
+        if is_now and self.fails == "weight" and torch.is_grad_enabled():
+            weight = Raising.apply(weight)
+        hidden = nn.functional.linear(x, weight, self.linear.bias).tanh()
+        return Raising.apply(hidden) if is_now and self.fails == "backward" and torch.is_grad_enabled() else hidden
+
+
+def planted_layers():
+    return [Planted(seed) for seed in range(8)]
+
+
+class Failing:
+    """The loss of a rank, which may fail too."""
+
+    def __init__(self):
+        self.fails = False
+
+    def __call__(self, output, target):
+        if self.fails:
+            raise ValueError("planted")
+        return square_loss(output, target)
+
+
+def run_with_a_failure(places, job, schedule, setting, bad, place, at):
+    """A step, one that fails on a rank, another one that fails there, and two steps; the errors, and all shards."""
+    layers, loss = job.make_layers(), Failing()
+    options = {"mesh": places, "deadline_s": DEADLINE_S} | setting
+    with ps.Pipeline(layers, schedule, MICROBATCHES, loss, **options) as own:
+        inputs, target = job.of(own.replica)
+        optimizer = adamw(own.parameters())
+        errors, losses = [], []
+        for step in range(5):
+            fails = step in (1, 2) and places.index == bad
+            loss.fails = fails and place == "loss"
+            for layer in layers:
+                layer.fails, layer.at, layer.num_forwards = place if fails else "", at, 0
+            if step in (1, 2):
+                begin_s = time.monotonic()
+                errors.append((error_of(own.step, inputs, target=target), time.monotonic() - begin_s))
+                zero(own)
+                continue
+            losses.append(own.step(inputs, target=target).loss)
+            own.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        evaluated = own.evaluate(inputs, target=target).loss
+        own.step(inputs, target=target)
+        return errors, losses, evaluated, Rows(own)
+
+
+def check_failures(pipeline, data, schedule, setting, bad, place, at):
+    job = Job([8] * data, planted_layers)
+    ranks = on_mesh(pipeline, data, run_with_a_failure, job, schedule, setting, bad, place, at, deadline_s=DEADLINE_S)
+
+    alone = train_alone(job, 3, adamw)
+    name = f"rank {bad} (pipeline {bad % pipeline}, data {bad // pipeline})"
+    for rank, (errors, losses, evaluated, _) in enumerate(ranks):
+        for error, took_s in errors:
+            assert error.rank == bad
+            assert "ValueError: planted" in str(error)
+            assert name in str(error)
+            assert rank == bad or f"{name} is the culprit" in str(error)
+            assert took_s < DEADLINE_S / 2
+        torch.testing.assert_close(torch.stack(losses), torch.stack(alone.losses), rtol=1e-12, atol=1e-12)
+        assert torch.equal(evaluated, ranks[0][2])
+    assert_near(whole([rows for *_, rows in ranks], data, "weights"), alone.weights)
+    trained = Job(job.rows, lambda: loaded(alone.weights))
+    assert_near(whole([rows for *_, rows in ranks], data), gradients_of_steps(trained, [1]))
+
+
+def loaded(weights):
+    layers = planted_layers()
+    nn.Sequential(*layers).load_state_dict(weights)
+    return layers
+
+
+CASES = [
+    (2, 2, "interleaved-1f1b", TWO, 0, "forward", 0),
+    (2, 2, "interleaved-1f1b", ONE, 3, "forward", 3),
+    (2, 2, "zbv", ONE, 1, "backward", 2),
+    (2, 2, "zbv", OPTIMIZER, 2, "backward", 1),
+    (2, 2, "zb-h1", TWO, 3, "weight", 3),
+    (1, 3, "interleaved-1f1b", ALL, 1, "backward", 3),
+    (2, 2, "1f1b", OPTIMIZER, 3, "loss", 0),
+]
+
+
+@pytest.mark.parametrize(("pipeline", "data", "schedule", "setting", "bad", "place", "at"), CASES, ids=name_of)
+def test_a_layer_that_fails_is_one_error_on_all_and_the_weights_are_as_without_it(
+    pipeline, data, schedule, setting, bad, place, at
+):
+    check_failures(pipeline, data, schedule, setting, bad, place, at)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("setting", [ONE, TWO, ALL, OPTIMIZER], ids=name_of)
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("bad", range(4))
+@pytest.mark.parametrize("at", [0, 2, 3])
+def test_a_failure_anywhere_leaves_the_next_steps_right(bad, place, at, schedule, setting):
+    last = {"interleaved-1f1b": (1, 3), "zbv": (0, 2)}[schedule]  # the ranks that hold the last stage
+    if place == "loss" and (bad not in last or at):
+        pytest.skip("its loss is computed elsewhere")
+    check_failures(2, 2, schedule, setting, bad, place, at)
+
+
+@pytest.mark.parametrize("setting", [ONE, OPTIMIZER], ids=name_of)
+def test_a_failed_evaluation_leaves_the_next_step_right(setting):
+    job = Job([8, 8], planted_layers)
+
+    def case(places):
+        layers = job.make_layers()
+        options = {"mesh": places, "deadline_s": DEADLINE_S} | setting
+        with ps.Pipeline(layers, "zbv", MICROBATCHES, square_loss, **options) as own:
+            inputs, target = job.of(own.replica)
+            for layer in layers:
+                layer.fails = "forward" if places.index == 2 else ""
+            error = error_of(own.evaluate, inputs, target=target)
+            for layer in layers:
+                layer.fails = ""
+            assert "planted" in str(error)
+            assert error.rank == 2
+            own.step(inputs, target=target)
+            return Rows(own)
+
+    assert_near(whole(on_mesh(2, 2, case), 2), gradients_of_steps(job, [1]))
+
+
+@pytest.mark.parametrize("setting", [TWO, OPTIMIZER], ids=name_of)
+def test_a_refused_step_keeps_the_gradients_of_earlier_ones(setting):
+    job = Job([8, 8])
+
+    def case(places):
+        options = {"mesh": places, "deadline_s": DEADLINE_S} | setting
+        with ps.Pipeline(job.make_layers(), "zbv", MICROBATCHES, square_loss, **options) as own:
+            inputs, target = job.of(own.replica)
+            own.step(inputs, target=target)
+            few = slice(7 if places.replica else 8)
+            error = error_of(own.step, inputs[few], target=target[few])
+            own.step(inputs, target=target)
+            return error, Rows(own)
+
+    ranks = on_mesh(2, 2, case)
+
+    assert {type(error) for error, _ in ranks} == {ps.StepRefused}
+    assert_near(whole([rows for _, rows in ranks], 2), gradients_of_steps(job, [1, 1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_slow_replica_is_named_at_the_deadline(slow):
+    """The other ranks wait for a gather or a sum of its stage, or for its messages."""
+    deadline_s = 1.5
+    job = Job([8, 8], planted_layers)
+
+    def case(places):
+        layers = job.make_layers()
+        options = {"mesh": places, "deadline_s": deadline_s} | TWO
+        with ps.Pipeline(layers, "interleaved-1f1b", MICROBATCHES, square_loss, **options) as own:
+            inputs, target = job.of(own.replica)
+            own.step(inputs, target=target)
+            for layer in layers:
+                layer.sleep_s = 4.5 if places.index == slow and layer is layers[2 * own.rank] else 0.0
+            begin_s = time.monotonic()
+            error = error_of(own.step, inputs, target=target)
+            return error, time.monotonic() - begin_s
+
+    ranks = on_mesh(2, 2, case, deadline_s=deadline_s)
+
+    name = f"rank {slow} (pipeline {slow % 2}, data {slow // 2})"
+    assert any(isinstance(error, DeadlineExceeded) for error, _ in ranks)
+    for rank, (error, took_s) in enumerate(ranks):
+        assert error.rank == slow
+        if rank != slow:
+            assert f"{name} is the culprit" in str(error)
+            assert took_s < deadline_s + 2
+
+
+@pytest.mark.parametrize("setting", [ONE, OPTIMIZER], ids=name_of)
+def test_a_failed_optimizer_step_of_a_user_leaves_the_shards(setting):
+    """What a user does between steps needs no whole weights: a norm of weights, a copy, a change."""
+    job = Job([8, 8])
+
+    def case(places):
+        options = {"mesh": places, "deadline_s": DEADLINE_S} | setting
+        with ps.Pipeline(job.make_layers(), "zbv", MICROBATCHES, square_loss, **options) as own:
+            inputs, target = job.of(own.replica)
+            own.step(inputs, target=target)
+            local = [each.to_local().clone() for each in own.parameters()]
+            noise = values(3, 1, dtype=FLOAT)
+            with torch.no_grad():
+                for each in own.parameters():
+                    each.to_local().add_(noise)
+                for each, before in zip(own.parameters(), local, strict=True):
+                    each.to_local().copy_(before)
+            own.step(inputs, target=target)
+            return Rows(own)
+
+    assert_near(whole(on_mesh(2, 2, case), 2), gradients_of_steps(job, [1, 1]))
