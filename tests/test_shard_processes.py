@@ -1,0 +1,345 @@
+"""Sharded pipelines whose ranks are processes: numbers, scalers, wrapped layers, and ranks that die, stop or fail."""
+
+import os
+import signal
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.nn.parallel import DistributedDataParallel
+
+import penstock as ps
+from tests.local_pipelines import WIDTH, error_of, float_layers, settle, square_loss, values
+from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, device_mesh, difference, pipeline_of, train, train_alone
+from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
+from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, name_of
+from tests.test_replica_processes import BOTH, mesh_of_two
+
+DEADLINE_S = 20.0
+LONGEST_NOTICE_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def four():
+    with RankPool(4) as pool:
+        yield pool
+
+
+def trained(rank, pipeline, data, names, schedule, setting, steps):
+    mesh = device_mesh(pipeline, data, names)
+    return train(mesh, Job([8] * data), schedule, steps, adamw, deadline_s=DEADLINE_S, **setting)
+
+
+def by_replica(found, pipeline, data, names):
+    """Ranks of a mesh whose first dimension is `pipeline` count along `data` first."""
+    if names[0] == "pipeline" and data > 1:
+        return [found[place * data + replica] for replica in range(data) for place in range(pipeline)]
+    return found
+
+
+LAYOUTS = [
+    (2, 2, BOTH, "interleaved-1f1b", TWO),
+    (2, 2, ("pipeline", "data"), "zbv", ONE),
+    (2, 2, BOTH, "1f1b", OPTIMIZER),
+    (1, 4, ("data",), "interleaved-1f1b", ALL),
+    (1, 4, BOTH, "zb-h1", ONE),
+    (4, 1, BOTH, "1f1b", TWO),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipeline", "data", "names", "schedule", "setting"), LAYOUTS, ids=name_of)
+def test_four_processes_train_as_one_does(four, pipeline, data, names, schedule, setting):
+    found = four.run(trained, pipeline, data, names, schedule, setting, 20)
+    found = by_replica(found, pipeline, data, names)
+
+    assert difference(found, train_alone(Job([8] * data), 20, adamw), num_replicas=data) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("setting", [ONE, TWO, ALL, OPTIMIZER, NONE], ids=name_of)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv", "zb-h1"])
+@pytest.mark.parametrize(("pipeline", "data"), [(2, 2), (1, 4), (4, 1), (1, 2), (1, 3), (2, 4), (4, 2)])
+def test_processes_of_every_layout_train_as_one_does(pipeline, data, schedule, setting):
+    found = run_ranks(pipeline * data, trained, pipeline, data, BOTH, schedule, setting, 20)
+
+    assert difference(found, train_alone(Job([8] * data), 20, adamw), num_replicas=data) == []
+
+
+def with_fused(rank):
+    with pipeline_of(device_mesh(2, 2), Job([8, 8]), "interleaved-1f1b", deadline_s=DEADLINE_S, **TWO) as own:
+        optimizer = torch.optim.AdamW(own.parameters(), lr=0.01, fused=True)
+        for _ in range(3):
+            inputs, target = Job([8, 8]).of(own.replica)
+            own.step(inputs, target=target)
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, each in own.named_parameters():
+            assert isinstance(each, DTensor)
+            assert list(each.placements) == [Shard(0)]
+            assert each.device_mesh == device_mesh(2, 2)["data"], name
+        return {name: each.full_tensor().detach() for name, each in own.named_parameters()}
+
+
+def test_fused_optimizers_step_shards_and_whole_tensors_come_from_torchs_own_call(four):
+    layers = Job([8, 8]).make_layers()
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        square_loss(model(Job([8, 8]).inputs(16)), Job([8, 8]).targets(16)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(model.named_parameters())
+
+    for own in four.run(with_fused):
+        for name, value in own.items():
+            torch.testing.assert_close(value, expected[name].detach(), rtol=1e-12, atol=1e-12)
+
+
+# ---- a scaler
+
+
+class InfiniteGradient(torch.autograd.Function):
+    """Makes row 4 of a gradient infinite, which of two replicas the second one has."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        gradient[4, 0] = float("inf")
+        return gradient
+
+
+class Overflowing(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.linear = settle(nn.Linear(WIDTH, WIDTH), seed)
+        self.overflows = False
+
+    def forward(self, x):
+        weight = self.linear.weight
+        return nn.functional.linear(x, InfiniteGradient.apply(weight) if self.overflows else weight, self.linear.bias)
+
+
+def scaled_job():
+    job = Job([8, 8], lambda: [Overflowing(seed) for seed in range(8)])
+    targets = values(2, 16, WIDTH)
+    job.inputs, job.targets = (lambda rows: values(1, rows, WIDTH)), (lambda _: targets)
+    return job
+
+
+def scaled(rank, pipeline, data, setting, clips):
+    """Train with a scaler, and in two of the steps with an infinite value in one row of one weight."""
+    torch.manual_seed(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    job = scaled_job()
+    options = {"scale_loss": scaler.scale, "deadline_s": DEADLINE_S, "mesh": device_mesh(pipeline, data)}
+    microbatches = MICROBATCHES * (2 // data)
+    layers = job.make_layers()
+    with ps.Pipeline(layers, "interleaved-1f1b", microbatches, square_loss, **options, **setting) as own:
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.05, foreach=True)
+        inputs, target = job.of(own.replica) if data == 2 else (job.inputs(16), job.targets(16))
+        found = []
+        for step in range(8):
+            layers[2].overflows = step in (1, 4)
+            loss = own.step(inputs, target=target).loss
+            scaler.unscale_(optimizer)
+            norm = own.clip_grad_norm_(1.0).item() if clips else 0.0
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append((loss.item(), scaler.get_scale(), norm if norm < float("inf") else -1.0))
+        weights = {}
+        for name, each in own.named_parameters():
+            weights[name] = (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+        return found, weights
+
+
+@pytest.mark.parametrize("setting", [TWO, OPTIMIZER], ids=name_of)
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_scaler_that_overflows_on_one_shard_takes_one_decision_for_all(four, clips, setting):
+    ranks = four.run(scaled, 2, 2, setting, clips)
+    (alone,) = run_ranks(1, scaled, 1, 1, NONE, clips)
+
+    scales = [scale for _, scale, _ in alone[0]]
+    assert sum(later < scale for scale, later in pairwise(scales)) == 2
+    for history, weights in ranks:
+        assert history == ranks[0][0]
+        assert [scale for _, scale, _ in history] == scales
+        for (loss, _, norm), (known, _, known_norm) in zip(history, alone[0], strict=True):
+            assert loss == pytest.approx(known, rel=1e-5)
+            assert norm == pytest.approx(known_norm, rel=1e-4) or norm != norm or known_norm != known_norm
+        for name, value in weights.items():
+            torch.testing.assert_close(value, alone[1][name], rtol=1e-4, atol=1e-5)
+
+
+# ---- what is refused
+
+
+def attempts(rank, case):
+    """What a pipeline raises, in seconds, and whether a right one works afterwards."""
+    begin_s = time.monotonic()
+    layers, mesh, options = CASES[case][0](rank)
+    options = {"deadline_s": DEADLINE_S} | TWO | options
+
+    def make():
+        with ps.Pipeline(layers, "1f1b", MICROBATCHES, square_loss, mesh=mesh, **options):
+            pass
+
+    error = error_of(make)
+    took_s = time.monotonic() - begin_s
+    job = Job([8, 8])
+    with pipeline_of(device_mesh(2, 2), job, "interleaved-1f1b", deadline_s=DEADLINE_S, **ONE) as own:
+        inputs, target = job.of(own.replica)
+        return type(error).__name__, str(error), took_s, own.step(inputs, target=target).loss.item()
+
+
+def wrapped(wrap):
+    return lambda rank: ([wrap(layer) for layer in float_layers(FLOAT, 4)], mesh_of_two(), {})
+
+
+def plain(mesh=mesh_of_two, options=lambda rank: {}):
+    return lambda rank: (float_layers(FLOAT, 4), mesh(), options(rank))
+
+
+def only_pipeline():
+    return init_device_mesh("cpu", (4,), mesh_dim_names=("pipeline",))
+
+
+CASES = {
+    "ddp": (
+        wrapped(lambda layer: DistributedDataParallel(layer, process_group=mesh_of_two().get_group("data"))),
+        "DistributedDataParallel",
+    ),
+    "fully_shard": (wrapped(lambda layer: fully_shard(layer, mesh=mesh_of_two()["data"])), "fully_shard"),
+    "dtensors": (wrapped(lambda layer: distribute_module(layer, mesh_of_two()["data"])), "DTensors"),
+    "no data dimension": (plain(only_pipeline), "'data'"),
+    "no mesh": (plain(lambda: None), "mesh"),
+    "another shard": (plain(options=lambda rank: {"shard": "optimizer"} if rank == 3 else {}), "disagree on shard"),
+    "another residency": (plain(options=lambda rank: {"residency": 1} if rank == 1 else {}), "disagree on shard"),
+    "no residency": (plain(options=lambda rank: {"residency": 0}), "residency: 0"),
+    "reduce_stage": (plain(options=lambda rank: {"reduce_stage": print}), "reduce_stage"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_shards_do_not_take_is_one_message_on_every_rank_and_costs_no_deadline(four, case):
+    found = four.run(attempts, case)
+
+    for kind, text, took_s, loss in found:
+        assert kind in ("ConfigError", "PipelineError")
+        assert CASES[case][1] in text
+        assert took_s < DEADLINE_S / 2
+        assert loss == found[0][3]
+
+
+# ---- failures
+
+
+class Planted(nn.Module):
+    """Ends or stops its process, or fails, in a forward of the second step."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear = settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT), 3)
+        self.how, self.num_forwards = how, 0
+
+    def forward(self, x):
+        self.num_forwards += 1
+        if self.how == "error" and self.num_forwards == 6:
+            raise ValueError("planted")
+        if self.how == "kill" and self.num_forwards == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "stop" and self.num_forwards == 6:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return self.linear(x)
+
+
+def planted_job(how, data):
+    return Job([8] * data, lambda: [Planted(how) for _ in range(8)])
+
+
+def failing(rank, bad, how, deadline_s, pipeline, data, setting):
+    """The first error of some steps, how long before it this rank's step began, and what the next step brings."""
+    job = planted_job(how if rank == bad else "", data)
+    mesh = device_mesh(pipeline, data)
+    with pipeline_of(mesh, job, "interleaved-1f1b", deadline_s=deadline_s, **setting) as own:
+        inputs, target = job.of(own.replica)
+        error = None
+        for _ in range(3):
+            begin_s = time.monotonic()
+            for each in own.parameters():
+                each.grad = None
+            try:
+                loss = own.step(inputs, target=target).loss.item()
+            except ps.PipelineError as found:
+                error = error or (type(found).__name__, str(found), found.rank, time.monotonic() - begin_s)
+                if how != "error":
+                    return error, None
+        return error, loss
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "bad", "setting"),
+    [(2, 2, 0, TWO), (2, 2, 3, ONE), (1, 4, 1, OPTIMIZER), pytest.param(1, 4, 3, TWO, marks=pytest.mark.full)],
+    ids=name_of,
+)
+def test_a_killed_rank_is_named_by_all_others_at_once(pipeline, data, bad, setting):
+    outcome = run_ranks_with_deaths(4, failing, bad, "kill", DEADLINE_S, pipeline, data, setting)
+
+    assert outcome.exit_codes == {bad: -signal.SIGKILL}
+    assert len(outcome.results) == 3
+    for (kind, text, rank, took_s), _ in outcome.results.values():
+        assert kind == "PeerLost"
+        assert rank == bad
+        assert f"rank {bad} (pipeline {bad % pipeline}, data {bad // pipeline}) is the culprit: its process" in text
+        assert took_s < LONGEST_NOTICE_S
+
+
+@pytest.mark.parametrize(("bad", "setting"), [(0, OPTIMIZER), (3, TWO)], ids=name_of)
+def test_an_error_on_one_rank_is_one_on_all_and_the_next_step_is_right(four, bad, setting):
+    expected = train_alone(planted_job("", 2)).losses[0].item()
+
+    for (_, text, rank, took_s), loss in four.run(failing, bad, "error", DEADLINE_S, 2, 2, setting):
+        assert rank == bad
+        assert "ValueError: planted" in text
+        assert took_s < LONGEST_NOTICE_S
+        assert loss == pytest.approx(expected, abs=1e-14)
+
+
+@pytest.mark.parametrize("setting", [ONE, OPTIMIZER], ids=name_of)
+def test_a_stopped_rank_is_named_by_all_others_at_the_deadline(setting):
+    with RankPool(4) as pool:
+        pool.begin(failing, 2, "stop", 2.0, 2, 2, setting)
+        outcome = pool.collect(timeout_s=12.0)
+
+        assert outcome.late == [2]
+        assert len(outcome.results) == 3
+        for (_, text, rank, took_s), _ in outcome.results.values():
+            assert rank == 2
+            assert "rank 2 (pipeline 0, data 1) is the culprit: its process" in text
+            assert "is stopped" in text
+            assert took_s < 2.0 + 2.0
+
+
+# ---- jobs side by side
+
+
+def on_a_slice_of_a_larger_mesh(rank):
+    large = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("job", "pipeline", "data"))
+    return train(large["pipeline", "data"], Job([8, 8]), "1f1b", 2, adamw, deadline_s=DEADLINE_S, **ONE)
+
+
+def test_a_slice_of_a_larger_mesh_is_a_sharded_job_of_its_own(four):
+    found = four.run(on_a_slice_of_a_larger_mesh)
+
+    for own in (found[:2], found[2:]):
+        assert difference(own, train_alone(Job([8, 8]), 2, adamw), num_replicas=2) == []
