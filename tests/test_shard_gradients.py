@@ -174,7 +174,6 @@ def test_weights_that_a_caller_changes_between_steps_are_those_that_the_next_one
 # ---- types
 
 
-@pytest.mark.xfail(strict=True, reason="the store of main gradients asks for the layout before there is one")
 @pytest.mark.parametrize("setting", [ONE, OPTIMIZER], ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_main_gradients_are_summed_in_float32(dtype, setting):

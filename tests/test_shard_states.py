@@ -61,11 +61,7 @@ def test_evaluations_before_and_between_steps_have_the_loss_of_all_rows_and_chan
     [
         ("1f1b", ONE),
         ("zbv", OPTIMIZER),
-        pytest.param(
-            "zbv",
-            ONE,
-            marks=pytest.mark.xfail(strict=True, reason="programs of replicas differ"),
-        ),
+        ("zbv", ONE),
     ],
     ids=name_of,
 )
@@ -101,10 +97,6 @@ def test_outputs_of_an_evaluation_are_the_replicas_own(setting):
 # ---- states of models
 
 
-LATER = pytest.mark.xfail(strict=False, reason="states of sharded models are under way")
-
-
-@LATER
 @pytest.mark.parametrize("on_rank", [0, 1])
 @BOTH
 def test_a_state_is_gathered_as_whole_tensors_on_one_rank_of_the_first_replica(setting, on_rank):
@@ -137,7 +129,6 @@ def other_state(job):
     return {name: value * 3 + 1 for name, value in nn.Sequential(*job.make_layers()).state_dict().items()}
 
 
-@LATER
 @BOTH
 @pytest.mark.parametrize("from_rank", [None, 0, 1])
 def test_a_whole_state_is_loaded_by_all_and_the_next_step_uses_it(from_rank, setting):
@@ -172,7 +163,6 @@ def test_a_whole_state_is_loaded_by_all_and_the_next_step_uses_it(from_rank, set
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
 
 
-@LATER
 @BOTH
 def test_a_state_with_a_wrong_shape_is_one_error_on_all_and_changes_nothing(setting):
     job = Job([8, 8])
