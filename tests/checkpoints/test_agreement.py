@@ -5,6 +5,7 @@ import pytest
 from penstock.checkpoints.agreement import failing_as, require_equal_on_ranks
 from penstock.errors import CheckpointError, NotSaved, PipelineError
 from penstock.execute.control.collectives import Control
+from penstock.execute.transport.rank_names import RankNames
 from tests.train.local_ranks import error_of, on_ranks
 
 
@@ -38,6 +39,7 @@ def test_every_rank_raises_the_type_that_is_asked_for(failure):
 
 
 def test_what_differs_is_named_with_the_rank():
-    require_equal_on_ranks("step", [3, 3], "folder")
+    names = RankNames.plain(3)
+    require_equal_on_ranks("step", [3, 3, 3], "folder", names)
     with pytest.raises(CheckpointError, match="folder: rank 2 has another step than rank 0; pass the same"):
-        require_equal_on_ranks("step", [3, 3, 4], "folder")
+        require_equal_on_ranks("step", [3, 3, 4], "folder", names)

@@ -243,7 +243,7 @@ def test_a_pickle_is_refused(folder):
 
 
 def test_an_error_of_reading_is_one_on_every_rank(folder, monkeypatch):
-    def fail(path, names):
+    def fail(path, names, rows):
         raise CheckpointError(f"{path.name}: gone meanwhile")
 
     monkeypatch.setattr(loading, "read_tensors", fail)

@@ -2,13 +2,18 @@
 
 import torch
 
+from penstock.checkpoints.rows import Held
 from penstock.checkpoints.staging import Staging
+
+
+def held(tensor):
+    return Held(tensor, tuple(tensor.shape))
 
 
 def test_later_changes_do_not_reach_the_copy():
     tensor = torch.arange(6.0).reshape(2, 3).t()
 
-    copied = Staging().copy({"part": {"name": tensor}})["part"]["name"]
+    copied = Staging().copy({"part": {"name": held(tensor)}})["part"]["name"]
     expected = tensor.clone()
     tensor.zero_()
 
@@ -18,9 +23,9 @@ def test_later_changes_do_not_reach_the_copy():
 
 def test_the_same_memory_is_used_again():
     staging = Staging()
-    first = staging.copy({"part": {"a": torch.zeros(3), "b": torch.zeros(2)}})["part"]
+    first = staging.copy({"part": {"a": held(torch.zeros(3)), "b": held(torch.zeros(2))}})["part"]
 
-    second = staging.copy({"part": {"a": torch.ones(3), "b": torch.ones(4)}})["part"]
+    second = staging.copy({"part": {"a": held(torch.ones(3)), "b": held(torch.ones(4))}})["part"]
 
     assert second["a"].data_ptr() == first["a"].data_ptr()
     assert second["b"].tolist() == [1.0] * 4

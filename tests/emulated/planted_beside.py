@@ -114,9 +114,9 @@ def _(original):
         staged = {}
         marker = torch.Event("emu")
         for part, tensors in parts.items():
-            staged[part] = {name: torch.empty(tensor.shape, pin_memory=True) for name, tensor in tensors.items()}
-            for name, tensor in tensors.items():
-                staged[part][name].copy_(tensor.detach(), non_blocking=True)
+            staged[part] = {name: torch.empty(held.shape, pin_memory=True) for name, held in tensors.items()}
+            for name, held in tensors.items():
+                staged[part][name].copy_(held.local, non_blocking=True)
                 if len(staged) == 1 and name == next(iter(tensors)):
                     marker.record()
         marker.synchronize()
@@ -156,8 +156,8 @@ def _(original):
         with side:
             for part, tensors in parts.items():
                 staged[part] = {name: torch.empty(each.shape, pin_memory=True) for name, each in tensors.items()}
-                for name, tensor in tensors.items():
-                    staged[part][name].copy_(tensor.detach(), non_blocking=True)
+                for name, held in tensors.items():
+                    staged[part][name].copy_(held.local, non_blocking=True)
         return {part: {name: torch.zeros(each.shape) for name, each in found.items()} for part, found in staged.items()}
 
     return copy

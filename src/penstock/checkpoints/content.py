@@ -1,10 +1,12 @@
 """What a checkpoint consists of: the tensors of one rank, and which rank saves which.
 
-Several ranks may hold one tensor: the two copies of a stage where a schedule has two routes. They take turns, so that
-every rank saves its share. Of tied parameters, the owner's is saved, under the owner's name.
+Several ranks may hold one tensor: the replicas of a stage, all of it or its rows, and the two copies of a stage where a
+schedule has two routes. Each tensor is saved whole by one of them, so that every rank saves its share of the bytes. Of
+tied parameters, the owner's is saved, under the owner's name.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -13,9 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.checkpoints.optimizer_state import OptimizerContent, optimizer_content
-from penstock.checkpoints.shards import dtype_name
-from penstock.errors import MAX_SHOWN, CheckpointError, nearest
+from penstock.checkpoints.rows import Held, held_of
+from penstock.checkpoints.shards import ITEM_BYTES, dtype_name
+from penstock.errors import MAX_SHOWN, CheckpointError, NotSaved, nearest
 from penstock.execute.model_part import ModelPart
+from penstock.execute.transport.places import Places
+from penstock.pipeline import Pipeline
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 """The parts of a checkpoint that are files, and how the names of those files begin."""
@@ -32,6 +37,8 @@ class Described(TypedDict):
     """Type and shape by name."""
     state: dict[str, dict[str, tuple[str, list[int]]]]
     """The same of the optimizer's tensors, by name of a parameter."""
+    by_rows: list[str]
+    """Names in files of the tensors of which each replica holds some rows."""
     values: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
     optimizer: str
@@ -42,62 +49,103 @@ class Described(TypedDict):
 class Content:
     """All that a rank could save: copies of other ranks' tensors, but not those of tied parameters."""
 
-    weights: dict[str, Tensor]
+    weights: dict[str, Held]
+    state: dict[str, dict[str, Held]]
+    """The optimizer's tensors, by name of a parameter."""
     optimizer: OptimizerContent | None
 
     @classmethod
-    def of(cls, model: ModelPart, optimizer: Optimizer | None) -> "Content":
+    def of(cls, model: Pipeline, optimizer: Optimizer | None) -> "Content":
         """Raises: CheckpointError, where something cannot be saved."""
-        weights = {name: value for name, value in model.state_dict().items() if name not in model.copied_names}
-        for name, value in weights.items():
-            if not isinstance(value, Tensor):
-                raise CheckpointError(f"{name!r} is a {type(value).__name__}, which is no tensor; save it in `extra`")
+        places = model.control.places
+        weights = held_weights(
+            {name: value for name, value in model.state_dict().items() if name not in model.copied_names}, places
+        )
         if optimizer is None:
-            return cls(weights, None)
+            return cls(weights, {}, None)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         found = optimizer_content(optimizer, names)
         for name in model.copied_names & found.tensors.keys():
             del found.tensors[name], found.values[name]
-        return cls(weights, found)
+        state = {
+            name: {key: held_of(f"{name}: {key}", tensor, places) for key, tensor in kept.items()}
+            for name, kept in found.tensors.items()
+        }
+        return cls(weights, state, found)
 
     def described(self) -> Described:
         """Return what the other ranks must know of it. Raises: CheckpointError for a type that has no place."""
-        weights = {name: _description(name, tensor) for name, tensor in self.weights.items()}
-        if self.optimizer is None:
-            return Described(weights=weights, state={}, values={}, groups=[], optimizer="")
+        weights = {name: _description(name, held) for name, held in self.weights.items()}
+        state = {
+            name: {key: _description(f"{name}: {key}", held) for key, held in kept.items()}
+            for name, kept in self.state.items()
+        }
+        everything = self.part(self.weights.keys())
+        optimizer = self.optimizer
         return Described(
             weights=weights,
-            state={
-                name: {key: _description(f"{name}: {key}", tensor) for key, tensor in kept.items()}
-                for name, kept in self.optimizer.tensors.items()
-            },
-            values=self.optimizer.values,
-            groups=[group.model_dump() for group in self.optimizer.groups],
-            optimizer=self.optimizer.name,
+            state=state,
+            by_rows=[name for held in everything.values() for name, each in held.items() if each.rows is not None],
+            values={} if optimizer is None else optimizer.values,
+            groups=[] if optimizer is None else [group.model_dump() for group in optimizer.groups],
+            optimizer="" if optimizer is None else optimizer.name,
         )
 
-    def part(self, owned: frozenset[str]) -> dict[str, dict[str, Tensor]]:
-        """Return, per part and name in the file, the tensors of the names that this rank saves."""
-        state = {} if self.optimizer is None else self.optimizer.tensors
+    def part(self, owned: Collection[str]) -> dict[str, dict[str, Held]]:
+        """Return, per part and name in the file, what this rank holds of the tensors of some names, in their order."""
         return {
-            WEIGHTS: {name: tensor for name, tensor in self.weights.items() if name in owned},
+            WEIGHTS: {name: self.weights[name] for name in sorted(owned)},
             OPTIMIZER: {
-                f"{name}{SEPARATOR}{key}": tensor
-                for name, kept in state.items()
-                if name in owned
-                for key, tensor in kept.items()
+                f"{name}{SEPARATOR}{key}": held
+                for name in sorted(owned)
+                for key, held in sorted(self.state.get(name, {}).items())
             },
         }
 
 
+def held_weights(state: Mapping[str, Any], places: Places) -> dict[str, Held]:
+    """Return what this rank holds of the tensors of a state dict. Raises: CheckpointError."""
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{name!r} is a {type(value).__name__}, which is no tensor; save it in `extra`")
+    return {name: held_of(name, value, places) for name, value in state.items()}
+
+
+def require_equal_replicas(everyone: Sequence[Described], places: Places) -> None:
+    """Refuse replicas of a stage that hold other tensors than each other. Raises: NotSaved, alike on all ranks."""
+    for index, theirs in enumerate(everyone):
+        first = index % places.pipeline.num_ranks
+        for key, what in _HELD_ALIKE.items():
+            if theirs[key] != everyone[first][key]:  # type: ignore[literal-required]
+                raise NotSaved(
+                    f"{places.names[index]} has {what} than {places.names[first]}, which holds the same stages; let "
+                    "all replicas make their layers and optimizers alike"
+                )
+
+
+_HELD_ALIKE = {
+    "weights": "other parameters or buffers",
+    "optimizer": "another optimizer",
+    "state": "another state of the optimizer",
+    "by_rows": "other shards",
+}
+
+
 def owned_names(everyone: Sequence[Described]) -> list[frozenset[str]]:
-    """Return, per rank, the names of which it saves all; the same on every rank."""
+    """Return, per rank, the names of which it saves all: shares of about equal bytes, the same on every rank."""
     holders: dict[str, list[int]] = {}
     for rank, theirs in enumerate(everyone):
         for name in theirs["weights"]:
             holders.setdefault(name, []).append(rank)
-    owners = {name: ranks[turn % len(ranks)] for turn, (name, ranks) in enumerate(sorted(holders.items()))}
-    return [frozenset(name for name, owner in owners.items() if owner == rank) for rank in range(len(everyone))]
+    num_bytes = {name: _saved_bytes(everyone[ranks[0]], name) for name, ranks in holders.items()}
+    shares = [0] * len(everyone)
+    owned: list[set[str]] = [set() for _ in everyone]
+    # What has one holder leaves no choice, and small tensors even out what large ones leave uneven.
+    for name in sorted(holders, key=lambda name: (len(holders[name]), -num_bytes[name], name)):
+        owner = min(holders[name], key=lambda rank: (shares[rank], rank))
+        shares[owner] += num_bytes[name]
+        owned[owner].add(name)
+    return [frozenset(names) for names in owned]
 
 
 def file_name(part: str, rank: int, num_ranks: int) -> str:
@@ -133,5 +181,11 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(map(repr, names[:MAX_SHOWN]))}{more}"
 
 
-def _description(name: str, tensor: Tensor) -> tuple[str, list[int]]:
-    return dtype_name(name, tensor), list(tensor.shape)
+def _description(name: str, held: Held) -> tuple[str, list[int]]:
+    return dtype_name(name, held.local), list(held.shape)
+
+
+def _saved_bytes(described: Described, name: str) -> int:
+    """Return the bytes of a parameter or buffer, and of what the optimizer keeps of it."""
+    saved: Iterable[tuple[str, list[int]]] = [described["weights"][name], *described["state"].get(name, {}).values()]
+    return sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in saved)

@@ -1,6 +1,6 @@
-"""Loading a checkpoint into any number of ranks, schedule, split and placement: a rank reads what it holds."""
+"""Loading a checkpoint into any number of ranks and replicas, schedule and split: a rank reads what it holds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.checkpoints.agreement import failing_as
-from penstock.checkpoints.content import SAME_MODEL, SEPARATOR, names_in_checkpoint, require_same_names
+from penstock.checkpoints.content import SAME_MODEL, SEPARATOR, require_same_names
 from penstock.checkpoints.manifest import Manifest, TensorEntry
-from penstock.checkpoints.optimizer_state import load_optimizer, require_loadable
+from penstock.checkpoints.optimizer_state import STEP, load_optimizer, require_loadable
+from penstock.checkpoints.own_tensors import OwnTensors, own_tensors
 from penstock.checkpoints.random_state import random_state_restorer
+from penstock.checkpoints.rows import Held, alike
 from penstock.checkpoints.shards import dtype_name, read_tensors
 from penstock.checkpoints.verification import Found, find_newest
 from penstock.checkpoints.work import run_together
@@ -34,10 +36,10 @@ class Loaded:
 def load_checkpoint(folder: str | Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Load `folder`, or the newest checkpoint `folder/step-N` that verifies; return its `extra`. Every rank calls it.
 
-    The pipeline may have any number of ranks, schedule and split, the optimizer is this rank's. Without one, the
-    weights alone are loaded. A damaged checkpoint is named in a warning, and the next older one is taken. Nothing is
-    changed before every rank has found all that it needs. Random numbers continue where they were if the number of
-    ranks is the same.
+    The pipeline may have any number of ranks and replicas, schedule, split and shards, the optimizer is this rank's.
+    Without one, the weights alone are loaded. A damaged checkpoint is named in a warning, and the next older one is
+    taken. Nothing is changed before every rank has found all that it needs. Random numbers continue where they were if
+    the numbers of ranks and replicas are the same.
 
     Raises:
         CheckpointError: on every rank: there is none that is whole; it is of another model, optimizer or format; or it
@@ -55,8 +57,7 @@ def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = 
     """Load as `load_checkpoint` does, and say what was loaded. Raises: as `load_checkpoint`."""
     control, fails_as = pipeline.control, failing_as(CheckpointError)
     found = find_newest(control, folder)
-    own_names = names_in_checkpoint(pipeline, control.together(lambda: dict(pipeline.owner_names), fails_as))
-    reader = _Reader(found, pipeline, optimizer, own_names)
+    reader = _Reader(found, pipeline, optimizer, own_tensors(pipeline))
     wanted = {name for names in control.together(reader.wanted, fails_as) for name in names}
     control.together(lambda: reader.require_fitting(wanted), fails_as)
     tensors = run_together(control, reader.read, num_bytes=found.manifest.num_bytes, what=str(found.path))
@@ -67,21 +68,23 @@ def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = 
 class _Reader:
     """One rank's part of a checkpoint."""
 
-    def __init__(
-        self, found: Found, pipeline: Pipeline, optimizer: Optimizer | None, own_names: Mapping[str, str]
-    ) -> None:
+    def __init__(self, found: Found, pipeline: Pipeline, optimizer: Optimizer | None, own: OwnTensors) -> None:
         self._path = found.path
         self._manifest: Manifest = found.manifest
         self._pipeline = pipeline
         self._optimizer = optimizer
-        self._own = own_names
-        """Of every tensor of this rank, its name in the checkpoint."""
+        self._own = own
         self._restore_random: Callable[[], None] | None = None
-        self._parameters = {id(parameter): own_names[name] for name, parameter in pipeline.named_parameters()}
+        self._parameters = {
+            own.names[name]: (parameter, own.held[name]) for name, parameter in pipeline.named_parameters()
+        }
+        """By name in the checkpoint."""
+        self._scalars = _scalars(found.manifest)
+        self._names = {id(parameter): name for name, (parameter, _) in self._parameters.items()}
 
     def wanted(self) -> list[str]:
         """Return the names that this rank looks for."""
-        return list(self._own.values())
+        return list(self._own.names.values())
 
     def require_fitting(self, wanted: set[str]) -> None:
         """Compare the checkpoint with the model, of which all ranks together want these names; change nothing yet.
@@ -90,53 +93,92 @@ class _Reader:
         """
         saved = self._manifest.weights
         require_same_names(self._path, saved, wanted)
-        for name, tensor in self._pipeline.state_dict().items():
-            _require_alike(self._path, self._own[name], saved[self._own[name]], tensor)
+        for name, held in self._own.held.items():
+            _require_alike(self._path, self._own.names[name], saved[self._own.names[name]], held)
         if self._optimizer is not None:
-            require_loadable(self._optimizer, self._manifest.optimizer, self._parameters, self._path)
-        if len(self._manifest.random) == self._pipeline.control.num_ranks:
-            state = self._manifest.random[self._pipeline.control.rank]
+            require_loadable(self._optimizer, self._manifest.optimizer, self._names, self._path)
+        control = self._pipeline.control
+        if (len(self._manifest.random), self._manifest.replicas) == (control.num_ranks, control.places.num_replicas):
+            state = self._manifest.random[control.rank]
             try:
                 self._restore_random = random_state_restorer(state, self._pipeline.device)
             except CheckpointError as error:
                 raise CheckpointError(f"{self._path}: {error}") from error
 
     def read(self) -> dict[str, Tensor]:
-        """Return this rank's tensors by their names in files. Raises: CheckpointError."""
-        wanted = {name: self._manifest.weights[name] for name in self._own.values()}
-        if self._optimizer is not None and self._manifest.optimizer is not None:
-            for name in self._parameters.values():
-                state = self._manifest.optimizer.state.get(name)
-                wanted |= {f"{name}{SEPARATOR}{key}": entry for key, entry in state.tensors.items()} if state else {}
+        """Return this rank's tensors, or its rows of them, by their names in files. Raises: CheckpointError."""
+        wanted = {name: self._manifest.weights[name] for name in self._own.names.values()}
+        rows = self._own.rows()
+        for name, key, entry in self._state_entries():
+            wanted[f"{name}{SEPARATOR}{key}"] = entry
+            held = self._parameters[name][1]
+            if held.rows is not None and self._lies_like(held, key, entry):
+                rows[f"{name}{SEPARATOR}{key}"] = held.rows
         by_file: dict[str, list[str]] = {}
         for name, entry in wanted.items():
             by_file.setdefault(entry.file, []).append(name)
         read: dict[str, Tensor] = {}
         for file, names in by_file.items():
-            read |= read_tensors(self._path / file, names)
+            read |= read_tensors(self._path / file, names, rows)
         return read
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Change the model, the optimizer and the random numbers. Every rank calls it. Raises: PenstockError."""
         pipeline, manifest = self._pipeline, self._manifest
-        pipeline.load_state_dict({name: tensors[saved] for name, saved in self._own.items()})
+        self._own.load(pipeline, tensors)
         pipeline.step_number = manifest.pipeline_steps
         if self._optimizer is not None and manifest.optimizer is not None:
-            state = {
-                name: {key: tensors[f"{name}{SEPARATOR}{key}"] for key in manifest.optimizer.state[name].tensors}
-                for name in self._parameters.values()
-                if name in manifest.optimizer.state
-            }
+            saved = manifest.optimizer
             pipeline.control.together(
-                lambda: load_optimizer(self._optimizer, manifest.optimizer, state, self._parameters),  # type: ignore[arg-type]
+                lambda: load_optimizer(self._optimizer, saved, self._state(tensors), self._names),  # type: ignore[arg-type]
                 failing_as(CheckpointError),
             )
         if self._restore_random is not None:
             self._restore_random()
 
+    def _state(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Return what the optimizer takes of what was read, as it keeps it, by name of a parameter."""
+        saved = self._manifest.optimizer
+        state: dict[str, dict[str, Tensor]] = {name: {} for name in self._parameters if saved and name in saved.state}
+        for name, key, entry in self._state_entries():
+            parameter, held = self._parameters[name]
+            tensor = tensors[f"{name}{SEPARATOR}{key}"]
+            state[name][key] = alike(parameter, tensor) if self._lies_like(held, key, entry) else tensor
+        return state
 
-def _require_alike(path: Path, name: str, saved: TensorEntry, tensor: Tensor) -> None:
-    own = (dtype_name(name, tensor), list(tensor.shape))
+    def _state_entries(self) -> Iterator[tuple[str, str, TensorEntry]]:
+        """List the tensors that the optimizer takes: the name of the parameter, that of the tensor, and which it is."""
+        saved = self._manifest.optimizer
+        if self._optimizer is None or saved is None:
+            return
+        for name in self._parameters:
+            if name in saved.state:
+                yield from ((name, key, entry) for key, entry in saved.state[name].tensors.items())
+
+    def _lies_like(self, held: Held, key: str, entry: TensorEntry) -> bool:
+        """Whether an optimizer's tensor has an element for each of its parameter, so that they are shared out alike."""
+        return entry.shape == list(held.shape) and key not in self._scalars
+
+
+def _scalars(manifest: Manifest) -> frozenset[str]:
+    """Return under which names an optimizer keeps one number per parameter.
+
+    What it keeps of a parameter without dimensions does not tell whether it is the one number, or the one element.
+    """
+    state = {} if manifest.optimizer is None else manifest.optimizer.state
+    shapes = {name: entry.shape for name, entry in manifest.weights.items()}
+    found = {
+        key
+        for name, kept in state.items()
+        if shapes.get(name)
+        for key, entry in kept.tensors.items()
+        if not entry.shape
+    }
+    return frozenset(found | {STEP})
+
+
+def _require_alike(path: Path, name: str, saved: TensorEntry, held: Held) -> None:
+    own = (dtype_name(name, held.local), list(held.shape))
     if own != (saved.dtype, saved.shape):
         raise CheckpointError(
             f"{path}: is of another model: {name!r} is {saved.dtype} {tuple(saved.shape)} in it, but {own[0]} "

@@ -91,6 +91,8 @@ class Manifest(_Part):
     pipeline_steps: NotNegative
     """Training steps of the pipeline, from which random numbers are drawn where it has a seed."""
     ranks: int
+    replicas: int = 1
+    """Of the pipeline, by which the ranks come one replica after another."""
     schedule: str
     extra: dict[str, Any]
     random: list[dict[str, Any]]

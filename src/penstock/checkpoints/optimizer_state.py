@@ -17,6 +17,8 @@ from penstock.errors import CheckpointError
 
 OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Options of a group that say how it computes, which another device may do otherwise."""
+STEP = "step"
+"""Under which name torch's optimizers count the steps of a parameter, in a plain tensor without dimensions."""
 PLAIN = (bool, int, float, str, type(None))
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from torch import Tensor
 
 from penstock.checkpoints.agreement import failing_as
-from penstock.checkpoints.content import SAME_MODEL, names_in_checkpoint, require_same_names
+from penstock.checkpoints.content import SAME_MODEL, require_same_names
 from penstock.checkpoints.manifest import read_manifest
+from penstock.checkpoints.own_tensors import OwnTensors, own_tensors
 from penstock.checkpoints.shards import pickles_in, read_tensors, require_file_name, require_regular, shapes_of
 from penstock.checkpoints.verification import candidates, find_newest, newest_readable
 from penstock.checkpoints.weight_files import INDEX, WHOLE
@@ -37,19 +38,19 @@ def load_weights(path: Path, pipeline: Pipeline) -> Path:
         PipelineError: a rank is lost.
     """
     control, fails_as = pipeline.control, failing_as(CheckpointError)
-    own = names_in_checkpoint(pipeline, control.together(lambda: dict(pipeline.owner_names), fails_as))
+    own = own_tensors(pipeline)
     where = Path(control.together(lambda: str(find_weights(path)), fails_as)[0])
     if candidates(where):
         where = find_newest(control, where).path
     files: dict[str, str] = control.together(lambda: files_of(where), fails_as)[0]
-    wanted = {name for names in control.together(lambda: list(own.values()), fails_as) for name in names}
+    wanted = {name for names in control.together(lambda: list(own.names.values()), fails_as) for name in names}
     found = run_together(
         control,
-        lambda: _read(where, files, own, wanted, pipeline),
+        lambda: _read(where, files, own, wanted),
         num_bytes=sum(map(_size, set(files.values()))),
         what=str(where),
     )
-    pipeline.load_state_dict(found)
+    own.load(pipeline, found)
     return where
 
 
@@ -116,20 +117,21 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     return files
 
 
-def _read(
-    where: Path, files: Mapping[str, str], own: Mapping[str, str], wanted: set[str], pipeline: Pipeline
-) -> dict[str, Tensor]:
-    """Return this rank's tensors by its own names. Raises: CheckpointError."""
+def _read(where: Path, files: Mapping[str, str], own: OwnTensors, wanted: set[str]) -> dict[str, Tensor]:
+    """Return this rank's tensors, or its rows of them, by their names in files. Raises: CheckpointError."""
     require_same_names(where, files, wanted)
     by_file: dict[str, list[str]] = {}
-    for name in set(own.values()):
+    for name in sorted(set(own.names.values())):
         by_file.setdefault(files[name], []).append(name)
+    expected = {saved: own.held[name].shape for name, saved in own.names.items()}
     tensors: dict[str, Tensor] = {}
     for file, names in by_file.items():
-        tensors |= read_tensors(Path(file), names)
-    for name, current in pipeline.state_dict().items():
-        _require_shape(where, own[name], tuple(tensors[own[name]].shape), tuple(current.shape))
-    return {name: tensors[saved] for name, saved in own.items()}
+        found = shapes_of(Path(file))
+        for name in names:
+            if name in found:  # a file that lacks it is named when it is read
+                _require_shape(where, name, found[name][1], expected[name])
+        tensors |= read_tensors(Path(file), names, own.rows())
+    return tensors
 
 
 def _saved_shapes(checkpoint: Path) -> Shapes:

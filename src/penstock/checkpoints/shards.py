@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -164,13 +165,23 @@ def problem_of(path: Path, expected: FileRecord) -> str:
     return ""
 
 
-def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Read some tensors of a file, and no others. Raises: CheckpointError naming the file."""
+def read_tensors(
+    path: Path, names: Iterable[str], rows: Mapping[str, range] = MappingProxyType({})
+) -> dict[str, Tensor]:
+    """Read some tensors of a file, and no others; of those in `rows` only these. Raises: CheckpointError."""
     try:
         with _opened(path) as file:
-            return {name: file.get_tensor(name) for name in names}
+            return {name: _read(file, name, rows.get(name)) for name in names}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as a safetensors file: {error}") from error
+
+
+def _read(file: Any, name: str, rows: range | None) -> Tensor:
+    if rows is None:
+        whole: Tensor = file.get_tensor(name)
+        return whole
+    some: Tensor = file.get_slice(name)[rows.start : rows.stop]
+    return some
 
 
 def shapes_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

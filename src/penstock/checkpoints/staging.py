@@ -1,15 +1,27 @@
 """Copies of tensors in the memory of the CPU, from which files are written while training goes on.
 
+    every rank   copies what it holds of the tensors that it writes ─► all have memory for it
+    replicas     send each other the rows that they lack
+
 The buffers are made once: a save that begins after another one is over writes into the same memory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from penstock.checkpoints.agreement import failing_as
+from penstock.checkpoints.content import Content
+from penstock.checkpoints.row_exchange import exchange_rows
+from penstock.checkpoints.rows import Held
+from penstock.errors import NotSaved
 from penstock.execute.accelerator import has_queue, synchronize
+from penstock.pipeline import Pipeline
+
+Staged = dict[str, dict[str, Tensor]]
+"""Whole tensors by part and name in the file."""
 
 
 @dataclass(slots=True, eq=False)
@@ -18,18 +30,22 @@ class Staging:
 
     _buffers: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
-    def copy(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Return contiguous copies, complete when this returns; they hold until the next call."""
-        wanted = {(part, name): tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+    def copy(self, parts: Mapping[str, Mapping[str, Held]]) -> Staged:
+        """Return contiguous copies, complete when this returns but for rows that are elsewhere.
+
+        They hold until the next call.
+        """
+        wanted = {(part, name): held for part, several in parts.items() for name, held in several.items()}
         # What is not saved any more, or has grown, gives its memory back first.
         self._buffers = {key: kept for key, kept in self._buffers.items() if key in wanted and _fits(kept, wanted[key])}
-        for key, tensor in wanted.items():
+        for key, held in wanted.items():
+            local = held.local
             if key not in self._buffers:
-                self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_queue(tensor))
-            self._buffers[key].copy_(tensor.detach(), non_blocking=has_queue(tensor))
-        for device in {tensor.device for tensor in wanted.values()}:
+                self._buffers[key] = torch.empty(held.shape, dtype=local.dtype, pin_memory=has_queue(local))
+            held.place_in(self._buffers[key]).copy_(local, non_blocking=has_queue(local))
+        for device in {held.local.device for held in wanted.values()}:
             synchronize(device)
-        return {part: {name: self._buffers[part, name] for name in tensors} for part, tensors in parts.items()}
+        return {part: {name: self._buffers[part, name] for name in several} for part, several in parts.items()}
 
     @property
     def num_bytes(self) -> int:
@@ -39,5 +55,32 @@ class Staging:
         return iter(self._buffers.values())
 
 
-def _fits(buffer: Tensor, tensor: Tensor) -> bool:
-    return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+def stage(staging: Staging, pipeline: Pipeline, content: Content, owned: Sequence[frozenset[str]]) -> Staged:
+    """Copy the whole tensors of the names that this rank owns; every rank calls it, with the names of all ranks.
+
+    Raises:
+        NotSaved: on every rank, where one has not the memory.
+        PeerLost, DeadlineExceeded: a replica does not send its rows.
+    """
+    control = pipeline.control
+    staged: Staged = {}
+    own = content.part(owned[control.rank])
+
+    def copy() -> None:
+        staged.update(staging.copy(own))
+
+    control.together(copy, failing_as(NotSaved))
+    places = control.places
+    if places.data is not None:
+        wanted = [_by_rows(content.part(owned[rank])) for rank in places.across]
+        targets = [staged[part][name] for part, held in own.items() for name in held if held[name].rows is not None]
+        exchange_rows(places.data, wanted, targets, pipeline.device)
+    return staged
+
+
+def _by_rows(parts: Mapping[str, Mapping[str, Held]]) -> list[Held]:
+    return [held for several in parts.values() for held in several.values() if held.rows is not None]
+
+
+def _fits(buffer: Tensor, held: Held) -> bool:
+    return buffer.shape == held.shape and buffer.dtype == held.local.dtype

@@ -22,9 +22,18 @@ from uuid import uuid4
 from torch import Tensor
 
 from penstock.checkpoints.agreement import failing_as
-from penstock.checkpoints.content import WEIGHTS, Content, Described, file_name, owned_names
+from penstock.checkpoints.content import (
+    WEIGHTS,
+    Content,
+    Described,
+    file_name,
+    owned_names,
+    require_equal_replicas,
+)
 from penstock.checkpoints.manifest import TensorEntry
+from penstock.checkpoints.rows import Held
 from penstock.checkpoints.shards import naming_file, read_tensors, require_visible, write_tensors
+from penstock.checkpoints.staging import Staging, stage
 from penstock.checkpoints.work import run_together
 from penstock.errors import NotSaved
 from penstock.files import PARTIAL_SUFFIX, atomic_file, flush_folder
@@ -61,16 +70,17 @@ def save_weights(folder: Path, pipeline: Pipeline) -> None:
     """
     control = pipeline.control
     token = str(control.on_rank_0(lambda: uuid4().hex))
-    everyone = _described(pipeline)
+    content, everyone = _content(pipeline)
     shards = _shards(folder, everyone, token)
     num_bytes = sum(shard.num_bytes for shard in shards)
     own = [shard for shard in shards if shard.rank == control.rank]
-    tensors = pipeline.state_dict()
+    whole = _whole(pipeline, content, everyone)
 
     def write() -> None:
         for shard in own:
             with naming_file(shard.path):
-                write_tensors(shard.partial, {name: _copy(tensors[name]) for name in shard.names})
+                tensors = {name: whole[name] if name in whole else _copy(content.weights[name]) for name in shard.names}
+                write_tensors(shard.partial, tensors)
 
     def publish() -> None:
         if control.rank == 0:
@@ -86,7 +96,7 @@ def require_saveable(pipeline: Pipeline) -> int:
 
     Raises: NotSaved, on every rank.
     """
-    names = {name: theirs for theirs in _described(pipeline) for name in theirs["weights"]}
+    names = {name: theirs for theirs in _content(pipeline)[1] for name in theirs["weights"]}
     return sum(_num_bytes(theirs, name) for name, theirs in names.items())
 
 
@@ -97,8 +107,24 @@ def index_bytes(entries: Mapping[str, TensorEntry]) -> bytes:
     return json.dumps(index, indent=1).encode()
 
 
-def _described(pipeline: Pipeline) -> list[Described]:
-    return pipeline.control.together(lambda: Content.of(pipeline, None).described(), failing_as(NotSaved))
+def _content(pipeline: Pipeline) -> tuple[Content, list[Described]]:
+    """Return what this rank has, and what each tells of it."""
+    content: list[Content] = []
+
+    def describe() -> Described:
+        content.append(Content.of(pipeline, None))
+        return content[0].described()
+
+    everyone = pipeline.control.together(describe, failing_as(NotSaved))
+    require_equal_replicas(everyone, pipeline.control.places)
+    return content[0], everyone
+
+
+def _whole(pipeline: Pipeline, content: Content, everyone: Sequence[Described]) -> Mapping[str, Tensor]:
+    """Return the tensors that this rank writes, if replicas hold some by their rows; else none."""
+    if not any(theirs["by_rows"] for theirs in everyone):
+        return {}
+    return stage(Staging(), pipeline, content, owned_names(everyone))[WEIGHTS]
 
 
 def _shards(folder: Path, everyone: Sequence[Described], token: str) -> list[_Shard]:
@@ -137,9 +163,9 @@ def _entry(described: Described, name: str, file: str) -> TensorEntry:
     return TensorEntry(dtype=dtype, shape=shape, file=file)
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy(held: Held) -> Tensor:
     """Return a contiguous copy on the CPU: the library refuses tensors that share memory."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    return held.local.to("cpu", copy=True).contiguous()
 
 
 def _publish(folder: Path, shards: Sequence[_Shard], entries: Mapping[str, TensorEntry], token: str) -> None:

@@ -1,6 +1,6 @@
 """`CheckpointWriter`: saves checkpoints of all ranks beside the steps that follow, and announces each when it is whole.
 
-    every rank   copies its tensors ─► a thread writes and flushes its files ─► gather: all written
+    every rank   copies what it writes ─► a thread writes and flushes its files ─► gather: all written
     rank 0                                                                      a thread writes checkpoint.json,
                                                                                 renames the folder, removes old ones
     every rank                                                                  gather: announced
@@ -20,7 +20,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.checkpoints.agreement import failing_as, require_equal_on_ranks
-from penstock.checkpoints.content import OPTIMIZER, WEIGHTS, Content, Described, file_name, owned_names
+from penstock.checkpoints.content import (
+    OPTIMIZER,
+    WEIGHTS,
+    Content,
+    Described,
+    file_name,
+    owned_names,
+    require_equal_replicas,
+)
 from penstock.checkpoints.folder import CheckpointFolder
 from penstock.checkpoints.manifest import (
     MANIFEST,
@@ -34,7 +42,7 @@ from penstock.checkpoints.manifest import (
 from penstock.checkpoints.optimizer_state import merged_groups
 from penstock.checkpoints.random_state import random_state
 from penstock.checkpoints.shards import cannot_write, flush_file, record_of, require_visible, write_shard
-from penstock.checkpoints.staging import Staging
+from penstock.checkpoints.staging import Staging, stage
 from penstock.checkpoints.verification import verify
 from penstock.checkpoints.weight_files import INDEX, index_bytes
 from penstock.checkpoints.work import longest_s
@@ -96,12 +104,14 @@ class CheckpointWriter:
             return step, text, content.described(), random_state(self._pipeline.device)
 
         everyone = control.together(describe, _AS_NOT_SAVED)
-        require_equal_on_ranks("step", [step for step, *_ in everyone], self.folder.path)
-        require_equal_on_ranks("`extra`", [text for _, text, *_ in everyone], self.folder.path)
+        require_equal_on_ranks("step", [step for step, *_ in everyone], self.folder.path, control.names)
+        require_equal_on_ranks("`extra`", [text for _, text, *_ in everyone], self.folder.path, control.names)
         assert content is not None
-        owned = owned_names([told for _, _, told, _ in everyone])
+        told = [theirs for _, _, theirs, _ in everyone]
+        require_equal_replicas(told, control.places)
+        owned = owned_names(told)
+        staged = stage(self._staging, self._pipeline, content, owned)
         partial = Path(control.on_rank_0(lambda: self._begin(step), _AS_NOT_SAVED))
-        staged = self._staging.copy(content.part(owned[control.rank]))
         save = _Save(partial, step, self._staging.num_bytes)
         save.written = run_in_thread(lambda: _write_files(partial, staged, control.rank, control.num_ranks))
         if control.rank == 0:
@@ -219,6 +229,7 @@ class CheckpointWriter:
             "step": step,
             "pipeline_steps": self._pipeline.step_number,
             "ranks": len(everyone),
+            "replicas": self._pipeline.num_replicas,
             "schedule": self._pipeline.schedule.name,
             "extra": extra,
             "random": [state for *_, state in everyone],

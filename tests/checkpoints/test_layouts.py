@@ -1,0 +1,140 @@
+"""Saved by ranks of any layout, loaded by those of any other: pipelines, replicas and shards, bit for bit."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.checkpoints import weight_files
+from penstock.checkpoints.loading import load_checkpoint
+from penstock.checkpoints.pretrained import load_weights
+from penstock.checkpoints.weight_files import save_weights
+from penstock.checkpoints.writer import save_checkpoint
+from tests.checkpoints.layouts import (
+    Layout,
+    adamw,
+    fill,
+    forget,
+    kinds,
+    known,
+    main_adamw,
+    num_tensors,
+    run,
+    stepped,
+    uneven_layers,
+    wrong,
+)
+from tests.train.local_ranks import small_layers
+
+LAYOUTS = [
+    Layout(1, 1),
+    Layout(2, 1),
+    Layout(1, 2),
+    Layout(1, 2, is_sharded=True),
+    Layout(2, 2),
+    Layout(2, 2, is_sharded=True),
+    Layout(1, 3, is_sharded=True),
+]
+PRECISIONS = {"float32": (torch.float32, adamw), "main weights": (torch.bfloat16, main_adamw)}
+
+
+def save(pipeline, folder, make_optimizer=adamw):
+    optimizer = stepped(make_optimizer(pipeline.parameters()))
+    fill(pipeline, optimizer)
+    save_checkpoint(folder, pipeline, optimizer, step=1)
+    return num_tensors(pipeline, optimizer)
+
+
+def load_each(pipeline, folders, make_optimizer):
+    """Load every folder into the same model, which forgets what it had, and a new optimizer."""
+    found = {}
+    for name, folder in folders.items():
+        forget(pipeline)
+        optimizer = make_optimizer(pipeline.parameters())
+        load_checkpoint(folder, pipeline, optimizer)
+        loaded = kinds(pipeline, optimizer)
+        found[name] = wrong(pipeline, optimizer)
+        count = num_tensors(pipeline, optimizer)
+        stepped(optimizer)
+        assert kinds(pipeline, optimizer) == loaded, "the optimizer keeps what was loaded"
+    return found, count
+
+
+@pytest.fixture(scope="module", params=PRECISIONS)
+def saved(request, tmp_path_factory):
+    """Folders, each saved by one layout; the types of the parameters, and what makes the optimizer."""
+    dtype, make_optimizer = PRECISIONS[request.param]
+    folders = {}
+    for layout in LAYOUTS:
+        folders[str(layout)] = tmp_path_factory.mktemp("saved")
+        run(layout, save, folders[str(layout)], make_optimizer, make_layers=lambda: uneven_layers(dtype))
+    return folders, dtype, make_optimizer
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_what_any_layout_saved_any_other_loads_bit_for_bit(saved, layout):
+    folders, dtype, make_optimizer = saved
+
+    ranks = run(layout, load_each, folders, make_optimizer, make_layers=lambda: uneven_layers(dtype))
+
+    for found, count in ranks:
+        assert found == {name: [] for name in folders}
+        assert count > (7 + 3 * 4) * 4 / layout.pipeline - 1
+
+
+def test_each_tensor_is_in_one_file_and_whole(saved):
+    folders, dtype, _ = saved
+
+    for folder in folders.values():
+        files = [load_file(path) for path in sorted(folder.glob("step-1/weights-*.safetensors"))]
+        names = [name for file in files for name in file]
+        assert len(names) == len(set(names)) == 7 * 4
+        found = {name: tensor for file in files for name, tensor in file.items()}
+        assert [name for name in found if not torch.equal(found[name], expected_of(name, found[name], dtype))] == []
+
+
+WEIGHTS = [Layout(2, 1), Layout(2, 2), Layout(2, 2, is_sharded=True)]
+
+
+def save_own_weights(pipeline, folder):
+    fill(pipeline)
+    save_weights(folder, pipeline)
+
+
+def load_own_weights(pipeline, path):
+    forget(pipeline)
+    load_weights(path, pipeline)
+    return wrong(pipeline)
+
+
+@pytest.mark.parametrize("file_bytes", [weight_files.FILE_BYTES, 200], ids=["one file", "files of an index"])
+@pytest.mark.parametrize("layout", WEIGHTS, ids=str)
+def test_weights_alone_are_saved_and_loaded_by_any_layout(tmp_path, monkeypatch, layout, file_bytes):
+    monkeypatch.setattr(weight_files, "FILE_BYTES", file_bytes)
+
+    run(layout, save_own_weights, tmp_path)
+
+    assert (tmp_path / weight_files.WHOLE).exists() == (file_bytes > 200)
+    for other in WEIGHTS:
+        assert run(other, load_own_weights, tmp_path) == [[]] * other.pipeline * other.data
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 2), Layout(2, 2, is_sharded=True)], ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe", "tied"])
+def test_tied_parameters_and_two_routes_are_saved_once_and_loaded_into_every_copy(tmp_path, layout, schedule):
+    tied_head = schedule == "tied"
+    layout = replace(layout, schedule="1f1b" if tied_head else schedule)
+    make_layers = partial(small_layers, tied_head=tied_head)
+
+    run(layout, save, tmp_path, make_layers=make_layers)
+
+    for other in (layout, Layout(1, 1), Layout(1, 2, is_sharded=True)):
+        for found, _ in run(other, load_each, {"": tmp_path}, adamw, make_layers=make_layers):
+            assert found == {"": []}
+
+
+def expected_of(name, like, dtype):
+    assert like.dtype in (dtype, torch.float32, torch.int64)
+    return known(f"{name}:", like.shape, like.dtype)

@@ -1,0 +1,257 @@
+"""Replicas save together: what each writes, and what becomes of an error of one."""
+
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.checkpoints import loading, row_exchange, staging, writer
+from penstock.checkpoints.loading import load_checkpoint
+from penstock.checkpoints.manifest import read_manifest
+from penstock.checkpoints.pretrained import load_weights
+from penstock.checkpoints.shards import write_shard
+from penstock.checkpoints.weight_files import save_weights
+from penstock.checkpoints.writer import CheckpointWriter, save_checkpoint
+from penstock.errors import CheckpointError, NotSaved, PipelineError
+from tests.checkpoints.layouts import Layout, adamw, fill, forget, run, shard, stepped, wrong
+from tests.mesh_pipelines import device_mesh
+from tests.ranks import run_ranks_with_deaths
+from tests.train.local_ranks import error_of
+
+SHARDED = Layout(2, 2, is_sharded=True)
+BOTH = [Layout(2, 2), SHARDED]
+
+
+def equal_layers():
+    return [nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)) for _ in range(8)]
+
+
+def save_of(pipeline, folder, step=1):
+    optimizer = stepped(adamw(pipeline.parameters()))
+    fill(pipeline, optimizer)
+    checkpoints = CheckpointWriter(folder, pipeline, optimizer, asynchronous=False)
+    checkpoints.save(step)
+    return checkpoints._staging.num_bytes
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(1, 4, is_sharded=True), *BOTH], ids=str)
+def test_every_rank_holds_and_writes_an_equal_share(tmp_path, layout):
+    staged = run(layout, save_of, tmp_path, make_layers=equal_layers)
+
+    num_ranks = layout.pipeline * layout.data
+    sizes = [
+        sum(path.stat().st_size for path in (tmp_path / "step-1").glob(f"*-{rank + 1:05d}-of-*"))
+        for rank in range(num_ranks)
+    ]
+    share = sum(sizes) / num_ranks
+    assert max(sizes) < 1.1 * share
+    assert max(staged) < 1.1 * sum(staged) / num_ranks
+
+
+def test_a_later_step_does_not_reach_the_files(tmp_path, monkeypatch):
+    is_changed = threading.Event()
+
+    def write_late(path, tensors):
+        assert is_changed.wait(20)
+        return write_shard(path, tensors)
+
+    monkeypatch.setattr(writer, "write_shard", write_late)
+
+    def case(pipeline):
+        fill(pipeline)
+        checkpoints = CheckpointWriter(tmp_path, pipeline)
+        checkpoints.save(1)
+        forget(pipeline)
+        pipeline.control.all_gather_object(None)
+        is_changed.set()
+        checkpoints.finish()
+        load_checkpoint(tmp_path, pipeline)
+        return wrong(pipeline)
+
+    assert run(SHARDED, case) == [[]] * 4
+
+
+def test_what_one_rank_cannot_write_is_one_error_on_all(tmp_path, monkeypatch):
+    def fail_on_last(path, tensors):
+        if "-00004-" in path.name:
+            raise NotSaved(f"{path.name}: cannot be written: No space left on device")
+        return write_shard(path, tensors)
+
+    def case(pipeline):
+        save_checkpoint(tmp_path, pipeline, step=1)
+        monkeypatch.setattr(writer, "write_shard", fail_on_last)
+        pipeline.control.all_gather_object(None)
+        error = error_of(lambda: save_checkpoint(tmp_path, pipeline, step=2))
+        load_checkpoint(tmp_path, pipeline)
+        return type(error), str(error)
+
+    words = "weights-00004-of-00004.safetensors: cannot be written: No space left on device"
+    assert run(SHARDED, case) == [(NotSaved, f"rank 3 (pipeline 1, data 1): {words}")] * 3 + [(NotSaved, words)]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+@pytest.mark.parametrize(
+    ("save", "options"), [(save_checkpoint, {"step": 1}), (save_weights, {})], ids=["checkpoint", "weights"]
+)
+def test_a_rank_without_memory_is_one_error_on_all_and_nothing_is_written(tmp_path, monkeypatch, save, options):
+    def case(pipeline):
+        def fail(device):
+            if threading.get_ident() == last:
+                raise NotSaved("no memory")
+
+        last = pipeline.control.all_gather_object(threading.get_ident())[-1]
+        monkeypatch.setattr(staging, "synchronize", fail)
+        pipeline.control.all_gather_object(None)
+        return str(error_of(lambda: save(tmp_path, pipeline, **options)))
+
+    assert run(SHARDED, case) == ["rank 3 (pipeline 1, data 1): no memory"] * 3 + ["no memory"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("layout", BOTH, ids=str)
+def test_replicas_that_hold_other_state_are_refused_on_all_ranks(tmp_path, layout):
+    def case(pipeline):
+        optimizer = adamw(pipeline.parameters())
+        if pipeline.control.rank != 3:
+            stepped(optimizer)
+        return str(error_of(lambda: save_checkpoint(tmp_path, pipeline, optimizer, step=1)))
+
+    assert (
+        run(layout, case)
+        == [
+            "rank 3 (pipeline 1, data 1) has another state of the optimizer than rank 1 (pipeline 1, data 0), which "
+            "holds the same stages; let all replicas make their layers and optimizers alike"
+        ]
+        * 4
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("load", [load_checkpoint, load_weights], ids=["checkpoint", "weights"])
+@pytest.mark.parametrize("layout", BOTH, ids=str)
+def test_a_model_with_other_rows_is_refused_and_nothing_is_changed(tmp_path, layout, load):
+    run(layout, save_of, tmp_path)
+
+    def more_rows():
+        layers = [nn.ParameterDict({"matrix": torch.zeros(6, 3)}) for _ in range(4)]
+        for layer in layers:
+            for name, shape in {"row": (1, 4), "none": (0, 2), "scale": (), "frozen": (7, 2)}.items():
+                layer[name] = nn.Parameter(torch.zeros(shape))
+            layer.register_buffer("running", torch.zeros(3))
+            layer.register_buffer("count", torch.zeros((), dtype=torch.long))
+        return layers
+
+    def case(pipeline):
+        forget(pipeline)
+        error = error_of(load, tmp_path, pipeline)
+        locals_ = [held.to_local() if hasattr(held, "to_local") else held for held in pipeline.state_dict().values()]
+        return type(error), str(error), all((local == 1).all() for local in locals_)
+
+    for kind, text, is_unchanged in run(layout, case, make_layers=more_rows):
+        assert kind is CheckpointError
+        assert ".matrix'" in text
+        assert "(5, 3)" in text
+        assert "(6, 3)" in text
+        assert is_unchanged
+
+
+@pytest.mark.parametrize("kind", ["changed", "missing"])
+def test_damage_in_the_file_of_any_replica_is_found_by_all(tmp_path, kind):
+    run(SHARDED, save_of, tmp_path, 1)
+    run(SHARDED, save_of, tmp_path, 2)
+    path = tmp_path / "step-2" / "optimizer-00004-of-00004.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content) if kind == "changed" else path.unlink()
+
+    def case(pipeline):
+        found = loading.load_newest(tmp_path, pipeline)
+        return found.step, [path.name in problem for problem in found.damaged], wrong(pipeline)
+
+    assert run(Layout(1, 2, is_sharded=True), case) == [(1, [True], [])] * 2
+
+
+def test_a_file_that_vanishes_while_it_is_read_is_one_error_on_all(tmp_path, monkeypatch):
+    run(SHARDED, save_of, tmp_path)
+    read_tensors = loading.read_tensors
+
+    def vanish(path, names, rows):
+        if "weights-00004-" in path.name:
+            raise CheckpointError(f"{path.name}: is gone")
+        return read_tensors(path, names, rows)
+
+    monkeypatch.setattr(loading, "read_tensors", vanish)
+
+    def case(pipeline):
+        forget(pipeline)
+        error = error_of(lambda: load_checkpoint(tmp_path, pipeline))
+        return str(error).partition(": ")[2] or str(error)
+
+    assert all("is gone" in text for text in run(SHARDED, case))
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_restored"),
+    [(Layout(1, 2, is_sharded=True), True), (Layout(1, 2), True), (Layout(2, 1), False)],
+    ids=str,
+)
+def test_random_numbers_continue_on_a_mesh_of_the_same_shape(tmp_path, monkeypatch, layout, is_restored):
+    run(Layout(1, 2), save_of, tmp_path)
+    restored = []
+    monkeypatch.setattr(loading, "random_state_restorer", lambda state, device: lambda: restored.append(state))
+
+    run(layout, lambda pipeline: load_checkpoint(tmp_path, pipeline) and None)
+
+    manifest = read_manifest(tmp_path / "step-1")
+    assert (manifest.ranks, manifest.replicas) == (2, 2)
+    assert len(restored) == 2 * is_restored
+
+
+def test_only_the_rows_that_a_rank_needs_are_read(tmp_path, monkeypatch):
+    run(SHARDED, save_of, tmp_path, make_layers=equal_layers)
+    read, lock, read_tensors = [], threading.Lock(), loading.read_tensors
+
+    def count(path, names, rows):
+        found = read_tensors(path, names, rows)
+        with lock:
+            read.append(sum(tensor.nbytes for tensor in found.values()))
+        return found
+
+    monkeypatch.setattr(loading, "read_tensors", count)
+
+    def case(pipeline):
+        load_checkpoint(tmp_path, pipeline, adamw(pipeline.parameters()))
+
+    run(SHARDED, case, make_layers=equal_layers)
+    total = sum(path.stat().st_size for path in tmp_path.glob("step-1/*.safetensors"))
+    assert sum(read) < total  # each row by one rank; with replicas that hold all it would be twice as much
+
+
+def die_in_the_exchange(rank, folder):
+    mesh = device_mesh(1, 2)
+    layout = Layout(1, 2)
+    pipeline = layout.make(mesh, [nn.Linear(8, 8), nn.Linear(8, 8)])
+    shard(pipeline)
+    fill(pipeline)
+    save_checkpoint(folder, pipeline, step=1)
+    if rank == 1:
+        row_exchange._packed = lambda piece, device: os._exit(9)
+    error = error_of(lambda: save_checkpoint(folder, pipeline, step=2))
+    return type(error)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_in_the_exchange_ends_the_save_and_hides_nothing(tmp_path):
+    outcome = run_ranks_with_deaths(2, die_in_the_exchange, str(tmp_path))
+
+    assert outcome.exit_codes == {1: 9}
+    assert issubclass(outcome.results[0], PipelineError)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+    def case(pipeline):
+        load_checkpoint(tmp_path, pipeline)
+        return wrong(pipeline)
+
+    assert run(Layout(1, 1), case, make_layers=lambda: [nn.Linear(8, 8), nn.Linear(8, 8)]) == [[]]
