@@ -66,7 +66,7 @@ def test_a_number_that_replicas_hold_alike_is_whole():
 
 @pytest.mark.parametrize(
     ("local", "num_ranks", "placement"),
-    [((5, 2), 2, Shard(1)), ((2, 4), 3, Shard(0)), ((1, 4), 2, Shard(0))],
+    [((5, 2), 2, Shard(1)), ((3, 4), 3, Shard(0)), ((1, 4), 2, Shard(0))],
     ids=["columns", "over other ranks", "too few rows"],
 )
 def test_another_dtensor_is_refused_by_its_name(local, num_ranks, placement):

@@ -52,6 +52,17 @@ def test_only_the_tensors_that_are_asked_for_are_read(path):
     assert list(read_tensors(path, ["b"])) == ["b"]
 
 
+@pytest.mark.parametrize("rows", [range(1, 3), range(5), range(4, 5), range(5, 5), range(0)], ids=str)
+def test_only_the_rows_that_are_asked_for_are_read(path, rows):
+    whole = torch.arange(15.0).view(5, 3)
+    write_shard(path, {"a": whole, "b": torch.ones(2)})
+
+    found = read_tensors(path, ["a", "b"], {"a": rows})
+
+    assert torch.equal(found["a"], whole[rows.start : rows.stop])
+    assert torch.equal(found["b"], torch.ones(2))
+
+
 def test_any_flipped_bit_is_found(path):
     record = write_shard(path, {"a": torch.randn(16), "b": torch.tensor(3)})
     content = path.read_bytes()
