@@ -1,19 +1,18 @@
 """Pipelines of any layout whose model and optimizer hold known values, which one saves and another one loads.
 
-Layouts are P x D: ranks of a pipeline x replicas, which are threads. Shards are made here, of a pipeline without them,
-and values come from names, so that no step has to be run.
+Layouts are P x D: ranks of a pipeline x replicas, which are threads. Values come from names, so that no step has to be
+run.
 """
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from penstock.checkpoints.rows import rows_of
+from penstock.execute.replicas.rows import Rows
 from penstock.pipeline import Pipeline
 from penstock.train.optimizing.main_weights import MAIN, MainWeightOptimizer
 from tests.mesh_pipelines import on_mesh
@@ -45,16 +44,13 @@ class Layout:
     data: int = 1
     is_sharded: bool = False
     schedule: str = "gpipe"
-    options: dict = field(default_factory=dict)
 
     def __str__(self):
         return f"{self.pipeline}x{self.data}{' shards' if self.is_sharded else ''}"
 
     def make(self, places, layers):
-        pipeline = Pipeline(layers, self.schedule, 4, nn.functional.mse_loss, mesh=places, **self.options)
-        if self.is_sharded:
-            shard(pipeline)
-        return pipeline
+        options = {"shard": "full"} if self.is_sharded else {}
+        return Pipeline(layers, self.schedule, 4, nn.functional.mse_loss, mesh=places, **options)
 
 
 def run(layout, case, *args, make_layers=uneven_layers):
@@ -68,31 +64,6 @@ def run(layout, case, *args, make_layers=uneven_layers):
             pipeline.close()
 
     return on_mesh(layout.pipeline, layout.data, on_rank)
-
-
-def shard(pipeline):
-    """Put each replica's rows of the parameters in the place of the parameters."""
-    places = pipeline.control.places
-    ranks = torch.arange(places.num_replicas)
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("data",), _init_backend=False, _rank=places.replica)
-    layers = [layer for stage in pipeline.stages for layer in stage.layers.values()]
-    made = {}
-    for owner in [module for layer in layers for module in layer.modules()]:
-        for name, parameter in list(owner._parameters.items()):
-            if parameter is None or isinstance(parameter, DTensor):
-                continue
-            if parameter not in made:  # tied ones stay tied
-                made[parameter] = nn.Parameter(_shard(parameter, mesh, places), parameter.requires_grad)
-            owner._parameters[name] = made[parameter]
-
-
-def _shard(parameter, mesh, places):
-    whole = parameter.detach()
-    options = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-    if whole.dim() == 0:
-        return DTensor.from_local(whole.clone(), mesh, [Replicate()], **options)
-    rows = rows_of(len(whole), places.replica, places.num_replicas)
-    return DTensor.from_local(whole[rows.start : rows.stop].clone(), mesh, [Shard(0)], **options)
 
 
 def adamw(parameters):
@@ -168,7 +139,7 @@ def _pairs(pipeline, optimizer):
         if isinstance(value, DTensor):
             local = local.to_local()
             if value.dim():
-                rows = rows_of(len(expected), pipeline.replica, pipeline.num_replicas)
+                rows = Rows(value.shape, (), pipeline.num_replicas).of_replica(pipeline.replica)
                 expected = expected[rows.start : rows.stop]
         found.append((name, local, expected))
     return found

@@ -15,7 +15,7 @@ from penstock.checkpoints.shards import write_shard
 from penstock.checkpoints.weight_files import save_weights
 from penstock.checkpoints.writer import CheckpointWriter, save_checkpoint
 from penstock.errors import CheckpointError, NotSaved, PipelineError
-from tests.checkpoints.layouts import Layout, adamw, fill, forget, run, shard, stepped, wrong
+from tests.checkpoints.layouts import Layout, adamw, fill, forget, run, stepped, wrong
 from tests.mesh_pipelines import device_mesh
 from tests.ranks import run_ranks_with_deaths
 from tests.train.local_ranks import error_of
@@ -231,9 +231,7 @@ def test_only_the_rows_that_a_rank_needs_are_read(tmp_path, monkeypatch):
 
 def die_in_the_exchange(rank, folder):
     mesh = device_mesh(1, 2)
-    layout = Layout(1, 2)
-    pipeline = layout.make(mesh, [nn.Linear(8, 8), nn.Linear(8, 8)])
-    shard(pipeline)
+    pipeline = Layout(1, 2, is_sharded=True).make(mesh, [nn.Linear(8, 8), nn.Linear(8, 8)])
     fill(pipeline)
     save_checkpoint(folder, pipeline, step=1)
     if rank == 1:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from penstock.checkpoints import row_exchange
+from penstock.checkpoints.held import Held
 from penstock.checkpoints.row_exchange import exchange_rows
-from penstock.checkpoints.rows import Held, rows_of
 from penstock.errors import PeerLost
+from penstock.execute.replicas.rows import Rows
 from penstock.execute.transport import LocalTransport
 from tests.train.local_ranks import error_of, on_ranks
 
@@ -23,7 +24,7 @@ def wholes():
 
 
 def held(whole, transport):
-    rows = rows_of(len(whole), transport.rank, transport.num_ranks)
+    rows = Rows(whole.shape, (), transport.num_ranks).of_replica(transport.rank)
     return Held(whole[rows.start : rows.stop].clone(), tuple(whole.shape), rows)
 
 

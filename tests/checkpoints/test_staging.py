@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.checkpoints.rows import Held
+from penstock.checkpoints.held import Held
 from penstock.checkpoints.staging import Staging
 
 

@@ -14,8 +14,8 @@ from typing import Any, TypedDict
 from torch import Tensor
 from torch.optim import Optimizer
 
+from penstock.checkpoints.held import Held, held_of
 from penstock.checkpoints.optimizer_state import OptimizerContent, optimizer_content
-from penstock.checkpoints.rows import Held, held_of
 from penstock.checkpoints.shards import ITEM_BYTES, dtype_name
 from penstock.errors import MAX_SHOWN, CheckpointError, NotSaved, nearest
 from penstock.execute.model_part import ModelPart

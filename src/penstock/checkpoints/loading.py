@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.content import SAME_MODEL, SEPARATOR, require_same_names
+from penstock.checkpoints.held import Held, alike
 from penstock.checkpoints.manifest import Manifest, TensorEntry
 from penstock.checkpoints.optimizer_state import STEP, load_optimizer, require_loadable
 from penstock.checkpoints.own_tensors import OwnTensors, own_tensors
 from penstock.checkpoints.random_state import random_state_restorer
-from penstock.checkpoints.rows import Held, alike
 from penstock.checkpoints.shards import dtype_name, read_tensors
 from penstock.checkpoints.verification import Found, find_newest
 from penstock.checkpoints.work import run_together

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.content import held_weights, names_in_checkpoint
-from penstock.checkpoints.rows import Held
+from penstock.checkpoints.held import Held
 from penstock.errors import CheckpointError
 from penstock.pipeline import Pipeline
 

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from penstock.checkpoints.rows import Held, rows_of
+from penstock.checkpoints.held import Held
 from penstock.execute.replicas.first_replica import PIECE_BYTES
+from penstock.execute.replicas.rows import Rows
 from penstock.execute.transport.protocol import Transport
 
 
@@ -48,7 +49,7 @@ def exchange_rows(
 
 
 def _rows(whole: Tensor, replica: int, num_replicas: int) -> Tensor:
-    rows = rows_of(len(whole), replica, num_replicas)
+    rows = Rows(whole.shape, (), num_replicas).of_replica(replica)
     return whole[rows.start : rows.stop]
 
 

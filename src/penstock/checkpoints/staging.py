@@ -14,8 +14,8 @@ from torch import Tensor
 
 from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.content import Content
+from penstock.checkpoints.held import Held
 from penstock.checkpoints.row_exchange import exchange_rows
-from penstock.checkpoints.rows import Held
 from penstock.errors import NotSaved
 from penstock.execute.accelerator import has_queue, synchronize
 from penstock.pipeline import Pipeline

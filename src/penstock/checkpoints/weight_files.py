@@ -30,8 +30,8 @@ from penstock.checkpoints.content import (
     owned_names,
     require_equal_replicas,
 )
+from penstock.checkpoints.held import Held
 from penstock.checkpoints.manifest import TensorEntry
-from penstock.checkpoints.rows import Held
 from penstock.checkpoints.shards import naming_file, read_tensors, require_visible, write_tensors
 from penstock.checkpoints.staging import Staging, stage
 from penstock.checkpoints.work import run_together

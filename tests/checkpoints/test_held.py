@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from penstock.checkpoints.rows import Held, alike, held_of, rows_of
+from penstock.checkpoints.held import Held, alike, held_of
 from penstock.errors import CheckpointError
 from tests.checkpoints.layouts import places_of
 
@@ -20,17 +20,6 @@ def mesh_of(num_ranks, rank=0):
 def part(local, shape, mesh, placement):
     stride = torch.empty(shape).stride()
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 5, 6, 8, 9])
-def test_rows_are_dealt_as_torch_chunk_deals_them(num_rows, num_replicas):
-    numbers = torch.arange(num_rows)
-    chunks = [chunk.tolist() for chunk in numbers.chunk(num_replicas)] if num_rows else []
-
-    dealt = [list(rows_of(num_rows, replica, num_replicas)) for replica in range(num_replicas)]
-
-    assert dealt == chunks + [[]] * (num_replicas - len(chunks))
 
 
 def test_a_plain_tensor_is_whole():
