@@ -1,10 +1,12 @@
 """Replicas save together: what each writes, and what becomes of an error of one."""
 
 import os
+import shutil
 import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from penstock.checkpoints import loading, row_exchange, staging, writer
@@ -15,8 +17,9 @@ from penstock.checkpoints.shards import write_shard
 from penstock.checkpoints.weight_files import save_weights
 from penstock.checkpoints.writer import CheckpointWriter, save_checkpoint
 from penstock.errors import CheckpointError, NotSaved, PipelineError
+from penstock.pipeline import Pipeline
 from tests.checkpoints.layouts import Layout, adamw, fill, forget, run, stepped, wrong
-from tests.mesh_pipelines import device_mesh
+from tests.mesh_pipelines import Job, device_mesh, on_mesh
 from tests.ranks import run_ranks_with_deaths
 from tests.train.local_ranks import error_of
 
@@ -48,6 +51,52 @@ def test_every_rank_holds_and_writes_an_equal_share(tmp_path, layout):
     share = sum(sizes) / num_ranks
     assert max(sizes) < 1.1 * share
     assert max(staged) < 1.1 * sum(staged) / num_ranks
+
+
+def train(places, folder, steps, is_first, options):
+    """Train from the checkpoint that is there, unless it is the first part; save, and return what this rank has."""
+    job = Job([32 // places.num_replicas] * places.num_replicas)
+    microbatches = 8 // places.num_replicas
+    with Pipeline(job.make_layers(), "1f1b", microbatches, job.loss, mesh=places, **options) as pipeline:
+        optimizer = adamw(pipeline.parameters())
+        if not is_first:
+            load_checkpoint(folder, pipeline, optimizer)
+        inputs, target = job.of(pipeline.replica)
+        losses = []
+        for _ in range(steps):
+            losses.append(pipeline.step(inputs, target=target).loss.item())
+            pipeline.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        save_checkpoint(folder, pipeline, optimizer, step=pipeline.step_number)
+    return losses
+
+
+def trained_weights(folder):
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+        if not name.endswith(":step")
+    }
+
+
+def test_a_training_with_shards_continues_on_every_layout(tmp_path):
+    shard = "full"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    on_mesh(2, 2, train, whole, 4, True, {"shard": shard})
+    on_mesh(2, 2, train, parts, 2, True, {"shard": shard})
+    expected = trained_weights(whole / "step-4")
+
+    for pipeline, data, options in [(2, 2, {"shard": shard}), (1, 4, {"shard": shard}), (2, 2, {}), (1, 1, {})]:
+        on_mesh(pipeline, data, train, parts, 2, False, options)
+        found = trained_weights(parts / "step-4")
+        assert found.keys() == expected.keys()
+        if (pipeline, data, options) == (2, 2, {"shard": shard}):
+            assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+        for name in found:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-13)
+        shutil.rmtree(parts / "step-4")
 
 
 def test_a_later_step_does_not_reach_the_files(tmp_path, monkeypatch):
