@@ -140,8 +140,8 @@ def owned_names(everyone: Sequence[Described]) -> list[frozenset[str]]:
     num_bytes = {name: _saved_bytes(everyone[ranks[0]], name) for name, ranks in holders.items()}
     shares = [0] * len(everyone)
     owned: list[set[str]] = [set() for _ in everyone]
-    # What has one holder leaves no choice, and small tensors even out what large ones leave uneven.
-    for name in sorted(holders, key=lambda name: (len(holders[name]), -num_bytes[name], name)):
+    # Small tensors even out what large ones leave uneven.
+    for name in sorted(holders, key=lambda name: (-num_bytes[name], name)):
         owner = min(holders[name], key=lambda rank: (shares[rank], rank))
         shares[owner] += num_bytes[name]
         owned[owner].add(name)
