@@ -148,7 +148,7 @@ def _pairs(pipeline, optimizer):
 def kinds(pipeline, optimizer):
     """What each parameter and each of the optimizer's tensors is."""
     return {
-        f"{name}:{key}": (type(value).__name__, getattr(value, "placements", None))
+        f"{name}:{key}": (type(value).__name__, value.dtype, getattr(value, "placements", None))
         for name, parameter in pipeline.named_parameters()
         for key, value in {"": parameter, **optimizer.state.get(parameter, {})}.items()
     }

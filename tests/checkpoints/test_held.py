@@ -27,7 +27,7 @@ def test_a_plain_tensor_is_whole():
 
     held = held_of("w", parameter, places_of(1, 2))
 
-    assert (held.shape, held.rows, held.is_dtensor) == ((3, 2), None, False)
+    assert (held.shape, held.rows) == ((3, 2), None)
     assert held.local.data_ptr() == parameter.data_ptr()
     assert not held.local.requires_grad
     whole = torch.zeros(3, 2)
@@ -40,7 +40,7 @@ def test_a_shard_is_its_rows_in_the_memory_of_the_model():
 
     held = held_of("w", parameter, places_of(1, 2))
 
-    assert (held.shape, held.rows, held.is_dtensor) == ((5, 3), range(3, 5), True)
+    assert (held.shape, held.rows) == ((5, 3), range(3, 5))
     assert type(held.local) is torch.Tensor
     assert held.local.data_ptr() == parameter.to_local().data_ptr()
     assert held.place_in(torch.arange(15).view(5, 3)).tolist() == [[9, 10, 11], [12, 13, 14]]
@@ -49,7 +49,7 @@ def test_a_shard_is_its_rows_in_the_memory_of_the_model():
 def test_a_number_that_replicas_hold_alike_is_whole():
     held = held_of("w", part(torch.tensor(2.0), (), mesh_of(2), Replicate()), places_of(0, 2))
 
-    assert (held.shape, held.rows, held.is_dtensor) == ((), None, True)
+    assert (held.shape, held.rows) == ((), None)
     assert held.local.item() == 2.0
 
 

@@ -25,7 +25,6 @@ class Held:
     """Of the whole tensor."""
     rows: range | None = None
     """Which rows of it are here; None: all of it, as on every replica."""
-    is_dtensor: bool = False
 
     def place_in(self, whole: Tensor) -> Tensor:
         """Return the part of a whole tensor that is here."""
@@ -43,10 +42,10 @@ def held_of(name: str, tensor: Tensor, places: Places) -> Held:
     local, shape = local_part(tensor), tuple(tensor.shape)
     if _is_over_replicas(tensor, places):
         if is_replicated(tensor):
-            return Held(local, shape, is_dtensor=True)
+            return Held(local, shape)
         rows = Rows(tensor.shape, (), places.num_replicas).of_replica(places.replica)
         if _is_by_rows(tensor) and tuple(local.shape) == (len(rows), *shape[1:]):
-            return Held(local, shape, rows, is_dtensor=True)
+            return Held(local, shape, rows)
     raise CheckpointError(
         f"{name!r} is a DTensor of shape {shape} with the placements {_placements(tensor)}, of which this rank has "
         f"{tuple(local.shape)}; expected rows over the {count_of(places.num_replicas, 'replica')} of the pipeline, as "

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.content import held_weights, names_in_checkpoint
-from penstock.checkpoints.held import Held
+from penstock.checkpoints.held import Held, alike
 from penstock.errors import CheckpointError
 from penstock.pipeline import Pipeline
 
@@ -29,14 +28,8 @@ class OwnTensors:
 
     def load(self, pipeline: Pipeline, tensors: Mapping[str, Tensor]) -> None:
         """Copy what was read, by its names in files, into the model. Every rank calls it. Raises: PenstockError."""
-        found = {name: tensors[saved] for name, saved in self.names.items()}
-        pipeline.load_state_dict(
-            {name: tensor for name, tensor in found.items() if not self.held[name].is_dtensor}, strict=False
-        )
-        with torch.no_grad():
-            for name, tensor in found.items():
-                if self.held[name].is_dtensor:
-                    self.held[name].local.copy_(tensor)
+        current = pipeline.state_dict()
+        pipeline.load_state_dict({name: alike(current[name], tensors[saved]) for name, saved in self.names.items()})
 
 
 def own_tensors(pipeline: Pipeline) -> OwnTensors:

@@ -9,14 +9,11 @@ from penstock.errors import ConfigError
 from penstock.execute.control.agreement import digest
 from penstock.execute.stages.stage import Stage, distinct
 from penstock.execute.transport.places import Places
-from penstock.execute.values.tensors import is_dtensor
 
 
 def held_tensors(stages: Iterable[Stage]) -> list[Tensor]:
-    """Return the parameters and buffers of some stages, each once, in the order of the layers; no shards, which are
-    other rows on each replica."""
-    found = distinct(named for stage in stages for named in _named(stage))
-    return [tensor for _, tensor in found if not is_dtensor(tensor)]
+    """Return the parameters and buffers of some stages, each once, in the order of the layers."""
+    return [tensor for _, tensor in distinct(named for stage in stages for named in _named(stage))]
 
 
 def described_state(stages: Iterable[Stage]) -> dict[str, int]:
