@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from penstock.checkpoints.loading import load_checkpoint
+from penstock.checkpoints.writer import save_checkpoint
 from penstock.execute.replicas.mesh import local_mesh
 from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.places import Places
@@ -35,12 +37,15 @@ def layers(norm):
     return [nn.Sequential(layer, nn.BatchNorm1d(WIDTH)) for layer in found] if norm else found
 
 
-def train(rank, num_ranks, num_replicas, device, *, schedule="1f1b", fails=False, norm=False, **options):
-    """Train three steps; return the losses, and weights and buffers by name. With `fails`, one step does in between."""
+def train(rank, num_ranks, num_replicas, device, *, schedule="1f1b", fails=False, norm=False, folder=None, **options):
+    """Train three steps; return the losses, and weights and buffers by name. With `fails`, one step does in between.
+
+    With a `folder`, the weights are those that were saved there and loaded again.
+    """
     places = places_of(rank, num_ranks // num_replicas, num_replicas, device)
     own = layers(norm)
     with Pipeline(own, schedule, MICROBATCHES, square_loss, mesh=places, device=device, **options) as pipeline:
-        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.5)
         rows = slice(ROWS * pipeline.replica, ROWS * (pipeline.replica + 1))
         inputs, target = (values(seed, ROWS * num_replicas, WIDTH)[rows].to(device) for seed in (1, 2))
         losses, errors = [], []
@@ -51,6 +56,12 @@ def train(rank, num_ranks, num_replicas, device, *, schedule="1f1b", fails=False
             losses.append(pipeline.step(inputs, target=target).loss.item())
             optimizer.step()
             optimizer.zero_grad()
+        if folder is not None:
+            save_checkpoint(folder, pipeline, optimizer, step=3)
+            with torch.no_grad():
+                for parameter in pipeline.parameters():
+                    local_part(parameter).zero_()
+            load_checkpoint(folder, pipeline, optimizer)
         return losses, {name: local_part(value).cpu() for name, value in pipeline.state_dict().items()}, errors
 
 

@@ -44,3 +44,12 @@ def test_a_training_is_the_cpus_to_the_bit(emulated, num_ranks, num_replicas, op
         assert all(torch.equal(weights[name], value) for name, value in cpu_weights.items())
         assert all("planted" in error for error in errors)
         assert len(errors) == bool(options.get("fails"))
+
+
+def test_what_shards_saved_they_load_to_the_bit(emulated, tmp_path):
+    expected = run(emulated, 2, 2, "cpu", {"shard": "full"})
+
+    found = run(emulated, 2, 2, "emu", {"shard": "full", "folder": str(tmp_path)}, "random", 7)
+
+    for (_, weights, _), (_, cpu_weights, _) in zip(found, expected, strict=True):
+        assert all(torch.equal(weights[name], value) for name, value in cpu_weights.items())
