@@ -55,7 +55,8 @@ class Pipeline(ModelPart):
 
     Replicas are one job. Each is given rows of its own, whole on each of its ranks. Losses, gradients and their norm
     are those of one process on the rows of all replicas, one replica after another. All start with the parameters and
-    buffers of the first one, and end a step with its buffers.
+    buffers of the first one, and end a step with its buffers. With `shard` they share out weights, gradients and
+    optimizer state: parameters are DTensors then, of which each replica has some rows.
 
     All ranks are those of torch's default group. Where torchrun started the processes and there is no default group,
     the first pipeline makes it: with gloo, and with NCCL for a CUDA `device`. The last pipeline that is closed destroys
