@@ -256,5 +256,5 @@ def test_wrong_input_that_several_ranks_meet_is_told_once(tmp_path):
     ours = [re.findall("^penstock: .*", complaint, flags=re.MULTILINE) for complaint in complaints]
     assert [len(messages) for messages in ours] == [1, 1, 1], complaints
     assert "data.files: none.txt: cannot be read" in ours[1][0]
-    assert "for 2 ranks, but 3 processes were started" in ours[2][0]
+    assert "for 2 ranks, but 3 processes run" in ours[2][0]
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""What commands with a run file have in common: flags and threads of their ranks, and worlds of another size."""
+"""What commands with a run file have in common: flags and threads of their ranks."""
 
 import os
 import subprocess
@@ -18,13 +18,6 @@ def test_ranks_find_modules_where_this_process_does(monkeypatch, path, flags):
     monkeypatch.setattr(sys, "path", path)
 
     assert run_file._path_flags() == flags
-
-
-def test_a_world_of_another_size_is_refused_with_both_ways_out():
-    with pytest.raises(ConfigError, match=r"for 2 ranks, but 3 .* --nproc-per-node, or pass --set pipeline.ranks=3"):
-        run_file.check_world_size(3, 2)
-
-    run_file.check_world_size(2, 2)
 
 
 def test_a_single_rank_takes_one_thread_unless_the_user_says_otherwise():

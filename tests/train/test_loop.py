@@ -272,7 +272,7 @@ def test_nothing_of_an_earlier_run_is_overwritten(tmp_path, text):
 
 
 def test_a_configuration_for_more_ranks_than_run_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match="2 ranks are asked for, but 1 run"):
+    with pytest.raises(ConfigError, match="the run is for 2 ranks, but 1 process runs"):
         run(tmp_path, text, pipeline={"ranks": 2})
 
 

@@ -15,7 +15,6 @@ from penstock.train.settings.config import config_from_table
 from penstock.train.setup import (
     build_plan,
     check_plan,
-    check_ranks,
     load_costs,
     memory_limit,
     prepare_together,
@@ -178,12 +177,6 @@ def test_a_split_is_checked_for_one_copy_of_the_model():
     check_plan(with_pipeline(schedule="chimera", split=[3, 4]))
     with pytest.raises(PartitionError, match="names 4 stages, but the schedule has 2"):
         check_plan(with_pipeline(schedule="chimera", stages_per_rank=2, split=[2, 2, 2, 1]))
-
-
-def test_the_world_must_have_as_many_ranks_as_the_configuration():
-    check_ranks(with_pipeline(), 2)
-    with pytest.raises(ConfigError, match=r"pipeline\.ranks: 2 ranks are asked for, but 1 run"):
-        check_ranks(with_pipeline(), 1)
 
 
 def test_the_layers_have_the_shape_and_the_seed_of_the_configuration():

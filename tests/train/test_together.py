@@ -51,7 +51,7 @@ LIMIT_S = 0.2
 
 
 def work_of_rank_0(transport, work):
-    return working_together(transport, partial(work) if transport.rank == 0 else None, limit_s=LIMIT_S)
+    return working_together(Control(transport, limit_s=LIMIT_S), partial(work) if transport.rank == 0 else None)
 
 
 def test_ranks_wait_for_work_that_takes_longer_than_the_limit():

@@ -74,7 +74,8 @@ def _settings(arguments: Namespace, folder: Path) -> list[str]:
         return tomlkit.string(str(value)).as_string()
 
     weights = folder if arguments.checkpoint is None else checkpoint_of(folder, arguments.checkpoint)
-    found = [f"run.folder={quoted(folder)}", f"checkpoint.load={quoted(weights)}"]
+    # One replica is enough to run forwards alone.
+    found = [f"run.folder={quoted(folder)}", f"checkpoint.load={quoted(weights)}", "parallel.data=1"]
     if arguments.data is None:
         return found
     whole = ["data.corpus=files", "data.sources=[]", 'data.source=""', "data.held_out_fraction=0"]

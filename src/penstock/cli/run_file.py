@@ -77,8 +77,8 @@ def run_on_ranks(
 
         config = load_config(arguments.run_file, arguments.set)
         check_plan(config)
-        devices.choose_device(config.run.device, config.pipeline.ranks, devices.look())
-        if config.pipeline.ranks > 1:
+        devices.choose_device(config.run.device, config.num_processes, devices.look())
+        if config.num_processes > 1:
             return _launch(arguments, command, config, hold, may_stop=stop is not None, is_quiet=is_quiet)
         _use_one_thread_unless(os.environ)
         try:
@@ -116,11 +116,10 @@ def _launch(
         kept = [each for each in arguments.set if each.partition("=")[0].replace(" ", "") != "run.folder"]
         overrides = [f"--set={override}" for override in (*kept, f"run.folder={folder}")]
         if not is_quiet:
-            say_at_once(f"starting {config.pipeline.ranks} ranks ...")
+            say_at_once(f"starting {config.num_processes} ranks ...")
         words = ["-m", "penstock", *command, *overrides, "--", arguments.run_file]
-        num_ranks = config.pipeline.ranks
         command = [sys.executable, *_path_flags(), *words]
-        failure = launch_ranks(command, num_ranks=num_ranks, port=arguments.port, may_stop=may_stop)
+        failure = launch_ranks(command, num_ranks=config.num_processes, port=arguments.port, may_stop=may_stop)
     if failure is None:
         return ExitStatus.FINE
     if failure.status != ExitStatus.INTERRUPTED:
@@ -158,19 +157,10 @@ def _run_as_rank(arguments: Namespace, body: Body, environment: Mapping[str, str
 def _join_and_run(arguments: Namespace, body: Body, environment: Mapping[str, str]) -> None:
     from penstock.cli.launch import join_ranks, read_number
     from penstock.train.settings.config import load_config
+    from penstock.train.world import check_ranks
 
     config = load_config(arguments.run_file, arguments.set)
-    check_world_size(read_number(environment, "WORLD_SIZE"), config.pipeline.ranks)
+    check_ranks(config, read_number(environment, "WORLD_SIZE"))
     join_ranks(environment, device=config.run.device)
     with refusing_exit():
         body(config)
-
-
-def check_world_size(world_size: int, num_ranks: int) -> None:
-    """Refuse to join a world whose size is not the number of ranks in the configuration. Raises: ConfigError."""
-    if world_size != num_ranks:
-        raise ConfigError(
-            f"the run is for {num_ranks} ranks, but {world_size} processes were started (WORLD_SIZE). Start "
-            f"{num_ranks} with torchrun --nproc-per-node, or pass --set pipeline.ranks={world_size}",
-            key="pipeline.ranks",
-        )

@@ -61,7 +61,7 @@ def choose_device(wanted: str, num_local_ranks: int, machine: Machine) -> str:
             count_of(num_local_ranks, "rank"),
             count_of(machine.num_gpus, "GPU") if machine.num_gpus else "no GPU",
         )
-        fewer = f"pipeline.ranks={machine.num_gpus}, one a GPU; " if machine.num_gpus else ""
+        fewer = f"pipeline.ranks={machine.num_gpus}, one a GPU, of all replicas; " if machine.num_gpus else ""
         raise ConfigError(
             f"{ranks} on a machine with {gpus} that torch sees. Choose: {fewer}run.device='cpu' to train on CPUs; or a "
             "machine with more GPUs (a variable such as CUDA_VISIBLE_DEVICES may hide some)",
@@ -92,7 +92,7 @@ def device_of_rank(config: RunConfig) -> torch.device:
         ConfigError: there is no such device, or it does not compute in `precision.compute`.
     """
     device = default_device(None)
-    kind = choose_device(config.run.device, 1, look()) if config.pipeline.ranks == 1 else CPU
+    kind = choose_device(config.run.device, 1, look()) if config.num_processes == 1 else CPU
     if kind != CPU:
         device = torch.device(kind, 0)
     if config.precision.compute == "bfloat16" and not has_bfloat16(device):

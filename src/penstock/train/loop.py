@@ -1,4 +1,4 @@
-"""The training loop: every rank runs it from top to bottom, and rank 0 writes and speaks."""
+"""The training loop: every rank runs it from top to bottom, and rank 0 of all writes and speaks."""
 
 import os
 import time
@@ -61,9 +61,9 @@ class TrainingResult:
     held_out_loss: float | None
     """After the last step, in nats per token; None where it was not asked for."""
     recorded: RecordedStep | None
-    """What was measured at the step to record; None where none was."""
+    """What was measured at the step to record, of this rank's replica; None where none was."""
     peak_bytes: Sequence[int] = ()
-    """The most memory of each rank; empty where it was not gathered."""
+    """The most memory of each rank of the first replica; empty where it was not gathered."""
     num_earlier: int = 0
     """Steps that ran before this run was continued."""
 
@@ -117,13 +117,13 @@ def train(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", PenstockWarning)  # told below, in this program's own words
                 pipeline = stack.enter_context(closing(build_pipeline(config, layers, rule, dataset.vocabulary)))
-        if pipeline.rank == 0:
+        if pipeline.control.rank == 0:
             num_tokens = dataset.num_train_tokens
             for line in opening_lines(config, layers, num_tokens, pipeline, rule.note, screen_of(output)):
                 output.write(f"{line}\n")
         result = _run_steps(config, pipeline, dataset, folder, output, stop or StopRequest())
         save_weights(folder.path, pipeline)
-        if pipeline.rank == 0:
+        if pipeline.control.rank == 0:
             _report(config, result, folder, output, duration_s=time.monotonic() - begin_s)
         if prompt:
             _say(output, f"\nsample:\n{config.sample.prompt}", end="")
@@ -167,7 +167,7 @@ def _run_steps(
     _say(output, "first step ...")
     with ExitStack() as stack:
         writer = None
-        if pipeline.rank == 0:
+        if pipeline.control.rank == 0:
             folder.write(SCHEDULE, pipeline.schedule.to_csv().encode())
             writer = stack.enter_context(
                 MetricsWriter(
@@ -186,7 +186,7 @@ def _run_steps(
             peak_bytes = metrics.peak_bytes or peak_bytes
             if writer is not None:
                 writer.write(metrics)
-            if pipeline.rank == 0 and runner.recorded is not None and runner.recorded.step == step:
+            if writer is not None and runner.recorded is not None and runner.recorded.step == step:
                 # At once: whoever asks where the time goes should not have to wait for the run's end.
                 folder.write(TIMELINE, recorded_step_to_json(runner.recorded))
             is_last = early_stop.note(metrics.held_out_loss) or step == config.run.steps

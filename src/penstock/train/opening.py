@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from penstock.errors import count_of
 from penstock.models import LayerSpec, count_parameters
 from penstock.pipeline import Pipeline
 from penstock.planning import few_microbatches
@@ -15,7 +16,7 @@ from penstock.train.settings.optional_packages import describe_missing_pictures
 def device_line(config: RunConfig) -> str:
     """Say where a run computes, and in which types. Raises: ConfigError; see `device_of_rank`."""
     precision = Precision(config.precision).describe(config.model)
-    return describe_devices(device_of_rank(config), config.pipeline.ranks, precision)
+    return describe_devices(device_of_rank(config), config.num_processes, precision)
 
 
 def opening_lines(
@@ -40,10 +41,12 @@ def opening_lines(
 
 
 def _summary(config: RunConfig, num_parameters: int, num_tokens: int | None) -> str:
-    pipeline = config.pipeline
+    pipeline, data = config.pipeline, config.parallel.data
+    replicas = f"{data} replicas of " if data > 1 else ""
+    ranks = f"{replicas}{count_of(pipeline.ranks, 'rank')}"
     tokens = f"data of {config.data.source}" if num_tokens is None else f"{num_tokens:,} tokens to train on"
     return (
         f"{num_parameters:,} parameters, {tokens}, "
-        f"{pipeline.schedule} on {pipeline.ranks} {'rank' if pipeline.ranks == 1 else 'ranks'}, "
+        f"{pipeline.schedule} on {ranks}, "
         f"{pipeline.microbatches} microbatches, {config.run.steps} steps"
     )

@@ -1,9 +1,10 @@
 """Profiling a run: a few of its steps are recorded, its channels and layers measured, and what they cost is written."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from penstock.pipeline import Pipeline
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import VALUE_BYTES
 from penstock.simulation.costs.fit import costs_from_timelines
-from penstock.train.data.batches import Batch, Dataset
+from penstock.train.data.batches import Batch, Dataset, Wants
 from penstock.train.folder.run_folder import RunFolder, run_path
 from penstock.train.loop import PREPARING_DEADLINE_S
 from penstock.train.measuring.channels import ChannelSpeed, channels_of, measure_channels
@@ -46,9 +47,10 @@ ADAMW = OptimizerSection()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """What was measured, on every rank alike but for `rank`."""
+    """What was measured, on every rank of a replica alike but for `rank`."""
 
     rank: int
+    """Among those of all replicas."""
     costs: Costs
     """Per stage, as it was measured."""
     layer_costs: LayerCosts
@@ -95,11 +97,12 @@ def profile_pipeline(
     `times` of the layers by themselves say what each takes of its stage; without them, the weights that layers declare.
     `optimizer` decides what is kept of each parameter.
     """
-    timelines = _record(pipeline, dataset, num_steps)
-    parts = _record(pipeline, dataset, num_steps, split_backwards=True) if _runs_wholes(pipeline) else []
+    batches = partial(dataset.batch, wants=Wants.of(pipeline).all_of_replica)
+    timelines = _record(pipeline, batches, num_steps)
+    parts = _record(pipeline, batches, num_steps, split_backwards=True) if _runs_wholes(pipeline) else []
     assert pipeline.recording is not None
     message_bytes = pipeline.recording.message_bytes
-    report = _measure_memory(pipeline, dataset.batch(0))
+    report = _measure_memory(pipeline, batches(0))
     channels = _measure_channels(pipeline, message_bytes)
     costs = costs_from_timelines(
         timelines,
@@ -113,14 +116,14 @@ def profile_pipeline(
     # What was measured is of a slice, where the sequence is cut; costs per layer are of whole microbatches.
     num_slices = pipeline.schedule.num_slices
     per_layer = LayerCosts.from_stages(costs.of_share(num_slices), pipeline.layers_of_stage, *shared)
-    sizes = _layer_bytes(pipeline, dataset.batch(0), report, optimizer)
+    sizes = _layer_bytes(pipeline, batches(0), report, optimizer)
     whole = {name: tuple(num_slices * each for each in sizes[name]) for name in VALUE_BYTES}
     per_layer = replace(per_layer, source=source, **sizes | whole)
     held = per_layer.of_stages(pipeline.layers_of_stage).of_share(1 / num_slices)
     of_stages = {each.name: getattr(held, each.name) for each in fields(Costs) if each.name in report.layer_bytes}
     costs = replace(costs, source=source, **of_stages | {"message_bytes": message_bytes})
     return Profile(
-        pipeline.rank,
+        pipeline.control.rank,
         costs,
         per_layer,
         pipeline.program,
@@ -131,11 +134,13 @@ def profile_pipeline(
     )
 
 
-def _record(pipeline: Pipeline, dataset: Dataset, num_steps: int, *, split_backwards: bool = False) -> list[Timeline]:
+def _record(
+    pipeline: Pipeline, batches: Callable[[int], Batch], num_steps: int, *, split_backwards: bool = False
+) -> list[Timeline]:
     """Record steps, after others in which the ranks agree on shapes."""
     timelines = []
     for step in range(NUM_WARM_UP_STEPS + num_steps):
-        timelines.append(_run_step(pipeline, dataset.batch(step), split_backwards=split_backwards))
+        timelines.append(_run_step(pipeline, batches(step), split_backwards=split_backwards))
     return timelines[NUM_WARM_UP_STEPS:]
 
 

@@ -49,7 +49,7 @@ def begin_with_weights(config: RunConfig, folder: RunFolder, pipeline: Pipeline,
     """
     if config.checkpoint.load and not _has_checkpoints(pipeline, folder):
         found = load_weights(Path(config.checkpoint.load), pipeline)
-        if pipeline.rank == 0:
+        if pipeline.control.rank == 0:
             output.write(f"the weights are those of {found}\n")
             if _has_other_tokenizer(Path(config.checkpoint.load), config):
                 output.write(
@@ -96,7 +96,7 @@ class RunCheckpoints:
         self._data = data
         self._output = output
         self._saved = 0
-        self._held = HeldFolder(folder.path) if self._pipeline.rank == 0 else None
+        self._held = HeldFolder(folder.path) if self._pipeline.control.rank == 0 else None
         self._writer = self._writer_to(folder)
         num_bytes = require_saveable(self._pipeline)
         if self._options.every:
@@ -225,14 +225,14 @@ class RunCheckpoints:
         position = self._data.position
         if position is None:
             return
-        transport = self._pipeline.transport
-        note = working_together(transport, partial(position.resume, step, state), limit_s=self._limit_s)
-        if note and self._pipeline.rank == 0:
+        control = self._pipeline.control
+        note = working_together(control, partial(position.resume, step, state))
+        if note and control.rank == 0:
             self._output.write(f"{note}\n")
 
     def _finish_stopped(self, progress: Progress) -> None:
         is_saved = self._writer.finish(limit_s=self._limit_s) and self._options.every > 0
-        if self._pipeline.rank == 0:
+        if self._pipeline.control.rank == 0:
             what = "its checkpoint is saved" if is_saved else "no checkpoint of it was saved"
             self._output.write(f"stopped by a signal after step {progress.step}; {what}\n")
         raise KeyboardInterrupt

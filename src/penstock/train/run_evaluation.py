@@ -91,7 +91,7 @@ def evaluate_run(config: RunConfig, output: TextIO, *, is_whole: bool) -> Evalua
     if not isfinite(loss):
         raise NotFinite(f"{where}: the loss is {loss}; expected a finite number. Evaluate an earlier checkpoint")
     perplexity = None if config.model.loss else exp(loss) if loss < MAX_EXPONENT else inf
-    return Evaluation(pipeline.rank, where, step_of(where), loss, perplexity, len(counts), int(sum(counts)))
+    return Evaluation(pipeline.control.rank, where, step_of(where), loss, perplexity, len(counts), int(sum(counts)))
 
 
 def _batches(

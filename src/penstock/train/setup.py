@@ -37,6 +37,7 @@ from penstock.train.settings.user_function import load_function
 from penstock.train.step import Trainer, scale_over
 from penstock.train.together import Beat, same_words, working_together
 from penstock.train.watching.progress import ShareLines
+from penstock.train.world import check_ranks, replicas_of, require_same_layout
 
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
 
@@ -56,15 +57,17 @@ def check_together(config: RunConfig, transport: Transport, *more: Callable[[Run
     """Check the plan before anything is read or written, and what `more` checks; every rank calls it.
 
     Raises:
-        PenstockError: on every rank; see `check_ranks` and `check_plan`.
+        PenstockError: on every rank; see `check_ranks`, `require_same_layout` and `check_plan`.
     """
 
     def check_all() -> None:
         for check_one in (check_plan, *more):
             check_one(config)
 
-    check_ranks(config, transport.num_ranks)
-    Control(transport).on_rank_0(check_all, same_words)
+    control = Control(transport)
+    control.together(lambda: check_ranks(config, transport.num_ranks), same_words)
+    require_same_layout(config, control)
+    control.on_rank_0(check_all, same_words)
 
 
 def prepare_together(
@@ -82,7 +85,7 @@ def prepare_together(
     dataset: Dataset | None = None
     for turn in (transport.rank == 0, transport.rank != 0):
         work = partial(_open_dataset, config, folder, ShareLines(output), may_be_small) if turn else None
-        dataset = working_together(transport, work, limit_s=config.run.deadline_s) or dataset
+        dataset = working_together(Control(transport, limit_s=config.run.deadline_s), work) or dataset
     assert dataset is not None
     digests = Control(transport).all_gather_object(dataset.digest)
     if len(set(map(str, digests))) > 1:
@@ -108,15 +111,6 @@ def _open_dataset(config: RunConfig, folder: RunFolder, lines: ShareLines, may_b
         if config.run.evaluate_batches and not dataset.held_out_batches(1):
             lines.say(f"note: nothing is evaluated, since {config.data.source} takes no parameter `split`")
     return dataset
-
-
-def check_ranks(config: RunConfig, num_ranks: int) -> None:
-    """Refuse a world of another size than the configuration's. Raises: ConfigError."""
-    if config.pipeline.ranks != num_ranks:
-        raise ConfigError(
-            f"{config.pipeline.ranks} ranks are asked for, but {num_ranks} run; start as many processes, or change it",
-            key="pipeline.ranks",
-        )
 
 
 def check_plan(config: RunConfig) -> None:
@@ -274,6 +268,9 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, 
         costs=load_costs(config),
         run_ahead=config.pipeline.run_ahead or None,
         compile=config.pipeline.compile,
+        # What layers draw at random, too, is the same on any number of ranks and replicas. The decoder draws nothing.
+        seed=config.run.seed if config.model.source else None,
+        **replicas_of(config, device),
     )
 
 

@@ -112,6 +112,8 @@ class Trainer:
         loss = losses.mean
         recorded = self._gather(number, moments_s) if record else None
         norm = self.update.measure()
+        if skip_update and self.pipeline.num_replicas > 1:  # their gradients are not summed: all see what any has
+            norm = sum(self.pipeline.control.across(norm))
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if not is_finite:
             self._require_tolerable(loss, norm, number, rate, batches)
@@ -146,7 +148,7 @@ class Trainer:
         if not is_overflow and options.not_finite == "stop":
             require_finite("the loss", loss, number, self._advice(rate), where)
             require_finite("the gradient norm", norm, number, self._advice(rate), where)
-        if where and self.pipeline.rank == 0:
+        if where and self.pipeline.control.rank == 0:
             logging.getLogger("penstock").warning("step %d is skipped. %s", number, where)
         if self.update.num_skipped_in_a_row + 1 >= options.most_skipped:
             scale = self.update.loss_scale
@@ -213,11 +215,11 @@ class Trainer:
         return self.pipeline.step(*batch.args, target=batch.target, record=is_recorded, **batch.kwargs)
 
     def _gather(self, number: int, moments_s: list[float]) -> RecordedStep:
-        """Put the recorded step together with what each rank did before it; a collective."""
+        """Put the recorded step together with what each rank of the replica did before it; a collective there."""
         recording = self.pipeline.recording
         assert recording is not None, "the last pipeline step was recorded"
         own = [recording.from_own_clock(moment_s) for moment_s in moments_s]
-        everyone = cast(list[list[float]], self.pipeline.control.all_gather_object(own))
+        everyone = cast(list[list[float]], self.pipeline.control.within.all_gather_object(own))
         return RecordedStep(
             number,
             recording.timeline,
@@ -226,6 +228,7 @@ class Trainer:
             tuple(self.pipeline.layer_weights),
             tuple(Prologue(*moments) for moments in everyone),
             recording.early_weights,
+            self.pipeline.num_replicas,
         )
 
 

@@ -48,7 +48,8 @@ class StepRunner:
         self._config = config
         self._dataset = dataset
         pipeline, folder = trainer.pipeline, Path(config.run.folder)
-        self._profiler = ProfilerWindow(config.profile, folder, pipeline.rank, pipeline.device)
+        control = pipeline.control
+        self._profiler = ProfilerWindow(config.profile, folder, control.names.numbers[control.rank], pipeline.device)
         num_held_out = config.run.evaluate_batches
         self._wants = Wants.of(trainer.pipeline)
         self._held_out = dataset.held_out_batches(num_held_out, self._wants) if num_held_out else []
@@ -65,8 +66,8 @@ class StepRunner:
             return
         pipeline, run = self.trainer.pipeline, self._config.run
         before = recorded_before(Path(run.folder))
-        now = pipeline.program, tuple(pipeline.layers_of_stage)
-        is_same = before is not None and (before.timeline.program, before.layers_of_stage) == now
+        now = pipeline.program, tuple(pipeline.layers_of_stage), pipeline.num_replicas
+        is_same = before is not None and (before.timeline.program, before.layers_of_stage, before.num_replicas) == now
         if pipeline.control.all_gather_object(is_same)[0]:  # rank 0 writes the file
             self.recorded = before
         else:
@@ -132,7 +133,7 @@ class StepRunner:
 
     def _predicted_bubble(self, outcome: StepOutcome) -> float | None:
         """Return, on the rank that writes it, what the simulator makes of the costs of a recorded step."""
-        if outcome.recorded is None or self.trainer.pipeline.rank:
+        if outcome.recorded is None or self.trainer.pipeline.control.rank:
             return None
         try:
             return predict_again(outcome.recorded.timeline)["predicted"].bubble_fraction
@@ -140,12 +141,13 @@ class StepRunner:
             return None
 
     def _peak_bytes(self, step: int) -> Sequence[int]:
-        """Return what each rank took at most so far, where it is due; a collective there."""
+        """Return what each rank of the first replica took at most so far, where it is due; a collective there."""
         every = self._config.metrics.memory_every
         if not every or (step % every and step != self._config.run.steps):
             return ()
         pipeline = self.trainer.pipeline
-        return cast("list[int]", pipeline.control.all_gather_object(peak_bytes(pipeline.device)))
+        everyone = cast("list[int]", pipeline.control.all_gather_object(peak_bytes(pipeline.device)))
+        return everyone[: pipeline.transport.num_ranks]
 
     def _held_out_loss(self, step: int, outcome: StepOutcome, say: Say) -> float | None:
         every = self._config.run.evaluate_every

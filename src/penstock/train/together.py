@@ -7,7 +7,6 @@ from typing import TypeVar
 from penstock.errors import PeerLost, PenstockError
 from penstock.execute.control.collectives import Control, Failure
 from penstock.execute.control.long_work import Heartbeat, work_together
-from penstock.execute.transport.protocol import Transport
 
 T = TypeVar("T")
 Beat = Callable[[], None]
@@ -25,22 +24,22 @@ def same_words(failure: Failure) -> Exception:
     return PeerLost(f"rank {failure.rank} failed: {failure.words}", rank=failure.rank)
 
 
-def working_together(transport: Transport, work: Callable[[Beat], T] | None, *, limit_s: float) -> T | None:
+def working_together(control: Control, work: Callable[[Beat], T] | None) -> T | None:
     """Run work that may take any time on some ranks, while all ranks wait for it; every rank calls it.
 
-    The work runs in a thread and calls its argument as it goes on. Meanwhile the ranks gather, each time within
-    `limit_s`, so that a rank that is lost is noticed.
+    The work runs in a thread and calls its argument as it goes on. Meanwhile the ranks gather, each time within the
+    limit of `control`, so that a rank that is lost is noticed.
 
     Raises:
         PenstockError: on every rank, as `same_words`; or where no rank's work has gone on for half an hour.
         PeerLost, DeadlineExceeded: a rank is lost.
     """
-    if transport.num_ranks == 1:
+    if control.num_ranks == 1:
         return None if work is None else work(_go_on)
     heartbeat = Heartbeat()
     own: Callable[[], T | None] = partial(work or _nothing, heartbeat.beat)
     return work_together(
-        Control(transport, limit_s=limit_s),
+        control,
         own,
         limit_s=STALLED_AFTER_S,
         stalled=PenstockError(f"the text: no rank has read or written any of it for {STALLED_AFTER_S:g} s"),

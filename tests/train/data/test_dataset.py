@@ -127,6 +127,25 @@ def test_a_rank_that_wants_nothing_reads_nothing(monkeypatch):
         dataset.batch(3, Wants(inputs=False))
 
 
+@pytest.mark.parametrize(("num_replicas", "sizes"), [(2, [4, 3]), (3, [3, 2, 2])])
+def test_replicas_share_out_the_rows_of_a_batch_in_their_order_and_read_no_others(num_replicas, sizes, monkeypatch):
+    dataset, read = dataset_of(batch_size=7), []
+    wholes = [dataset.batch(3), *dataset.held_out_batches(1)]
+    getitem = np.ndarray.__getitem__
+    monkeypatch.setattr(UnreadTokens, "__getitem__", lambda self, index: read.append(index) or getitem(self, index))
+    counted = dataset_of(COUNTING.view(UnreadTokens), batch_size=7)
+    read.clear()
+
+    wanted = [Wants(replica=replica, num_replicas=num_replicas) for replica in range(num_replicas)]
+    parts = [(counted.batch(3, wants), *counted.held_out_batches(1, wants)) for wants in wanted]
+
+    assert [[len(batch.target) for batch in own] for own in parts] == [[size, size] for size in sizes]
+    assert len(read) == 2 * 7  # spans, of a batch and of a held-out one
+    for whole, own in zip(wholes, zip(*parts, strict=True), strict=True):
+        assert torch.cat([batch.args[0] for batch in own]).equal(whole.args[0])
+        assert torch.cat([batch.target for batch in own]).equal(whole.target)
+
+
 def test_held_out_batches_are_fixed_and_spread_over_the_whole_part():
     dataset = dataset_of(held_out_fraction=0.5, seed=1)
 

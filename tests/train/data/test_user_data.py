@@ -134,6 +134,32 @@ def test_a_rank_between_reads_only_the_first_batch(table):
     assert read == [0, 1, 2]
 
 
+def test_replicas_share_out_the_rows_of_a_batch_with_its_keywords_and_its_state_is_one(table, tmp_path):
+    (tmp_path / "mine.py").write_text(f"""{MINE}
+class Keywords(Stateful):
+    def __iter__(self):
+        for tokens, target in super().__iter__():
+            yield {{"tokens": tokens, "target": target, "rows": torch.arange(len(tokens)), "scale": 2.0}}
+""")
+    config = config_from_table(table("Keywords"))
+    whole = UserDataset(config)
+    wanted = [Wants(replica=replica, num_replicas=3) for replica in range(3)]
+    datasets = [UserDataset(config) for _ in wanted]
+
+    for number in range(2):
+        batch = whole.batch(number)
+        parts = [dataset.batch(number, wants) for dataset, wants in zip(datasets, wanted, strict=True)]
+        assert torch.cat([part.args[0] for part in parts]).equal(batch.args[0])
+        assert torch.cat([part.target for part in parts]).equal(batch.target)
+        assert [part.kwargs["rows"].tolist() for part in parts] == [[0, 1], [2], [3]]
+        assert {part.kwargs["scale"] for part in parts} == {2.0}
+    assert [dataset.state(1) for dataset in (whole, *datasets)] == [{"at": 2}] * 4
+    assert len({dataset.digest for dataset in (whole, *datasets)}) == 1
+    held_out = [dataset.held_out_batches(1, wants)[0] for dataset, wants in zip(datasets, wanted, strict=True)]
+    assert torch.cat([part.target for part in held_out]).equal(whole.held_out_batches(1)[0].target)
+    assert datasets[1].held_out_weights(1) == whole.held_out_weights(1)
+
+
 def test_an_earlier_batch_is_the_same_again(table):
     dataset = UserDataset(config_from_table(table("plain")))
 

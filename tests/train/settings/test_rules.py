@@ -38,6 +38,24 @@ def refusal_of(table):
             "4 sequences cannot fill pipeline.microbatches = 8; use at least one sequence per microbatch: "
             "set pipeline.microbatches = 4, or batch.size = 8",
         ),
+        (
+            {"batch": {"size": 20}, "parallel": {"data": 2}, "pipeline": {"microbatches": 4}},
+            "batch.size",
+            "20 is not a multiple of pipeline.microbatches = 4 in each of parallel.data = 2 replicas; use 16 or 24, or "
+            "set batch.allow_ragged = true, or pipeline.microbatches = 2",
+        ),
+        (
+            {"batch": {"size": 17}, "parallel": {"data": 2}},
+            "batch.size",
+            "use 16 or 32, or set batch.allow_ragged = true",
+        ),
+        (
+            {"batch": {"size": 9, "allow_ragged": True}, "parallel": {"data": 2}},
+            "batch.size",
+            "9 sequences cannot fill pipeline.microbatches = 8 in each of parallel.data = 2 replicas; use at least one "
+            "sequence per microbatch: set pipeline.microbatches = 4, or batch.size = 16",
+        ),
+        ({"batch": {"size": 3}, "parallel": {"data": 4}}, "batch.size", "sequence per microbatch: set batch.size = 32"),
         ({"model": {"heads": 3, "key_value_heads": 3}}, "model.heads", "do not divide model.width = 160"),
         ({"model": {"width": 12, "heads": 4}}, "model.heads", "must be even"),
         ({"model": {"key_value_heads": 3}}, "model.key_value_heads", "does not divide model.heads = 4"),

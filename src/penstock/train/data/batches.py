@@ -9,7 +9,7 @@ A batch depends on its number alone, or comes from an iterator in order, so whic
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition, Thread
 from typing import Any, Protocol
@@ -29,10 +29,15 @@ LONGEST_END_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """Which parts of a batch a rank's stages take; the others are not read for it."""
+    """Which parts of a batch a rank's stages take, and which of its rows its replica; the others are not read for it.
+
+    The replicas share out the rows in their order. Where these do not divide, the first replicas have one more.
+    """
 
     inputs: bool = True
     target: bool = True
+    replica: int = 0
+    num_replicas: int = 1
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> "Wants":
@@ -42,7 +47,20 @@ class Wants:
         return cls(
             inputs=any(placement.previous_stage[stage] < 0 for stage in stages),
             target=any(placement.next_stage[stage] < 0 for stage in stages),
+            replica=pipeline.replica,
+            num_replicas=pipeline.num_replicas,
         )
+
+    @property
+    def all_of_replica(self) -> "Wants":
+        """The same rows, inputs and targets."""
+        return replace(self, inputs=True, target=True)
+
+    def rows_of(self, size: int) -> slice:
+        """Return the rows of the replica, of a batch of this size."""
+        each, more = divmod(size, self.num_replicas)
+        first = self.replica * each + min(self.replica, more)
+        return slice(first, first + each + (self.replica < more))
 
 
 class Position(Protocol):

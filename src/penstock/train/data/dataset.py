@@ -103,7 +103,7 @@ class TokenDataset:
 
     def batch(self, number: int, wants: Wants = EVERYTHING) -> Batch:
         """Return a batch, counted from 0; any one, in any order, is found in the same time."""
-        return self.gather(self._spans(number), wants)
+        return self.gather(_own(self._spans(number), wants), wants)
 
     def num_targets(self, number: int) -> int:
         """Return how many tokens the loss of a batch is the mean of; no token is read for it."""
@@ -126,7 +126,7 @@ class TokenDataset:
         Raises:
             ConfigError: the held-out sequences do not fill one batch, or a source has none.
         """
-        return [self.gather(spans, wants) for spans in self._held_out_spans(num_batches)]
+        return [self.gather(_own(spans, wants), wants) for spans in self._held_out_spans(num_batches)]
 
     def held_out_weights(self, num_batches: int) -> list[float] | None:
         """Return how many targets each of these batches has; None where they have equally many."""
@@ -186,6 +186,10 @@ class TokenDataset:
 
     def _named(self, what: str, number: int) -> str:
         return what if len(self.sources) == 1 else f"data.sources[{number}]"
+
+
+def _own(spans: Sequence[tuple[Source, Span]], wants: Wants) -> Sequence[tuple[Source, Span]]:
+    return spans[wants.rows_of(len(spans))]
 
 
 def whole_text(dataset: TokenDataset, wants: Wants = EVERYTHING) -> tuple[Iterator[Batch], list[float]]:

@@ -1,13 +1,17 @@
 """A user's own data in a run file: `data.source` names a function that gives batches one after another.
 
-Every rank calls the function, and those that take inputs or targets iterate over what it returns. Where that has
-`state_dict` and `load_state_dict`, a run resumes by them; otherwise it passes over the batches that it has seen.
+Every rank calls the function, and those that take inputs or targets iterate over what it returns: whole batches, of
+which a replica takes its rows. So the place in the data is one for all replicas, however many there are. Where what it
+returns has `state_dict` and `load_state_dict`, a run resumes by them; otherwise it passes over the batches that it has
+seen.
 """
 
 import hashlib
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.execute.batch.cutting import BatchRule
+from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.batch.stream import Part
 from penstock.models.decoder import count_target_tokens
 from penstock.train.data.batches import Batch, Wants
@@ -135,8 +139,12 @@ class UserDataset:
 
 
 def _wanted(batch: Batch, wants: Wants) -> Batch:
-    args = batch.args if wants.inputs else ()
-    return Part(*args, target=batch.target if wants.target else None, **batch.kwargs)
+    own: Batch | Microbatch = batch
+    if wants.num_replicas > 1:
+        parts = BatchRule(wants.num_replicas, allow_ragged=True).microbatches(batch.args, batch.kwargs, batch.target)
+        own = parts[wants.replica]
+    args = own.args if wants.inputs else ()
+    return Part(*args, target=own.target if wants.target else None, **own.kwargs)
 
 
 def _digest(batch: Batch) -> str:

@@ -17,7 +17,7 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.models import LayerSpec
 from penstock.show.text import format_seconds
-from penstock.train.data.batches import Batch, Dataset
+from penstock.train.data.batches import Batch, Dataset, Wants
 from penstock.train.devices import device_of_rank
 from penstock.train.folder.run_folder import LAYER_TIMES, RunFolder
 from penstock.train.measuring.measure import LayerTimes, measure_layers
@@ -153,7 +153,7 @@ def _precision_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _first_microbatch(config: RunConfig, dataset: Dataset) -> Batch:
-    batch = dataset.batch(0)
+    batch = dataset.batch(0, Wants(num_replicas=config.parallel.data))
     rule = BatchRule(config.pipeline.microbatches, allow_ragged=config.batch.allow_ragged)
     first = rule.microbatches(batch.args, batch.kwargs, batch.target)[0]
     return Batch(*first.args, target=first.target, **first.kwargs)

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from penstock.errors import ConfigError, nearest
 from penstock.train.settings.batch_plan import BatchPlan
 from penstock.train.settings.overrides import apply_overrides, read_toml
+from penstock.train.settings.parallel import ParallelSection
 from penstock.train.settings.rules import (
     Problem,
     batch_problems,
@@ -53,6 +54,7 @@ SYNONYMS = {
     "num_layers": "model.layers",
     "hidden_size": "model.width",
     "world_size": "pipeline.ranks",
+    "data_parallel_size": "parallel.data",
     "gradient_accumulation_steps": "batch.accumulate",
     "max_grad_norm": "optimizer.clip_norm",
 }
@@ -69,6 +71,7 @@ class RunConfig(Section):
 
     run: RunSection
     pipeline: PipelineSection = PipelineSection()
+    parallel: ParallelSection = ParallelSection()
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     batch: BatchSection = BatchSection()
@@ -83,7 +86,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _keep_the_rules(self) -> Self:
         problems = [
-            *batch_problems(self.batch, self.pipeline),
+            *batch_problems(self.batch, self.pipeline, self.parallel),
             *ramp_problems(self.batch),
             *pipeline_problems(self.pipeline),
             *model_problems(self.model, self.batch),
@@ -95,6 +98,11 @@ class RunConfig(Section):
         if problems:
             raise config_error(problems)
         return self
+
+    @property
+    def num_processes(self) -> int:
+        """The ranks of all replicas."""
+        return self.pipeline.ranks * self.parallel.data
 
     @property
     def max_length(self) -> int:

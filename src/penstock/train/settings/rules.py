@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from penstock.errors import MAX_KEY_CHARACTERS, MAX_SHOWN, ConfigError, cut, nearest, shortened
 from penstock.models.decoder_config import DecoderConfig
 from penstock.train.settings.learning_rate import decay_steps_of
+from penstock.train.settings.parallel import ParallelSection
 from penstock.train.settings.sections import (
     BatchSection,
     DataSection,
@@ -43,22 +44,25 @@ def config_error(problems: list[Problem]) -> ConfigError:
     return ConfigError("\n".join([f"{len(problems)} settings cannot be used:", *lines, *more]))
 
 
-def batch_problems(batch: BatchSection, pipeline: PipelineSection) -> Iterator[Problem]:
-    size, most = batch.size, pipeline.microbatches
+def batch_problems(batch: BatchSection, pipeline: PipelineSection, parallel: ParallelSection) -> Iterator[Problem]:
+    """A batch is shared out over the replicas, and the part of each over its microbatches."""
+    size, each, replicas = batch.size, pipeline.microbatches, parallel.data
+    most = each * replicas
+    if size >= most and (size % most == 0 or batch.allow_ragged):
+        return
+    wanted = f"pipeline.microbatches = {each}" + (f" in each of parallel.data = {replicas} replicas" * (replicas > 1))
     if size < most:
-        yield Problem(
-            "batch.size",
-            f"{size} sequences cannot fill pipeline.microbatches = {most}; use at least one sequence per microbatch: "
-            f"set pipeline.microbatches = {size}, or batch.size = {most}",
-        )
-    elif size % most and not batch.allow_ragged:
+        fewer = size // replicas if batch.allow_ragged or size % replicas == 0 else 0
+        larger = f"batch.size = {most}"
+        fix = f"set pipeline.microbatches = {fewer}, or {larger}" if fewer else f"set {larger}"
+        problem = f"{size} sequences cannot fill {wanted}; use at least one sequence per microbatch: {fix}"
+    else:
         smaller = size - size % most
-        fewer = max(each for each in range(1, min(most, MOST_TRIED)) if size % each == 0)
-        yield Problem(
-            "batch.size",
-            f"{size} is not a multiple of pipeline.microbatches = {most}; use {smaller} or {smaller + most}, "
-            f"or set batch.allow_ragged = true, or pipeline.microbatches = {fewer}",
-        )
+        fewer = max((few for few in range(1, min(each, MOST_TRIED)) if size % (few * replicas) == 0), default=0)
+        fix = f"use {smaller} or {smaller + most}, or set batch.allow_ragged = true"
+        fix += f", or pipeline.microbatches = {fewer}" if fewer else ""
+        problem = f"{size} is not a multiple of {wanted}; {fix}"
+    yield Problem("batch.size", problem)
 
 
 def ramp_problems(batch: BatchSection) -> Iterator[Problem]:

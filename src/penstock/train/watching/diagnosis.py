@@ -139,7 +139,7 @@ def setting_of(config: RunConfig) -> Setting:
     """Return how a run was set up."""
     pipeline = config.pipeline
     return Setting(
-        batch_size=config.batch.size,
+        batch_size=config.batch.size // config.parallel.data,
         family=pipeline.schedule if is_family_name(pipeline.schedule) else None,
         options=pipeline.options,
         stages_per_rank=pipeline.stages_per_rank or None,

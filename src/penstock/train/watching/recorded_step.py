@@ -40,6 +40,8 @@ class RecordedStep:
     """Per rank, what it did before the step; empty where that is not known."""
     early_weights: Mapping[int, EarlyWeights] = field(default_factory=dict)
     """By stage whose backwards are split, which weight gradients were computed in I."""
+    num_replicas: int = 1
+    """That ran the step together; this is what the first one measured."""
 
 
 class _Wait(BaseModel):
@@ -77,6 +79,8 @@ class _Document(BaseModel):
     """Files of before there were any lack them."""
     early_weights: list[_EarlyWeights] = Field(default_factory=list)
     """Likewise."""
+    num_replicas: Annotated[int, Field(ge=1)] = 1
+    """Likewise."""
     program: dict[str, Any]
 
 
@@ -97,6 +101,7 @@ def recorded_step_to_json(recorded: RecordedStep) -> bytes:
             _EarlyWeights(stage=stage, share=found.share, names=list(found.names), rungs=dict(found.rungs))
             for stage, found in sorted(recorded.early_weights.items())
         ],
+        num_replicas=recorded.num_replicas,
         program=orjson.loads(timeline.program.to_json()),
     )
     return orjson.dumps(document.model_dump(), option=orjson.OPT_APPEND_NEWLINE)
@@ -139,6 +144,7 @@ def recorded_step_from_json(text: bytes, *, file: str = "<text>") -> RecordedSte
         tuple(document.layer_weights),
         tuple(Prologue(*moments) for moments in document.lead_ins),
         {each.stage: EarlyWeights(each.share, tuple(each.names), each.rungs) for each in document.early_weights},
+        document.num_replicas,
     )
 
 

@@ -37,7 +37,7 @@ def utilization_of(config: RunConfig, vocabulary: int, device: torch.device) -> 
     known = device_of_torch(name_of(device))
     if known is None:
         return None
-    return Utilization(flops_per_token(config, vocabulary), config.pipeline.ranks * known.flops_per_s(data_type))
+    return Utilization(flops_per_token(config, vocabulary), config.num_processes * known.flops_per_s(data_type))
 
 
 def flops_per_token(config: RunConfig, vocabulary: int) -> float:

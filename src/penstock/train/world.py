@@ -1,0 +1,66 @@
+"""The processes of a run: how many fit, and their places in a pipeline and among its replicas.
+
+    pipeline.ranks = 2, parallel.data = 2      pipeline 0       pipeline 1
+                                 data 0        process 0        process 2
+                                 data 1        process 1        process 3
+
+`data` varies fastest in the numbers of processes, so that the replicas of a stage are neighbours.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from penstock.errors import ConfigError, count_of
+from penstock.execute.control.collectives import Control
+from penstock.execute.transport.places import DATA, PIPELINE
+from penstock.train.settings.config import RunConfig
+
+
+def check_ranks(config: RunConfig, num_processes: int) -> None:
+    """Refuse a world of another size than the configuration's. Raises: ConfigError, naming the sizes that fit."""
+    wanted, ranks, data = config.num_processes, config.pipeline.ranks, config.parallel.data
+    if num_processes == wanted:
+        return
+    runs = "1 process runs" if num_processes == 1 else f"{num_processes} processes run"
+    each = f" (pipeline.ranks = {ranks} in each of parallel.data = {data} replicas)" if data > 1 else ""
+    fits = [f"pipeline.ranks={num_processes}"] if data == 1 else []
+    if num_processes % ranks == 0:
+        fits.append(f"parallel.data={num_processes // ranks}")
+    others = f"pass --set {' or '.join(fits)}" if fits else f"a multiple of {ranks} with another parallel.data"
+    raise ConfigError(
+        f"the run is for {count_of(wanted, 'rank')}{each}, but {runs}. Start {wanted} with torchrun --nproc-per-node, "
+        f"or {others}",
+        key="pipeline.ranks",
+    )
+
+
+def require_same_layout(config: RunConfig, control: Control) -> None:
+    """Make sure that all ranks were told alike where each of them is; every rank calls it. Raises: ConfigError."""
+    own = {"pipeline.ranks": config.pipeline.ranks}
+    own |= {f"parallel.{key}": value for key, value in config.parallel}
+    everyone: list[Any] = control.all_gather_object(own)
+    for rank, theirs in enumerate(everyone):
+        for key, value in theirs.items():
+            first = everyone[0][key]
+            if value != first:
+                raise ConfigError(
+                    f"{value!r} on rank {rank}, but {first!r} on rank 0; give all ranks the same file", key=key
+                )
+
+
+def replicas_of(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """Return what tells a `Pipeline` of its replicas, nothing where there is one alone; every rank calls it."""
+    parallel = config.parallel
+    if parallel.data == 1:
+        return {}
+    sizes = (config.pipeline.ranks, parallel.data)
+    found: dict[str, Any] = {"mesh": init_device_mesh(device.type, sizes, mesh_dim_names=(PIPELINE, DATA))}
+    if parallel.shard != "none":
+        found |= {
+            "shard": parallel.shard,
+            "residency": parallel.residency or None,
+            "look_ahead": parallel.look_ahead,
+        }
+    return found

@@ -1,0 +1,319 @@
+"""Runs with replicas: the numbers of one process on the whole batch, also where a run continues with other replicas."""
+
+import io
+import json
+from contextlib import nullcontext
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.cli.entry import main
+from penstock.errors import NotFinite
+from penstock.train.loop import train
+from penstock.train.settings.config import config_from_table
+from penstock.train.stopping import StopRequest
+from penstock.train.watching.metrics import read_metrics
+from penstock.train.watching.recorded_step import read_recorded_step
+from tests.ranks import RankPool
+from tests.tiny_run import TEXT
+from tests.train.local_ranks import error_of
+
+pytestmark = pytest.mark.slow
+TOLERANCE = 1e-12
+NUM_STEPS = 6
+MINE = """
+import torch
+from torch import nn
+
+
+class Stateful:
+    def __init__(self, batch_size, length, seed, split="train"):
+        self.options, self.at = (batch_size, length, seed + (split == "held_out")), 0
+
+    def __iter__(self):
+        while True:
+            self.at += 1
+            size, length, seed = self.options
+            generator = torch.Generator().manual_seed(1000 * seed + self.at)
+            tokens = torch.randint(97, 123, (size, length + 1), generator=generator)
+            target = tokens[:, 1:].clone()
+            target[0, : self.at % 8] = -100  # rows weigh otherwise
+            yield tokens[:, :-1], target
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        assert state["at"] > 0
+        self.at = state["at"]
+
+
+def dropping(vocabulary, length):
+    block = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.5))
+    layers = [nn.Embedding(vocabulary, 16), block, nn.Dropout(0.5), nn.Linear(16, vocabulary)]
+    return [layer.double() for layer in layers]
+
+
+class Breaking(nn.Module):
+    def __init__(self, in_forward):
+        super().__init__()
+        self.linear, self.in_forward = nn.Linear(8, 8), in_forward
+
+    def forward(self, hidden):
+        from torch.distributed import get_rank, is_initialized
+
+        output = self.linear(hidden)
+        if not (is_initialized() and get_rank() == 1):
+            return output
+        return output * float("nan") if self.in_forward else output + torch.sqrt(0 * output)
+
+
+def breaking(vocabulary, length, in_forward):
+    layers = [nn.Embedding(vocabulary, 8), Breaking(in_forward), nn.Linear(8, vocabulary)]
+    return [layer.double() for layer in layers]
+"""
+
+
+class Stopping(StopRequest):
+    """Asks to stop after some steps."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.left = step
+
+    @property
+    def is_requested(self):
+        self.left -= 1
+        return self.left <= 0
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "mine.py").write_text(MINE)
+    (folder / "documents").mkdir()
+    for number in range(60):
+        (folder / "documents" / f"{number}.txt").write_text(f"{number} " + TEXT[: 3 + 7 * number % 20])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four():
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def two():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def table_of(inputs, folder, ranks, replicas, **sections):
+    """Eight rows a batch, in four microbatches of the whole job."""
+    table = {
+        "run": {
+            "folder": str(folder),
+            "steps": NUM_STEPS,
+            "evaluate_every": 3,
+            "evaluate_batches": 2,
+            "record_step": 0,
+            "device": "cpu",
+        },
+        "pipeline": {"ranks": ranks, "microbatches": 4 // replicas},
+        "parallel": {"data": replicas},
+        "model": {"width": 16, "layers": 2, "heads": 2, "key_value_heads": 2, "hidden": 16, "dtype": "float64"},
+        "data": {"files": [str(inputs / "text.txt")], "held_out_fraction": 0.1},
+        "batch": {"size": 8, "length": 16},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2},
+        "checkpoint": {"every": 2},
+    }
+    if "source" in sections.get("model", {}):
+        table["model"] = {}
+    return table | {name: table.get(name, {}) | given for name, given in sections.items()}
+
+
+def train_rank(rank, table, stop=None):
+    output = io.StringIO()
+    request = StopRequest() if stop is None else Stopping(stop)
+    with pytest.raises(KeyboardInterrupt) if stop else nullcontext():
+        train(config_from_table(table), output=output, stop=request)
+    return output.getvalue()
+
+
+def numbers_of(folder):
+    """What each step was like, and the weights."""
+    names = ("step", "loss", "gradient_norm", "held_out_loss", "num_tokens", "learning_rate", "num_skipped")
+    rows = [{name: row[name] for name in names if name in row} for row in read_metrics(folder / "metrics.jsonl")]
+    return rows, load_file(folder / "weights.safetensors")
+
+
+def assert_same(folder, expected):
+    (rows, weights), (expected_rows, expected_weights) = numbers_of(folder), numbers_of(expected)
+    assert [row.keys() for row in rows] == [row.keys() for row in expected_rows]
+    assert all(row == pytest.approx(own, rel=0, abs=TOLERANCE) for row, own in zip(rows, expected_rows, strict=True))
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=TOLERANCE)
+
+
+SECTIONS = {
+    "text": {},
+    "accumulated": {"batch": {"accumulate": 2}, "pipeline": {"schedule": "gpipe"}},
+    "ragged": {"batch": {"size": 9, "allow_ragged": True}},
+    "ramped": {"batch": {"accumulate": 3, "ramp_from": 1, "ramp_steps": 3}},
+    "documents": {"data": {"packing": "none", "held_out_fraction": 0.4}, "batch": {"accumulate": 2}},
+}
+
+
+@pytest.mark.parametrize("sort", SECTIONS)
+def test_replicas_train_as_one_process_does(inputs, tmp_path, four, sort):
+    files = {"files": [str(inputs / ("documents" if sort == "documents" else "text.txt"))]}
+    sections = SECTIONS[sort] | {"data": files | SECTIONS[sort].get("data", {})}
+    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **sections))
+
+    printed = four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **sections))
+
+    assert_same(tmp_path / "2x2", tmp_path / "alone")
+    assert [text == "" for text in printed] == [False, True, True, True]
+    assert printed[0].count("on 2 replicas of 2 ranks, 2 microbatches") == 1
+
+
+def test_other_layouts_do_too(inputs, tmp_path, two, four):
+    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1))
+    for pool, ranks, data in ((two, 1, 2), (two, 2, 1), (four, 1, 4)):
+        folder = tmp_path / f"{ranks}x{data}"
+
+        pool.run(train_rank, table_of(inputs, folder, ranks, data))
+
+        assert_same(folder, tmp_path / "alone")
+
+
+def stateful(inputs):
+    return {"data": {"files": [], "source": f"{inputs}/mine.py:Stateful"}, "batch": {"accumulate": 2, "length": 8}}
+
+
+def of_model(inputs, name):
+    return {"model": {"source": f"{inputs}/mine.py:{name}", "vocabulary": 256}}
+
+
+def test_data_of_the_users_own_are_shared_out_by_what_their_rows_weigh(inputs, tmp_path, four):
+    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **stateful(inputs)))
+
+    four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **stateful(inputs)))
+
+    assert_same(tmp_path / "2x2", tmp_path / "alone")
+
+
+def test_dropout_draws_what_one_process_draws(inputs, tmp_path, four):
+    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **of_model(inputs, "dropping")))
+
+    four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **of_model(inputs, "dropping")))
+
+    assert_same(tmp_path / "2x2", tmp_path / "alone")
+
+
+def test_main_weights_and_a_loss_scale_stay_alike(inputs, tmp_path, four):
+    """Sums of float16 differ by rounding, so both are only close; the replicas are checked to be equal."""
+    changes = {
+        "model": {"dtype": "float32"},
+        "precision": {"compute": "float16", "loss_scale": 2.0**20, "loss_scale_growth_steps": 2},
+    }
+    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **changes))
+
+    four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **changes))
+
+    (rows, weights), (expected, expected_weights) = numbers_of(tmp_path / "2x2"), numbers_of(tmp_path / "alone")
+    assert [row.get("num_skipped") for row in rows] == [row.get("num_skipped") for row in expected]
+    assert rows[-1]["num_skipped"] > 0
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], abs=2e-3)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=2e-3)
+
+
+# ---- a run that continues with other replicas
+
+
+@pytest.mark.parametrize("sort", ["text", "data of the user's own"])
+def test_a_run_continues_with_other_replicas(inputs, tmp_path, four, sort):
+    sections = stateful(inputs) if sort != "text" else {}
+    train_rank(0, table_of(inputs, tmp_path / "whole", 1, 1, **sections))
+
+    stopped = four.run(train_rank, table_of(inputs, tmp_path / "run", 2, 2, **sections), 2)
+    again = four.run(train_rank, table_of(inputs, tmp_path / "run", 1, 4, **sections), 2)
+    last = train_rank(0, table_of(inputs, tmp_path / "run", 1, 1, **sections))
+
+    assert "stopped by a signal after step 2; its checkpoint is saved" in stopped[0]
+    assert "its run has the same settings and continues after step 2" in again[0]
+    assert "its run has the same settings and continues after step 4" in last
+    assert "were passed over" not in again[0] + last
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_run_continues_with_replicas_where_one_process_stopped(inputs, tmp_path, four):
+    train_rank(0, table_of(inputs, tmp_path / "whole", 1, 1, **stateful(inputs)))
+
+    train_rank(0, table_of(inputs, tmp_path / "run", 1, 1, **stateful(inputs)), 3)
+    four.run(train_rank, table_of(inputs, tmp_path / "run", 2, 2, **stateful(inputs)))
+
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_another_batch_is_another_run(inputs, tmp_path, two):
+    train_rank(0, table_of(inputs, tmp_path / "run", 1, 1), 2)
+
+    printed = two.run(train_rank, table_of(inputs, tmp_path / "run", 1, 2, batch={"size": 16}))
+
+    assert f"{tmp_path}/run holds an unfinished run with another batch.size" in printed[0]
+
+
+# ---- what is written
+
+
+def test_the_folder_has_the_figures_of_the_first_replica_once_and_a_profile_of_every_rank(inputs, tmp_path, four):
+    changes = {"run": {"record_step": 2}, "metrics": {"memory_every": 2}, "profile": {"steps": [3, 3]}}
+    table = table_of(inputs, tmp_path / "run", 2, 2, **changes)
+
+    printed = four.run(train_rank, table)[0]
+
+    recorded = read_recorded_step(tmp_path / "run")
+    assert (recorded.num_replicas, recorded.timeline.program.num_ranks, len(recorded.lead_ins)) == (2, 2, 2)
+    memory = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "peak_bytes_rank0" in row]
+    assert [row["step"] for row in memory] == [2, 4, 6]
+    assert all("peak_bytes_rank1" in row and "peak_bytes_rank2" not in row for row in memory)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == NUM_STEPS
+    traces = sorted(path.name for path in (tmp_path / "run").glob("profile-rank*"))
+    assert traces == [f"profile-rank{rank}.json.gz" for rank in range(4)]
+    assert "4 ranks on CPU, backend gloo; precision float64\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("in_forward", "is_dry", "told"),
+    [(True, False, "the loss is nan"), (False, False, "the gradient norm is nan"), (False, True, "the gradient norm")],
+)
+def test_a_value_that_is_not_finite_in_one_replica_ends_the_run_on_all_ranks(
+    inputs, tmp_path, two, in_forward, is_dry, told
+):
+    model = {"source": f"{inputs}/mine.py:breaking", "vocabulary": 256, "options": {"in_forward": in_forward}}
+    run = {"skip_updates": is_dry, "deadline_s": 10.0}
+
+    found = two.run(failing_rank, table_of(inputs, tmp_path / "run", 1, 2, model=model, run=run))
+
+    assert len(set(found)) == 1
+    assert found[0][0] is NotFinite
+    assert f"step 1: {told}" in found[0][1]
+    assert "rank 1 (pipeline 0, data 1)" in found[0][1]
+
+
+def failing_rank(rank, table):
+    error = error_of(train_rank, rank, table)
+    return type(error), str(error)
+
+
+def test_one_replica_evaluates_and_writes_on_what_several_trained(inputs, tmp_path, two, capsys):
+    two.run(train_rank, table_of(inputs, tmp_path / "run", 1, 2, run={"record_step": 2}))
+
+    assert main(["evaluate", str(tmp_path / "run"), "--to", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == pytest.approx(numbers_of(tmp_path / "run")[0][-1]["held_out_loss"], abs=TOLERANCE)
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "the ", "--tokens", "2"]) == 0
+    assert capsys.readouterr().out.startswith("the ")
