@@ -6,11 +6,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from penstock.errors import ConfigError
 from penstock.models import embedding_names
 from penstock.train.optimizing.optim import build_optimizer, check_optimizer
 from penstock.train.settings.sections import OptimizerSection
+from tests.ranks import RankPool
 from tests.train.local_ranks import small_layers
 
 OPTIONS = OptimizerSection(learning_rate=1e-2, warmup_steps=4, minimum_fraction=0.1)
@@ -163,3 +166,65 @@ def test_embeddings_can_be_left_without_decay_and_vectors_with_it():
 def test_a_head_that_is_tied_to_the_embedding_is_one_for_the_decay():
     assert embedding_names(small_layers()) == {"embedding.weight"}
     assert embedding_names(small_layers(tied_head=True)) == {"embedding.weight", "head.weight"}
+
+
+# ---- shards
+
+
+@pytest.fixture(scope="module")
+def two():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def named_parameters():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (5, 3), "vector": (5,)}
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).double()) for name, shape in shapes.items()}
+
+
+def step_shards(rank, options, has_main_weights):
+    """Three steps on shards of parameters; returns the groups' options and, as whole tensors, what became of them."""
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = {
+        name: nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+        for name, parameter in named_parameters().items()
+    }
+    optimizer = build_optimizer(sharded.items(), options, has_main_weights=has_main_weights)
+    for _ in range(3):
+        for parameter in sharded.values():
+            gradient = parameter.detach().clone()
+            if has_main_weights:
+                parameter.main_grad = gradient
+            else:
+                parameter.grad = gradient
+        optimizer.step()
+    implementations = [(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups]
+    return implementations, {name: parameter.detach().full_tensor() for name, parameter in sharded.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("AdamW", {}, (True, None)),
+        ("SGD", {"momentum": 0.9}, (True, None)),
+        ("AdamW", {"foreach": False}, (False, None)),
+        ("AdamW", {"fused": True}, (None, True)),
+    ],
+)
+@pytest.mark.parametrize("has_main_weights", [False, True])
+def test_shards_are_stepped_at_once_to_the_same_values_unless_options_say_otherwise(
+    two, name, given, expected, has_main_weights
+):
+    options = OptimizerSection(name=name, options=given)
+    whole = named_parameters()
+    optimizer = build_optimizer(whole.items(), options)
+    assert optimizer.param_groups[0].get("foreach") in (None, given.get("foreach"))
+    for _ in range(3):
+        for parameter in whole.values():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+
+    for implementations, found in two.run(step_shards, options, has_main_weights):
+        assert [(foreach, fused or None) for foreach, fused in implementations] == [expected] * 2
+        torch.testing.assert_close(found, {name: each.detach() for name, each in whole.items()}, rtol=0, atol=1e-14)

@@ -5,7 +5,7 @@ The keys that most classes share have names of their own (`KEYS`); a class gets 
 """
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError, nearest
 from penstock.execute.stages.stage import distinct
+from penstock.execute.values.tensors import is_dtensor
 from penstock.train.optimizing.main_weights import MainWeightOptimizer
 from penstock.train.settings.sections import OptimizerSection
 
@@ -42,8 +43,7 @@ def build_optimizer(
     """
     groups = _groups(named_parameters, options, embeddings)
     found, arguments = optimizer_class(options), _arguments(options)
-    if device is not None and device.type != "cpu" and _may_be_fused(found, options):
-        arguments["fused"] = True
+    arguments |= _implementation(found, options, device, [each for group in groups for _, each in group["params"]])
     if has_main_weights:
         return MainWeightOptimizer(groups, found, **arguments)
     made: Optimizer = found(groups, **arguments)
@@ -138,9 +138,18 @@ def _refuse_unused_keys(found: Any, options: OptimizerSection) -> None:
                 raise ConfigError(f"{options.name} does not take it; drop the key", key=f"optimizer.{key}")
 
 
-def _may_be_fused(found: Any, options: OptimizerSection) -> bool:
-    decided = {"fused", "foreach", "differentiable"} & set(options.options)
-    return "fused" in _taken(found) and not decided
+def _implementation(
+    found: Any, options: OptimizerSection, device: torch.device | None, parameters: Sequence[nn.Parameter]
+) -> dict[str, bool]:
+    """Return by which of its implementations a class steps; nothing where its default will do, or options decide it."""
+    wanted = ["fused"] if device is not None and device.type != "cpu" else []
+    if parameters and all(map(is_dtensor, parameters)):
+        # By default torch loops over these, and calls for each of them take a millisecond.
+        wanted += ["foreach", "fused"]
+    taken = _taken(found)
+    if {"fused", "foreach", "differentiable"} & set(options.options):
+        return {}
+    return next(({name: True} for name in wanted if name in taken), {})
 
 
 def _taken(found: Any) -> Mapping[str, inspect.Parameter]:
