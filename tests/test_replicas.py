@@ -666,13 +666,14 @@ def test_backwards_run_while_a_reduction_is_under_way():
             inputs, target = job.of(own.replica)
             own.step(inputs, target=target)
             bounds = own._runner._programs.of(Mode.TRAIN, MICROBATCHES).bounds
-            return [(str(own.program.instruction(bound.row)), bound.awaits) for bound in bounds]
+            return [(str(own.program.instruction(bound.row)), bound.awaits is None) for bound in bounds]
 
     calls = on_mesh(2, 2, case)[1]
     first = next(index for index, (row, _) in enumerate(calls) if "REDUCE_GRAD" in row)
     assert any("B" in row and "_" not in row for row, _ in calls[first:])
-    reductions = [row for row, _ in calls if "REDUCE_GRAD" in row]
+    reductions = [row for row, is_own in calls if "REDUCE_GRAD" in row and is_own]
     assert len(reductions) == len(set(reductions)) == 2
+    assert [is_own for _, is_own in calls[-3:]] == [True, False, False]
 
 
 # ---- checkpoints

@@ -7,6 +7,7 @@ from torch import nn
 from penstock.errors import PipelineError
 from penstock.execute.observing.observer import Observer
 from penstock.execute.parameters.layout import Replicated
+from penstock.ir.collectives import REDUCES_REPLICAS
 from penstock.ir.program import Program
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
@@ -94,7 +95,23 @@ def test_a_computation_waits_for_the_gather_of_its_stage():
     step(pipeline)
 
     assert said == ["gather", "gather is here", "forward", "reshard", "reduction 0", "reduction 0 is here", "over"]
-    assert [text for text, awaited in calls if awaited is not None] == ["0F0"]
+    assert [text for text, awaited in calls if awaited is not None] == ["0F0", "0REDUCE_GRAD"]
+
+
+def test_what_no_row_waits_for_is_over_behind_the_last_row_and_recorded_as_such():
+    said, calls = [], []
+    program = lower(build("interleaved-1f1b", ranks=1, microbatches=1, stages_per_rank=2))
+    pipeline = pipeline_of(program, said, calls)
+
+    pipeline.step(torch.ones(2, 2), target=torch.zeros(2, 2), record=True)
+
+    launched = [each for each in said if each.startswith("reduction") and not each.endswith("here")]
+    assert said[-4:] == [f"{launched[0]} is here", f"{launched[1]} is here", "over", "over"]
+    last, rows = str(program.instruction(program.num_rows - 1)), program.rows_of(REDUCES_REPLICAS)
+    assert {(text, awaited) for text, awaited in calls if awaited is not None} == {(last, row) for row in rows}
+    end_s = pipeline.timeline.end_s
+    assert end_s[rows].tolist() == sorted(end_s[rows])
+    assert (end_s[rows] >= end_s[program.compute_rows(0)].max()).all()
 
 
 def test_the_optimizer_waits_for_all_reductions():
