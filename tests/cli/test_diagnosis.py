@@ -41,6 +41,26 @@ def test_the_first_block_says_what_was_measured_and_predicted():
     ]
 
 
+def test_what_waiting_for_replicas_cost_is_told_where_there_are_several():
+    """The last computation ends at 36 s, and the sums on rank 0 at 38; a third second is before the step."""
+    recorded = replace(recorded_step(reduce_s=(2.0,)), num_replicas=3)
+    diagnosis = diagnose(recorded, SETTING)
+
+    lines = to_text(diagnosis).split("\n")
+
+    assert lines[0] == "step 20: 1f1b, 3 replicas of 4 ranks, 4 stages, 8 microbatches, split 4,4,4,4"
+    assert lines[3] == (
+        "replicas:   the step waits for them 2.00 s behind its last computation (rank 0), 5.3 % of it, and rank 0 "
+        "0.00 s between computations"
+    )
+    found = json.loads(to_json(diagnosis))
+    assert found["replicas"] == 3
+    assert found["waits_for_replicas"] == {"within_s": 0.0, "within_rank": 0, "behind_s": 2.0, "behind_rank": 0}
+    alone = diagnosis_of(reduce_s=(2.0,))
+    assert "replicas" not in to_text(alone)
+    assert json.loads(to_json(alone))["waits_for_replicas"] is None
+
+
 def test_idle_times_of_a_rank_add_up_in_its_row():
     rows = sections(to_text(diagnosis_of(late_s=6.0)))["idle time of each rank by its cause, in s"]
 

@@ -317,3 +317,8 @@ def test_one_replica_evaluates_and_writes_on_what_several_trained(inputs, tmp_pa
     assert found["loss"] == pytest.approx(numbers_of(tmp_path / "run")[0][-1]["held_out_loss"], abs=TOLERANCE)
     assert main(["generate", str(tmp_path / "run"), "--prompt", "the ", "--tokens", "2"]) == 0
     assert capsys.readouterr().out.startswith("the ")
+    assert main(["doctor", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr().out
+    assert "step 2: 1f1b, 2 replicas of 1 rank, 1 stage, 2 microbatches" in told
+    assert "replicas:   the step waits for them " in told
+    assert read_recorded_step(tmp_path / "run").num_replicas == 2

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from penstock.simulation.costs.layer_costs import split_sizes
 from penstock.simulation.costs.variation import largest_variation
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
 from penstock.train.watching.diagnosis import Diagnosis
+from penstock.train.watching.replica_waits import ReplicaWaits
 
 NUM_ON_PATH = 6
 SMALLEST_SHARE = 0.001
@@ -60,9 +62,10 @@ def _asked_split(change: Change) -> str:
 
 
 def _title(diagnosis: Diagnosis) -> str:
-    program = diagnosis.timeline.program
+    program, num_replicas = diagnosis.timeline.program, diagnosis.recorded.num_replicas
+    replicas = f"{num_replicas} replicas of " if num_replicas > 1 else ""
     return (
-        f"step {diagnosis.recorded.step}: {program.name}, {count_of(program.num_ranks, 'rank')}, "
+        f"step {diagnosis.recorded.step}: {program.name}, {replicas}{count_of(program.num_ranks, 'rank')}, "
         f"{count_of(program.num_stages, 'stage')}, {count_of(program.num_microbatches, 'microbatch')}, "
         f"{split_text(split_sizes(diagnosis.recorded.layers_of_stage))}"
     )
@@ -75,8 +78,19 @@ def _figures(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"predicted:  makespan {_figure(predicted)} ({_percent(predicted.makespan_s / measured.makespan_s - 1)})"
     if measured.clock_uncertainty_s:
         yield f"times of different hosts are within {format_seconds(measured.clock_uncertainty_s)} of each other"
+    if diagnosis.replicas is not None:
+        yield _replicas(diagnosis.replicas, diagnosis.step_s)
     yield headline(diagnosis)
     yield from filter(None, [busy_line(diagnosis.spreads, measured.program.placement.rank_of_stage)])
+
+
+def _replicas(waits: ReplicaWaits, step_s: float) -> str:
+    behind, within = format_seconds(waits.behind_s), format_seconds(waits.within_s)
+    return (
+        f"replicas:   the step waits for them {behind} behind its last computation (rank {waits.behind_rank}), "
+        f"{format_share(waits.behind_s / (step_s + waits.behind_s))} of it, and rank {waits.within_rank} {within} "
+        "between computations"
+    )
 
 
 def _figure(timeline: Timeline) -> str:
@@ -205,6 +219,8 @@ def to_json(diagnosis: Diagnosis) -> str:
         "measured": _timeline(diagnosis.timeline),
         "predicted": _timeline(diagnosis.predicted),
         "clock_uncertainty_s": diagnosis.timeline.clock_uncertainty_s,
+        "replicas": diagnosis.recorded.num_replicas,
+        "waits_for_replicas": diagnosis.replicas and asdict(diagnosis.replicas),
         "finding": headline(diagnosis),
         "spread": variation and variation.share,
         "advice": next_step(diagnosis, advice_of(diagnosis.changes)),

@@ -170,3 +170,4 @@ def test_the_setting_of_a_run_is_that_of_its_configuration():
         batch_size=24, family="1f1b", options={"warmup": "eager"}, stages_per_rank=1
     )
     assert setting_of(config_from_table(file)).family is None
+    assert setting_of(config_from_table(table | {"parallel": {"data": 3}})).batch_size == 8  # of a replica

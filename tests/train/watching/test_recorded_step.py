@@ -47,6 +47,7 @@ def recorded_step(schedule, seed=0):
         tuple(range(2 * stage, 2 * stage + 2) for stage in stages),
         tuple(chance.random(2 * len(stages)).tolist()),
         tuple(Prologue(*row) for row in moments.tolist()),
+        num_replicas=1 + seed % 3,
     )
 
 
@@ -55,7 +56,8 @@ def plain(recorded):
     timeline = recorded.timeline
     times = (timeline.start_s.tolist(), timeline.end_s.tolist(), timeline.clock_uncertainty_s, timeline.source)
     layers = (recorded.layers_of_stage, recorded.layer_weights)
-    return times, timeline.data_waits, layers, (recorded.message_bytes, recorded.lead_ins, recorded.step)
+    others = (recorded.message_bytes, recorded.lead_ins, recorded.step, recorded.num_replicas)
+    return times, timeline.data_waits, layers, others
 
 
 @given(schedules(), st.integers(0, 2**32))

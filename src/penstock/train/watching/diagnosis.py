@@ -18,6 +18,7 @@ from penstock.simulation.message_latency import Transfers, with_true_arrivals
 from penstock.simulation.prologue import begin_of, idle_before
 from penstock.train.settings.config import RunConfig
 from penstock.train.watching.recorded_step import RecordedStep
+from penstock.train.watching.replica_waits import ReplicaWaits, replica_waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class Diagnosis:
     """Whether it was measured what backwards take in two parts."""
     knows_bytes: bool
     """Whether it was measured how large the activations of each layer are."""
+    replicas: ReplicaWaits | None = None
+    """What waiting for replicas cost; None where there is one."""
 
     @property
     def step_s(self) -> float:
@@ -111,6 +114,7 @@ def diagnose(
         costs.spreads,
         shares is not None,
         bool(activation_bytes),
+        replica_waits(timeline) if recorded.num_replicas > 1 else None,
     )
 
 
