@@ -108,6 +108,17 @@ def test_a_limit_that_cannot_hold_is_refused_with_the_plan(settings, told):
         check_plan(with_pipeline(**settings))
 
 
+def test_a_residency_that_overlapped_pairs_exceed_is_refused_with_the_plan():
+    def config(**parallel):
+        pipeline = {"ranks": 2, "microbatches": 4, "schedule": "dualpipe-v"}
+        return config_of(pipeline=pipeline, parallel={"data": 2} | parallel, batch={"size": 8, "length": 8})
+
+    check_plan(config(shard="full"))
+    check_plan(config(residency=1))
+    with pytest.raises(ConfigError, match=r"^parallel\.residency: 1, but dualpipe-v has overlapped pairs"):
+        check_plan(config(shard="full", residency=1))
+
+
 def test_a_limit_in_bytes_goes_with_a_file_of_costs(tmp_path):
     (tmp_path / "costs.toml").write_text('per = "layer"\nactivation_bytes = [1, 2, 3]')
     config = with_pipeline(memory_limit="20GiB", costs=str(tmp_path / "costs.toml"))

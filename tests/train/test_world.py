@@ -93,4 +93,4 @@ def test_shards_are_told_where_there_are_several_replicas(monkeypatch):
 
     mesh = (("cpu", (2, 3)), ("pipeline", "data"))
     assert found == {"mesh": mesh, "shard": "full", "residency": None, "look_ahead": 4}
-    assert replicas_of(config_of(2, 3), CPU) == {"mesh": mesh}
+    assert replicas_of(config_of(2, 3), CPU)["shard"] == "none"

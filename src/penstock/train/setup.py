@@ -1,6 +1,7 @@
 """From a configuration to what a run needs: its folder, its data, its pipeline, its optimizer's options."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -11,6 +12,7 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
+from penstock.lowering import lower
 from penstock.models import LayerSpec, embedding_names, saved_shapes
 from penstock.models.decoder import count_target_tokens
 from penstock.partition.split import split_over
@@ -128,6 +130,7 @@ def check_plan(config: RunConfig) -> None:
     num_layers = len(build_layers(config, _some_vocabulary(config)))
     _require_layers(config, num_layers)
     plan = build_plan(config)
+    _require_shardable(config, plan)
     schedule = plan.actions()
     limit, costs = memory_limit(config), load_costs(config)
     if limit is not None:
@@ -139,6 +142,17 @@ def check_plan(config: RunConfig) -> None:
     stages = split_over(schedule.placement, num_layers, split=None if isinstance(split, str) else split)
     kinds_of_layers(config.pipeline.activation_checkpointing, stages)
     check_optimizer(config.optimizer)
+
+
+def _require_shardable(config: RunConfig, plan: Schedule | Program) -> None:
+    """Refuse a schedule whose stages cannot be gathered as the settings say. Raises: ConfigError."""
+    sharding = config.parallel.sharding
+    if not sharding.passes or isinstance(plan, Program):  # a program gathers by itself; the pipeline looks at it
+        return
+    try:
+        lower(plan, **asdict(sharding))
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix(f"{error.key}: "), key=f"parallel.{error.key}") from error
 
 
 def _require_weights(config: RunConfig) -> None:

@@ -56,11 +56,10 @@ def replicas_of(config: RunConfig, device: torch.device) -> dict[str, Any]:
     if parallel.data == 1:
         return {}
     sizes = (config.pipeline.ranks, parallel.data)
-    found: dict[str, Any] = {"mesh": init_device_mesh(device.type, sizes, mesh_dim_names=(PIPELINE, DATA))}
-    if parallel.shard != "none":
-        found |= {
-            "shard": parallel.shard,
-            "residency": parallel.residency or None,
-            "look_ahead": parallel.look_ahead,
-        }
-    return found
+    sharding = parallel.sharding
+    return {
+        "mesh": init_device_mesh(device.type, sizes, mesh_dim_names=(PIPELINE, DATA)),
+        "shard": sharding.shard,
+        "residency": sharding.residency,
+        "look_ahead": sharding.look_ahead,
+    }

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from penstock.lowering import NOT_SHARDED, Sharding
 from penstock.models.decoder_config import Positive
 from penstock.train.settings.sections import NotNegative, Section
 
@@ -25,3 +26,8 @@ class ParallelSection(Section):
     look_ahead: NotNegative = Field(
         default=1, description="computations before its first use that a gather of weights starts; 0: right before it"
     )
+
+    @property
+    def sharding(self) -> Sharding:
+        """What of a schedule is gathered and dropped; one replica shares out nothing."""
+        return NOT_SHARDED if self.data == 1 else Sharding(self.shard, self.residency or None, self.look_ahead)
