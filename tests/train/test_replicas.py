@@ -15,6 +15,7 @@ from penstock.train.settings.config import config_from_table
 from penstock.train.stopping import StopRequest
 from penstock.train.watching.metrics import read_metrics
 from penstock.train.watching.recorded_step import read_recorded_step
+from tests.house.source import ROOT
 from tests.ranks import RankPool
 from tests.tiny_run import TEXT
 from tests.train.local_ranks import error_of
@@ -213,21 +214,91 @@ def test_dropout_draws_what_one_process_draws(inputs, tmp_path, four):
     assert_same(tmp_path / "2x2", tmp_path / "alone")
 
 
-def test_main_weights_and_a_loss_scale_stay_alike(inputs, tmp_path, four):
-    """Sums of float16 differ by rounding, so both are only close; the replicas are checked to be equal."""
-    changes = {
-        "model": {"dtype": "float32"},
-        "precision": {"compute": "float16", "loss_scale": 2.0**20, "loss_scale_growth_steps": 2},
-    }
-    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **changes))
+LOW_PRECISION = {
+    "model": {"dtype": "float32"},
+    "precision": {"compute": "float16", "loss_scale": 2.0**20, "loss_scale_growth_steps": 2},
+}
 
-    four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **changes))
 
-    (rows, weights), (expected, expected_weights) = numbers_of(tmp_path / "2x2"), numbers_of(tmp_path / "alone")
-    assert [row.get("num_skipped") for row in rows] == [row.get("num_skipped") for row in expected]
-    assert rows[-1]["num_skipped"] > 0
-    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], abs=2e-3)
+def assert_close(folder, expected):
+    """Sums of float16 differ by rounding, so that losses and weights are only close; but the same steps are skipped."""
+    (rows, weights), (expected_rows, expected_weights) = numbers_of(folder), numbers_of(expected)
+    assert [row.get("num_skipped") for row in rows] == [row.get("num_skipped") for row in expected_rows]
+    assert 0 < rows[-1]["num_skipped"] < NUM_STEPS
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected_rows], abs=2e-3)
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=2e-3)
+
+
+def test_main_weights_and_a_loss_scale_stay_alike(inputs, tmp_path, four):
+    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **LOW_PRECISION))
+
+    four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **LOW_PRECISION))
+
+    assert_close(tmp_path / "2x2", tmp_path / "alone")
+
+
+# ---- shards
+
+
+@pytest.mark.parametrize(
+    ("shard", "ranks", "replicas", "sections"),
+    [
+        ("full", 2, 2, {"batch": {"accumulate": 2}}),
+        ("full", 1, 4, {"parallel": {"residency": 0, "look_ahead": 0}}),
+        ("optimizer", 2, 2, {"pipeline": {"schedule": "zbv"}, "model": {"layers": 4}}),
+        ("full", 2, 2, {"pipeline": {"schedule": "interleaved-1f1b"}, "model": {"layers": 4, "tied_head": True}}),
+    ],
+    ids=["full", "all whole", "optimizer", "tied"],
+)
+def test_shards_train_as_one_process_does(inputs, tmp_path, four, shard, ranks, replicas, sections):
+    alone = {name: given for name, given in sections.items() if name in ("batch", "model")}
+    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **alone))
+
+    sections = sections | {"parallel": {"shard": shard} | sections.get("parallel", {})}
+    four.run(train_rank, table_of(inputs, tmp_path / "run", ranks, replicas, **sections))
+
+    assert_same(tmp_path / "run", tmp_path / "alone")
+
+
+def test_shards_of_main_weights_skip_the_steps_that_one_process_skips(inputs, tmp_path, four):
+    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **LOW_PRECISION))
+
+    sections = LOW_PRECISION | {"parallel": {"shard": "full"}}
+    four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **sections))
+
+    assert_close(tmp_path / "2x2", tmp_path / "alone")
+
+
+def test_a_run_continues_with_other_shards(inputs, tmp_path, four):
+    def table(ranks, replicas, shard):
+        sections = stateful(inputs) | {"parallel": {"shard": shard}}
+        return table_of(inputs, tmp_path / "run", ranks, replicas, **sections)
+
+    train_rank(0, table_of(inputs, tmp_path / "whole", 1, 1, **stateful(inputs)))
+
+    four.run(train_rank, table(2, 2, "full"), 2)
+    four.run(train_rank, table(1, 4, "optimizer"), 1)
+    four.run(train_rank, table(2, 2, "none"), 1)
+    train_rank(0, table(1, 1, "full"))
+
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_value_that_is_not_finite_in_one_shard_ends_the_run_on_all_ranks(inputs, tmp_path, two):
+    model = {"source": f"{inputs}/mine.py:breaking", "vocabulary": 256, "options": {"in_forward": False}}
+    table = table_of(inputs, tmp_path / "run", 1, 2, model=model, parallel={"shard": "full"})
+
+    found = two.run(failing_rank, table)
+
+    assert len(set(found)) == 1
+    assert found[0][0] is NotFinite
+    assert "step 1: the gradient norm is nan" in found[0][1]
+
+
+def test_the_page_shows_the_example_as_it_is():
+    page = (ROOT / "docs" / "recipes" / "data_parallel.md").read_text(encoding="utf-8")
+
+    assert f"```toml\n{(ROOT / 'examples' / 'replicas.toml').read_text(encoding='utf-8')}```" in page
 
 
 # ---- a run that continues with other replicas
