@@ -40,6 +40,7 @@ from penstock.execute.options import PipelineOptions
 from penstock.execute.outputs import collect_outputs, merge_slices_and_microbatches, output_rank
 from penstock.execute.overlap import overlapping
 from penstock.execute.rank_parameters import RankParameters
+from penstock.execute.replicas.sharded import Sharded
 from penstock.execute.run import run_step
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.auxiliary import Auxiliary
@@ -171,12 +172,14 @@ class Runner:
             self._places.replica * self._num_microbatches,
             patience_s,
         )
-        stores = {stage: unit.gradients for stage, unit in self.parameters.unit_of.items()}
+        units = self.parameters.unit_of.items()
+        stores = {stage: unit.gradients for stage, unit in units}
+        copied = {stage: unit.layout.copied for stage, unit in units if isinstance(unit.layout, Sharded)}
         context = CompileContext(
             program,
             rank,
             RankRows.of(program, rank),
-            compose_stages(program, self._assembly.stages, self._assembly.skips, randomness, stores),
+            compose_stages(program, self._assembly.stages, self._assembly.skips, randomness, stores, copied),
             self._messenger,
             self.parameters,
             self._places.within_replica(self._failures.board.row_of),

@@ -84,6 +84,11 @@ class Block:
             begin += own.part_elements
         self.drop()
 
+    @property
+    def address(self) -> int:
+        """Where the whole parameters are, 0 while they have no memory."""
+        return self._memory.data_ptr()
+
     def begin_step(self) -> None:
         """Train what the caller wants trained."""
         for each in self.parameters:

@@ -16,9 +16,11 @@ How many replicas have a gradient of a parameter is summed with the gradients, b
 gets none.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,6 +29,8 @@ from penstock.execute.replicas.gathered import Block, blocks_of, require_unchang
 from penstock.execute.replicas.lane import Exchange, ReplicaLane
 from penstock.execute.replicas.packed_parts import PackedParts, WholeGradients, parts_by_type
 from penstock.execute.replicas.summed import StageParts
+from penstock.execute.values.tensors import memory_of
+from penstock.execute.values.tree import map_leaves
 
 
 class Sharded:
@@ -75,6 +79,11 @@ class Sharded:
         shards = [each.shard for block in self._blocks for each in block.parameters]
         found = [getattr(each, self._gradients.attribute, None) for each in (*shards, *self.wholes())]
         return [*self._sums, *(gradient for gradient in found if gradient is not None)]
+
+    def copied(self, value: Any) -> Any:
+        """Return a value with copies of its tensors that lie in whole parameters, as outputs that views of them are."""
+        memory = {block.address for block in self._blocks}
+        return map_leaves(lambda leaf: leaf.clone() if _lies_in(leaf, memory) else leaf, value)
 
     # ---- a step
 
@@ -153,3 +162,7 @@ class _Launched:
             self._lane.complete(self._exchange)
         if self._shared_buffers is not None:
             self._shared_buffers.wait()
+
+
+def _lies_in(leaf: object, memory: Collection[int]) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and memory_of(leaf) in memory

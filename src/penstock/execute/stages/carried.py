@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.errors import ConfigError
 from penstock.execute.batch.microbatch import Place
 from penstock.execute.stages.feature import ForwardPart, has_methods
+from penstock.execute.stages.outliving import Copied
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
 from penstock.execute.values.tree import as_graph_leaves, needing_gradient
@@ -68,24 +69,36 @@ Latest = list[CarriedOut | None]
 """Per module, what the slices of one microbatch have left last; `Step.carried` has it until the last slice has run."""
 
 
-def begin_slice(stage: int, modules: Sequence[Carrying], num_slices: int, step: Step, place: Place) -> "CarryPart":
-    """Return what to do in the forward of one slice; `modules` are those of the stage that carry something."""
+def begin_slice(
+    stage: int, modules: Sequence[Carrying], num_slices: int, copied: Copied, step: Step, place: Place
+) -> "CarryPart":
+    """Return what to do in the forward of one slice; `modules` are those of the stage that carry something.
+
+    `copied` copies what would not live until later slices.
+    """
     key = stage, place[0]
     latest: Latest = step.carried.setdefault(key, [None] * len(modules))
     is_last = place[1] == num_slices - 1
     if is_last:
         del step.carried[key]
     taken = [None if left is None else CarriedIn(left, left.value, needing_gradient(left.value)) for left in latest]
-    return CarryPart(modules, taken, latest, is_last=is_last)
+    return CarryPart(modules, taken, latest, copied, is_last=is_last)
 
 
 class CarryPart(ForwardPart):
     """One slice at work: its layers find what earlier slices left, and gradients for that go back."""
 
     def __init__(
-        self, modules: Sequence[Carrying], taken: Sequence[CarriedIn | None], latest: Latest, *, is_last: bool
+        self,
+        modules: Sequence[Carrying],
+        taken: Sequence[CarriedIn | None],
+        latest: Latest,
+        copied: Copied,
+        *,
+        is_last: bool,
     ) -> None:
         self._modules = modules
+        self._copied = copied
         self._taken = taken
         self._latest = latest
         self._is_last = is_last
@@ -103,7 +116,7 @@ class CarryPart(ForwardPart):
 
     def leave(self, outputs: Any) -> Any:
         """Put what this slice left in the place of what was there, of which only the gradients are still needed."""
-        found, self._found = self._found, []
+        found, self._found = list(map(self._copied, self._found)), []
         self.left = [None if value is None else CarriedOut(as_graph_leaves(value), _edges_of(value)) for value in found]
         for index, (new, old) in enumerate(zip(self.left, self._latest, strict=True)):
             # No later slice takes the old value now, and the slices that took it hold it themselves. From here on `old`
@@ -137,7 +150,7 @@ class CarryPart(ForwardPart):
                 taken.source.add_gradients([next(remaining) for _ in taken.leaves])
 
     def again(self) -> ForwardPart:
-        return _CarryAgain(self._modules, self._taken, self.left, is_last=self._is_last)
+        return _CarryAgain(self._modules, self._taken, self.left, self._copied, is_last=self._is_last)
 
     def _begin(self, *, keeps: bool) -> None:
         for module, taken in zip(self._modules, self._taken, strict=True):
