@@ -132,7 +132,7 @@ class CarriedWeight(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["seq1f1b", "breadth-depth"])
-@CRASHING
+@BOTH
 def test_weights_that_slices_carry_train(schedule, setting):
     job = Job([8, 8], lambda: [CarriedWeight(seed) for seed in range(4)])
     job.inputs, job.targets = (lambda rows, seed=seed: values(seed, rows, 4, WIDTH, dtype=FLOAT) for seed in (1, 2))
