@@ -83,6 +83,7 @@ def run_with_a_failure(places, job, schedule, setting, bad, place, at):
             if step in (1, 2):
                 begin_s = time.monotonic()
                 errors.append((error_of(own.step, inputs, target=target), time.monotonic() - begin_s))
+                assert all(hasattr(each, "placements") for stage in own.stages for each in stage.parameters())
                 zero(own)
                 continue
             losses.append(own.step(inputs, target=target).loss)
@@ -191,6 +192,45 @@ def test_a_refused_step_keeps_the_gradients_of_earlier_ones(setting):
 
     assert {type(error) for error, _ in ranks} == {ps.StepRefused}
     assert_near(whole([rows for _, rows in ranks], 2), gradients_of_steps(job, [1, 1]))
+
+
+class Clamped(nn.Module):
+    """Changes its weight in its forward, if it is told to."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.linear, self.clamps = settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT), seed), False
+
+    def forward(self, x):
+        if self.clamps:
+            with torch.no_grad():
+                self.linear.weight.clamp_(-0.25, 0.25)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("setting", [TWO, OPTIMIZER], ids=name_of)
+@pytest.mark.parametrize("bad", [None, 2])
+def test_a_weight_that_a_forward_changes_is_an_error_since_the_change_would_be_lost(bad, setting):
+    job = Job([8, 8], lambda: [Clamped(seed) for seed in range(4)])
+
+    def case(places):
+        layers = job.make_layers()
+        options = {"mesh": places, "deadline_s": DEADLINE_S} | setting
+        with ps.Pipeline(layers, "interleaved-1f1b", MICROBATCHES, square_loss, **options) as own:
+            inputs, target = job.of(own.replica)
+            for layer in layers:
+                layer.clamps = bad in (None, places.index)
+            error = error_of(own.evaluate, inputs, target=target)
+            for layer in layers:
+                layer.clamps = False
+            own.step(inputs, target=target)
+            return error, Rows(own)
+
+    ranks = on_mesh(2, 2, case, deadline_s=DEADLINE_S)
+
+    assert all("weight was changed in place" in str(error) for error, _ in ranks)
+    assert len({error.rank for error, _ in ranks}) == 1
+    assert_near(whole([rows for _, rows in ranks], 2), gradients_of_steps(job, [1]))
 
 
 @pytest.mark.slow

@@ -30,8 +30,6 @@ from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, compa
 from tests.test_replicas import gradients_of_steps, tokens
 from tests.test_shard_gradients import Rows, assert_near, whole
 
-CRASHES = pytest.mark.xfail(run=False, reason="a view of a weight is read after its memory was freed: a crash")
-CRASHING = pytest.mark.parametrize("setting", [pytest.param(ONE, marks=CRASHES), OPTIMIZER], ids=name_of)
 BOTH = pytest.mark.parametrize("setting", [ONE, OPTIMIZER], ids=name_of)
 
 
@@ -66,14 +64,13 @@ WAYS = [(1, "interleaved-1f1b"), (2, "interleaved-1f1b"), (2, "zbv"), (2, "zb-h1
 
 
 @pytest.mark.parametrize(("pipeline", "schedule"), WAYS)
-@CRASHING
+@BOTH
 def test_outputs_that_are_views_of_weights_train(pipeline, schedule, setting):
     split = {"stages_per_rank": 4} if pipeline == 1 else {}
 
     assert_as_replicas(pipeline, 2, Job([8, 8], table_layers), schedule, setting, **split)
 
 
-@CRASHES
 @BOTH
 def test_returned_outputs_may_be_views_of_weights(setting):
     job = Job([8, 8], table_layers)
@@ -109,7 +106,7 @@ class Handing(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved-1f1b"])
-@CRASHING
+@BOTH
 def test_weights_that_are_handed_on_by_skips_train(schedule, setting):
     def layers():
         return [Handing(0, True), *(block(seed, FLOAT) for seed in range(1, 7)), Handing(7, False)]
@@ -334,7 +331,12 @@ def test_two_sharded_pipelines_on_one_mesh_train_side_by_side():
 # ---- construction
 
 
-@pytest.mark.xfail(strict=True, reason="the snapshots that stages take of their modules keep the whole parameters")
+def num_whole(weights):
+    """Of weak references to weights, how many lead to one with memory."""
+    held = [weight for each in weights if (weight := each()) is not None]
+    return sum(weight.untyped_storage().nbytes() > weight.element_size() for weight in held)
+
+
 def test_a_rank_that_builds_its_layers_holds_one_whole_stage_at_a_time():
     """A stage has two layers."""
     most = {}
@@ -344,7 +346,7 @@ def test_a_rank_that_builds_its_layers_holds_one_whole_stage_at_a_time():
 
         def make(seed):
             gc.collect()
-            most[places.index] = max(most.get(places.index, 0), sum(each() is not None for each in alive))
+            most[places.index] = max(most.get(places.index, 0), num_whole(alive))
             layer = settle(nn.Linear(64, 64, dtype=FLOAT), seed)
             alive.append(weakref.ref(layer.weight))
             return layer

@@ -314,11 +314,9 @@ def live_storages():
     return found
 
 
-@pytest.mark.parametrize("setting", [OPTIMIZER, ONE], ids=name_of)
-def test_whole_weights_and_gradients_are_not_kept_between_steps(setting):
-    """Threads: the 4 replicas together hold one set of weights. Buffers of exchanges stay, each as large as a unit."""
-    data, num_layers, begun = 4, 4, live_storages().keys()
-    weight, unit = 256 * 256 * 8, 256 * 257 * 8
+def storages_between_steps(setting, num_layers):
+    """Bytes of each storage that 4 replicas (threads) have made, after construction, and after a step and more."""
+    data, begun = 4, live_storages().keys()
     barrier, found = threading.Barrier(data), []
 
     def note(places):
@@ -337,10 +335,25 @@ def test_whole_weights_and_gradients_are_not_kept_between_steps(setting):
             note(places)
 
     on_mesh(1, data, case)
+    return found
 
-    made, stepped = found
-    assert num_layers * unit <= sum(made) <= 1.1 * num_layers * unit
-    assert weight not in stepped
-    assert (
-        2 * num_layers * unit <= sum(size for size in stepped if size < weight) <= 2.2 * num_layers * unit
-    )  # the batches, too
+
+WEIGHT, UNIT = 256 * 256 * 8, 256 * 257 * 8
+
+
+@pytest.mark.parametrize("setting", [OPTIMIZER, ONE], ids=name_of)
+def test_whole_weights_and_gradients_are_not_kept_between_steps(setting):
+    """The replicas together hold one set of weights. Buffers of exchanges stay, each as large as a unit."""
+    made, stepped = storages_between_steps(setting, 4)
+
+    assert 4 * UNIT <= sum(made) <= 1.1 * 4 * UNIT
+    assert WEIGHT not in stepped
+    assert 2 * 4 * UNIT <= sum(size for size in stepped if size < WEIGHT) <= 2.1 * 4 * UNIT
+
+
+def test_the_memory_of_gathered_units_is_freed():
+    """Behind a step each replica has a buffer for gathers and one for sums, and no unit that is whole."""
+    made, stepped = storages_between_steps(ONE, 6)
+
+    assert not any(size >= UNIT for size in made)
+    assert sum(size >= UNIT for size in stepped) <= 2 * 4
