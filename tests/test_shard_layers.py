@@ -1,4 +1,4 @@
-"""Layers that hand on their weights, or use them unusually, train in sharded pipelines as in others."""
+"""Layers that pass on their weights, or use them unusually, train in sharded pipelines as in others."""
 
 import copy
 import gc
@@ -91,7 +91,7 @@ def test_returned_outputs_may_be_views_of_weights(setting):
 
 
 class Handing(nn.Module):
-    """Hands its weight on to a later layer, or uses the one that another hands on."""
+    """Hands its weight on to a later layer, or uses the one that another passes on."""
 
     def __init__(self, seed, puts):
         super().__init__()
@@ -107,7 +107,7 @@ class Handing(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved-1f1b"])
 @BOTH
-def test_weights_that_are_handed_on_by_skips_train(schedule, setting):
+def test_weights_that_are_passed_on_by_skips_train(schedule, setting):
     def layers():
         return [Handing(0, True), *(block(seed, FLOAT) for seed in range(1, 7)), Handing(7, False)]
 
@@ -342,11 +342,11 @@ def test_a_rank_that_builds_its_layers_holds_one_whole_stage_at_a_time():
     most = {}
 
     def case(places):
-        alive = []
+        alive, index = [], places.index
 
         def make(seed):
             gc.collect()
-            most[places.index] = max(most.get(places.index, 0), num_whole(alive))
+            most[index] = max(most.get(index, 0), num_whole(alive))
             layer = settle(nn.Linear(64, 64, dtype=FLOAT), seed)
             alive.append(weakref.ref(layer.weight))
             return layer

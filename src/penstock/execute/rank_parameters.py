@@ -158,8 +158,9 @@ class RankParameters:
     def held(self) -> Held:
         """Return what is held now beside the parameters of the modules and their gradients."""
         sharded = {unit.stages[0].index: unit.layout for unit in self.units if isinstance(unit.layout, Sharded)}
-        parameters = {stage: layout.held_parameters() for stage, layout in sharded.items()}
-        gradients = {stage: layout.held_gradients() for stage, layout in sharded.items()}
+        held = {stage: layout.held() for stage, layout in sharded.items()}
+        parameters = {stage: own for stage, (own, _) in held.items()}
+        gradients = {stage: own for stage, (_, own) in held.items()}
         return Held(parameters, gradients, [] if self._lane is None else self._lane.buffers())
 
     def trained(self) -> int:

@@ -70,15 +70,12 @@ class Sharded:
         self._blocks, shard_of = blocks_of(self._modules, self._mesh)
         return shard_of
 
-    def held_parameters(self) -> list[Tensor]:
-        """Return this replica's rows, and the whole parameters, which have memory while they are gathered."""
-        return [*(block.own for block in self._blocks), *self.wholes()]
-
-    def held_gradients(self) -> list[Tensor]:
-        """Return the gradients of shards and of whole parameters."""
-        shards = [each.shard for block in self._blocks for each in block.parameters]
-        found = [getattr(each, self._gradients.attribute, None) for each in (*shards, *self.wholes())]
-        return [*self._sums, *(gradient for gradient in found if gradient is not None)]
+    def held(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parameters, whole ones having memory while they are gathered, and the gradients of both kinds."""
+        wholes, shards = self.wholes(), [each.shard for block in self._blocks for each in block.parameters]
+        found = [getattr(each, self._gradients.attribute, None) for each in (*shards, *wholes)]
+        gradients = [*self._sums, *(gradient for gradient in found if gradient is not None)]
+        return [*(block.own for block in self._blocks), *wholes], gradients
 
     def copied(self, value: Any) -> Any:
         """Return a value with copies of its tensors that lie in whole parameters, as outputs that views of them are."""
