@@ -142,8 +142,8 @@ def put_together(ranks, num_replicas):
                 parts = [getattr(each, kind)[name] for each in replicas]
                 if isinstance(parts[0], ShardRows):
                     rows = [part.rows for part in parts]
-                    whole = rows[0] if parts[0].is_whole else torch.cat(rows)
-                    for each in replicas:
+                    wholes = rows if parts[0].is_whole else [torch.cat(rows)] * num_replicas
+                    for each, whole in zip(replicas, wholes, strict=True):
                         getattr(each, kind)[name] = whole
     return ranks
 
