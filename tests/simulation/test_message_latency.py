@@ -92,6 +92,17 @@ def test_a_message_is_awaited_beside_a_reduction_and_not_within_one_that_holds_i
     assert transfers.is_awaited(with_blocking_reductions(program, costs)).tolist() == [True, False]
 
 
+def test_a_message_is_awaited_beside_a_gather_of_another_stage_and_not_before_one_of_its_own():
+    """The messages leave at 2 and 3. The gather of stage 2, launched at 0, ends at 4; that of stage 1 ends at 8."""
+    program = sharded("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 2UNSHARD 1F0 1RECV_F1 1UNSHARD 1F1")
+    costs = Costs(forward_s=(2.0, 1.0, 1.0), unshard_s=(0.0, 4.0, 4.0), latency_s=0.25)
+    timeline = replace(simulate(program, costs), source="measured")
+    transfers = Transfers.of(program)
+
+    assert transfers.idle_from_s(timeline).tolist() == [0.0, 8.0]
+    assert transfers.is_awaited(timeline).tolist() == [True, False]
+
+
 def test_true_arrivals_are_those_that_the_wire_gave():
     noted, true = measured()
 

@@ -7,7 +7,7 @@ busy, the message may have been there for long:
     rank 1   [ B0        ]|wait|[F0]      the message was there long before the wait
     rank 1        . . . .  wait |[F0]     it was awaited: the end of the wait is its arrival
 
-A rank that waits for data is as busy as one that computes: it looks for the message after it.
+A rank that waits for data, or for a gather, is as busy as one that computes: it looks for the message after it.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.awaits import receive_of_row
-from penstock.ir.collectives import REDUCES_REPLICAS
+from penstock.ir.awaits import gather_of_row, receive_of_row
+from penstock.ir.collectives import GATHERS, REDUCES_REPLICAS
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import IS_RECEIVE, OPERATIONS, Op, Value
 from penstock.ir.program import Program
@@ -62,12 +62,15 @@ class Transfers:
     def idle_from_s(self, timeline: Timeline) -> Floats:
         """When each receiver had nothing else to do than to wait for its message."""
         # The row before a consumer is of the same rank: at the earliest it is the receive itself. A receive is over for
-        # its rank once it is posted, and so is a reduction that does not hold it up; its end is the arrival.
+        # its rank once it is posted, and so are a gather, and a reduction that does not hold it up; their end is where
+        # they have arrived. A gather that the consumer needs is waited for before its message.
         last = self.consumers - 1
-        is_launched = (IS_RECEIVE | REDUCES_REPLICAS)[timeline.program.op[last]]
+        is_launched = (IS_RECEIVE | GATHERS | REDUCES_REPLICAS)[timeline.program.op[last]]
         is_launched &= ~np.isin(last, blocking_reductions(timeline))
         done_s = np.where(is_launched, timeline.start_s[last], timeline.end_s[last])
-        return np.asarray(np.maximum(done_s, data_ready_s(timeline, self.consumers)))
+        gathers = gather_of_row(timeline.program)[self.consumers]
+        gathered_s = np.where(gathers == NONE, done_s, timeline.end_s[gathers])
+        return np.asarray(np.maximum.reduce([done_s, gathered_s, data_ready_s(timeline, self.consumers)]))
 
     def is_awaited(self, timeline: Timeline) -> NDArray[np.bool_]:
         """Whether the receiver was idle already when the message left."""

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from penstock.ir.awaits import gather_of_row
 from penstock.ir.deps import NONE
-from penstock.ir.operations import NUM_OPS, OPERATIONS, Group, Kind, Op
+from penstock.ir.operations import OPERATIONS, Group, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Channel, Costs, PerStage, Spread
+from penstock.simulation.costs.exchanges import exchanges_s
 from penstock.simulation.costs.layer_costs import LayerCosts, split_sizes
 from penstock.simulation.data_waits import data_ready_s
 from penstock.simulation.durations import IS_BESIDE, IS_BUSY
@@ -83,11 +84,12 @@ def costs_from_timelines(
 ) -> Costs:
     """Estimate costs from timelines of one program, by robust means, so that a single slow instruction counts nothing.
 
-    A computation takes its mean over the microbatches of its stage, a reduction its median. A launch is the mean gap
-    between computations for each instruction in it, where no message was late and no collective or copy was between
-    them. Latencies come from the messages that were waited for, since only they show it, less what `message_bytes` per
-    stage take at `bandwidths`, in bytes per second, of channels that were measured by themselves. What did not run,
-    whole backwards or their parts, follows from what did by their `shares`; it is 0 where nothing is known.
+    A computation takes its mean over the microbatches of its stage, a gather or reduction what `exchanges_s` says. A
+    launch is the mean gap between computations for each instruction in it, where no message was late and no collective
+    or copy was between them. Latencies come from the messages that were waited for, since only they show it, less what
+    `message_bytes` per stage take at `bandwidths`, in bytes per second, of channels that were measured by themselves.
+    What did not run, whole backwards or their parts, follows from what did by their `shares`; it is 0 where nothing is
+    known.
     """
     program = timelines[0].program
     samples = _samples(timelines)
@@ -104,7 +106,7 @@ def costs_from_timelines(
     weights = np.where(np.isnan(weights), whole * of_weight, weights)
     transfers, sizes = Transfers.of(program), tuple(message_bytes) or (0,)
     latency_s = message_latency_s(timelines, transfers)
-    launch_s = _launch_s(timelines, transfers, latency_s)
+    launch_s, exchanged = _launch_s(timelines, transfers, latency_s), exchanges_s(timelines)
     speeds = np.array([bandwidths.get(ends, inf) for ends in transfers.ends])
     on_wire_s = transfers.num_bytes(program, sizes) / speeds
     latencies_s = np.maximum(latency_s - on_wire_s - launch_s, 0.0)
@@ -117,7 +119,8 @@ def costs_from_timelines(
         backward_weight_s=_per_stage(weights),
         recompute_s=() if np.isnan(again).all() else _per_stage(np.where(np.isnan(again), forward, again)),
         optimizer_s=_optimizer_s(timelines),
-        reduce_s=_reduce_s(timelines),
+        unshard_s=_per_stage(exchanged[Op.UNSHARD]) if exchanged[Op.UNSHARD].any() else (0.0,),
+        reduce_s=_per_stage(exchanged[Op.REDUCE_GRADIENT]) if exchanged[Op.REDUCE_GRADIENT].any() else (0.0,),
         latency_s=default.latency_s,
         bandwidth_bytes_per_s=default.bandwidth_bytes_per_s,
         is_exclusive=default.is_exclusive,
@@ -208,15 +211,6 @@ def _optimizer_s(timelines: Sequence[Timeline]) -> PerStage:
     of_rank = dict(zip(program.rank_of_row[rows].tolist(), seconds.tolist(), strict=True))
     stages_of_rank = program.placement.stages_of_rank
     return tuple(of_rank.get(rank, 0.0) / len(stages_of_rank[rank]) for rank in program.placement.rank_of_stage)
-
-
-def _reduce_s(timelines: Sequence[Timeline]) -> PerStage:
-    program: Program = timelines[0].program
-    rows = program.rows_of(np.arange(NUM_OPS) == Op.REDUCE_GRADIENT)
-    seconds = np.zeros(program.num_stages)
-    if len(rows):
-        seconds[program.stage[rows]] = np.median([each.end_s[rows] - each.start_s[rows] for each in timelines], axis=0)
-    return _per_stage(seconds) if seconds.any() else (0.0,)
 
 
 def _median(values_s: Floats) -> float:
