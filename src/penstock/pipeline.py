@@ -24,6 +24,7 @@ from penstock.execute.losses.results import StepResult
 from penstock.execute.model_part import ModelPart
 from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, gather_memory
 from penstock.execute.observing.recorder import Recording
+from penstock.execute.rank_parameters import Unit
 from penstock.execute.stages.layers import Layer
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.device_queue import device_queue_of
@@ -273,6 +274,11 @@ class Pipeline(ModelPart):
     def control(self) -> Control:
         """The collectives of all ranks, which go over their hosts."""
         return self._control
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """The parameters of this rank: those of each stage, of stages that share some together, and how they lie."""
+        return self._runner.parameters.units
 
     def describe_split(self, *, width: int | None = None) -> str:
         """Draw which stage has which layers, its share of the weight, and its parameters, each once per rank.
