@@ -26,7 +26,7 @@ def profile_text(profile: Profile, screen: Screen = NO_SCREEN) -> str:
     launch = f"launch: {format_seconds(profile.costs.launch_s)} of the host for each instruction"
     busy = busy_line(profile.costs.spreads, profile.program.placement.rank_of_stage)
     last = [screen.wrapped(line) for line in (launch, busy, bottleneck(profile)) if line]
-    parts = [_stages(profile, screen), *_channels(profile, screen), *memory, *last]
+    parts = [_stages(profile, screen), *_channels(profile, screen), *_exchanges(profile, screen), *memory, *last]
     return "\n\n".join(parts)
 
 
@@ -84,11 +84,35 @@ def _channels(profile: Profile, screen: Screen) -> Iterator[str]:
     latencies = _latencies_s(profile)
     for channel in profile.channels:
         ends = (channel.sender, channel.receiver)
-        bandwidth = channel.bandwidth_bytes_per_s
-        speed = "-" if math.isinf(bandwidth) else f"{format_bytes(round(bandwidth))}/s"
+        speed = _speed(channel.bandwidth_bytes_per_s)
         rows.append([f"{ends[0]} to {ends[1]}", *_side_by_side((latencies[ends], channel.latency_s)), speed])
     numbers = [Column("latency"), Column("latency of a ping", drop_order=1), Column("bandwidth")]
     yield table_text([Column("channel", is_text=True), *numbers], rows, screen)
+
+
+def _exchanges(profile: Profile, screen: Screen) -> Iterator[str]:
+    found = profile.exchanges
+    if found is None:
+        return
+    sizes = [
+        profile.costs.spread_out(name, len(found.reduce_s), "stage") for name in ("parameter_bytes", "gradient_bytes")
+    ]
+    rows = [
+        [str(stage), *_side_by_side(seconds), *map(format_bytes, map(int, own))]
+        for stage, (*seconds, own) in enumerate(
+            zip(found.unshard_s, found.reduce_s, zip(*sizes, strict=True), strict=True)
+        )
+    ]
+    columns = [Column("stage"), Column("gather"), Column("reduction"), Column("weights"), Column("gradients")]
+    link = (
+        f"between {count_of(found.replicas, 'replica')}: latency {format_seconds(found.latency_s)}, "
+        f"bandwidth {_speed(found.bandwidth_bytes_per_s)}"
+    )
+    yield f"{screen.wrapped(link)}\n{table_text(columns, rows, screen)}"
+
+
+def _speed(bandwidth_bytes_per_s: float) -> str:
+    return "-" if math.isinf(bandwidth_bytes_per_s) else f"{format_bytes(round(bandwidth_bytes_per_s))}/s"
 
 
 def _side_by_side(durations_s: Sequence[float]) -> list[str]:

@@ -58,11 +58,11 @@ class Exchanges:
 
     def shared_out(self, costs: LayerCosts, layers_of_stage: Sequence[range]) -> LayerCosts:
         """Return costs per layer with what each layer takes of these seconds, by its bytes."""
-        sizes = {"unshard": (self.unshard_s, "parameter_bytes"), "reduce": (self.reduce_s, "gradient_bytes")}
-        found = {
-            name: _shares(of_stages, getattr(costs, key), layers_of_stage) for name, (of_stages, key) in sizes.items()
-        }
-        return replace(costs, **found)
+        return replace(
+            costs,
+            unshard=_shares(self.unshard_s, costs.parameter_bytes, layers_of_stage),
+            reduce=_shares(self.reduce_s, costs.gradient_bytes, layers_of_stage),
+        )
 
 
 def _shares(seconds: Sequence[float], sizes: Sequence[float], layers_of_stage: Sequence[range]) -> tuple[float, ...]:
