@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -49,17 +50,25 @@ def torch_step(
     layers: Sequence[nn.Module],
     layers_of_stage: Sequence[range],
     loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    mesh: DeviceMesh | None = None,
+    wrap: Callable[[nn.Module], object] = nn.Module.requires_grad_,
     **options: Any,
 ) -> Callable[[Tensor, Tensor], None]:
     """Return one step of torch's schedule on this rank, of a batch and its target.
 
     `layers` holds those of this rank's stages at least, which are used in place. torch must order as `schedule` does.
-    `options` are those of torch's `step`.
+    The ranks are those of the dimension `pipeline` where there is a mesh. `wrap` is called with the module of each
+    stage, as `fully_shard` may be. `options` are those of torch's `step`.
     """
-    rank, num_stages = dist.get_rank(), schedule.num_stages
+    rank, num_stages = dist.get_rank() if mesh is None else mesh.get_local_rank("pipeline"), schedule.num_stages
+    group = None if mesh is None else mesh.get_group("pipeline")
     own = schedule.placement.stages_of_rank[rank]
     modules = [nn.Sequential(*(layers[index] for index in layers_of_stage[stage])) for stage in own]
-    stages = [PipelineStage(*each, num_stages, torch.device("cpu")) for each in zip(modules, own, strict=True)]
+    for module in modules:
+        wrap(module)
+    pairs, device = zip(modules, own, strict=True), torch.device("cpu")
+    stages = [PipelineStage(*each, num_stages, device, group=group) for each in pairs]
     counterpart = COUNTERPARTS[family]
     given = stages[0] if counterpart.takes_one_stage else stages
     runtime = counterpart.made(given, schedule.num_microbatches, loss_fn=loss)
