@@ -1,6 +1,7 @@
 """Measure training of one decoder in tokens per second: Penstock, torch's own pipelines, and data parallel.
 
     python bench/train.py [--families 1f1b,zbv] [--rounds 10] [--output FILE.json]
+    python bench/train.py --shards
 
 Two ranks with a thread each, over gloo, take turns at the same batch: forward, backward, no optimizer. Against torch,
 Penstock runs each schedule in torch's order with the same split, by the operations of the layers. Against data parallel
@@ -8,8 +9,12 @@ it runs with the split that `measure_layers` gives, and may choose its schedule.
 DistributedDataParallel, half a batch a rank, in microbatches of the same size; beside it stands half a batch as one,
 whose products are larger. With layers that Inductor has compiled, Penstock's zbv runs against torch's 1F1B: torch
 splits no compiled backward.
+
+With --shards, 2 x 2 ranks train with shards over two replicas, against torch's FSDP2 around the stages of its 1F1B:
+tokens per second, and the peak that the allocator gives out in a step.
 """
 
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +40,7 @@ from on_ranks import (
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from train_shards import OURS, SIZES, THEIRS, ShardRow, measure_shards
 
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.partition.split import split_over
@@ -56,6 +62,10 @@ CANDIDATES: dict[str, tuple[str, dict[str, Any]]] = {
 """What is tried against data parallel: families and their options."""
 TORCH_BUDGET, DATA_PARALLEL_BUDGET = 1.03, 0.93
 """Tokens per second over torch's, on each schedule; over data parallel's, with the best one."""
+
+FSDP2 = next(iter(THEIRS))
+SHARD_RATE, SHARD_BYTES = 1.0, 0.8
+"""Tokens per second and peak bytes with shards, over those of FSDP2 whose layers stay whole within a step."""
 
 DATA_PARALLEL = "data parallel"
 COMPILED = "zbv compiled, torch's 1f1b compiled"
@@ -196,16 +206,41 @@ def report(rows: Sequence[Row]) -> bool:
     return min(same) >= TORCH_BUDGET and best.ratio >= DATA_PARALLEL_BUDGET
 
 
+def show_shards(rows: Sequence[ShardRow]) -> int:
+    table = Table({"": 34, "tokens/s": 13, **{f"over {name}": 31 for name in THEIRS}, "MiB, rank by rank": 24})
+    for row in rows:
+        ours = with_spread(f"{row.tokens_per_s:.0f}", row.spread)
+        peaks = " ".join(f"{each / 2**20:.1f}" for each in row.peak_bytes)
+        table.print([row.name, ours, *(f"{ratio:.3f}" for ratio in row.ratios.values()), peaks])
+    of_one = {row.name: (row.ratios[FSDP2], max(row.peak_bytes)) for row in rows}
+    _, torch_bytes = of_one[FSDP2]
+    print(f"\nover {FSDP2}: {SHARD_RATE} and {SHARD_BYTES} of the bytes wanted")
+    kept = [name for name in OURS if of_one[name][0] >= SHARD_RATE and of_one[name][1] <= SHARD_BYTES * torch_bytes]
+    for name in OURS:
+        print(f"{name}: {of_one[name][0]:.3f} of the tokens/s, {of_one[name][1] / torch_bytes:.3f} of the bytes")
+    return int(not kept)
+
+
 def main() -> int:
     """Print the table; return 1 when a budget is missed."""
     parser = bench_parser(__doc__)
+    parser.add_argument("--shards", action="store_true", help="train with shards, against torch's FSDP2")
     parser.add_argument("--families", type=comma_separated, default=list(COUNTERPARTS))
     parser.add_argument("--candidates", type=comma_separated, default=list(CANDIDATES))
     arguments = parser.parse_args()
     if arguments.rows:
         become_rank()
+        if arguments.shards:
+            give_rows(arguments.rows, map(asdict, measure_shards(DECODER, BATCH, LENGTH, arguments.rounds)))
+            return 0
         give_rows(arguments.rows, measure(arguments.families, arguments.candidates, arguments.rounds))
         return 0
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # torch's profiler says nothing
+    if arguments.shards:
+        words = ["--shards", "--rounds", str(arguments.rounds)]
+        found = [ShardRow(**row) for row in rows_of_ranks(__file__, words, num_ranks=SIZES[0] * SIZES[1])]
+        write_rows(arguments.output, [asdict(row) for row in found])
+        return show_shards(found)
     print(f"torch {torch.__version__}; {NUM_TOKENS} tokens a step; medians of {arguments.rounds} (and middle half)\n")
     words = ["--families", ",".join(arguments.families), "--candidates", ",".join(arguments.candidates)]
     words += ["--rounds", str(arguments.rounds)]
