@@ -30,6 +30,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "1f1b": ("1f1b", {}),
     "interleaved-1f1b, 4 stages a rank": ("interleaved-1f1b", {"stages_per_rank": 4}),
     "v-min": ("v-min", {}),
+    "v-half": ("v-half", {}),
 }
 THEIRS = {"FSDP2, layers stay whole": False, "FSDP2, by default": None}
 """What `reshard_after_forward` is."""

@@ -41,3 +41,38 @@ def test_both_parts_of_a_backward_are_measured():
         "row = split_backward.measure(split_backward.TINY, torch.device('cpu'), 1)\n"
         "assert min(row.input_s + row.weight_s + row.whole_s) > 0, row"
     )
+
+
+@pytest.mark.slow
+def test_some_setting_of_gathers_is_as_good_as_torchs_placement():
+    run_python(
+        "import torch_gathers\n"
+        "rows = list(torch_gathers.simulated())\n"
+        "best = [min(row['seconds_at_no_more_bytes'], row['bytes_at_no_more_seconds']) for row in rows]\n"
+        "assert len(rows) == 9 and all(share < 1 or row['family'] == 'zbv' for share, row in zip(best, rows)), rows\n"
+        "assert max(best) <= 1, rows"
+    )
+
+
+@pytest.mark.slow
+def test_what_an_emulated_link_brings_takes_its_time_one_message_after_another():
+    run_python(
+        "import time, torch, emulated_replicas as bench\n"
+        "from penstock.execute.transport import LocalTransport\n"
+        "sender, receiver = LocalTransport.create(2, 10.0)\n"
+        "link, values = bench.EmulatedLink(receiver), torch.ones(1000)\n"
+        "for _ in range(2): sender.post_send(1, values)\n"
+        "begin_s = time.perf_counter()\n"
+        "tickets = [link.post_receive(0, torch.empty(1000)) for _ in range(2)]\n"
+        "for ticket in tickets: link.wait(ticket)\n"
+        "expected_s = 2 * (bench.LATENCY_S + 4000 / bench.BYTES_PER_S)\n"
+        "taken_s = time.perf_counter() - begin_s\n"
+        "assert expected_s <= taken_s < 10 * expected_s, taken_s"
+    )
+
+
+@pytest.mark.slow
+def test_four_replicas_with_shards_hold_at_most_half():
+    command = [sys.executable, str(BENCH / "replicas.py"), "--parts", "memory"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stdout + run.stderr

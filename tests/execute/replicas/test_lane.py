@@ -1,11 +1,12 @@
 """A reduction sums in the order of the replicas, sends no more than it must, and lets others be launched meanwhile."""
 
 from concurrent.futures import ThreadPoolExecutor
+from weakref import ref
 
 import pytest
 import torch
 
-from penstock.execute.replicas.lane import ReplicaLane
+from penstock.execute.replicas.lane import SMALL_BYTES, ReplicaLane
 from penstock.execute.transport import LocalTransport
 from tests.local_pipelines import error_of, on_ranks, values
 
@@ -125,6 +126,26 @@ def test_what_was_launched_before_a_failure_is_forgotten():
 def on_ranks_of(ranks, case):
     with ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(case, ranks))
+
+
+@pytest.mark.parametrize(("num_elements", "is_kept"), [(SMALL_BYTES // 8, True), (SMALL_BYTES // 8 + 1, False)])
+def test_an_exchange_that_is_over_holds_no_buffer_and_a_large_one_is_not_kept(num_elements, is_kept):
+    """Whoever launched it may hold it; the buffer of a gather between two has twice as many elements of 4 bytes."""
+
+    def case(transport):
+        lane, buffers = ReplicaLane(transport), []
+        gather = lane.gather([torch.ones(num_elements)], lambda wholes: buffers.append(ref(wholes[0])))
+        lane.complete(gather)
+        kept = buffers[0]() is not None
+        lane._kept.clear()
+        scatter = lane.scatter(
+            [lane.room_for(2 * num_elements, torch.ones(()))], lambda parts: buffers.append(ref(parts[0]._base))
+        )
+        lane.complete(scatter)
+        return kept, buffers[1]() is not None, gather, scatter
+
+    for kept_gather, kept_sum, *_ in on_ranks(2, case):
+        assert (kept_gather, kept_sum) == (is_kept, is_kept)
 
 
 def test_buffers_are_kept_for_the_next_step_up_to_a_limit(monkeypatch):

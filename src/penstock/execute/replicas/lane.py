@@ -30,6 +30,8 @@ from penstock.execute.undocumented_backends import Backend, gather_into, sum_in_
 
 KEPT_BYTES = 2**26
 """The most that a rank keeps in buffers from one step to the next."""
+SMALL_BYTES = 2**18
+"""The largest buffer that is kept for later gathers and scattered sums."""
 
 Then = Callable[[Sequence[Tensor]], None]
 """Takes the results of an exchange."""
@@ -125,6 +127,7 @@ class ReplicaLane:
         while self._launched:
             first = self._launched.pop(0)
             first.complete()
+            vars(first).clear()  # whoever launched it may hold it to the end of the step, but not its buffers
             if first is exchange:
                 return
 
@@ -143,8 +146,9 @@ class ReplicaLane:
     def _give(self, results: Sequence[Tensor], buffers: Sequence[Tensor], then: Then) -> None:
         then(results)
         for buffer in buffers:
-            # One of a size: whoever shares out weights wants the memory, and few are under way at once.
-            if all((each.numel(), each.dtype) != (buffer.numel(), buffer.dtype) for each in self._kept):
+            # Small ones, and one of a size: whoever shares out weights wants the memory, and few are under way at once.
+            is_new = all((each.numel(), each.dtype) != (buffer.numel(), buffer.dtype) for each in self._kept)
+            if is_new and buffer.nbytes <= SMALL_BYTES:
                 self.keep(buffer)
 
 
