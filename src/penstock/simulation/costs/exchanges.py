@@ -83,16 +83,16 @@ def _waits_s(timeline: Timeline) -> dict[int, float]:
     launches, gathers = IS_RECEIVE | _IS_EXCHANGE, gather_of_row(program)
     found: dict[int, float] = {}
     for rank, (first, end) in enumerate(pairwise(program.offsets.tolist())):
-        awaited = reductions_of_row(program, rank) | {
-            row: [int(gathers[row])] for row in range(first, end) if gathers[row] != NONE
-        }
+        awaited = reductions_of_row(program, rank)
+        awaited |= {row: [int(gathers[row])] for row in range(first, end) if gathers[row] != NONE}
         seen = {each for rows in awaited.values() for each in rows}
+        # The last row is over where it is launched, or the end of the program waits for it.
+        held_up = blocking - {end - 1}
         awaited[end] = [row for row in range(first, end) if _IS_EXCHANGE[program.op[row]] and row not in seen]
         for row, launched in awaited.items():
-            is_beside = launches[program.op[row - 1]] and (row == end or row - 1 not in blocking)
+            is_beside = launches[program.op[row - 1]] and row - 1 not in held_up
             free_s = float((timeline.start_s if is_beside else timeline.end_s)[row - 1])
-            for each in launched:
-                if each not in blocking or each + 1 == end:
-                    found[each] = free_s
-                    free_s = max(free_s, float(timeline.end_s[each]))
+            waited = [each for each in launched if each not in held_up]
+            ends_s = np.maximum.accumulate([free_s, *timeline.end_s[waited]])
+            found |= zip(waited, ends_s.tolist(), strict=False)
     return found
