@@ -90,7 +90,7 @@ def _waits_s(timeline: Timeline) -> dict[int, float]:
         held_up = blocking - {end - 1}
         awaited[end] = [row for row in range(first, end) if _IS_EXCHANGE[program.op[row]] and row not in seen]
         for row, launched in awaited.items():
-            is_beside = launches[program.op[row - 1]] and row - 1 not in held_up
+            is_beside = launches[program.op[row - 1]]
             free_s = float((timeline.start_s if is_beside else timeline.end_s)[row - 1])
             waited = [each for each in launched if each not in held_up]
             ends_s = np.maximum.accumulate([free_s, *timeline.end_s[waited]])
