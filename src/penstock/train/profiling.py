@@ -29,6 +29,7 @@ from penstock.train.data.batches import Batch, Dataset, Wants
 from penstock.train.folder.run_folder import RunFolder, run_path
 from penstock.train.loop import PREPARING_DEADLINE_S
 from penstock.train.measuring.channels import ChannelSpeed, channels_of, measure_channels
+from penstock.train.measuring.exchanges import Exchanges, measure_exchanges
 from penstock.train.measuring.measure import LayerTimes
 from penstock.train.measuring.split import choose_split, times_of_layers
 from penstock.train.model_source import build_layers
@@ -47,7 +48,7 @@ ADAMW = OptimizerSection()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """What was measured, on every rank of a replica alike but for `rank`."""
+    """What was measured, on every rank of a replica alike but for `rank`; seconds of replicas differ a little."""
 
     rank: int
     """Among those of all replicas."""
@@ -63,6 +64,8 @@ class Profile:
     """What each rank held during a step, without an optimizer."""
     predicted_bytes: tuple[int, ...] = ()
     """Per rank, the peak of that step as the model of memory has it."""
+    exchanges: Exchanges | None = None
+    """Between replicas, by themselves; None where there is one."""
 
 
 def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
@@ -103,7 +106,7 @@ def profile_pipeline(
     assert pipeline.recording is not None
     message_bytes = pipeline.recording.message_bytes
     report = _measure_memory(pipeline, batches(0))
-    channels = _measure_channels(pipeline, message_bytes)
+    channels, exchanges = _measure_channels(pipeline, message_bytes), measure_exchanges(pipeline)
     costs = costs_from_timelines(
         timelines,
         message_bytes=message_bytes,
@@ -111,6 +114,10 @@ def profile_pipeline(
     )
     if parts:
         costs = with_parts(costs, costs_from_timelines(parts))
+    if exchanges is not None:
+        costs = exchanges.added_to(costs)
+    elif pipeline.options.is_sharded:  # with itself alone
+        costs = replace(costs, unshard_s=(0.0,), reduce_s=(0.0,))
     source = f"{pipeline.program!r}, {num_steps} recorded steps"
     shared = (times.forward_s, times.backward_s) if times else (pipeline.layer_weights,) * 2
     # What was measured is of a slice, where the sequence is cut; costs per layer are of whole microbatches.
@@ -119,6 +126,8 @@ def profile_pipeline(
     sizes = _layer_bytes(pipeline, batches(0), report, optimizer)
     whole = {name: tuple(num_slices * each for each in sizes[name]) for name in VALUE_BYTES}
     per_layer = replace(per_layer, source=source, **sizes | whole)
+    if exchanges is not None:
+        per_layer = exchanges.shared_out(per_layer, pipeline.layers_of_stage)
     held = per_layer.of_stages(pipeline.layers_of_stage).of_share(1 / num_slices)
     of_stages = {each.name: getattr(held, each.name) for each in fields(Costs) if each.name in report.layer_bytes}
     costs = replace(costs, source=source, **of_stages | {"message_bytes": message_bytes})
@@ -131,6 +140,7 @@ def profile_pipeline(
         tuple(channels),
         report.ranks,
         report.predicted_bytes,
+        exchanges,
     )
 
 
@@ -161,20 +171,30 @@ def _layer_bytes(pipeline: Pipeline, batch: Batch, report: MemoryReport, optimiz
     # Only from the second such step on do custom functions and layers that run again leave their weights for later.
     split = [_measure_memory(pipeline, batch, split_backwards=_runs_wholes(pipeline)) for _ in range(2)][-1]
     has_main_weights = pipeline.options.main_gradients
-    found = state_bytes(pipeline.stages, optimizer, has_main_weights=has_main_weights)
+    found = state_bytes(
+        pipeline.stages, optimizer, has_main_weights=has_main_weights, is_sharded=pipeline.options.is_sharded
+    )
     state = {layer: {OPTIMIZER: size} for layer, size in found.items()}
     gathered = gather_sizes(pipeline.transport, state)
     return {**report.layer_bytes, CONTEXT: split.layer_bytes[CONTEXT], OPTIMIZER: gathered[OPTIMIZER]}
 
 
-def state_bytes(stages: Sequence[Stage], options: OptimizerSection, *, has_main_weights: bool) -> dict[str, int]:
-    """Return what the optimizer keeps of each layer, main weights included, seen from copies on the CPU."""
+def state_bytes(
+    stages: Sequence[Stage], options: OptimizerSection, *, has_main_weights: bool, is_sharded: bool = False
+) -> dict[str, int]:
+    """Return what the optimizer keeps of each layer, main weights included, seen from copies on the CPU.
+
+    With `is_sharded`, what all replicas keep of it together.
+    """
     found, seen = {}, set[int]()
     for stage in stages:
         for layer, module in enumerate(stage.layers.values(), stage.first_layer):
             own = [each for each in module.parameters() if each.requires_grad and id(each) not in seen]
             seen.update(map(id, own))
-            copies = [nn.Parameter(torch.zeros_like(local_part(each), device="cpu")) for each in own]
+            parts = [each.shape if is_sharded else local_part(each).shape for each in own]
+            copies = [
+                nn.Parameter(torch.zeros(shape, dtype=each.dtype)) for shape, each in zip(parts, own, strict=True)
+            ]
             store = GradientStore(copies.copy, MAIN_GRAD if has_main_weights else "grad")
             for copy in copies:
                 store.put(copy, dense_gradient(copy, store.attribute))
