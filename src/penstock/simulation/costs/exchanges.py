@@ -71,7 +71,8 @@ def _samples(timeline: Timeline) -> Iterator[tuple[Op, _Sample]]:
             start_s, end_s = float(timeline.start_s[row]), float(timeline.end_s[row])
             # Where the end of the one before is not known, this one may have begun at its launch.
             duration_s = end_s - (max(start_s, before_s) if is_before_true else start_s)
-            is_awaited = sees_ends or end_s - waits_s.get(row, start_s) > AWAITED * duration_s
+            free_s = waits_s.get(row, start_s)
+            is_awaited = sees_ends or free_s <= start_s or end_s - free_s > AWAITED * duration_s
             yield Op(int(program.op[row])), _Sample(int(program.stage[row]), duration_s, is_awaited)
             before_s, is_before_true = end_s, is_awaited
 
