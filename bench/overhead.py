@@ -243,7 +243,9 @@ class NoParameters:
     reduce_stage = None
 
     def __init__(self, passes: Mapping[int, StagePasses]) -> None:
-        self.unit_of = {stage: Unit([own.stage], own.gradients, Replicated(), ()) for stage, own in passes.items()}
+        self.unit_of = {
+            stage: Unit([own.stage], own.gradients, Replicated(), (), own.gradients) for stage, own in passes.items()
+        }
 
     def step_optimizer(self) -> None:
         """There is nothing to step."""

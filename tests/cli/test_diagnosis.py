@@ -195,7 +195,8 @@ def test_json_holds_the_same_with_seconds_that_add_up():
     document = json.loads(to_json(diagnosis))
 
     assert list(document) == [
-        "step", "schedule", "split", "step_s", "measured", "predicted", "clock_uncertainty_s", "finding", "spread",
+        "step", "schedule", "split", "step_s", "measured", "predicted", "clock_uncertainty_s", "replicas",
+        "waits_for_replicas", "finding", "spread",
         "advice", "idle_s", "losses", "early_weights", "critical_path", "changes",
     ]  # fmt: skip
     assert document["step_s"] == 33.0 + 9.0

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.execute.replicas.first_replica import SavedBuffers, Share, share
-from penstock.execute.replicas.gathered import Block, blocks_of, require_unchanged
+from penstock.execute.replicas.gathered import Block, GatheredParameter, blocks_of, require_unchanged
 from penstock.execute.replicas.lane import Exchange, ReplicaLane
 from penstock.execute.replicas.packed_parts import PackedParts, WholeGradients, parts_by_type
 from penstock.execute.replicas.summed import StageParts
@@ -57,6 +57,7 @@ class Sharded:
         self._blocks: Sequence[Block] = ()
         self._gathering: Exchange | None = None
         self._is_whole = False
+        self._trained: Sequence[GatheredParameter] = ()
         self._packed: Sequence[PackedParts] = ()
         self._sums: list[Tensor] = []
         """Per type of gradients, this replica's rows of what was reduced in this step."""
@@ -89,8 +90,11 @@ class Sharded:
         self._sums = []
         for block in self._blocks:
             block.begin_step()
+        if not is_training:
+            return
         trained = [each for block in self._blocks for each in block.parameters if each.whole.requires_grad]
-        self._packed = parts_by_type(trained, self._gradients, self._lane) if is_training else ()
+        if trained != self._trained:
+            self._trained, self._packed = trained, parts_by_type(trained, self._gradients, self._lane)
 
     def unshard(self) -> "_Launched":
         """Launch a gather of the unit."""

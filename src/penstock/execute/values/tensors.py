@@ -86,7 +86,8 @@ def local_part(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor:  # every message asks, and to look for an attribute in vain takes its time
         return tensor
     if is_dtensor(tensor):
-        tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+        with torch.no_grad():  # where it is a look at an attribute
+            tensor = tensor.to_local().detach()  # type: ignore[attr-defined]
     wait = getattr(tensor, "wait", None)  # of what a collective is still filling
     part: Tensor = tensor if wait is None else wait()
     return part
