@@ -47,8 +47,8 @@ LAYOUTS = [
     (2, 2, ("pipeline", "data"), "zbv", ONE),
     (2, 2, BOTH, "1f1b", OPTIMIZER),
     (1, 4, ("data",), "interleaved-1f1b", ALL),
-    (1, 4, BOTH, "zb-h1", ONE),
-    (4, 1, BOTH, "1f1b", TWO),
+    pytest.param(1, 4, BOTH, "zb-h1", ONE, marks=pytest.mark.full),
+    pytest.param(4, 1, BOTH, "1f1b", TWO, marks=pytest.mark.full),
 ]
 
 
@@ -315,7 +315,7 @@ def test_an_error_on_one_rank_is_one_on_all_and_the_next_step_is_right(four, bad
         assert loss == pytest.approx(expected, abs=1e-14)
 
 
-@pytest.mark.parametrize("setting", [ONE, OPTIMIZER], ids=name_of)
+@pytest.mark.parametrize("setting", [ONE, pytest.param(OPTIMIZER, marks=pytest.mark.full)], ids=name_of)
 def test_a_stopped_rank_is_named_by_all_others_at_the_deadline(setting):
     with RankPool(4) as pool:
         pool.begin(failing, 2, "stop", 2.0, 2, 2, setting)

@@ -82,7 +82,7 @@ def test_shards_need_a_mesh(setting):
     [(ONE, TWO), (OPTIMIZER, ALL), (NONE, ONE), (TWO, TWO | {"look_ahead": 0}), (ALL, ONE | {"look_ahead": 1})],
     ids=name_of,
 )
-@pytest.mark.parametrize("bad", [0, 3])
+@pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_ranks_with_other_settings_are_refused(odd, usual, bad):
     texts = refused(lambda places: made(places, **(odd if places.index == bad else usual)), ps.PipelineError)
 
@@ -132,7 +132,7 @@ def test_lazy_parameters_are_refused(setting):
 
 @pytest.mark.parametrize("setting", [OPTIMIZER, ONE], ids=name_of)
 @pytest.mark.parametrize("kind", ["hook", "post"])
-@pytest.mark.parametrize("bad", [None, 1, 3])
+@pytest.mark.parametrize("bad", [None, 3, pytest.param(1, marks=pytest.mark.full)])
 def test_hooks_of_parameters_are_refused(kind, setting, bad):
     def make(places):
         layers = hooked(kind if bad in (None, places.index) else "none")
@@ -235,7 +235,7 @@ def test_a_given_program_with_gathers_trains_replicas_too():
 
 
 @pytest.mark.parametrize("setting", [ONE, TWO, ALL], ids=name_of)
-@pytest.mark.parametrize("schedule", ["zbv", "interleaved-1f1b", "looped-bfs"])
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved-1f1b", pytest.param("looped-bfs", marks=pytest.mark.full)])
 def test_a_program_with_torchs_placement_runs_as_it_is(schedule, setting):
     schedule = ps.build(schedule, ranks=2, microbatches=MICROBATCHES)
     theirs = placed_by_torch(schedule)

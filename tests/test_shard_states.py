@@ -75,7 +75,7 @@ def test_an_evaluation_has_the_loss_of_all_rows_also_where_replicas_have_few(sch
 
     expected = square_loss(nn.Sequential(*job.make_layers())(job.inputs(11)), job.targets(11))
 
-    for loss in on_mesh(2, 2, case):
+    for loss in on_mesh(2, 2, case, deadline_s=5.0):
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
 
 
