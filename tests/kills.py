@@ -1,14 +1,14 @@
 """Kill ranks of real runs at random instants, and compare the weights at the end with those of an undisturbed run.
 
-python -m tests.kills --cases 50             half of them on 2 ranks, half on 4; half of the kills amid a checkpoint
-python -m tests.kills --cases 1 --seed 17    one of them again
+python -m tests.kills --cases 50               30 lines of ranks and 10 meshes under torchrun, which starts the ranks
+                                               again, and 10 meshes that `penstock train` starts (lost_replicas.py)
+python -m tests.kills --cases 1 --seed 1007    one of them again
 
-torchrun starts the ranks again. After each kill, the newest checkpoint that was announced must still be there and
+Half of the kills come amid a checkpoint. After each, the newest checkpoint that was announced must still be there and
 verify, or a newer one. Exit status 0 if every case holds.
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -19,119 +19,88 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.checkpoints.folder import CheckpointFolder
-from penstock.checkpoints.verification import verify
-from tests.tiny_run import PENSTOCK, fork_training, ranks_of, settings, start, write_tiny_run
+from tests import lost_replicas
+from tests.killed_runs import (
+    LINES,
+    LONGEST_S,
+    MESHES,
+    Undisturbed,
+    checkpoints_of,
+    lost,
+    problem_of_end,
+    wait_for_ranks,
+)
+from tests.tiny_run import PENSTOCK, fork, settings, start, write_tiny_run
 
-NUM_STEPS = 60
-LONGEST_S = 280
 MOST_KILLS = 2
-STARTING_POLL_S, SAVING_POLL_S = 0.05, 0.001
 RESTARTS = ("--max-restarts", str(MOST_KILLS), "--monitor-interval", "0.1")
-OPTIONS = (f"run.steps={NUM_STEPS}", "run.evaluate_every=0", "checkpoint.every=2", "checkpoint.keep_last=2")
+MESH_SEEDS, LOST_SEEDS = 1000, 2000
+"""Seeds from here on are those of meshes under torchrun, and of meshes that are started once."""
 
 
-def undisturbed(folder):
-    """Train without a kill, on one rank, and return the weights: any number of ranks comes to the same ones."""
-    folder.mkdir()
-    write_tiny_run(folder)
-    training = fork_training(folder, *OPTIONS)
-    _, complained = training.communicate(timeout=LONGEST_S)
-    assert training.returncode == 0, complained
-    return (folder / "run" / "weights.safetensors").read_bytes()
+def layout_of(seed):
+    return LINES[seed % len(LINES)] if seed < MESH_SEEDS else MESHES[seed % len(MESHES)]
 
 
-def case(folder, seed, weights):
-    """Train on 2 or 4 ranks of which some are killed; return what is wrong, or nothing, and how many were killed."""
+def case(folder, seed, undisturbed):
+    """Train on ranks of which some are killed; return what it was, what is wrong, if anything, and how many."""
+    if seed >= LOST_SEEDS:
+        return lost_replicas.case(folder, seed, undisturbed)
     chance = random.Random(seed)
-    num_ranks = 2 if seed % 2 else 4
+    layout = layout_of(seed)
+    weights = undisturbed.weights_of(layout)
     folder.mkdir()
     write_tiny_run(folder)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", *RESTARTS, "--nproc-per-node", str(num_ranks)]
-    options = settings(*OPTIONS, f"pipeline.ranks={num_ranks}", f"checkpoint.asynchronous={str(seed % 3 > 0).lower()}")
-    command = [*torchrun, *PENSTOCK, "train", "run.toml", *options]
-    with (folder / "output.txt").open("w") as output:
-        training = start(command, folder, stdout=output)
+    training = _start(layout, folder, is_asynchronous=seed % 3 > 0)
     try:
-        num_kills, problem = _kill(training, folder, chance, num_ranks)
+        num_kills, problem = _kill(training, folder, chance, layout)
         training.wait(timeout=LONGEST_S)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(training.pid, signal.SIGKILL)
-    return problem or _problem_of_end(training.returncode, folder, weights), num_kills
+    printed = (folder / "output.txt").read_text()
+    return str(layout), problem or problem_of_end(training.returncode, printed, folder, layout, weights), num_kills
 
 
-def _kill(training, folder, chance, num_ranks):
+def _start(layout, folder, *, is_asynchronous):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", *RESTARTS, "--nproc-per-node", str(layout.num_processes)]
+    options = settings(*layout.options, f"checkpoint.asynchronous={str(is_asynchronous).lower()}")
+    command = [*torchrun, *PENSTOCK, "train", "run.toml", *options]
+    with (folder / "output.txt").open("w") as output:
+        if layout.replicas > 1:  # four imports of torch per attempt would take longer than the run
+            return fork(command, folder, output=output.name)
+        return start(command, folder, stdout=output)
+
+
+def _kill(training, folder, chance, layout):
     """Kill ranks until the restarts are used up; return how many, and whether a checkpoint was lost."""
-    checkpoints = CheckpointFolder(folder / "run" / "checkpoints")
+    checkpoints = checkpoints_of(folder)
     num_kills, killed = 0, set()
     for _ in range(chance.randint(1, MOST_KILLS)):
-        ranks = _wait_for_ranks(training, num_ranks, killed, chance, checkpoints)
+        ranks = wait_for_ranks(training, layout, killed, chance, checkpoints)
         if ranks is None:
             break
         announced = max(checkpoints.steps(), default=0)
         try:
-            os.kill(ranks[chance.randrange(num_ranks)], signal.SIGKILL)
+            os.kill(ranks[chance.randrange(layout.num_processes)], signal.SIGKILL)
         except ProcessLookupError:  # the run has just ended
             break
         num_kills += 1
         killed |= set(ranks.values())
-        problem = _lost(checkpoints, announced)
+        problem = lost(checkpoints, announced)
         if problem:
             return num_kills, problem
     return num_kills, ""
 
 
-def _wait_for_ranks(training, num_ranks, killed, chance, checkpoints):
-    """Return the ranks at a random instant of an attempt; None where the run has ended before."""
-    is_amid_save = chance.random() < 0.5
-    goal = chance.randint(1, NUM_STEPS // 2)  # the run is to be there still
-    delay_s = chance.uniform(0.0, 0.02)
-    end_s = time.monotonic() + LONGEST_S
-    ranks = {}
-    while training.poll() is None and time.monotonic() < end_s:
-        if not ranks:
-            time.sleep(STARTING_POLL_S)  # starting takes seconds, and looking takes time from it
-            found = ranks_of(training.pid)
-            ranks = found if len(found) == num_ranks and not killed & set(found.values()) else {}
-            continue
-        is_far = max(checkpoints.steps(), default=0) >= goal
-        is_saving = any(checkpoints.path.glob("step-*.partial"))
-        if (is_far or goal <= 3) and (is_saving or not is_amid_save):
-            time.sleep(delay_s)
-            if ranks_of(training.pid) == ranks:
-                return ranks
-            ranks = {}  # they have ended, and others may follow
-            continue
-        time.sleep(SAVING_POLL_S)
-    return None
-
-
-def _lost(checkpoints, announced):
-    """Look for a checkpoint at least as new as what was announced, while the others may still remove older ones."""
-    problems = []
-    for _ in range(20):
-        for step in checkpoints.steps():
-            try:
-                verify(checkpoints.of_step(step))
-            except Exception as error:
-                problems.append(str(error))
-                continue
-            if step >= announced:
-                return ""
-        if not announced:
-            return ""
-        time.sleep(0.05)
-    return f"step {announced} was announced, and nothing as new verifies: {problems[-3:]}"
-
-
-def _problem_of_end(status, folder, weights):
-    if status != 0:
-        return f"ended with {status}: {(folder / 'output.txt').read_text()[-3000:]}"
-    if (folder / "run" / "weights.safetensors").read_bytes() != weights:
-        return "the weights differ"
-    steps = {json.loads(line)["step"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()}
-    return "" if steps == set(range(1, NUM_STEPS + 1)) else f"metrics have the steps {sorted(steps)}"
+def seeds_of(num_cases, first):
+    """Of five cases three are lines and two are meshes; from the seed of a mesh on, all are of its sort."""
+    if first >= MESH_SEEDS:
+        return list(range(first, first + num_cases))
+    num_meshes = num_cases // 5
+    num_lines = num_cases - 2 * num_meshes
+    begins = (first, num_lines), (first + MESH_SEEDS - 1, num_meshes), (first + LOST_SEEDS - 1, num_meshes)
+    return [seed for begin, count in begins for seed in range(begin, begin + count)]
 
 
 def main():
@@ -142,19 +111,16 @@ def main():
     num_failed = num_kills = 0
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="penstock-kills-") as folder:
-        print("training once without a kill ...", flush=True)
-        weights = undisturbed(Path(folder) / "whole")
-        first_s = time.monotonic()
-        for number in range(1, arguments.cases + 1):
-            seed = arguments.seed + number - 1
+        undisturbed = Undisturbed(Path(folder) / "undisturbed")
+        for number, seed in enumerate(seeds_of(arguments.cases, arguments.seed), start=1):
             begin_s = time.monotonic()
-            problem, killed = case(Path(folder) / str(seed), seed, weights)
+            told, problem, killed = case(Path(folder) / str(seed), seed, undisturbed)
             num_kills += killed
             num_failed += bool(problem)
             now_s = time.monotonic()
-            left_s = (now_s - first_s) / number * (arguments.cases - number)
+            left_s = (now_s - started_s) / number * (arguments.cases - number)
             print(
-                f"case {number} of {arguments.cases}, seed {seed}: {killed} killed, {now_s - begin_s:.0f} s, "
+                f"case {number} of {arguments.cases}, seed {seed}, {told}: {killed} killed, {now_s - begin_s:.0f} s, "
                 f"{problem or 'ok'}; about {left_s / 60:.0f} min left",
                 flush=True,
             )
