@@ -1,5 +1,6 @@
 """Diagnosis: the right culprit, the same one on every rank."""
 
+import mmap
 import os
 import re
 import signal
@@ -213,6 +214,23 @@ def test_a_failure_is_blamed_before_the_end_of_the_process_that_followed_it(slee
     boards[0].note_wait(1)
 
     assert diagnose(boards[0], describe).reason == "at the start of its step it raised MemoryError: planted"
+
+
+@pytest.mark.parametrize("numbers", [[0, 2, 1, 3], [4, 6, 5, 7]], ids=["another order", "a part of the ranks"])
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_a_rank_of_a_mesh_is_blamed_by_its_number_wherever_it_is_in_the_mesh(sleeper, numbers, culprit):
+    places = [{"pipeline": index % 2, "data": index // 2} for index in range(4)]
+    names = RankNames.on_mesh(numbers, places)
+    memory = mmap.mmap(-1, 8 * SLOT_BYTES)
+    boards = [PositionBoard(memory, number, names) for number in numbers]
+    sleeper.kill()
+    sleeper.wait()
+    pack_into("<q", memory, numbers[culprit] * SLOT_BYTES, sleeper.pid)
+
+    verdict = diagnose(boards[0], describe)
+
+    assert verdict.culprit == numbers[culprit]
+    assert verdict.heading.startswith(f"{names[culprit]} is the culprit: its process {sleeper.pid} is gone")
 
 
 # --- planted faults on a line of four processes: rank r waits for rank r + 1, and rank 2 does not answer

@@ -157,11 +157,10 @@ def _failed(positions: list[RankPosition], describe: Describe) -> Verdict | None
 
 def _broken(positions: list[RankPosition], describe: Describe) -> Verdict | None:
     seen = [position for position in positions if position.state not in (State.UNKNOWN, State.DONE)]
-    troubles = {position.rank: process_trouble(position.pid) for position in seen}
+    troubles = [process_trouble(position.pid) for position in seen]
     for cause in (Cause.GONE, Cause.STOPPED):
-        ranks = [rank for rank, trouble in troubles.items() if trouble == cause.value]
-        if ranks:
-            first = positions[ranks[0]]
+        if cause.value in troubles:
+            first = seen[troubles.index(cause.value)]
             reason = f"its process {first.pid} is {cause.value}, {place_of(first, describe)}"
             return Verdict(first.rank, cause, reason)
     return None
