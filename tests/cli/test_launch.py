@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from penstock.cli import launch
-from penstock.errors import ConfigError, PipelineError
+from penstock.cli.failure import RankFailure, first_cause
+from penstock.errors import ConfigError, PeerLost
 from penstock.train import devices
 from tests.cli.processes import LOOPBACK, is_alive, listening_addresses, stop, wait_until, written_pids
 
@@ -168,7 +169,7 @@ def test_a_rank_of_a_later_attempt_meets_under_its_prefix():
     assert all(key.startswith("attempt3/") for key in keys), keys
 
 
-def test_a_rank_that_meets_nobody_says_whom_it_looked_for():
+def test_a_rank_that_meets_nobody_says_whom_it_looked_for_and_is_not_the_cause_where_another_was_killed():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
     environment = {
@@ -179,8 +180,13 @@ def test_a_rank_that_meets_nobody_says_whom_it_looked_for():
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
-    with pytest.raises(PipelineError, match=rf"rank 1 of 2 could not meet the others at 127.0.0.1:{port} within 0 s"):
+    with pytest.raises(
+        PeerLost, match=rf"rank 1 of 2 could not meet the others at 127.0.0.1:{port} within 0 s"
+    ) as lost:
         launch.join_ranks(environment, timeout_s=0.1)
+
+    told = [RankFailure.of(lost.value, 1, str(lost.value))]
+    assert first_cause({0: -signal.SIGKILL, 1: 4}, told).rank == 0
 
 
 @pytest.mark.parametrize("text", ["", "two", "-1"])

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from penstock.cli.failure import RankFailure, first_cause, read_failures, unfinished
 from penstock.cli.lifetime import end_stragglers, interrupts_handled_by, run_id_of
-from penstock.errors import ConfigError, PipelineError
+from penstock.errors import ConfigError, PeerLost
 from penstock.execute.transport.torchrun import backend_for
 from penstock.train import devices
 
@@ -114,7 +114,7 @@ def join_ranks(environment: Mapping[str, str], *, device: str = "auto", timeout_
 
     The backend is gloo, and NCCL or its like where the ranks compute on GPUs, as `device` says (`run.device`).
     Raises: ConfigError for a variable that is missing or no number, and where this machine has too few GPUs;
-    PipelineError where the other ranks are not met within `timeout_s`.
+    PeerLost where the other ranks are not met within `timeout_s`.
     """
     rank, num_ranks = read_number(environment, "RANK"), read_number(environment, "WORLD_SIZE")
     backend = _choose_backend(environment, device)
@@ -127,7 +127,7 @@ def join_ranks(environment: Mapping[str, str], *, device: str = "auto", timeout_
             dist.init_process_group(backend, init_method="env://", rank=rank, world_size=num_ranks, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         where = f"{environment.get('MASTER_ADDR', '?')}:{environment.get('MASTER_PORT', '?')}"
-        raise PipelineError(
+        raise PeerLost(  # where another rank was killed meanwhile, the launcher tells that
             f"rank {rank} of {num_ranks} could not meet the others at {where} within {timeout_s:.0f} s ({error}). "
             "See that every rank was started and reaches that address."
         ) from error
