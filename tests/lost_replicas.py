@@ -6,6 +6,7 @@ then continue, and come to the weights of an undisturbed run. The cases have see
 
 import os
 import random
+import re
 import signal
 import time
 from contextlib import suppress
@@ -50,7 +51,7 @@ class Fault:
     name: str
     status: ExitStatus
     words: str
-    """What the message says of the rank, right after its name."""
+    """How the message begins, a regular expression."""
     deadline_s: float = PATIENT_S
     number: signal.Signals | None = None
     """The signal, at a random instant of the run."""
@@ -66,13 +67,17 @@ class Fault:
         return NOTICE_S if self.deadline_s == PATIENT_S else self.deadline_s + SURPLUS_S
 
 
-KILL = Fault("kill", ExitStatus.RANK_FAILED, "is the culprit: its process", number=signal.SIGKILL)
-STOP = Fault("stop", ExitStatus.HANG_ENDED, "is the culprit: its process", DEADLINE_S, number=signal.SIGSTOP)
-# Told to end, a rank that computes has twice the deadline for its step.
+KILL = Fault("kill", ExitStatus.RANK_FAILED, "rank {rank} was ended by SIGKILL", number=signal.SIGKILL)
+STOP = Fault("stop", ExitStatus.HANG_ENDED, "{name} is the culprit: its process", DEADLINE_S, number=signal.SIGSTOP)
 SLOW = Fault(
-    "slow", ExitStatus.HANG_ENDED, "is the culprit", DEADLINE_S, harm="time.sleep(600)", leave_s=2 * DEADLINE_S + 2.0
+    "slow",
+    ExitStatus.HANG_ENDED,
+    "{name} is the culprit: it has been in",
+    DEADLINE_S,
+    harm="time.sleep(600)",
+    leave_s=2 * DEADLINE_S + 2.0,  # told to end, a rank that computes has twice the deadline for its step
 )
-RAISE = Fault("raise", ExitStatus.RANK_FAILED, "planted", harm="raise ValueError('planted')")
+RAISE = Fault("raise", ExitStatus.RANK_FAILED, "{name}, .*ValueError: planted", harm="raise ValueError('planted')")
 FAULTS = (KILL, KILL, STOP, SLOW, RAISE)
 
 
@@ -156,8 +161,8 @@ def _strike(training, folder, loss, chance, checkpoints):
 
 
 def _problem_of_message(status, complained, loss):
-    name = loss.layout.name_of(loss.rank)
-    is_named = name in complained and loss.fault.words in complained
-    if status == loss.fault.status and is_named and complained.count("penstock: ") == 1:
+    words = loss.fault.words.format(rank=loss.rank, name=re.escape(loss.layout.name_of(loss.rank)))
+    messages = re.findall("^penstock: (.*)", complained, re.MULTILINE)
+    if status == loss.fault.status and len(messages) == 1 and re.match(words, messages[0]):
         return ""
-    return f"ended with {status}, and does not name {name}: {complained[-3000:]}"
+    return f"ended with {status} without {words!r}: {complained[-3000:]}"
