@@ -113,7 +113,7 @@ class ReplicaLane:
         if self._is_on_device:
             parts = [buffer.new_empty(buffer.numel() // self.transport.num_ranks) for buffer in buffers]
             pairs = zip(parts, buffers, strict=True)
-            tickets = [self._post(buffer, partial(sum_into, part=part, whole=buffer)) for part, buffer in pairs]
+            tickets = [self._post(part, partial(sum_into, part=part, whole=buffer)) for part, buffer in pairs]
             return self._launch(_OnDevice(self.transport, tickets, [*buffers, *parts], lambda: then(parts)))
         parts = [buffer.view(self.transport.num_ranks, -1)[self.transport.rank] for buffer in buffers]
         return self._launch(_ScatteredSum(self.transport, buffers, lambda: self._give(parts, buffers, then)))

@@ -112,7 +112,7 @@ class TorchTransport:
     def post_exchange(self, held: Tensor, begin: Callable[[Backend], dist.Work]) -> Ticket:
         """Begin a collective of all ranks on their accelerators, such as a sum, without blocking. Raises: PeerLost.
 
-        It lives as long as its ticket is not waited for, and `held` with it. Which rank is late cannot be seen: the
+        What it writes, `held`, lives until its ticket is waited for. Which rank is late cannot be seen: the
         ticket names the next one, which waits for the one behind it if it waits.
         """
         ticket = Ticket((self.rank + 1) % self.num_ranks, True, self._next_serial)
