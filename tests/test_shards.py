@@ -312,6 +312,8 @@ def live_storages():
     for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor):  # what isinstance asks of, torch may warn of
             local = each.to_local() if isinstance(each, DTensor) else each
+            if local.layout is not torch.strided:
+                continue
             storage = local.untyped_storage()
             found[storage._cdata] = storage.nbytes()
     return found

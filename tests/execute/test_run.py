@@ -227,7 +227,7 @@ def test_what_a_program_does_not_free_is_an_error():
     runner, program = pipeline._runner, pipeline.program
     compiled = runner._programs.of(Mode.TRAIN, 2)
     bounds = [bound for bound in compiled.bounds if "0B1" not in str(program.instruction(bound.row))]
-    runner._programs._compiled[Mode.TRAIN, 2] = replace(compiled, bounds=bounds)
+    runner._programs._compiled[Mode.TRAIN, 2, 2] = replace(compiled, bounds=bounds)
 
     error = error_of(step_task, pipeline, task)
 

@@ -31,7 +31,7 @@ def runner_of(task, planned, loss=square_loss):
     layers = task.make_layers()
     assembly = assemble(layers, schedule.placement, split_over(schedule.placement, len(layers)), 0, device=CPU)
 
-    def program_of(mode, num_microbatches):
+    def program_of(mode, num_microbatches, most):
         planned.append(mode)
         return prove_and_lower(schedule if mode.is_training else schedule.forward_only())
 

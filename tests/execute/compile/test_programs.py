@@ -14,7 +14,7 @@ SCHEDULE = build("1f1b", ranks=2, microbatches=2)
 
 
 def programs(planned, places):
-    def plan(mode, num_microbatches):
+    def plan(mode, num_microbatches, most):
         planned.append((mode, num_microbatches))
         return prove_and_lower(SCHEDULE if mode.is_training else SCHEDULE.forward_only())
 

@@ -30,7 +30,7 @@ def test_with_replicas_they_are_shares_of_the_job_and_count_is_asked_once():
     own = batch([(3, 5), (1, 7)])
 
     assert maker.weigh(own) == BatchWeight(4, 12.0, 2)
-    job = JobStep(BatchWeight(8, 48.0, 4), False)
+    job = JobStep(BatchWeight(8, 48.0, 4), 4, False)
     found = maker.of(batch([(3, 5), (1, 7)], job), is_training=True)
 
     assert asked == [5, 7]
@@ -43,18 +43,18 @@ def test_a_rank_without_a_last_stage_counts_nothing():
     maker = LossMaker(loss, LossWeights(count=lambda target: 1 / 0), None, is_last=False)
 
     assert maker.weigh(batch([(3, None)])) == BatchWeight(3, 3, 1)
-    assert maker.of(batch([(3, None)], JobStep(BatchWeight(6, 9, 2), False)), is_training=True).shares.weights == []
+    assert maker.of(batch([(3, None)], JobStep(BatchWeight(6, 9, 2), 4, False)), is_training=True).shares.weights == []
 
 
 def test_batches_without_rows_weigh_alike_and_sums_are_not_weighed():
-    job = JobStep(BatchWeight(0, 0, 4), False)
+    job = JobStep(BatchWeight(0, 0, 4), 4, False)
     maker = LossMaker(loss, LossWeights(), None, is_last=True)
     maker.weigh(batch([(0, None)] * 2))
     assert maker.of(batch([(0, None)] * 2, job), is_training=True).shares.weights == [0.25, 0.25]
 
     maker = LossMaker(loss, LossWeights("sum"), None, is_last=True)
     maker.weigh(batch([(3, None)] * 2))
-    job = JobStep(BatchWeight(9, 9, 4), False)
+    job = JobStep(BatchWeight(9, 9, 4), 4, False)
     assert maker.of(batch([(3, None)] * 2, job), is_training=True).shares.weights == [1, 1]
 
 
