@@ -337,6 +337,7 @@ def num_whole(weights):
     return sum(weight.untyped_storage().nbytes() > weight.element_size() for weight in held)
 
 
+@pytest.mark.full
 def test_a_rank_that_builds_its_layers_holds_one_whole_stage_at_a_time():
     """A stage has two layers."""
     most = {}
