@@ -19,7 +19,7 @@ from tests.emulated.runtime import RUNTIME
 DEADLINE_S = 2.0
 LATE_S = DEADLINE_S + 1.0
 NUM_MICROBATCHES = 4
-HOST = "penstock.construction:host_of_processes"
+HOST = "penstock.construction_plan:host_of_processes"
 CALL = 2
 """The fault is in the call of a layer for this microbatch of a step, counted from 0."""
 
