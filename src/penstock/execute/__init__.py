@@ -27,6 +27,7 @@ From below to above; a part imports those before it, and no others:
     step.py          `Step`, and `Bound`, one call of it
     split/           which weight gradients wait        backend.py  torch.compile for split backwards
     stages/          layers, their passes, their features
+    lost_device.py   what is kept where a device fails
     own_parameters.py     what the modules of a rank hold now
     rank_parameters.py    the units of a rank: what shares parameters
     ops/             what each operation does           observing/  what looks at calls

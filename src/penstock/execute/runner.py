@@ -27,6 +27,7 @@ from penstock.execute.losses.exchange import LossExchange
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
 from penstock.execute.losses.results import StepResult
 from penstock.execute.losses.weighing import LossMaker
+from penstock.execute.lost_device import keeping_what_is_lost
 from penstock.execute.observing.checked_values import ValueChecks
 from penstock.execute.observing.clock import ClockComparison
 from penstock.execute.observing.log import log_plan, message_log
@@ -137,7 +138,7 @@ class Runner:
             patience = self._compilations.in_step(batch.agreed, flatten((call.args, call.target))[0])
             del batch  # 3 from here on the step alone holds the data, and all that is made of them
             of_step = self._observers_of_step(compiled, call, memory)  # 4 what looks at this step alone
-            with patience, step:
+            with patience, step, keeping_what_is_lost(self._device):
                 # Over before the exchange: what raises at its end must fail the step on all ranks too.
                 with self._around_loop(mode, compiled, step, of_step):
                     run_step(compiled, step, self._failures.board.note, compiled.bounds_with(of_step))  # 5 the loop
