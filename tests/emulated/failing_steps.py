@@ -40,6 +40,8 @@ class Failing:
     are_apart: bool = False
     """Whether each rank is on a host of its own: none sees the position of another, nor has a socket to it."""
     deadline_s: float = DEADLINE_S
+    blocks_hosts: bool = False
+    """Whether the layers of all ranks but the culprit copy to the host, which so waits for its device."""
 
     def __str__(self):
         return f"{self.kind} in {self.place} of rank {self.culprit}, run_ahead={self.run_ahead}, {self.family}"
@@ -93,11 +95,14 @@ class Fault:
 class Faulty(nn.Module):
     """Computes what `block` does, with a fault in front of its forward or its backward."""
 
-    def __init__(self, block):
+    def __init__(self, block, *, blocks_host):
         super().__init__()
         self.block, self.fault, self.place = block, None, None
+        self.blocks_host = blocks_host
 
     def forward(self, hidden):
+        if self.blocks_host:
+            hidden.detach().cpu()
         if self.place == "forward":
             self.fault.happen(hidden)
         if self.place == "backward":
@@ -148,7 +153,8 @@ def pipeline_with_fault(failing, device, transport):
     rank, num_ranks, fault = transport.rank, transport.num_ranks, Fault(failing.kind)
     with DRAWING:
         torch.manual_seed(0)
-        layers = [Faulty(Block()) for _ in range(2 * num_ranks)]
+        blocks_host = failing.blocks_hosts and rank != failing.culprit
+        layers = [Faulty(Block(), blocks_host=blocks_host) for _ in range(2 * num_ranks)]
     for layer in layers[2 * rank : 2 * rank + 1] if rank == failing.culprit else []:
         layer.fault, layer.place = fault, failing.place
     pipeline = Pipeline(

@@ -87,6 +87,19 @@ def test_a_rank_that_is_late_is_named_by_the_deadline_and_a_later_step_is_right(
     expect_right_steps_around(emulated, found, failing)
 
 
+@pytest.mark.parametrize("kind", ["raises", "late"])
+def test_a_host_that_its_device_blocks_learns_of_a_failure_too(emulated, kind):
+    """A layer copies to the host, which so waits for a device that waits for a peer."""
+    failing = Failing(kind, run_ahead=2, blocks_hosts=True)
+
+    found = run(emulated, failing)
+
+    others = [found[0], Ended(began_s=found[1].began_s, blamed=1, ended_s=0.0), found[2]]
+    expect_named_in_time(others, 1, DEADLINE_S + SLACK_S + BUSY_S)
+    assert [ended.num_retries for ended in found] == [0, 0, 0]
+    expect_right_steps_around(emulated, found, failing)
+
+
 @AHEAD
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_a_kernel_that_fails_on_the_device_is_named(emulated, run_ahead, place):

@@ -66,6 +66,21 @@ def test_an_idle_rank_is_not_slow():
     assert board.read(0).stack == ""
 
 
+def test_a_rank_is_unblocked_only_in_an_instruction_that_lasts():
+    (board,) = boards_of_threads(1)
+    clock, calls = Clock(), []
+    with Watchdog(board, 1000.0, unblock=lambda: calls.append(clock.ahead_s), clock=clock) as watchdog:
+        clock.ahead_s = 10.0
+        watchdog.look()  # between steps
+        clock.ahead_s = 0.0
+        board.note(0)
+        watchdog.look()
+        clock.ahead_s = 2.0
+        watchdog.look()
+
+    assert calls == [2.0]
+
+
 def hang_as_rank(board, is_over):
     with Watchdog(board, 0.2):
         board.note(0)

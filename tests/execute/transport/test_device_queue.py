@@ -194,6 +194,43 @@ def test_a_message_that_fails_names_its_peer():
     assert "remote process exited" in str(error)
 
 
+def test_another_thread_sees_from_when_on_a_device_waits_in_vain():
+    device, works = Device(), [Work(), Work()]
+    queue = queue_of(device, *works)
+    device.now_s = 100.0
+    assert queue.why_held_up() is None  # the device has not come there
+    device.num_reached = 1
+    assert queue.why_held_up() is None
+    device.now_s, works[0].is_there = 101.9, True
+    assert queue.why_held_up() is None
+    device.now_s, device.num_reached = 102.1, 2
+    assert queue.why_held_up() is None
+    device.now_s = 104.2
+
+    error = queue.why_held_up()
+
+    assert isinstance(error, DeadlineExceeded)
+    assert error.peer == 2
+    works[1].is_there = True
+    assert queue.why_held_up() is None
+
+
+def test_another_thread_sees_a_peer_that_has_given_up_only_where_the_device_waits():
+    device, notes, work = Device(), Notes(), Work()
+    queue = queue_of(device, work, notes=notes)
+    notes.failed_peer = 2
+    assert queue.why_held_up() is None
+    device.num_reached = 1
+
+    error = queue.why_held_up()
+
+    assert isinstance(error, PeerLost)
+    assert error.peer == 2
+    assert len(queue._followed) == 1
+    work.is_there = True
+    assert queue.why_held_up() is None
+
+
 def test_what_is_forgotten_is_waited_for_no_more():
     device = Device()
     queue = queue_of(device, Work())
@@ -307,6 +344,7 @@ def with_stand_in(rank):
     transport.device_queue = queue = DeviceQueue(
         transport, transport._open, device.marker, read_clock=lambda: device.now_s
     )
+    transport.is_device_held_up = queue.is_held_up
     ticket, sent = transport.post_receive(3, torch.zeros(1)), transport.post_send(3, torch.zeros(1))
     receive, send = link.works
     notes = Notes()

@@ -1,8 +1,12 @@
 """What a rank does when a step fails: finds out why, tells the others, and makes a fresh start possible.
 
 Each step begins here, afresh if the one before failed (part 1 of a step).
+
+Guarantees: the watchdog's thread gives up messages of a step that is under way alone, never of a later one. Relies on:
+messages may be given up by another thread than the step's own.
 """
 
+import threading
 import traceback
 import weakref
 
@@ -13,6 +17,7 @@ from penstock.execute.control.diagnosis import Cause, Describe, Verdict, diagnos
 from penstock.execute.control.error_notes import noted_place
 from penstock.execute.control.positions import Failure, PositionBoard, RankPosition, State, read_all
 from penstock.execute.control.watchdog import Watchdog
+from penstock.execute.transport.device_queue import device_queue_of
 from penstock.execute.transport.places import Places
 
 NUM_CALLS = 6
@@ -32,7 +37,8 @@ class FailureReporter:
         self._describe = describe
         self.board = board
         places.watch(board)
-        self._watchdog = Watchdog(board, places.pipeline.deadline_s)
+        self._unblocking = _Unblocking(places)
+        self._watchdog = Watchdog(board, places.pipeline.deadline_s, unblock=self._unblocking.look)
         # A pipeline that is dropped without close() takes its thread along.
         weakref.finalize(self, self._watchdog.stop)
         self.has_failed = False
@@ -40,11 +46,15 @@ class FailureReporter:
 
     def begin(self, step: int) -> None:
         """Note that a step begins on the calling thread."""
+        self._unblocking.begin()
         self.board.note_step(step)
         self._watchdog.start()
 
     def end(self) -> None:
-        """Note that a step is over."""
+        """Note that a step is over. Raises: PeerLost, DeadlineExceeded, where it has ended without its messages."""
+        error = self._unblocking.end()
+        if error is not None:
+            raise error
         self.board.note_idle()
 
     def recover(self) -> None:
@@ -63,6 +73,9 @@ class FailureReporter:
         if self.has_failed and waited is not None:
             return self._not_recovered(waited)
         self.has_failed = True
+        # Whatever this rank came upon without its messages, the cause is why it has none.
+        error = self._unblocking.end() or error
+        waited = _own_wait(error)
         position = self.board.read(self.board.rank)  # before the state becomes FAILED
         if waited is None:
             calls = "".join(traceback.format_exception(error, limit=-NUM_CALLS))
@@ -129,6 +142,44 @@ class FailureReporter:
             peer=error.peer,
             waited_s=error.waited_s,
         )
+
+
+class _Unblocking:
+    """Ends the waits of a device for peers that will not come.
+
+    Where the device blocks the host meanwhile, as a copy to the host does, the host cannot.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._lock = threading.Lock()
+        self._is_in_step = False
+        self._error: PeerLost | DeadlineExceeded | None = None
+
+    def begin(self) -> None:
+        """Begin with a step, whose messages may be given up from now on."""
+        with self._lock:
+            self._is_in_step, self._error = True, None
+
+    def end(self) -> PeerLost | DeadlineExceeded | None:
+        """End with a step; return why its messages were given up, if they were."""
+        with self._lock:
+            self._is_in_step = False
+            return self._error
+
+    def look(self) -> None:
+        """Give up all messages where the device waits in vain, so that it goes on, and the host with it.
+
+        For the thread of the watchdog.
+        """
+        queue = device_queue_of(self._places.pipeline)
+        if queue is None:
+            return
+        with self._lock:
+            error = queue.why_held_up() if self._is_in_step and self._error is None else None
+            if error is not None:
+                self._error = error
+                self._places.abort()
 
 
 def _own_wait(error: BaseException) -> PeerLost | DeadlineExceeded | None:

@@ -1,7 +1,8 @@
-"""A thread that shows a slow rank's Python stack to the other ranks.
+"""A thread that shows a slow rank's Python stack to the other ranks, and looks at what may block the rank.
 
 A rank that hangs cannot say where. Its watchdog can: once an instruction has lasted a quarter of the deadline, the
 stack of the rank's thread goes to the position board, in time for the peers, whose own waits end at the deadline.
+Long before, `unblock` is called again and again: a host that its device blocks notices nothing by itself.
 
 Guarantees: no error in it ends a step, and it ends with its process or with `stop`. Relies on: the instruction leaves
 Python's lock to other threads from time to time; one that keeps it, as in a call into C, shows no stack.
@@ -18,15 +19,28 @@ from penstock.execute.control.positions import PositionBoard, State
 
 SLOW_PART = 0.25
 LOOKS_PER_DEADLINE = 16
+LONGEST_PAUSE_S = 1.0
 LONGEST_STOP_S = 0.5
+
+
+def _do_nothing() -> None: ...
 
 
 class Watchdog:
     """Watches the rank on whose thread `start` was called."""
 
-    def __init__(self, board: PositionBoard, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        board: PositionBoard,
+        deadline_s: float,
+        *,
+        unblock: Callable[[], None] = _do_nothing,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._board = board
         self._deadline_s = deadline_s
+        self._pause_s = min(deadline_s / LOOKS_PER_DEADLINE, LONGEST_PAUSE_S)
+        self._unblock = unblock
         self._clock = clock
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -59,18 +73,22 @@ class Watchdog:
         self.stop()
 
     def look(self) -> None:
-        """Write the watched thread's stack onto the board if its instruction is slow."""
+        """Write the watched thread's stack onto the board if its instruction is slow, and have it unblocked."""
         position = self._board.read(self._board.rank)
         is_busy = position.state in (State.RUNNING, State.WAITING, State.COMPILING)
-        if is_busy and self._clock() - position.since_s > SLOW_PART * self._deadline_s:
+        lasted_s = self._clock() - position.since_s
+        if is_busy and lasted_s > self._pause_s:
+            self._unblock()
+        if is_busy and lasted_s > SLOW_PART * self._deadline_s:
             self._board.note_stack(stack_of(self._watched))
         elif position.stack:
             self._board.note_stack("")
 
     def _watch(self) -> None:
-        while not self._is_over.wait(self._deadline_s / LOOKS_PER_DEADLINE):
-            # A diagnosis must not break the run: no file handle left or a full disk only costs the stack.
-            with suppress(OSError, ValueError):
+        while not self._is_over.wait(self._pause_s):
+            # A diagnosis must not break the run: no file handle left or a full disk only costs the stack, and what a
+            # device that has failed says to this, the rank's own thread hears too.
+            with suppress(OSError, ValueError, RuntimeError):
                 self.look()
 
 

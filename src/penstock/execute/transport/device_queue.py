@@ -4,8 +4,9 @@
     device   ...        waits for R0  F0  waits for R1  F1 ...
 
 Guarantees: a host that waits for its device (`await_device`) learns in time that the device waits for a peer that is
-late or lost. The time against that peer begins when the device has come to the receive, not when the host queued it.
-Relies on: torch lets the current stream wait for a message and the host go on.
+late or lost; for a host that is blocked by its device, another thread can look. The time against that peer begins when
+the device has come to the receive, not when the host queued it. Relies on: torch lets the current stream wait for a
+message and the host go on.
 """
 
 from collections import deque
@@ -59,6 +60,8 @@ class DeviceQueue:
         self._read_clock = read_clock
         self._followed: deque[_Followed] = deque()
         self._held_up_since_s: float | None = None
+        self._seen: tuple[_Followed, float] | None = None
+        """What held the device up when another thread looked, and since when."""
         self.observer: WaitObserver | None = None
 
     def follow(self, ticket: Ticket) -> None:
@@ -101,13 +104,38 @@ class DeviceQueue:
             raise deadline_exceeded(self._names, self._transport.rank, ticket, waited_s, deadline_s)
         return True
 
+    def why_held_up(self) -> PeerLost | DeadlineExceeded | None:
+        """Return why the device waits in vain, if it does: its peer has given up, or is late. For any thread to call.
+
+        A host that is blocked by its device, as by a copy to the host, cannot look by itself.
+        """
+        try:
+            followed = next((each for each in self._followed if not each.message.has_ended()), None)
+        except RuntimeError:  # the host has followed or forgotten one meanwhile, so it is not blocked
+            followed = None
+        if followed is None or not followed.reached.query():
+            self._seen = None
+            return None
+        if self._seen is None or self._seen[0] is not followed:
+            self._seen = followed, self._read_clock()
+        waited_s, deadline_s = self._read_clock() - self._seen[1], self._transport.deadline_s
+        if waited_s >= deadline_s:
+            return deadline_exceeded(self._names, self._transport.rank, followed.ticket, waited_s, deadline_s)
+        return self._given_up_by_peer(waited_s)
+
     def _require_peers(self) -> None:
+        error = self._given_up_by_peer(self._waited_s())
+        if error is not None:
+            raise error
+
+    def _given_up_by_peer(self, waited_s: float) -> PeerLost | None:
         """Notice a peer that has given up the step: to abort a communicator wakes nobody at its other end."""
         peer = None if self.observer is None else self.observer.gave_up()
-        if peer is not None:
-            own = self._names[self._transport.rank]
-            text = f"{own}: {self._names.of_number(peer)} has given up the step. Look at its output for the cause"
-            raise PeerLost(text, rank=peer, peer=peer, waited_s=self._waited_s())
+        if peer is None:
+            return None
+        own = self._names[self._transport.rank]
+        text = f"{own}: {self._names.of_number(peer)} has given up the step. Look at its output for the cause"
+        return PeerLost(text, rank=peer, peer=peer, waited_s=waited_s)
 
     def require_device(self) -> None:
         """Raise what this rank's own device has failed with, if it has: then every look at a message raises it too.
@@ -132,7 +160,7 @@ class DeviceQueue:
     def forget(self) -> None:
         """Forget all receives."""
         self._followed.clear()
-        self._held_up_since_s = None
+        self._held_up_since_s = self._seen = None
 
     def _has_come(self, followed: _Followed) -> bool:
         try:

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from penstock.errors import ConfigError, PeerLost, PipelineError, hint_of_limit
 from penstock.execute.accelerator import is_queued, make_event
 from penstock.execute.transport.device_links import abort_all
-from penstock.execute.transport.device_queue import DeviceQueue
+from penstock.execute.transport.device_queue import DeviceQueue, held_up_of
 from penstock.execute.transport.links import NO_LINKS, Ends, connect_links
 from penstock.execute.transport.pending import DirectReceive, GlooMessage, Pending, QueuedMessage
 from penstock.execute.transport.protocol import (
@@ -87,6 +87,8 @@ class TorchTransport:
             self.device_queue = DeviceQueue(self, self._open, partial(make_event, self._device))
         self.sums_on_devices = has_sums and self.device_queue is not None
         """Whether `post_exchange` can be called."""
+        self.is_device_held_up: Callable[[], bool] = held_up_of(self)
+        """Looks whether a message holds up the device, so that nothing behind it has begun."""
         self._next_serial = 0
         self._first_serial = 0
         store = self._connect(Rendezvous(PrefixStore(_ROUNDS, store_of(own)), self.rank, self.names))
@@ -116,15 +118,15 @@ class TorchTransport:
         ticket names the next one, which waits for the one behind it if it waits.
         """
         ticket = Ticket((self.rank + 1) % self.num_ranks, True, self._next_serial)
-        link, queue = self._links.sums, self.device_queue
-        if link is None or queue is None:
+        link = self._links.sums
+        if link is None:
             raise _without_links(self, ticket)
         try:
             work = begin(link)
         except RuntimeError as error:
             del link
             raise _not_posted(self, ticket, error) from error
-        return self._opened(ticket, QueuedMessage(work, held, queue.is_held_up))
+        return self._opened(ticket, QueuedMessage(work, held, self.is_device_held_up))
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         deadline_s = self.deadline_s if limit_s is None else limit_s
@@ -242,7 +244,7 @@ class TorchTransport:
             del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
             raise _not_posted(self, ticket, error) from error
         if self.device_queue is not None and tag in self._queued_tags:
-            return self._opened(ticket, QueuedMessage(work, tensor, self.device_queue.is_held_up))
+            return self._opened(ticket, QueuedMessage(work, tensor, self.is_device_held_up))
         return self._opened(ticket, GlooMessage(work, tensor))
 
     def _send_directly(self, direct: DirectSocket, peer: int, sent: Tensor) -> Ticket:
