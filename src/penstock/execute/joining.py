@@ -139,7 +139,7 @@ def join(
     is_alone = ranks == 1 and taken is None and refusal is None and mesh is None
     try:
         if mesh is not None:
-            places, taken = connect_mesh(mesh, options.deadline_s)
+            places, taken = connect_mesh(mesh, options.deadline_s, device=options.device)
         else:
             places = Places.of(options.transport or _transport(taken, options, is_alone=is_alone))
     except (PeerLost, DeadlineExceeded) as error:

@@ -104,8 +104,12 @@ def _require_known(name: str) -> None:
     )
 
 
-def connect_mesh(mesh: Any, deadline_s: float) -> tuple[Places, dist.ProcessGroup | None]:
+def connect_mesh(
+    mesh: Any, deadline_s: float, *, device: torch.device | str | None = None
+) -> tuple[Places, dist.ProcessGroup | None]:
     """Connect this rank along the dimensions of a mesh; every rank of it calls this. Return the pipeline's group, too.
+
+    `device` is that of `group_transport`.
 
     Raises:
         ConfigError: on every rank alike, where a mesh is wrong, or the ranks have different ones.
@@ -125,9 +129,10 @@ def connect_mesh(mesh: Any, deadline_s: float) -> tuple[Places, dist.ProcessGrou
         if group is None:
             connected += LocalTransport.create(1, deadline_s, names=pipeline_names)
         else:
-            connected.append(group_transport(group, deadline_s, names=pipeline_names))
+            connected.append(group_transport(group, deadline_s, device=device, names=pipeline_names))
         if ranks.num_replicas > 1:
-            connected.append(group_transport(mesh.get_group(DATA), deadline_s, names=data_names, has_sums=True))
+            across = mesh.get_group(DATA)
+            connected.append(group_transport(across, deadline_s, device=device, names=data_names, has_sums=True))
     except BaseException:
         for transport in connected:
             transport.abort()

@@ -25,18 +25,26 @@ def default_transport(
     join_default_group(torch.device(device or "cpu"), deadline_s)
     if not _is_distributed():
         return LocalTransport.create(1, deadline_s)[0]
-    return group_transport(group, deadline_s)
+    return group_transport(group, deadline_s, device=device)
 
 
 def group_transport(
-    group: dist.ProcessGroup | None, deadline_s: float, *, names: RankNames | None = None, has_sums: bool = False
+    group: dist.ProcessGroup | None,
+    deadline_s: float,
+    *,
+    device: torch.device | str | None = None,
+    names: RankNames | None = None,
+    has_sums: bool = False,
 ) -> TorchTransport:
-    """Return a transport within a group, which exists. Raises: PeerLost, DeadlineExceeded, PipelineError."""
+    """Return a transport within a group, which exists, between tensors on `device`, or else on `default_device`.
+
+    Raises: ConfigError, PeerLost, DeadlineExceeded, PipelineError.
+    """
     # A rank that is not met alone leaves the group as it is: the others do not know of it, and may try again.
     return TorchTransport(
         group,
         deadline_s=deadline_s,
-        device=default_device(group),
+        device=default_device(group) if device is None else device,
         on_close=OF_PROCESS.enter(),
         names=names,
         has_sums=has_sums,
