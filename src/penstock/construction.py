@@ -18,9 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from torch import nn
 
 from penstock.construction_plan import Plan, Request
-from penstock.execute.arguments import (
-    describe_function,
-)
+from penstock.execute.arguments import describe_function
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.handshake import Agreed, Told, require_equal, told_of
 from penstock.execute.control.positions import PositionMemory

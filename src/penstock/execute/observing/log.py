@@ -5,18 +5,19 @@ are wanted; if not, nothing is asked for any of them.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import count_of
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.observer import Around, Observer
+from penstock.execute.stages.gradient_norm import norms_of
 from penstock.execute.step import Bound, Step
-from penstock.execute.values.tensors import is_dtensor, is_replicated, local_part
 from penstock.ir.operations import BEGINS_KEEPING
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -71,30 +72,19 @@ def log_norms(
     gradient_attribute: str = "grad",
 ) -> None:
     """Log the norms of this rank's parameters and gradients, and on rank 0 those over all ranks; a collective."""
-    named, rank, has_replicas = list(parameters), control.transport.rank, control.places.data is not None
-    own = {
-        name: [
-            _square(local_part(tensor) if has_replicas and tensor is not None else tensor)
-            for tensor in (parameter.detach(), getattr(parameter, gradient_attribute, None))
-        ]
-        for name, parameter in named
-    }
-    shared_out = [name for name, each in named if has_replicas and is_dtensor(each) and not is_replicated(each)]
-    if shared_out:
-        replicas = control.across({name: own[name] for name in shared_out})
-        own |= {name: [sum(each[name][kind] for each in replicas) for kind in (0, 1)] for name in shared_out}
+    named, rank = list(parameters), control.transport.rank
+    across = None if control.places.data is None else control.across
+    values = norms_of([(name, parameter.detach()) for name, parameter in named], across=across)
+    found = [(name, getattr(parameter, gradient_attribute, None)) for name, parameter in named]
+    gradients = norms_of([(name, gradient) for name, gradient in found if gradient is not None], across=across)
+    own = {name: [values[name], gradients.get(name, 0.0)] for name in values}
     for name, (value, gradient) in own.items():
-        norms = (value**0.5, gradient**0.5)
-        LOG.debug("rank %d, step %d: %s: parameter norm %.6g, gradient norm %.6g", rank, step, name, *norms)
-    everyone = control.within.all_gather_object({name: found for name, found in own.items() if name not in copied})
+        LOG.debug("rank %d, step %d: %s: parameter norm %.6g, gradient norm %.6g", rank, step, name, value, gradient)
+    everyone = control.within.all_gather_object({name: norms for name, norms in own.items() if name not in copied})
     whole: dict[str, list[float]] = {}  # a copy on another rank has the same name, and counts once
     for theirs in everyone:
         assert isinstance(theirs, dict)
         whole |= theirs
     if rank == 0:
-        value, gradient = (sum(found[index] for found in whole.values()) ** 0.5 for index in (0, 1))
+        value, gradient = (math.hypot(*(norms[index] for norms in whole.values())) for index in (0, 1))
         LOG.info("step %d: parameter norm %.6g, gradient norm %.6g over all ranks", step, value, gradient)
-
-
-def _square(tensor: Tensor | None) -> float:
-    return 0.0 if tensor is None else float(tensor.double().square().sum())

@@ -17,7 +17,7 @@ class Share:
     def __init__(self, transport: Transport, tensors: Sequence[Tensor]) -> None:
         self._transport = transport
         self._tensors = tensors
-        packed = _packed(tensors)
+        packed = _packed(tensors) if transport.num_ranks > 1 else None
         self._packed = packed
         if packed is None:
             self._tickets = []

@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.execute.transport.device_queue import held_up_of
 from penstock.execute.transport.local import LocalTransport
 from penstock.execute.transport.places import Places
 from penstock.execute.transport.protocol import Ticket, Transport
+from penstock.execute.transport.torch_dist import TorchTransport
 from penstock.execute.undocumented_backends import Backend, gather_into, sum_in_place, sum_into
 
 KEPT_BYTES = 2**26
@@ -35,9 +37,11 @@ SMALL_BYTES = 2**18
 
 Then = Callable[[Sequence[Tensor]], None]
 """Takes the results of an exchange."""
+Serial = int
+"""Stands for an exchange; whoever has it does not hold the buffers."""
 
 
-class Exchange(Protocol):
+class _Exchange(Protocol):
     """One gather or reduction."""
 
     def buffers(self) -> Sequence[Tensor]:
@@ -59,7 +63,8 @@ class ReplicaLane:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._is_on_device = bool(getattr(transport, "sums_on_devices", False))
-        self._launched: list[Exchange] = []
+        self._launched: dict[Serial, _Exchange] = {}
+        self._num_launched = 0
         self._kept: list[Tensor] = []
         """Buffers for later exchanges."""
 
@@ -82,18 +87,18 @@ class ReplicaLane:
 
     def buffers(self) -> list[Tensor]:
         """Return all that it holds now."""
-        return [*self._kept, *(buffer for each in self._launched for buffer in each.buffers())]
+        return [*self._kept, *(buffer for each in self._launched.values() for buffer in each.buffers())]
 
     # ---- exchanges
 
-    def sum(self, buffers: Sequence[Tensor]) -> Exchange:
+    def sum(self, buffers: Sequence[Tensor]) -> Serial:
         """Begin to sum buffers of `room_for` in place; they are the exchange's until it is complete."""
         if self._is_on_device:
             tickets = [self._post(buffer, partial(sum_in_place, tensor=buffer)) for buffer in buffers]
             return self._launch(_OnDevice(self.transport, tickets, buffers))
         return self._launch(_Sum(self.transport, buffers))
 
-    def gather(self, parts: Sequence[Tensor], then: Then) -> Exchange:
+    def gather(self, parts: Sequence[Tensor], then: Then) -> Serial:
         """Begin to gather the parts of all replicas: each [part], which nobody writes to meanwhile, becomes [D x part].
 
         `then` is called with the results when they are there; they are the lane's again when it returns.
@@ -105,7 +110,7 @@ class ReplicaLane:
             return self._launch(_OnDevice(self.transport, tickets, wholes, lambda: then(wholes)))
         return self._launch(_Gather(self.transport, wholes, parts, lambda: self._give(wholes, wholes, then)))
 
-    def scatter(self, buffers: Sequence[Tensor], then: Then) -> Exchange:
+    def scatter(self, buffers: Sequence[Tensor], then: Then) -> Serial:
         """Begin to sum buffers of `room_for`, each [D x part], of which this rank gets its part: [part].
 
         `then` is called as for `gather`.
@@ -118,18 +123,14 @@ class ReplicaLane:
         parts = [buffer.view(self.transport.num_ranks, -1)[self.transport.rank] for buffer in buffers]
         return self._launch(_ScatteredSum(self.transport, buffers, lambda: self._give(parts, buffers, then)))
 
-    def complete(self, exchange: Exchange) -> None:
+    def complete(self, serial: Serial) -> None:
         """Wait until an exchange is over, and those launched before it. Raises: PeerLost, DeadlineExceeded."""
-        if exchange not in self._launched:
+        if serial not in self._launched:
             return
-        for each in self._launched:
+        for each in self._launched.values():
             each.add_up()
-        while self._launched:
-            first = self._launched.pop(0)
-            first.complete()
-            vars(first).clear()  # whoever launched it may hold it to the end of the step, but not its buffers
-            if first is exchange:
-                return
+        for earlier in [each for each in self._launched if each <= serial]:
+            self._launched.pop(earlier).complete()
 
     def forget(self) -> None:
         """Forget all of them, as after a failure."""
@@ -139,9 +140,10 @@ class ReplicaLane:
         ticket: Ticket = self.transport.post_exchange(held, begin)  # type: ignore[attr-defined]
         return ticket
 
-    def _launch(self, exchange: Exchange) -> Exchange:
-        self._launched.append(exchange)
-        return exchange
+    def _launch(self, exchange: _Exchange) -> Serial:
+        self._num_launched += 1
+        self._launched[self._num_launched] = exchange
+        return self._num_launched
 
     def _give(self, results: Sequence[Tensor], buffers: Sequence[Tensor], then: Then) -> None:
         then(results)
@@ -155,6 +157,9 @@ class ReplicaLane:
 def lane_of(places: Places, *, is_sharded: bool) -> ReplicaLane | None:
     """Return the lane of a rank; None where there is nothing to exchange."""
     if places.data is not None:
+        if isinstance(places.data, TorchTransport):
+            # Both transports have one device, on which an exchange begins behind the messages of the pipeline.
+            places.data.is_device_held_up = held_up_of(places.pipeline)
         return ReplicaLane(places.data)
     return ReplicaLane(LocalTransport.create(1, places.pipeline.deadline_s)[0]) if is_sharded else None
 

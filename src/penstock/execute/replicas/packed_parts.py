@@ -50,10 +50,11 @@ class PackedParts:
         parts = buffer.view(num_replicas, -1)
         found = [self._gradients.of(each.whole) for each in self._parameters]
         with torch.no_grad():
-            parts[:, self._uses] = torch.tensor([gradient is not None for gradient in found]).to(parts)
-            for each, place, gradient in zip(self._parameters, self._places, found, strict=True):
+            parts[:, self._uses] = 1  # a fill: for a copy from the host, it would wait for its device
+            for index, (each, place, gradient) in enumerate(zip(self._parameters, self._places, found, strict=True)):
                 if gradient is None:
                     parts[:, place] = 0
+                    parts[:, self._uses.start + index] = 0
                 else:
                     dense = gradient.to_dense() if gradient.is_sparse else gradient
                     each.rows.share_out(dense, parts[:, place])

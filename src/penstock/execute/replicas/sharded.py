@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.execute.replicas.first_replica import SavedBuffers, Share, share
 from penstock.execute.replicas.gathered import Block, GatheredParameter, blocks_of, require_unchanged
-from penstock.execute.replicas.lane import Exchange, ReplicaLane
+from penstock.execute.replicas.lane import ReplicaLane, Serial
 from penstock.execute.replicas.packed_parts import PackedParts, WholeGradients, parts_by_type
 from penstock.execute.replicas.summed import StageParts
 from penstock.execute.values.tensors import memory_of
@@ -55,7 +55,7 @@ class Sharded:
         self._modules = [module for parts in stages.values() for module in parts.modules]
         self._buffers = SavedBuffers(self._modules)
         self._blocks: Sequence[Block] = ()
-        self._gathering: Exchange | None = None
+        self._gathering: Serial | None = None
         self._is_whole = False
         self._trained: Sequence[GatheredParameter] = ()
         self._packed: Sequence[PackedParts] = ()
@@ -114,8 +114,7 @@ class Sharded:
         if self._packed:
             packed = [each.pack() for each in self._packed]
             exchange = self._lane.scatter(packed, partial(self._take_sums, is_last=is_last))
-        buffers = self._buffers.now() if is_last and self._lane.transport.num_ranks > 1 else []
-        return _Launched(self._lane, exchange, share(self._lane.transport, buffers) if buffers else None)
+        return _Launched(self._lane, exchange, share(self._lane.transport, self._buffers.now() if is_last else []))
 
     def after_step(self) -> None: ...
 
@@ -155,7 +154,7 @@ class Sharded:
 class _Launched:
     """A gather or a reduction that is under way, and the buffers that go with it."""
 
-    def __init__(self, lane: ReplicaLane, exchange: Exchange | None, buffers: Share | None = None) -> None:
+    def __init__(self, lane: ReplicaLane, exchange: Serial | None, buffers: Share | None = None) -> None:
         self._lane, self._exchange, self._shared_buffers = lane, exchange, buffers
 
     def wait(self) -> None:

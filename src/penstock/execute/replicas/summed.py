@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.execute.replicas.first_replica import SavedBuffers, Share, share
-from penstock.execute.replicas.lane import Exchange, ReplicaLane
+from penstock.execute.replicas.lane import ReplicaLane, Serial
 
 
 class Gradients(Protocol):
@@ -134,10 +134,11 @@ class _Packed:
         self._places, self._uses = self._cut(num_elements)
         found = [gradients.of(parameter) for parameter in parameters]
         with torch.no_grad():
-            self._uses.copy_(torch.tensor([gradient is not None for gradient in found]))
-            for place, gradient in zip(self._places, found, strict=True):
+            self._uses.fill_(1)  # for a copy from the host, it would wait for its device
+            for index, (place, gradient) in enumerate(zip(self._places, found, strict=True)):
                 if gradient is None:
                     place.zero_()
+                    self._uses[index] = 0
                 else:
                     place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
@@ -169,7 +170,7 @@ class _Packed:
 class _SumTicket:
     """A reduction that is under way."""
 
-    def __init__(self, lane: ReplicaLane, exchange: Exchange | None, packed: Sequence[_Packed], buffers: Share) -> None:
+    def __init__(self, lane: ReplicaLane, exchange: Serial | None, packed: Sequence[_Packed], buffers: Share) -> None:
         self._lane = lane
         self._exchange = exchange
         self._packed = packed

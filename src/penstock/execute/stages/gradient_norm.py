@@ -1,7 +1,7 @@
 """The norm of the gradients of all ranks, and clipping by it, with the same bits however the model is split."""
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,20 @@ from penstock.execute.values.tensors import is_dtensor, is_replicated, local_par
 
 Gather = Callable[[object], list[Any]]
 """Gives the values of all ranks, in rank order; a collective."""
+
+
+def norms_of(
+    named: Sequence[tuple[str, Tensor]], norm_type: float = 2.0, across: Gather | None = None
+) -> dict[str, float]:
+    """Return the norm of each of some tensors, computed in float64; `across` is that of `clip_gradients`."""
+    parts = [local_part(tensor) if across else tensor for _, tensor in named]
+    norms = [torch.linalg.vector_norm(_values(part), norm_type, dtype=torch.float64) for part in parts]
+    # all norms are under way before they are waited for, once
+    values = torch.stack([_whole(norm) for norm in norms]).tolist() if norms else []
+    own = {name: norm for (name, _), norm in zip(named, values, strict=True)}
+    if across is None:
+        return own
+    return _over_replicas(across, own, {name for name, tensor in named if is_replicated(tensor)}, norm_type)
 
 
 def clip_gradients(
@@ -35,13 +49,7 @@ def clip_gradients(
     """
     gradients = [(name, gradient) for name, gradient in named_gradients if gradient is not None]
     counted = distinct((name, gradient) for name, gradient in gradients if name not in skip)
-    parts = [(local_part(gradient) if across else gradient) for _, gradient in counted]
-    norms = [torch.linalg.vector_norm(_values(part), norm_type, dtype=torch.float64) for part in parts]
-    # all norms are under way before they are waited for, once
-    values = torch.stack([_whole(norm) for norm in norms]).tolist() if norms else []
-    own = {name: norm for (name, _), norm in zip(counted, values, strict=True)}
-    if across is not None:
-        own = _over_replicas(across, own, {name for name, gradient in counted if is_replicated(gradient)}, norm_type)
+    own = norms_of(counted, norm_type, across)
     total = _total_norm(all_gather(own), norm_type)
     scale = max_norm / (total + 1e-6)  # as torch has it
     if 0 < scale < 1:  # neither holds for a norm that is not finite

@@ -36,7 +36,7 @@ def refuse_wrappers(stages: Sequence[Stage], schedule: Schedule, ranks: Collecti
 
 
 def refuse_reduced_twice(stages: Sequence[Stage]) -> None:
-    """Refuse layers that reduce gradients by themselves, where the pipeline has replicas.
+    """Refuse layers that reduce gradients by themselves, where the pipeline has replicas or shards.
 
     Raises:
         ConfigError: naming the layer.
@@ -50,8 +50,8 @@ def refuse_reduced_twice(stages: Sequence[Stage]) -> None:
             )
         if any(map(is_dtensor, module.parameters(recurse=False))):
             raise ConfigError(
-                f"stage {stage.index}, {place}: its parameters are DTensors, which replicas of a pipeline cannot hold "
-                "yet; leave them plain, or pass a mesh whose data dimension is 1"
+                f"stage {stage.index}, {place}: its parameters are DTensors, which replicas and shards of a pipeline "
+                "cannot hold yet; leave them plain, or leave out shard and pass a mesh whose data dimension is 1"
             )
 
 
