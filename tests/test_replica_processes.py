@@ -14,6 +14,7 @@ import penstock as ps
 from tests.local_pipelines import WIDTH, error_of, float_layers, settle, square_loss
 from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, device_mesh, difference, pipeline_of, train, train_alone
 from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
+from tests.sharded_pipelines import NONE, ONE, OPTIMIZER, TWO, name_of
 
 DEADLINE_S = 20.0
 LONGEST_NOTICE_S = 3.0
@@ -265,31 +266,36 @@ def test_replicas_that_hold_other_parameters_are_refused(four, odd, words):
 
 
 class Planted(nn.Module):
-    """Ends or stops its process, or fails, in the forward of a step."""
+    """Ends or stops its process, or fails, in some forward of the layers that share the list of forwards."""
 
-    def __init__(self, how):
+    def __init__(self, how, forwards):
         super().__init__()
         self.linear = settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT), 3)
         self.how = how
-        self.num_forwards = 0
+        self.forwards = forwards
 
     def forward(self, x):
-        self.num_forwards += 1
-        if self.how == "error" and self.num_forwards == 2:
+        self.forwards.append(self)
+        if self.how == "error" and len(self.forwards) == 6:
             raise ValueError("planted")
-        if self.how == "kill" and self.num_forwards == 7:
+        if self.how == "kill" and len(self.forwards) == 26:
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.how == "stop" and self.num_forwards == 7:
+        if self.how == "stop" and len(self.forwards) == 26:
             os.kill(os.getpid(), signal.SIGSTOP)
         return self.linear(x)
 
 
-def failing(rank, bad, how, deadline_s, pipeline=2, data=2):
+def planted_job(how, data):
+    forwards = []
+    return Job([8] * data, lambda: [Planted(how, forwards) for _ in range(8)])
+
+
+def failing(rank, bad, how, deadline_s, pipeline=2, data=2, setting=NONE):
     """The first error of some steps, how long before it this rank's step began, and what the next step brings."""
-    job = Job([8] * data, lambda: [Planted(how if rank == bad else "") for _ in range(4)])
-    with pipeline_of(device_mesh(pipeline, data), job, "1f1b", deadline_s=deadline_s) as pipeline:
+    job, mesh = planted_job(how if rank == bad else "", data), device_mesh(pipeline, data)
+    with pipeline_of(mesh, job, "interleaved-1f1b", deadline_s=deadline_s, **setting) as pipeline:
         inputs, target = job.of(pipeline.replica)
-        error = None
+        error = loss = None
         for _ in range(3):
             begin_s = time.monotonic()
             for each in pipeline.parameters():
@@ -304,10 +310,23 @@ def failing(rank, bad, how, deadline_s, pipeline=2, data=2):
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "data", "bad"), [(2, 2, 0), (2, 2, 1), (2, 2, 2), (2, 2, 3), (1, 4, 1), (1, 4, 3)]
+    ("pipeline", "data", "bad", "setting"),
+    [
+        (2, 2, 0, NONE),
+        (2, 2, 1, NONE),
+        (2, 2, 2, NONE),
+        (2, 2, 3, NONE),
+        (1, 4, 1, NONE),
+        (1, 4, 3, NONE),
+        (2, 2, 0, TWO),
+        (2, 2, 3, ONE),
+        (1, 4, 1, OPTIMIZER),
+        pytest.param(1, 4, 3, TWO, marks=pytest.mark.full),
+    ],
+    ids=name_of,
 )
-def test_a_killed_rank_is_named_by_all_others_at_once(pipeline, data, bad):
-    outcome = run_ranks_with_deaths(4, failing, bad, "kill", DEADLINE_S, pipeline, data)
+def test_a_killed_rank_is_named_by_all_others_at_once(pipeline, data, bad, setting):
+    outcome = run_ranks_with_deaths(4, failing, bad, "kill", DEADLINE_S, pipeline, data, setting)
 
     assert outcome.exit_codes == {bad: -signal.SIGKILL}
     assert len(outcome.results) == 3
@@ -318,20 +337,21 @@ def test_a_killed_rank_is_named_by_all_others_at_once(pipeline, data, bad):
         assert took_s < LONGEST_NOTICE_S
 
 
-@pytest.mark.parametrize("bad", [0, 3])
-def test_an_error_on_one_rank_is_one_on_all_and_the_next_step_is_right(four, bad):
-    expected = train_alone(Job([8, 8], lambda: [Planted("") for _ in range(4)])).losses[0].item()
+@pytest.mark.parametrize(("bad", "setting"), [(0, NONE), (3, NONE), (0, OPTIMIZER), (3, TWO)], ids=name_of)
+def test_an_error_on_one_rank_is_one_on_all_and_the_next_step_is_right(four, bad, setting):
+    expected = train_alone(planted_job("", 2)).losses[0].item()
 
-    for (_, text, rank, took_s), loss in four.run(failing, bad, "error", DEADLINE_S):
+    for (_, text, rank, took_s), loss in four.run(failing, bad, "error", DEADLINE_S, 2, 2, setting):
         assert rank == bad
         assert "ValueError: planted" in text
         assert took_s < LONGEST_NOTICE_S
         assert loss == pytest.approx(expected, abs=1e-14)
 
 
-def test_a_stopped_rank_is_named_by_all_others_at_the_deadline():
+@pytest.mark.parametrize("setting", [NONE, ONE, pytest.param(OPTIMIZER, marks=pytest.mark.full)], ids=name_of)
+def test_a_stopped_rank_is_named_by_all_others_at_the_deadline(setting):
     with RankPool(4) as pool:
-        pool.begin(failing, 2, "stop", 2.0)
+        pool.begin(failing, 2, "stop", 2.0, 2, 2, setting)
         outcome = pool.collect(timeout_s=15.0)
 
         assert outcome.late == [2]
@@ -343,13 +363,14 @@ def test_a_stopped_rank_is_named_by_all_others_at_the_deadline():
             assert took_s < 2.0 + 2.0
 
 
-def on_a_slice_of_a_larger_mesh(rank):
+def on_a_slice_of_a_larger_mesh(rank, setting):
     whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("job", "pipeline", "data"))
-    return train(whole["pipeline", "data"], Job([8, 8]), "1f1b", 2, adamw, deadline_s=DEADLINE_S), rank
+    return train(whole["pipeline", "data"], Job([8, 8]), "1f1b", 2, adamw, deadline_s=DEADLINE_S, **setting)
 
 
-def test_a_slice_of_a_larger_mesh_is_a_job_of_its_own(four):
-    found = [own for own, _ in four.run(on_a_slice_of_a_larger_mesh)]
+@pytest.mark.parametrize("setting", [NONE, ONE], ids=name_of)
+def test_a_slice_of_a_larger_mesh_is_a_job_of_its_own(four, setting):
+    found = four.run(on_a_slice_of_a_larger_mesh, setting)
 
     for own in (found[:2], found[2:]):
         assert difference(own, train_alone(Job([8, 8]), 2, adamw), num_replicas=2) == []

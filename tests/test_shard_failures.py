@@ -264,8 +264,8 @@ def test_a_slow_replica_is_named_at_the_deadline(slow):
 
 
 @pytest.mark.parametrize("setting", [ONE, OPTIMIZER], ids=name_of)
-def test_a_failed_optimizer_step_of_a_user_leaves_the_shards(setting):
-    """What a user does between steps needs no whole weights: a norm of weights, a copy, a change."""
+def test_what_a_user_does_between_steps_needs_no_whole_weights(setting):
+    """A copy of the weights, a change, and its undoing."""
     job = Job([8, 8])
 
     def case(places):

@@ -1,7 +1,5 @@
 """Sharded pipelines whose ranks are processes: numbers, scalers, wrapped layers, and ranks that die, stop or fail."""
 
-import os
-import signal
 import time
 from itertools import pairwise
 
@@ -16,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import penstock as ps
 from tests.local_pipelines import WIDTH, error_of, float_layers, settle, square_loss, values
 from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, device_mesh, difference, pipeline_of, train, train_alone
-from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
+from tests.ranks import RankPool, run_ranks
 from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, name_of
 from tests.test_replica_processes import BOTH, mesh_of_two
 
@@ -239,107 +237,3 @@ def test_what_shards_do_not_take_is_one_message_on_every_rank_and_costs_no_deadl
         assert CASES[case][1] in text
         assert took_s < DEADLINE_S / 2
         assert loss == found[0][3]
-
-
-# ---- failures
-
-
-class Planted(nn.Module):
-    """Ends or stops its process, or fails, in a forward of the second step."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.linear = settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT), 3)
-        self.how, self.num_forwards = how, 0
-
-    def forward(self, x):
-        self.num_forwards += 1
-        if self.how == "error" and self.num_forwards == 6:
-            raise ValueError("planted")
-        if self.how == "kill" and self.num_forwards == 6:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.how == "stop" and self.num_forwards == 6:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return self.linear(x)
-
-
-def planted_job(how, data):
-    return Job([8] * data, lambda: [Planted(how) for _ in range(8)])
-
-
-def failing(rank, bad, how, deadline_s, pipeline, data, setting):
-    """The first error of some steps, how long before it this rank's step began, and what the next step brings."""
-    job = planted_job(how if rank == bad else "", data)
-    mesh = device_mesh(pipeline, data)
-    with pipeline_of(mesh, job, "interleaved-1f1b", deadline_s=deadline_s, **setting) as own:
-        inputs, target = job.of(own.replica)
-        error = None
-        for _ in range(3):
-            begin_s = time.monotonic()
-            for each in own.parameters():
-                each.grad = None
-            try:
-                loss = own.step(inputs, target=target).loss.item()
-            except ps.PipelineError as found:
-                error = error or (type(found).__name__, str(found), found.rank, time.monotonic() - begin_s)
-                if how != "error":
-                    return error, None
-        return error, loss
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "data", "bad", "setting"),
-    [(2, 2, 0, TWO), (2, 2, 3, ONE), (1, 4, 1, OPTIMIZER), pytest.param(1, 4, 3, TWO, marks=pytest.mark.full)],
-    ids=name_of,
-)
-def test_a_killed_rank_is_named_by_all_others_at_once(pipeline, data, bad, setting):
-    outcome = run_ranks_with_deaths(4, failing, bad, "kill", DEADLINE_S, pipeline, data, setting)
-
-    assert outcome.exit_codes == {bad: -signal.SIGKILL}
-    assert len(outcome.results) == 3
-    for (kind, text, rank, took_s), _ in outcome.results.values():
-        assert kind == "PeerLost"
-        assert rank == bad
-        assert f"rank {bad} (pipeline {bad % pipeline}, data {bad // pipeline}) is the culprit: its process" in text
-        assert took_s < LONGEST_NOTICE_S
-
-
-@pytest.mark.parametrize(("bad", "setting"), [(0, OPTIMIZER), (3, TWO)], ids=name_of)
-def test_an_error_on_one_rank_is_one_on_all_and_the_next_step_is_right(four, bad, setting):
-    expected = train_alone(planted_job("", 2)).losses[0].item()
-
-    for (_, text, rank, took_s), loss in four.run(failing, bad, "error", DEADLINE_S, 2, 2, setting):
-        assert rank == bad
-        assert "ValueError: planted" in text
-        assert took_s < LONGEST_NOTICE_S
-        assert loss == pytest.approx(expected, abs=1e-14)
-
-
-@pytest.mark.parametrize("setting", [ONE, pytest.param(OPTIMIZER, marks=pytest.mark.full)], ids=name_of)
-def test_a_stopped_rank_is_named_by_all_others_at_the_deadline(setting):
-    with RankPool(4) as pool:
-        pool.begin(failing, 2, "stop", 2.0, 2, 2, setting)
-        outcome = pool.collect(timeout_s=12.0)
-
-        assert outcome.late == [2]
-        assert len(outcome.results) == 3
-        for (_, text, rank, took_s), _ in outcome.results.values():
-            assert rank == 2
-            assert "rank 2 (pipeline 0, data 1) is the culprit: its process" in text
-            assert "is stopped" in text
-            assert took_s < 2.0 + 2.0
-
-
-# ---- jobs side by side
-
-
-def on_a_slice_of_a_larger_mesh(rank):
-    large = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("job", "pipeline", "data"))
-    return train(large["pipeline", "data"], Job([8, 8]), "1f1b", 2, adamw, deadline_s=DEADLINE_S, **ONE)
-
-
-def test_a_slice_of_a_larger_mesh_is_a_sharded_job_of_its_own(four):
-    found = four.run(on_a_slice_of_a_larger_mesh)
-
-    for own in (found[:2], found[2:]):
-        assert difference(own, train_alone(Job([8, 8]), 2, adamw), num_replicas=2) == []

@@ -2,65 +2,12 @@
 
 from itertools import product
 
-import numpy as np
 import pytest
-from torch.distributed.pipelining import schedules as torch_schedules
 
-from penstock.ir.operations import Op
-from penstock.ir.program import NewRows
+from bench.torch_gathers import costs_of, figures, placed_by_torch
 from penstock.lowering import Sharding, lower
 from penstock.planning import prove_and_lower
 from penstock.schedules import build
-from penstock.simulation import Costs, simulate
-
-WEIGHTS = (1.0, 1.6, 0.7, 1.2, 0.9, 1.4, 0.8, 1.1)
-"""How much larger each stage is than the mean one."""
-MOST_ACTIVE = 3
-"""Stages that torch keeps whole."""
-
-
-def placed_by_torch(schedule):
-    """The program with UNSHARD and RESHARD where torch puts them, and its one reduction per stage."""
-    program = lower(schedule)
-    new = []
-    for rank in range(program.num_ranks):
-        rows = program.compute_rows(rank).tolist()
-        actions = [torch_schedules._Action.from_str(str(program.instruction(row))) for row in rows]
-        place = 0
-        for action in torch_schedules._add_unshard_reshard(actions, MOST_ACTIVE):
-            if action.computation_type.name in ("UNSHARD", "RESHARD"):
-                key = NewRows.before(rows[place]) if place < len(rows) else NewRows.after(rows[-1])
-                new.append((key, rank, Op[action.computation_type.name], action.stage_index))
-            else:
-                place += 1
-    key, rank, op, stage = map(np.array, zip(*new, strict=True))
-    zeros = np.zeros(len(key), np.int64)
-    return program.inserted(NewRows(key, rank, op, stage, zeros, zeros, stage))
-
-
-def costs_of(num_stages, ratio):
-    """Uneven stages, whose gathers and reductions take so many forwards."""
-    sizes = np.array(WEIGHTS[:num_stages])
-    each, seconds = (tuple((factor * sizes).tolist()) for factor in (1.0, ratio))
-    static, activation = (tuple((num_bytes * sizes).astype(int).tolist()) for num_bytes in (16e6, 2e6))
-    return Costs(
-        forward_s=each,
-        backward_input_s=each,
-        backward_weight_s=each,
-        unshard_s=seconds,
-        reduce_s=seconds,
-        activation_bytes=activation,
-        parameter_bytes=static,
-        gradient_bytes=static,
-        optimizer_bytes=static,
-        shards=8,
-    )
-
-
-def figures(program, costs):
-    """Seconds of the step, and the most bytes of a rank."""
-    timeline = simulate(program, costs)
-    return timeline.step_s, max(np.add(timeline.peak_bytes, timeline.static_bytes))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,14 @@
 Those with a reason in `missed` show by wrong numbers or not at all, and do not count.
 """
 
-from tests.emulated import planted_beside, planted_inputs, planted_messages, planted_users, planted_waits
+from tests.emulated import (
+    planted_beside,
+    planted_inputs,
+    planted_messages,
+    planted_shards,
+    planted_users,
+    planted_waits,
+)
 from tests.emulated.planting import run_scenario_with
 
 ALL = {
@@ -12,6 +19,7 @@ ALL = {
     **planted_inputs.FAULTS,
     **planted_users.FAULTS,
     **planted_waits.FAULTS,
+    **planted_shards.FAULTS,
 }
 FOUND = [fault for fault in ALL.values() if not fault.missed]
 MISSED = [fault for fault in ALL.values() if fault.missed]

@@ -18,7 +18,12 @@ ALONE = (
     "measured_layers",
 )
 """Scenarios of one rank."""
-MODULES = ("tests.emulated.planted_scenarios", "tests.emulated.planted_hooks", "tests.emulated.planted_waits")
+MODULES = (
+    "tests.emulated.planted_scenarios",
+    "tests.emulated.planted_hooks",
+    "tests.emulated.planted_waits",
+    "tests.emulated.planted_shards",
+)
 _planting, _num_planted, _originals = threading.Lock(), Counter(), {}
 
 

@@ -1,10 +1,13 @@
 """Replicas whose ranks are threads, on the emulated device and on the CPU."""
 
+import time
+
 import torch
 from torch import nn
 
 from penstock.checkpoints.loading import load_checkpoint
 from penstock.checkpoints.writer import save_checkpoint
+from penstock.errors import PipelineError
 from penstock.execute.replicas.mesh import local_mesh
 from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.places import Places
@@ -16,9 +19,11 @@ from tests.emulated.rank_threads import store_of_scenario
 from tests.local_pipelines import float_layers, square_loss, values
 
 MICROBATCHES, ROWS, WIDTH = 4, 8, 6
+HARMFUL_CALL = 3
+"""Of a layer, in a step of 4 microbatches."""
 
 
-def places_of(rank, num_places, num_replicas, device):
+def places_of(rank, num_places, num_replicas, device, deadline_s=DEADLINE_S):
     """Connect this rank's thread along both dimensions, as processes are connected."""
     names = local_mesh(pipeline=num_places, data=num_replicas)[0].names
     replica, place = divmod(rank, num_places)
@@ -26,32 +31,53 @@ def places_of(rank, num_places, num_replicas, device):
     across = names.select(range(place, num_places * num_replicas, num_places))
     pipeline = RankGroup(place, num_places, store_of_scenario(f"pipeline of {replica}"))
     data = RankGroup(replica, num_replicas, store_of_scenario(f"replicas of {place}"))
-    options = {"deadline_s": DEADLINE_S, "device": device}
+    options = {"deadline_s": deadline_s, "device": device}
     along = TorchTransport(pipeline, names=own, **options)
     mesh = mesh_without_groups("data", num_replicas, replica, device.type)
     return Places(along, TorchTransport(data, names=across, has_sums=True, **options), names, mesh)
 
 
-def layers(norm):
-    found = float_layers(torch.float32, 4)
-    return [nn.Sequential(layer, nn.BatchNorm1d(WIDTH)) for layer in found] if norm else found
+def layers(norm, dtype=torch.float32):
+    found = float_layers(dtype, 4)
+    return [nn.Sequential(layer, nn.BatchNorm1d(WIDTH, dtype=dtype)) for layer in found] if norm else found
 
 
-def train(rank, num_ranks, num_replicas, device, *, schedule="1f1b", fails=False, norm=False, folder=None, **options):
-    """Train three steps; return the losses, and weights and buffers by name. With `fails`, one step does in between.
+def train(rank, num_ranks, num_replicas, device, **options):
+    """Train with ranks that are threads."""
+    mesh = places_of(rank, num_ranks // num_replicas, num_replicas, device)
+    return train_on(mesh, num_replicas, device, is_bad=rank == num_ranks - 1, **options)
 
-    With a `folder`, the weights are those that were saved there and loaded again.
+
+def train_on(
+    mesh,
+    num_replicas,
+    device,
+    *,
+    is_bad,
+    schedule="1f1b",
+    fails=False,
+    norm=False,
+    folder=None,
+    dtype=torch.float32,
+    begins=None,
+    **options,
+):
+    """Train three steps; return the losses, weights and buffers by name, and what failing steps said.
+
+    With `fails`, one step in between fails where `is_bad`. With a `folder`, the weights are those that were saved there
+    and loaded again. `begins(step, pipeline)` is called before each step.
     """
-    places = places_of(rank, num_ranks // num_replicas, num_replicas, device)
-    own = layers(norm)
-    with Pipeline(own, schedule, MICROBATCHES, square_loss, mesh=places, device=device, **options) as pipeline:
+    own, options = layers(norm, dtype), options | {"frees_other_stages": False}
+    with Pipeline(own, schedule, MICROBATCHES, square_loss, mesh=mesh, device=device, **options) as pipeline:
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.5)
         rows = slice(ROWS * pipeline.replica, ROWS * (pipeline.replica + 1))
-        inputs, target = (values(seed, ROWS * num_replicas, WIDTH)[rows].to(device) for seed in (1, 2))
+        inputs, target = (values(seed, ROWS * num_replicas, WIDTH)[rows].to(device, dtype) for seed in (1, 2))
         losses, errors = [], []
         for step in range(3):
+            if begins is not None:
+                begins(step, pipeline)
             if fails and step == 1:
-                errors.append(failing_step(pipeline, inputs, target, is_bad=rank == num_ranks - 1))
+                errors.append(failing_step(pipeline, inputs, target, is_bad=is_bad))
                 optimizer.zero_grad()
             losses.append(pipeline.step(inputs, target=target).loss.item())
             optimizer.step()
@@ -63,6 +89,26 @@ def train(rank, num_ranks, num_replicas, device, *, schedule="1f1b", fails=False
                     local_part(parameter).zero_()
             load_checkpoint(folder, pipeline, optimizer)
         return losses, {name: local_part(value).cpu() for name, value in pipeline.state_dict().items()}, errors
+
+
+def ended_by(mesh, num_replicas, device, harm, *, is_bad, deadline_s, **options):
+    """How a training ends where a rank comes to harm amid its second step: the error, whom it blames, and when."""
+    calls = []
+
+    def harmful(module, arguments):
+        calls.append(1)
+        if len(calls) == HARMFUL_CALL:
+            harm()
+
+    def begins(step, pipeline):
+        if step == 1 and is_bad:
+            next(iter(pipeline.stages[-1].modules)).register_forward_pre_hook(harmful)
+
+    try:
+        train_on(mesh, num_replicas, device, is_bad=False, begins=begins, deadline_s=deadline_s, **options)
+    except PipelineError as error:
+        return str(error), error.rank, time.monotonic()
+    return "", None, time.monotonic()
 
 
 def failing_step(pipeline, inputs, target, *, is_bad):

@@ -1,4 +1,4 @@
-"""Ranks as threads of the test's process, and a small language model to train on them."""
+"""Ranks as threads of the test's process, a small language model to train on them, and a request to stop."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,9 +7,23 @@ import torch
 from penstock.execute.transport import LocalTransport
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.pipeline import Pipeline
+from penstock.train.stopping import StopRequest
 
 PATIENCE_S = 20.0
 VOCABULARY = 32
+
+
+class Stopping(StopRequest):
+    """Asks to stop after some steps."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.left = step
+
+    @property
+    def is_requested(self):
+        self.left -= 1
+        return self.left <= 0
 
 
 def on_ranks(num_ranks, case, *args):

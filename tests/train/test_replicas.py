@@ -18,7 +18,7 @@ from penstock.train.watching.recorded_step import read_recorded_step
 from tests.house.source import ROOT
 from tests.ranks import RankPool
 from tests.tiny_run import TEXT
-from tests.train.local_ranks import error_of
+from tests.train.local_ranks import Stopping, error_of
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-12
@@ -74,19 +74,6 @@ def breaking(vocabulary, length, in_forward):
     layers = [nn.Embedding(vocabulary, 8), Breaking(in_forward), nn.Linear(8, vocabulary)]
     return [layer.double() for layer in layers]
 """
-
-
-class Stopping(StopRequest):
-    """Asks to stop after some steps."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.left = step
-
-    @property
-    def is_requested(self):
-        self.left -= 1
-        return self.left <= 0
 
 
 @pytest.fixture(scope="module")

@@ -22,22 +22,9 @@ from penstock.train.settings.config import config_from_table
 from penstock.train.stopping import StopRequest
 from penstock.train.watching.metrics import read_metrics
 from tests.tiny_run import TEXT
-from tests.train.local_ranks import error_of
+from tests.train.local_ranks import Stopping, error_of
 
 NUM_STEPS = 8
-
-
-class Stopping(StopRequest):
-    """Asks to stop after some steps."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.left = step
-
-    @property
-    def is_requested(self):
-        self.left -= 1
-        return self.left <= 0
 
 
 @pytest.fixture
