@@ -29,6 +29,23 @@ def test_a_profile_and_a_memory_report_are_of_the_replica():
     assert ranks[0][1] == ranks[1][1] != ranks[2][1] == ranks[3][1]
 
 
+def test_buffers_of_sums_are_in_the_predicted_memory():
+    """They are as large as the gradients, and kept from step to step."""
+    job = Job([8, 8])
+
+    def case(places):
+        with pipeline_of(places, job, "1f1b") as pipeline:
+            inputs, target = job.of(pipeline.replica)
+            return pipeline.memory_report(inputs, target=target)
+
+    alone, own = on_mesh(2, 1, case)[0], on_mesh(2, 2, case)[0]
+
+    gradients = [sum(stage.gradient_bytes for stage in rank.stages) for rank in own.ranks]
+    more = [with_sums - without for with_sums, without in zip(own.predicted_bytes, alone.predicted_bytes, strict=True)]
+    assert more == gradients
+    assert min(gradients) > 0
+
+
 @pytest.mark.parametrize("level", ["messages", "values"])
 def test_debug_levels_find_nothing_wrong(level):
     job = Job([8, 8])

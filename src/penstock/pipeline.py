@@ -6,6 +6,7 @@ step is then one agreement between the ranks, one run of this rank's instruction
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
@@ -210,10 +211,14 @@ class Pipeline(ModelPart):
         result = self._run(mode, Call(args, kwargs, target), memory)
         number = self.schedule.num_microbatches
         program, layers = self._made.programs.of(mode, number, number), self.layers_of_stage
-        shards = self.num_replicas if self._is_sharded else 1
-        return gather_memory(
-            self._transport, memory, result, lambda sizes: predict_peaks(program, layers, sizes, shards=shards)
+        predict = partial(
+            predict_peaks,
+            program,
+            layers,
+            shards=self.num_replicas if self._is_sharded else 1,
+            kept_bytes=parameters.kept_bytes,
         )
+        return gather_memory(self._transport, memory, result, predict)
 
     def find_not_finite(self, *args: Any, target: Any = None, **kwargs: Any) -> str:
         """Run one training step and say where its first value that is not finite was made; empty if all are finite.

@@ -155,6 +155,11 @@ class RankParameters:
             return error
         return None
 
+    @property
+    def kept_bytes(self) -> int:
+        """The most bytes of the gradients that are reduced of which a copy is kept from step to step."""
+        return 0 if self._lane is None or self.is_sharded else self._lane.most_kept_bytes
+
     def held(self) -> Held:
         """Return what is held now beside the parameters of the modules and their gradients."""
         sharded = {unit.stages[0].index: unit.layout for unit in self.units if isinstance(unit.layout, Sharded)}

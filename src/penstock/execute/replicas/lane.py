@@ -31,7 +31,7 @@ from penstock.execute.transport.torch_dist import TorchTransport
 from penstock.execute.undocumented_backends import Backend, gather_into, sum_in_place, sum_into
 
 KEPT_BYTES = 2**26
-"""The most that a rank keeps in buffers from one step to the next."""
+"""The most that a rank keeps in buffers between CPUs."""
 SMALL_BYTES = 2**18
 """The largest buffer that is kept for later gathers and scattered sums."""
 
@@ -82,8 +82,13 @@ class ReplicaLane:
 
     def keep(self, buffer: Tensor) -> None:
         """Take back a buffer that nobody uses any more. A new one would cost the system as much time as filling it."""
-        if not self._is_on_device and sum(each.nbytes for each in self._kept) + buffer.nbytes <= KEPT_BYTES:
+        if sum(each.nbytes for each in self._kept) + buffer.nbytes <= self.most_kept_bytes:
             self._kept.append(buffer)
+
+    @property
+    def most_kept_bytes(self) -> int:
+        """The most that it keeps in buffers from one step to the next."""
+        return 0 if self._is_on_device or self.transport.num_ranks == 1 else KEPT_BYTES
 
     def buffers(self) -> list[Tensor]:
         """Return all that it holds now."""
