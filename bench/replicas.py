@@ -81,7 +81,7 @@ def with_ddp(num_rounds: int) -> Iterator[dict[str, Any]]:
         inputs, target = own_batch(microbatches * DDP_ROWS, width)
         with ExitStack() as stack:
             pipelines = {kind: stack.enter_context(replica(kind, width, microbatches)) for kind in ("mesh", "ddp")}
-            turns = {kind: partial(each.step, inputs, target=target) for kind, each in pipelines.items()}
+            turns = {kind: partial(step_from_none, each, inputs, target) for kind, each in pipelines.items()}
             seconds = in_turn(turns, num_rounds)
         yield {
             "ranks": dist.get_world_size(),
@@ -90,6 +90,13 @@ def with_ddp(num_rounds: int) -> Iterator[dict[str, Any]]:
             "seconds": seconds,
             "ratio": paired_ratio(seconds["mesh"], seconds["ddp"]),
         }
+
+
+def step_from_none(pipeline: Pipeline, inputs: Tensor, target: Tensor) -> None:
+    """Run a step as training does: without gradients of the one before."""
+    for parameter in pipeline.parameters():
+        parameter.grad = None
+    pipeline.step(inputs, target=target)
 
 
 def replica(kind: str, width: int, microbatches: int) -> Pipeline:

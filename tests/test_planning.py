@@ -281,4 +281,3 @@ def test_predicted_bytes_of_shards_are_their_part_and_what_is_gathered():
 
     assert predict_peaks(lower(schedule), layers, sizes) == (320, 160)
     assert predict_peaks(lower(schedule, shard="full"), layers, sizes, shards=4) == (80 + 160, 40 + 80)
-    assert predict_peaks(lower(schedule), layers, sizes, kept_bytes=60) == (320 + 60, 160 + 40)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.errors import PipelineError
 from penstock.execute.control.agreement import Mode
+from penstock.execute.replicas import summed
 from penstock.execute.transport.protocol import Tag
 from tests.local_pipelines import (
     IGNORED,
@@ -46,6 +47,16 @@ def compared(pipeline, data, job, schedule, *, steps=1, optimizer=None, seed=Non
     return difference(ranks, train_alone(job, steps, optimizer, seed), num_replicas=data)
 
 
+@pytest.fixture(params=["packed", "in place"])
+def summed_in(request, monkeypatch):
+    """How gradients are summed: those of tests are small, and all are packed."""
+    if request.param == "in place":
+        monkeypatch.setattr(summed, "LARGE_BYTES", 0)
+
+
+IN_PLACE_TOO = pytest.mark.usefixtures("summed_in")
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
 @pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
 def test_losses_and_weights_of_20_steps_of_adamw_are_those_of_one_process(pipeline, data, schedule):
@@ -67,6 +78,7 @@ def test_two_routes_beside_replicas_are_those_of_one_process(schedule):
     assert compared(2, 2, job, schedule, steps=5, optimizer=adamw) == []
 
 
+@IN_PLACE_TOO
 @pytest.mark.parametrize("seed", range(4))
 def test_messages_in_any_order_give_the_same(seed):
     job = Job([8, 8])
@@ -83,6 +95,7 @@ def wide_values(seed, rows):
     return values(seed, rows, 256, dtype=FLOAT)
 
 
+@IN_PLACE_TOO
 def test_weights_that_wait_for_w_are_summed():
     job = Job([256, 256], wide_layers, *(partial(wide_values, seed) for seed in (1, 2)))
 
@@ -98,6 +111,7 @@ def test_sums_add_up_over_replicas():
     assert compared(1, 3, job, "1f1b", steps=2) == []
 
 
+@IN_PLACE_TOO
 def test_rows_that_replicas_do_not_share_evenly_weigh_what_they_are():
     options = {"allow_ragged": True}
 
@@ -222,6 +236,7 @@ def shared_layers():
     return layers
 
 
+@IN_PLACE_TOO
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_what_is_tied_over_ranks_or_over_stages_of_one_rank_counts_once(schedule):
     # zbv has layers 0 and 3 on one rank, 1f1b on two.
@@ -237,6 +252,7 @@ def test_what_is_tied_over_ranks_or_over_stages_of_one_rank_counts_once(schedule
     assert difference(ranks, alone, num_replicas=2) == []
 
 
+@IN_PLACE_TOO
 def test_gradients_of_earlier_steps_count_once_with_and_without_no_sync():
     job = Job([8, 8], shared_layers)
     plan = [True, True, False, False, True, False, True]
@@ -271,6 +287,7 @@ def gradients_of_steps(job, factors):
     return {name: each.grad for name, each in named(layers)}
 
 
+@IN_PLACE_TOO
 @pytest.mark.parametrize("to_none", [False, True])
 def test_gradients_that_are_zeroed_in_between_are_gone(to_none):
     job = Job([8, 8])
@@ -324,6 +341,7 @@ class Branches(nn.Module):
         return self.products[int(x[0, 0] > 0)](x)
 
 
+@IN_PLACE_TOO
 def test_a_parameter_that_one_replica_used_has_a_gradient_on_all_and_an_unused_one_on_none():
     job = Job([8, 8], lambda: [Branches(), *float_layers(FLOAT, 3)])
     rows = values(1, 16, WIDTH, dtype=FLOAT)
@@ -352,6 +370,7 @@ def test_frozen_layers_stay_and_others_train():
     assert difference(ranks, alone, num_replicas=2) == []
 
 
+@IN_PLACE_TOO
 def test_main_gradients_are_summed_in_float32():
     def layers():
         return [settle(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), seed) for seed in range(4)]
@@ -389,6 +408,7 @@ def test_slices_and_recomputation_are_summed_too():
     assert compared(2, 2, job, "seq1f1b", steps=2, slices=LENGTH) == []
 
 
+@IN_PLACE_TOO
 def test_sparse_gradients_become_dense_ones_of_the_same_values():
     def layers():
         table = settle(nn.Embedding(VOCABULARY, WIDTH, sparse=True, dtype=FLOAT), 100)
@@ -401,6 +421,7 @@ def test_sparse_gradients_become_dense_ones_of_the_same_values():
     assert difference(ranks, alone, num_replicas=2) == []
 
 
+@IN_PLACE_TOO
 def test_a_gradient_stays_in_the_memory_that_its_caller_gave_it():
     job = Job([8, 8])
 

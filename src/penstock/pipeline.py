@@ -211,13 +211,7 @@ class Pipeline(ModelPart):
         result = self._run(mode, Call(args, kwargs, target), memory)
         number = self.schedule.num_microbatches
         program, layers = self._made.programs.of(mode, number, number), self.layers_of_stage
-        predict = partial(
-            predict_peaks,
-            program,
-            layers,
-            shards=self.num_replicas if self._is_sharded else 1,
-            kept_bytes=parameters.kept_bytes,
-        )
+        predict = partial(predict_peaks, program, layers, shards=self.num_replicas if self._is_sharded else 1)
         return gather_memory(self._transport, memory, result, predict)
 
     def find_not_finite(self, *args: Any, target: Any = None, **kwargs: Any) -> str:

@@ -217,24 +217,17 @@ def memory_demand(
 
 
 def predict_peaks(
-    program: Program,
-    layers_of_stage: Sequence[range],
-    layer_bytes: Mapping[str, Sequence[int]],
-    *,
-    shards: int = 1,
-    kept_bytes: int = 0,
+    program: Program, layers_of_stage: Sequence[range], layer_bytes: Mapping[str, Sequence[int]], *, shards: int = 1
 ) -> tuple[int, ...]:
     """Return the most bytes that each rank holds of layers of these sizes, which are named as in `LayerCosts`.
 
-    Parameters, gradients and optimizer state are stored in so many `shards`. Of the gradients that it reduces, a rank
-    keeps a second copy from step to step, of at most `kept_bytes`.
+    Parameters, gradients and optimizer state are stored in so many `shards`.
     """
     named: dict[str, Any] = {**layer_bytes, "shards": shards}
     costs = LayerCosts(**named).of_stages(layers_of_stage)
     sizes = costs.stage_bytes(program.placement, program.num_microbatches)
     static = sizes.static_of_ranks(program.placement)
-    kept = np.minimum(replace(sizes, static=sizes.gradient).static_of_ranks(program.placement), kept_bytes)
-    return tuple((static + kept + peak_bytes(program, sizes)).tolist())
+    return tuple((static + peak_bytes(program, sizes)).tolist())
 
 
 def few_microbatches(program: Program) -> str | None:

@@ -157,8 +157,8 @@ class RankParameters:
 
     @property
     def kept_bytes(self) -> int:
-        """The most bytes of the gradients that are reduced of which a copy is kept from step to step."""
-        return 0 if self._lane is None or self.is_sharded else self._lane.most_kept_bytes
+        """What is kept from step to step in buffers for gradients that are summed."""
+        return 0 if self._lane is None or self.is_sharded else self._lane.kept_bytes
 
     def held(self) -> Held:
         """Return what is held now beside the parameters of the modules and their gradients."""

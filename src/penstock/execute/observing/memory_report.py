@@ -62,7 +62,8 @@ class MemoryReport:
     """What each layer made and kept of a microbatch, by the fields of `LayerCosts`; 0 for what the step did not make,
     such as contexts where no backward was split."""
     predicted_bytes: tuple[int, ...]
-    """Per rank, the peak that the one model of memory has for these sizes, gradients and optimizer state included."""
+    """Per rank, the peak that the one model of memory has for these sizes, gradients and optimizer state included, with
+    the buffers that are kept."""
 
     def __str__(self) -> str:
         return memory_text(self.ranks, self.predicted_bytes)
@@ -132,6 +133,7 @@ class MemoryWatch(Observer):
             rank=rank,
             optimizer_bytes=None if state is None else StorageCounter().add(state),
             peak_activations=self.peak_activations,
+            kept_bytes=0 if self._rank_parameters is None else self._rank_parameters.kept_bytes,
             points=tuple(points[moment] for moment in Moment if moment in points),
         )
 
@@ -253,4 +255,5 @@ def gather_memory(
         for row in everyone
     )
     layer_bytes = gather_sizes(transport, watch.sizes.own(watch.optimizer))
-    return MemoryReport(ranks, result, layer_bytes, predict(layer_bytes))
+    predicted = tuple(peak + rank.kept_bytes for peak, rank in zip(predict(layer_bytes), ranks, strict=True))
+    return MemoryReport(ranks, result, layer_bytes, predicted)

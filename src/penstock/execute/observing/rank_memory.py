@@ -68,6 +68,8 @@ class RankMemory:
     """Of its state on the device of the parameters; None where no optimizer was given."""
     peak_activations: int = 0
     """The most activations alive at once, which is what a check counts."""
+    kept_bytes: int = 0
+    """Of the buffers of receives: for gradients that replicas sum, kept from step to step."""
     points: tuple[MemoryPoint, ...] = ()
 
     @property

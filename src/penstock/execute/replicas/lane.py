@@ -82,13 +82,13 @@ class ReplicaLane:
 
     def keep(self, buffer: Tensor) -> None:
         """Take back a buffer that nobody uses any more. A new one would cost the system as much time as filling it."""
-        if sum(each.nbytes for each in self._kept) + buffer.nbytes <= self.most_kept_bytes:
+        if not self._is_on_device and self.kept_bytes + buffer.nbytes <= KEPT_BYTES:
             self._kept.append(buffer)
 
     @property
-    def most_kept_bytes(self) -> int:
-        """The most that it keeps in buffers from one step to the next."""
-        return 0 if self._is_on_device or self.transport.num_ranks == 1 else KEPT_BYTES
+    def kept_bytes(self) -> int:
+        """What it keeps now in buffers for later exchanges."""
+        return sum(each.nbytes for each in self._kept)
 
     def buffers(self) -> list[Tensor]:
         """Return all that it holds now."""
@@ -237,55 +237,60 @@ class _ScatteredSum(_Messages):
         super().__init__(transport)
         self._then = then
         self._parts = [buffer.view(transport.num_ranks, -1) for buffer in buffers]
-        self._leaving = [transport.post_send(rank, parts[rank]) for parts in self._parts for rank in self._others]
-        left = iter([ticket.is_over for ticket in self._leaving])
+        self._sent = [[transport.post_send(rank, parts[rank]) for rank in self._others] for parts in self._parts]
+        """By buffer, as all that follows."""
         self._theirs = [
-            # In the place of what has left; as much comes from a rank as goes to it.
-            [parts[rank] if next(left) else torch.empty_like(parts[rank]) for rank in self._others]
-            for parts in self._parts
+            [
+                # In the place of what has left; as much comes from a rank as goes to it.
+                parts[rank] if ticket.is_over else torch.empty_like(parts[rank])
+                for rank, ticket in zip(self._others, tickets, strict=True)
+            ]
+            for parts, tickets in zip(self._parts, self._sent, strict=True)
         ]
         """What the others have of this rank's part."""
-        self._coming = [
-            transport.post_receive(rank, room)
+        self._come = [
+            [transport.post_receive(rank, room) for rank, room in zip(self._others, rooms, strict=True)]
             for rooms in self._theirs
-            for rank, room in zip(self._others, rooms, strict=True)
         ]
 
     def buffers(self) -> Sequence[Tensor]:
         return [*self._parts, *(room for rooms in self._theirs for room in rooms)]
 
     def complete(self) -> None:
-        self._add()
+        for place, _ in enumerate(self._parts):
+            self._add(place)
         self._then()
 
-    def _add(self) -> None:
-        """Add up this rank's part, in its place. Raises: PeerLost, DeadlineExceeded."""
-        self._wait(self._coming)
-        own = self._transport.rank
-        for parts, theirs in zip(self._parts, self._theirs, strict=True):
-            terms = [*theirs[:own], parts[own], *theirs[own:]]
-            total = terms[0]
-            for term in terms[1:]:
-                total.add_(term)
-            if own > 0:
-                parts[own].copy_(total)
-        self._theirs = []
+    def _add(self, place: int) -> None:
+        """Add up this rank's part of one buffer, in its place. Raises: PeerLost, DeadlineExceeded."""
+        self._wait(self._come[place])
+        own, theirs = self._transport.rank, self._theirs[place]
+        total = self._parts[place][own]
+        if own > 0:  # in the order of replicas: what those before this one have is added up in the first one's room
+            for term in theirs[1:own]:
+                theirs[0].add_(term)
+            torch.add(theirs[0], total, out=total)
+        for term in theirs[own:]:
+            total.add_(term)
+        self._theirs[place] = []
         # Received into what was sent: not before it has left.
-        self._wait(self._leaving)
+        self._wait(self._sent[place])
 
 
 class _Sum(_ScatteredSum):
     _is_added_up = False
 
     def add_up(self) -> None:
-        """Add up this rank's part, and send it to all. Raises: PeerLost, DeadlineExceeded."""
+        """Add up this rank's parts, and send them to all. Raises: PeerLost, DeadlineExceeded."""
         if self._is_added_up:
             return
         self._is_added_up = True
-        self._add()
         own, transport = self._transport.rank, self._transport
-        self._leaving = [transport.post_send(rank, parts[own]) for parts in self._parts for rank in self._others]
-        self._coming = [transport.post_receive(rank, parts[rank]) for parts in self._parts for rank in self._others]
+        for place, parts in enumerate(self._parts):
+            # One buffer after the other: what was added up is still in a cache, and others go on with it.
+            self._add(place)
+            self._leaving += [transport.post_send(rank, parts[own]) for rank in self._others]
+            self._coming += [transport.post_receive(rank, parts[rank]) for rank in self._others]
 
     def complete(self) -> None:
         self.add_up()

@@ -1,7 +1,9 @@
 """`Summed`: parameters that every replica holds as a whole, and whose gradients are summed over the replicas.
 
-    REDUCE_GRAD   packs the gradients of a stage, starts one reduction of them, and goes on
+    REDUCE_GRAD   packs the small gradients of a stage, starts one reduction of all of them, and goes on
     its wait      puts the sums in the place of this rank's own gradients
+
+A large gradient is summed where it is: a copy would cost as much as half of what is sent.
 
 A reduction takes what came since the one before it, in this way: a gradient that is summed already belongs to the first
 replica, and the others set theirs to zeros before they add to it. So the sum over the replicas is what was summed
@@ -12,7 +14,7 @@ before plus all that came since, and callers may zero or scale gradients between
     2, within no_sync()       s + a                     b
     3, summed                 s + a + c                 b + d                 s + a + b + c + d
 
-How many replicas have a gradient of a parameter is summed with the gradients, behind them in the same buffer. One that
+How many replicas have a gradient of a parameter is summed with the gradients, behind those that are packed. One that
 none has used gets none.
 """
 
@@ -26,6 +28,9 @@ from torch import Tensor, nn
 
 from penstock.execute.replicas.first_replica import SavedBuffers, Share, share
 from penstock.execute.replicas.lane import ReplicaLane, Serial
+
+LARGE_BYTES = 2**20
+"""From here on, a gradient is summed where it is."""
 
 
 class Gradients(Protocol):
@@ -103,7 +108,7 @@ class Summed:
         buffers = self._buffers[stage].now() if self._is_synced else []
         if not packed and not buffers:
             return None
-        exchange = self._lane.sum([each.buffer for each in packed]) if packed else None
+        exchange = self._lane.sum([buffer for each in packed for buffer in each.buffers]) if packed else None
         return _SumTicket(self._lane, exchange, packed, share(self._lane.transport, buffers))
 
     def after_step(self) -> None: ...
@@ -123,48 +128,77 @@ class Summed:
 
 
 class _Packed:
-    """Gradients of one type in one buffer: [gradients | how many replicas have each | padding]."""
+    """Gradients of one type: small ones in one buffer, [gradients | how many replicas have each | padding]; large ones.
+
+    `buffers` are what is to be summed.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], gradients: Gradients, lane: ReplicaLane) -> None:
-        self._parameters = parameters
         self._gradients = gradients
+        self._lane = lane
         like = gradients.like(parameters[0])
-        num_elements = sum(parameter.numel() for parameter in parameters)
-        self.buffer = lane.room_for(num_elements + len(parameters), like)
-        self._places, self._uses = self._cut(num_elements)
-        found = [gradients.of(parameter) for parameter in parameters]
+        # By what is the same on all replicas: whether one has a gradient, and how it lies, may differ.
+        is_large = [_is_large(each, like, lane.transport.num_ranks) for each in parameters]
+        self._small = [each for each, large in zip(parameters, is_large, strict=True) if not large]
+        self._large = [each for each, large in zip(parameters, is_large, strict=True) if large]
+        num_elements = sum(parameter.numel() for parameter in self._small)
+        packed = lane.room_for(num_elements + len(parameters), like)
+        self._places, self._uses = self._cut(packed, num_elements)
         with torch.no_grad():
             self._uses.fill_(1)  # for a copy from the host, it would wait for its device
-            for index, (place, gradient) in enumerate(zip(self._places, found, strict=True)):
-                if gradient is None:
-                    place.zero_()
-                    self._uses[index] = 0
-                else:
-                    place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            for index, (place, parameter) in enumerate(zip(self._places, self._small, strict=True)):
+                self._fill(place, gradients.of(parameter), index)
+            self._sums = [self._of_large(each, len(self._small) + index) for index, each in enumerate(self._large)]
+        self.buffers = [packed, *(each.view(-1) for each in self._sums)]
 
     def unpack(self) -> None:
         """Put the sums in the place of this rank's own gradients."""
         uses = self._uses.tolist()
         with torch.no_grad():
-            for parameter, place, num_uses in zip(self._parameters, self._places, uses, strict=True):
+            for parameter, total, num_uses in zip(
+                [*self._small, *self._large], [*self._places, *self._sums], uses, strict=True
+            ):
                 if num_uses:
-                    self._put(parameter, place)
+                    self._put(parameter, total)
+        self._lane.keep(self.buffers[0])
+
+    def _fill(self, place: Tensor, gradient: Tensor | None, index: int) -> None:
+        if gradient is None:
+            place.zero_()
+            self._uses[index] = 0
+        else:
+            place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+
+    def _of_large(self, parameter: nn.Parameter, index: int) -> Tensor:
+        """Return the gradient itself, where it can be summed in place, or a copy."""
+        gradient = self._gradients.of(parameter)
+        if gradient is not None and not gradient.is_sparse and gradient.is_contiguous():
+            return gradient.detach()
+        room = torch.empty(parameter.shape, dtype=self._uses.dtype, device=self._uses.device)
+        self._fill(room, gradient, index)
+        return room
 
     def _put(self, parameter: nn.Parameter, total: Tensor) -> None:
         own = self._gradients.of(parameter)
         if own is None or own.is_sparse:
             dense = torch.empty_like(parameter, dtype=total.dtype, requires_grad=False)
             self._gradients.put(parameter, dense.copy_(total))
-        else:
+        elif own.data_ptr() != total.data_ptr():
             own.detach().copy_(total)
 
-    def _cut(self, num_elements: int) -> tuple[list[Tensor], Tensor]:
+    def _cut(self, packed: Tensor, num_elements: int) -> tuple[list[Tensor], Tensor]:
         places, begin = [], 0
-        for parameter in self._parameters:
+        for parameter in self._small:
             end = begin + parameter.numel()
-            places.append(self.buffer[begin:end].view(parameter.shape))
+            places.append(packed[begin:end].view(parameter.shape))
             begin = end
-        return places, self.buffer[num_elements : num_elements + len(self._parameters)]
+        return places, packed[num_elements : num_elements + len(self._small) + len(self._large)]
+
+
+def _is_large(parameter: nn.Parameter, like: Tensor, num_replicas: int) -> bool:
+    """Whether its gradient is summed in place: large enough, and cut into equal parts without a rest."""
+    num_elements = parameter.numel()
+    return num_elements * like.element_size() >= LARGE_BYTES and num_elements % num_replicas == 0
 
 
 class _SumTicket:
@@ -182,7 +216,6 @@ class _SumTicket:
             self._lane.complete(self._exchange)
             for packed in self._packed:
                 packed.unpack()
-                self._lane.keep(packed.buffer)
         self._shared_buffers.wait()
 
 
