@@ -77,6 +77,8 @@ class Held:
     gradients: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
     exchanged: Sequence[Tensor] = ()
     """Buffers of exchanges between replicas, those kept for later ones included."""
+    kept_bytes: int = 0
+    """Of these, in buffers for gradients that are summed, kept from step to step."""
 
 
 NO_HELD = Held()
@@ -155,18 +157,16 @@ class RankParameters:
             return error
         return None
 
-    @property
-    def kept_bytes(self) -> int:
-        """What is kept from step to step in buffers for gradients that are summed."""
-        return 0 if self._lane is None or self.is_sharded else self._lane.kept_bytes
-
     def held(self) -> Held:
         """Return what is held now beside the parameters of the modules and their gradients."""
         sharded = {unit.stages[0].index: unit.layout for unit in self.units if isinstance(unit.layout, Sharded)}
         held = {stage: layout.held() for stage, layout in sharded.items()}
         parameters = {stage: own for stage, (own, _) in held.items()}
         gradients = {stage: own for stage, (_, own) in held.items()}
-        return Held(parameters, gradients, [] if self._lane is None else self._lane.buffers())
+        if self._lane is None:
+            return Held(parameters, gradients)
+        kept_bytes = 0 if self.is_sharded else self._lane.kept_bytes
+        return Held(parameters, gradients, self._lane.buffers(), kept_bytes)
 
     def trained(self) -> int:
         """Return a digest of which parameters need gradients, which callers may change between steps.

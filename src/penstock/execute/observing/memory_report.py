@@ -133,7 +133,7 @@ class MemoryWatch(Observer):
             rank=rank,
             optimizer_bytes=None if state is None else StorageCounter().add(state),
             peak_activations=self.peak_activations,
-            kept_bytes=0 if self._rank_parameters is None else self._rank_parameters.kept_bytes,
+            kept_bytes=NO_HELD.kept_bytes if self._rank_parameters is None else self._rank_parameters.held().kept_bytes,
             points=tuple(points[moment] for moment in Moment if moment in points),
         )
 
