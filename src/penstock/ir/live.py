@@ -105,6 +105,15 @@ def left_bytes(table: Table, sizes: StageBytes) -> Counts:
     return np.concatenate([left for _, left in _levels_by_rank(table, sizes)])
 
 
+def changes_of_rows(table: Table, sizes: StageBytes) -> tuple[Counts, Counts]:
+    """[num_rows] bytes that a row adds to its rank at its start, and [num_rows] that it frees at its end.
+
+    Gradients of sharded units are left out; where two rows run together, each has its own.
+    """
+    taken, freed = zip(*_changes_by_rank(table, sizes, on_host=False), strict=True)
+    return _whole(np.concatenate(taken)), _whole(np.concatenate(freed))
+
+
 def alive(table: Table, taken: NDArray[Any], freed: NDArray[Any]) -> Counts:
     """[num_rows] what is alive while each row runs, of what rows take at their start and free at their end."""
     return np.concatenate(list(_alive_by_rank(table, taken, freed)))
@@ -157,11 +166,21 @@ def _live_by_rank(table: Table, sizes: StageBytes) -> Iterator[Counts]:
 
 def _levels_by_rank(table: Table, sizes: StageBytes, *, on_host: bool = False) -> Iterator[tuple[Counts, Counts]]:
     """What is alive while each row of a rank runs, and what is left after it."""
+    gradients = _gradients(table, sizes) if isinstance(table, Program) and not on_host else None
+    changes = _changes_by_rank(table, sizes, on_host=on_host)
+    for part, (taken, freed) in zip(_ranks(table), changes, strict=True):
+        if gradients is not None:
+            taken, freed = taken + gradients[0][part], freed + gradients[1][part]
+        live = _alive(table.joined[part], taken, freed)
+        yield _whole(live), _whole(live - freed)
+
+
+def _changes_by_rank(table: Table, sizes: StageBytes, *, on_host: bool) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """What each row of a rank takes at its start and frees at its end."""
     # Rows that make or move a checkpoint look into a second table, in which it stands for the activation.
     changes = [_changes(table, each, on_host) for each in (sizes, replace(sizes, activation=sizes.checkpoint))]
     start, end = np.concatenate(changes, axis=1)
     has_checkpoint = keeps(table) == Value.CHECKPOINT
-    gradients = _gradients(table, sizes) if isinstance(table, Program) and not on_host else None
     for part in _ranks(table):
         which = (table.op[part] + NUM_OPS * has_checkpoint[part]) * table.num_stages + table.stage[part]
         taken: NDArray[Any] = start.take(which)
@@ -170,10 +189,7 @@ def _levels_by_rank(table: Table, sizes: StageBytes, *, on_host: bool = False) -
             factor = np.where(NAMES_MICROBATCH[table.op[part]], sizes.microbatch_factor[table.microbatch[part]], 1.0)
             # Rounded at the end: rounded parts of a value would not add up to it.
             taken, freed = taken * factor, freed * factor
-        if gradients is not None:
-            taken, freed = taken + gradients[0][part], freed + gradients[1][part]
-        live = _alive(table.joined[part], taken, freed)
-        yield _whole(live), _whole(live - freed)
+        yield taken, freed
 
 
 def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Counts:

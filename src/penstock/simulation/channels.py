@@ -114,6 +114,25 @@ class Lags:
         return lag_s
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Wires:
+    """[num_rows] the serialized links by which messages leave, of the rows that they leave after."""
+
+    link: NDArray[np.int32]
+    """A number for each ordered pair of ranks; `NONE` for a row whose message does not leave by such a link."""
+    seconds: NDArray[np.float64]
+    """That a message keeps the link busy."""
+
+    @classmethod
+    def of(cls, table: Table, costs: MessageCosts, factors: NDArray[np.float64]) -> "Wires":
+        """Look them up for the rows of a schedule."""
+        key = table.op * np.int32(table.num_stages) + table.stage
+        is_queued = np.take(_by_sender(costs.is_exclusive.astype(np.float64)), key) > 0
+        link = np.where(is_queued, np.take(_by_sender(_links(table.placement)), key), NONE)
+        wire_s = np.take(_by_sender(costs.wire_s), key) * factors[table.microbatch]
+        return cls(link.astype(np.int32), np.where(is_queued, wire_s, 0.0))
+
+
 def _by_taker(placement: Placement, values: NDArray[np.float64]) -> NDArray[np.float64]:
     """[num_ops, num_stages] what messages have by direction and sending stage, for the rows that take them; else 0."""
     table = np.zeros((NUM_OPS, placement.num_stages))
@@ -161,7 +180,7 @@ def _queue(
     key = program.op[sources] * np.int32(program.num_stages) + program.stage[sources]
     is_queued = np.take(_by_sender(table.is_exclusive.astype(np.float64)), key) > 0
     leaving, key = sources[is_queued], key[is_queued]
-    links = np.take(_by_sender(_links(program)), key)
+    links = np.take(_by_sender(_links(program.placement)), key)
     in_order = np.argsort(links, kind="stable")
     begins = np.flatnonzero(np.diff(links[in_order], prepend=NONE))
     lengths = np.diff(begins, append=len(leaving))
@@ -172,8 +191,8 @@ def _queue(
     return leaving, wires
 
 
-def _links(program: Program) -> NDArray[np.float64]:
+def _links(placement: Placement) -> NDArray[np.float64]:
     """[2, num_stages] a number for each ordered pair of ranks, by direction and sending stage."""
-    ranks = np.array(program.placement.rank_of_stage)
-    receivers = np.array([program.placement.next_stage, program.placement.previous_stage])
-    return np.asarray(ranks * program.num_ranks + ranks[receivers], np.float64)
+    ranks = np.array(placement.rank_of_stage)
+    receivers = np.array([placement.next_stage, placement.previous_stage])
+    return np.asarray(ranks * placement.num_ranks + ranks[receivers], np.float64)

@@ -1,0 +1,61 @@
+"""`Bound`: seconds that no order can go below, and what they are made of."""
+
+from dataclasses import dataclass, field
+
+from penstock.searching.problem import FORWARD, INPUT, WEIGHT, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A lower bound of a step, or of a rank's span."""
+
+    name: str
+    rank: int
+    """Whose work it counts."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """In seconds; they add up to the bound."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.terms.values())
+
+    def __str__(self) -> str:
+        terms = " + ".join(f"{name} {seconds:.6g} s" for name, seconds in self.terms.items())
+        return f"{self.name} of rank {self.rank}: {terms}"
+
+
+class Route:
+    """The least seconds of a microbatch on each stage of the one route, and of its way between them."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.forward, self.input, self.weight = (
+            problem.plane(problem.seconds, plane).min(axis=1) for plane in (FORWARD, INPUT, WEIGHT)
+        )
+        wire = [problem.plane(problem.wire_s, plane).min(axis=1) for plane in (FORWARD, INPUT)]
+        lag = [problem.plane(problem.lag_s, plane).min(axis=1) for plane in (FORWARD, INPUT)]
+        self.down = lag[0].copy()
+        """[num_stages] from the end of the F before it to its own F."""
+        self.down[1:] += wire[0][:-1]
+        self.up = lag[1].copy()
+        """[num_stages] from the end of the I behind it to its own I."""
+        self.up[:-1] += wire[1][1:]
+
+    def bound(self, name: str, rank: int, terms: dict[str, float]) -> Bound:
+        """Return a bound of seconds that ranks are busy, from the first start on, which is behind a launch."""
+        launch_s = self.problem.launch_s
+        return Bound(name, rank, {**terms, "first launch": -launch_s} if launch_s else terms)
+
+    def forwards_before(self, stage: int) -> float:
+        """From the first start of all to when a stage can begin: the F of the stages before it."""
+        return float(self.forward[:stage].sum() + self.down[1 : stage + 1].sum())
+
+    def inputs_after(self, stage: int) -> float:
+        """From the end of the I of a stage to the end of the I of the first one."""
+        return float(self.up[:stage].sum() + self.input[:stage].sum())
+
+    def there_and_back(self, stage: int) -> float:
+        """From the end of an F of a stage to when its I can begin: F and I of all stages behind it."""
+        behind = slice(stage + 1, None)
+        ways = self.down[behind].sum() + self.up[stage:-1].sum()
+        return float(self.forward[behind].sum() + self.input[behind].sum() + ways)

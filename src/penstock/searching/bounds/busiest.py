@@ -1,0 +1,44 @@
+"""Bounds by the work of one rank, whatever memory there is (docs/search.md has the proofs)."""
+
+from collections.abc import Iterator
+
+from penstock.searching.bounds.bound import Bound, Route
+from penstock.searching.problem import FORWARD, INPUT, WEIGHT, Problem
+
+
+def of_work(route: Route) -> Iterator[Bound]:
+    """A rank's span: all that it computes."""
+    for rank in range(route.problem.num_ranks):
+        yield route.bound("work", rank, {"work": work_of(route.problem, rank)})
+
+
+def of_begin_and_work(route: Route) -> Iterator[Bound]:
+    """A step: a rank begins when the first microbatch has come to it, and then computes all that it has to."""
+    for rank, stages in enumerate(route.problem.placement.stages_of_rank):
+        begin = route.forwards_before(stages[0])
+        yield route.bound("begin and work", rank, {"begin": begin, "work": work_of(route.problem, rank)})
+
+
+def of_inputs_and_end(route: Route) -> Iterator[Bound]:
+    """A step, and the span of the first stage's rank: behind the last I of a rank come those of the stages before it.
+
+    Before this last I the rank has run all its F and I. Its W may come later.
+    """
+    problem = route.problem
+    for rank, stages in enumerate(problem.placement.stages_of_rank):
+        first = stages[0]
+        yield route.bound(
+            "inputs and end",
+            rank,
+            {
+                "begin": route.forwards_before(first),
+                "F and I": work_of(problem, rank) - work_of(problem, rank, WEIGHT),
+                "end": route.inputs_after(first) + float(route.weight[0]),
+            },
+        )
+
+
+def work_of(problem: Problem, rank: int, *planes: int) -> float:
+    stages = list(problem.placement.stages_of_rank[rank])
+    chosen = planes or (FORWARD, INPUT, WEIGHT)
+    return float(sum(problem.plane(problem.seconds, plane)[stages].sum() for plane in chosen))
