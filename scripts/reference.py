@@ -27,7 +27,10 @@ WIDTH = 100
 GROUPS = {
     "Make a schedule": ("Make a schedule, and a program of it.", ["build", "plan", "lower", "with_recompute"]),
     "Prove a schedule": ("Find every place where a schedule or program cannot run.", ["check"]),
-    "Costs and simulation": ("Predict time and memory.", ["simulate", "Costs", "LayerCosts", "measure_layers"]),
+    "Costs and simulation": (
+        "Predict time and memory.",
+        ["simulate", "search", "Costs", "LayerCosts", "measure_layers"],
+    ),
     "Pipeline and layers": (
         "Run a schedule on a model.",
         ["Pipeline", "LayerSpec", "Skip", "Carry", "AuxiliaryLoss", "LossOutput"],

@@ -62,6 +62,7 @@ _HOMES = {
     "measure_layers": "penstock.train.measuring.measure",
     "plan": "penstock.planning",
     "save_checkpoint": "penstock.checkpoints.writer",
+    "search": "penstock.searching.search",
     "simulate": "penstock.simulation",
     "wants_input_gradient": "penstock.execute.split.wanted",
     "wants_weight_gradient": "penstock.execute.split.wanted",

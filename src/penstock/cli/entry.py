@@ -19,6 +19,7 @@ from penstock.cli import (
     profile,
     runs,
     schedules,
+    search,
     show,
     train,
 )
@@ -72,6 +73,7 @@ COMMANDS: tuple[Command, ...] = (
     show,
     check,
     compare,
+    search,
     convert,
     profile,
     doctor,

@@ -1,0 +1,33 @@
+"""`Budget`: when a search ends."""
+
+import time
+
+MOVES_PER_ROUND = 1_000
+
+
+class Budget:
+    """Counts seconds, or sequences that were timed: where a number of these is given, seconds do not count."""
+
+    def __init__(self, seconds: float, evaluations: int | None) -> None:
+        self._seconds, self._evaluations = seconds, evaluations
+        self.spent = 0
+        """Sequences that were timed."""
+        self._begin_s = time.perf_counter()
+
+    def begin(self) -> None:
+        self._begin_s = time.perf_counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._begin_s
+
+    @property
+    def is_over(self) -> bool:
+        if self._evaluations is not None:
+            return self.spent >= self._evaluations
+        return self.elapsed_s >= self._seconds
+
+    def next_moves(self) -> int:
+        """Return how many moves the next round may take."""
+        left = MOVES_PER_ROUND if self._evaluations is None else self._evaluations - self.spent
+        return max(min(left, MOVES_PER_ROUND), 0)

@@ -1,0 +1,93 @@
+"""`Candidate`: a sequence with what it comes to; those with which a search starts, and which of several differ."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.ir.schedule import Schedule
+from penstock.schedules import FAMILIES, build
+from penstock.searching.listing import list_schedule
+from penstock.searching.problem import Ints, Problem
+from penstock.searching.sequences import run, sequence_of
+from penstock.searching.settings import settings_for
+from penstock.simulation.costs.costs import Costs
+
+Method = Literal["family", "list", "improved"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A sequence, and what it comes to before its messages are known."""
+
+    problem: Problem
+    sequence: Ints
+    objective_s: float
+    """Infinite where it does not fit."""
+    method: Method
+    family: Schedule | None = None
+    """The schedule that it comes from, as the family has it."""
+
+    @classmethod
+    def of(
+        cls, problem: Problem, sequence: Ints, method: Method, *, by_span: bool, family: Schedule | None = None
+    ) -> "Candidate":
+        """Time a sequence."""
+        timed = run(problem, sequence)
+        objective_s = timed.span_s if by_span else timed.makespan_s
+        return cls(problem, sequence, objective_s if timed.fits(problem) else math.inf, method, family)
+
+    @property
+    def fits(self) -> bool:
+        return self.objective_s < math.inf
+
+    def schedule(self) -> Schedule:
+        """Return the schedule to run."""
+        if self.family is not None:
+            return self.family
+        return self.problem.schedule(self.sequence, f"searched ({self.method})")
+
+
+def by_objective(candidate: Candidate) -> float:
+    """Sort by this."""
+    return candidate.objective_s
+
+
+def of_families(problem: Problem, costs: Costs, *, by_span: bool) -> Iterator[Candidate]:
+    """Every registered family of the shape, whether it fits or not."""
+    for name in FAMILIES:
+        try:
+            schedule = build(
+                name, ranks=problem.num_ranks, microbatches=problem.num_microbatches, stages=problem.num_stages
+            )
+        except ConfigError:
+            continue
+        if schedule.placement == problem.placement and not schedule.is_forward_only:
+            sequence = sequence_of(problem, schedule, costs)
+            yield Candidate.of(problem, sequence, "family", by_span=by_span, family=schedule)
+
+
+def of_lists(problem: Problem, *, by_span: bool, is_over: Callable[[], bool]) -> Iterator[Candidate]:
+    """List schedules of all settings; behind the first that fits, as many as there is time for."""
+    has_one = False
+    for setting in settings_for(problem):
+        if has_one and is_over():
+            return
+        sequence = list_schedule(problem, setting)
+        if sequence is not None:
+            candidate = Candidate.of(problem, sequence, "list", by_span=by_span)
+            has_one = has_one or candidate.fits
+            yield candidate
+
+
+def different(candidates: list[Candidate]) -> list[Candidate]:
+    """Those that fit and whose ranks have different orders, the first of each, in their order."""
+    found: dict[bytes, Candidate] = {}
+    for each in candidates:
+        if each.fits:
+            by_rank = each.sequence[np.argsort(each.problem.rank[each.sequence], kind="stable")]
+            found.setdefault(by_rank.tobytes(), each)
+    return list(found.values())

@@ -1,0 +1,65 @@
+"""What a search is asked for: placements, stages, limits, and what any order could pay at least."""
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.placement import Placement
+from penstock.searching.asked import cheapest, problems_of
+from penstock.searching.problem import NO_LIMIT
+from penstock.simulation import Costs
+from tests.searching.cases import problem_of
+
+
+def asked(costs=None, ranks=4, placement="line", stages_per_rank=None, memory_limit=None):
+    return list(problems_of(costs or Costs.uniform(), ranks, 8, placement, stages_per_rank, memory_limit))
+
+
+def test_there_are_as_many_stages_as_costs_or_as_the_placement_has():
+    assert [each.num_stages for each in asked()] == [4]
+    assert [each.num_stages for each in asked(placement="v")] == [8]
+    assert [each.num_stages for each in asked(placement="loop", stages_per_rank=3)] == [12]
+    assert [each.num_stages for each in asked(Costs.uniform(forward=1.0), placement="wave")] == [8]
+    eight = Costs(forward_s=(1.0,) * 8, backward_input_s=(1.0,), backward_weight_s=(1.0,))
+    assert [each.placement.style for each in asked(eight, placement="any")] == ["loop", "v"]
+
+
+def test_a_limit_in_bytes_leaves_what_is_always_there():
+    costs = Costs.uniform(activation_bytes=10, parameter_bytes=7, gradient_bytes=5)
+
+    (problem,) = asked(costs, memory_limit=100)
+    assert problem.limit.tolist() == [88] * 4
+    (free,) = asked(costs)
+    assert free.limit.tolist() == [NO_LIMIT] * 4
+
+
+def test_a_limit_in_activations_counts_them():
+    (problem,) = asked(Costs.uniform(), placement="v", memory_limit="3 microbatches")
+
+    assert problem.limit.tolist() == [6] * 4
+    assert problem.taken.max() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"placement": "lines"}, "expected one of line, loop, v, wave, any. Did you mean 'line'"),
+        ({"placement": "line", "stages_per_rank": 2}, "line takes one stage a rank, got 8 stages on 4 ranks"),
+        ({"placement": "v", "stages_per_rank": 3}, "v takes two, got 12 stages on 4 ranks"),
+        ({"memory_limit": 100}, "the costs have no activation_bytes"),
+        ({"memory_limit": "3 bananas"}, "has no known unit"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, words):
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        asked(**options)
+
+
+def test_bounds_count_the_least_that_an_action_may_take():
+    costs = Costs.uniform(forward=3.0, backward_input=2.0, backward_weight=4.0, backward=5.0, overlap_factor=0.5)
+    problem = problem_of(Placement.line(2), 1, costs)
+
+    found = cheapest(problem, costs)
+
+    assert np.unique(found.seconds).tolist() == [1.0, 1.5]
+    assert found.seconds.sum() == 0.5 * (3.0 + 5.0) * 2

@@ -1,0 +1,21 @@
+"""When a search ends."""
+
+from penstock.searching.budget import MOVES_PER_ROUND, Budget
+
+
+def test_without_a_number_seconds_count():
+    assert Budget(0.0, None).is_over
+    assert not Budget(60.0, None).is_over
+    assert Budget(60.0, None).next_moves() == MOVES_PER_ROUND
+
+
+def test_with_a_number_of_evaluations_seconds_do_not_count():
+    budget = Budget(0.0, MOVES_PER_ROUND + 10)
+
+    assert not budget.is_over
+    assert budget.next_moves() == MOVES_PER_ROUND
+    budget.spent += MOVES_PER_ROUND
+    assert budget.next_moves() == 10
+    budget.spent += 10
+    assert budget.is_over
+    assert budget.next_moves() == 0

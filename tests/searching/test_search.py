@@ -1,0 +1,166 @@
+"""The search: never worse than what others found, its certificate, its limit, its determinism, and bad input."""
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.planning import plan
+from penstock.proofs import check
+from penstock.schedules import build
+from penstock.searching.search import search
+from penstock.simulation import Costs
+from tests.searching.cases import random_costs, rows, searched_case
+
+MANY = 200_000_000
+"""Actions that are timed, of all sequences."""
+NEAR = {"zbv/p6/m12/default/mem3p": 1e-4, "zbv/p8/m16/default/mem3p": 2e-4}
+"""By how much results may be above what others found; a message takes a thousandth of a computation there."""
+
+
+@pytest.mark.parametrize("row", rows("searched_zero_bubble.json"), ids=lambda row: row["name"])
+def test_what_the_zero_bubble_schedulers_found_is_found(row):
+    placement, microbatches, costs, limit = searched_case(row)
+
+    found = search(
+        costs,
+        placement.num_ranks,
+        microbatches,
+        memory_limit=limit,
+        placement="v" if placement.num_stages > placement.num_ranks else "line",
+        objective="span",
+        evaluations=MANY // (3 * placement.num_stages * microbatches),
+    )
+
+    assert found.span_s <= row["span"] * (1 + NEAR.get(row["name"], 1e-9))
+    assert found.gap >= 0
+
+
+@pytest.mark.parametrize("row", rows("certified_optima.json"), ids=lambda row: "-".join(map(str, row.values())))
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_optima_that_a_solver_has_proved_are_found(row, objective):
+    costs = Costs.uniform(activation_bytes=2, weight_context_bytes=1)
+    limit = round(2 * row["cap_microbatches"])
+
+    found = search(
+        costs, row["ranks"], row["microbatches"], memory_limit=limit, objective=objective, evaluations=150_000
+    )
+
+    assert (found.span_s if objective == "span" else found.makespan_s) == row[objective]
+    assert found.is_optimal == (found.lower_bound_s == row[objective])
+
+
+def test_what_reaches_its_bound_is_optimal_and_says_so():
+    found = search(Costs.uniform(), 4, 8, evaluations=1_000)
+
+    assert found.is_optimal
+    assert (found.gap, found.makespan_s, found.lower_bound_s) == (0.0, 27.0, 27.0)
+    assert found.bound.seconds == found.lower_bound_s
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_at_least_as_good_as_every_family_that_fits_and_its_program_fits(seed):
+    random = np.random.default_rng(seed)
+    ranks = int(random.integers(3, 6))
+    placement = "line" if seed % 2 else "v"
+    num_stages = ranks * (1 if placement == "line" else 2)
+    costs = random_costs(seed, num_stages, is_exclusive=seed % 3 == 0, parameter_bytes=(7,), launch_s=0.01 * (seed % 2))
+    limit = int(num_stages // ranks * random.integers(14, 16) * ranks) + 30
+
+    found = search(costs, ranks, 8, placement=placement, memory_limit=limit, evaluations=5_000, seed=seed)
+
+    check(found.plan.program, memory_limit=limit, costs=costs)
+    assert max(found.peak_bytes) <= limit
+    assert found.gap > -1e-9
+    for family in ("1f1b", "zb-h1", "gpipe", "zb-h2", "zbv", "v-min", "v-half", "v-zb", "1f1b-v"):
+        try:
+            schedule = build(family, ranks=ranks, microbatches=8, stages=num_stages)
+            planned = plan(schedule, costs, memory_limit=limit)
+        except (ConfigError, ScheduleError):
+            continue
+        if schedule.placement == found.schedule.placement:
+            assert found.makespan_s <= planned.timeline.makespan_s * (1 + 1e-12)
+
+
+def test_messages_are_within_the_limit():
+    sizes = {"activation_bytes": 10, "weight_context_bytes": 5}
+
+    without = search(Costs.uniform(**sizes), 4, 8, memory_limit=40, evaluations=5_000)
+    found = search(Costs.uniform(**sizes, message_bytes=10), 4, 8, memory_limit=40, evaluations=5_000)
+
+    assert max(found.peak_bytes) <= 40
+    assert without.makespan_s < found.makespan_s
+
+
+def test_equal_seeds_and_evaluations_find_the_same():
+    costs = random_costs(5, 4)
+    one, other = (search(costs, 4, 8, memory_limit=40, evaluations=4_000, seed=3) for _ in range(2))
+
+    assert one.schedule.digest() == other.schedule.digest()
+    assert one.makespan_s.hex() == other.makespan_s.hex()
+    assert one.evaluations == other.evaluations
+
+
+def test_any_placement_is_as_good_as_each():
+    costs = random_costs(6, 8)
+    every = search(costs, 4, 8, placement="any", evaluations=6_000)
+
+    for placement in ("loop", "v", "wave"):
+        one = search(costs, 4, 8, placement=placement, evaluations=500)
+        assert every.makespan_s <= one.makespan_s * (1 + 1e-12)
+    assert every.lower_bound_s <= every.makespan_s
+
+
+def test_a_limit_of_microbatches_counts_activations():
+    found = search(Costs.uniform(), 4, 8, memory_limit="3 microbatches", evaluations=5_000)
+
+    assert max(found.timeline.peak_activations) <= 3
+
+
+def test_without_time_the_best_construction_is_returned():
+    found = search(random_costs(7, 4), 4, 8, seconds=0)
+
+    assert found.method in ("family", "list")
+
+
+def test_progress_is_told():
+    told = []
+    search(random_costs(8, 4), 4, 8, memory_limit=30, evaluations=5_000, progress=told.append)
+
+    assert len(told) >= 3
+    assert told[-1].best_s <= told[0].best_s
+    assert all(each.gap >= 0 for each in told)
+
+
+def test_an_interrupt_ends_the_search_with_the_best_so_far():
+    def interrupt(progress):
+        raise KeyboardInterrupt
+
+    found = search(random_costs(8, 4), 4, 8, memory_limit=30, seconds=60.0, progress=interrupt)
+
+    assert found.was_interrupted
+    assert found.seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (
+            {"memory_limit": 9},
+            ScheduleError,
+            "no order was found that fits a limit of 9; with one microbatch at a time",
+        ),
+        ({"objective": "time"}, ConfigError, "objective: 'time' of type str; expected one of makespan, span"),
+        ({"placement": "w"}, ConfigError, "placement: 'w' of type str; expected one of line"),
+        ({"seconds": -1.0}, ConfigError, "seconds: -1.0"),
+        ({"evaluations": 0}, ConfigError, "evaluations: 0"),
+        ({"ranks": 0}, ConfigError, "ranks: 0"),
+        ({"microbatches": 0}, ConfigError, "microbatches: 0"),
+    ],
+)
+def test_bad_input_is_one_message(options, error, words):
+    given = {"ranks": 4, "microbatches": 8, "seconds": 1.0} | options
+
+    with pytest.raises(error) as caught:
+        search(random_costs(0, 4), given.pop("ranks"), given.pop("microbatches"), **given)
+
+    assert words in str(caught.value)
