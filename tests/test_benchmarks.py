@@ -71,6 +71,7 @@ def test_what_an_emulated_link_brings_takes_its_time_one_message_after_another()
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_four_replicas_with_shards_hold_at_most_half():
     command = [sys.executable, str(BENCH / "replicas.py"), "--parts", "memory"]

@@ -38,7 +38,7 @@ def test_a_case_is_repeated_by_its_seed():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "seed", [1, 2, 3, 1002, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1004, 1006))]
+    "seed", [3, 1002, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2, 1004, 1006))]
 )
 def test_a_run_whose_ranks_are_killed_comes_to_the_same_weights(tmp_path, undisturbed, seed):
     _, problem, num_kills = kills.case(tmp_path / "case", seed, undisturbed)

@@ -80,8 +80,12 @@ def moved_schedule(name):
 # ---- what is trained
 
 
+QUICK = ("sequential", "1f1b", "zbv", "interleaved-1f1b", "dualpipe", "seq1f1b", "hanayo")
+BY_FAMILY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in TRAINING]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", BY_FAMILY)
 def test_every_family_trains_the_same(name):
     if (schedule := moved_schedule(name)) is None:
         assert name == "sequential"  # a backward follows its forward at once

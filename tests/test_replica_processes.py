@@ -348,7 +348,10 @@ def test_an_error_on_one_rank_is_one_on_all_and_the_next_step_is_right(four, bad
         assert loss == pytest.approx(expected, abs=1e-14)
 
 
-@pytest.mark.parametrize("setting", [NONE, ONE, pytest.param(OPTIMIZER, marks=pytest.mark.full)], ids=name_of)
+STOPPED = [ONE, *(pytest.param(setting, marks=pytest.mark.full) for setting in (NONE, OPTIMIZER))]
+
+
+@pytest.mark.parametrize("setting", STOPPED, ids=name_of)
 def test_a_stopped_rank_is_named_by_all_others_at_the_deadline(setting):
     with RankPool(4) as pool:
         pool.begin(failing, 2, "stop", 2.0, 2, 2, setting)

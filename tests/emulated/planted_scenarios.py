@@ -45,10 +45,10 @@ def linear_layers():
 
 
 @contextmanager
-def pipeline_of(rank, num_ranks, layers=linear_layers, family="1f1b", *, plan=None, **options):
+def pipeline_of(rank, num_ranks, layers=linear_layers, family="1f1b", *, plan=None, deadline_s=DEADLINE_S, **options):
     """A pipeline of this rank's thread, with an optimizer."""
     device = torch.device("emu", rank)
-    transport = transport_of(rank, num_ranks, device)
+    transport = transport_of(rank, num_ranks, device, deadline_s=deadline_s)
     with DRAWING:
         torch.manual_seed(0)
         made = layers()

@@ -29,7 +29,7 @@ def shards(rank, num_ranks):
 def exchanged_rows(rank, num_ranks):
     """Each rank gets the rows of one tensor, which all share out, and adds them up."""
     device = torch.device("emu", rank)
-    transport = transport_of(rank, num_ranks, device)
+    transport = transport_of(rank, num_ranks, device, deadline_s=3.0)  # for which the fault lets the others wait
     whole = torch.zeros(NUM_ROWS, WIDTH, device=device)
     own = Rows(whole.shape, (), num_ranks).of_replica(rank)
     local = torch.full((len(own), WIDTH), 1.0 + rank, device=device)

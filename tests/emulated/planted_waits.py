@@ -45,7 +45,8 @@ def compared_clocks(rank, num_ranks):
 
 def whole_state(rank, num_ranks):
     """One rank gets the state of all."""
-    with pipeline_of(rank, num_ranks) as (pipeline, _):
+    # So long does the fault let the others wait.
+    with pipeline_of(rank, num_ranks, deadline_s=3.0) as (pipeline, _):
         state = pipeline.state_dict(on_rank=0)
     return sum(value.double().sum().item() for value in state.values())
 

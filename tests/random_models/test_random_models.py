@@ -20,7 +20,7 @@ from tests.random_models.layers import KINDS
 from tests.random_models.models import make_batch, make_listed, make_plain
 from tests.random_models.workers import run_cases
 
-SAMPLE_SEED, NUM_SAMPLED, NUM_FULL = 4000, 40, 400
+SAMPLE_SEED, NUM_SAMPLED, NUM_FULL = 4000, 25, 400
 MOST_NOT_RUN = 0.05
 """The share of cases that Penstock may refuse, or that plain torch cannot run."""
 

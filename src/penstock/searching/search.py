@@ -146,8 +146,8 @@ def search(
     `ranks` x `stages_per_rank` (1 on a line, else 2). `placement`: line, loop, v, wave, or any of these.
     `memory_limit` is that of `penstock.check`, and holds for the lowered program. `objective`: the makespan, for which
     all ranks wait, or the span of the zero-bubble papers, the longest of a rank. The search ends after so many
-    `seconds`, without compiling on first use, or `evaluations`; with equal `seed` and `evaluations` and enough seconds,
-    it finds the same to the bit. `progress` is called now and then. Ctrl-C ends it; the best so far is returned.
+    `seconds`, without compiling on first use; or after so many `evaluations`, where these are given: then equal seeds
+    find the same to the bit. `progress` is called now and then. Ctrl-C ends it; the best so far is returned.
 
     Raises:
         ConfigError: for a value that an argument cannot have, or costs that do not know F, I and W.
