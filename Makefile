@@ -22,7 +22,7 @@ test: .venv/.stamp
 test-full: .venv/.stamp
 	scripts/test --hypothesis-profile=full $(PYTEST_ARGS)
 
-# Loses ranks of 50 runs at random instants, 20 of which have replicas and shards; `make test` has 5 such cases. It takes
+# Loses ranks of 50 runs at random instants, 20 of which have replicas and shards; `make test` has 2 such cases, and others that lose a rank. It takes
 # about 15 minutes on two cores.
 test-faults: .venv/.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills --cases 50

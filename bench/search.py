@@ -172,7 +172,7 @@ def speed(arguments: Namespace) -> tuple[list[Row], bool]:
     costs = random_costs(np.random.default_rng(0), 8, has_messages=False)
     problem = Problem.of(Placement.line(8), 64, costs)
     schedule = build("1f1b", ranks=8, microbatches=64)
-    sequence = sequence_of(problem, schedule, costs)
+    sequence = sequence_of(schedule)
     moves = Moves(problem, 0)
     best_s = moves.objective_s(sequence)
     moves.improve(sequence, sequence, best_s, 10, 0.1)  # compiles

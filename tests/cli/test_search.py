@@ -1,10 +1,14 @@
 """`penstock search`."""
 
 import json
+from typing import get_args
 
 import pytest
 
+from penstock.cli import search as command
 from penstock.cli.entry import main
+from penstock.searching import asked
+from penstock.searching.search import Objective
 from penstock.simulation import LayerCosts
 from penstock.simulation.costs.writing import costs_to_toml
 
@@ -19,6 +23,12 @@ def test_a_table_says_how_long_it_takes_and_that_no_order_is_shorter(capsys):
     assert found["makespan"] == "27 s"
     assert found["lower bound"] == "27 s: begin and work of rank 3: begin 3 s + work 24 s"
     assert found["gap"] == "0: no order is shorter"
+
+
+def test_the_command_takes_what_the_search_takes():
+    """It does not import the search to say what it takes."""
+    assert (*asked.PLACEMENTS, asked.ANY) == command.PLACEMENTS
+    assert get_args(Objective) == command.OBJECTIVES
 
 
 def test_json_has_all_figures(capsys):

@@ -47,5 +47,5 @@ def searched_case(row):
 
 
 def problem_of(placement, microbatches, costs, limit=None):
-    limits = None if limit is None else np.full(placement.num_ranks, limit, np.int64)
-    return Problem.of(placement, microbatches, costs, limits)
+    problem = Problem.of(placement, microbatches, costs)
+    return problem if limit is None else problem.within(np.full(placement.num_ranks, limit, np.int64))

@@ -9,7 +9,7 @@ from tests.searching.cases import problem_of, random_costs
 
 def test_every_family_of_the_shape_is_one():
     costs = random_costs(0, 4)
-    found = list(of_families(problem_of(Placement.line(4), 8, costs), costs, by_span=False))
+    found = list(of_families(problem_of(Placement.line(4), 8, costs), by_span=False))
 
     names = {each.family.name for each in found}
     assert {"1f1b", "gpipe", "zb-h1", "zb-h2", "sequential"} <= names
@@ -19,10 +19,7 @@ def test_every_family_of_the_shape_is_one():
 
 def test_families_that_do_not_fit_are_told():
     costs = random_costs(0, 4)
-    found = {
-        each.family.name: each
-        for each in of_families(problem_of(Placement.line(4), 8, costs, 40), costs, by_span=False)
-    }
+    found = {each.family.name: each for each in of_families(problem_of(Placement.line(4), 8, costs, 40), by_span=False)}
 
     assert found["1f1b"].fits
     assert not found["gpipe"].fits

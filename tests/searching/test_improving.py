@@ -15,7 +15,7 @@ def improved(placement, family, *, seed=0, limit=None, by_span=False, rounds=5, 
     costs = random_costs(3, placement.num_stages, **others)
     problem = problem_of(placement, 6, costs, limit)
     schedule = build(family, ranks=placement.num_ranks, microbatches=6, stages=placement.num_stages)
-    begin = sequence = best = sequence_of(problem, schedule, costs)
+    begin = sequence = best = sequence_of(schedule)
     moves = Moves(problem, seed, by_span=by_span)
     best_s = begin_s = moves.objective_s(begin)
     for _ in range(rounds):

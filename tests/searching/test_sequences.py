@@ -7,7 +7,7 @@ from penstock.ir.live import peak_bytes
 from penstock.ir.split_backwards import with_split_backwards
 from penstock.placement import Placement
 from penstock.schedules import build
-from penstock.searching.sequences import in_order, run, sequence_of
+from penstock.searching.sequences import run, sequence_of
 from penstock.simulation import Costs, simulate
 from tests.searching.cases import problem_of, random_costs
 
@@ -23,7 +23,7 @@ def test_times_and_bytes_are_those_of_the_schedule(family, others):
     costs = random_costs(1, schedule.num_stages, **others)
     problem = problem_of(schedule.placement, 8, costs)
 
-    sequence = sequence_of(problem, schedule, costs)
+    sequence = sequence_of(schedule)
     found = run(problem, sequence)
 
     split = with_split_backwards(schedule)
@@ -41,17 +41,16 @@ def test_what_is_above_a_limit_does_not_fit():
 
     for limit, fits in ((40, True), (39, False)):
         problem = problem_of(schedule.placement, 4, costs, limit)
-        assert run(problem, sequence_of(problem, schedule, costs)).fits(problem) is fits
+        assert run(problem, sequence_of(schedule)).fits(problem) is fits
 
 
-def test_actions_come_behind_what_they_wait_for():
-    problem = problem_of(Placement.line(2), 1, Costs.uniform())
+def test_every_action_is_behind_what_it_waits_for():
+    problem = problem_of(Placement.vee(3), 5, Costs.uniform())
 
-    assert in_order(problem, np.array([1, 0, 3, 2, 5, 4], np.int32)).tolist() == [0, 1, 3, 2, 5, 4]
+    sequence = sequence_of(build("zbv", ranks=3, microbatches=5))
 
-
-def test_orders_that_wait_for_each_other_are_refused():
-    problem = problem_of(Placement.line(2), 1, Costs.uniform())
-
-    with pytest.raises(ValueError, match="wait for each other"):
-        in_order(problem, np.array([2, 0, 1, 3, 4, 5], np.int32))  # rank 0 begins with its I
+    place = np.argsort(sequence)
+    assert sorted(sequence) == list(range(problem.num_actions))
+    for waits in (problem.source, problem.saved):
+        has = np.flatnonzero(waits >= 0)
+        assert (place[waits[has]] < place[has]).all()

@@ -2,16 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, described, nearest
+from penstock.ir.live import StageBytes, one_each
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.proofs import Limit
-from penstock.searching.problem import Problem
-from penstock.simulation.costs.costs import COMPUTE_FIELDS, Costs
+from penstock.searching.problem import Bytes, Problem, every_action
+from penstock.simulation.costs.costs import COMPUTE_FIELDS, STATIC_BYTES, VALUE_BYTES, Costs
 
 PLACEMENTS = ("line", "loop", "v", "wave")
 ANY = "any"
@@ -27,8 +31,8 @@ def require_choice(key: str, given: object, choices: tuple[str, ...]) -> None:
 
 def require_number(key: str, given: object, *, at_least: int, is_whole: bool = True) -> None:
     """Refuse what is no number, or a smaller one. Raises: ConfigError."""
-    is_number = isinstance(given, int if is_whole else (int, float)) and not isinstance(given, bool)
-    if not is_number or not float(str(given)) >= at_least:
+    kind = Integral if is_whole else Real
+    if isinstance(given, bool) or not isinstance(given, kind) or not float(given) >= at_least:
         what = "a whole number" if is_whole else "a number"
         raise ConfigError(f"{described(given)}; expected {what}, {at_least} or larger", key=key)
 
@@ -55,7 +59,7 @@ def problems_of(
 
 
 def _num_stages(costs: Costs, ranks: int, placement: str, stages_per_rank: int | None) -> int:
-    longest = max(len(getattr(costs, name)) for name in COMPUTE_FIELDS)
+    longest = max(len(getattr(costs, name)) for name in (*COMPUTE_FIELDS, *VALUE_BYTES, *STATIC_BYTES))
     if stages_per_rank is None and longest > 1:
         return longest
     default = 1 if placement == "line" else 2
@@ -64,21 +68,10 @@ def _num_stages(costs: Costs, ranks: int, placement: str, stages_per_rank: int |
 
 def _place(name: str, ranks: int, num_stages: int) -> Placement:
     per_rank, rest = divmod(num_stages, ranks)
-    allowed = {
-        "line": per_rank == 1,
-        "v": per_rank == 2,
-        "loop": per_rank >= 1,
-        "wave": per_rank >= 2 and not per_rank % 2,
-    }
-    if rest or not allowed[name]:
-        wanted = {
-            "line": "one stage a rank",
-            "v": "two",
-            "loop": "as many on each rank",
-            "wave": "an even number a rank",
-        }
+    is_allowed = {"line": per_rank == 1, "v": per_rank == 2, "loop": True, "wave": not per_rank % 2}
+    if rest or not per_rank or not is_allowed[name]:
         raise ConfigError(
-            f"{name} takes {wanted[name]}, got {num_stages} stages on {ranks} ranks; give costs for other stages, or "
+            f"{name} takes {_WANTED[name]}, got {num_stages} stages on {ranks} ranks; give costs for other stages, or "
             "another placement",
             key="placement",
         )
@@ -90,13 +83,20 @@ def _place(name: str, ranks: int, num_stages: int) -> Placement:
 
 
 def _problem(placement: Placement, microbatches: int, costs: Costs, limit: Limit | None) -> Problem:
+    problem = Problem.of(placement, microbatches, costs, counts=limit is not None and not limit.in_bytes)
     if limit is None:
-        return Problem.of(placement, microbatches, costs)
+        return problem
     limit.require_sizes(costs.activation_bytes)
-    amounts = limit.of_ranks(placement.num_ranks, placement.stages_per_rank)
-    if limit.in_bytes:
-        amounts = amounts - costs.stage_bytes(placement, microbatches).static_of_ranks(placement)
-    return Problem.of(placement, microbatches, costs, amounts, counts=not limit.in_bytes)
+    return problem.within(sizes_and_limit(every_action(placement, microbatches), costs, limit)[1])
+
+
+def sizes_and_limit(table: Schedule | Program, costs: Costs, limit: Limit) -> tuple[StageBytes, Bytes]:
+    """Return what a limit counts, and [num_ranks] how much of it may be held beside what is always there."""
+    most = limit.of_ranks(table.num_ranks, table.parts_per_rank)
+    if not limit.in_bytes:
+        return one_each(table), most
+    sizes = costs.stage_bytes(table.placement, table.num_microbatches)
+    return sizes, most - sizes.static_of_ranks(table.placement)
 
 
 def cheapest(problem: Problem, costs: Costs) -> Problem:

@@ -14,7 +14,6 @@ from penstock.searching.listing import list_schedule
 from penstock.searching.problem import Ints, Problem
 from penstock.searching.sequences import run, sequence_of
 from penstock.searching.settings import settings_for
-from penstock.simulation.costs.costs import Costs
 
 Method = Literal["family", "list", "improved"]
 
@@ -56,7 +55,7 @@ def by_objective(candidate: Candidate) -> float:
     return candidate.objective_s
 
 
-def of_families(problem: Problem, costs: Costs, *, by_span: bool) -> Iterator[Candidate]:
+def of_families(problem: Problem, *, by_span: bool) -> Iterator[Candidate]:
     """Every registered family of the shape, whether it fits or not."""
     for name in FAMILIES:
         try:
@@ -66,8 +65,7 @@ def of_families(problem: Problem, costs: Costs, *, by_span: bool) -> Iterator[Ca
         except ConfigError:
             continue
         if schedule.placement == problem.placement and not schedule.is_forward_only:
-            sequence = sequence_of(problem, schedule, costs)
-            yield Candidate.of(problem, sequence, "family", by_span=by_span, family=schedule)
+            yield Candidate.of(problem, sequence_of(schedule), "family", by_span=by_span, family=schedule)
 
 
 def of_lists(problem: Problem, *, by_span: bool, is_over: Callable[[], bool]) -> Iterator[Candidate]:

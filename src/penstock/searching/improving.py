@@ -2,7 +2,7 @@
 
 An action can go as far as behind what it waits for, and in front of what waits for it: so every sequence that is tried
 can run. Half of the moves take an action of the critical path, along which the makespan is made. A worse sequence is
-accepted with a chance that falls as the search goes on (simulated annealing); the best one that fits is kept.
+accepted if it is worse by less than a random share of a temperature, which falls; the best one that fits is kept.
 """
 
 from dataclasses import dataclass

@@ -86,16 +86,15 @@ class Problem:
         placement: Placement,
         num_microbatches: int,
         costs: Costs,
-        limit: Bytes | None = None,
         *,
         counts: bool = False,
     ) -> "Problem":
-        """Take what the costs say of every action; with `counts`, activations are counted in place of bytes.
+        """Take what the costs say of every action, without a limit; with `counts`, of activations in place of bytes.
 
         Raises:
             ConfigError: the costs are for another number of stages or microbatches, or do not know F, I and W.
         """
-        table = _every_action(placement, num_microbatches)
+        table = every_action(placement, num_microbatches)
         numbers = numbers_of_rows(table)
         factors = costs.per_microbatch("microbatch_bytes_factor", num_microbatches)
         messages = message_costs(placement, costs)
@@ -116,7 +115,7 @@ class Problem:
             "freed": freed,
         }
         row_of_action = np.argsort(numbers)
-        limits = np.full(placement.num_ranks, NO_LIMIT, np.int64) if limit is None else limit
+        limits = np.full(placement.num_ranks, NO_LIMIT, np.int64)
         own: dict[str, Any] = {name: np.ascontiguousarray(column[row_of_action]) for name, column in columns.items()}
         return cls(placement, num_microbatches, limit=limits, launch_s=float(costs.launch_s), **own)
 
@@ -137,7 +136,7 @@ def numbers_of_rows(table: Schedule) -> NDArray[np.int64]:
     return np.asarray(found * table.num_microbatches + table.microbatch)
 
 
-def _every_action(placement: Placement, num_microbatches: int) -> Schedule:
+def every_action(placement: Placement, num_microbatches: int) -> Schedule:
     """Return a schedule of all of them, in an order that no rank could run."""
     orders = [_rows(stages, num_microbatches) for stages in placement.stages_of_rank]
     return Schedule.from_arrays("every action", placement, orders, num_microbatches=num_microbatches)

@@ -10,28 +10,27 @@ the same code that proves any plan, and the certificate is a lower bound that ho
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from penstock.errors import ScheduleError, count_of
-from penstock.ir.live import one_each, peak_bytes
+from penstock.ir.live import peak_bytes
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.planning import Plan, plan
 from penstock.proofs import Limit
-from penstock.schedules import build
-from penstock.searching.asked import cheapest, problems_of, require_choice, require_number
+from penstock.searching.asked import cheapest, problems_of, require_choice, require_number, sizes_and_limit
 from penstock.searching.bounds import Bound, lower_bound
 from penstock.searching.budget import Budget
 from penstock.searching.candidates import Candidate, Method, by_objective, different, of_families, of_lists
 from penstock.searching.improving import Moves
 from penstock.searching.listing import list_schedule
-from penstock.searching.problem import NO_LIMIT, Bytes, Problem
-from penstock.searching.sequences import in_order
+from penstock.searching.problem import FORWARD, Bytes, Problem, every_action
 from penstock.searching.settings import settings_for
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.engine import require_costs
@@ -194,49 +193,48 @@ class _Search:
     def run(self) -> SearchResult:
         _compile()
         self._budget.begin()
-        families = [
-            each for problem in self._problems for each in of_families(problem, self._costs, by_span=self._by_span)
-        ]
-        self._budget.spent += len(families)
-        searched = [each for problem in self._problems for each in self._started(problem)]
+        families, lists = [], []
+        for problem in self._problems:
+            own = list(of_families(problem, by_span=self._by_span))
+            self._budget.spent += len(own)
+            families += own
+            lists += self._started(problem, own)
+        searched = [each for each in lists if each.method != "family"]
         try:
-            self._improve([*families, *searched], searched)
+            self._improve(lists, searched)
         except KeyboardInterrupt:
             self._was_interrupted = True
         return self._end(families, searched)
 
     # ---- start
 
-    def _started(self, problem: Problem) -> list[Candidate]:
-        """Return list schedules, under a limit that leaves room for messages, as far as the best ones show."""
-        lists = self._lists(problem)
-        for _ in range(NUM_TIGHTENED):
-            if not lists or (problem.limit == NO_LIMIT).all():
-                break
-            missing = self._missing(lists[0])
-            if not missing.any():
-                break
-            problem = problem.within(problem.limit - missing)
-            lists = self._lists(problem) or lists
-        return lists
+    def _started(self, problem: Problem, families: list[Candidate]) -> list[Candidate]:
+        """Return list schedules, and families that fit, under a limit that leaves room for messages.
 
-    def _lists(self, problem: Problem) -> list[Candidate]:
+        What messages need is what the best ones show.
+        """
+        for _ in range(NUM_TIGHTENED):
+            found = self._fitting(problem, families)
+            missing = self._missing(found[0]) if found else np.zeros(1, np.int64)
+            if not missing.any():
+                return found
+            problem = problem.within(problem.limit - missing)
+        return self._fitting(problem, families) or found
+
+    def _fitting(self, problem: Problem, families: list[Candidate]) -> list[Candidate]:
+        """Return the list schedules and families that fit under the limit of a problem, the best first."""
         found = list(of_lists(problem, by_span=self._by_span, is_over=lambda: self._budget.is_over))
         self._budget.spent += len(found)
+        of = partial(Candidate.of, problem, method="family", by_span=self._by_span)
+        found += [of(each.sequence, family=each.family) for each in families]
         return sorted((each for each in found if each.fits), key=by_objective)[:NUM_ENDED]
 
     def _missing(self, candidate: Candidate) -> Bytes:
         """[num_ranks] by how much its program is above the limit."""
-        limit = Limit.read(self._memory_limit)
-        program = lower(candidate.schedule())
-        sizes = (
-            self._costs.stage_bytes(program.placement, program.num_microbatches)
-            if limit.in_bytes
-            else one_each(program)
-        )
-        most = limit.of_ranks(program.num_ranks, program.parts_per_rank)
-        if limit.in_bytes:
-            most = most - sizes.static_of_ranks(program.placement)
+        if self._memory_limit is None:
+            return np.zeros(1, np.int64)
+        program, limit = lower(candidate.schedule()), Limit.read(self._memory_limit)
+        sizes, most = sizes_and_limit(program, self._costs, limit)
         return np.maximum(np.array(peak_bytes(program, sizes)) - most, 0)
 
     # ---- improve
@@ -293,23 +291,23 @@ class _Search:
         return SearchResult(best, self._bound, method, self._objective, *spent, self._was_interrupted)
 
     def _nothing_fits(self) -> ScheduleError:
-        """Say what one microbatch at a time would take, which no order can do without."""
-        rank, _, amount = min((self._least_of(problem) for problem in self._problems), key=lambda each: each[1])
+        """Say what one microbatch leaves on a rank before its first I there, which no order can do without."""
+        rank, amount = min((self._least_of(problem) for problem in self._problems), key=lambda each: each[1])
+        is_in_bytes = Limit.read(self._memory_limit).in_bytes
+        held = f"{amount:,} bytes, messages apart" if is_in_bytes else count_of(amount, "activation")
         return ScheduleError(
             f"no order was found that fits a limit of {self._memory_limit}; with one microbatch at a time, which needs "
-            f"least, rank {rank} holds {amount}. Raise the limit, or give more ranks or smaller stages"
+            f"least, rank {rank} holds {held}. Raise the limit, or give more ranks or smaller stages"
         )
 
-    def _least_of(self, problem: Problem) -> tuple[int, int, str]:
+    def _least_of(self, problem: Problem) -> tuple[int, int]:
         """Return the rank that holds most where one microbatch is under way, and how much that is."""
-        limit = Limit.read(self._memory_limit)
-        one = build("sequential", ranks=problem.num_ranks, microbatches=1, stages=problem.num_stages)
-        program = lower(replace(one, placement=problem.placement) if one.placement != problem.placement else one)
-        sizes = self._costs.stage_bytes(program.placement, 1) if limit.in_bytes else one_each(program)
-        peaks = np.array(peak_bytes(program, sizes)) + sizes.static_of_ranks(program.placement)
-        rank = int(peaks.argmax())
-        amount = int(peaks[rank])
-        return rank, amount, f"{amount:,} bytes" if limit.in_bytes else count_of(amount, "activation")
+        table = every_action(problem.placement, problem.num_microbatches)
+        sizes, _ = sizes_and_limit(table, self._costs, Limit.read(self._memory_limit))
+        of_stages = problem.plane(problem.taken, FORWARD).max(axis=1)
+        held = sizes.static_of_ranks(problem.placement)
+        np.add.at(held, np.array(problem.placement.rank_of_stage), of_stages)
+        return int(held.argmax()), int(held.max())
 
 
 def _compile() -> None:
@@ -317,5 +315,4 @@ def _compile() -> None:
     few = Problem.of(Placement.line(1), 1, Costs.uniform())
     sequence = list_schedule(few, next(settings_for(few)))
     assert sequence is not None
-    in_order(few, sequence)
     Moves(few, 0).improve(sequence, sequence, math.inf, 1, 0.0)

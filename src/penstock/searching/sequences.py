@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.ir.deps import predecessors
 from penstock.ir.hot import Hot
+from penstock.ir.linear_extension import linear_extension, walk_untimed, whole_starts
 from penstock.ir.schedule import Schedule
 from penstock.ir.split_backwards import with_split_backwards
 from penstock.searching.problem import Bytes, Ints, Problem, Seconds, numbers_of_rows
-from penstock.simulation.costs.costs import Costs
-from penstock.simulation.engine import simulate
 
 
 class Columns(NamedTuple):
@@ -92,37 +92,12 @@ def run(problem: Problem, sequence: Ints) -> Run:
     return Run(timing.start_s, timing.end_s, timing.peak, float(timing.makespan_s[0]), float(timing.span_s[0]))
 
 
-def sequence_of(problem: Problem, schedule: Schedule, costs: Costs) -> Ints:
-    """Return the sequence of a schedule, whose whole backwards are split.
-
-    Raises:
-        ScheduleError, ConfigError: as `simulate`.
-    """
+def sequence_of(schedule: Schedule) -> Ints:
+    """Return the sequence of a schedule that can run, whose whole backwards are split."""
     split = with_split_backwards(schedule)
-    timeline = simulate(split, costs, compiled=True)
-    # By starts, then by places on the rank; a row without duration must not come before what it waits for.
-    found = numbers_of_rows(split)[np.lexsort((np.arange(split.num_rows), timeline.end_s, timeline.start_s))]
-    return in_order(problem, found.astype(np.int32))
-
-
-def in_order(problem: Problem, sequence: Ints) -> Ints:
-    """Return a sequence in which every action is behind what it waits for, near this one; ranks keep their orders.
-
-    Raises:
-        ValueError: the orders of the ranks wait for each other.
-    """
-    found = np.empty_like(sequence)
-    ranks = problem.rank[sequence]
-    offsets = np.zeros(problem.num_ranks + 1, np.int64)
-    np.cumsum(np.bincount(ranks, minlength=problem.num_ranks), out=offsets[1:])
-    by_rank = sequence[np.argsort(ranks, kind="stable")]
-    place = np.empty(len(sequence), np.int64)
-    place[sequence] = np.arange(len(sequence))
-    state = offsets[:-1].copy(), np.zeros(len(sequence), np.bool_)
-    num_found = _MERGE.compiled(by_rank, offsets, place, problem.source, problem.saved, *state, found)
-    if num_found < len(sequence):
-        raise ValueError("the orders of the ranks wait for each other")
-    return found
+    walked = walk_untimed(split, predecessors(split))
+    assert walked.is_complete, f"{schedule.name} cannot run"
+    return numbers_of_rows(split)[linear_extension(whole_starts(walked))].astype(np.int32)
 
 
 def earliest_s(of: Any, timing: Any, action: int) -> float:
@@ -216,31 +191,6 @@ def time_sequence(sequence: Any, of: Any, timing: Any) -> None:
     timing.span_s[0] = longest_s - of.launch_s
 
 
-def _merge(
-    by_rank: Any, offsets: Any, place: Any, source: Any, saved: Any, reached: Any, is_found: Any, found: Any
-) -> int:
-    """Take, again and again, of the next actions of all ranks that wait for nothing the one with the first place."""
-    num_ranks = len(offsets) - 1
-    for index in range(len(found)):
-        best, of_rank = -1, -1
-        for own in range(num_ranks):
-            if reached[own] == offsets[own + 1]:
-                continue
-            action = by_rank[reached[own]]
-            is_ready = (source[action] < 0 or is_found[source[action]]) and (
-                saved[action] < 0 or is_found[saved[action]]
-            )
-            if is_ready and (best < 0 or place[action] < place[best]):
-                best, of_rank = action, own
-        if best < 0:
-            return index
-        found[index] = best
-        is_found[best] = True
-        reached[of_rank] += 1
-    return len(found)
-
-
 TIMERS = (time_sequence, clear)
 """The loop that times a sequence, and its helpers."""
 TIME = Hot(*TIMERS)
-_MERGE = Hot(_merge)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError
-from penstock.execute.transport import LocalTransport, TorchTransport
+from penstock.execute.transport import LocalTransport, TorchTransport, world
 from penstock.execute.transport.world import carries, default_device, default_transport, shares_process
 from tests.ranks import run_ranks
 
@@ -34,6 +34,15 @@ def test_only_nccl_for_cuda_puts_stages_on_a_gpu():
     assert [carries(backends, "cuda") for backends in neither] == [False] * len(neither)
     assert carries("cpu:gloo,xpu:xccl", "xpu")
     assert not carries("cpu:gloo,mps:gloo", "mps")
+
+
+@pytest.mark.parametrize(("asked", "made"), [("cpu", "cpu"), (None, "cuda:3")])
+def test_messages_go_between_devices_of_the_kind_that_is_asked_for(monkeypatch, asked, made):
+    """In a group that has NCCL, stages may be on CPUs all the same."""
+    monkeypatch.setattr(world, "default_device", lambda group: torch.device("cuda:3"))
+    monkeypatch.setattr(world, "TorchTransport", lambda group, **options: options)
+
+    assert str(world.group_transport(None, 7.0, device=asked)["device"]) == made
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_no_order_is_below_any_bound(seed):
     route = Route(problem)
     for by_span, functions in ((True, SPAN), (False, MAKESPAN)):
         candidates = [*of_lists(problem, by_span=by_span, is_over=lambda: False)]
-        candidates += of_families(problem, costs, by_span=by_span)
+        candidates += of_families(problem, by_span=by_span)
         least = min(each.objective_s for each in candidates)
         assert least < math.inf
         for function in functions:
