@@ -70,6 +70,12 @@ def test_a_command_that_prints_something_else_is_found(tmp_path, marks, shown, i
     assert (run_page(page, tmp_path) == page) == is_fine
 
 
+def test_a_line_that_only_a_first_use_prints_is_not_shown(tmp_path):
+    page = page_with("console", "$ printf 'penstock: compiling loops (once) ...\\none\\n'\none\n")
+
+    assert run_page(page, tmp_path) == page
+
+
 def test_varying_numbers_are_not_compared_but_words_are(tmp_path):
     shown = page_with("console", "$ echo 'took 1.25 ms  of -3e4'\ntook 7 ms of 12\n", "numbers vary")
 
