@@ -1,10 +1,13 @@
 """Measure what the search finds, against searches of others, families and optima, and how many candidates it times.
 
-    python bench/search.py [--parts found,table5,random,speed,large] [--seconds S] [--golden FILE] [--output FILE]
+    python bench/search.py [--parts found,published,uneven,profiles,random,speed,large] [--seconds S] [--output FILE]
 
-found      the searches by the zero-bubble schedulers of tests/data, or all of those in FILE (as zero_bubble.json of
-           sail-sg's code records them): none may have found a shorter span
-table5     the search cells of arXiv 2401.10241, table 5: bubble rates at or below them; at the memory of 1F1B, gap 0
+found      388 searches by the zero-bubble schedulers (sail-sg): none of them may have found a shorter span
+published  the search cells of arXiv 2401.10241, tables 5 and 8, and its curve over memory: bubble rates at or below
+           them; on a line at the memory of 1F1B, gap 0
+uneven     a measured profile with a heavy first and last stage, at three limits: the known span, and gap 0
+profiles   12 measured models of uneven layers, without a limit: never above 1F1B with even layers; beside OctoPipe,
+           which moves layers between stages as well, and over the work of all ranks
 random     200 random uneven cost sets, limits and links: at least as good as every family that fits
 speed      candidates a second on one core, with times and bytes: 8 ranks, 64 microbatches, at least 10,000
 large      64 ranks, 256 microbatches, 60 seconds: no family that fits is better
@@ -16,18 +19,22 @@ import json
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from on_ranks import Table, bench_parser, comma_separated, write_rows
 
-from penstock import Costs, Placement, search
+from penstock import Costs, LayerCosts, Placement, search
 from penstock.errors import ConfigError, ScheduleError
-from penstock.planning import plan
+from penstock.ir.schedule import Schedule
+from penstock.partition.split import split_over
+from penstock.planning import plan, stage_costs
 from penstock.schedules import FAMILIES, build
-from penstock.searching.improving import Moves
-from penstock.searching.problem import Problem
+from penstock.searching.asked import place
+from penstock.searching.moves import Moves
+from penstock.searching.problem import Problem, every_action
 from penstock.searching.sequences import sequence_of
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
@@ -40,19 +47,11 @@ Row = dict[str, Any]
 
 def found(arguments: Namespace) -> tuple[list[Row], bool]:
     rows = []
-    for case in cases_of(arguments.golden):
+    for case in rows_of("searched_zero_bubble.json"):
         kind, ranks, microbatches, *_ = case["name"].split("/")
-        forward, inputs, weights, transfer = case["seconds"]
-        costs = Costs.uniform(
-            forward=forward,
-            backward_input=inputs,
-            backward_weight=weights,
-            transfer=transfer,
-            activation_bytes=round(case["memory"][0] * UNITS),
-            weight_context_bytes=round((case["memory"][0] + case["memory"][1]) * UNITS),
-        )
+        of_forward, of_input, _ = case["memory"]
         result = search(
-            costs,
+            costs_of(case["seconds"], round(of_forward * UNITS), round((of_forward + of_input) * UNITS)),
             int(ranks[1:]),
             int(microbatches[1:]),
             memory_limit=None if case["limit"] is None else round(case["limit"] * UNITS),
@@ -60,58 +59,111 @@ def found(arguments: Namespace) -> tuple[list[Row], bool]:
             objective="span",
             seconds=arguments.seconds,
         )
-        rows.append({"name": case["name"], "theirs": case["span"], "ours": result.span_s, "gap": result.gap})
+        rows.append(
+            {
+                "name": case["name"],
+                "theirs": case["span"],
+                "ours": result.span_s,
+                "gap": result.gap,
+                "method": result.method,
+                "is_uneven": len(set(case["seconds"][:3])) > 1,
+            }
+        )
     over = [row["ours"] / row["theirs"] - 1 for row in rows]
     worse = [row["name"] for row, each in zip(rows, over, strict=True) if each > ROUNDING]
     better = sum(each < -ROUNDING for each in over)
-    optimal = sum(row["gap"] <= ROUNDING for row in rows)
-    print(f"{len(rows)} searches: worse {len(worse)}, by at most {max(over):.3%}; shorter {better}; optimal {optimal}")
+    optimal = [row for row in rows if row["gap"] <= ROUNDING]
+    print(f"{len(rows)} searches: worse {len(worse)}, by at most {max(over):.3%}; shorter {better}")
+    print(f"optimal {len(optimal)}; ", end="")
+    print(f"of the {sum(row['is_uneven'] for row in rows)} with F, I and W of different seconds, optimal ", end="")
+    print(sum(row["is_uneven"] for row in optimal))
     print("\n".join(worse))
     return rows, not worse
 
 
-def cases_of(golden: str | None) -> list[Row]:
-    if golden is None:
-        return list(json.loads((DATA / "searched_zero_bubble.json").read_text()))
-    cases = json.loads(Path(golden).read_text())["cases"].items()
-    return [
-        {
-            "name": name,
-            "seconds": case["costs"],
-            "memory": case["mem"],
-            "limit": case["max_mem"],
-            "span": case["timeline"],
-        }
-        for name, case in cases
-        if name.split("/")[0] in ("zb", "zbv") and case.get("timeline") is not None
-    ]
+def rows_of(name: str) -> list[Row]:
+    return list(json.loads((DATA / name).read_text()))
 
 
-def table5(arguments: Namespace) -> tuple[list[Row], bool]:
-    table = Table({"ranks": 5, "microbatches": 12, "times 1F1B": 10, "theirs": 7, "ours": 7, "gap": 8})
+def costs_of(seconds: list[float], activation_bytes: int, weight_context_bytes: int) -> Costs:
+    names = "forward", "backward_input", "backward_weight", "transfer"
+    sizes = {"activation_bytes": activation_bytes, "weight_context_bytes": weight_context_bytes}
+    return Costs.uniform(**dict(zip(names, seconds, strict=True)), **sizes)
+
+
+def published(arguments: Namespace) -> tuple[list[Row], bool]:
+    table = Table({"source": 14, "ranks": 5, "microbatches": 12, "activations": 11, "theirs": 7, "ours": 7, "gap": 8})
     rows, is_fine = [], True
-    for case in json.loads((DATA / "searched_table_5.json").read_text()):
-        names = "forward", "backward_input", "backward_weight", "transfer"
-        sizes = {"activation_bytes": case["activation_units"], "weight_context_bytes": case["weight_context_units"]}
-        costs, ranks = Costs.uniform(**{name: case[name] for name in names}, **sizes), case["ranks"]
-        for times in (1, 2):
-            result = search(
-                costs,
-                ranks,
-                case["microbatches"],
-                memory_limit=times * ranks * case["activation_units"],
-                objective="span",
-                seconds=arguments.seconds,
-            )
-            rate = result.timeline.bubble_rate
-            theirs = case[f"limit {times}"]
-            is_fine = is_fine and round(rate, 4) <= theirs and (times == 2 or result.is_optimal)
-            row = {"ranks": ranks, "microbatches": case["microbatches"], "times": times, "theirs": theirs, "ours": rate}
-            rows.append({**row, "gap": result.gap})
-            table.print(
-                [str(ranks), str(case["microbatches"]), str(times), f"{theirs}", f"{rate:.4f}", f"{result.gap:.3%}"]
-            )
+    for case in rows_of("searched_published.json"):
+        result = search(
+            costs_of(case["seconds"], *case["memory"]),
+            case["ranks"],
+            case["microbatches"],
+            memory_limit=case["limit"],
+            placement=case["placement"],
+            objective="span",
+            seconds=arguments.seconds,
+        )
+        rate, activations = result.timeline.bubble_rate, case["limit"] / case["memory"][0]
+        at_1f1b = case["placement"] == "line" and activations == case["ranks"]
+        is_fine = is_fine and round(rate, 4) <= case["bubble_rate"] and (not at_1f1b or result.is_optimal)
+        rows.append({**case, "ours": rate, "gap": result.gap})
+        sizes = [str(case["ranks"]), str(case["microbatches"]), f"{activations:g}"]
+        table.print([case["source"], *sizes, f"{case['bubble_rate']}", f"{rate:.4f}", f"{result.gap:.3%}"])
     return rows, is_fine
+
+
+def uneven(arguments: Namespace) -> tuple[list[Row], bool]:
+    case = rows_of("searched_uneven.json")[0]
+    sizes = {"activation_bytes": (2,), "weight_context_bytes": (1,)}
+    names = "forward_s", "backward_input_s", "backward_weight_s"
+    costs = Costs(**dict(zip(names, case["seconds"], strict=True)), latency_s=case["transfer"], **sizes)
+    rows = []
+    for times in (1.0, 1.5, 2.0):
+        limit = int(2 * times * case["ranks"])
+        result = search(
+            costs,
+            case["ranks"],
+            case["microbatches"],
+            memory_limit=limit,
+            objective="span",
+            seconds=arguments.seconds,
+        )
+        rows.append({"times 1F1B": times, "ours": result.span_s, "theirs": case["span"], "gap": result.gap})
+        print(f"{times} times the memory of 1F1B: {result.span_s:,.0f}, known {case['span']:,}, gap {result.gap:.3%}")
+    return rows, all(row["ours"] <= row["theirs"] and row["gap"] <= ROUNDING for row in rows)
+
+
+def profiles(arguments: Namespace) -> tuple[list[Row], bool]:
+    table = Table({"model": 21, "ranks": 5, "1F1B even": 9, "OctoPipe": 8, "ours": 7, "gap": 8, "stages": 6, "over": 5})
+    rows = []
+    for case in rows_of("measured_layers.json"):
+        layers, ranks, microbatches = f"E{case['layers']}L", case["ranks"], case["microbatches"]
+        keys = "forward_ms", "backward_ms", "weight_ms"
+        seconds = [[float(round(100 * case[key][kind])) for kind in layers] for key in keys]
+        names = "forward", "backward_input", "backward_weight"
+        costs = LayerCosts(**dict(zip(names, seconds, strict=True)))
+        work = microbatches * sum(map(sum, seconds)) / ranks
+        schedule = build("1f1b", ranks=ranks, microbatches=microbatches)
+        even = costs.of_table(schedule, split_over(schedule.placement, len(layers)))
+        row = {"model": case["model"], "ranks": ranks, "1f1b": plan(schedule, even).timeline.makespan_s}
+        results = [
+            search(stage_costs(costs, shape), ranks, microbatches, placement=style, seconds=arguments.seconds)
+            for style, shape in shapes(ranks, microbatches, len(layers))
+        ]
+        best = min(results, key=lambda result: result.makespan_s)
+        row |= {"octopipe": case.get("octopipe_ticks"), "ours": best.makespan_s, "gap": best.gap, "work": work}
+        rows.append(row | {"stages": best.schedule.num_stages})
+        figures = [f"{row['1f1b']:.0f}", str(row["octopipe"] or "-"), f"{row['ours']:.0f}", f"{row['gap']:.2%}"]
+        table.print([row["model"], str(ranks), *figures, str(rows[-1]["stages"]), f"{row['ours'] / work:.3f}"])
+    return rows, all(row["ours"] <= row["1f1b"] for row in rows)
+
+
+def shapes(ranks: int, microbatches: int, num_layers: int) -> Iterator[tuple[str, Schedule]]:
+    """Yield placements of one, two and four stages a rank, as schedules that have them."""
+    for style, per_rank in (("line", 1), ("v", 2), ("loop", 2), ("wave", 4), ("loop", 4)):
+        if per_rank * ranks <= num_layers:
+            yield style, every_action(place(style, ranks, per_rank * ranks), microbatches)
 
 
 def random_sets(arguments: Namespace) -> tuple[list[Row], bool]:
@@ -197,7 +249,15 @@ def large(arguments: Namespace) -> tuple[list[Row], bool]:
     return [{"ours": result.makespan_s, "family": family_s, "gap": result.gap, "took_s": took_s}], is_fine
 
 
-PARTS = {"found": found, "table5": table5, "random": random_sets, "speed": speed, "large": large}
+PARTS = {
+    "found": found,
+    "published": published,
+    "uneven": uneven,
+    "profiles": profiles,
+    "random": random_sets,
+    "speed": speed,
+    "large": large,
+}
 
 
 def main() -> int:
@@ -205,7 +265,6 @@ def main() -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--parts", type=comma_separated, default=list(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=3.0, help="of a search (default: 3)")
-    parser.add_argument("--golden", help="all recorded searches of the zero-bubble schedulers")
     arguments = parser.parse_args()
     written: list[Row] = []
     missed = []

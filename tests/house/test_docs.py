@@ -130,7 +130,9 @@ def test_the_distribution_has_a_name_of_its_own():
 
     assert project["name"] == "torch-penstock"
     assert list(project["scripts"]) == ["penstock"]
-    assert "torch-penstock[plot,tensorboard,tokenizers,docs,completion]" in project["optional-dependencies"]["dev"]
+    assert (
+        "torch-penstock[plot,tensorboard,tokenizers,docs,completion,search]" in project["optional-dependencies"]["dev"]
+    )
 
 
 def missing_places(text):

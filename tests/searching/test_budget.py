@@ -19,3 +19,12 @@ def test_with_a_number_of_evaluations_seconds_do_not_count():
     budget.spent += 10
     assert budget.is_over
     assert budget.next_moves() == 0
+
+
+def test_a_share_of_it_is_over_before_all_of_it():
+    budget = Budget(0.0, 10)
+    budget.spent = 4
+
+    assert budget.is_over_at(0.4)
+    assert not budget.is_over_at(0.5)
+    assert Budget(0.0, None).is_over_at(0.4)

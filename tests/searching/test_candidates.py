@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from penstock.placement import Placement
-from penstock.searching.candidates import by_objective, different, of_families, of_lists
+from penstock.searching.candidates import by_objective, different, of_constructions, of_families
 from tests.searching.cases import problem_of, random_costs
 
 
@@ -28,14 +28,14 @@ def test_families_that_do_not_fit_are_told():
 def test_lists_end_with_the_time_but_not_before_one_fits():
     problem = problem_of(Placement.line(4), 8, random_costs(0, 4), 40)
 
-    few = list(of_lists(problem, by_span=False, is_over=lambda: True))
+    few = list(of_constructions(problem, by_span=False, is_over=lambda: True))
     assert any(each.fits for each in few)
-    assert len(few) < len(list(of_lists(problem, by_span=False, is_over=lambda: False)))
+    assert len(few) < len(list(of_constructions(problem, by_span=False, is_over=lambda: False)))
 
 
 def test_the_first_of_equal_orders_stays():
     problem = problem_of(Placement.line(4), 8, random_costs(0, 4))
-    first, *others = sorted(of_lists(problem, by_span=False, is_over=lambda: False), key=by_objective)
+    first, *others = sorted(of_constructions(problem, by_span=False, is_over=lambda: False), key=by_objective)
 
     found = different([first, replace(first, method="improved"), *others])
 

@@ -1,54 +1,71 @@
-"""Moves keep every sequence one that can run and fits, and find better ones."""
+"""Improvement: it ends with its share of the budget or at the goal, and reports what it finds."""
 
-import numpy as np
 import pytest
 
 from penstock.placement import Placement
-from penstock.proofs import check
-from penstock.schedules import build
-from penstock.searching.improving import Moves
-from penstock.searching.sequences import run, sequence_of
+from penstock.searching.asked import Asked
+from penstock.searching.budget import Budget
+from penstock.searching.candidates import by_objective, of_constructions, of_families
+from penstock.searching.improving import Improvement
+from penstock.searching.sequences import run
 from tests.searching.cases import problem_of, random_costs
 
-
-def improved(placement, family, *, seed=0, limit=None, by_span=False, rounds=5, **others):
-    costs = random_costs(3, placement.num_stages, **others)
-    problem = problem_of(placement, 6, costs, limit)
-    schedule = build(family, ranks=placement.num_ranks, microbatches=6, stages=placement.num_stages)
-    begin = sequence = best = sequence_of(schedule)
-    moves = Moves(problem, seed, by_span=by_span)
-    best_s = begin_s = moves.objective_s(begin)
-    for _ in range(rounds):
-        found = moves.improve(sequence, best, best_s, 400, 0.3)
-        sequence, best, best_s = found.sequence, found.best, found.best_s
-        for each in (sequence, best):
-            assert run(problem, each).fits(problem)
-            check(problem.schedule(each, "moved"))
-    return problem, begin_s, best, best_s
+COSTS = random_costs(2, 6)
+PROBLEM = problem_of(Placement.line(6), 16, COSTS, 60)
+STARTS = sorted(of_constructions(PROBLEM, by_span=False, is_over=lambda: False), key=by_objective)[:8]
+BEST_S = STARTS[0].objective_s
 
 
-@pytest.mark.parametrize("by_span", [False, True])
-@pytest.mark.parametrize(
-    ("placement", "family"),
-    [(Placement.line(4), "1f1b"), (Placement.vee(4), "zbv"), (Placement.loop(3, 6), "interleaved-1f1b")],
-)
-def test_moves_find_shorter_sequences(placement, family, by_span):
-    problem, begin_s, best, best_s = improved(placement, family, by_span=by_span)
-
-    found = run(problem, best)
-    assert best_s == (found.span_s if by_span else found.makespan_s)
-    assert best_s < begin_s
+def improved(starts, goal_s=0.0, share=1.0, evaluations=20_000, report=lambda best_s: None):
+    budget = Budget(0.0, evaluations)
+    improvement = Improvement(Asked(COSTS, False, 60, None, 0), budget, goal_s, share, report)
+    improvement.run(starts)
+    return improvement.found, budget
 
 
-def test_a_limit_is_kept():
-    problem, begin_s, best, best_s = improved(Placement.line(4), "1f1b", limit=40, is_exclusive=True)
+def test_what_it_finds_is_shorter_and_fits():
+    found, _ = improved(STARTS)
 
-    assert run(problem, best).peak.max() <= 40
-    assert best_s <= begin_s
+    best = min(found, key=by_objective)
+    assert best.objective_s < 0.995 * BEST_S
+    assert {each.method for each in found} == {"list", "improved"}
+    for each in found:
+        assert run(PROBLEM, each.sequence).fits(PROBLEM)
+        assert run(PROBLEM, each.sequence).makespan_s == each.objective_s
 
 
-def test_equal_seeds_move_alike():
-    one, other, third = (improved(Placement.line(4), "1f1b", seed=seed)[2] for seed in (1, 1, 2))
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_it_ends_with_its_share_of_the_budget(share):
+    _, budget = improved(STARTS, share=share)
 
-    assert np.array_equal(one, other)
-    assert not np.array_equal(one, third)
+    assert share * 20_000 <= budget.spent <= share * 20_000 + 1_000
+
+
+def test_it_ends_at_the_goal():
+    goal_s = BEST_S * 0.999
+    found, budget = improved(STARTS, goal_s=goal_s, evaluations=200_000)
+
+    assert min(each.objective_s for each in found) <= goal_s
+    assert budget.spent < 200_000
+    assert improved(STARTS, goal_s=BEST_S)[0] == []
+
+
+def test_it_reports_the_best():
+    told = []
+    found, _ = improved(STARTS, report=told.append)
+
+    assert min(told) == min(each.objective_s for each in found)
+
+
+def test_families_are_moved_and_have_no_settings_to_vary():
+    problem = problem_of(Placement.line(6), 16, COSTS, 140)
+    families = [each for each in of_families(problem, by_span=False) if each.fits]
+
+    found, _ = improved(families, evaluations=5_000)
+
+    assert found
+    assert {each.method for each in found} == {"improved"}
+
+
+def test_without_candidates_there_is_nothing_to_do():
+    assert improved([])[0] == []

@@ -1,5 +1,7 @@
 """List schedules can run, keep to the limit, and do what their setting says."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -33,9 +35,30 @@ def test_every_setting_gives_a_schedule_that_is_proved_under_the_limit(placement
     assert found > 5
 
 
+def setting_of(problem, most_under_way, *, prefers_inputs=True, waits_for_share=0.0, deep_first=True):
+    options = {"prefers_inputs": prefers_inputs, "waits_for_share": waits_for_share, "deep_first": deep_first}
+    return Setting.alike(problem, np.array(most_under_way, np.int32), **options)
+
+
+def test_a_rank_may_have_a_setting_of_its_own():
+    """F and I of rank 0 are both ready at its third action; it takes what its setting says."""
+    problem = problem_of(Placement.line(2), 4, Costs.uniform())
+    setting = setting_of(problem, [ANY_NUMBER] * 2)
+    others = replace(setting, prefers_inputs=np.array([False, True]))
+
+    first, second = (problem.schedule(list_schedule(problem, each), "list") for each in (setting, others))
+
+    def order(schedule, rank):
+        return [str(schedule.row(row)) for row in range(*schedule.offsets[rank : rank + 2])]
+
+    assert order(first, 0) != order(second, 0)
+    assert order(second, 0)[:4] == ["0F0", "0F1", "0F2", "0F3"]
+    assert order(first, 1) == order(second, 1)
+
+
 def test_1f1bs_numbers_give_1f1b():
     problem = problem_of(Placement.line(3), 5, Costs.uniform())
-    setting = Setting(np.array([3, 2, 1], np.int32), waits_for_share=1.0)
+    setting = setting_of(problem, [3, 2, 1], waits_for_share=1.0)
 
     schedule = problem.schedule(list_schedule(problem, setting), "list")
 
@@ -48,7 +71,7 @@ def test_the_oldest_microbatch_of_a_v_has_room_to_come_to_its_end():
     placement = Placement.vee(3)
     problem = problem_of(placement, 4, Costs.uniform(activation_bytes=1, weight_context_bytes=1), 3)
 
-    sequence = list_schedule(problem, Setting(np.full(6, ANY_NUMBER, np.int32)))
+    sequence = list_schedule(problem, setting_of(problem, [ANY_NUMBER] * 6))
 
     assert sequence is not None
     assert run(problem, sequence).peak.max() <= 3

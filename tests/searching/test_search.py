@@ -4,30 +4,17 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.ir.operations import Kind
 from penstock.planning import plan
 from penstock.proofs import check
 from penstock.schedules import build
 from penstock.searching.search import search
 from penstock.simulation import Costs
+from penstock.simulation.costs.costs import Spread
 from tests.searching.cases import random_costs, rows, searched_case
 
-MANY = 200_000_000
-"""Actions that are timed, of all sequences."""
-NEAR = {
-    "zb/p4/m12/comm/w_all/none": 0.012,
-    "zbv/p6/m12/default/mem3p": 1e-4,
-    "zbv/p8/m16/default/mem3p": 2e-4,
-}
-"""By how much results may be above what others found."""
 
-
-FOUND = [
-    pytest.param(row, id=row["name"], marks=() if place % 3 == 0 else pytest.mark.full)
-    for place, row in enumerate(rows("searched_zero_bubble.json"))
-]
-
-
-@pytest.mark.parametrize("row", FOUND)
+@pytest.mark.parametrize("row", rows("searched_zero_bubble.json")[::12], ids=lambda row: row["name"])
 def test_what_the_zero_bubble_schedulers_found_is_found(row):
     placement, microbatches, costs, limit = searched_case(row)
 
@@ -38,10 +25,10 @@ def test_what_the_zero_bubble_schedulers_found_is_found(row):
         memory_limit=limit,
         placement="v" if placement.num_stages > placement.num_ranks else "line",
         objective="span",
-        evaluations=MANY // (3 * placement.num_stages * microbatches),
+        evaluations=2_000,
     )
 
-    assert found.span_s <= row["span"] * (1 + NEAR.get(row["name"], 1e-9))
+    assert found.span_s <= row["span"] * (1 + 1e-9)
     assert found.gap >= 0
 
 
@@ -135,6 +122,57 @@ def test_a_limit_of_microbatches_counts_activations():
     assert max(found.timeline.peak_activations) <= 3
 
 
+@pytest.mark.parametrize(("objective", "least_s"), [("span", 29.0), ("makespan", 29.0)])
+def test_the_exact_method_finds_what_the_others_do_not(objective, least_s):
+    """The published search for V patterns has 29; moves alone end at 30 for a while."""
+    pytest.importorskip("ortools")
+    costs = Costs.uniform(activation_bytes=1, weight_context_bytes=1)
+
+    found = search(costs, 4, 4, placement="v", memory_limit=6, objective=objective, seconds=6.0)
+
+    assert (found.span_s if objective == "span" else found.makespan_s) <= least_s + (objective == "makespan")
+    assert found.gap < 0.04
+
+
+def test_the_exact_method_raises_the_bound(monkeypatch):
+    pytest.importorskip("ortools")
+    costs = Costs.uniform(activation_bytes=2, weight_context_bytes=1)
+    options = {"memory_limit": 4, "placement": "line"}
+
+    without = search(costs, 4, 8, evaluations=20_000, **options)
+    found = search(costs, 4, 8, seconds=8.0, **options)
+
+    assert without.makespan_s == found.makespan_s == 41.0
+    assert not without.is_optimal
+    assert without.solver_bound_s is None
+    assert found.bound.name == "exact"
+    assert found.lower_bound_s == found.solver_bound_s > without.lower_bound_s
+
+
+def test_without_the_solver_the_rest_works(monkeypatch):
+    monkeypatch.setattr("penstock.searching.search.is_installed", lambda: False)
+
+    found = search(Costs.uniform(activation_bytes=2, weight_context_bytes=1), 4, 8, memory_limit=4, seconds=0.5)
+
+    assert found.makespan_s == 41.0
+    assert found.bound.name != "exact"
+
+
+@pytest.mark.parametrize("noise", [0.05, "measured"])
+def test_noise_chooses_what_is_shortest_on_average(noise):
+    spreads = tuple(Spread(kind, 0, 1.0, 0.07) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+    costs = random_costs(7, 4, spreads=spreads)
+
+    plain = search(costs, 4, 8, memory_limit=60, evaluations=3_000)
+    found = search(costs, 4, 8, memory_limit=60, evaluations=3_000, noise=noise)
+
+    assert plain.noise is None
+    assert found.makespan_s >= plain.makespan_s
+    assert found.noise.mean_s <= found.noise.family_mean_s
+    assert found.noise.family_s >= plain.makespan_s
+    assert found.noise.family
+
+
 def test_without_time_the_best_construction_is_returned():
     found = search(random_costs(7, 4), 4, 8, seconds=0)
 
@@ -146,7 +184,8 @@ def test_progress_is_told():
     search(random_costs(8, 4), 4, 8, memory_limit=30, evaluations=5_000, progress=told.append)
 
     assert len(told) >= 3
-    assert told[-1].best_s <= told[0].best_s
+    best_s = [each.best_s for each in told]
+    assert best_s == sorted(best_s, reverse=True)
     assert all(each.gap >= 0 for each in told)
 
 
@@ -171,6 +210,8 @@ def test_an_interrupt_ends_the_search_with_the_best_so_far():
         ({"objective": "time"}, ConfigError, "objective: 'time' of type str; expected one of makespan, span"),
         ({"placement": "w"}, ConfigError, "placement: 'w' of type str; expected one of line"),
         ({"seconds": -1.0}, ConfigError, "seconds: -1.0"),
+        ({"noise": 3}, ConfigError, "noise: 3 of type int; expected a share of an action's seconds"),
+        ({"noise": "measured"}, ConfigError, "noise: the costs have no measured spreads"),
         ({"evaluations": 0}, ConfigError, "evaluations: 0"),
         ({"ranks": 0}, ConfigError, "ranks: 0"),
         ({"microbatches": 0}, ConfigError, "microbatches: 0"),
@@ -183,3 +224,10 @@ def test_bad_input_is_one_message(options, error, words):
         search(random_costs(0, 4), given.pop("ranks"), given.pop("microbatches"), **given)
 
     assert words in str(caught.value)
+
+
+def test_static_bytes_above_the_limit_are_told_like_any_other():
+    costs = Costs.uniform(activation_bytes=5, parameter_bytes=100)
+
+    with pytest.raises(ScheduleError, match="rank 0 holds 105 bytes, messages apart"):
+        search(costs, 2, 4, memory_limit=50, seconds=1.0)

@@ -20,4 +20,4 @@ def test_with_several_stages_a_rank_memory_decides_and_depth_is_a_choice():
     settings = list(settings_for(problem))
 
     assert {tuple(each.most_under_way.tolist()) for each in settings} == {(ANY_NUMBER,) * 4}
-    assert {each.deep_first for each in settings} == {True, False}
+    assert {tuple(each.deep_first.tolist()) for each in settings} == {(True, True), (False, False)}

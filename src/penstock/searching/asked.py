@@ -1,7 +1,7 @@
 """What a search is asked for: placements by name, and the problem of each under a limit of memory."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -20,6 +20,17 @@ from penstock.simulation.costs.costs import COMPUTE_FIELDS, STATIC_BYTES, VALUE_
 PLACEMENTS = ("line", "loop", "v", "wave")
 ANY = "any"
 _WANTED = {"line": "one stage a rank", "v": "two", "loop": "as many on each rank", "wave": "an even number a rank"}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a search is asked for, beside its problems and its time."""
+
+    costs: Costs
+    by_span: bool
+    memory_limit: Any
+    noise_shares: NDArray[np.float64] | None
+    seed: int
 
 
 def require_choice(key: str, given: object, choices: tuple[str, ...]) -> None:
@@ -47,7 +58,7 @@ def problems_of(
     placed: list[Placement] = []
     for name in PLACEMENTS if placement == ANY else (placement,):
         try:
-            found = _place(name, ranks, _num_stages(costs, ranks, name, stages_per_rank))
+            found = place(name, ranks, _num_stages(costs, ranks, name, stages_per_rank))
         except ConfigError as error:
             refused = refused or error
             continue
@@ -66,7 +77,8 @@ def _num_stages(costs: Costs, ranks: int, placement: str, stages_per_rank: int |
     return ranks * (default if stages_per_rank is None else stages_per_rank)
 
 
-def _place(name: str, ranks: int, num_stages: int) -> Placement:
+def place(name: str, ranks: int, num_stages: int) -> Placement:
+    """Return a placement by its name. Raises: ConfigError, where it cannot have so many stages."""
     per_rank, rest = divmod(num_stages, ranks)
     is_allowed = {"line": per_rank == 1, "v": per_rank == 2, "loop": True, "wave": not per_rank % 2}
     if rest or not per_rank or not is_allowed[name]:

@@ -22,10 +22,22 @@ class Budget:
         return time.perf_counter() - self._begin_s
 
     @property
+    def counts_evaluations(self) -> bool:
+        return self._evaluations is not None
+
+    @property
+    def left_s(self) -> float:
+        return max(self._seconds - self.elapsed_s, 0.0)
+
+    @property
     def is_over(self) -> bool:
+        return self.is_over_at(1.0)
+
+    def is_over_at(self, share: float) -> bool:
+        """Whether a share of it is over."""
         if self._evaluations is not None:
-            return self.spent >= self._evaluations
-        return self.elapsed_s >= self._seconds
+            return self.spent >= share * self._evaluations
+        return self.elapsed_s >= share * self._seconds
 
     def next_moves(self) -> int:
         """Return how many moves the next round may take."""

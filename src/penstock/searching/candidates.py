@@ -3,19 +3,21 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.ir.schedule import Schedule
 from penstock.schedules import FAMILIES, build
-from penstock.searching.listing import list_schedule
+from penstock.searching.listing import Setting, list_schedule
 from penstock.searching.problem import Ints, Problem
 from penstock.searching.sequences import run, sequence_of
 from penstock.searching.settings import settings_for
+from penstock.searching.sweeps import sequences_of_sweeps
 
-Method = Literal["family", "list", "improved"]
+Method = Literal["family", "list", "improved", "exact"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,15 +31,15 @@ class Candidate:
     method: Method
     family: Schedule | None = None
     """The schedule that it comes from, as the family has it."""
+    setting: Setting | None = None
+    """Of the list schedule that it is."""
 
     @classmethod
-    def of(
-        cls, problem: Problem, sequence: Ints, method: Method, *, by_span: bool, family: Schedule | None = None
-    ) -> "Candidate":
-        """Time a sequence."""
+    def of(cls, problem: Problem, sequence: Ints, method: Method, *, by_span: bool, **source: Any) -> "Candidate":
+        """Time a sequence; `source` is its family or its setting."""
         timed = run(problem, sequence)
         objective_s = timed.span_s if by_span else timed.makespan_s
-        return cls(problem, sequence, objective_s if timed.fits(problem) else math.inf, method, family)
+        return cls(problem, sequence, objective_s if timed.fits(problem) else math.inf, method, **source)
 
     @property
     def fits(self) -> bool:
@@ -68,15 +70,18 @@ def of_families(problem: Problem, *, by_span: bool) -> Iterator[Candidate]:
             yield Candidate.of(problem, sequence_of(schedule), "family", by_span=by_span, family=schedule)
 
 
-def of_lists(problem: Problem, *, by_span: bool, is_over: Callable[[], bool]) -> Iterator[Candidate]:
-    """List schedules of all settings; behind the first that fits, as many as there is time for."""
-    has_one = False
+def of_constructions(problem: Problem, *, by_span: bool, is_over: Callable[[], bool]) -> Iterator[Candidate]:
+    """Sweeps, and list schedules of all settings: of these, behind the first that fits, as many as time allows."""
+    of = partial(Candidate.of, problem, method="list", by_span=by_span)
+    sweeps = [of(sequence) for sequence in sequences_of_sweeps(problem) if sequence is not None]
+    yield from sweeps
+    has_one = any(each.fits for each in sweeps)
     for setting in settings_for(problem):
         if has_one and is_over():
             return
         sequence = list_schedule(problem, setting)
         if sequence is not None:
-            candidate = Candidate.of(problem, sequence, "list", by_span=by_span)
+            candidate = of(sequence, setting=setting)
             has_one = has_one or candidate.fits
             yield candidate
 

@@ -16,22 +16,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.hot import Hot
-from penstock.searching.problem import Ints, Problem
+from penstock.searching.problem import Ints, Problem, Seconds
 from penstock.searching.sequences import Columns, Timing, clear, earliest_s, put
 
+Bools = NDArray[np.bool_]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Setting:
     """Choices of a list schedule."""
 
     most_under_way: Ints
     """[num_stages] forwards of a stage whose I has not run, at most; a limit of memory holds besides."""
-    prefers_inputs: bool = True
-    """Of an F and an I that are both ready, whether the I goes first."""
-    waits_for_share: float = 0.0
-    """A W may hold an F or an I back by at most so large a share of its own seconds."""
-    deep_first: bool = True
-    """Of several stages, whether a rank forwards the later one first."""
+    prefers_inputs: Bools
+    """[num_ranks] of an F and an I that are both ready, whether the I goes first."""
+    waits_for_share: Seconds
+    """[num_ranks] a W may hold an F or an I back by at most so large a share of its own seconds."""
+    deep_first: Bools
+    """[num_ranks] of several stages, whether the later one goes first."""
+
+    @classmethod
+    def alike(
+        cls, problem: Problem, most_under_way: Ints, *, prefers_inputs: bool, waits_for_share: float, deep_first: bool
+    ) -> "Setting":
+        """Return a setting that is the same on all ranks."""
+        ranks = problem.num_ranks
+        waits = np.full(ranks, float(waits_for_share))
+        return cls(most_under_way, np.full(ranks, prefers_inputs), waits, np.full(ranks, deep_first))
 
 
 class _Work(NamedTuple):
@@ -42,9 +53,9 @@ class _Work(NamedTuple):
     offsets: Any
     """[num_ranks + 1] where those of a rank begin."""
     most_under_way: Any
-    prefers_inputs: bool
-    waits_for_share: float
-    deep_first: bool
+    prefers_inputs: Any
+    waits_for_share: Any
+    deep_first: Any
     num_microbatches: int
     reached: Any
     """[3, num_stages] by plane, how many microbatches have run."""
@@ -72,9 +83,9 @@ def list_schedule(problem: Problem, setting: Setting) -> Ints | None:
         np.array([stage for stages in of_ranks for stage in stages], np.int64),
         np.cumsum([0, *map(len, of_ranks)]).astype(np.int64),
         setting.most_under_way.astype(np.int64),
-        bool(setting.prefers_inputs),
-        float(setting.waits_for_share),
-        bool(setting.deep_first),
+        setting.prefers_inputs,
+        setting.waits_for_share,
+        setting.deep_first,
         problem.num_microbatches,
         np.zeros((3, problem.num_stages), np.int64),
         np.zeros(3, np.int64),
@@ -152,7 +163,7 @@ def _look(of: Any, work: Any, timing: Any, own: int) -> None:
         for place in range(work.offsets[own], work.offsets[own + 1]):
             stage = work.stages[place]
             at = _ready(of, work, timing, plane, stage, own)
-            if at >= 0.0 and (at < work.ready_s[plane] or (at == work.ready_s[plane] and work.deep_first)):
+            if at >= 0.0 and (at < work.ready_s[plane] or (at == work.ready_s[plane] and work.deep_first[own])):
                 action = (plane * len(work.stages) + stage) * work.num_microbatches + work.reached[plane, stage]
                 work.chosen[plane] = action
                 work.ready_s[plane] = at
@@ -160,14 +171,14 @@ def _look(of: Any, work: Any, timing: Any, own: int) -> None:
 
 def _choice(of: Any, work: Any, timing: Any, own: int) -> int:
     """Return the plane of what a rank runs next by its setting; -1 where there is nothing to run."""
-    first, second = (1, 0) if work.prefers_inputs else (0, 1)
+    first, second = (1, 0) if work.prefers_inputs[own] else (0, 1)
     plane = first
     if work.chosen[first] < 0 or (work.chosen[second] >= 0 and work.ready_s[second] < work.ready_s[first]):
         plane = second
     weight = work.chosen[2]
     if weight >= 0:
         late = timing.free_s[own] + of.seconds[weight] - work.ready_s[plane]
-        if work.chosen[plane] < 0 or late <= work.waits_for_share * of.seconds[weight]:
+        if work.chosen[plane] < 0 or late <= work.waits_for_share[own] * of.seconds[weight]:
             plane = 2
     return plane if work.chosen[plane] >= 0 else -1
 

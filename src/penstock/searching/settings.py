@@ -23,7 +23,7 @@ def settings_for(problem: Problem) -> Iterator[Setting]:
     has_one_stage = problem.num_stages == problem.num_ranks
     depths = (True,) if has_one_stage else (True, False)
     for wait, most, prefers_inputs, deep_first in product(WAITS, _numbers(problem), (True, False), depths):
-        yield Setting(most, prefers_inputs, float(wait), deep_first)
+        yield Setting.alike(problem, most, prefers_inputs=prefers_inputs, waits_for_share=wait, deep_first=deep_first)
 
 
 def _numbers(problem: Problem) -> list[Ints]:

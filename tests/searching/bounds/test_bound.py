@@ -22,6 +22,9 @@ def test_times_along_the_route_are_those_of_the_fastest_microbatch_with_the_ways
     assert route.inputs_after(2) == 0.5 + 16.0 + 0.5 + 8.0
     assert route.there_and_back(0) == 0.5 + 2.0 + 0.5 + 4.0 + 32.0 + 0.5 + 16.0 + 0.5
     assert route.there_and_back(2) == 0.0
+    assert route.forwards_between(1, 2) == 2.0 + 0.5
+    assert route.inputs_between(1, 2) == 0.5 + 16.0
+    assert route.inputs_between(1, 1) == route.forwards_between(1, 1) == 0.0
 
 
 def test_the_time_on_a_serialized_link_is_a_part_of_the_way():
@@ -29,6 +32,17 @@ def test_the_time_on_a_serialized_link_is_a_part_of_the_way():
     route = Route(problem_of(Placement.line(2), 1, costs))
 
     assert route.forwards_before(1) == 1.0 + 1.5
+
+
+def test_what_is_found_for_a_rank_is_kept():
+    route, ranks = Route(problem_of(Placement.line(3), 2, COSTS)), []
+
+    def find(_, rank):
+        ranks.append(rank)
+        return 10 * rank
+
+    assert [route.once(find, rank) for rank in (1, 2, 1)] == [10, 20, 10]
+    assert ranks == [1, 2]
 
 
 def test_the_terms_of_a_bound_add_up():

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.placement import Placement
 from penstock.searching.bounds import Route, lower_bound
-from penstock.searching.bounds.busiest import of_begin_and_work, of_inputs_and_end, of_work
+from penstock.searching.bounds.busiest import of_begin_and_work, of_inputs_and_end, of_slowest_microbatch, of_work
 from penstock.simulation import Costs
 from tests.searching.cases import problem_of
 
@@ -30,3 +30,17 @@ def test_each_rank_has_its_own():
         {"begin": 0.0, "F and I": 6.0, "end": 3.0},
         {"begin": 1.5, "F and I": 14.0, "end": 0.5 + 2.0 + 3.0},
     ]
+
+
+def test_a_step_takes_at_least_as_long_as_its_slowest_microbatch_alone():
+    costs = Costs(
+        forward_s=(1.0, 5.0),
+        backward_input_s=(2.0,),
+        backward_weight_s=(3.0, 1.0),
+        latency_s=0.5,
+        microbatch_compute_factor=(1.0, 10.0, 2.0),
+    )
+    (found,) = of_slowest_microbatch(Route(problem_of(Placement.line(2), 3, costs)))
+
+    assert str(found) == "microbatch 1 of rank 0: F and I 100 s + W 30 s + ways 1 s"
+    assert lower_bound(problem_of(Placement.line(2), 3, costs), by_span=True) == found

@@ -5,11 +5,11 @@ its last end; a step takes at least as long, and the bounds of `MAKESPAN` hold f
 """
 
 from penstock.searching.bounds.bound import Bound, Route
-from penstock.searching.bounds.busiest import of_begin_and_work, of_inputs_and_end, of_work
-from penstock.searching.bounds.fill_and_drain import of_begin_fill_and_drain, of_fill_and_drain
+from penstock.searching.bounds.busiest import of_begin_and_work, of_inputs_and_end, of_slowest_microbatch, of_work
+from penstock.searching.bounds.fill_and_drain import of_begin_fill_and_drain, of_fill_and_drain, of_fill_and_end
 from penstock.searching.problem import Problem
 
-SPAN = (of_work, of_inputs_and_end, of_fill_and_drain)
+SPAN = (of_work, of_inputs_and_end, of_slowest_microbatch, of_fill_and_drain, of_fill_and_end)
 MAKESPAN = (*SPAN, of_begin_and_work, of_begin_fill_and_drain)
 
 

@@ -1,8 +1,12 @@
 """`Bound`: seconds that no order can go below, and what they are made of."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from penstock.searching.problem import FORWARD, INPUT, WEIGHT, Problem
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,8 +14,8 @@ class Bound:
     """A lower bound of a step, or of a rank's span."""
 
     name: str
-    rank: int
-    """Whose work it counts."""
+    rank: int | None
+    """Whose work it counts; None for all."""
     terms: dict[str, float] = field(default_factory=dict)
     """In seconds; they add up to the bound."""
 
@@ -21,7 +25,7 @@ class Bound:
 
     def __str__(self) -> str:
         terms = " + ".join(f"{name} {seconds:.6g} s" for name, seconds in self.terms.items())
-        return f"{self.name} of rank {self.rank}: {terms}"
+        return f"{self.name}{'' if self.rank is None else f' of rank {self.rank}'}: {terms}"
 
 
 class Route:
@@ -40,6 +44,14 @@ class Route:
         self.up = lag[1].copy()
         """[num_stages] from the end of the I behind it to its own I."""
         self.up[:-1] += wire[1][1:]
+        self._made: dict[Any, Any] = {}
+
+    def once(self, make: Callable[["Route", int], Made], rank: int) -> Made:
+        """Return what a function finds for a rank; it is called only once."""
+        if (make, rank) not in self._made:
+            self._made[make, rank] = make(self, rank)
+        found: Made = self._made[make, rank]
+        return found
 
     def bound(self, name: str, rank: int, terms: dict[str, float]) -> Bound:
         """Return a bound of seconds that ranks are busy, from the first start on, which is behind a launch."""
@@ -48,11 +60,19 @@ class Route:
 
     def forwards_before(self, stage: int) -> float:
         """From the first start of all to when a stage can begin: the F of the stages before it."""
-        return float(self.forward[:stage].sum() + self.down[1 : stage + 1].sum())
+        return self.forwards_between(0, stage)
+
+    def forwards_between(self, first: int, last: int) -> float:
+        """From the start of the F of a stage to when that of a later one can start."""
+        return float(self.forward[first:last].sum() + self.down[first + 1 : last + 1].sum())
 
     def inputs_after(self, stage: int) -> float:
         """From the end of the I of a stage to the end of the I of the first one."""
-        return float(self.up[:stage].sum() + self.input[:stage].sum())
+        return self.inputs_between(0, stage)
+
+    def inputs_between(self, first: int, last: int) -> float:
+        """From the end of the I of a stage to the end of that of an earlier one."""
+        return float(self.up[first:last].sum() + self.input[first:last].sum())
 
     def there_and_back(self, stage: int) -> float:
         """From the end of an F of a stage to when its I can begin: F and I of all stages behind it."""

@@ -1,4 +1,4 @@
-"""Bounds by the work of one rank, whatever memory there is (docs/search.md has the proofs)."""
+"""Bounds by the work of one rank or of one microbatch, whatever memory there is (docs/search.md has the proofs)."""
 
 from collections.abc import Iterator
 
@@ -36,6 +36,17 @@ def of_inputs_and_end(route: Route) -> Iterator[Bound]:
                 "end": route.inputs_after(first) + float(route.weight[0]),
             },
         )
+
+
+def of_slowest_microbatch(route: Route) -> Iterator[Bound]:
+    """A step, and the span of the first stage's rank: the way of one microbatch through all stages and back."""
+    problem = route.problem
+    forward, inputs, weight = (problem.plane(problem.seconds, plane) for plane in (FORWARD, INPUT, WEIGHT))
+    seconds = forward.sum(axis=0) + inputs.sum(axis=0) + weight[0]
+    slowest = int(seconds.argmax())
+    terms = {"F and I": float(seconds[slowest] - weight[0, slowest]), "W": float(weight[0, slowest])}
+    ways = float(route.down[1:].sum() + route.up[:-1].sum())
+    yield route.bound(f"microbatch {slowest}", problem.placement.rank_of_stage[0], {**terms, "ways": ways})
 
 
 def work_of(problem: Problem, rank: int, *planes: int) -> float:

@@ -1,83 +1,146 @@
-"""The bound by how long a rank must idle at the begin and at the end of a step under its limit of memory.
+"""Bounds by how long a rank must idle before an action, behind another one, and in rounds between.
 
     rank    F F F ~ ~ ~ ~ I ...        fill: before its first I it can run only the F that the limit holds
             ... F I W I W ~ ~ ~ I W    drain: behind its last F only the I and W of what fits beside its activation
 
-docs/search.md has the proof.
+docs/search.md has the proofs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 
 from penstock.searching.bounds.bound import Bound, Route
 from penstock.searching.bounds.busiest import work_of
-from penstock.searching.problem import FORWARD, INPUT, NO_LIMIT, WEIGHT
+from penstock.searching.bounds.knapsack import Kinds, most_seconds
+from penstock.searching.bounds.rank_stages import RankStages
+from penstock.searching.bounds.rounds import Rounds, rounds_of
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The time until an action starts (a fill), or from when the last one of its kind ends (a drain)."""
+
+    is_input: bool
+    """Whether this is an I of a stage, rather than an F."""
+    place: int
+    """Of the stage on its rank."""
+    idle_s: float
+    """That the rank idles at least; below 0 where it has more to do than there is time."""
+    busy_s: float
+    """That it works at most."""
+    rounds_s: float = 0.0
+    """That it idles besides in rounds, where the action is not the first of its kind."""
+
+    @property
+    def all_idle_s(self) -> float:
+        return self.idle_s + self.rounds_s
+
+
+NOTHING = Part(False, 0, 0.0, 0.0)
 
 
 def of_fill_and_drain(route: Route) -> Iterator[Bound]:
-    """A rank's span under its limit."""
+    """A rank's span."""
     for rank in range(route.problem.num_ranks):
-        bound = _fill_and_drain(route, rank)
-        if bound is not None:
-            yield bound
+        yield route.once(_fill_and_drain, rank)
 
 
 def of_begin_fill_and_drain(route: Route) -> Iterator[Bound]:
-    """A step under the limit of a rank: what comes before its first F is added."""
-    for bound in of_fill_and_drain(route):
-        first = route.problem.placement.stages_of_rank[bound.rank][0]
-        yield Bound(f"begin, {bound.name}", bound.rank, {"begin": route.forwards_before(first), **bound.terms})
+    """A step: what comes before the first F of the rank is added."""
+    for rank, bound in enumerate(of_fill_and_drain(route)):
+        first = route.problem.placement.stages_of_rank[rank][0]
+        yield Bound(f"begin, {bound.name}", rank, {"begin": route.forwards_before(first), **bound.terms})
 
 
-def _fill_and_drain(route: Route, rank: int) -> Bound | None:
-    problem = route.problem
-    limit = int(problem.limit[rank])
-    if limit == NO_LIMIT:
-        return None
-    stages = problem.placement.stages_of_rank[rank]
-    first, last = stages[0], stages[-1]
-    activation = [_smallest(problem.plane(problem.taken, FORWARD)[stage]) for stage in stages]
-    context = [_smallest(problem.plane(problem.freed, WEIGHT)[stage]) for stage in stages]
-    forward, both, weight = (
-        [float(problem.plane(problem.seconds, plane)[stage].max()) for stage in stages]
-        for plane in (FORWARD, INPUT, WEIGHT)
-    )
-    both = [one + other for one, other in zip(both, weight, strict=True)]
-    count = problem.num_microbatches
-    to_first_input = route.there_and_back(last) + _from_first_to_last(route, first, last)
-    fill = max(to_first_input - most_seconds(activation, forward, count, limit), 0.0)
-    room = limit - activation[-1]
-    held = most_seconds([*activation, *context], [*both, *weight], count, room)
-    drain = max(route.there_and_back(last) - held, 0.0)
-    has_both = sum(activation) * count > limit
-    idle = {"fill": fill, "drain": drain} if has_both else {"fill or drain": max(fill, drain)}
-    return route.bound("fill and drain", rank, {"work": work_of(problem, rank), **idle})
+def of_fill_and_end(route: Route) -> Iterator[Bound]:
+    """A step, and the span of the first stage's rank, in which another rank's first F lies, and the end of its last I.
 
-
-def _from_first_to_last(route: Route, first: int, last: int) -> float:
-    """From the start of a rank's first F to the end of its last one, of the same microbatch."""
-    return float(route.forward[first : last + 1].sum() + route.down[first + 1 : last + 1].sum())
-
-
-def _smallest(sizes: Sequence[int]) -> int:
-    return int(min(sizes))
-
-
-def most_seconds(sizes: Sequence[int], seconds: Sequence[float], count: int, room: int) -> float:
-    """Return at least the most seconds of items that fit into a room; there are `count` of each kind.
-
-    Of one kind, or of kinds of one size, it is exact: whole items are counted. Otherwise the last item is cut.
+    So what comes before the rank's first F is added, and what comes behind its last I.
     """
-    total, left = 0.0, room
-    is_exact = len({size for size, each in zip(sizes, seconds, strict=True) if each > 0}) == 1
-    kinds = [(size, each) for size, each in zip(sizes, seconds, strict=True) if each > 0]
-    # What takes no room comes first; then what has most seconds for its room.
-    for size, each in sorted(kinds, key=lambda kind: kind[1] / kind[0] if kind[0] else float("inf"), reverse=True):
-        if left < 0:
-            break
-        if size == 0:
-            total += count * each
-            continue
-        number = min(count, left // size if is_exact else left / size)
-        total += number * each
-        left -= int(number * size)
-    return total
+    for rank, stages in enumerate(route.problem.placement.stages_of_rank):
+        if stages[0] != 0:
+            drains = list(_drains(route, route.once(RankStages.of, rank), to_end=True))
+            terms = {"begin": route.forwards_before(stages[0]), **_most_idle(route, rank, drains, "end")}
+            yield route.bound("fill and end", rank, terms)
+
+
+def _fill_and_drain(route: Route, rank: int) -> Bound:
+    drains = [NOTHING, *_drains(route, route.once(RankStages.of, rank), to_end=False)]
+    return route.bound("fill and drain", rank, _most_idle(route, rank, drains, "drain"))
+
+
+def _most_idle(route: Route, rank: int, drains: list[Part], name: str) -> dict[str, float]:
+    """Return the terms of the fill and the drain that are apart and idle most."""
+    own, work = route.once(RankStages.of, rank), work_of(route.problem, rank)
+    pairs = product([NOTHING, *route.once(_fills, rank)], drains)
+    apart = [pair for pair in pairs if _are_apart(own, *pair, work)]
+    fill, drain = max(apart, key=lambda pair: pair[0].all_idle_s + pair[1].idle_s)
+    rounds = {"rounds": fill.rounds_s} if fill.rounds_s else {}
+    return {"work": work, "fill": fill.idle_s, **rounds, name: drain.idle_s}
+
+
+def _are_apart(own: RankStages, fill: Part, drain: Part, work: float) -> bool:
+    """Whether the fill is over before the drain begins, in every order."""
+    if NOTHING in (fill, drain) or fill.busy_s + drain.busy_s < work * (1 - 1e-12):
+        return True  # not all work can be before the one and behind the other
+    if fill.rounds_s:
+        return False
+    if fill.is_input and not drain.is_input:  # else all activations would be there when the last F runs
+        return own.count * sum(own.activation[: fill.place + 1]) > own.limit
+    return drain.place <= fill.place if fill.is_input else True
+
+
+def _fills(route: Route, rank: int) -> list[Part]:
+    own = route.once(RankStages.of, rank)
+    found: list[Part] = []
+    for place in range(len(own.stages)):
+        found += _fills_of(route, own, place, own.count - 1)
+        rounds = rounds_of(route, own, place)
+        if rounds is not None:
+            found += _fills_with_rounds(route, own, place, rounds)
+    return found
+
+
+def _fills_with_rounds(route: Route, own: RankStages, place: int, rounds: Rounds) -> Iterator[Part]:
+    """Until one of the last F or I of a stage; behind earlier ones, there are only fewer rounds."""
+    waits = (rounds.start_s - rounds.busy_s).tolist()
+    for index in range(max(1, own.count - 1 - own.most_activations(place)), own.count):
+        for fill in _fills_of(route, own, place, own.count - 1 - index) if waits[index] > 0 else ():
+            busy = fill.busy_s + float(rounds.busy_s[index])
+            yield Part(fill.is_input, place, fill.idle_s, busy, waits[index])
+
+
+def _fills_of(route: Route, own: RankStages, place: int, others: int) -> Iterator[Part]:
+    """Until the first F and the first I of a stage, with so many other microbatches of which work can come before."""
+    stage, before, behind = own.stages[place], own.stages[:place], own.stages[place + 1 :]
+    forwards: Kinds = [(own.activation[each], own.forward[each], others) for each in range(place)]
+    way = route.forwards_between(own.stages[0], stage) - sum(float(route.forward[each]) for each in before)
+    busy = most_seconds(forwards, own.room(place))
+    yield Part(False, place, way - busy, busy + sum(own.forward[:place]))
+    # A microbatch whose activation is there may have run on all stages behind.
+    all_behind = own.all_of(range(place + 1, len(own.stages)))
+    forwards.append((own.activation[place], own.forward[place] + all_behind, others))
+    way += route.there_and_back(stage) - sum(float(route.forward[each] + route.input[each]) for each in behind)
+    busy = most_seconds(forwards, own.room(place))
+    idle = way - sum(own.weight[place + 1 :]) - busy
+    yield Part(True, place, idle, busy + sum(own.forward[: place + 1]) + all_behind)
+
+
+def _drains(route: Route, own: RankStages, *, to_end: bool) -> Iterator[Part]:
+    """From the last I of each stage, and the last F of the last stage: to the end of the rank, or of stage 0."""
+    first, places = own.stages[0], range(len(own.stages))
+    end = route.inputs_after(first) + float(route.weight[0]) - own.weight[0] if to_end else 0.0
+    weights: Kinds = [(own.context[each], own.weight[each], own.count - 1) for each in places]
+    both: Kinds = [(own.activation[each], own.input[each] + own.weight[each], own.count - 1) for each in places]
+    for place, stage in enumerate(own.stages):
+        way = route.inputs_between(first, stage) - sum(float(route.input[each]) for each in own.stages[:place])
+        idle = way + end - sum(own.weight[1 : place + 1])
+        known = sum(own.weight[: place + 1]) + sum(own.input[:place])
+        late: Kinds = [(size, seconds, own.count) for size, seconds, _ in weights[place + 1 :]]
+        busy = most_seconds([*weights[: place + 1], *late, *both[:place]], own.room(place))
+        yield Part(True, place, idle - busy, busy + known)
+    # From the last F on: `idle` and `known` are those of the last stage.
+    busy = most_seconds([*weights, *both], own.room(places[-1]))
+    idle = route.there_and_back(own.stages[-1]) - busy + (idle if to_end else max(idle, 0.0))
+    yield Part(False, places[-1], idle, busy + known + own.input[-1])

@@ -1,0 +1,96 @@
+"""`SearchResult`: the result of a search, and how far the search was."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.ir.schedule import Schedule
+from penstock.ir.timeline import Timeline
+from penstock.planning import Plan
+from penstock.searching.bounds import Bound
+from penstock.searching.candidates import Method
+from penstock.searching.noise import NoiseEffect
+
+Objective = Literal["makespan", "span"]
+OPTIMAL_GAP = 1e-9
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a search is."""
+
+    seconds: float
+    best_s: float
+    """The objective of the best candidate so far, before its messages are known."""
+    bound_s: float
+
+    @property
+    def gap(self) -> float:
+        return gap_of(self.best_s, self.bound_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SearchResult:
+    """The result of a search."""
+
+    plan: Plan
+    """Proved under the limit."""
+    bound: Bound
+    """The largest lower bound, and its terms."""
+    method: Method
+    """Where the schedule comes from."""
+    objective: Objective
+    seconds: float
+    """That the search took."""
+    evaluations: int
+    """Sequences that were timed."""
+    noise: NoiseEffect | None = None
+    """What noise of the costs does to it and to the best family, where a search allows for noise."""
+    solver_bound_s: float | None = None
+    """The exact method's own bound; None where it did not run for every placement."""
+    was_interrupted: bool = False
+    """Whether Ctrl-C ended it before its time."""
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.plan.schedule
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.plan.timeline
+
+    @property
+    def makespan_s(self) -> float:
+        return self.timeline.makespan_s
+
+    @property
+    def span_s(self) -> float:
+        """The longest of a rank, from its first start to its last end."""
+        return self.timeline.span_s
+
+    @property
+    def lower_bound_s(self) -> float:
+        """Of the objective: no order of the placements that were asked for can go below it."""
+        return self.bound.seconds
+
+    @property
+    def gap(self) -> float:
+        """By how much the result is above the bound, as a share of it."""
+        return gap_of(self.makespan_s if self.objective == "makespan" else self.span_s, self.lower_bound_s)
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the bound is reached, but for rounding."""
+        return self.gap <= OPTIMAL_GAP
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        """Per rank, with what is always there."""
+        pairs = zip(self.timeline.peak_bytes, self.timeline.static_bytes, strict=True)
+        return [peak + static for peak, static in pairs]
+
+
+def gap_of(found_s: float, bound_s: float) -> float:
+    """Return by how much something is above a bound, as a share of it."""
+    gap = found_s / bound_s - 1 if bound_s else 0.0
+    return 0.0 if abs(gap) < ROUNDING else gap

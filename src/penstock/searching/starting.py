@@ -1,0 +1,80 @@
+"""The start of a search: families, and constructions under a limit that leaves room for messages."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from penstock.errors import ScheduleError, count_of
+from penstock.ir.live import peak_bytes
+from penstock.lowering import lower
+from penstock.proofs import Limit
+from penstock.searching.asked import Asked, sizes_and_limit
+from penstock.searching.budget import Budget
+from penstock.searching.candidates import Candidate, by_objective, of_constructions, of_families
+from penstock.searching.problem import FORWARD, Bytes, Problem, every_action
+
+NUM_KEPT = 32
+"""The best ones of a start, at most."""
+NUM_TIGHTENED = 3
+"""Times that the limit is lowered to make room for messages."""
+
+
+def families_of(problem: Problem, asked: Asked, budget: Budget) -> list[Candidate]:
+    """Return every family of the shape, whether it fits or not."""
+    found = list(of_families(problem, by_span=asked.by_span))
+    budget.spent += len(found)
+    return found
+
+
+def starts_of(problem: Problem, families: Sequence[Candidate], asked: Asked, budget: Budget) -> list[Candidate]:
+    """Return the best constructions, and the best families that fit.
+
+    Where the program of the best one breaks the limit by its messages, the limit is lowered by what was missing.
+    """
+    found: list[Candidate] = []
+    for _ in range(NUM_TIGHTENED + 1):
+        found = _fitting(problem, families, asked, budget) or found
+        missing = _missing(found[0], asked) if found else np.zeros(1, np.int64)
+        if not missing.any():
+            break
+        problem = problem.within(problem.limit - missing)
+    return found
+
+
+def _fitting(problem: Problem, families: Sequence[Candidate], asked: Asked, budget: Budget) -> list[Candidate]:
+    found = list(of_constructions(problem, by_span=asked.by_span, is_over=lambda: budget.is_over))
+    budget.spent += len(found)
+    of = partial(Candidate.of, problem, method="family", by_span=asked.by_span)
+    found += [of(each.sequence, family=each.family) for each in families]
+    return sorted((each for each in found if each.fits), key=by_objective)[:NUM_KEPT]
+
+
+def _missing(candidate: Candidate, asked: Asked) -> Bytes:
+    """[num_ranks] by how much its program is above the limit."""
+    if asked.memory_limit is None:
+        return np.zeros(1, np.int64)
+    program = lower(candidate.schedule())
+    sizes, most = sizes_and_limit(program, asked.costs, Limit.read(asked.memory_limit))
+    return np.maximum(np.array(peak_bytes(program, sizes)) - most, 0)
+
+
+def nothing_fits(problems: Sequence[Problem], asked: Asked) -> ScheduleError:
+    """Say what one microbatch leaves on a rank before its first I there, which no order can do without."""
+    rank, amount = min((_least_of(problem, asked) for problem in problems), key=lambda each: each[1])
+    limit = asked.memory_limit
+    held = f"{amount:,} bytes, messages apart" if Limit.read(limit).in_bytes else count_of(amount, "activation")
+    return ScheduleError(
+        f"no order was found that fits a limit of {limit}; with one microbatch at a time, which needs least, rank "
+        f"{rank} holds {held}. Raise the limit, or give more ranks or smaller stages"
+    )
+
+
+def _least_of(problem: Problem, asked: Asked) -> tuple[int, int]:
+    """Return the rank that holds most where one microbatch is under way, and how much that is."""
+    table = every_action(problem.placement, problem.num_microbatches)
+    sizes, _ = sizes_and_limit(table, asked.costs, Limit.read(asked.memory_limit))
+    of_stages = problem.plane(problem.taken, FORWARD).max(axis=1)
+    held = sizes.static_of_ranks(problem.placement)
+    np.add.at(held, np.array(problem.placement.rank_of_stage), of_stages)
+    return int(held.argmax()), int(held.max())

@@ -1,0 +1,78 @@
+"""The least makespan or span of all orders of a small problem, by trying each in plain Python."""
+
+import math
+
+NONE = -1
+
+
+def optimum(problem, *, by_span=False, may_wait=0):
+    """Return the least seconds of all orders that fit, infinite where none does.
+
+    Each order is tried once: actions are put one behind the other in the order of their starts. An order is given up
+    where what is left for one of its ranks makes it no better than the best so far. `may_wait`: a rank other than the
+    first may begin up to so many whole seconds later than it could.
+    """
+    return _Tries(problem, by_span, may_wait).run()
+
+
+class _Tries:
+    def __init__(self, problem, by_span, may_wait):
+        self.by_span, self.may_wait, self.best = by_span, may_wait, math.inf
+        for name in ("rank", "seconds", "source", "saved", "lag_s", "link", "wire_s", "taken", "freed", "limit"):
+            setattr(self, name, getattr(problem, name).tolist())
+        self.launch_s = problem.launch_s
+        ranks, count = range(problem.num_ranks), problem.num_actions
+        self.free, self.first = [0.0 for _ in ranks], [math.inf for _ in ranks]
+        self.left = [sum(s for s, own in zip(self.seconds, self.rank, strict=True) if own == rank) for rank in ranks]
+        self.held, self.link_free = [0 for _ in ranks], {}
+        self.end, self.arrival = [math.inf] * count, [math.inf] * count
+        self.todo = set(range(count))
+
+    def run(self):
+        self._go_on((0.0, 0))
+        return self.best - self.launch_s
+
+    def _go_on(self, last):
+        if not self.todo:
+            self.best = min(self.best, self._least())
+            return
+        if self._least() >= self.best:
+            return
+        for at, action in sorted(self._next(last)):
+            self._try(action, at)
+
+    def _least(self):
+        """What the ranks take at least, with what they have run."""
+        begins = self.first if self.by_span else [0.0] * len(self.first)
+        ends = [free + left for free, left in zip(self.free, self.left, strict=True)]
+        return max(end - min(begin, free) for end, begin, free in zip(ends, begins, self.free, strict=True))
+
+    def _next(self, last):
+        for action in self.todo:
+            rank, source, saved = self.rank[action], self.source[action], self.saved[action]
+            if any(each != NONE and each in self.todo for each in (source, saved)):
+                continue
+            if self.held[rank] + self.taken[action] > self.limit[rank]:
+                continue
+            at = self.free[rank]
+            if source != NONE and self.rank[source] != rank:
+                at = max(at, self.arrival[source] + self.lag_s[action])
+            is_first = self.first[rank] == math.inf and rank > 0
+            for wait in range(self.may_wait + 1 if is_first else 1):
+                if (at + wait, rank) >= last:
+                    yield at + wait, action
+
+    def _try(self, action, at):
+        rank, link = self.rank[action], self.link[action]
+        saved = self.free[rank], self.first[rank], self.held[rank], self.link_free.get(link, 0.0), self.left[rank]
+        end = at + self.seconds[action]
+        self.todo.remove(action)
+        self.first[rank] = min(self.first[rank], at)
+        self.free[rank] = self.end[action] = self.arrival[action] = end
+        self.left[rank] -= self.seconds[action]
+        self.held[rank] += self.taken[action] - self.freed[action]
+        if link != NONE:
+            self.arrival[action] = self.link_free[link] = max(saved[3], end) + self.wire_s[action]
+        self._go_on((at, rank))
+        self.todo.add(action)
+        self.free[rank], self.first[rank], self.held[rank], self.link_free[link], self.left[rank] = saved

@@ -1,0 +1,110 @@
+"""What sweeps share: gaps are filled with W, and idle time decides on one more."""
+
+import numpy as np
+import pytest
+
+from penstock.placement import Placement
+from penstock.searching.sequences import clear
+from penstock.searching.sweeps.common import Room, do, fill, flush, make_room, most_idle_s
+from penstock.simulation import Costs
+from tests.searching.cases import problem_of
+
+M = 4
+"""Microbatches."""
+
+
+def room_of(limit=None, **costs):
+    """Two ranks that have run the F and the I of two microbatches; F takes 1 s, I 2 s, W 3 s."""
+    costs = {"forward": 1.0, "backward_input": 2.0, "backward_weight": 3.0, "transfer": 0.5} | costs
+    room = Room.of(
+        problem_of(Placement.line(2), M, Costs.uniform(**costs, activation_bytes=10, weight_context_bytes=4), limit)
+    )
+    clear(room.timing)
+    for action in (F(0, 0), F(0, 1), F(1, 0), I(1, 0), F(1, 1), I(1, 1), I(0, 0), I(0, 1)):
+        do(*room, action)
+    return room
+
+
+def F(stage, microbatch):  # noqa: N802
+    return stage * M + microbatch
+
+
+def I(stage, microbatch):  # noqa: N802, E743
+    return 2 * M + stage * M + microbatch
+
+
+def W(stage, microbatch):  # noqa: N802
+    return 4 * M + stage * M + microbatch
+
+
+def found(room):
+    return room.sweep.found[: room.sweep.num_found[0]].tolist()
+
+
+def test_idle_time_counts_from_the_first_action_of_a_rank():
+    room = room_of()
+
+    # Rank 0 waits from 2 s on for the first I of rank 1, which ends at 4.5 s, and then for the second one.
+    assert room.sweep.idle_s.tolist() == [3.0 + 1.0, 0.0]
+
+
+def test_weights_run_in_the_order_of_their_inputs():
+    room = room_of()
+    flush(*room, 0)
+
+    assert found(room)[-2:] == [W(0, 0), W(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "is_over", "is_within", "num_weights"),
+    [
+        (-1.0, True, True, 0),
+        (7.0, False, False, 2),  # both W end within it
+        (4.0, False, False, 1),
+        (4.0, True, False, 1),  # rank 0 idles more, so rank 1 may idle as well
+        (4.0, False, True, 2),
+    ],
+)
+def test_a_gap_is_filled(gap_s, is_over, is_within, num_weights):
+    room = room_of(transfer=4.0)
+    do(*room, F(0, 2))
+    room.timing.free_s[1] = room.timing.arrival_s[F(0, 2)] + 4.0 - gap_s  # rank 1 has two W to run
+    before = len(found(room))
+
+    fill(*room, F(1, 2), is_over, is_within)
+
+    assert len(found(room)) - before == num_weights
+
+
+def test_the_rank_that_idles_most_runs_one_more():
+    room = room_of(transfer=4.0)
+    do(*room, F(0, 2))
+    room.sweep.idle_s[1] = room.sweep.idle_s[0]
+    room.timing.free_s[1] = room.timing.arrival_s[F(0, 2)] + 4.0 - 1.0
+    before = len(found(room))
+
+    fill(*room, F(1, 2), False, True)
+    assert len(found(room)) == before
+
+    fill(*room, F(1, 2), True, False)
+    assert found(room)[before:] == [W(1, 0)]
+
+
+def test_what_was_allowed_before_may_be_idled_again():
+    room = room_of()
+    assert most_idle_s(room.sweep, 1) == 4.0
+
+    allowed = Room.of(problem_of(Placement.line(2), M, Costs.uniform()), np.array([1.0, 6.0]))
+    assert most_idle_s(allowed.sweep, 0) == 5.0
+    assert most_idle_s(allowed.sweep, 1) == 0.0
+
+
+def test_room_is_made_by_weights_and_not_otherwise():
+    room = room_of(limit=16)
+    before = len(found(room))
+
+    assert make_room(*room, F(0, 2))  # two contexts of 4 bytes, so one has to go for 10 more
+    assert found(room)[before:] == [W(0, 0)]
+    do(*room, F(0, 2))
+    assert not make_room(*room, F(0, 3))
+    assert found(room)[-1] == W(0, 1)
