@@ -9,6 +9,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,18 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import penstock as ps  # noqa: E402
 from penstock.cli.entry import main as penstock  # noqa: E402
+from penstock.cli.pictures import predicted_picture  # noqa: E402
+from penstock.cli.searched import Within, combined, rows_to_picture, to_picture  # noqa: E402
 from penstock.ir.timeline import Timeline  # noqa: E402
+from penstock.proofs import Limit  # noqa: E402
 from penstock.show.caption import add_legend, add_title, name_ranks  # noqa: E402
 from penstock.show.chart import timeline_chart  # noqa: E402
-from penstock.show.figures import idle_share  # noqa: E402
+from penstock.show.figures import describe_shape, idle_share  # noqa: E402
 from penstock.show.lanes import Detail, Lane, TimeScale, draw_lanes  # noqa: E402
 from penstock.show.palette import THEMES, Theme  # noqa: E402
 from penstock.show.sheet import Sheet  # noqa: E402
 from penstock.show.text import format_seconds, format_share  # noqa: E402
+from penstock.simulation.costs.file import load_costs  # noqa: E402
 
 DOCS = ROOT / "docs"
 WIDTH, LANE, TOP, HEADING, BOTTOM = 11.0, 0.34, 1.0, 0.45, 0.5
@@ -36,6 +41,10 @@ SLOW_NETWORK = ps.Costs.uniform(forward=1, backward_input=1, backward_weight=1, 
 UNEVEN = ps.Costs(forward_s=(1, 2), backward_input_s=(1, 2), backward_weight_s=(1, 2))
 HALVES = ps.Costs.uniform(forward=0.75, backward_input=0.75, backward_weight=0.75)
 FRONT = ["gpipe", "1f1b", "zb-h1", "zb-h2", "zbv", "interleaved-1f1b", "v-half", "v-min", "1f1b:recompute=true"]
+
+SEARCH_LIMIT, SEARCH_LIMITS = "14.25GiB", ("11 GiB", "13 GiB", "15 GiB", "17 GiB", "19 GiB", "21 GiB")
+EVALUATIONS = 1_000_000
+"""Of a search: with a number of them instead of seconds it finds the same each time."""
 
 FILLS = {"light": ("#ddf4ff", "#fff1e5"), "dark": ("#0c2d6b", "#5a1e02")}
 """Of the two kinds of boxes in diagrams."""
@@ -128,6 +137,49 @@ def relaxed(theme: Theme) -> bytes:
     names: dict[str, Any] = {}
     exec(compile(code[1], "relaxed.py", "exec"), names)
     return chart(names["relaxed"], 4, 12, SLOW_NETWORK, theme)
+
+
+# ---- searches
+
+
+def before_search(theme: Theme) -> bytes:
+    """1F1B under the costs of docs/search.md, as `penstock show` draws it."""
+    costs = costs_of_search()
+    timeline = ps.simulate(ps.lower(ps.build("1f1b", ranks=4, microbatches=12)), costs)
+    title = f"{describe_shape(timeline.program)}, predicted with costs.toml"
+    return predicted_picture(timeline, costs, title=title, format="svg", theme=theme.name)
+
+
+def after_search(theme: Theme) -> bytes:
+    """What a search finds for the same, as `penstock search` draws it."""
+    limit, names = Limit.read(SEARCH_LIMIT), {"costs_text": "costs.toml", "format": "svg", "theme": theme.name}
+    return to_picture(searched(SEARCH_LIMIT), costs_of_search(), limit=limit, **names)
+
+
+def searched_front(theme: Theme) -> bytes:
+    """Step time against memory of searches within several limits, as `penstock search --sweep` draws it."""
+    rows = combined([Within(Limit.read(limit), searched(limit)) for limit in SEARCH_LIMITS])
+    shape = {"rank": 4, "microbatch": 12}
+    return rows_to_picture(rows, shape, costs_text="costs.toml", format="svg", theme=theme.name)
+
+
+@cache
+def searched(limit: str) -> Any:
+    """Search within a limit under the costs of docs/search.md."""
+    return ps.search(costs_of_search(), 4, 12, memory_limit=limit, evaluations=EVALUATIONS)
+
+
+@cache
+def costs_of_search() -> Any:
+    """The costs of the example in docs/search.md, from its own text."""
+    text = (DOCS / "search.md").read_text(encoding="utf-8")
+    toml = re.search(r"^<!-- file: costs.toml -->\n```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    if toml is None:
+        sys.exit("docs/search.md shows no file costs.toml")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "costs.toml"
+        path.write_text(toml[1], encoding="utf-8")
+        return load_costs(str(path))
 
 
 # ---- diagrams of boxes and arrows
@@ -336,6 +388,9 @@ PICTURES: dict[str, Callable[[Theme], bytes]] = {
     "all-front": front,
     "custom-1f1b": lambda theme: chart("1f1b", 4, 12, SLOW_NETWORK, theme),
     "custom-relaxed": relaxed,
+    "search-before": before_search,
+    "search-after": after_search,
+    "search-front": searched_front,
     "slow-before": lambda theme: chart("1f1b", 2, 4, UNEVEN, theme),
     "slow-after": lambda theme: chart("1f1b", 2, 8, HALVES, theme),
     "own-model": own_model,

@@ -70,10 +70,13 @@ REFUSED = {
     "a port beyond all": (["train", "run.toml", "--port", "65536"], "--port: 65536 is no port"),
     "a picture's argument": (["show", "1f1b", *SIZE, "--theme", "dark"], "--theme: only for svg, png, html"),
     "a size and its sweep": (["compare", "1f1b", *SIZE, "--sweep", "ranks=2,4"], "ranks is swept and given as --ranks"),
+    "a size of a search": (["search", *SIZE, "--sweep", "ranks=2,4"], "'ranks' cannot be swept; known: memory_limit."),
 }
 IN_THE_WAY = {
     "show": ["show", "1f1b", *SIZE, "-o", "there.svg"],
     "compare": ["compare", "1f1b", *SIZE, "-o", "there.json"],
+    "search": ["search", *SIZE, "-o", "there.json"],
+    "schedule of a search": ["search", *SIZE, "--schedule", "there.json"],
     "convert": ["convert", "in.csv", "there.json"],
     "profile": ["profile", "run.toml", "-o", "there.json"],
     "profile in the run folder": ["profile", "run.toml"],
@@ -81,6 +84,7 @@ IN_THE_WAY = {
 NOWHERE = {
     "show": ["show", "1f1b", *SIZE, "-o", "/proc/a.svg"],
     "compare": ["compare", "1f1b", *SIZE, "-o", "/proc/a.json"],
+    "search": ["search", *SIZE, "--seconds", "0", "-o", "/proc/a.json"],
     "convert": ["convert", "in.csv", "/proc/a.json"],
     "profile": ["profile", "run.toml", "-o", "/no/such/folder/costs.toml"],
 }
@@ -95,6 +99,7 @@ PRINTING = {
     "a picture": ["show", "1f1b", *SIZE, "--to", "html"],
     "a comparison": ["compare", "1f1b", "zbv", *SIZE],
     "JSON": ["compare", "1f1b", "zbv", *SIZE, "--to", "json"],
+    "searches": ["search", *SIZE, "--seconds", "0", "--sweep", "memory_limit=1,2 microbatches"],
     "a check": ["check", "in.csv"],
     "a conversion": ["convert", "in.csv", "-", "--to", "json"],
 }
@@ -192,7 +197,7 @@ def test_a_file_that_exists_is_kept(here, capsys, arguments):
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
 
 
-@lines({name: IN_THE_WAY[name] for name in ("show", "compare", "convert")})
+@lines({name: IN_THE_WAY[name] for name in ("show", "compare", "convert", "search")})
 def test_a_file_that_exists_is_replaced_on_request(here, arguments):
     assert main([*arguments, "--force"]) == 0
     assert "precious" not in (here / arguments[-1]).read_text()
@@ -246,7 +251,12 @@ def test_no_color_is_shown_where_none_is_wanted(monkeypatch, terminal, arguments
 
 
 @pytest.mark.parametrize("width", [40, 250])
-@lines({name: PRINTING[name] for name in ("help", "schedules", "a family", "a grid", "a comparison", "a check")})
+@lines(
+    {
+        name: PRINTING[name]
+        for name in ("help", "schedules", "a family", "a grid", "a comparison", "searches", "a check")
+    }
+)
 def test_a_narrow_or_wide_terminal_is_served(monkeypatch, terminal, width, arguments):
     monkeypatch.setenv("COLUMNS", str(width))
     shown = terminal()

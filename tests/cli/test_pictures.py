@@ -6,8 +6,19 @@ from argparse import Namespace
 
 import pytest
 
-from penstock.cli.pictures import CHARTS, SUFFIXES, refuse_useless, result_path, wanted_format, write_result
+from penstock.cli.pictures import (
+    CHARTS,
+    SUFFIXES,
+    TABLE,
+    predicted_picture,
+    refuse_useless,
+    require_displayable,
+    result_path,
+    wanted_format,
+    write_result,
+)
 from penstock.errors import ConfigError, PenstockError
+from tests.show.timelines import COSTS, timeline_of
 
 
 def asked(format=None, output=None, **others):
@@ -74,7 +85,19 @@ def test_standard_output_gets_the_bytes(capsysbinary):
     assert capsysbinary.readouterr().out == b"\x89PNG\xff"
 
 
-def test_a_terminal_gets_no_binary(monkeypatch):
+@pytest.mark.parametrize(
+    ("format", "first"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("html", b"<!DOCTYPE html>"), ("trace", b"{")]
+)
+def test_a_prediction_is_drawn_in_every_format(format, first):
+    timeline = timeline_of(2, 2)
+
+    picture = predicted_picture(timeline, COSTS, title="mine", format=format, theme=None, more={"gap": "3 %"})
+
+    assert picture.startswith(first)
+    assert format in ("png", "trace") or (b"mine" in picture and b"3 %" in picture)
+
+
+def test_a_terminal_gets_no_binary(monkeypatch, tmp_path):
     class Terminal(io.TextIOWrapper):
         def isatty(self):
             return True
@@ -83,5 +106,7 @@ def test_a_terminal_gets_no_binary(monkeypatch):
 
     with pytest.raises(ConfigError, match=r"a terminal cannot show png; give --output NAME\.png"):
         write_result(b"", "png", None)
+    require_displayable("png", tmp_path / "a.png")
+    require_displayable(TABLE, None)
     write_result(b"<svg/>", "svg", None)
     assert sys.stdout.buffer.getvalue() == b"<svg/>"

@@ -1,18 +1,35 @@
 """`penstock search`."""
 
 import json
+import re
+import sys
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 
 from penstock.cli import search as command
 from penstock.cli.entry import main
+from penstock.errors import ConfigError
 from penstock.searching import asked
-from penstock.searching.search import Objective
+from penstock.searching.result import Objective, Progress
 from penstock.simulation import LayerCosts
 from penstock.simulation.costs.writing import costs_to_toml
 
 SIZE = ["--ranks", "4", "--microbatches", "8"]
+SMALL = ["search", "--ranks", "2", "--microbatches", "4", "--seconds", "0"]
+LIMITS = ["--sweep", "memory_limit=1..4microbatches"]
+FIGURES = {
+    "makespan_s", "span_s", "bubble_fraction", "bubble_rate", "lower_bound_s", "gap", "bound", "peak_bytes", "method",
+    "seconds",
+}  # fmt: skip
+BYTES = "forward_s = 1\nbackward_input_s = 1\nbackward_weight_s = 1\nactivation_gib = 1\nparameter_gib = 2\n"
+
+
+@pytest.fixture
+def no_search(monkeypatch):
+    """What is refused must be so before the seconds of a search."""
+    monkeypatch.setattr(command, "_search", lambda *_: pytest.fail("it searched"))
 
 
 def test_a_table_says_how_long_it_takes_and_that_no_order_is_shorter(capsys):
@@ -35,12 +52,41 @@ def test_json_has_all_figures(capsys):
     assert main(["search", *SIZE, "--costs", "F=1,I=1.2,W=0.8,transfer=0.1", "--to", "json", "--seconds", "1"]) == 0
 
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {
-        "makespan_s", "span_s", "bubble_fraction", "bubble_rate", "lower_bound_s", "gap", "bound", "peak_bytes",
-        "method", "seconds",
-    }  # fmt: skip
+    assert set(found) == FIGURES
     assert found["makespan_s"] == pytest.approx(27.3)
     assert sum(found["bound"]["terms"].values()) == pytest.approx(found["lower_bound_s"])
+
+
+def test_noise_is_told_beside_that_of_the_best_family(capsys):
+    options = ["--costs", "F=1,I=1.2,W=0.8,transfer=0.1", "--seconds", "0", "--noise", "0.05"]
+
+    assert main(["search", *SIZE, *options]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"with noise +[\d.]+ s on average \(\+[\d.]+%\); \S+ [\d.]+ s \(\+[\d.]+%\)", text)
+
+    assert main(["search", *SIZE, *options, "--to", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == FIGURES | {"noise"}
+    assert found["noise"]["mean_s"] >= found["makespan_s"]
+
+
+@pytest.mark.parametrize("sweep", [[], LIMITS])
+def test_without_the_exact_solver_it_says_what_is_lost_and_how_to_install_it(sweep, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    options = ["--costs", "F=1,I=2.3,W=0.8,transfer=0.4", *(sweep or ["--memory-limit", "3 microbatches"])]
+
+    assert main(["search", *SIZE, "--seconds", "0", *options]) == 0
+    assert "pip install '.[search]'" in capsys.readouterr().err
+
+    assert main(["search", *SIZE, "--seconds", "1"]) == 0  # it is optimal
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("noise", ["2", "some", "measured"])
+def test_noise_that_cannot_be_is_refused(noise, capsys):
+    assert main([*SMALL, "--noise", noise]) == 1
+
+    assert "noise: " in capsys.readouterr().err
 
 
 def test_the_schedule_is_written_for_other_commands(tmp_path, capsys):
@@ -61,6 +107,15 @@ def test_all_that_a_rank_does_is_shared_by_its_stages_unless_costs_are_of_an_act
     assert makespan("--per-action") == pytest.approx(2 * makespan())
 
 
+def test_costs_of_all_that_a_rank_does_are_shared_by_as_many_stages_as_other_costs_have_entries_for(tmp_path, capsys):
+    file = tmp_path / "costs.toml"
+    file.write_text(f"forward_s = {[1] * 8}\nbackward_input_s = 4\nbackward_weight_s = 4\n")
+
+    assert main([*SMALL, "--placement", "loop", "--costs", str(file)]) == 0
+
+    assert "work 48 s" in capsys.readouterr().out  # 4 F of 1 s and, shared by 4 stages, 4 s of I and W
+
+
 def test_costs_per_layer_are_added_up_for_the_stages(tmp_path, capsys):
     file = tmp_path / "costs.toml"
     layers = LayerCosts(forward=(1, 2, 3, 4, 5), backward_input=(1,) * 5, backward_weight=(1,) * 5)
@@ -69,6 +124,187 @@ def test_costs_per_layer_are_added_up_for_the_stages(tmp_path, capsys):
     assert main(["search", "--ranks", "2", "--microbatches", "4", "--costs", str(file), "--split", "3,2"]) == 0
 
     assert "work 52 s" in capsys.readouterr().out  # the F, I and W of two layers, for 4 microbatches
+
+    assert main([*SMALL, "--costs", str(file), "--split", "2,2,1"]) == 1
+    assert "2,2,1 is for 3 stages, but the search has 2" in capsys.readouterr().err
+    assert main([*SMALL, "--costs", str(file), "--per-action"]) == 1
+    assert "has costs per layer, not per action; leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [
+        ("found.txt", b"lower bound"),
+        ("found.json", b'"lower_bound_s": 13.0'),
+        ("found.svg", b"lower bound 13.0 s"),
+        ("found.png", b"\x89PNG"),
+        ("found.html", b"<dt>lower bound</dt><dd>13.0 s</dd>"),
+    ],
+)
+def test_the_result_goes_into_a_file_in_the_format_of_its_suffix(tmp_path, capsys, name, holds):
+    file = tmp_path / name
+    file.write_text("old")
+
+    assert main([*SMALL, "-o", str(file)]) == 1
+    assert f"{name} exists; give another name, or --force" in capsys.readouterr().err
+    assert file.read_text() == "old"
+
+    assert main([*SMALL, "-o", str(file), "--force"]) == 0
+    assert capsys.readouterr().out == ""
+    assert holds in file.read_bytes()
+
+
+def test_the_picture_has_the_limit_the_costs_and_the_theme(capsys):
+    limited = ["--memory-limit", "2 microbatches", "--to", "svg", "--theme", "dark"]
+
+    assert main([*SMALL, *limited, "--per-action"]) == 0
+
+    text = " ".join(capsys.readouterr().out.split())
+    assert "2 ranks, 4 microbatches, within 2 microbatches, predicted with F=1,I=1,W=1 per action" in text
+    assert "#14161a" in text
+
+
+# ---- a sweep
+
+
+def test_a_sweep_is_a_row_per_limit(capsys):
+    assert main([*SMALL, "--sweep", "memory_limit=2,1 microbatches"]) == 0
+    rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[2:4]]
+    assert [row[0] for row in rows] == ["2 microbatches", "1 microbatches"]
+    assert rows[0][1] == "13"
+    assert float(rows[1][1]) > 13
+
+    assert main([*SMALL, *LIMITS, "--to", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["memory_limit"] for row in rows] == ["1 microbatches", "2 microbatches", "4 microbatches"]
+    assert set(rows[0]) == FIGURES | {"memory_limit"}
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [
+        ("front.txt", b"4 microbatches"),
+        ("front.json", b'"memory_limit": "4 microbatches"'),
+        ("front.svg", b"4 microbatches: gap 0"),
+        ("front.png", b"\x89PNG"),
+        ("front.html", b"<td>4 microbatches: gap 0</td>"),
+    ],
+)
+def test_the_rows_of_a_sweep_go_into_a_file(tmp_path, capsys, name, holds):
+    file = tmp_path / name
+
+    assert main([*SMALL, *LIMITS, "-o", str(file)]) == 0
+
+    assert capsys.readouterr() == ("", "")
+    assert holds in file.read_bytes()
+
+
+def test_a_limit_that_nothing_fits_is_a_row_that_says_why(tmp_path, capsys):
+    (tmp_path / "costs.toml").write_text(BYTES)
+    sweep = [*SMALL, "--costs", str(tmp_path / "costs.toml"), "--sweep", "memory_limit=2GiB..4GiB"]
+
+    assert main(sweep) == 0
+    table = capsys.readouterr().out
+    assert table.splitlines()[2].startswith("4 GiB")
+    assert "\nnothing fits:\n  2 GiB: no order was found that fits a limit of 2 GiB; with one microbatch" in table
+
+    assert main([*sweep, "--to", "json"]) == 0
+    refused, found = json.loads(capsys.readouterr().out)
+    assert refused["error"].startswith("no order was found that fits a limit of 2 GiB")
+    assert (refused["makespan_s"], "error" in found, max(found["peak_bytes"])) == (None, False, 4 * 2**30)
+
+    assert main([*sweep, "--to", "svg"]) == 0
+    printed = capsys.readouterr()
+    assert "4 GiB: gap 0" in printed.out
+    assert printed.err.startswith("penstock: not in the picture: 2 GiB: no order was found")
+
+
+@pytest.mark.parametrize("format", ["table", "json", "svg"])
+def test_where_nothing_fits_at_all_the_status_is_1_and_all_reasons_are_said(tmp_path, capsys, format):
+    (tmp_path / "costs.toml").write_text(BYTES)
+    sweep = ["--costs", str(tmp_path / "costs.toml"), "--sweep", "memory_limit=1GiB..2GiB", "--to", format]
+
+    assert main([*SMALL, *sweep]) == 1
+
+    printed = capsys.readouterr()
+    assert printed.err.startswith("penstock: nothing fits within any of these limits\n  1 GiB: no order was found")
+    assert "\n  2 GiB: no order was found" in printed.err
+    assert [row["makespan_s"] for row in json.loads(printed.out or "[]")] == [None, None] * (format == "json")
+
+
+# ---- progress, and Ctrl-C
+
+
+def test_progress_is_shown_every_two_seconds_where_somebody_looks_on(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    lines = command._Lines("limit 8 GiB (1 of 2): ")
+
+    for seconds in (1.0, 2.5, 3.0, 4.1):
+        lines(Progress(seconds, 30.0, 27.0))
+
+    assert capsys.readouterr().err.splitlines() == [
+        "penstock: limit 8 GiB (1 of 2): 2 s: best 30 s, bound 27 s, gap 11.11%",
+        "penstock: limit 8 GiB (1 of 2): 4 s: best 30 s, bound 27 s, gap 11.11%",
+    ]
+
+
+def test_progress_is_not_shown_to_a_pipe(capsys):
+    command._Lines()(Progress(9.0, 30.0, 27.0))
+
+    assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def interrupt_at(monkeypatch):
+    """Press Ctrl-C in a search in whose lines a text is; it ends with the best so far."""
+    search = command._search
+
+    def interrupt(text):
+        def interrupted(*arguments):
+            found = search(*arguments)
+            return replace(found, was_interrupted=True) if text in arguments[-1] else found
+
+        monkeypatch.setattr(command, "_search", lambda *given: interrupted(*given, *[""] * (4 - len(given))))
+
+    return interrupt
+
+
+def test_ctrl_c_writes_the_best_so_far(tmp_path, capsys, interrupt_at):
+    interrupt_at("")
+    files = [tmp_path / "found.json", tmp_path / "found.csv"]
+
+    assert main([*SMALL, "-o", str(files[0]), "--schedule", str(files[1])]) == 130
+
+    assert json.loads(files[0].read_text())["makespan_s"] == 13
+    assert files[1].read_text().count("F") == 2 * 4
+    assert capsys.readouterr().err == "penstock: interrupted; this is the best so far\n"
+
+
+def test_ctrl_c_in_a_sweep_writes_the_limits_so_far(capsys, interrupt_at):
+    interrupt_at("limit 2 microbatches (2 of 4)")
+
+    assert main([*SMALL, "--sweep", "memory_limit=4,2,1,3microbatches"]) == 130
+
+    printed = capsys.readouterr()
+    assert [line[:14] for line in printed.out.splitlines()[2:4]] == ["4 microbatches", "2 microbatches"]
+    assert printed.err == (
+        "penstock: interrupted; the row of 2 microbatches is the best so far; "
+        "not searched: 1 microbatches, 3 microbatches\n"
+    )
+
+
+@pytest.mark.parametrize("more", [[], LIMITS, [*LIMITS, "--to", "json"]])
+def test_ctrl_c_before_anything_is_found_writes_nothing(monkeypatch, capsys, more):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_search", interrupt)
+
+    assert main([*SMALL, *more]) == 130
+    assert capsys.readouterr() == ("", "penstock: interrupted before an order was proved; nothing is written\n")
+
+
+# ---- what is refused
 
 
 @pytest.mark.parametrize(
@@ -82,8 +318,58 @@ def test_costs_per_layer_are_added_up_for_the_stages(tmp_path, capsys):
         (["search", "--ranks", "0", "--microbatches", "8"], 1, "ranks: 0"),
         (["search", *SIZE, "--seconds", "-1"], 1, "seconds: -1.0"),
         (["search", *SIZE, "--costs", "F=1,B=2"], 1, "is missing"),
+        ([*SMALL, "--sweep", "memory_limit=1..2microbatches", "--costs", "F=1,B=2"], 1, "is missing"),
     ],
 )
 def test_bad_input_is_one_message(arguments, status, words, capsys):
     assert main(arguments) == status
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-o", "a.jpg"], "--output: a.jpg has none of the suffixes .txt, .json, .svg"),
+        (["-o", "a.svg", "--to", "png"], "the suffix of a.svg means svg, but --to is png"),
+        (["--theme", "dark"], "--theme: only for svg, png, html; leave it out for table"),
+        (["--schedule", "a.svg"], "--schedule: a.svg has none of the suffixes .csv, .json"),
+        (["--schedule", "a.megatron"], "--schedule: a.megatron has none of the suffixes .csv, .json, .txt, .grid"),
+        (["--schedule", "a.json", "-o", "./a.json"], "--schedule: a.json is --output too; give each its own file"),
+        (["--schedule", "a.csv", *LIMITS], "--schedule: a sweep finds an order for each limit; search within one"),
+        (["--memory-limit", "4GiB", *LIMITS], "memory_limit is swept and given as --memory-limit too; leave one out"),
+        (["--sweep", "microbatches=4,8"], "--sweep: 'microbatches' cannot be swept; known: memory_limit."),
+        (["--sweep", "memory_limit"], "is not of the form KEY=VALUES, such as memory_limit=8GiB..64GiB"),
+        (["--sweep", "memory_limit=8GiB.."], "expected whole numbers from 1, such as"),
+        (["--sweep", "memory_limit=8GiB..20GiB"], "--sweep: 8 GiB is a number of bytes, but the costs have no activ"),
+        ([*LIMITS, *LIMITS], "memory_limit is given twice; put all values into one"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_the_search(
+    tmp_path, monkeypatch, no_search, capsys, arguments, words
+):
+    monkeypatch.chdir(tmp_path)
+
+    assert main([*SMALL, *arguments]) == 1
+
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert words in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_terminal_gets_no_png(monkeypatch, no_search, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+
+    assert main([*SMALL, "--to", "png"]) == 1
+    assert "a terminal cannot show png; give --output NAME.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--to", "svg"], [*LIMITS, "--to", "html"]])
+def test_a_chart_without_matplotlib_is_refused_before_the_search(monkeypatch, no_search, capsys, arguments):
+    def missing():
+        raise ConfigError("charts need matplotlib")
+
+    monkeypatch.setattr("penstock.show.sheet.load_matplotlib", missing)
+
+    assert main([*SMALL, *arguments]) == 1
+    assert "charts need matplotlib" in capsys.readouterr().err

@@ -37,7 +37,9 @@ def test_values_are_listed_doubled_or_counted_in_steps(text, values):
 
 @pytest.mark.parametrize("text", ["", "8..", "..8", "8..4", "0..8", "0", "8,", "a", "-1", "8..64:0", "1.5", "8..64..2"])
 def test_what_is_none_of_the_three_forms_is_refused_with_all_of_them(text):
-    with pytest.raises(ConfigError, match=r"ranks: expected numbers from 1, such as 8\.\.64 \(doubled\), 8\.\.64:8"):
+    with pytest.raises(
+        ConfigError, match=r"ranks: expected whole numbers from 1, such as 8\.\.64 \(doubled\), 8\.\.64:8"
+    ):
         read_sweep([f"ranks={text}"])
 
 
@@ -49,7 +51,10 @@ def test_keys_may_be_written_as_options_are():
     ("text", "limits"),
     [
         ("4..16 activations", ["4 activations", "8 activations", "16 activations"]),
-        ("10,30GiB", ["10GiB", "30GiB"]),
+        ("10,30GiB", ["10 GiB", "30 GiB"]),
+        ("8GiB..20GiB", ["8 GiB", "16 GiB"]),
+        ("8GiB..16GiB:4GiB", ["8 GiB", "12 GiB", "16 GiB"]),
+        ("2 microbatches, 4 microbatches", ["2 microbatches", "4 microbatches"]),
         ("1000..3000:1000", ["1000", "2000", "3000"]),
     ],
 )
@@ -57,9 +62,27 @@ def test_the_unit_of_limits_is_that_of_all(text, limits):
     assert read_sweep([f"memory_limit={text}"]) == {"memory_limit": tuple(map(Limit.read, limits))}
 
 
-def test_an_unknown_unit_of_limits_is_refused():
-    with pytest.raises(ConfigError, match="--sweep: '4 Gbit' has no known unit"):
-        read_sweep(["memory_limit=4 Gbit"])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("4 Gbit", "--sweep: '4 Gbit' has no known unit"),
+        ("512MiB..2GiB", r"memory_limit: expected one unit for all values, .*, got '512MiB\.\.2GiB'"),
+        ("1.5GiB", r"memory_limit: expected whole numbers from 1, .*, got '1\.5GiB'"),
+        ("0..4GiB", r"memory_limit: expected whole numbers from 1, .*, got '0\.\.4GiB'"),
+        ("GiB", "memory_limit: expected whole numbers from 1, .*, got 'GiB'"),
+    ],
+)
+def test_limits_that_are_none_are_refused(text, told):
+    with pytest.raises(ConfigError, match=told):
+        read_sweep([f"memory_limit={text}"])
+
+
+def test_a_command_may_sweep_few_keys():
+    assert read_sweep(["memory-limit=4"], ("memory_limit",)) == {"memory_limit": (Limit.read("4"),)}
+    with pytest.raises(ConfigError, match=r"'ranks' cannot be swept; known: memory_limit\."):
+        read_sweep(["ranks=4"], ("memory_limit",))
+    with pytest.raises(ConfigError, match="not of the form KEY=VALUES, such as memory_limit=8GiB"):
+        read_sweep(["memory_limit"], ("memory_limit",))
 
 
 @pytest.mark.parametrize(
@@ -126,8 +149,8 @@ def test_replicas_are_swept_and_without_a_number_are_those_of_the_costs():
     ("text", "told"),
     [
         ("shard=none,ful", "shard: expected some of none, optimizer, full, such as shard=none,full, got 'ful'"),
-        ("residency=-1", "residency: expected numbers from 0"),
-        ("data=0,1", "data: expected numbers from 1"),
+        ("residency=-1", "residency: expected whole numbers from 0"),
+        ("data=0,1", "data: expected whole numbers from 1"),
     ],
 )
 def test_what_replicas_cannot_be_is_refused(text, told):

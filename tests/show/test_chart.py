@@ -37,6 +37,13 @@ def test_a_title_may_be_given():
     assert "costs of today" in texts_of(timeline_chart(timeline_of(2, 2), title="costs of today"))
 
 
+def test_further_figures_are_beside_its_own():
+    texts = texts_of(timeline_chart(timeline_of(2, 2), more={"gap": "3 %"}))
+
+    (figures,) = [text for text in texts if text.startswith("makespan")]
+    assert figures.endswith("  ·  gap 3 %")
+
+
 def test_blocks_are_numbered_with_their_microbatch():
     texts = texts_of(timeline_chart(timeline_of(2, 8)))
 

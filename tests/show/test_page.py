@@ -100,6 +100,12 @@ def test_the_page_tells_its_figures_and_legend_as_text():
     )
 
 
+def test_further_figures_are_beside_those_of_the_timeline():
+    page = to_page({"predicted": timeline_of(2, 2)}, more={"gap": "3 %"}).decode()
+
+    assert "<dt>gap</dt><dd>3 %</dd></div></dl>" in page
+
+
 def test_the_page_follows_the_browser_unless_told_otherwise():
     timeline = timeline_of(1, 1)
 

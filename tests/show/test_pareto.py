@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.show.palette import THEMES
-from penstock.show.pareto import HOW_TO_READ, Candidate, Caption, pareto_picture
+from penstock.show.pareto import GREY_TO_READ, HOW_TO_READ, Candidate, Caption, LowerBound, pareto_picture
 
 CAPTION = Caption("8 ranks & more", "activations")
 SMALL, BETWEEN, LARGE = (
@@ -124,6 +124,53 @@ def test_far_apart_values_are_shown_by_factors():
     low, middle, high = (place_of(points_of(picture)[name])[0] for name in "abc")
     assert middle - low == pytest.approx(high - middle, abs=0.02)
     assert {"1", "2", "5", "10", "20", "50", "100"} <= set(texts_of(picture))
+
+
+def corners_of_bound(picture):
+    """The corners of the line above the grey area, in pixels to the right and downward."""
+    (path,) = re.findall(r'<g id="bound">\s*<path d="([^"]*)"', picture.decode())
+    return [tuple(map(float, corner)) for corner in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)]
+
+
+def test_below_the_bounds_is_a_grey_area_up_to_the_memory_that_they_hold_for():
+    bounds = [LowerBound(3, 0.06), LowerBound(5, 0.05), LowerBound(8, 0.045)]
+
+    picture = pareto_picture(FOUR, CAPTION, bounds=bounds)
+
+    corners = corners_of_bound(picture)
+    (_, y6), (x4, _) = place_of(points_of(picture)["<b>"]), place_of(points_of(picture)["<b>"])
+    x8, y5 = place_of(points_of(picture)["large"])
+    x3, x5 = x4 - (x8 - x4) / 4, x4 + (x8 - x4) / 4
+    assert [x for x, _ in corners[1:]] == pytest.approx([x3, x3, x5, x5, x8], abs=0.01)
+    assert [y for _, y in corners[:4]] == pytest.approx([y6, y6, y5, y5], abs=0.01)
+    assert f"{HOW_TO_READ}; {GREY_TO_READ}" in texts_of(picture)
+    assert "grey" not in pareto_picture(FOUR, CAPTION).decode()
+
+
+def test_bounds_of_more_memory_than_any_candidate_has_do_not_stretch_the_axis():
+    near, far = (pareto_picture(FOUR, CAPTION, bounds=[LowerBound(most, 0.03)]) for most in (8, 800))
+
+    assert [place_of(group) for group in points_of(near).values()] == [
+        place_of(group) for group in points_of(far).values()
+    ]
+
+
+def test_names_are_not_written_over_the_bound():
+    two = [Candidate("here", 0.06, 4, True), Candidate("there", 0.05, 8, True)]
+
+    def height_of_name(bound_s):
+        picture = pareto_picture(two, CAPTION, bounds=[LowerBound(8, bound_s)]).decode()
+        return float(re.search(r'<g id="name-1">.*? y="([\d.]+)"', picture, re.DOTALL)[1])
+
+    assert height_of_name(0.055) != height_of_name(0.06)  # to the left of its point, where the second bound is
+
+
+def test_what_is_short_may_be_another_time():
+    picture = pareto_picture(FOUR, Caption("", "peak", time_name="span"))
+
+    assert "span (ms)" in texts_of(picture)
+    assert "span: 50.0 ms" in points_of(picture)["large"].find(f"{SVG}title").text
+    assert "<th>span</th>" in pareto_picture(FOUR, Caption("", "", time_name="span"), format="html").decode()
 
 
 def test_a_warning_is_below_how_to_read_it():

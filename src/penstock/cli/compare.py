@@ -5,6 +5,8 @@ from argparse import ArgumentParser, Namespace
 from penstock.cli.arguments import add_format, add_memory_limit, add_schedules, add_sharding, add_split
 from penstock.cli.pictures import (
     CHARTS,
+    TABLE,
+    TABLE_SUFFIXES,
     add_picture_arguments,
     refuse_useless,
     result_path,
@@ -14,7 +16,6 @@ from penstock.cli.pictures import (
 from penstock.cli.status import ExitStatus
 
 SUMMARY = "Compare schedules: makespan, bubble, memory and messages under given costs."
-FORMAT_OF_SUFFIX = {".txt": "table", ".json": "json", ".svg": "svg", ".png": "png", ".html": "html", ".htm": "html"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -46,7 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_memory_limit(parser)
     add_format(
         parser,
-        ("table", "json", *CHARTS),
+        (TABLE, "json", *CHARTS),
         "default: table, or by the suffix of PATH. svg, png, html: step time against memory as a picture",
     )
     add_picture_arguments(parser)
@@ -57,7 +58,7 @@ def run(arguments: Namespace) -> int:
     from penstock.cli.output import complain, stdout_screen
     from penstock.tables import NO_SCREEN
 
-    format = wanted_format(arguments, FORMAT_OF_SUFFIX, "table")
+    format = wanted_format(arguments, TABLE_SUFFIXES, TABLE)
     refuse_useless(arguments, "theme", format, CHARTS)
     path = result_path(arguments)
     compared = compared_by(arguments)
@@ -67,7 +68,7 @@ def run(arguments: Namespace) -> int:
         reasons = [f"\n  {names}: {reason}" for names, reason in grouped_refusals(compared.refused)]
         complain("none of these schedules can be compared" + "".join(reasons))
         return ExitStatus.WRONG_INPUT
-    if format == "table":
+    if format == TABLE:
         table = to_table(compared, NO_SCREEN if path else stdout_screen())
         write_result(f"{table}\n".encode(), format, path)
     if format in CHARTS:

@@ -2,8 +2,9 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.cli.arguments import add_output
 from penstock.cli.output import path_to_write, say
@@ -17,8 +18,11 @@ THEMES = ("light", "dark")
 BINARY = ("png",)
 TABLE = "table"
 """What people read; every other format has its own encoding."""
-SUFFIXES = {".svg": "svg", ".png": "png", ".html": "html", ".htm": "html", ".trace": "trace"}
+CHART_SUFFIXES = {".svg": "svg", ".png": "png", ".html": "html", ".htm": "html"}
+SUFFIXES = CHART_SUFFIXES | {".trace": "trace"}
 """In which format a picture is drawn whose name ends so."""
+TABLE_SUFFIXES = {".txt": TABLE, ".json": "json"} | CHART_SUFFIXES
+"""The same where a result is figures, which can be drawn."""
 
 
 def add_picture_arguments(parser: ArgumentParser) -> None:
@@ -63,6 +67,32 @@ def result_path(arguments: Namespace) -> Path | None:
     return path_to_write(arguments.output, is_forced=arguments.force, key="--output")
 
 
+def require_displayable(format: str, path: Path | None) -> None:
+    """Refuse a binary format on a terminal. Raises: ConfigError."""
+    if path is None and format in BINARY and sys.stdout.isatty():
+        raise ConfigError(f"a terminal cannot show {format}; give --output NAME.{format}", key="--output")
+
+
+def predicted_picture(
+    timeline: Any, costs: Any, *, title: str, format: str, theme: str | None, more: Mapping[str, str] | None = None
+) -> bytes:
+    """Draw a timeline that was predicted with these costs; `more` are figures beside its own.
+
+    Raises:
+        ConfigError: for more blocks than a page holds, and where a chart needs matplotlib and it is not installed.
+    """
+    from penstock.show.chart import timeline_chart
+    from penstock.show.page import to_page
+    from penstock.show.trace import to_trace
+
+    if format == "trace":
+        return to_trace({"predicted": timeline})
+    if format == "html":
+        costs = {"predicted": costs}
+        return to_page({"predicted": timeline}, costs=costs, title=title, theme=theme, more=more)
+    return timeline_chart(timeline, format=format, title=title, theme=theme or "light", more=more)
+
+
 def write_result(data: bytes, format: str, path: Path | None) -> None:
     """Write a result to a file, whole or not at all, or to standard output.
 
@@ -75,9 +105,8 @@ def write_result(data: bytes, format: str, path: Path | None) -> None:
     if path is None and format == TABLE:
         say(data.decode())  # in characters that the terminal has
         return
+    require_displayable(format, path)
     if path is None:
-        if format in BINARY and sys.stdout.isatty():
-            raise ConfigError(f"a terminal cannot show {format}; give --output NAME.{format}", key="--output")
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
         return

@@ -1,16 +1,34 @@
 """`penstock search`: the order that takes least time under given costs and memory, and how far it is from the best."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from penstock.cli.arguments import add_memory_limit, add_split, memory_limit_of
-from penstock.cli.output import complain, path_to_write, say, stdout_screen
+from penstock.cli.arguments import MEMORY_LIMIT, add_format, add_memory_limit, add_split, memory_limit_of
+from penstock.cli.output import complain, path_to_write, stdout_screen
+from penstock.cli.pictures import (
+    CHARTS,
+    TABLE,
+    TABLE_SUFFIXES,
+    add_picture_arguments,
+    refuse_useless,
+    require_displayable,
+    result_path,
+    wanted_format,
+    write_result,
+)
 from penstock.cli.status import ExitStatus
+from penstock.errors import ConfigError, ScheduleError
+from penstock.ir.formats import FORMAT_OF_SUFFIX
 
 SUMMARY = "Search for the order that takes least time under given costs and memory, and bound what is possible."
 PLACEMENTS = ("line", "loop", "v", "wave", "any")
 OBJECTIVES = ("makespan", "span")
+SCHEDULE_SUFFIXES = {suffix: name for suffix, name in FORMAT_OF_SUFFIX.items() if name in ("csv", "json", "grid")}
+"""Those of formats that can express any order."""
 SECONDS_BETWEEN_LINES = 2.0
+NOTHING_YET = "interrupted before an order was proved; nothing is written"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -29,122 +47,277 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--stages-per-rank", type=int, metavar="V", help="default: 1 on a line, else 2")
     parser.add_argument("--objective", choices=OBJECTIVES, default="makespan", help="what is to be short")
     parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long to search (default 10)")
+    parser.add_argument(
+        "--noise",
+        metavar="SHARE",
+        help="choose what is shortest on average where each action takes so much more or less than COSTS say: 0.03, or "
+        "measured, which takes the spreads in COSTS",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another one draws other moves (default 0)")
     add_memory_limit(parser)
-    parser.add_argument("--schedule", metavar="PATH", help="write the schedule, as CSV or JSON, for all other commands")
-    parser.add_argument("--force", action="store_true", help="replace PATH if it exists")
-    parser.add_argument("--to", choices=("table", "json"), default="table", help="format of the result")
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="memory_limit=VALUES",
+        help="search within several limits, S seconds each: 8GiB..64GiB doubles, 8GiB..64GiB:8GiB counts in steps, "
+        "8GiB,12GiB are these",
+    )
+    parser.add_argument(
+        "--schedule",
+        metavar="PATH",
+        help="write the schedule there too, as PATH.csv or PATH.json, for all other commands",
+    )
+    add_format(
+        parser,
+        (TABLE, "json", *CHARTS),
+        "default: table, or by the suffix of PATH. svg, png, html: the timeline that was found; of a sweep, step time "
+        "against memory",
+    )
+    add_picture_arguments(parser)
 
 
 def run(arguments: Namespace) -> int:
-    from penstock.cli.conversion import convert
-    from penstock.files import atomic_file
-    from penstock.ir.formats import FORMAT_OF_SUFFIX
-    from penstock.searching.search import search
+    format = wanted_format(arguments, TABLE_SUFFIXES, TABLE)
+    refuse_useless(arguments, "theme", format, CHARTS)
+    path, schedule_path = _paths(arguments)
+    # What could only fail after the search is refused before it.
+    require_displayable(format, path)
+    limits = _swept_limits(arguments)
+    if format in CHARTS and (limits or format != "html"):
+        from penstock.show.sheet import load_matplotlib
 
-    path = None
-    if arguments.schedule is not None:
-        path = path_to_write(arguments.schedule, is_forced=arguments.force, key="--schedule")
+        load_matplotlib()
     costs = _costs(arguments)
-    found = search(
-        costs,
-        arguments.ranks,
-        arguments.microbatches,
-        memory_limit=memory_limit_of(arguments, costs.activation_bytes),
-        placement=arguments.placement,
-        stages_per_rank=arguments.stages_per_rank,
-        objective=arguments.objective,
-        seconds=arguments.seconds,
-        seed=arguments.seed,
-        progress=_Lines(),
-    )
-    if path is not None:
-        text, _ = convert(
-            found.schedule, FORMAT_OF_SUFFIX.get(path.suffix.lower(), "csv"), file=str(path), is_lowered=False
+    if limits:
+        return _run_sweep(arguments, costs, limits, format, path)
+    return _run_once(arguments, costs, format, path, schedule_path)
+
+
+def _paths(arguments: Namespace) -> tuple[Path | None, Path | None]:
+    """Return where the result and the schedule go. Raises: ConfigError."""
+    path = result_path(arguments)
+    if arguments.schedule is None:
+        return path, None
+    schedule_path = path_to_write(arguments.schedule, is_forced=arguments.force, key="--schedule")
+    if schedule_path.suffix.lower() not in SCHEDULE_SUFFIXES:
+        known = ", ".join(SCHEDULE_SUFFIXES)
+        raise ConfigError(
+            f"{arguments.schedule} has none of the suffixes {known}; end it in one of them", key="--schedule"
         )
-        with atomic_file(path.resolve()) as output:
-            output.write(text.encode())
-    say(_as_json(found) if arguments.to == "json" else _as_table(found))
-    if found.was_interrupted:
-        complain("interrupted; this is the best so far")
-        return ExitStatus.INTERRUPTED
-    return ExitStatus.FINE
+    if path is not None and path.resolve() == schedule_path.resolve():
+        raise ConfigError(f"{path} is --output too; give each its own file", key="--schedule")
+    return path, schedule_path
+
+
+def _swept_limits(arguments: Namespace) -> Sequence[Any]:
+    """Return the limits to search within; none without a sweep. Raises: ConfigError."""
+    from penstock.cli.sweep import LIMITS, read_sweep, require_given_once
+
+    sweep = read_sweep(arguments.sweep, (LIMITS,))
+    require_given_once(arguments, sweep)
+    if sweep and arguments.schedule is not None:
+        problem = "a sweep finds an order for each limit"
+        raise ConfigError(f"{problem}; search within one of them, with {MEMORY_LIMIT}", key="--schedule")
+    return sweep.get(LIMITS, ())
 
 
 def _costs(arguments: Namespace) -> Any:
     """Return what each stage costs."""
     import numpy as np
 
-    from penstock.cli.given_costs import given_costs
+    from penstock.cli.given_costs import costs_of_table, given_costs
     from penstock.ir.schedule import Schedule
     from penstock.placement import Placement
-    from penstock.planning import stage_costs
-    from penstock.simulation import Costs
+    from penstock.simulation import LayerCosts
     from penstock.simulation.costs.equal_work import share_of_rank
 
-    costs = given_costs(arguments, arguments.costs)
-    per_rank = arguments.stages_per_rank or (1 if arguments.placement == "line" else 2)
-    placement = Placement.loop(max(arguments.ranks, 1), max(arguments.ranks, 1) * max(per_rank, 1))
+    given, ranks = given_costs(arguments, arguments.costs), max(arguments.ranks, 1)
+    per_layer = isinstance(given, LayerCosts)
+    if arguments.per_action and per_layer:
+        raise ConfigError(f"{arguments.costs} has costs per layer, not per action; leave it out", key="--per-action")
+    placement = Placement.loop(ranks, ranks * _stages_per_rank(arguments, given))
     none = [np.zeros((0, 3), np.int64)] * placement.num_ranks
-    shape = Schedule.from_arrays("searched", placement, none, num_microbatches=max(arguments.microbatches, 1))
-    if isinstance(costs, Costs) and not arguments.per_action:
-        return share_of_rank(costs, shape)
-    return stage_costs(costs, shape)
+    shape = Schedule.from_arrays("the search", placement, none, num_microbatches=max(arguments.microbatches, 1))
+    costs, _ = costs_of_table(arguments, arguments.costs, shape)
+    return costs if per_layer or arguments.per_action else share_of_rank(costs, shape)
+
+
+def _stages_per_rank(arguments: Namespace, costs: Any) -> int:
+    """Return how many there are: those asked for, those that costs have entries for, or those of the placement."""
+    from penstock.simulation import LayerCosts
+    from penstock.simulation.costs.costs import COMPUTE_FIELDS, STATIC_BYTES, VALUE_BYTES
+
+    if arguments.stages_per_rank is not None:
+        return max(int(arguments.stages_per_rank), 1)
+    fields = () if isinstance(costs, LayerCosts) else (*COMPUTE_FIELDS, *VALUE_BYTES, *STATIC_BYTES)
+    num_stages = max((len(getattr(costs, name)) for name in fields), default=1)
+    if num_stages > 1:
+        return max(num_stages // max(int(arguments.ranks), 1), 1)
+    return 1 if arguments.placement == "line" else 2
+
+
+def _search(arguments: Namespace, costs: Any, limit: Any, about: str = "") -> Any:
+    """Return the `SearchResult` of one search; `about` begins each line of its progress."""
+    from penstock.searching.search import search
+
+    return search(
+        costs,
+        arguments.ranks,
+        arguments.microbatches,
+        memory_limit=limit,
+        placement=arguments.placement,
+        stages_per_rank=arguments.stages_per_rank,
+        objective=arguments.objective,
+        seconds=arguments.seconds,
+        noise=_noise(arguments.noise),
+        seed=arguments.seed,
+        progress=_Lines(about),
+    )
+
+
+def _noise(text: str | None) -> Any:
+    """Return the number, or the text where it is none, which the search refuses unless it knows it."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
+
+
+def _costs_text(arguments: Namespace) -> str:
+    return f"{arguments.costs} per action" if arguments.per_action else str(arguments.costs)
+
+
+# ---- one search
+
+
+def _run_once(
+    arguments: Namespace, costs: Any, format: str, path: Path | None, schedule_path: Path | None
+) -> ExitStatus:
+    from penstock.cli.searched import to_json, to_picture, to_table
+    from penstock.tables import NO_SCREEN
+
+    limit = memory_limit_of(arguments, costs.activation_bytes)
+    try:
+        found = _search(arguments, costs, limit)
+    except KeyboardInterrupt:
+        complain(NOTHING_YET)
+        return ExitStatus.INTERRUPTED
+    if schedule_path is not None:
+        _write_schedule(found.schedule, schedule_path)
+    if format in CHARTS:
+        text = _costs_text(arguments)
+        data = to_picture(found, costs, costs_text=text, limit=limit, format=format, theme=arguments.theme)
+    else:
+        text = to_json(found) if format == "json" else to_table(found, NO_SCREEN if path else stdout_screen())
+        data = f"{text}\n".encode()
+    write_result(data, format, path)
+    _say_what_is_missing([found])
+    if found.was_interrupted:
+        complain("interrupted; this is the best so far")
+        return ExitStatus.INTERRUPTED
+    return ExitStatus.FINE
+
+
+def _say_what_is_missing(results: Sequence[Any]) -> None:
+    """Say that the exact solver could do more, where it is not installed and problems are small enough for it."""
+    from penstock.searching.exact import MOST_ACTIONS, is_installed
+    from penstock.searching.problem import PLANES
+
+    def is_small(schedule: Any) -> bool:
+        return bool(len(PLANES) * schedule.num_stages * schedule.num_microbatches <= MOST_ACTIONS)
+
+    if not is_installed() and any(is_small(found.schedule) and not found.is_optimal for found in results):
+        complain(
+            "OR-tools is not installed, whose exact solver could find a shorter order or prove more of so few actions; "
+            "pip install '.[search]' in Penstock's clone"
+        )
+
+
+def _write_schedule(schedule: Any, path: Path) -> None:
+    from penstock.cli.conversion import convert
+    from penstock.files import atomic_file
+
+    text, _ = convert(schedule, SCHEDULE_SUFFIXES[path.suffix.lower()], file=str(path), is_lowered=False)
+    with atomic_file(path.resolve()) as output:
+        output.write(text.encode())
+
+
+# ---- a search per limit
+
+
+def _run_sweep(arguments: Namespace, costs: Any, limits: Sequence[Any], format: str, path: Path | None) -> ExitStatus:
+    from penstock.cli.searched import combined, refusals, rows_to_json, rows_to_picture, rows_to_table
+    from penstock.tables import NO_SCREEN
+
+    for limit in limits:
+        limit.require_sizes(costs.activation_bytes, "--sweep")
+    rows = combined(_searched(arguments, costs, limits))
+    has_any = any(row.found for row in rows)
+    if format == "json" and rows:
+        write_result(f"{rows_to_json(rows)}\n".encode(), format, path)
+    if format == TABLE and has_any:
+        table = rows_to_table(rows, NO_SCREEN if path else stdout_screen())
+        write_result(f"{table}\n".encode(), format, path)
+    if format in CHARTS and has_any:
+        shape = {"rank": arguments.ranks, "microbatch": arguments.microbatches}
+        text = _costs_text(arguments)
+        write_result(rows_to_picture(rows, shape, costs_text=text, format=format, theme=arguments.theme), format, path)
+        for line in refusals(rows):
+            complain(f"not in the picture: {line.strip()}")
+    if rows and not has_any:
+        complain("\n".join(["nothing fits within any of these limits", *refusals(rows)]))
+    _say_what_is_missing([row.found for row in rows if row.found])
+    unfinished = _unfinished(rows, limits)
+    if unfinished:
+        complain(unfinished)
+        return ExitStatus.INTERRUPTED
+    return ExitStatus.FINE if has_any else ExitStatus.WRONG_INPUT
+
+
+def _searched(arguments: Namespace, costs: Any, limits: Sequence[Any]) -> list[Any]:
+    """Search within one limit after the other; where Ctrl-C ends a search, those behind it are left out."""
+    from penstock.cli.searched import Within
+
+    rows: list[Any] = []
+    for place, limit in enumerate(limits, start=1):
+        try:
+            found = _search(arguments, costs, limit, f"limit {limit} ({place} of {len(limits)}): ")
+        except ScheduleError as error:
+            rows.append(Within(limit, reason=str(error)))
+            continue
+        except KeyboardInterrupt:
+            break
+        rows.append(Within(limit, found))
+        if found.was_interrupted:
+            break
+    return rows
+
+
+def _unfinished(rows: Sequence[Any], limits: Sequence[Any]) -> str:
+    """Say what Ctrl-C has cut short; nothing where all limits are searched."""
+    if not rows:
+        return NOTHING_YET
+    parts = [f"the row of {row.limit} is the best so far" for row in rows if row.found and row.found.was_interrupted]
+    missing = [str(limit) for limit in limits[len(rows) :]]
+    parts += [f"not searched: {', '.join(missing)}"] if missing else []
+    return "; ".join(["interrupted", *parts]) if parts else ""
 
 
 class _Lines:
     """Prints how far a search is, where somebody looks on."""
 
-    def __init__(self) -> None:
+    def __init__(self, about: str = "") -> None:
         import sys
 
         self._is_shown = sys.stderr.isatty()
+        self._about = about
         self._next_s = SECONDS_BETWEEN_LINES
 
     def __call__(self, progress: Any) -> None:
         if self._is_shown and progress.seconds >= self._next_s:
             self._next_s += SECONDS_BETWEEN_LINES
             complain(
-                f"{progress.seconds:.0f} s: best {progress.best_s:.6g} s, bound {progress.bound_s:.6g} s, "
-                f"gap {progress.gap:.2%}"
+                f"{self._about}{progress.seconds:.0f} s: best {progress.best_s:.6g} s, "
+                f"bound {progress.bound_s:.6g} s, gap {progress.gap:.2%}"
             )
-
-
-def _figures(found: Any) -> dict[str, Any]:
-    return {
-        "makespan_s": found.makespan_s,
-        "span_s": found.span_s,
-        "bubble_fraction": found.timeline.bubble_fraction,
-        "bubble_rate": found.timeline.bubble_rate,
-        "lower_bound_s": found.lower_bound_s,
-        "gap": found.gap,
-        "bound": {"name": found.bound.name, "rank": found.bound.rank, "terms": found.bound.terms},
-        "peak_bytes": found.peak_bytes,
-        "method": found.method,
-        "seconds": found.seconds,
-    }
-
-
-def _as_json(found: Any) -> str:
-    import json
-
-    return json.dumps(_figures(found), indent=2)
-
-
-def _as_table(found: Any) -> str:
-    from penstock.ir.units import format_bytes
-
-    peaks = found.peak_bytes if any(found.peak_bytes) else []
-    rows = {
-        "schedule": f"{found.schedule.name}, {found.schedule.placement.style} on {found.schedule.num_ranks} ranks",
-        "makespan": f"{found.makespan_s:.6g} s",
-        "span": f"{found.span_s:.6g} s",
-        "bubble": f"{found.timeline.bubble_fraction:.2%}",
-        "lower bound": f"{found.lower_bound_s:.6g} s: {found.bound}",
-        "gap": "0: no order is shorter" if found.is_optimal else f"{found.gap:.2%}",
-        **({"peak memory": " ".join(map(format_bytes, peaks))} if peaks else {}),
-        "peak activations": " ".join(map(str, found.timeline.peak_activations)),
-        "searched": f"{found.evaluations:,} sequences",
-    }
-    width = max(map(len, rows))
-    return stdout_screen().wrapped("\n".join(f"{name:{width}}  {value}" for name, value in rows.items()))

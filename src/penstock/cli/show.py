@@ -12,6 +12,7 @@ from penstock.cli.pictures import (
     PICTURES,
     SUFFIXES,
     add_picture_arguments,
+    predicted_picture,
     refuse_useless,
     result_path,
     wanted_format,
@@ -142,10 +143,7 @@ def _picture(format: str, arguments: Namespace) -> bytes:
     from penstock.cli.sharding import costs_of_replicas, sharding_of
     from penstock.cli.wanted import wanted_schedule
     from penstock.lowering import NOT_SHARDED, lower
-    from penstock.show.chart import timeline_chart
     from penstock.show.figures import describe_shape
-    from penstock.show.page import to_page
-    from penstock.show.trace import to_trace
     from penstock.simulation import simulate
 
     schedule = wanted_schedule(arguments)
@@ -156,8 +154,4 @@ def _picture(format: str, arguments: Namespace) -> bytes:
     title = f"{describe_shape(timeline.program)}, predicted with {text}" + f", {split}" * bool(split)
     title += f", shard {sharding.shard}" * (sharding != NOT_SHARDED)
     title += f", {count_of(costs.replicas, 'replica')}" * (arguments.data is not None)
-    if format == "trace":
-        return to_trace({"predicted": timeline})
-    if format == "html":
-        return to_page({"predicted": timeline}, costs={"predicted": costs}, title=title, theme=arguments.theme)
-    return timeline_chart(timeline, format=format, title=title, theme=arguments.theme or "light")
+    return predicted_picture(timeline, costs, title=title, format=format, theme=arguments.theme)

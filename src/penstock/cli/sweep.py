@@ -1,9 +1,9 @@
-"""`--sweep KEY=VALUES`: the same schedules at several sizes, and within several limits of memory.
+"""`--sweep KEY=VALUES`: the same schedules, or a search, at several sizes and within several limits of memory.
 
 microbatches=8,12,16     these values
 microbatches=8..64       8, 16, 32, 64: doubled as long as they fit
 microbatches=8..64:8     8, 16, 24, ..., 64: in steps of 8
-memory_limit=10..40GiB   10GiB, 20GiB, 40GiB: the unit is that of all values
+memory_limit=10..40GiB   10GiB, 20GiB, 40GiB: the unit is that of all values; 10GiB..40GiB is the same
 shard=none,full          these ways to shard
 """
 
@@ -37,31 +37,33 @@ KEYS = (*LABELS, LIMITS)
 FROM_0 = ("residency", "look_ahead")
 IDLE = {NONE: FROM_0, OPTIMIZER: FROM_0[:1]}
 """Keys that change nothing, by the way to shard."""
-EXAMPLE = "microbatches=8..64"
+EXAMPLE, EXAMPLE_OF_LIMITS = "microbatches=8..64", "memory_limit=8GiB..64GiB"
 MOST_SCHEDULES = 300
 """That one sweep may simulate."""
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
+_UNIT = re.compile(r"\s*[A-Za-z]+")
 
 Sweep = Mapping[str, tuple[Any, ...]]
 """Values by key, in the order in which the keys were given: numbers, or limits of memory."""
 
 
-def read_sweep(texts: Sequence[str]) -> Sweep:
-    """Read all sweeps.
+def read_sweep(texts: Sequence[str], keys: Sequence[str] = KEYS) -> Sweep:
+    """Read all sweeps of a command that sweeps these keys.
 
     Raises:
         ConfigError: for an unknown key, one given twice, and values that are none of the three forms.
     """
+    example = EXAMPLE if keys == KEYS else EXAMPLE_OF_LIMITS
     found: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         key, equals, values = (part.strip() for part in text.partition("="))
         key = key.replace("-", "_")
         if not equals:
-            raise ConfigError(f"{shortened(text)} is not of the form KEY=VALUES, such as {EXAMPLE}", key="--sweep")
-        if key not in KEYS:
-            known = ", ".join(KEYS)
-            raise ConfigError(f"{shortened(key)} cannot be swept; known: {known}.{nearest(key, KEYS)}", key="--sweep")
+            raise ConfigError(f"{shortened(text)} is not of the form KEY=VALUES, such as {example}", key="--sweep")
+        if key not in keys:
+            known = ", ".join(keys)
+            raise ConfigError(f"{shortened(key)} cannot be swept; known: {known}.{nearest(key, keys)}", key="--sweep")
         if key in found:
             raise ConfigError(f"{key} is given twice; put all values into one", key="--sweep")
         found[key] = _read(values, key)
@@ -81,6 +83,14 @@ def _read(text: str, key: str) -> tuple[Any, ...]:
     return shards
 
 
+def require_given_once(arguments: Namespace, sweep: Sweep) -> None:
+    """Refuse a key that is swept where its option is given too. Raises: ConfigError."""
+    for key in sweep:
+        if getattr(arguments, key) is not None:
+            option = f"--{key.replace('_', '-')}"
+            raise ConfigError(f"{key} is swept and given as {option} too; leave one out", key="--sweep")
+
+
 def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[Wanted]:
     """Find every schedule at every combination of sizes; what they are called says the sizes.
 
@@ -88,10 +98,7 @@ def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[Wanted]:
         ConfigError: if a size is given beside its sweep, or there are too many combinations.
     """
     sizes = {key: values for key, values in sweep.items() if key != LIMITS}
-    for key in sweep:
-        if getattr(arguments, key) is not None:
-            option = f"--{key.replace('_', '-')}"
-            raise ConfigError(f"{key} is swept and given as {option} too; leave one out", key="--sweep")
+    require_given_once(arguments, sweep)
     num_names = len(names_wanted(arguments)) + len(arguments.functions)
     count = num_names
     for values in sizes.values():
@@ -124,19 +131,23 @@ def _label(name: str, chosen: Mapping[str, Any]) -> str:
 
 
 def _read_limits(text: str) -> tuple[Limit, ...]:
-    """Values of limits, and after the last one the unit of all."""
-    unit = text[len(text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")) :]
-    numbers = _read_values(text.removesuffix(unit), LIMITS)
-    return tuple(Limit.read(f"{number}{unit}", "--sweep") for number in numbers)
+    """Values of limits; the unit of all stands behind the last one, or behind each."""
+    units = _UNIT.findall(text)
+    if len({unit.strip().lower() for unit in units}) > 1:
+        problem = f"expected one unit for all values, such as {EXAMPLE_OF_LIMITS}"
+        raise ConfigError(f"{LIMITS}: {problem}, got {shortened(text)}", key="--sweep")
+    unit = f" {units[0].strip()}" if units else ""
+    return tuple(Limit.read(f"{number}{unit}", "--sweep") for number in _read_values(_UNIT.sub("", text), LIMITS, text))
 
 
-def _read_values(text: str, key: str) -> tuple[int, ...]:
+def _read_values(text: str, key: str, given: str | None = None) -> tuple[int, ...]:
+    """Read numbers; `given` is what an error shows, unless it is the text itself."""
     ends, smallest = _RANGE.fullmatch(text), 0 if key in FROM_0 else 1
     values = _between(ends) if ends else _listed(text)
     if not values or min(values) < smallest:
         raise ConfigError(
-            f"{key}: expected numbers from {smallest}, such as 8..64 (doubled), 8..64:8 (in steps) or 8,16,24, "
-            f"got {shortened(text)}",
+            f"{key}: expected whole numbers from {smallest}, such as 8..64 (doubled), 8..64:8 (in steps) or 8,16,24, "
+            f"got {shortened(given or text)}",
             key="--sweep",
         )
     return tuple(dict.fromkeys(values))

@@ -5,6 +5,7 @@ rank 1     [0][1][2][0 ][3][1 ]          a bubble is where the grey lane shows
 alive   _/‾‾‾‾‾‾‾‾‾‾\\_______              activations (or bytes) that each rank keeps
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,15 @@ MIN_LANE, MAX_LANE, LANES_HEIGHT = 0.13, 0.42, 7.0
 MEMORY_HEIGHT, GAP = 1.5, 0.25
 
 
-def timeline_chart(timeline: Timeline, *, format: str = "svg", title: str | None = None, theme: str = "light") -> bytes:
-    """Draw one timeline, with the memory of its ranks below it.
+def timeline_chart(
+    timeline: Timeline,
+    *,
+    format: str = "svg",
+    title: str | None = None,
+    theme: str = "light",
+    more: Mapping[str, str] | None = None,
+) -> bytes:
+    """Draw one timeline, with the memory of its ranks below it; `more` are figures beside its own, by their names.
 
     Raises:
         ConfigError: for an unknown format or theme, or if matplotlib is not installed.
@@ -60,7 +68,7 @@ def timeline_chart(timeline: Timeline, *, format: str = "svg", title: str | None
     axes.tick_params(axis="x", labelbottom=False)
     add_lane_figures(axes, lanes, scale, sheet, names_source=False)
     draw_memory(sheet.add_axes(bottom, memory_height), timeline, scale, sheet)
-    figures = "  ·  ".join(f"{name} {figure}" for name, figure in figures_of(timeline).items())
+    figures = "  ·  ".join(f"{name} {figure}" for name, figure in (figures_of(timeline) | dict(more or {})).items())
     add_title(sheet, title or f"{describe_shape(timeline.program)}, {timeline.source}", figures, notes)
     add_legend(sheet, [timeline])
     return sheet.to_bytes()

@@ -47,6 +47,7 @@ def to_page(
     main: str | None = None,
     title: str | None = None,
     theme: str | None = None,
+    more: Mapping[str, str] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> bytes:
     """Return a page that shows the named timelines, rank by rank below each other; all but `main` are drawn pale.
@@ -55,7 +56,7 @@ def to_page(
 
     `costs` are what timelines were predicted with, by their names. The causes of idle time are based on them, or
     where they are not given, on the timeline's own typical durations. Without a theme the page follows the reader's
-    browser.
+    browser. `more` are figures beside those of each timeline, by their names.
 
     Raises:
         ConfigError: for an unknown theme, and for more blocks than a page can hold.
@@ -68,7 +69,7 @@ def to_page(
     table = block_table(shown, [(costs or {}).get(key) for key in timelines])
     packed = pack(table.columns)
     name = title or f"{describe_shape(shown[-1].program)}, {' and '.join(timelines)}"
-    figures = {key: figures_of(timeline) for key, timeline in timelines.items()}
+    figures = {key: figures_of(timeline) | dict(more or {}) for key, timeline in timelines.items()}
     page = fill(
         "page.html",
         attributes=attributes,

@@ -4,6 +4,8 @@ time |  o                        pale: another schedule is no slower and no larg
      |  *----.    o
      |       *----------.
      +------------------*-- memory
+
+Where lower bounds are given, the area below them is grey: no schedule can be there.
 """
 
 import re
@@ -31,6 +33,7 @@ LOGARITHMIC_ABOVE = 5.0
 MAX_LINES = 5
 """Names of schedules with equal figures, which share a point."""
 HOW_TO_READ = "the line is the front: every schedule off it is beaten by one on it"
+GREY_TO_READ = "no schedule can be in the grey area, below the lower bound"
 PAGE = """<!DOCTYPE html>
 <html lang="en"{attributes}>
 <meta charset="utf-8">
@@ -70,6 +73,15 @@ class Caption:
     memory_name: str
     warning: str = ""
     """What the candidates do not have in common."""
+    time_name: str = "step time"
+
+
+@dataclass(frozen=True, slots=True)
+class LowerBound:
+    """What every schedule takes at least that holds no more than this memory."""
+
+    memory: float
+    step_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +107,17 @@ class _Point:
 
 
 def pareto_picture(
-    candidates: Sequence[Candidate], caption: Caption, *, format: str = "svg", theme: str | None = None
+    candidates: Sequence[Candidate],
+    caption: Caption,
+    *,
+    bounds: Sequence[LowerBound] = (),
+    format: str = "svg",
+    theme: str | None = None,
 ) -> bytes:
     """Draw step time against memory as `svg`, `png`, or `html`: a page around the SVG.
 
-    SVG shows all names and figures of a point under a pointer. Without a theme a page follows the reader's browser, and
-    the other formats are light.
+    The area below `bounds` is grey. SVG shows all names and figures of a point under a pointer. Without a theme a page
+    follows the reader's browser, and the other formats are light.
 
     Raises:
         ConfigError: for no candidates, an unknown format or theme, or if matplotlib is not installed.
@@ -114,23 +131,25 @@ def pareto_picture(
     chosen = find_theme(theme or "light")
     sheet = Sheet.of(WIDTH, HEIGHT, THEMES["light"] if is_page else chosen, "svg" if is_page else format)
     axes = sheet.add_axes(BOTTOM, HEIGHT - TOP - BOTTOM)
-    for name, values in zip("xy", places.T, strict=True):
-        scale_axis(axes, name, values)
+    scale_axis(axes, "x", places[:, 0])
+    scale_axis(axes, "y", np.append(places[:, 1], [bound.step_s / unit_s for bound in bounds]))
     axes.margins(0.08, 0.12)
     axes.grid(color=sheet.theme.line, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.set_xlabel(caption.memory_name, fontsize=9.5, color=sheet.theme.ink)
-    axes.set_ylabel(f"step time ({unit})", fontsize=9.5, color=sheet.theme.ink)
-    corners = _draw_points(axes, points, places, sheet.theme)
-    num_nameless = _write_names(sheet, axes, points, places, corners)
-    left_out = f"; {count_of(num_nameless, 'name')} left out" if num_nameless else ""
+    axes.set_ylabel(f"{caption.time_name} ({unit})", fontsize=9.5, color=sheet.theme.ink)
+    lines = [_draw_points(axes, points, places, sheet.theme)]
+    lines += [_draw_bounds(axes, bounds, unit_s, sheet.theme)] if bounds else []
+    num_nameless = _write_names(sheet, axes, points, places, lines)
+    notes = [HOW_TO_READ, GREY_TO_READ * bool(bounds)]
+    notes.append(f"{count_of(num_nameless, 'name')} left out" if num_nameless else "")
     sheet.write(caption.title, 0.3, size=13, is_bold=True)
-    sheet.write(HOW_TO_READ + left_out, 0.55, size=8.5, is_faint=True)
+    sheet.write("; ".join(filter(None, notes)), 0.55, size=8.5, is_faint=True)
     sheet.write(caption.warning, 0.75, size=8.5, is_faint=True)
     picture = sheet.to_bytes()
     if format == "png":
         return picture
-    svg = _with_titles(picture.decode(), points, caption.memory_name)
+    svg = _with_titles(picture.decode(), points, caption)
     return (page_of(svg, caption.title, theme, _table(candidates, caption)) if is_page else svg).encode()
 
 
@@ -174,8 +193,21 @@ def _draw_points(axes: Any, points: Sequence[_Point], places: Floats, theme: The
     return corners
 
 
-def _write_names(sheet: Sheet, axes: Any, points: Sequence[_Point], places: Floats, corners: Floats) -> int:
-    """Write names beside their points where there is room; return how many are left out."""
+def _draw_bounds(axes: Any, bounds: Sequence[LowerBound], unit_s: float, theme: Theme) -> Floats:
+    """Fill the area below the bounds, and return its corners. Between two memories the bound of the larger holds."""
+    left = axes.get_xlim()[0]
+    axes.set_xlim(axes.get_xlim())  # else the axis would go on to the largest memory
+    known = sorted(bounds, key=lambda bound: bound.memory)
+    edges = np.array([left, *(bound.memory for bound in known)])
+    x, y = np.repeat(edges, 2)[1:-1], np.repeat([bound.step_s / unit_s for bound in known], 2)
+    axes.plot(x, y, color=theme.faint, linewidth=1, linestyle="--", zorder=2, gid="bound")
+    axes.set_ylim(axes.get_ylim())
+    axes.fill_between(x, y, axes.get_ylim()[0], color=theme.bubble, linewidth=0, zorder=0)
+    return np.column_stack([x, y])
+
+
+def _write_names(sheet: Sheet, axes: Any, points: Sequence[_Point], places: Floats, lines: Sequence[Floats]) -> int:
+    """Write names beside their points where there is room, apart from the lines; return how many are left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas: Any = FigureCanvasAgg(sheet.figure)
@@ -187,8 +219,10 @@ def _write_names(sheet: Sheet, axes: Any, points: Sequence[_Point], places: Floa
         for point, place, ink in zip(points, places, inks, strict=True)
     ]
     sizes = np.array([name.get_window_extent(renderer).size for name in names]) * scale
-    bends = axes.transData.transform(corners) * scale
-    front = np.hstack([np.minimum(bends[:-1], bends[1:]) - 1, np.maximum(bends[:-1], bends[1:]) + 1])
+    bends = [axes.transData.transform(corners) * scale for corners in lines]
+    front = np.vstack(
+        [np.hstack([np.minimum(each[:-1], each[1:]) - 1, np.maximum(each[:-1], each[1:]) + 1]) for each in bends]
+    )
     left, bottom, _, top = axes.get_window_extent(renderer).extents * scale
     room = np.array([left, bottom, 72 * sheet.width, top])
     found = place_names(axes.transData.transform(places) * scale, sizes, front, room)
@@ -206,13 +240,14 @@ def _write_names(sheet: Sheet, axes: Any, points: Sequence[_Point], places: Floa
     return sum(len(point.candidates) for point, place in zip(points, found, strict=True) if place is None)
 
 
-def _with_titles(svg: str, points: Sequence[_Point], memory_name: str) -> str:
+def _with_titles(svg: str, points: Sequence[_Point], caption: Caption) -> str:
     """Let points and names say all that is known of them where a pointer rests on them."""
 
     def with_title(found: re.Match[str]) -> str:
         point = points[int(found[1])]
         names = "\n".join(candidate.label for candidate in point.candidates)
-        title = f"{names}\nstep time: {format_seconds(point.first.step_s)}\n{memory_name}: {point.first.memory:.6g}"
+        figures = f"{caption.time_name}: {format_seconds(point.first.step_s)}"
+        title = f"{names}\n{figures}\n{caption.memory_name}: {point.first.memory:.6g}"
         return f"{found[0]}<title>{escape(title)}</title>"
 
     return re.sub(r'<g id="(?:point|name)-(\d+)">', with_title, svg)
@@ -225,7 +260,7 @@ def _table(candidates: Sequence[Candidate], caption: Caption) -> str:
         f"<td>{one.memory:.6g}</td></tr>"
         for one in sorted(candidates, key=lambda one: (one.step_s, one.memory))
     ]
-    head = f"<tr><th>schedule</th><th>step time</th><th>{escape(caption.memory_name)}</th></tr>"
+    head = f"<tr><th>schedule</th><th>{caption.time_name}</th><th>{escape(caption.memory_name)}</th></tr>"
     return "\n".join(["<table>", head, *rows, "</table>"])
 
 

@@ -25,6 +25,19 @@ def scale_of(inner_width: float) -> float:
     return min(max(inner_width / USUAL_WIDTH, 1.0), MAX_SCALE)
 
 
+def load_matplotlib() -> Any:
+    """Return matplotlib's class of figures.
+
+    Raises:
+        ConfigError: if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("charts need matplotlib; pip install '.[plot]' in Penstock's clone") from error
+    return Figure
+
+
 @dataclass(frozen=True, slots=True)
 class Sheet:
     """Sizes are inches; `inner_width` is that of the drawing, without its margins.
@@ -47,12 +60,9 @@ class Sheet:
         """
         if format not in FORMATS:
             raise ConfigError(f"unknown format {format!r}; a chart is {' or '.join(FORMATS)}", key="format")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigError("charts need matplotlib; pip install '.[plot]' in Penstock's clone") from error
+        new_figure = load_matplotlib()
         width = inner_width + scale_of(inner_width) * (MARGIN_LEFT + MARGIN_RIGHT)
-        figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH, facecolor=theme.background)
+        figure = new_figure(figsize=(width, height), dpi=DOTS_PER_INCH, facecolor=theme.background)
         return cls(figure, inner_width, height, theme, format)
 
     @property
