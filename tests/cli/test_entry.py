@@ -68,6 +68,7 @@ FLAGS = {
         "--force",
         "--memory-limit",
         "--microbatches",
+        "--noise",
         "--objective",
         "--output",
         "--per-action",

@@ -13,6 +13,7 @@ from penstock.placement import Placement
 from penstock.schedules import build
 from penstock.searching.bounds import lower_bound
 from penstock.searching.exact import is_installed, solve
+from penstock.searching.exact_model import Model
 from penstock.searching.sequences import run, sequence_of
 from penstock.simulation import Costs
 from tests.searching.cases import problem_of, random_costs, rows
@@ -106,9 +107,12 @@ def test_a_bound_of_the_span_lets_ranks_begin_later_than_orders_do():
     """With microbatch 1 first, rank 1 would begin later and wait less; how much later, the solver leaves open."""
     costs = Costs(forward_s=(3.0, 1.0, 1.0), backward_input_s=(1.0,), backward_weight_s=(1.0, 20.0, 1.0), latency_s=1.0)
     problem = problem_of(Placement.line(3), 4, costs)
+
     found = solve(problem, None, by_span=True, seconds=LONG_S)
 
-    assert found.bound_s <= objective_s(problem, found.sequence, by_span=True)
+    assert objective_s(problem, found.sequence, by_span=True) == 91.0  # the least if all begin with one microbatch
+    assert found.bound_s == 89.0
+    assert not found.is_proved
     assert lower_bound(problem, by_span=True).seconds <= found.bound_s
 
 
@@ -126,8 +130,7 @@ def test_where_seconds_have_no_common_unit_the_bound_is_below_by_less_than_an_op
     assert found.bound_s <= found_s <= found.bound_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_no_bound_is_above_the_optima_of_random_problems(seed):
+def random_problems(seed):
     random = np.random.default_rng(seed)
     for number in range(10):
         ranks, microbatches = int(random.integers(2, 4)), int(random.integers(2, 5))
@@ -135,7 +138,12 @@ def test_no_bound_is_above_the_optima_of_random_problems(seed):
         others = {"microbatch_compute_factor": random.integers(1, 3, microbatches)} if number % 4 == 0 else {}
         costs = random_costs(seed * 10 + number, placement.num_stages, is_exclusive=number % 5 == 0, **others)
         limit = int(10 * len(placement.stages_of_rank[0]) * random.uniform(1.3, 3.5))
-        problem = problem_of(placement, microbatches, costs, limit)
+        yield problem_of(placement, microbatches, costs, limit)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_bound_is_above_the_optima_of_random_problems(seed):
+    for number, problem in enumerate(random_problems(seed)):
         by_span = number % 2 == 0
 
         found = solve(problem, None, by_span=by_span, seconds=LONG_S)
@@ -144,6 +152,36 @@ def test_no_bound_is_above_the_optima_of_random_problems(seed):
         found_s = objective_s(problem, found.sequence, by_span)
         for bound in (found.bound_s, lower_bound(problem, by_span=by_span).seconds):
             assert bound <= found_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("seed", "number"), [(4, 4), (8, 6), (19, 8), (32, 8), (33, 4)])
+def test_a_start_that_is_the_best_is_proved_to_be(seed, number):
+    """The solver's presolve calls these infeasible where nothing worse than the start is asked for."""
+    problem = list(random_problems(seed))[number]
+    first = solve(problem, None, by_span=False, seconds=LONG_S)
+
+    found = solve(problem, first.sequence, by_span=False, seconds=LONG_S)
+
+    assert found.is_proved
+    assert found.bound_s == first.bound_s
+    assert objective_s(problem, found.sequence, by_span=False) <= found.bound_s * (1 + 1e-9)
+
+
+@by_objective
+@pytest.mark.parametrize("wrong", ["infeasible", "too high"])
+def test_where_the_solver_contradicts_the_start_nothing_is_proved(monkeypatch, wrong, by_span):
+    problem = problem_of(Placement.line(2), 4, UNEVEN, 30)
+    start = solve(problem, None, by_span=by_span, seconds=LONG_S).sequence
+    at_most, minimize = Model.at_most, cp_model.CpModel.minimize
+    if wrong == "infeasible":
+        monkeypatch.setattr(Model, "at_most", lambda model, objective: at_most(model, objective - 1))
+    else:
+        monkeypatch.setattr(Model, "at_most", lambda model, objective: None)
+        monkeypatch.setattr(cp_model.CpModel, "minimize", lambda model, objective: minimize(model, objective + 1))
+
+    found = solve(problem, start, by_span=by_span, seconds=LONG_S)
+
+    assert (found.bound_s, found.is_proved) == (0.0, False)
 
 
 def test_a_start_that_breaks_the_limit_does_not_keep_an_order_that_fits_from_being_found():

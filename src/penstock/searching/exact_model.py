@@ -24,15 +24,20 @@ from penstock.searching.problem import FORWARD, WEIGHT, Ints, Problem
 from penstock.searching.sequences import TIME, Columns, Timing
 
 Bools = NDArray[np.bool_]
-STEPS = 256
-"""Of a mean F, in which a rank may begin later."""
+STEPS = 4
+"""Of a mean F, in which a rank may begin later than it could. Finer ones prove little more, in far more time."""
 
 
 class Model:
     """The constraints, and what leads from them to a sequence."""
 
-    def __init__(self, problem: Problem, horizon: int, *, by_span: bool, lost: int = 0) -> None:
-        """`lost` is by how many ticks a time may be lower than in seconds."""
+    def __init__(
+        self, problem: Problem, horizon: int, *, by_span: bool, is_prompt: bool = False, lost: int = 0
+    ) -> None:
+        """Add all constraints of times up to a horizon.
+
+        `is_prompt`: in a span, ranks begin as soon as they can. `lost`: ticks by which a time may be below its seconds.
+        """
         from ortools.sat.python import cp_model
 
         self.problem = problem
@@ -53,7 +58,7 @@ class Model:
         for rank in range(problem.num_ranks):
             self._add_memory(rank)
         self._add_implications()
-        self._add_objective(self._add_begins(lost) if by_span else [0] * problem.num_ranks)
+        self._add_objective(self._add_begins(is_prompt, lost) if by_span else [0] * problem.num_ranks)
 
     # ---- time
 
@@ -143,7 +148,7 @@ class Model:
             self.constraints.add(self._objective >= int(problem.seconds[problem.rank == rank].sum()))
         self.constraints.minimize(self._objective)
 
-    def _add_begins(self, lost: int) -> list[Any]:
+    def _add_begins(self, is_prompt: bool, lost: int) -> list[Any]:
         """Return what counts as the begin of each rank, from which its span is: never less than its first start.
 
         [1] All begin with one microbatch, each as soon as it has come to them. The rank of stage 0 begins at 0.
@@ -151,7 +156,7 @@ class Model:
             waits less. When this is depends on all that ran before, so any later time is allowed, in steps: a proof
             tick by tick would not end.
         """
-        problem = self.problem
+        problem, add = self.problem, self.constraints.add
         forward = problem.plane(np.arange(problem.num_actions), FORWARD)
         ways, seconds = _ways(problem), problem.plane(problem.seconds, FORWARD).astype(np.int64)
         come, least = np.cumsum(ways, axis=0), np.cumsum(ways.min(axis=1))
@@ -161,27 +166,24 @@ class Model:
         chosen = [self.constraints.new_bool_var("") for _ in heads]
         self.constraints.add_exactly_one(chosen)
         begins: list[Any] = []
-        for stages in problem.placement.stages_of_rank:
-            first = stages[0]
+        for first in (stages[0] for stages in problem.placement.stages_of_rank):
             starts = [self._starts[forward[first, head]] for head in heads]
             begin = self.constraints.new_int_var(0, latest, "")
-            steps = self.constraints.new_int_var(0, latest // step, "")
-            is_prompt = self.constraints.new_bool_var("")
+            is_first = self.constraints.new_bool_var("")  # the microbatch with which all begin
             for literal, head, start in zip(chosen, heads, starts, strict=True):
-                at = int(come[first, head])
-                self.constraints.add(start == at).only_enforce_if(literal, is_prompt)  # [1]
-                self.constraints.add(begin == at).only_enforce_if(literal, is_prompt)
-            self.constraints.add(begin == int(least[first]) + step * steps).only_enforce_if(~is_prompt)  # [2]
-            for start in starts:
-                self.constraints.add(begin <= start).only_enforce_if(is_prompt)
-                self.constraints.add(start >= begin - step + 1 - lost).only_enforce_if(~is_prompt)
-                if first:
-                    self.constraints.add(start >= int(least[first]) + int(seconds[:first].min())).only_enforce_if(
-                        ~is_prompt
-                    )
-            if not first:
-                self.constraints.add(is_prompt == 1)
+                add(begin <= start).only_enforce_if(is_first)  # [1]
+                add(start == int(come[first, head])).only_enforce_if(literal, is_first)
+                add(begin == int(come[first, head])).only_enforce_if(literal, is_first)
             begins.append(begin)
+            if is_prompt or first == 0:
+                add(is_first == 1)
+                continue
+            steps = self.constraints.new_int_var(0, latest // step, "")
+            add(begin == int(least[first]) + step * steps).only_enforce_if(~is_first)  # [2]
+            earliest = int(least[first]) + int(seconds[:first].min())
+            for start in starts:
+                add(start >= earliest).only_enforce_if(~is_first)
+                add(start >= begin - step + 1 - lost).only_enforce_if(~is_first)
         return begins
 
     def at_most(self, objective: int) -> None:
