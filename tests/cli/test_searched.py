@@ -21,6 +21,7 @@ from penstock.cli.searched import (
 )
 from penstock.proofs import Limit
 from penstock.searching.bounds import Bound
+from penstock.searching.noise import NoiseEffect
 from penstock.show.pareto import LowerBound
 from penstock.tables import Screen
 
@@ -221,3 +222,19 @@ def test_spans_are_drawn_as_spans():
 
     assert "span (s)" in texts_of(picture)
     assert any(text.startswith("Span and memory") for text in texts_of(picture))
+
+
+def test_under_noise_a_larger_limit_takes_what_is_shorter_on_average():
+    """The order within the smaller limit is longer by itself, and shorter with noise."""
+    small, large = within("1 microbatch"), within("4 microbatches")
+    assert small.found.makespan_s > large.found.makespan_s
+    rows = [
+        replace(row, found=replace(row.found, noise=NoiseEffect(mean_s, "", 0.0, 0.0)))
+        for row, mean_s in ((small, 30.0), (large, 31.0))
+    ]
+
+    _, found = combined(rows)
+
+    assert found.found.plan is small.found.plan
+    assert found.found.noise.mean_s == 30.0
+    assert found.found.seconds == large.found.seconds

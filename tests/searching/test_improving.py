@@ -50,6 +50,16 @@ def test_it_ends_at_the_goal():
     assert improved(STARTS, goal_s=BEST_S)[0] == []
 
 
+def test_where_a_family_is_as_short_as_can_be_nothing_is_tried():
+    families = of_families(problem_of(Placement.line(6), 16, COSTS), by_span=False)
+    best = min(families, key=by_objective)
+
+    _, budget = improved([best, *STARTS], goal_s=best.objective_s)
+
+    assert best.objective_s < BEST_S
+    assert budget.spent == 0
+
+
 def test_it_reports_the_best():
     told = []
     found, _ = improved(STARTS, report=told.append)

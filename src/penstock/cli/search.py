@@ -144,17 +144,13 @@ def _costs(arguments: Namespace) -> Any:
 
 
 def _stages_per_rank(arguments: Namespace, costs: Any) -> int:
-    """Return how many there are: those asked for, those that costs have entries for, or those of the placement."""
-    from penstock.simulation import LayerCosts
-    from penstock.simulation.costs.costs import COMPUTE_FIELDS, STATIC_BYTES, VALUE_BYTES
+    """Return how many there are; costs per layer leave that to the arguments."""
+    from penstock.searching.asked import num_stages_of
+    from penstock.simulation import Costs, LayerCosts
 
-    if arguments.stages_per_rank is not None:
-        return max(int(arguments.stages_per_rank), 1)
-    fields = () if isinstance(costs, LayerCosts) else (*COMPUTE_FIELDS, *VALUE_BYTES, *STATIC_BYTES)
-    num_stages = max((len(getattr(costs, name)) for name in fields), default=1)
-    if num_stages > 1:
-        return max(num_stages // max(int(arguments.ranks), 1), 1)
-    return 1 if arguments.placement == "line" else 2
+    of_stages = Costs.uniform() if isinstance(costs, LayerCosts) else costs
+    ranks = max(int(arguments.ranks), 1)
+    return max(num_stages_of(of_stages, ranks, arguments.placement, arguments.stages_per_rank) // ranks, 1)
 
 
 def _search(arguments: Namespace, costs: Any, limit: Any, about: str = "") -> Any:

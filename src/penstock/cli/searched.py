@@ -53,16 +53,22 @@ def combined(rows: Sequence[Within]) -> list[Within]:
         amount = row.limit.amounts[0]
         fitting = [each.found for each in rows if each.found and each.limit.amounts[0] <= amount]
         bounds = [each.found.bound for each in rows if each.found and each.limit.amounts[0] >= amount]
-        shortest_s = min(map(objective_s, fitting)) * (1 + OPTIMAL_GAP)
-        best = min((each for each in fitting if objective_s(each) <= shortest_s), key=_held)
+        shortest_s = min(map(_chosen_by_s, fitting)) * (1 + OPTIMAL_GAP)
+        best = min((each for each in fitting if _chosen_by_s(each) <= shortest_s), key=_held)
         bound = max(bounds, key=lambda bound: bound.seconds)
-        changed.append(replace(row, found=replace(row.found, plan=best.plan, method=best.method, bound=bound)))
+        own = replace(row.found, plan=best.plan, method=best.method, noise=best.noise, bound=bound)
+        changed.append(replace(row, found=own))
     return changed
 
 
 def objective_s(found: SearchResult) -> float:
     """Return the seconds that the search made short."""
     return found.makespan_s if found.objective == "makespan" else found.span_s
+
+
+def _chosen_by_s(found: SearchResult) -> float:
+    """Return the seconds by which the search chose: where it allows for noise, those on average."""
+    return found.noise.mean_s if found.noise else objective_s(found)
 
 
 def _held(found: SearchResult) -> int:

@@ -58,7 +58,7 @@ def problems_of(
     placed: list[Placement] = []
     for name in PLACEMENTS if placement == ANY else (placement,):
         try:
-            found = place(name, ranks, _num_stages(costs, ranks, name, stages_per_rank))
+            found = place(name, ranks, num_stages_of(costs, ranks, name, stages_per_rank))
         except ConfigError as error:
             refused = refused or error
             continue
@@ -69,7 +69,8 @@ def problems_of(
         raise refused
 
 
-def _num_stages(costs: Costs, ranks: int, placement: str, stages_per_rank: int | None) -> int:
+def num_stages_of(costs: Costs, ranks: int, placement: str, stages_per_rank: int | None) -> int:
+    """Return how many stages there are: those asked for, those that costs have entries for, or those of a placement."""
     longest = max(len(getattr(costs, name)) for name in (*COMPUTE_FIELDS, *VALUE_BYTES, *STATIC_BYTES))
     if stages_per_rank is None and longest > 1:
         return longest

@@ -35,19 +35,25 @@ class Improvement:
 
     def run(self, candidates: Sequence[Candidate]) -> None:
         """Improve the best few of the candidates."""
-        varied = self._vary([each for each in candidates if each.setting is not None])
+        if not candidates:
+            return
+        best = min(candidates, key=by_objective)
+        varied = self._vary([each for each in candidates if each.setting is not None], best)
         self._move([*varied, *(each for each in candidates if each.setting is None)])
 
     def _is_over(self, best: Candidate, share: float) -> bool:
         return best.objective_s <= self._goal_s or self._budget.is_over_at(share)
 
-    def _vary(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Vary the settings of list schedules, until that brings nothing more; return what each start has become."""
+    def _vary(self, candidates: Sequence[Candidate], best: Candidate) -> list[Candidate]:
+        """Vary the settings of list schedules, until that brings nothing more; return what each start has become.
+
+        `best` is that of all candidates: where it is as short as can be, nothing is tried.
+        """
         starts = sorted(candidates, key=by_objective)[:NUM_STARTS]
         if not starts:
             return starts
         variation = Variation(starts, self._asked.seed, by_span=self._asked.by_span)
-        best, num_vain, found = starts[0], 0, []
+        num_vain, found = 0, []
         while num_vain < MOST_VAIN and not self._is_over(best, SHARE_OF_VARIATION * self._share):
             varied = variation.step()
             self._budget.spent += 1
@@ -62,8 +68,6 @@ class Improvement:
     def _move(self, candidates: Sequence[Candidate]) -> None:
         """Move actions of the best few in turns."""
         starts = sorted(candidates, key=by_objective)[:NUM_STARTS]
-        if not starts:
-            return
         seed, by_span = self._asked.seed, self._asked.by_span
         moves = {id(each.problem): Moves(each.problem, seed, by_span=by_span) for each in starts}
         best, turn = starts[0], 0
