@@ -4,17 +4,22 @@ It is like `subprocess.Popen([sys.executable, ...])` but for its start: it has a
 streams of its own. The ranks of `penstock` and torchrun are started, watched and ended by torch's launcher.
 """
 
+import faulthandler
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
 
 from tests.forks import forks
+
+WRITING_S = 1.0
+"""How long processes have to write their stacks."""
 
 
 class ForkedPython:
@@ -46,8 +51,11 @@ class ForkedPython:
     def wait(self, timeout=None):
         self._process.join(timeout)
         if self.returncode is None:
+            stacks = self._stacks()
             self.kill()
-            raise subprocess.TimeoutExpired(self.args, timeout, *self._printed())
+            error = subprocess.TimeoutExpired(self.args, timeout, *self._printed())
+            error.add_note(f"stacks of the command and its ranks, and what they printed:\n{stacks}")
+            raise error
         return self.returncode
 
     def communicate(self, timeout=None):
@@ -60,11 +68,20 @@ class ForkedPython:
 
     def kill(self):
         """End the process and its ranks."""
+        self._signal_all(signal.SIGKILL)
+        self._process.join()
+
+    def _stacks(self):
+        """Have each process write the stacks of its threads (`_become`); return all that was written."""
+        self._signal_all(signal.SIGUSR1)
+        time.sleep(WRITING_S)
+        return "".join(self._printed())
+
+    def _signal_all(self, number):
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         for process in (self.pid, *map(int, children)):
             with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self._process.join()
+                os.kill(process, number)
 
     def _printed(self):
         return tuple(path.read_text(encoding="utf-8") for path in self._files)
@@ -76,6 +93,7 @@ def _become(arguments, folder, environment, plant, files):
     os.setsid()
     for number, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    faulthandler.register(signal.SIGUSR1)
     os.chdir(folder)
     sys.path.insert(0, folder)
     subprocess_handler.Popen = _Rank
