@@ -38,6 +38,11 @@ class LayerSpec:
 
     A built layer still has a parameter of its own there; who places the layers shares it or copies the other's values.
     """
+    has_full_names: bool = False
+    """Whether its module names parameters and buffers as the unsplit model does, so that `name` is no prefix of them.
+
+    The module says so too, by an attribute of this name.
+    """
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -46,6 +51,10 @@ class LayerSpec:
             raise ConfigError(
                 f"layer {self.name!r} weighs {self.weight}; expected a finite number, 0 or larger", key="weight"
             )
+
+    def full_name(self, own: str) -> str:
+        """Return the unsplit model's name of what the layer's module calls `own`."""
+        return own if self.has_full_names else f"{self.name}.{own}"
 
     def __call__(self) -> nn.Module:
         module = _build(self, "cpu")
@@ -63,14 +72,14 @@ def count_parameters(layers: Iterable[LayerSpec]) -> int:
     """Return the number of trained scalars, a tied one once; builds on the meta device, so nothing is allocated."""
     layers = list(layers)
     sizes = {
-        f"{layer.name}.{name}": parameter.numel()
+        layer.full_name(name): parameter.numel()
         for layer in layers
         for name, parameter in _build(layer, "meta").named_parameters()
     }
     for layer in layers:
         for own, other in layer.tied:
             if other in sizes:
-                sizes.pop(f"{layer.name}.{own}", None)
+                sizes.pop(layer.full_name(own), None)
     return sum(sizes.values())
 
 
@@ -78,13 +87,13 @@ def saved_shapes(layers: Iterable[LayerSpec]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters and saved buffers by the unsplit model's names, of tied ones the owner's."""
     layers = list(layers)
     shapes = {
-        f"{layer.name}.{name}": tuple(value.shape)
+        layer.full_name(name): tuple(value.shape)
         for layer in layers
         for name, value in _build(layer, "meta").state_dict().items()
     }
     for layer in layers:
         for own, _ in layer.tied:
-            shapes.pop(f"{layer.name}.{own}", None)
+            shapes.pop(layer.full_name(own), None)
     return shapes
 
 
@@ -92,13 +101,13 @@ def embedding_names(layers: Iterable[LayerSpec]) -> frozenset[str]:
     """Return the unsplit model's names of the weights of every `nn.Embedding`, and of what is tied to one."""
     layers = list(layers)
     found = {
-        f"{layer.name}.{name}.{own}" if name else f"{layer.name}.{own}"
+        layer.full_name(f"{name}.{own}" if name else own)
         for layer in layers
         for name, module in _build(layer, "meta").named_modules()
         if isinstance(module, nn.Embedding)
         for own, _ in module.named_parameters(recurse=False)
     }
-    ties = [{f"{layer.name}.{own}", other} for layer in layers for own, other in layer.tied]
+    ties = [{layer.full_name(own), other} for layer in layers for own, other in layer.tied]
     for tie in ties * len(ties):  # a tie may lead to the next one
         found |= tie if tie & found else set()
     return frozenset(found)

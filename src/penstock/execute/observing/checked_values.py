@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PipelineError
 from penstock.execute.observing.observer import Around, Observer
+from penstock.execute.stages.names import full_name
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.rank_names import RankNames
@@ -127,7 +128,7 @@ class ValueChecks(Observer):
         for name, layer in stage.layers.items():
             yield layer.register_forward_pre_hook(partial(self.attempt, self._look_at_inputs, name, name == first))
             for own, module in layer.named_modules():
-                full = f"{name}.{own}" if own else name
+                full = full_name(name, layer, own) if own else name
                 yield module.register_forward_hook(partial(self.attempt, self._look_at_output, full))
 
     def _look_at_inputs(self, name: str, is_first: bool, module: nn.Module, inputs: Any) -> None:

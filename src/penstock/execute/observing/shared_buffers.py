@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock.errors import PipelineError
 from penstock.execute.observing.observer import Observer
+from penstock.execute.stages.names import full_name
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
 from penstock.execute.undocumented import version_of
@@ -40,7 +41,9 @@ def shared_buffers(
         for index, name in places:
             others = [place for place in places if rank_of_layer[place[0]] != rank_of_layer[index]]
             if index in own and others and name in layers[index].state_dict():
-                found.append((f"{names[index]}.{name}", f"{names[others[0][0]]}.{others[0][1]}"))
+                there = others[0]
+                elsewhere = full_name(names[there[0]], layers[there[0]], there[1])
+                found.append((full_name(names[index], layers[index], name), elsewhere))
     return found
 
 
@@ -63,11 +66,11 @@ class SharedBuffers(Observer):
     def __init__(self, stages: Sequence[Stage], pairs: Sequence[Pair]) -> None:
         self._others = dict(pairs)
         self._holders = {
-            full_name: _holder(layer, full_name.removeprefix(f"{name}."))
+            full: _holder(layer, own)
             for stage in stages
             for name, layer in stage.layers.items()
-            for full_name in self._others
-            if full_name.startswith(f"{name}.")
+            for own, _ in layer.named_buffers(remove_duplicate=False)
+            if (full := full_name(name, layer, own)) in self._others
         }
         self._kept: dict[str, _Kept] = {}
         self._is_first = True
@@ -99,10 +102,10 @@ class SharedBuffers(Observer):
         self._is_first = False
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for full_name, (module, name) in self._holders.items():
+        for full, (module, name) in self._holders.items():
             buffer = getattr(module, name, None)
             if isinstance(buffer, Tensor) and not is_lazy(buffer):
-                yield full_name, buffer
+                yield full, buffer
 
 
 def _holder(layer: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -16,6 +16,7 @@ from penstock.errors import PartitionError, nearest
 from penstock.execute.parameters.tied import TiedCopy
 from penstock.execute.split.plan import EarlyWeights
 from penstock.execute.stages.layers import Layer, build_layer, layer_names, spec_attribute
+from penstock.execute.stages.names import full_name, named_parameters
 from penstock.execute.stages.skips import StageSkips, open_at
 from penstock.execute.stages.stage import Stage, distinct
 from penstock.execute.undocumented import has_hooks
@@ -101,7 +102,9 @@ def assemble(
     for stage in (stage for route in placement.routes for stage in route):
         for index in layers_of_stage[stage]:
             stages_of_layer.setdefault(names[index], []).append(stage)
-    return _Ties(stages_of_layer, placement, rank, here).assembly(stages, _tied_names(layers, names, tied))
+    homes = _homes(layers, names)
+    groups = _tied_names(layers, names, homes, tied)
+    return _Ties(stages_of_layer, placement, rank, here, homes).assembly(stages, groups)
 
 
 def _copied_layers(
@@ -146,18 +149,31 @@ def _copies(placement: Placement, stage: int) -> list[int]:
     return [route[place] for route in placement.routes]
 
 
-def _tied_names(layers: Sequence[Layer], names: Sequence[str], tied: Iterable[tuple[str, str]]) -> list[list[str]]:
+def _homes(layers: Sequence[Layer], names: Sequence[str]) -> dict[str, str]:
+    """The layer of each parameter that layers with full names are known to hold, whose names do not tell it."""
+    homes: dict[str, str] = {}
+    for name, layer in zip(names, layers, strict=True):
+        if getattr(layer, "has_full_names", False) is True:
+            own = (pair[0] for pair in spec_attribute(layer, "tied", ()))
+            known = layer.named_parameters(remove_duplicate=False) if isinstance(layer, nn.Module) else ()
+            homes |= dict.fromkeys([*own, *(full for full, _ in known)], name)
+    return homes
+
+
+def _tied_names(
+    layers: Sequence[Layer], names: Sequence[str], homes: Mapping[str, str], tied: Iterable[tuple[str, str]]
+) -> list[list[str]]:
     """Groups of parameter names that mean one parameter; the first layer's name comes first."""
     pairs = list(tied)
     for name, layer in zip(names, layers, strict=True):
-        pairs += [(f"{name}.{own}", other) for own, other in spec_attribute(layer, "tied", ())]
+        pairs += [(full_name(name, layer, own), other) for own, other in spec_attribute(layer, "tied", ())]
     pairs += _shared_objects(layers, names)
     groups: list[set[str]] = []
     for pair in pairs:
         touching = [group for group in groups if group & set(pair)]  # a pair may join groups that were apart so far
         groups = [group for group in groups if group not in touching] + [set(pair).union(*touching)]
     position = {name: index for index, name in enumerate(names)}
-    return [sorted(group, key=lambda full: (position[_layer_of(full, names)], full)) for group in groups]
+    return [sorted(group, key=lambda full: (position[_layer_of(full, names, homes)], full)) for group in groups]
 
 
 def _shared_objects(layers: Sequence[Layer], names: Sequence[str]) -> list[tuple[str, str]]:
@@ -166,20 +182,22 @@ def _shared_objects(layers: Sequence[Layer], names: Sequence[str]) -> list[tuple
     for name, layer in zip(names, layers, strict=True):
         if not isinstance(layer, nn.Module):
             continue
-        for own, parameter in layer.named_parameters():
-            known = first.setdefault(id(parameter), f"{name}.{own}")
-            if known != f"{name}.{own}":
-                pairs.append((known, f"{name}.{own}"))
+        for full, parameter in named_parameters(name, layer):
+            known = first.setdefault(id(parameter), full)
+            if known != full:
+                pairs.append((known, full))
     return pairs
 
 
-def _layer_of(full_name: str, names: Sequence[str]) -> str:
+def _layer_of(full: str, names: Sequence[str], homes: Mapping[str, str]) -> str:
     """The layer that a parameter's full name belongs to."""
-    found = [name for name in names if full_name.startswith(f"{name}.")]
+    if full in homes:
+        return homes[full]
+    found = [name for name in names if full.startswith(f"{name}.")]
     if not found:
         raise PartitionError(
-            f"a tied parameter is named {full_name!r}, but no layer has that prefix; the layers are "
-            f"{', '.join(names)}.{nearest(full_name.split('.')[0], names)}"
+            f"a tied parameter is named {full!r}, but no layer has that prefix; the layers are "
+            f"{', '.join(names)}.{nearest(full.split('.')[0], names)}"
         )
     return max(found, key=len)
 
@@ -194,6 +212,8 @@ class _Ties:
     rank: int
     layers: Mapping[str, nn.Module]
     """The layers of this rank."""
+    homes: Mapping[str, str]
+    """By name of a parameter, the layer that holds it, where its name does not begin with that of the layer."""
 
     def assembly(self, stages: list[Stage], groups: Sequence[Sequence[str]]) -> Assembly:
         tied_groups: list[tuple[int, ...]] = []
@@ -227,7 +247,7 @@ class _Ties:
 
     def _listed_name(self, layer: str, parameter: nn.Parameter | None) -> str:
         """The name under which a layer lists a parameter that it may hold twice."""
-        return next(f"{layer}.{own}" for own, found in self.layers[layer].named_parameters() if found is parameter)
+        return next(full for full, found in named_parameters(layer, self.layers[layer]) if found is parameter)
 
     def _holders(self, stages: Iterable[int]) -> dict[int, int]:
         """One stage per rank, in the order of first use."""
@@ -237,7 +257,7 @@ class _Ties:
         return holders
 
     def _layer(self, name: str) -> str:
-        return _layer_of(name, list(self.stages_of_layer))
+        return _layer_of(name, list(self.stages_of_layer), self.homes)
 
     def _share(self, names: Sequence[str]) -> nn.Parameter | None:
         """Make all these names of this rank one object and return it."""
@@ -256,8 +276,7 @@ class _Ties:
 
     def _parameter(self, name: str) -> nn.Parameter:
         layer = self._layer(name)
-        parameters = dict(self.layers[layer].named_parameters(remove_duplicate=False))
-        parameter = parameters.get(name.removeprefix(f"{layer}."))
+        parameter = dict(named_parameters(layer, self.layers[layer], remove_duplicate=False)).get(name)
         if parameter is None:
             raise PartitionError(f"{name!r} is tied but is no parameter of its layer; name one of its parameters")
         return parameter

@@ -7,6 +7,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
 from penstock.execute.control.agreement import digest
+from penstock.execute.stages.names import full_name
 from penstock.execute.stages.stage import Stage, distinct
 from penstock.execute.transport.places import Places
 
@@ -44,7 +45,7 @@ def require_equal_replicas(everyone: Sequence[Mapping[str, int]], places: Places
 
 def _named(stage: Stage) -> list[tuple[str, Tensor]]:
     return [
-        (f"{layer}.{name}", tensor)
+        (full_name(layer, module, name), tensor)
         for layer, module in stage.layers.items()
         for named in (module.named_parameters(), module.named_buffers())
         for name, tensor in named

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.errors import MAX_SHOWN, ConfigError, nearest
 from penstock.execute.control.collectives import Control
+from penstock.execute.stages.names import full_name, part_of_state
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
 
@@ -34,7 +35,7 @@ class Entry(NamedTuple):
 def own_state(stages: Sequence[Stage]) -> dict[str, Any]:
     """Return the parameters and saved buffers of a rank's layers, as `torch.nn.Module.state_dict` has them."""
     return {
-        f"{layer}.{name}": value
+        full_name(layer, module, name): value
         for stage in sorted(stages, key=lambda stage: stage.first_layer)
         for layer, module in stage.layers.items()
         for name, value in module.state_dict().items()
@@ -88,9 +89,7 @@ def load_own(stages: Sequence[Stage], state: Mapping[str, Any]) -> None:
     """Copy into a rank's layers what a state has for them."""
     for stage in stages:
         for layer, module in stage.layers.items():
-            prefix = f"{layer}."
-            part = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            module.load_state_dict(part, strict=False)
+            module.load_state_dict(part_of_state(layer, module, state), strict=False)
 
 
 def require_fitting(given: Any, wanted: Iterable[Entry], known: Iterable[Entry], *, is_strict: bool) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 from penstock.errors import PartitionError, PenstockError
 from penstock.execute.replicas.early import EarlyShards
 from penstock.execute.stages.layers import Layer, build_layer
+from penstock.execute.stages.names import named_parameters
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import shares_process
 
@@ -103,8 +104,7 @@ def refuse_shared_objects(shared: Sequence[Pair], transport: Transport) -> None:
 
 def _named_parameters(module: Any, layer: str) -> Iterator[tuple[str, nn.Parameter]]:
     if isinstance(module, nn.Module):
-        for name, parameter in module.named_parameters():
-            yield f"{layer}.{name}", parameter
+        yield from named_parameters(layer, module)
 
 
 def _glance(layer: Any) -> Any:

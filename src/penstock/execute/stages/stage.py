@@ -7,6 +7,7 @@ from torch import nn
 
 from penstock.execute.split.own_weight_gradients import OwnWeightGradients
 from penstock.execute.split.plan import SplitPlan
+from penstock.execute.stages.names import named_parameters
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.undocumented_modules import ModuleSnapshot
 
@@ -40,10 +41,7 @@ class Stage:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters with the unsplit model's names; a parameter used twice is listed once."""
-        layers = self.layers.items()
-        return distinct(
-            (f"{layer}.{name}", each) for layer, module in layers for name, each in module.named_parameters()
-        )
+        return distinct(named for layer, module in self.layers.items() for named in named_parameters(layer, module))
 
     def keyword_names(self) -> set[str]:
         """Return the keyword arguments that the layers can take; `EVERY` among them if one may take any."""

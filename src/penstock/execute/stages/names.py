@@ -1,0 +1,31 @@
+"""The unsplit model's names of what a layer holds: the layer's name, and behind it the name within the layer.
+
+A layer whose `has_full_names` is true, such as a part of `ps.cut`, knows the unsplit model's names itself: it may hold
+`embed.weight` and `head.weight`, which have no prefix in common.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+
+def full_name(layer: str, holder: object, own: str) -> str:
+    """Return the unsplit model's name of what a layer, or its spec, calls `own`."""
+    return own if getattr(holder, "has_full_names", False) is True else f"{layer}.{own}"
+
+
+def named_parameters(
+    layer: str, module: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a layer by the unsplit model's names."""
+    for own, parameter in module.named_parameters(remove_duplicate=remove_duplicate):
+        yield full_name(layer, module, own), parameter
+
+
+def part_of_state(layer: str, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a state by the unsplit model's names has for a layer, by the layer's own names."""
+    if getattr(module, "has_full_names", False) is True:
+        return {name: state[name] for name in module.state_dict() if name in state}
+    prefix = f"{layer}."
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

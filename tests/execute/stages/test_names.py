@@ -1,0 +1,113 @@
+"""Layers whose parameters have names that do not begin with the layer's: state, ties and gradients are right."""
+
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.execute.stages.names import full_name, named_parameters, part_of_state
+from tests.local_pipelines import on_ranks
+
+
+class Ends(nn.Module):
+    """Holds an embedding and a position under names of two other branches of the unsplit model."""
+
+    has_full_names = True
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, dtype=torch.float64)
+        self.place = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, words):
+        return self.embed(words) + self.place
+
+
+class Head(nn.Module):
+    has_full_names = True
+
+    def __init__(self, weight):
+        super().__init__()
+        self.head = nn.Linear(4, 7, bias=False, dtype=torch.float64)
+        self.head.weight = weight
+
+    def forward(self, hidden):
+        return self.head(hidden)
+
+
+def test_a_name_has_the_prefix_of_its_layer_but_where_the_layer_knows_better():
+    assert full_name("3", nn.Linear(2, 2), "weight") == "3.weight"
+    assert full_name("first", Ends(), "embed.weight") == "embed.weight"
+    assert [name for name, _ in named_parameters("first", Ends())] == ["place", "embed.weight"]
+
+
+def test_a_layer_gets_what_a_state_has_for_it():
+    state = {"3.weight": 1, "3.bias": 2, "33.weight": 3, "embed.weight": 4, "place": 5, "3.place": 6}
+
+    assert part_of_state("3", nn.Linear(2, 2), state) == {"weight": 1, "bias": 2, "place": 6}
+    assert part_of_state("3", Ends(), state) == {"embed.weight": 4, "place": 5}
+
+
+def test_a_tied_model_of_such_layers_trains_saves_and_loads():
+    torch.manual_seed(0)
+    first = Ends()
+    layers = [first, nn.Linear(4, 4, dtype=torch.float64), Head(first.embed.weight)]
+    words, target = torch.arange(12).reshape(6, 2) % 7, torch.arange(12).reshape(6, 2) % 5
+    model = nn.Sequential(*layers)
+    loss = nn.functional.cross_entropy(model(words).flatten(0, 1), target.flatten())
+    loss.backward()
+    wanted = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+
+    def loss_of(output, target):
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    pipeline = ps.Pipeline(layers, "gpipe", 3, loss_of)
+    result = pipeline.step(words, target=target)
+    state = {name: value.clone() for name, value in pipeline.state_dict().items()}
+
+    torch.testing.assert_close(result.loss, loss.detach(), rtol=1e-12, atol=0)
+    for found, expected in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(found.grad, expected, rtol=1e-12, atol=1e-15)
+    assert [name for name, _ in pipeline.named_parameters()] == ["place", "embed.weight", "1.weight", "1.bias"]
+    assert {"place", "seen", "embed.weight", "1.weight", "1.bias", "head.weight"} >= set(state)
+    pipeline.load_state_dict({name: value + 1 for name, value in state.items()})
+    for name, value in pipeline.state_dict().items():
+        torch.testing.assert_close(value, state[name] + 1)
+
+
+def test_a_spec_says_it_of_a_layer_that_is_not_built():
+    spec = ps.LayerSpec("end", lambda: Head(nn.Parameter(torch.zeros(7, 4))), has_full_names=True)
+
+    assert spec.full_name("head.weight") == "head.weight"
+    assert ps.LayerSpec("end", nn.Identity).full_name("weight") == "end.weight"
+
+
+def test_lazy_layers_tied_by_full_names_share_gradients_over_ranks():
+    def head():
+        return Head(nn.Parameter(torch.zeros(7, 4, dtype=torch.float64)))
+
+    specs = [
+        ps.LayerSpec("embed", Ends, has_full_names=True),
+        ps.LayerSpec("1", lambda: nn.Linear(4, 4, dtype=torch.float64)),
+        ps.LayerSpec("end", head, tied=(("head.weight", "embed.weight"),), has_full_names=True),
+    ]
+
+    words, target = torch.arange(12).reshape(6, 2) % 7, torch.arange(12).reshape(6, 2) % 5
+
+    def loss_of(output, target):
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def train(transport, num_ranks=2):
+        options = {"ranks": 1} if num_ranks == 1 else {"transport": transport}
+        pipeline = ps.Pipeline(specs, "1f1b", 2, loss_of, **options)
+        pipeline.step(words, target=target)
+        return {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+
+    whole = train(None, 1)
+    parts = on_ranks(2, train)
+
+    for part in parts:
+        for name, gradient in part.items():
+            expected = whole["embed.weight" if name == "head.weight" else name]
+            torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
