@@ -33,7 +33,7 @@ GROUPS = {
     ),
     "Pipeline and layers": (
         "Run a schedule on a model.",
-        ["Pipeline", "LayerSpec", "Skip", "Carry", "AuxiliaryLoss", "LossOutput"],
+        ["Pipeline", "cut", "from_transformers", "LayerSpec", "Skip", "Carry", "AuxiliaryLoss", "LossOutput"],
     ),
     "Checkpoints": ("Save and load a training.", ["save_checkpoint", "load_checkpoint"]),
     "Custom backwards": (
@@ -58,7 +58,7 @@ CALLED_BY_STEPS = {
     "Stream": {"begin_step", "undo_begin", "take"},
     "Part": {"layout"},
 }
-ERRORS = [name for name in ps.__all__ if name in vars(errors)]
+ERRORS = [name for name in ps.__all__ if isinstance(vars(errors).get(name), type)]
 GENERATED = "<!-- written by scripts/reference.py -->"
 
 

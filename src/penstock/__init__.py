@@ -57,6 +57,8 @@ _HOMES = {
     "Sum": "penstock.execute.batch.microbatch",
     "build": "penstock.schedules",
     "check": "penstock.proofs",
+    "cut": "penstock.models",
+    "from_transformers": "penstock.models.hugging_face.from_transformers",
     "load_checkpoint": "penstock.checkpoints.loading",
     "lower": "penstock.lowering",
     "measure_layers": "penstock.train.measuring.measure",

@@ -39,6 +39,8 @@ from penstock.models import AuxiliaryLoss as AuxiliaryLoss
 from penstock.models import Carry as Carry
 from penstock.models import LayerSpec as LayerSpec
 from penstock.models import Skip as Skip
+from penstock.models import cut as cut
+from penstock.models.hugging_face.from_transformers import from_transformers as from_transformers
 from penstock.pipeline import Pipeline as Pipeline
 from penstock.placement import Placement as Placement
 from penstock.planning import plan as plan

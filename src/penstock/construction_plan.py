@@ -1,10 +1,11 @@
 """What one rank decides by itself before it hears of the others: what runs, and with which of its layers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.execute.accelerator import has_events, is_queued
@@ -91,6 +92,8 @@ class Plan:
     def with_layers(self, build: Build = build_layer) -> Self:
         """Build this rank's layers."""
         built = build_own(self.layers, self.layer_names, self._own, build)
+        if self.schedule.num_slices > 1:
+            _require_slices(built.own, self.layer_names)
         self.built, self.shared_parameters = built.own, built.shared
         placement = self.schedule.placement
         rank_of_layer = [
@@ -193,6 +196,15 @@ def _resolve(joined: Joined, request: Request) -> Schedule | Program:
     )
     require_slices(resolved, options.slices)
     return resolved
+
+
+def _require_slices(built: Mapping[int, nn.Module], names: Sequence[str]) -> None:
+    """Refuse layers that say that they cannot run a part of a sequence. Raises: ConfigError."""
+    for index, layer in built.items():
+        if getattr(layer, "takes_slices", True) is False:
+            raise ConfigError(
+                f"layer {names[index]!r} makes masks and positions for whole sequences; leave slices out", key="slices"
+            )
 
 
 def _weights(layers: Sequence[Layer], split: Sequence[int] | None, options: PipelineOptions) -> Sequence[float]:

@@ -2,6 +2,7 @@
 
 from penstock.models.auxiliary import AuxiliaryLoss
 from penstock.models.carry import Carry
+from penstock.models.cutting.cut import cut
 from penstock.models.decoder import count_target_tokens, cross_entropy_loss, decoder_layers
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layer import LayerSpec, count_parameters, embedding_names, saved_shapes
@@ -17,6 +18,7 @@ __all__ = [
     "count_parameters",
     "count_target_tokens",
     "cross_entropy_loss",
+    "cut",
     "decoder_layers",
     "embedding_names",
     "saved_shapes",

@@ -12,6 +12,7 @@ class Ends(nn.Module):
     """Holds an embedding and a position under names of two other branches of the unsplit model."""
 
     has_full_names = True
+    layer_name = "embed"
 
     def __init__(self):
         super().__init__()
@@ -25,6 +26,7 @@ class Ends(nn.Module):
 
 class Head(nn.Module):
     has_full_names = True
+    layer_name = "end"
 
     def __init__(self, weight):
         super().__init__()

@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.errors import PartitionError, PenstockError
 from penstock.execute.stages.compiled_layers import without_wrappers
+from penstock.execute.stages.names import layer_name
 from penstock.execute.undocumented import has_hooks, is_out_of_memory
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -29,7 +30,7 @@ def layer_names(layers: Sequence[Layer], given: Sequence[str] = ()) -> list[str]
         PartitionError: if two layers have the same name.
     """
     defaults = given or range(len(layers))
-    names = [str(spec_attribute(layer, "name", name)) for name, layer in zip(defaults, layers, strict=True)]
+    names = [layer_name(layer, default) for default, layer in zip(defaults, layers, strict=True)]
     for name in names:
         if names.count(name) > 1:
             raise PartitionError(f"{names.count(name)} layers are named {name!r}; give each layer a name of its own")

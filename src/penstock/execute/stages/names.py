@@ -1,13 +1,23 @@
 """The unsplit model's names of what a layer holds: the layer's name, and behind it the name within the layer.
 
 A layer whose `has_full_names` is true, such as a part of `ps.cut`, knows the unsplit model's names itself: it may hold
-`embed.weight` and `head.weight`, which have no prefix in common.
+`embed.weight` and `head.weight`, which have no prefix in common. Its `layer_name` is what tables and messages call it.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+
+
+def layer_name(layer: object, default: object) -> str:
+    """Return what a spec, or a module that has full names, calls itself; of other modules attributes mean other things.
+
+    `default` is the name that the list gives it.
+    """
+    if not isinstance(layer, nn.Module):
+        return str(getattr(layer, "name", default))
+    return str(layer.layer_name if getattr(layer, "has_full_names", False) is True else default)
 
 
 def full_name(layer: str, holder: object, own: str) -> str:

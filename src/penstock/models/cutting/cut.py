@@ -1,0 +1,92 @@
+"""`ps.cut`: the layers of a module of one's own, for a pipeline."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.models.cutting.frame import Template, tensor_of
+from penstock.models.cutting.part import CutForward, Part, Segment, part_class
+from penstock.models.cutting.points import CutModel, cut_model
+
+
+def cut(model: nn.Module, points: Sequence[str]) -> list[Part]:
+    """Return a module as a list of layers for `Pipeline`, cut at submodules; the submodules are used in place.
+
+    `points` are names of submodules, or patterns such as `"layers.*"`, in the order in which the forward calls them. A
+    layer begins at each; what is computed before the first one is a layer too, if it has parameters. Submodules with
+    parameters that are defined behind the first point are points themselves. Each layer runs the module's own forward
+    from its point to the next, with stand-ins for what other layers have. Parameters keep their names.
+
+    The batch goes to the forward by its names, on every stage: call `pipeline.step(tokens=tokens, target=target)`.
+
+    From a layer to the next goes the first argument of the point between them. All else that the forward hands to a
+    submodule must follow from the batch; what depends on a computed value is refused in the first step, and travels by
+    a `ps.Skip`.
+
+    Raises:
+        ConfigError: `points` are not submodules, or lie in one another, or are out of order.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a {type(model).__name__}; expected an nn.Module", key="model")
+    parts = cut_model(model, points)
+    entry = _ByName(model)
+    forward = CutForward(Template(model, parts), entry)
+    kind = part_class(entry.keywords)
+    return [kind(forward, name, segment, *held_by(model, segment)) for name, segment in segments(parts).items()]
+
+
+def held_by(model: nn.Module, segment: Segment) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:
+    """Return the submodules of a segment, and the tensors of the modules around the points, by name."""
+    return (
+        {name: model.get_submodule(name) for name in segment.modules},
+        {name: tensor_of(model, name) for name in segment.tensors},
+    )
+
+
+def segments(parts: CutModel) -> dict[str, Segment]:
+    """Return what each layer of a cut model runs, by the name of the layer."""
+    found = {}
+    bounds = [*parts.points, None]
+    if parts.has_begin:
+        found[_begin_name(parts)] = Segment(None, parts.points[0], parts.before, parts.tensors)
+    for place, name in enumerate(parts.points):
+        start = name if place or parts.has_begin else None
+        found[name] = Segment(start, bounds[place + 1], (name,))
+    return found
+
+
+def _begin_name(parts: CutModel) -> str:
+    """What the names of all that runs before the first point have in common, else the first of them."""
+    names = [*(name.split(".") for name in parts.before), *(name.split(".")[:-1] for name in parts.tensors)]
+    common = []
+    for steps in zip(*names, strict=False):
+        if len(set(steps)) > 1:
+            break
+        common.append(steps[0])
+    return ".".join(common) or (*parts.before, *parts.tensors)[0]
+
+
+class _ByName:
+    """The forward of a module, called by the names of its arguments."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.keywords = [
+            each
+            for each in inspect.signature(model.forward).parameters.values()
+            if each.kind not in (each.VAR_POSITIONAL, each.POSITIONAL_ONLY)
+        ]
+        self._name = type(model).__name__
+
+    def call(self, model: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any], *, is_first: bool) -> Any:
+        missing = [each.name for each in self.keywords if each.default is each.empty and each.name not in keywords]
+        missing = [each.name for each in self.keywords if each.name in missing and each.kind is not each.VAR_KEYWORD]
+        if (is_first and inputs) or missing:
+            name = missing[0] if missing else self.keywords[0].name
+            raise PenstockError(
+                f"every stage runs a part of the forward of {self._name}, which needs {name!r}; pass the batch by the "
+                f"names of its arguments, as in step({name}={name}, target=target)"
+            )
+        return model(**keywords)

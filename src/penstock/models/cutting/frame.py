@@ -1,0 +1,262 @@
+"""A module without its parts: its forward runs between two of them, with stand-ins for all that others have.
+
+    Model.forward    embedding      blocks.0       blocks.1       norm       head
+    part `blocks.1`  stand-in ...   stand-in ...   the block  ──► stop: what norm would get is the part's output
+
+The forward is the module's own, so masks, positions and whatever else a part is given are made as the module makes
+them. What a stand-in returns has no values (placeholders.py), and no gradient is recorded before the part begins.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PenstockError
+from penstock.models.cutting.placeholders import Placeholder, is_bare, on_meta, tensors_in, without_values
+from penstock.models.cutting.points import CutModel
+
+ALIASED = "single memory location"
+"""What torch says of a change in place of a tensor that is one number, expanded."""
+Call = Callable[[nn.Module], Any]
+"""Runs the forward of the module that it gets."""
+
+
+class _Stopped(BaseException):
+    """The forward has come to where the part ends; no `except Exception` of the module takes it."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
+@dataclass(slots=True)
+class Course:
+    """What one run of the forward does where it meets stand-ins."""
+
+    points: Mapping[str, int]
+    """The places of the points in the forward."""
+    device: torch.device
+    start: str | None
+    """The point at which the part begins; None: at the begin of the forward."""
+    stop: str | None
+    """The point at which it ends; None: at the end of the forward."""
+    lent: Mapping[str, nn.Module]
+    """The modules of the part."""
+    arrived: Any = None
+    """What the part got, which takes the place of what its first module would get."""
+    is_dense: bool = False
+    begin: Callable[[], None] = field(default=lambda: None)
+    """Called where the part begins."""
+    notes: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    """What each point was given besides its first argument, if that is wanted."""
+    passed_on: Any = None
+    """What the first module of the part has returned."""
+    place: int = -1
+    """Of the last point that was met."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the part has begun."""
+        return self.start is None or self.place >= self.points[self.start]
+
+    def meet(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder) -> Any:
+        """Return what the forward gets from the module of this name."""
+        if name in self.points:
+            return self._meet_point(name, args, kwargs, like)
+        if name in self.lent:
+            return self.lent[name](*args, **kwargs)
+        if self.is_inside and self.start is not None:
+            raise PenstockError(
+                f"the forward calls {name!r} behind {self.start!r}, though it is defined before; name it as a point of "
+                "the cut, in the order of the forward"
+            )
+        return without_values(like.of(args, kwargs), self.device, is_dense=self.is_dense)
+
+    def _meet_point(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder) -> Any:
+        if self.points[name] != self.place + 1:
+            expected = next((each for each, place in self.points.items() if place == self.place + 1), "the end")
+            raise PenstockError(
+                f"the forward calls {name!r} where {expected!r} was expected; give the points of the cut in the order "
+                "of the forward, in which each is called once"
+            )
+        self.place += 1
+        first, rest, kwargs = _first_argument(args, kwargs, like.module)
+        if name == self.stop:
+            if self.start is None:
+                _refuse_gradients(name, (rest, kwargs))
+            raise _Stopped(first)
+        if name == self.start:
+            self.begin()
+            first = self.arrived
+        if self.notes is not None:
+            self.notes[name] = rest, kwargs
+        if name in self.lent:
+            self.passed_on = self.lent[name](first, *rest, **kwargs)
+            return self.passed_on
+        return self._like_output(first, rest, kwargs, like)
+
+    def _like_output(self, first: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder) -> Any:
+        if like.returns_kind_of(first) and is_bare(first):
+            return first  # most blocks: this saves a third of a run
+        try:
+            returned = like.of((first, *rest), kwargs)
+        except Exception:  # as of experts, whose work depends on values: blocks return what they get
+            returned = first
+        like.note_kind(first, returned)
+        return without_values(returned, self.device, is_dense=self.is_dense)
+
+
+class _StandIn(nn.Module):
+    """Takes the place of a submodule; has its attributes, but none of its values."""
+
+    def __init__(self, name: str, like: Placeholder, frame: "Frame") -> None:
+        super().__init__()
+        # Not as submodules: the stand-in has no parameters, and a copy of the frame is not one of these.
+        object.__setattr__(self, "_place", (name, like, frame))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._place[1].module, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        name, like, frame = self._place
+        course = frame.course
+        if course is None:
+            raise PenstockError(
+                f"the stand-in of {name!r} is called outside of a forward; call the layers of the pipeline"
+            )
+        return course.meet(name, args, kwargs, like)
+
+
+class Frame:
+    """One thread's copy, on one device, of the modules around the points of a model."""
+
+    def __init__(self, template: "Template", device: torch.device) -> None:
+        self.device = device
+        self.course: Course | None = None
+        memo: dict[int, Any] = {
+            id(module): _StandIn(name, template.likes[name], self) for name, module in template.modules.items()
+        }
+        self.model: nn.Module = copy.deepcopy(template.model, memo)
+        template.complete(self.model, device)
+        self.model.to(device).eval()
+        self._modules = [module for module in self.model.modules() if not isinstance(module, _StandIn)]
+
+    def run(self, call: Call, course: Course, tensors: Mapping[str, Tensor], *, is_training: bool) -> Any:
+        """Run the forward between two points.
+
+        `tensors` are those of the part that the modules around the points hold. Raises: PenstockError, where the
+        forward is not what the cut says.
+        """
+        records_gradients = torch.is_grad_enabled()
+
+        def begin() -> None:
+            torch.set_grad_enabled(records_gradients)
+            self._set_training(is_training)
+
+        course.begin = begin
+        self.course = course
+        with torch.set_grad_enabled(records_gradients and course.start is None), self._holding(tensors):
+            if course.start is None:
+                self._set_training(is_training)
+            try:
+                output = call(self.model)
+            except _Stopped as stopped:
+                return stopped.output
+            finally:
+                self._set_training(False)
+                self.course = None  # it holds what arrived
+        if course.stop is not None:
+            raise PenstockError(
+                f"the forward has ended and has not called {course.stop!r}; give the points of the cut in the order of "
+                "the forward, in which each is called once"
+            )
+        return output
+
+    def _set_training(self, is_training: bool) -> None:
+        for module in self._modules:
+            module.training = is_training
+
+    @contextmanager
+    def _holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        own = {name: tensor_of(self.model, name) for name in tensors}
+        for name, tensor in tensors.items():
+            _set(self.model, name, tensor)
+        try:
+            yield
+        finally:
+            for name, tensor in own.items():
+                _set(self.model, name, tensor)
+
+
+class Template:
+    """What all copies of a frame are made from."""
+
+    def __init__(
+        self, model: nn.Module, cut: CutModel, complete: Callable[[nn.Module, torch.device], None] | None = None
+    ) -> None:
+        """`complete` gives values to what is left on the meta device, if the model is there."""
+        self.cut = cut
+        self.places = {name: place for place, name in enumerate(cut.points)}
+        self.complete = complete or (lambda model, device: None)
+        blank = [name for name in cut.before if any(True for _ in model.get_submodule(name).parameters())]
+        names = [*blank, *(name for name in cut.before if name not in blank), *cut.points]
+        self.likes = {name: Placeholder(on_meta(model.get_submodule(name))) for name in names}
+        memo: dict[int, Any] = {id(model.get_submodule(name)): _Kept(name) for name in names}
+        memo |= {id(tensor): _blank(tensor) for name in cut.tensors for tensor in [tensor_of(model, name)]}
+        self.model: nn.Module = copy.deepcopy(model, memo)
+        self.modules = {name: self.model.get_submodule(name) for name in names}
+
+
+class _Kept(nn.Module):
+    """Keeps the place of a module in the template."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+def _blank(tensor: Tensor) -> Tensor:
+    """A parameter without values; a buffer keeps them, since parts behind the first one may be given it."""
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.detach().clone()
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    return nn.Parameter(without_values(tensor.detach(), device), requires_grad=False)
+
+
+def _first_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return args[0], args[1:], kwargs
+    if not kwargs:
+        raise PenstockError(f"a {type(module).__name__} is called without arguments; a point takes what came before it")
+    name = next(iter(kwargs))
+    return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
+
+
+def _refuse_gradients(name: str, others: Any) -> None:
+    for where, value in (*enumerate(others[0], start=1), *others[1].items()):
+        if any(tensor.requires_grad for tensor in tensors_in(value)):
+            raise PenstockError(
+                f"{name!r} gets a gradient for its argument {where!r}, which is made before it, and a part passes on "
+                "its first argument alone; hand the value on by a ps.Skip"
+            )
+
+
+def tensor_of(model: nn.Module, name: str) -> Tensor:
+    """Return the parameter or buffer of a full name."""
+    path, _, own = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(path), own)
+    return found
+
+
+def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, own = name.rpartition(".")
+    setattr(model.get_submodule(path), own, tensor)

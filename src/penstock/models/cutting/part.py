@@ -1,0 +1,259 @@
+"""`Part`: one layer of a cut module. It holds submodules, and runs the module's forward from there to the next point.
+
+Where a part passes what its one submodule returns straight on, as the blocks of a transformer do, later forwards call
+that submodule alone. What it gets beside its input (masks, positions) is then noted for all points in one run of the
+frame, by the first part of a stage that asks.
+"""
+
+import inspect
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PenstockError
+from penstock.models.cutting.frame import ALIASED, Course, Frame, Template, tensor_of
+from penstock.models.cutting.placeholders import lacks_values, tensors_in
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Entry(Protocol):
+    """How the forward of the whole model is called, on any stage."""
+
+    keywords: list[inspect.Parameter]
+    """The keywords of a batch that it takes."""
+
+    def call(self, model: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any], *, is_first: bool) -> Any:
+        """Call the forward, with what came to a part and the keywords of the batch; return the model's output."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Which part of the forward a layer runs, by the names of points."""
+
+    start: str | None
+    stop: str | None
+    modules: tuple[str, ...]
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What the points of a model are given for one microbatch; each is taken once.
+
+    Where the batch has no keywords, it follows from the shapes, and serves all microbatches of these.
+    """
+
+    inputs: tuple[tuple[Any, ...], ...]
+    keywords: Mapping[str, Any]
+    given: dict[str, Given]
+
+    def take(self, point: str, inputs: tuple[tuple[Any, ...], ...], keywords: Mapping[str, Any]) -> Given | None:
+        """Return what a point is given, unless it was taken already or is that of another microbatch."""
+        if inputs != self.inputs or keywords.keys() != self.keywords.keys():
+            return None
+        if any(value is not self.keywords[name] for name, value in keywords.items()):
+            return None
+        return self.given.pop(point, None) if self.keywords else self.given.get(point)
+
+
+@dataclass(slots=True)
+class _Here:
+    """What one thread has of a cut model."""
+
+    frames: dict[torch.device, Frame] = field(default_factory=dict)
+    notes: _Notes | None = None
+    is_noted: bool = False
+    """Whether what is noted was looked at, for values that are not there."""
+
+
+class CutForward:
+    """The forward of a cut model, which its parts share; threads may run parts of it side by side."""
+
+    def __init__(self, template: Template, entry: Entry) -> None:
+        self.template = template
+        self.entry = entry
+        self._of_threads = threading.local()
+        self._is_dense = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CutForward":
+        """It holds no values, so that copies of its parts, which other ranks of one process run, share it."""
+        return self
+
+    def run(
+        self,
+        segment: Segment,
+        lent: Mapping[str, nn.Module],
+        tensors: Mapping[str, Tensor],
+        inputs: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        *,
+        is_training: bool,
+    ) -> tuple[Any, bool]:
+        """Run a segment; return its output, and whether that is what its first module returned."""
+        frame = self._frame(_device_of(inputs, keywords, lent))
+        course = Course(self.template.places, frame.device, segment.start, segment.stop, lent)
+        course.arrived = inputs[0] if segment.start is not None else None
+        output = self._on(frame, course, tensors, inputs, keywords, is_training=is_training)
+        return output, course.passed_on is not None and output is course.passed_on
+
+    def given(self, point: str, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Given:
+        """Return what a point is given besides its first argument."""
+        here, kinds = self._here, tuple((tuple(each.shape), each.dtype, each.device) for each in tensors_in(inputs))
+        found = None if here.notes is None else here.notes.take(point, kinds, keywords)
+        if found is not None:
+            return found
+        frame = self._frame(_device_of(inputs, keywords, {}))
+        last = next(reversed(self.template.places))
+        course = Course(self.template.places, frame.device, last, last, {}, notes={})
+        with torch.no_grad():
+            self._on(frame, course, {}, inputs, keywords, is_training=False)
+        here.notes = _Notes(kinds, dict(keywords), course.notes or {})
+        if not here.is_noted:
+            _refuse_missing(here.notes.given)
+            here.is_noted = True
+        return here.notes.given.pop(point) if keywords else here.notes.given[point]
+
+    def _on(
+        self,
+        frame: Frame,
+        course: Course,
+        tensors: Mapping[str, Tensor],
+        inputs: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        *,
+        is_training: bool,
+    ) -> Any:
+        def call(model: nn.Module) -> Any:
+            return self.entry.call(model, inputs, keywords, is_first=course.start is None)
+
+        course.is_dense = self._is_dense
+        try:
+            return frame.run(call, course, tensors, is_training=is_training)
+        except RuntimeError as error:
+            if self._is_dense or ALIASED not in str(error):
+                raise
+            self._is_dense = course.is_dense = True  # the forward changes what a stand-in returned
+        course.place = -1
+        return frame.run(call, course, tensors, is_training=is_training)
+
+    @property
+    def _here(self) -> _Here:
+        if not hasattr(self._of_threads, "here"):
+            self._of_threads.here = _Here()
+        here: _Here = self._of_threads.here
+        return here
+
+    def _frame(self, device: torch.device) -> Frame:
+        frames = self._here.frames
+        if device not in frames:
+            frames[device] = Frame(self.template, device)
+        return frames[device]
+
+
+class Part(nn.Module):
+    """A layer of a cut module; its parameters have the names that the whole module gives them."""
+
+    has_full_names = True
+    takes_slices = False
+    """Masks and positions are made for whole sequences."""
+
+    def __init__(
+        self,
+        forward: CutForward,
+        name: str,
+        segment: Segment,
+        modules: Mapping[str, nn.Module],
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`modules` and `tensors` are those that the segment names; `name` is that of the layer."""
+        super().__init__()
+        self.layer_name = name
+        self._forward, self._segment = forward, segment
+        self._passes_on: bool | None = None
+        for name, module in modules.items():
+            path, own = _branch(self, name)
+            path.add_module(own, module)
+        for name, tensor in (tensors or {}).items():
+            path, own = _branch(self, name)
+            if isinstance(tensor, nn.Parameter):
+                path.register_parameter(own, tensor)
+            else:
+                path.register_buffer(own, tensor)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Run this part of the model's forward."""
+        segment, forward = self._segment, self._forward
+        lent = {name: self.get_submodule(name) for name in segment.modules}
+        if self._passes_on and segment.start is not None:
+            rest, kwargs = forward.given(segment.start, inputs, keywords)
+            return lent[segment.start](inputs[0], *rest, **kwargs)
+        tensors = {name: tensor_of(self, name) for name in segment.tensors}
+        output, passes_on = forward.run(segment, lent, tensors, inputs, keywords, is_training=self.training)
+        if self._passes_on is None:
+            if segment.start is not None and not lacks_values([inputs, keywords, *self.parameters()]):
+                _refuse_lost(segment, output)
+            self._passes_on = passes_on and segment.stop is not None
+        return output
+
+    def extra_repr(self) -> str:
+        """Return the points between which it runs."""
+        return f"{self._segment.start or 'the begin'} .. {self._segment.stop or 'the end'}"
+
+
+def part_class(keywords: Sequence[inspect.Parameter]) -> type[Part]:
+    """Return a class of parts whose forward names these keywords, by which a pipeline passes them."""
+
+    def forward(self: Part, *inputs: Any, **given: Any) -> Any:
+        return Part.forward(self, *inputs, **given)
+
+    own = [inspect.Parameter(name, kind) for name, kind in (("self", _POSITIONAL), ("inputs", _VARIABLE))]
+    named = [each.replace(kind=each.KEYWORD_ONLY) for each in keywords if each.kind is not each.VAR_KEYWORD]
+    others = [each for each in keywords if each.kind is each.VAR_KEYWORD]
+    forward.__signature__ = inspect.Signature([*own, *named, *others])  # type: ignore[attr-defined]
+    return type("Part", (Part,), {"forward": forward})
+
+
+_POSITIONAL, _VARIABLE = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
+
+
+def _branch(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that holds what is called `name`, and its name there; missing ones are made."""
+    *path, own = name.split(".")
+    for step in path:
+        if not isinstance(getattr(root, step, None), nn.Module):
+            root.add_module(step, nn.Module())
+        root = root.get_submodule(step)
+    return root, own
+
+
+def _device_of(inputs: Any, keywords: Any, lent: Mapping[str, nn.Module]) -> torch.device:
+    for module in lent.values():
+        for tensor in (*module.parameters(), *module.buffers()):
+            return tensor.device
+    return next((tensor.device for tensor in tensors_in((inputs, dict(keywords)))), torch.device("cpu"))
+
+
+def _refuse_missing(given: Mapping[str, Given]) -> None:
+    for point, (rest, kwargs) in given.items():
+        for where, value in (*enumerate(rest, start=1), *kwargs.items()):
+            if lacks_values(value):
+                raise PenstockError(
+                    f"{point!r} gets an argument {where!r} that depends on what a layer of another stage computes; a "
+                    "part gets its first argument from the part before it, and all else from the batch: hand the "
+                    "value on by a ps.Skip"
+                )
+
+
+def _refuse_lost(segment: Segment, output: Any) -> None:
+    if lacks_values(output):
+        raise PenstockError(
+            f"what the forward computes from {segment.start!r} to {segment.stop or 'the end'!r} depends "
+            "on what a layer of another stage computes besides its first argument; hand that value on by a ps.Skip, or "
+            "leave out the point between the two"
+        )

@@ -1,0 +1,96 @@
+"""What a stand-in returns: tensors of the right shape and type whose values are not there.
+
+They are NaN, so that whatever is computed from them by mistake is found. Such a tensor is one number, expanded.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def without_values(value: Any, device: torch.device, *, is_dense: bool = False) -> Any:
+    """Return a tree like `value`, each of its floating-point tensors without values, on a device."""
+
+    def blank(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor if tensor.device == device else torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        nan = torch.full((), math.nan, dtype=tensor.dtype, device=device).expand(tensor.shape)
+        return nan.clone() if is_dense else nan
+
+    return map_tensors(blank, value)
+
+
+def is_bare(value: Any) -> bool:
+    """Whether a value is one tensor without values, as `without_values` makes it."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0 and not any(value.stride())
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a tree of tuples, lists and dicts with `function` of each of its tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, each) for each in value))
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(function, each) for each in value)
+    if isinstance(value, dict):
+        return type(value)((key, map_tensors(function, each)) for key, each in value.items())
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a tree of tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each)
+
+
+def lacks_values(value: Any) -> bool:
+    """Whether a tensor of a tree was computed from what is not there."""
+    return any(each.is_floating_point() and bool(each.isnan().any()) for each in tensors_in(value))
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose tensors have no memory."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        bare = tensor.detach().to("meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(bare, requires_grad=False) if is_parameter else bare
+    return copy.deepcopy(module, memo)
+
+
+class Placeholder:
+    """Says what a module would return, by running it on the meta device: once for inputs of one kind."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """The module is on the meta device."""
+        self.module = module
+        self._known: dict[Any, Any] = {}
+        self._kept: set[tuple[torch.Size, torch.dtype]] = set()
+
+    def returns_kind_of(self, first: Any) -> bool:
+        """Whether the module is known to return a tensor of the shape and type of its first argument."""
+        return isinstance(first, Tensor) and (first.shape, first.dtype) in self._kept
+
+    def note_kind(self, first: Any, returned: Any) -> None:
+        """Note what the module returns for a first argument."""
+        if isinstance(first, Tensor) and isinstance(returned, Tensor):
+            kind = first.shape, first.dtype
+            if kind == (returned.shape, returned.dtype):
+                self._kept.add(kind)
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a tree of tensors on the meta device. Raises: what the module raises there."""
+        kinds = tuple((tuple(each.shape), each.dtype) for each in tensors_in((args, kwargs)))
+        if kinds not in self._known:
+            inputs = map_tensors(lambda tensor: tensor.detach().to("meta"), (args, kwargs))
+            with torch.no_grad():
+                self._known[kinds] = self.module(*inputs[0], **inputs[1])
+        return self._known[kinds]

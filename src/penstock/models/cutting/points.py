@@ -1,0 +1,125 @@
+"""Where a module is cut: names and patterns of submodules, and what lies beside them.
+
+Model(embedding, place, blocks.0, blocks.1, norm, head)   cut at "blocks.*"
+begin      embedding, place      what is defined before the first point
+points     blocks.0  blocks.1  norm  head                 what is defined behind it is a point too
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError, nearest
+
+KEY = "points"
+
+
+@dataclass(frozen=True, slots=True)
+class CutModel:
+    """The names of what a module is cut into."""
+
+    points: tuple[str, ...]
+    """Submodules in the order of the forward; each begins a layer."""
+    before: tuple[str, ...]
+    """Submodules that run before the first point, and have parameters or saved buffers."""
+    tensors: tuple[str, ...]
+    """Parameters and saved buffers of the modules around the points, which belong to what runs before the first one."""
+
+    @property
+    def has_begin(self) -> bool:
+        """Whether a layer of its own runs before the first point."""
+        return bool(self.before or self.tensors)
+
+
+def cut_model(model: nn.Module, patterns: Sequence[str]) -> CutModel:
+    """Find the points of a module, and what lies before, between and behind them.
+
+    Raises:
+        ConfigError: a pattern finds nothing, a submodule is named twice or lies in another one, or the points are out
+            of order.
+    """
+    points = _found(model, patterns)
+    around = {name.rpartition(".")[0] for name in points}
+    around |= {path for name in around for path in _parents(name)} | {""}
+    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    before: list[str] = []
+    later: list[str] = []
+    for name, module in _outermost(model, around):
+        if name in points:
+            continue
+        is_behind = places[name] > places[points[0]]
+        has_parameters = any(True for _ in module.parameters())
+        if is_behind and has_parameters:
+            later.append(name)
+        elif module.state_dict():
+            before.append(name)
+    tensors = [
+        f"{path}.{name}" if path else name
+        for path in sorted(around, key=places.__getitem__)
+        for name, _ in own_tensors(model.get_submodule(path))
+    ]
+    return CutModel(tuple(_merged(points, later, places)), tuple(before), tuple(tensors))
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and saved buffers that a module holds itself."""
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    saved = module.state_dict(keep_vars=True)
+    return [(name, tensor) for name, tensor in own if name in saved]
+
+
+def _found(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    names = [name for name, _ in model.named_modules() if name]
+    if isinstance(patterns, str) or not patterns:
+        raise ConfigError(f"{patterns!r}; expected a list of names of submodules, such as ['layers.*']", key=KEY)
+    found: list[str] = []
+    for pattern in patterns:
+        rule = re.compile(r"[^.]+".join(map(re.escape, str(pattern).split("*"))))
+        here = [name for name in names if rule.fullmatch(name)]
+        if not here:
+            raise ConfigError(
+                f"{pattern!r} names no submodule of {type(model).__name__}.{nearest(str(pattern), names)} Give names "
+                "as named_modules() has them, or patterns, in which * stands for one part of a name",
+                key=KEY,
+            )
+        found += here
+    _require_apart(found)
+    return found
+
+
+def _require_apart(found: Sequence[str]) -> None:
+    for index, name in enumerate(found):
+        if name in found[:index]:
+            raise ConfigError(f"{name!r} is named twice; a point is where one layer begins", key=KEY)
+        if inside := [other for other in found if name.startswith(f"{other}.")]:
+            raise ConfigError(f"{name!r} lies in {inside[0]!r}; cut at one of them", key=KEY)
+    for one, other in itertools.pairwise(found):
+        (parent, _, first), (same, _, second) = one.rpartition("."), other.rpartition(".")
+        if parent == same and first.isdecimal() and second.isdecimal() and int(first) > int(second):
+            raise ConfigError(f"{one!r} stands before {other!r}; give points in the order of the forward", key=KEY)
+
+
+def _parents(name: str) -> Iterable[str]:
+    parts = name.split(".")
+    return (".".join(parts[:length]) for length in range(len(parts)))
+
+
+def _outermost(model: nn.Module, around: set[str]) -> list[tuple[str, nn.Module]]:
+    """The submodules of the modules around the points, but for these."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if name not in around and name.rpartition(".")[0] in around
+    ]
+
+
+def _merged(points: Sequence[str], later: Sequence[str], places: dict[str, int]) -> list[str]:
+    """Put submodules between the points by where they are defined; the points stay in their order."""
+    merged = list(points)
+    for name in later:
+        behind = [index for index, known in enumerate(merged) if places[known] < places[name]]
+        merged.insert(behind[-1] + 1, name)
+    return merged

@@ -1,0 +1,135 @@
+"""`ps.from_transformers`: a causal language model of Hugging Face transformers as layers for a pipeline.
+
+    folder, config ──► the model on the meta device ──► cut at its blocks, norm and head ──► one LayerSpec for each
+    model ──────────────────────────────────────────►   likewise                         ──► its own modules
+
+Each layer runs a part of the model's own forward (`models/cutting/`), so nothing here knows any family of models.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.models.cutting.cut import held_by, segments
+from penstock.models.cutting.frame import Template
+from penstock.models.cutting.part import CutForward, Part, Segment, part_class
+from penstock.models.cutting.placeholders import tensors_in, without_values
+from penstock.models.cutting.points import cut_model
+from penstock.models.hugging_face import source as sources
+from penstock.models.hugging_face.model import TransformersModel
+from penstock.models.hugging_face.undocumented import give_values, make_unsaved_buffers, tied_names
+from penstock.models.layer import LayerSpec
+
+KEYWORDS = ("attention_mask", "position_ids", "token_type_ids")
+"""What a batch may have beside tokens, where the model takes it."""
+
+
+def from_transformers(
+    source: Any, *, dtype: torch.dtype | None = None, attn_implementation: str | None = None, seed: int = 0
+) -> TransformersModel:
+    """Return a causal language model of transformers as layers for `Pipeline`.
+
+    `source` is a folder with config.json and safetensors files, a config, or a model, whose modules are used in place.
+    A folder's weights are read when a stage is built, and a rank reads its own alone. With a config, first values
+    depend on `seed` and the names of the layers. `dtype` is that of the parameters; None means that of the files, or
+    of the config. Parameters and buffers have the names of the transformers model.
+
+    Raises:
+        ConfigError: transformers is missing or older than 5; there is no such folder; the model is no decoder, or has
+            settings that a pipeline cannot run.
+        CheckpointError: the folder has no weights that can be read, or those of another model.
+    """
+    if isinstance(source, nn.Module):
+        sources.transformers()
+        whole, folder = sources.checked(source), None
+    else:
+        folder = sources.folder_of(source)
+        whole = sources.on_meta(source, folder, dtype, attn_implementation)
+    blocks = sources.blocks_of(whole)
+    cut = cut_model(whole, [f"{blocks}.*"])
+    entry = _Entry(whole)
+    forward = CutForward(Template(whole, cut, partial(make_unsaved_buffers, whole)), entry)
+    kind, parts = part_class(entry.keywords), segments(cut)
+    if whole is source:
+        layers = [kind(forward, name, segment, *held_by(whole, segment)) for name, segment in parts.items()]
+        return TransformersModel(layers, whole, None)
+    weights = None
+    ties, block = tied_names(whole), _work(whole, whole.get_submodule(f"{blocks}.0"))
+    specs = []
+    for name, segment in parts.items():
+        modules, tensors = held_by(whole, segment)
+        own = {f"{path}.{each}" for path, module in modules.items() for each, _ in module.named_parameters()} | {
+            *tensors
+        }
+        specs.append(
+            LayerSpec(
+                name,
+                partial(_build, partial(kind, forward, name, segment), whole, segment, weights),
+                seed=seed,
+                weight=sum(_work(whole, module) for module in modules.values()) / block,
+                tied=tuple((mine, other) for mine, other in ties.items() if mine in own),
+                has_full_names=True,
+            )
+        )
+    return TransformersModel(specs, whole, folder)
+
+
+def _build(make: Any, whole: Any, segment: Segment, weights: Any) -> Part:
+    """Build one layer on the default device, with values from files or drawn."""
+    device = torch.get_default_device()
+    modules, tensors = held_by(whole, segment)
+    shared: dict[int, Any] = {id(whole.config): whole.config}
+    modules = {name: copy.deepcopy(module, dict(shared)) for name, module in modules.items()}
+    part: Part = make(modules, copy.deepcopy(tensors))
+    if device.type == "meta":
+        return part
+    for module in modules.values():
+        give_values(whole, module, device)
+    return part
+
+
+def _work(whole: Any, module: nn.Module) -> float:
+    """The multiplications per token of a forward: the sizes of weights, of experts those that a token is sent to."""
+    config = whole.config
+    experts = next((getattr(config, name) for name in EXPERTS if getattr(config, name, None)), 1)
+    share = getattr(config, "num_experts_per_tok", experts) / experts
+    owners = [each for each in module.modules() if not isinstance(each, nn.Embedding)]
+    sizes = [
+        parameter.numel() * (share if parameter.dim() > 2 else 1.0)
+        for owner in owners
+        for parameter in owner.parameters(recurse=False)
+        if parameter.dim() > 1
+    ]
+    return float(sum(sizes))
+
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""How configs call the number of experts of a layer."""
+
+
+class _Entry:
+    """How a stage calls the forward of the whole model: with tokens on the first, with embeddings on all others."""
+
+    def __init__(self, whole: Any) -> None:
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(whole.forward).parameters
+        self.keywords = [parameters[name] for name in KEYWORDS if name in parameters]
+        self._width = whole.get_input_embeddings().embedding_dim
+
+    def call(self, model: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any], *, is_first: bool) -> Any:
+        if is_first and len(inputs) == 1:
+            batch: dict[str, Any] = {"input_ids": inputs[0]}
+        else:
+            hidden = _first(tensors_in(inputs))
+            bare = torch.empty((*hidden.shape[:-1], self._width), dtype=hidden.dtype, device="meta")
+            batch = {"inputs_embeds": without_values(bare, hidden.device)}
+        # With a cache, transformers no longer sees where packed sequences end.
+        return model(**batch, **keywords, use_cache=False, return_dict=True).logits
+
+
+def _first(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return next(iter(tensors))

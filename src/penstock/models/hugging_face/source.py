@@ -1,0 +1,126 @@
+"""Where a model of transformers comes from: a folder, a config or a model, checked before any rank builds a layer."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.models.hugging_face.undocumented import device_map_of
+
+KEY = "source"
+OLDEST = 5
+"""The first major version whose decoder layers return a tensor."""
+CONFIG = "config.json"
+
+
+def transformers() -> Any:
+    """Return the library. Raises: ConfigError, where it is missing or too old."""
+    try:
+        found = import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            f'transformers cannot be imported ({error}); install it, as by pip install ".[transformers]" in '
+            "Penstock's clone",
+            key=KEY,
+        ) from error
+    if int(found.__version__.split(".")[0]) < OLDEST:
+        raise ConfigError(f"transformers is {found.__version__}; expected {OLDEST} or later", key=KEY)
+    return found
+
+
+def folder_of(source: Any) -> Path | None:
+    """Return the folder that a source names; None for a config. Raises: ConfigError."""
+    if hasattr(source, "to_dict") and hasattr(source, "model_type"):
+        return None
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"a {type(source).__name__}; expected a folder, a config or a model of transformers", key=KEY)
+    folder = Path(source)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: there is no such folder; give one that save_pretrained has written, or download the model "
+            "first, as by huggingface_hub.snapshot_download",
+            key=KEY,
+        )
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder}: holds no {CONFIG}; give a folder that save_pretrained has written", key=KEY)
+    return folder
+
+
+def on_meta(source: Any, folder: Path | None, dtype: torch.dtype | None, attn_implementation: str | None) -> Any:
+    """Return the whole model on the meta device, where it takes up no memory. Raises: ConfigError."""
+    library = transformers()
+    where = "the config" if folder is None else str(folder)
+    try:
+        # As a copy: which attention computes is a setting of the config object.
+        config = (
+            source.__class__.from_dict(source.to_dict())
+            if folder is None
+            else library.AutoConfig.from_pretrained(folder)
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{where}: cannot be read as a config of transformers: {error}", key=KEY) from error
+    _require_plain(config, where)
+    settings: dict[str, Any] = {"dtype": dtype or config.dtype or torch.get_default_dtype()}
+    if attn_implementation is not None:
+        settings["attn_implementation"] = attn_implementation
+    try:
+        with torch.device("meta"):
+            model = library.AutoModelForCausalLM.from_config(config, **settings)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{where}: transformers makes no causal language model of it: {error}", key=KEY) from error
+    return checked(model)
+
+
+def checked(model: Any) -> Any:
+    """Return a model that a pipeline can run. Raises: ConfigError, which names what it cannot."""
+    if not hasattr(model, "config") or not hasattr(model, "loss_function"):
+        raise ConfigError(
+            f"a {type(model).__name__}; expected a causal language model of transformers, without an adapter around "
+            "it. ps.cut takes any other module",
+            key=KEY,
+        )
+    _require_plain(model.config, type(model).__name__)
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ConfigError(
+            "gradient_checkpointing_enable() was called, but a pipeline has recompute=True for it, an option of its "
+            "schedule; call gradient_checkpointing_disable()",
+            key=KEY,
+        )
+    if device_map_of(model):
+        raise ConfigError("the model has a device map, but each rank places its stages; load it without", key=KEY)
+    return model
+
+
+def blocks_of(model: nn.Module) -> str:
+    """Return the name of the list of a decoder's blocks. Raises: ConfigError, if there is not one."""
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
+    ]
+    outermost: list[str] = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    if len(outermost) != 1:
+        raise ConfigError(
+            f"{type(model).__name__} has {len(outermost)} lists of layers "
+            f"({', '.join(map(repr, outermost)) or 'none'}); expected one, as decoders have. ps.cut takes any module",
+            key=KEY,
+        )
+    return outermost[0]
+
+
+def _require_plain(config: Any, where: str) -> None:
+    settings: Mapping[str, Any] = config.to_dict()
+    if settings.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"{where}: has an encoder beside its decoder ({config.model_type}); expected a decoder", key=KEY
+        )
+    if settings.get("quantization_config"):
+        raise ConfigError(
+            f"{where}: its weights are quantized (quantization_config), and such are not trained; give the model that "
+            "it was made from",
+            key=KEY,
+        )

@@ -1,0 +1,150 @@
+"""`ps.cut`: a model of one's own trains in a pipeline as in one process."""
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.errors import ConfigError, PenstockError
+from penstock.models.cutting.cut import cut, segments
+from penstock.models.cutting.points import cut_model
+from tests.local_pipelines import on_ranks
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, hidden, padding):
+        normed = self.norm(hidden)
+        hidden = hidden + self.attention(normed, normed, normed, key_padding_mask=padding, need_weights=False)[0]
+        return hidden + self.mlp(hidden)
+
+
+class Model(nn.Module):
+    """Positions as a parameter, a mask for all blocks, a value changed behind the norm, and a tied head."""
+
+    def __init__(self, words=11, width=8, depth=4, length=6):
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Parameter(torch.randn(length, width))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words, padding=None):
+        hidden = self.words(words) + self.places[: words.shape[1]]
+        for block in self.blocks:
+            hidden = block(hidden, padding)
+        return self.head(self.norm(hidden) * 2)
+
+
+def loss_of(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Model().double()
+
+
+@pytest.fixture
+def batch():
+    words = torch.arange(48).reshape(8, 6) * 7 % 11
+    padding = torch.zeros(8, 6, dtype=torch.bool)
+    padding[:, 5:] = True
+    return words, padding, words.roll(-1, 1)
+
+
+CASES = [*((family, number) for family in ("1f1b", "interleaved-1f1b", "zbv") for number in (1, 2)), ("1f1b", 4)]
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), CASES)
+def test_losses_and_gradients_are_those_of_one_process(model, batch, schedule, num_ranks):
+    words, padding, target = batch
+    loss = loss_of(model(words, padding), target)
+    loss.backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    def train(transport):
+        ranks = {"ranks": 1} if num_ranks == 1 else {"transport": transport}
+        pipeline = ps.Pipeline(cut(model, ["blocks.*"]), schedule, 4, loss_of, **ranks)
+        for _ in range(2):  # the second step goes the short way
+            result = pipeline.step(words=words, padding=padding, target=target)
+        return result.loss, {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+
+    for found_loss, gradients in on_ranks(num_ranks, train):
+        torch.testing.assert_close(found_loss, loss.detach(), rtol=1e-12, atol=0)
+        for name, gradient in gradients.items():
+            expected = 2 * wanted["words.weight" if name == "head.weight" else name]
+            torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"recompute": True}, {"seed": 3}, {"debug": "values"}])
+def test_features_of_a_pipeline_hold(model, batch, options):
+    words, padding, target = batch
+    loss_of(model(words, padding), target).backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    pipeline = ps.Pipeline(cut(model, ["blocks.*"]), "1f1b", 4, loss_of, ranks=1, **options)
+    for _ in range(2):
+        pipeline.step(words=words, padding=padding, target=target)
+
+    for name, parameter in pipeline.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * wanted[name], rtol=1e-12, atol=1e-12)
+    assert pipeline.state_dict().keys() == model.state_dict().keys()
+
+
+def test_evaluation_returns_the_outputs_of_the_model(model, batch):
+    words, padding, target = batch
+    pipeline = ps.Pipeline(cut(model, ["blocks.*"]), "1f1b", 4, loss_of, ranks=1)
+
+    outputs = pipeline.evaluate(words=words, padding=padding, target=target, return_outputs=True).outputs
+
+    torch.testing.assert_close(outputs, model(words, padding).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_chain_is_cut_without_a_layer_before_it():
+    chain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.Tanh())
+    parts = cut(chain, ["0", "2"])
+    rows = torch.randn(7, 3)
+
+    assert [part.layer_name for part in parts] == ["0", "2"]
+    for _ in range(2):
+        assert torch.equal(parts[1](parts[0](input=rows), input=rows), chain(rows))
+
+
+def test_layers_between_points_have_names_of_their_own_and_one_before_them_has_what_names_share():
+    found = segments(cut_model(Model(), ["blocks.*"]))
+    assert list(found) == ["words", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]
+    inner = nn.Module()
+    inner.base = Model()
+    assert next(iter(segments(cut_model(inner, ["base.blocks.*"])))) == "base"
+
+
+def test_a_batch_by_position_is_refused_with_the_name_to_use(model, batch):
+    words, padding, target = batch
+    pipeline = ps.Pipeline(cut(model, ["blocks.*"]), "1f1b", 4, loss_of, ranks=1)
+
+    with pytest.raises(PenstockError, match=r"needs 'words'.*step\(words=words, target=target\)"):
+        pipeline.step(words, padding=padding, target=target)
+    with pytest.raises(PenstockError, match="needs 'words'"):
+        pipeline.step(padding=padding, target=target)
+
+
+def test_slices_are_refused_before_a_step(model):
+    with pytest.raises(ConfigError, match="whole sequences"):
+        ps.Pipeline(cut(model, ["blocks.*"]), "seq1f1b", 4, loss_of, slices=2, ranks=1)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(ConfigError, match=r"expected an nn\.Module"):
+        cut([nn.Linear(2, 2)], ["0"])

@@ -1,0 +1,136 @@
+"""A forward runs between two points, with stand-ins for the rest: values, modes, and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PenstockError
+from penstock.models.cutting.frame import Course, Frame, Template, tensor_of
+from penstock.models.cutting.points import cut_model
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(5, 4)
+        self.place = nn.Parameter(torch.randn(4))
+        self.drop = nn.Dropout(0.5)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 5)
+        self.modes = []
+
+    def forward(self, words):
+        hidden = self.words(words) + self.place
+        self.modes.append(self.drop.training)
+        for block in self.blocks:
+            assert block.in_features == 4  # a stand-in has the attributes of its module
+            hidden = block(hidden) * 3
+        return self.head(self.drop(hidden))
+
+
+def frame_of(model, points=("blocks.*",)):
+    return Frame(Template(model, cut_model(model, points)), torch.device("cpu"))
+
+
+def course_of(frame, start, stop, lent, arrived=None, points=("blocks.0", "blocks.1", "blocks.2", "head")):
+    places = {name: place for place, name in enumerate(points)}
+    return Course(places, frame.device, start, stop, lent, arrived)
+
+
+WORDS = torch.arange(5)
+
+
+def run(model, start, stop, names, arrived=None, tensors=(), is_training=False):
+    frame = frame_of(model)
+    course = course_of(frame, start, stop, {name: model.get_submodule(name) for name in names}, arrived)
+    held = {name: tensor_of(model, name) for name in tensors}
+    output = frame.run(lambda copied: copied(WORDS), course, held, is_training=is_training)
+    return output, course, frame
+
+
+def test_parts_one_after_another_give_what_the_whole_gives():
+    model = Model().double().eval()
+
+    hidden, _, _ = run(model, None, "blocks.0", ["words"], tensors=["place"])
+    for start, stop in (("blocks.0", "blocks.1"), ("blocks.1", "blocks.2"), ("blocks.2", "head"), ("head", None)):
+        hidden, course, frame = run(model, start, stop, [start], hidden)
+        assert frame.course is None, "a course holds what has arrived"
+
+    assert torch.equal(hidden, model(WORDS))
+    assert torch.equal(course.passed_on, hidden)
+
+
+def test_gradients_are_recorded_from_the_begin_of_the_part_on():
+    model = Model()
+    arrived = torch.randn(5, 4, requires_grad=True)
+
+    output, _, _ = run(model, "blocks.1", "blocks.2", ["blocks.1"], arrived)
+    output.sum().backward()
+
+    assert arrived.grad is not None
+    assert {name for name, each in model.named_parameters() if each.grad is not None} == {
+        "blocks.1.weight",
+        "blocks.1.bias",
+    }
+
+
+def test_modules_around_the_points_are_in_evaluation_mode_before_the_part_and_in_its_own_within():
+    model = Model()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+
+    run(model, "blocks.0", "blocks.1", ["blocks.0"], torch.ones(5, 4), is_training=True)
+    assert torch.equal(before, torch.get_rng_state()), "a dropout of another part has drawn"
+    output, _, frame = run(model, "head", None, ["head"], torch.ones(5, 4), is_training=True)
+    assert not frame.model.drop.training
+    assert output.shape == (5, 5)
+    run(model, None, "blocks.0", ["words"], tensors=["place"], is_training=True)
+    assert model.drop.training, "the model itself stays as it is"
+
+
+def test_what_a_part_borrows_is_given_back():
+    model = Model()
+    _, _, frame = run(model, None, "blocks.0", ["words"], tensors=["place"])
+
+    assert frame.model.place is not model.place
+    assert frame.model.place.isnan().all()
+
+
+def test_points_out_of_order_are_refused_by_both_names():
+    model = Model()
+    frame = frame_of(model)
+    course = course_of(frame, "head", None, {}, None, ("blocks.0", "blocks.2", "blocks.1", "head"))
+
+    with pytest.raises(PenstockError, match=r"calls 'blocks.1' where 'blocks.2' was expected"):
+        frame.run(lambda copied: copied(WORDS), course, {}, is_training=False)
+
+
+def test_a_point_that_is_never_called_is_named():
+    model = Model()
+    model.extra = nn.Linear(4, 4)
+    frame = Frame(Template(model, cut_model(model, ["blocks.*", "extra"])), torch.device("cpu"))
+    points = ("blocks.0", "blocks.1", "blocks.2", "extra", "head")
+    course = course_of(frame, "blocks.2", "extra", {"blocks.2": model.blocks[2]}, torch.ones(5, 4), points)
+
+    with pytest.raises(PenstockError, match="'head' where 'extra' was expected"):
+        frame.run(lambda copied: copied(WORDS), course, {}, is_training=False)
+
+
+def test_a_stand_in_runs_in_a_forward_alone():
+    frame = frame_of(Model())
+
+    with pytest.raises(PenstockError, match="outside of a forward"):
+        frame.model.blocks[0](torch.ones(5, 4))
+
+
+def test_an_error_of_the_model_passes_and_leaves_the_frame_usable():
+    model = Model()
+    frame = frame_of(model)
+    lent = {"words": model.words}
+
+    with pytest.raises(IndexError):
+        frame.run(
+            lambda copied: copied(torch.tensor([99])), course_of(frame, None, "blocks.0", lent), {}, is_training=False
+        )
+    again = frame.run(lambda copied: copied(WORDS), course_of(frame, None, "blocks.0", lent), {}, is_training=False)
+    assert again.shape == (5, 4)

@@ -1,0 +1,197 @@
+"""A part of a model: its names, its keywords, the short way of blocks, and threads side by side."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PenstockError
+from penstock.execute.stages.signatures import taken_keywords
+from penstock.models.cutting.cut import cut
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.own = nn.Parameter(torch.ones(4))
+
+    def forward(self, hidden, scale, *, shift):
+        return self.inner(hidden) * scale + shift * self.own
+
+
+class Model(nn.Module):
+    """Counts its forwards, to see which layers go the short way."""
+
+    forwards = 0
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(4, 5, bias=False)
+
+    def forward(self, words, mask=None):
+        type(self).forwards += 1
+        hidden = self.words(words)
+        scale = torch.arange(1, words.shape[-1] + 1, dtype=hidden.dtype)[:, None]
+        shift = 1.0 if mask is None else mask[..., None].to(hidden.dtype)
+        for block in self.blocks:
+            hidden = block(hidden, scale, shift=shift)
+        return self.head(hidden).tanh()
+
+
+def run(parts, **batch):
+    hidden = parts[0](**batch)
+    for part in parts[1:]:
+        hidden = part(hidden, **batch)
+    return hidden
+
+
+WORDS = torch.tensor([[1, 2, 3], [4, 0, 1]])
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
+
+
+def test_parameters_have_the_names_and_are_the_objects_of_the_whole_model():
+    model = Model()
+    parts = cut(model, ["blocks.*"])
+
+    found = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+
+    assert [part.layer_name for part in parts] == ["words", *(f"blocks.{number}" for number in range(4)), "head"]
+    assert found.keys() == dict(model.named_parameters()).keys()
+    assert all(found[name] is parameter for name, parameter in model.named_parameters())
+    assert {name for part in parts for name in part.state_dict()} == model.state_dict().keys()
+
+
+def test_a_part_takes_the_keywords_that_the_forward_of_the_model_names():
+    part = cut(Model(), ["blocks.*"])[2]
+
+    assert taken_keywords(part).names() == {"words", "mask"}
+    assert "blocks.1 .. blocks.2" in repr(part)
+
+
+def test_blocks_go_the_short_way_from_the_second_forward_on_and_masks_stay_those_of_their_batch():
+    model = Model().double()
+    parts = cut(model, ["blocks.*"])
+    batches = [(WORDS, MASK), (WORDS, 1 - MASK), (WORDS[:1], MASK[:1]), (WORDS, MASK)]
+
+    for words, mask in batches:
+        Model.forwards = 0
+        found = run(parts, words=words, mask=mask)
+        count = Model.forwards
+        assert torch.equal(found, model(words, mask))
+    assert count == 3, "words, one note for all blocks, and head"
+    for _ in range(2):
+        Model.forwards = 0
+        found = run(parts, words=WORDS)
+        assert torch.equal(found, model(WORDS))
+
+
+def test_a_batch_that_is_changed_in_place_is_seen():
+    model = Model()
+    parts = cut(model, ["blocks.*"])
+    mask = MASK.clone()
+    for _ in range(3):
+        assert torch.equal(run(parts, words=WORDS, mask=mask), model(WORDS, mask))
+        mask += 1
+
+
+def test_a_layer_that_runs_again_gets_the_same():
+    model = Model()
+    parts = cut(model, ["blocks.*"])
+    run(parts, words=WORDS, mask=MASK)
+    hidden = torch.randn(2, 3, 4)
+
+    first = parts[2](hidden, words=WORDS, mask=MASK)
+    for _ in range(3):
+        assert torch.equal(parts[2](hidden, words=WORDS, mask=MASK), first)
+
+
+def test_threads_run_parts_of_one_model_side_by_side():
+    model = Model().double()
+    parts = cut(model, ["blocks.*"])
+    copies = [copy.deepcopy(parts) for _ in range(4)]
+    expected = {number: model(WORDS, MASK * number) for number in range(4)}
+    wrong = []
+
+    def work(number):
+        for _ in range(30):
+            if not torch.equal(run(copies[number], words=WORDS, mask=MASK * number), expected[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_forward_that_changes_what_a_stand_in_returned_runs_with_one_that_may_be_changed():
+    class InPlace(Model):
+        def forward(self, words, mask=None):
+            hidden = self.words(words)
+            hidden += 1
+            for block in self.blocks:
+                hidden = block(hidden, 1.0, shift=0.5)
+            return self.head(hidden)
+
+    model = InPlace()
+    parts = cut(model, ["blocks.*"])
+    for _ in range(2):
+        assert torch.equal(run(parts, words=WORDS), model(WORDS))
+
+
+def test_a_second_value_with_a_gradient_is_refused_by_its_argument():
+    class Scaled(Model):
+        def forward(self, words, mask=None):
+            hidden = self.words(words)
+            for block in self.blocks:
+                hidden = block(hidden, self.words(words), shift=0.0)
+            return self.head(hidden)
+
+    parts = cut(Scaled(), ["blocks.*"])
+    with pytest.raises(PenstockError, match=r"'blocks.0' gets a gradient for its argument 1.*ps.Skip"):
+        run(parts, words=WORDS)
+
+
+def test_a_value_of_another_part_is_refused_also_where_no_gradient_is_wanted():
+    class Late(Model):
+        def forward(self, words, mask=None):
+            hidden = first = self.words(words)
+            for block in self.blocks:
+                hidden = block(hidden, 1.0, shift=0.0)
+            return self.head(hidden + first.detach())
+
+    parts = cut(Late(), ["blocks.*"])
+    with pytest.raises(PenstockError, match=r"from 'blocks.3' to 'head' depends on what a layer of another stage"):
+        run(parts, words=WORDS)
+
+
+def test_an_argument_that_depends_on_another_part_is_refused_on_the_short_way():
+    class Later(Model):
+        def forward(self, words, mask=None):
+            hidden = first = self.words(words)
+            for number, block in enumerate(self.blocks):
+                hidden = block(hidden, first.detach() if number == 2 else 1.0, shift=0.0)
+            return self.head(hidden)
+
+    parts = cut(Later(), ["blocks.*"])
+    with pytest.raises(PenstockError):
+        run(parts, words=WORDS)
+    parts = cut(Later(), ["blocks.*"])
+    hidden = parts[1](torch.ones(2, 3, 4), words=WORDS)
+    with pytest.raises(PenstockError, match=r"'blocks.2' gets an argument 1 that depends"):
+        parts[1](hidden, words=WORDS)
+
+
+def test_values_that_are_not_finite_are_the_models_own():
+    model = Model()
+    with torch.no_grad():
+        model.blocks[1].own.fill_(float("nan"))
+    parts = cut(model, ["blocks.*"])
+
+    assert run(parts, words=WORDS).isnan().all()

@@ -1,0 +1,75 @@
+"""Where a module is cut: patterns, what lies beside the points, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.models.cutting.points import cut_model
+
+
+class Model(nn.Module):
+    """Has parameters before, around, between and behind its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(5, 2)
+        self.place = nn.Parameter(torch.zeros(2))
+        self.register_buffer("mask", torch.zeros(2))
+        self.register_buffer("unsaved", torch.zeros(2), persistent=False)
+        self.drop = nn.Dropout()
+        self.body = nn.Module()
+        self.body.scale = nn.Parameter(torch.ones(1))
+        self.body.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(11))
+        self.middle = nn.Linear(2, 2)
+        self.late = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.norm = nn.LayerNorm(2)
+        self.free = nn.ReLU()
+        self.head = nn.Linear(2, 5)
+
+
+def test_blocks_are_points_in_the_order_of_their_numbers_and_what_is_defined_behind_them_too():
+    cut = cut_model(Model(), ["body.blocks.*", "late.*"])
+
+    blocks = [f"body.blocks.{number}" for number in range(11)]
+    assert cut.points == (*blocks, "middle", "late.0", "late.1", "norm", "head")
+
+
+def test_what_is_defined_before_the_first_point_begins_the_forward():
+    cut = cut_model(Model(), ["body.blocks.*", "late.*"])
+
+    assert cut.before == ("words",)
+    assert cut.tensors == ("place", "mask", "body.scale")
+    assert cut.has_begin
+
+
+def test_a_module_that_is_a_chain_has_no_begin():
+    chain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+
+    cut = cut_model(chain, ["0", "2"])
+
+    assert cut.points == ("0", "2")
+    assert not cut.has_begin
+
+
+def test_a_star_stands_for_one_part_of_a_name():
+    nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))
+
+    assert cut_model(nested, ["*.0"]).points == ("0.0", "1.0")
+    assert cut_model(nested, ["*"]).points == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        ([], "expected a list"),
+        ("body.blocks.*", "expected a list"),
+        (["body.block.*"], "names no submodule of Model.* Did you mean 'body.blocks"),
+        (["norm", "norm"], "'norm' is named twice"),
+        (["body", "body.blocks.0"], "'body.blocks.0' lies in 'body'"),
+        (["body.blocks.1", "body.blocks.0"], "'body.blocks.1' stands before 'body.blocks.0'"),
+    ],
+)
+def test_points_that_are_none_are_refused(points, words):
+    with pytest.raises(ConfigError, match=words):
+        cut_model(Model(), points)

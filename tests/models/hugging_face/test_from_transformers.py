@@ -1,0 +1,190 @@
+"""Models of Hugging Face train in a pipeline as they do by themselves."""
+
+import copy
+
+import pytest
+import torch
+
+import penstock as ps
+from tests.local_pipelines import on_ranks
+from tests.models.hugging_face.families import (
+    BATCHES,
+    FAMILIES,
+    NUM_MICROBATCHES,
+    accumulated,
+    batch_of,
+    config_of,
+    furthest,
+    model_of,
+)
+
+pytest.importorskip("transformers")
+
+LARGEST = 1e-6
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv")
+# Pairwise: over the families each schedule meets each batch, each attention and each number of ranks.
+CELLS = [
+    (
+        family,
+        "eager" if family == "gemma2" or (place + turn) % 2 else "sdpa",
+        kind,
+        SCHEDULES[(place + turn) % 3],
+        ranks,
+    )
+    for place, family in enumerate(FAMILIES)
+    for turn, (kind, ranks) in enumerate(zip(BATCHES, ((1, 2, 2), (2, 1, 2), (2, 2, 1))[place % 3], strict=True))
+]
+
+
+def gradients_of(layers, schedule, ranks, tokens, labels, keywords, num_steps=2):
+    """Return loss and gradients of the last of some steps, per rank; the second one goes the short way of blocks."""
+
+    def train(transport):
+        where = {"ranks": 1} if ranks == 1 else {"transport": transport}
+        pipeline = ps.Pipeline(layers, schedule, NUM_MICROBATCHES, layers.loss, count=layers.count, **where)
+        for _ in range(num_steps):
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            result = pipeline.step(tokens, target=labels, **keywords)
+        return result.loss, {name: parameter.grad.clone() for name, parameter in pipeline.named_parameters()}
+
+    return on_ranks(ranks, train)
+
+
+@pytest.mark.parametrize(("family", "attention", "kind", "schedule", "ranks"), CELLS)
+def test_gradients_are_those_of_the_model_itself(family, attention, kind, schedule, ranks):
+    model = model_of(family, attention)
+    tokens, labels, keywords = batch_of(kind)
+    loss, wanted = accumulated(model, tokens, labels, keywords)
+
+    for found_loss, found in gradients_of(ps.from_transformers(model), schedule, ranks, tokens, labels, keywords):
+        assert abs(found_loss.item() - loss) < LARGEST * loss
+        assert furthest(found, wanted, model.all_tied_weights_keys) < LARGEST
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_four_ranks_and_a_tied_head(kind):
+    model = model_of("llama", tie_word_embeddings=True)
+    tokens, labels, keywords = batch_of(kind)
+    _, wanted = accumulated(model, tokens, labels, keywords)
+
+    for _, found in gradients_of(ps.from_transformers(model), "1f1b", 4, tokens, labels, keywords):
+        assert furthest(found, wanted, model.all_tied_weights_keys) < LARGEST
+
+
+def test_three_steps_of_sgd_end_at_the_same_weights():
+    model = model_of("qwen2")
+    other = copy.deepcopy(model)
+    tokens, labels, keywords = batch_of("padded")
+    layers = ps.from_transformers(other)
+    pipeline = ps.Pipeline(layers, "1f1b", NUM_MICROBATCHES, layers.loss, count=layers.count, ranks=1)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+
+    for _ in range(3):
+        pipeline.step(tokens, target=labels, **keywords)
+        optimizer.step()
+        optimizer.zero_grad()
+        _, gradients = accumulated(model, tokens, labels, keywords)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter -= 0.1 * gradients[name]
+
+    largest = max(parameter.abs().max() for parameter in model.parameters())
+    for name, parameter in other.named_parameters():
+        assert (parameter - model.get_parameter(name)).abs().max() < LARGEST * largest
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_logits_are_bit_for_bit_those_of_the_model(kind):
+    model = model_of("gemma3").eval()
+    tokens, labels, keywords = batch_of(kind)
+    layers = ps.from_transformers(model)
+    pipeline = ps.Pipeline(layers, "1f1b", NUM_MICROBATCHES, layers.loss, count=layers.count, ranks=1)
+
+    for _ in range(2):
+        found = pipeline.evaluate(tokens, target=labels, return_outputs=True, **keywords).outputs
+        with torch.no_grad():
+            assert torch.equal(found, model(tokens, use_cache=False, **keywords).logits)
+
+
+def test_names_are_those_of_the_model_and_layers_are_embedding_blocks_norm_and_head():
+    model = model_of("llama")
+    layers = ps.from_transformers(model.config)
+
+    assert [layer.name for layer in layers] == [
+        "model.embed_tokens",
+        *(f"model.layers.{number}" for number in range(6)),
+        "model.norm",
+        "lm_head",
+    ]
+    assert layers[0].weight == 0
+    assert [layer.weight for layer in layers[1:7]] == [1.0] * 6
+    assert layers[-1].weight == 64 * 32 / (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
+    pipeline = ps.Pipeline(layers, "1f1b", 4, layers.loss, count=layers.count, ranks=1)
+    assert pipeline.state_dict().keys() == model.state_dict().keys()
+
+
+def test_the_first_layer_of_gpt2_has_tokens_and_positions_and_its_head_is_tied():
+    layers = ps.from_transformers(config_of("gpt2"))
+    first = layers[0]()
+
+    assert [name for name, _ in first.named_parameters()] == ["transformer.wte.weight", "transformer.wpe.weight"]
+    assert layers[-1].tied == (("lm_head.weight", "transformer.wte.weight"),)
+
+
+def test_experts_count_as_far_as_a_token_uses_them():
+    dense = ps.from_transformers(config_of("llama"))[-1].weight
+    sparse = ps.from_transformers(config_of("mixtral"))[-1].weight
+
+    experts, attention = 3 * 32 * 48, 2 * 32 * 32 + 2 * 16 * 32
+    assert dense == 64 * 32 / (attention + experts)
+    assert sparse == pytest.approx(64 * 32 / (attention + 2 * experts + 4 * 32))
+
+
+def test_a_config_draws_values_by_seed_and_name_whatever_the_split():
+    config = config_of("gpt2")
+    models = [ps.from_transformers(config, seed=seed) for seed in (1, 1, 2)]
+    states = [{name: value for layer in layers for name, value in layer().state_dict().items()} for layers in models]
+
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    differing = {name for name in states[0] if not torch.equal(states[0][name], states[2][name])}
+    assert differing == {name for name in states[0] if name.endswith("weight") and "ln_" not in name}
+    scaled = states[0]["transformer.h.0.mlp.c_proj.weight"].std() / states[0]["transformer.h.0.mlp.c_fc.weight"].std()
+    assert scaled.item() == pytest.approx(12**-0.5, rel=0.1), "the first values of GPT-2 go by its depth"
+
+
+def test_a_model_from_a_config_trains_and_has_the_buffers_that_files_lack():
+    config = config_of("gemma3")
+    layers = ps.from_transformers(config, dtype=torch.float32)
+    tokens, labels, keywords = batch_of("padded")
+    whole = model_of("gemma3")
+    state = {name: value for layer in layers[:-1] for name, value in layer().state_dict().items()}
+    whole.load_state_dict(state, strict=False)  # the head is tied
+    _, wanted = accumulated(whole, tokens, labels, keywords)
+
+    for _, found in gradients_of(layers, "1f1b", 2, tokens, labels, keywords):
+        assert furthest(found, wanted, whole.all_tied_weights_keys) < LARGEST
+
+
+def test_types_and_attention_are_those_that_were_asked_for():
+    config = config_of("llama")
+    layers = ps.from_transformers(config, dtype=torch.bfloat16, attn_implementation="eager")
+
+    assert {each.dtype for each in layers[1]().parameters()} == {torch.bfloat16}
+    assert layers.config._attn_implementation == "eager"
+    assert config._attn_implementation != "eager", "the config of the caller stays as it is"
+
+
+def test_recomputing_and_saving_memory_in_other_ways_change_nothing():
+    model = model_of("mixtral")
+    tokens, labels, keywords = batch_of("packed")
+    _, wanted = accumulated(model, tokens, labels, keywords)
+    layers = ps.from_transformers(model)
+    options = {"recompute": True, "count": layers.count, "ranks": 1}
+    pipeline = ps.Pipeline(layers, "zbv", NUM_MICROBATCHES, layers.loss, **options)
+    for _ in range(2):
+        model.zero_grad()
+        pipeline.step(tokens, target=labels, **keywords)
+
+    found = {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+    assert furthest(found, wanted, {}) < LARGEST

@@ -1,0 +1,50 @@
+"""The loss of a model: shifted labels, their number, and shapes that do not fit."""
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock.errors import PenstockError
+from tests.models.hugging_face.families import batch_of, model_of
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def model():
+    return model_of("llama")
+
+
+def test_the_loss_is_that_of_the_model_and_counts_all_labels_but_the_first_and_those_of_minus_100(model):
+    tokens, labels, _ = batch_of("plain")
+    layers = ps.from_transformers(model)
+    output = model(tokens, labels=labels)
+
+    torch.testing.assert_close(layers.loss(output.logits, labels), output.loss)
+    assert layers.count(labels) == 8 * 11 - 2 * 3
+
+
+def test_a_batch_without_labels_has_the_loss_0(model):
+    tokens, labels, _ = batch_of("plain")
+    layers = ps.from_transformers(model)
+
+    assert layers.loss(model(tokens).logits, torch.full_like(labels, -100)).item() == 0
+    assert layers.count(torch.full_like(labels, -100)) == 0
+
+
+def test_labels_of_another_length_are_refused_by_both_shapes(model):
+    tokens, labels, _ = batch_of("plain")
+    layers = ps.from_transformers(model)
+    pipeline = ps.Pipeline(layers, "1f1b", 4, layers.loss, count=layers.count, ranks=1)
+
+    with pytest.raises(PenstockError, match=r"need labels of shape \(2, 12\), but they have \(2, 11\).*not shifted"):
+        pipeline.step(tokens, target=labels[:, 1:])
+
+
+def test_it_is_a_sequence_of_layers(model):
+    layers = ps.from_transformers(model)
+
+    assert len(layers) == 9
+    assert next(iter(layers)) is layers[0]
+    assert layers[-2:] == [*layers][-2:]
+    assert layers.config is model.config
