@@ -8,7 +8,7 @@ Each layer runs a part of the model's own forward (`models/cutting/`), so nothin
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from penstock.models.cutting.part import CutForward, Part, Segment, part_class
 from penstock.models.cutting.placeholders import tensors_in, without_values
 from penstock.models.cutting.points import cut_model
 from penstock.models.hugging_face import source as sources
+from penstock.models.hugging_face.balance import Balance
 from penstock.models.hugging_face.model import TransformersModel
 from penstock.models.hugging_face.undocumented import give_values, make_unsaved_buffers, tied_names
 from penstock.models.layer import LayerSpec
@@ -54,9 +55,10 @@ def from_transformers(
     cut = cut_model(whole, [f"{blocks}.*"])
     entry = _Entry(whole)
     forward = CutForward(Template(whole, cut, partial(make_unsaved_buffers, whole)), entry)
-    kind, parts = part_class(entry.keywords), segments(cut)
+    parts = segments(cut)
+    kinds = _kinds(whole, part_class(entry.keywords), list(parts))
     if whole is source:
-        layers = [kind(forward, name, segment, *held_by(whole, segment)) for name, segment in parts.items()]
+        layers = [kinds[name](forward, name, segment, *held_by(whole, segment)) for name, segment in parts.items()]
         return TransformersModel(layers, whole, None)
     weights = None
     ties, block = tied_names(whole), _work(whole, whole.get_submodule(f"{blocks}.0"))
@@ -69,7 +71,7 @@ def from_transformers(
         specs.append(
             LayerSpec(
                 name,
-                partial(_build, partial(kind, forward, name, segment), whole, segment, weights),
+                partial(_build, partial(kinds[name], forward, name, segment), whole, segment, weights),
                 seed=seed,
                 weight=sum(_work(whole, module) for module in modules.values()) / block,
                 tied=tuple((mine, other) for mine, other in ties.items() if mine in own),
@@ -77,6 +79,13 @@ def from_transformers(
             )
         )
     return TransformersModel(specs, whole, folder)
+
+
+def _kinds(whole: Any, kind: type[Part], names: list[str]) -> dict[str, Callable[..., Part]]:
+    """Return what makes each layer; with experts to be balanced, those of blocks and the last one have a part in it."""
+    if not getattr(whole.config, "output_router_logits", False):
+        return dict.fromkeys(names, kind)
+    return Balance(whole, names).kinds(kind, names)
 
 
 def _build(make: Any, whole: Any, segment: Segment, weights: Any) -> Part:
@@ -118,6 +127,8 @@ class _Entry:
     def __init__(self, whole: Any) -> None:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(whole.forward).parameters
         self.keywords = [parameters[name] for name in KEYWORDS if name in parameters]
+        # What balances experts is made of what the blocks compute (balance.py), and not in the forward of the model.
+        self._quiet = {"output_router_logits": False} if "output_router_logits" in parameters else {}
         self._width = whole.get_input_embeddings().embedding_dim
 
     def call(self, model: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any], *, is_first: bool) -> Any:
@@ -128,7 +139,7 @@ class _Entry:
             bare = torch.empty((*hidden.shape[:-1], self._width), dtype=hidden.dtype, device="meta")
             batch = {"inputs_embeds": without_values(bare, hidden.device)}
         # With a cache, transformers no longer sees where packed sequences end.
-        return model(**batch, **keywords, use_cache=False, return_dict=True).logits
+        return model(**batch, **keywords, use_cache=False, return_dict=True, **self._quiet).logits
 
 
 def _first(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

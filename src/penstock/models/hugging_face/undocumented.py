@@ -1,5 +1,6 @@
 """What transformers has and its documentation does not promise; each fact has a canary in the test of this file."""
 
+import sys
 from typing import Any
 
 import torch
@@ -35,3 +36,15 @@ def tied_names(model: Any) -> dict[str, str]:
 def device_map_of(model: Any) -> Any:
     """Return on which device each module of a model was placed, if accelerate did: `hf_device_map`."""
     return getattr(model, "hf_device_map", None)
+
+
+def router_class(model: Any) -> type[nn.Module] | None:
+    """Return the class of the modules whose first output is a router's logits: `_can_record_outputs`."""
+    recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    found = getattr(recorder, "target_class", recorder)
+    return found if isinstance(found, type) and getattr(recorder, "index", 0) == 0 else None
+
+
+def has_balance_loss(model: Any) -> bool:
+    """Whether the file of a model has `load_balancing_loss_func`, which its forward adds to the loss."""
+    return hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
