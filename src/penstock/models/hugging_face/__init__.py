@@ -1,0 +1,1 @@
+"""Models of Hugging Face transformers: their weights, by the names that their modules have."""
