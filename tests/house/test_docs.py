@@ -131,7 +131,8 @@ def test_the_distribution_has_a_name_of_its_own():
     assert project["name"] == "torch-penstock"
     assert list(project["scripts"]) == ["penstock"]
     assert (
-        "torch-penstock[plot,tensorboard,tokenizers,docs,completion,search]" in project["optional-dependencies"]["dev"]
+        "torch-penstock[plot,tensorboard,tokenizers,transformers,docs,completion,search]"
+        in project["optional-dependencies"]["dev"]
     )
 
 

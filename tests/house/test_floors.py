@@ -51,8 +51,10 @@ DOORS = {
     ("cli", "__init__"),  # `penstock --version`
 }
 LAST_PLANNING_FLOOR = 5
-NOT_ON_PLANNING_FLOORS = {"torch", "pydantic", "safetensors", "rich", "tensorboard", "tokenizers", "matplotlib"}
-OPTIONAL = {"matplotlib", "tensorboard", "tokenizers", "wandb", "ortools", "argcomplete", "datasets"}
+NOT_ON_PLANNING_FLOORS = {
+    *("torch", "pydantic", "safetensors", "rich", "tensorboard", "tokenizers", "matplotlib", "transformers"),
+}
+OPTIONAL = {"matplotlib", "tensorboard", "tokenizers", "wandb", "ortools", "argcomplete", "datasets", "transformers"}
 # The few late imports of packages that are always there: (file, package), and why.
 LATE = {
     ("penstock.ir.hot", "numba"),  # the compiler takes longer to load than a small plan takes to make

@@ -188,3 +188,17 @@ def test_recomputing_and_saving_memory_in_other_ways_change_nothing():
 
     found = {name: parameter.grad for name, parameter in pipeline.named_parameters()}
     assert furthest(found, wanted, {}) < LARGEST
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma3"])
+def test_a_folder_trains_as_the_model_that_transformers_loads_from_it(family, tmp_path):
+    model = model_of(family)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    tokens, labels, keywords = batch_of("padded")
+    _, wanted = accumulated(model, tokens, labels, keywords)
+    layers = ps.from_transformers(tmp_path)
+
+    for _, found in gradients_of(layers, "1f1b", 2, tokens, labels, keywords):
+        assert furthest(found, wanted, model.all_tied_weights_keys) < LARGEST
+    assert layers.source == tmp_path
+    assert all(parameter.is_meta for parameter in layers.whole.parameters())

@@ -1,23 +1,180 @@
-"""Canaries: what transformers does not promise, and this project relies on. Each says which fact has changed."""
+"""What the code relies on and transformers does not promise; a failure here says which fact a new version changed."""
 
 import pytest
 import torch
 from torch import nn
 
-from penstock.models.hugging_face.undocumented import device_map_of, give_values, make_unsaved_buffers, tied_names
-from tests.models.hugging_face.families import FAMILIES, batch_of, config_of, model_of
+from penstock.models.hugging_face.undocumented import (
+    conversions,
+    device_map_of,
+    give_values,
+    is_quantized,
+    make_unsaved_buffers,
+    missing_and_strange,
+    reverted,
+    tied_names,
+    unsaved_names,
+)
+from tests.models.hugging_face.families import FAMILIES, batch_of, model_of
+from tests.models.hugging_face.tiny_models import config_of, empty_model
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+LAYER = "model.layers.0"
+IN_FILES = f"{LAYER}.block_sparse_moe.experts"
 
 
-def on_meta(family):
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config_of(family))
+def sources_of(model, names):
+    found, strange = conversions(model, names)
+    return {each.first: [name for name, _ in each.sources] for each in found}, strange
+
+
+def meta(*shape):
+    return torch.empty(shape, device="meta")
+
+
+def test_experts_of_a_file_become_one_tensor_in_the_order_of_their_numbers():
+    model = empty_model(config_of("mixtral"))
+    names = [f"{IN_FILES}.{expert}.{part}.weight" for part in ("w1", "w2", "w3") for expert in range(12)]
+
+    found, strange = sources_of(model, names)
+
+    assert not strange
+    assert found.keys() == {f"{LAYER}.mlp.experts.gate_up_proj", f"{LAYER}.mlp.experts.down_proj"}, (
+        "get_model_conversion_mapping or rename_source_key: files of Mixtral become other tensors now"
+    )
+    assert found[f"{LAYER}.mlp.experts.down_proj"] == [f"{IN_FILES}.{expert}.w2.weight" for expert in range(12)], (
+        "dot_natural_key: experts have another order now"
+    )
+
+
+def test_a_converter_takes_tensors_and_joins_those_of_its_patterns():
+    model = empty_model(config_of("mixtral", num_local_experts=2))
+    values = {f"{IN_FILES}.{e}.{part}.weight": torch.randn(24, 16) for e in range(2) for part in ("w1", "w3")}
+    [conversion], _ = conversions(model, values)
+
+    given = dict(values)
+    found = conversion.convert(given, model)
+
+    gate_up = [torch.cat([values[f"{IN_FILES}.{e}.{part}.weight"] for part in ("w1", "w3")]) for e in range(2)]
+    assert list(found) == [f"{LAYER}.mlp.experts.gate_up_proj"], "WeightConverter.convert: it returns other names now"
+    assert torch.equal(found[f"{LAYER}.mlp.experts.gate_up_proj"], torch.stack(gate_up)), (
+        "WeightConverter.add_tensor or .convert: tensors are joined in another way now"
+    )
+    assert not given
+
+
+def test_a_converter_runs_without_values():
+    model = empty_model(config_of("mixtral", num_local_experts=2))
+    [conversion], _ = conversions(model, [f"{IN_FILES}.{e}.{part}.weight" for e in range(2) for part in ("w1", "w3")])
+
+    [found] = conversion.convert({name: meta(24, 16) for name, _ in conversion.sources}, model).values()
+
+    assert (found.shape, found.device.type) == ((2, 48, 16), "meta"), "WeightConverter.convert: needs values now"
+
+
+def test_one_tensor_of_a_file_may_become_several():
+    model = empty_model(config_of("hrm"))
+    own = "self_attn.q_proj.weight"
+    prefix = next(name for name in model.state_dict() if name.endswith(own)).removesuffix(own)
+
+    [conversion], _ = conversions(model, [f"{prefix}attn.gqkv_proj.weight"])
+    found = conversion.convert({f"{prefix}attn.gqkv_proj.weight": meta(64, 16)}, model)
+
+    expected = {f"{prefix}self_attn.{part}_proj.weight" for part in ("gate", "q", "k", "v")}
+    assert found.keys() == expected, "Chunk: the targets of one source have other names now"
+
+
+def test_a_prefix_that_only_one_of_file_and_model_has_is_added_or_removed():
+    model = empty_model(config_of("gpt2"))
+
+    found, strange = sources_of(model, ["wte.weight", "h.0.attn.c_attn.weight", "head.weight"])
+
+    assert found == {
+        "transformer.wte.weight": ["wte.weight"],
+        "transformer.h.0.attn.c_attn.weight": ["h.0.attn.c_attn.weight"],
+    }, "rename_source_key: base_model_prefix is not added any more"
+    assert strange == {"head.weight": "head.weight"}
+
+
+def test_a_name_that_the_model_has_stays_where_the_rules_lead_nowhere(monkeypatch):
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    model = empty_model(config_of("llama"))
+    rules = [WeightRenaming("norm", "layer_norm")]
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: rules)
+
+    assert sources_of(model, ["model.norm.weight"]) == ({"model.norm.weight": ["model.norm.weight"]}, {})
+    assert sources_of(model, ["norm.weight"]) == ({}, {"norm.weight": "layer_norm.weight"})
+
+
+def test_the_way_back_takes_one_tensor_at_a_time():
+    model = empty_model(config_of("mixtral", num_local_experts=2))
+
+    found = reverted(model, {f"{LAYER}.mlp.experts.gate_up_proj": meta(2, 48, 16)})
+
+    assert {name: tuple(value.shape) for name, value in found.items()} == {
+        f"{IN_FILES}.{e}.{part}.weight": (24, 16) for e in range(2) for part in ("w1", "w3")
+    }, "revert_weight_conversion: one tensor alone has another way back now"
+    assert list(reverted(model, {f"{LAYER}.mlp.gate.weight": meta(2, 16)})) == [
+        f"{LAYER}.block_sparse_moe.gate.weight"
+    ], "revert_weight_conversion: renamings are not reverted any more"
+
+
+def test_tensors_that_share_one_of_a_file_go_back_together():
+    model = empty_model(config_of("hrm"))
+    own = "up_proj.weight"
+    prefix = next(name for name in model.state_dict() if name.endswith(own)).removesuffix(own)
+    both = [f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"]
+
+    alone = [reverted(model, {name: meta(24, 16)}) for name in both]
+    [(name, together)] = reverted(model, dict.fromkeys(both, meta(24, 16))).items()
+
+    assert [list(each) for each in alone] == [[name], [name]], (
+        "revert_weight_conversion: a part of a file's tensor has another name than the whole now; units of "
+        "pretrained_out.py rely on it"
+    )
+    assert together.shape == (48, 16)
+
+
+def test_ties_are_known_without_values():
+    assert tied_names(empty_model(config_of("llama-tied"))) == {"lm_head.weight": "model.embed_tokens.weight"}, (
+        "all_tied_weights_keys: it has another form now"
+    )
+    assert tied_names(empty_model(config_of("llama"))) == {}
+
+
+def test_transformers_knows_which_names_may_be_missing_or_left_over():
+    model = empty_model(config_of("llama"))
+    old = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+    missing, strange = missing_and_strange(model, ["model.norm.weight"], [old, "other.weight"])
+
+    assert (missing, strange) == ({"model.norm.weight"}, {"other.weight"}), (
+        "_adjust_missing_and_unexpected_keys: it changes other attributes now"
+    )
+
+
+def test_names_that_are_not_saved_are_known():
+    model = empty_model(config_of("llama"))
+    assert unsaved_names(model) == frozenset(), "_keys_to_ignore_on_save: it has another form now"
+
+    model._keys_to_ignore_on_save = {"model.norm.weight"}
+    assert unsaved_names(model) == {"model.norm.weight"}
+
+
+def test_a_quantized_model_says_so_in_its_config():
+    model = empty_model(config_of("llama"))
+    assert not is_quantized(model)
+
+    model.config.quantization_config = {"quant_method": "fp8"}
+    assert is_quantized(model), "quantization_config: configs have another name for it now"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_init_weights_makes_buffers_that_are_not_saved(family):
-    whole, bare = model_of(family, "eager"), on_meta(family)
+    whole, bare = model_of(family, "eager"), empty_model(model_of(family, "eager").config)
     bare.lm_head = None  # its values are of no interest
     unsaved = [name for name, _ in whole.named_buffers() if name not in whole.state_dict()]
 
@@ -28,19 +185,13 @@ def test_init_weights_makes_buffers_that_are_not_saved(family):
 
 
 def test_init_weights_draws_the_values_of_one_module_by_the_rules_of_its_family():
-    bare = on_meta("llama")
+    bare = empty_model(model_of("llama").config)
     block = bare.model.layers[0]
 
     give_values(bare, block, torch.device("cpu"))
 
     assert block.mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(block.input_layernorm.weight, torch.ones(32))
-
-
-def test_all_tied_weights_keys_names_the_source_of_each_tied_parameter():
-    assert tied_names(model_of("llama")) == {}
-    assert tied_names(model_of("llama", tie_word_embeddings=True)) == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert tied_names(model_of("gpt2")) == {"lm_head.weight": "transformer.wte.weight"}
 
 
 def test_a_device_map_is_noted_in_hf_device_map():

@@ -24,6 +24,7 @@ from penstock.models.hugging_face import source as sources
 from penstock.models.hugging_face.balance import Balance
 from penstock.models.hugging_face.model import TransformersModel
 from penstock.models.hugging_face.undocumented import give_values, make_unsaved_buffers, tied_names
+from penstock.models.hugging_face.weights_in import PretrainedWeights
 from penstock.models.layer import LayerSpec
 
 KEYWORDS = ("attention_mask", "position_ids", "token_type_ids")
@@ -37,8 +38,8 @@ def from_transformers(
 
     `source` is a folder with config.json and safetensors files, a config, or a model, whose modules are used in place.
     A folder's weights are read when a stage is built, and a rank reads its own alone. With a config, first values
-    depend on `seed` and the names of the layers. `dtype` is that of the parameters; None means that of the files, or
-    of the config. Parameters and buffers have the names of the transformers model.
+    depend on `seed` and the names of the layers. `dtype` is that of the parameters; None means that of the config.
+    Parameters and buffers have the names of the transformers model.
 
     Raises:
         ConfigError: transformers is missing or older than 5; there is no such folder; the model is no decoder, or has
@@ -60,7 +61,7 @@ def from_transformers(
     if whole is source:
         layers = [kinds[name](forward, name, segment, *held_by(whole, segment)) for name, segment in parts.items()]
         return TransformersModel(layers, whole, None)
-    weights = None
+    weights = None if folder is None else PretrainedWeights.open(folder, whole)
     ties, block = tied_names(whole), _work(whole, whole.get_submodule(f"{blocks}.0"))
     specs = []
     for name, segment in parts.items():
@@ -88,17 +89,29 @@ def _kinds(whole: Any, kind: type[Part], names: list[str]) -> dict[str, Callable
     return Balance(whole, names).kinds(kind, names)
 
 
-def _build(make: Any, whole: Any, segment: Segment, weights: Any) -> Part:
+def _build(
+    make: Callable[..., Part],
+    whole: Any,
+    segment: Segment,
+    weights: PretrainedWeights | None,
+) -> Part:
     """Build one layer on the default device, with values from files or drawn."""
     device = torch.get_default_device()
     modules, tensors = held_by(whole, segment)
     shared: dict[int, Any] = {id(whole.config): whole.config}
     modules = {name: copy.deepcopy(module, dict(shared)) for name, module in modules.items()}
-    part: Part = make(modules, copy.deepcopy(tensors))
+    part = make(modules, copy.deepcopy(tensors))
     if device.type == "meta":
         return part
-    for module in modules.values():
-        give_values(whole, module, device)
+    if weights is None:
+        for module in modules.values():
+            give_values(whole, module, device)
+        return part
+    make_unsaved_buffers(whole, part, device)
+    for module in part.modules():
+        if any(tensor.is_meta for tensor in module.parameters(recurse=False)):
+            module.to_empty(device=device, recurse=False)
+    weights.fill(part)
     return part
 
 

@@ -59,12 +59,12 @@ def on_meta(source: Any, folder: Path | None, dtype: torch.dtype | None, attn_im
         config = (
             source.__class__.from_dict(source.to_dict())
             if folder is None
-            else library.AutoConfig.from_pretrained(folder)
+            else library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{where}: cannot be read as a config of transformers: {error}", key=KEY) from error
     _require_plain(config, where)
-    settings: dict[str, Any] = {"dtype": dtype or config.dtype or torch.get_default_dtype()}
+    settings: dict[str, Any] = {"trust_remote_code": False, "dtype": dtype or config.dtype or torch.get_default_dtype()}
     if attn_implementation is not None:
         settings["attn_implementation"] = attn_implementation
     try:

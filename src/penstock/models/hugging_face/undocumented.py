@@ -1,10 +1,112 @@
-"""What transformers has and its documentation does not promise; each fact has a canary in the test of this file."""
+"""What the documentation of transformers does not promise: first values, routers, and tensors of files.
+
+Each function has a test in tests/models/hugging_face/test_undocumented.py that says which fact changed.
+
+    file                                            model
+    layers.0.block_sparse_moe.experts.0.w1.weight ┐
+    layers.0.block_sparse_moe.experts.1.w1.weight ├─► model.layers.0.mlp.experts.gate_up_proj
+    ...                                           ┘   a `Conversion`: sources, and the converter of transformers
+"""
 
 import sys
+from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+@dataclass(slots=True, eq=False)
+class Conversion:
+    """Tensors of files that become one tensor of the model, or several."""
+
+    first: str
+    """The target by which transformers calls it."""
+    converter: Any = None
+    """Of transformers; None where the source is the target."""
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    """Name in the files, and the converter's pattern that it matched; in the order in which tensors are joined."""
+
+    def convert(self, tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+        """Return the targets by name; `tensors`, the sources by name, is emptied, so that each is freed early.
+
+        Raises: Exception, of any type, where the sources do not fit together.
+        """
+        if self.converter is None:
+            return {self.first: tensors.pop(self.sources[0][0])}
+        converter = deepcopy(self.converter)
+        for name, pattern in self.sources:
+            converter.add_tensor(self.first, name, pattern, tensors.pop(name))
+        return _flat(converter.convert(self.first, model=model, config=model.config))
+
+
+def conversions(model: Any, names: Iterable[str]) -> tuple[list[Conversion], dict[str, str]]:
+    """Return how tensors of files, by name, become those of a model, and the files' names that become none.
+
+    The latter come with the name that the model would have to have.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = model.state_dict()
+    found: dict[str, Conversion] = {}
+    strange: dict[str, str] = {}
+    # Experts are joined in this order, and some rules wait for a name that comes first in it.
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target not in state and name in state:  # files that transformers 5 wrote without its rules
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, state)
+        if target not in state:
+            strange[name] = target
+            continue
+        made = found.setdefault(target, Conversion(target, None if pattern is None else converter_of[pattern]))
+        made.sources.append((name, pattern or name))
+    return list(found.values()), strange
+
+
+def reverted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what files hold for some tensors of a model, by their names in files.
+
+    Names that share a file's tensor must be given together: else only a part of it comes back.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return _flat(revert_weight_conversion(model, dict(tensors)))
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """Return every tied parameter with the one that it is tied to."""
+    return dict(model.all_tied_weights_keys)
+
+
+def unsaved_names(model: Any) -> frozenset[str]:
+    """Return the parameters and buffers that transformers leaves out of files, those that are tied apart."""
+    return frozenset(model._keys_to_ignore_on_save or ())
+
+
+def missing_and_strange(model: Any, missing: Collection[str], strange: Collection[str]) -> tuple[set[str], set[str]]:
+    """Return which of these names transformers complains about: others may be missing, or are of no use."""
+    info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(strange))
+    model._adjust_missing_and_unexpected_keys(info)
+    return info.missing_keys, info.unexpected_keys
+
+
+def is_quantized(model: Any) -> bool:
+    """Whether the files hold quantized weights, which a quantizer of transformers reads."""
+    return getattr(model.config, "quantization_config", None) is not None
+
+
+def _flat(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return tensors by name, where an operation of transformers may leave a list of one."""
+    with torch.no_grad():
+        return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
 
 def give_values(model: Any, module: nn.Module, device: torch.device) -> None:
@@ -26,11 +128,6 @@ def make_unsaved_buffers(model: Any, root: nn.Module, device: torch.device) -> N
             part.to_empty(device=device, recurse=False)
             with torch.no_grad():
                 model._init_weights(part)
-
-
-def tied_names(model: Any) -> dict[str, str]:
-    """Return, by name of a parameter that is tied, the name of the one that files have: `all_tied_weights_keys`."""
-    return dict(model.all_tied_weights_keys)
 
 
 def device_map_of(model: Any) -> Any:

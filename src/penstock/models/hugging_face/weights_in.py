@@ -1,0 +1,232 @@
+"""The weights of a transformers model from the folder that it is saved in: each tensor by the name that modules have.
+
+    folder   model.safetensors, or model.safetensors.index.json and its files     headers only, when it is opened
+    read     the sources of one tensor ─► cast ─► converted by the rules of transformers
+
+A rank thus reads the bytes of its own tensors, and the headers of all files.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import MAX_SHOWN, CheckpointError, described, nearest
+from penstock.models.hugging_face.model_folder import stored_in_folder
+from penstock.models.hugging_face.stored import DTYPES, Stored
+from penstock.models.hugging_face.undocumented import (
+    Conversion,
+    conversions,
+    is_quantized,
+    missing_and_strange,
+    reverted,
+    tied_names,
+)
+
+SAME_MODEL = "Take the config.json that belongs to these files, or files of this model"
+"""What to do about weights of another model."""
+
+
+@dataclass(slots=True, eq=False)
+class PretrainedWeights:
+    """The tensors of a folder, checked against a model and not yet read; `open` makes one."""
+
+    folder: Path
+    model: Any
+    """Without values, on the meta device."""
+    bytes_read: int = 0
+    """Of headers and tensors, so far."""
+    _stored: dict[str, Stored] = field(default_factory=dict)
+    """By name in the files."""
+    _conversions: dict[str, Conversion] = field(default_factory=dict)
+    """By name in the model."""
+    _ties: dict[str, str] = field(default_factory=dict)
+    _shapes: dict[str, torch.Size] = field(default_factory=dict)
+    """Of the model's parameters and saved buffers."""
+
+    @classmethod
+    def open(cls, folder: Path, model: Any) -> "PretrainedWeights":
+        """Read the headers of a folder, and compare them with the parameters and saved buffers of a model.
+
+        Raises: CheckpointError: no such folder, or its tensors are not those of the model.
+        """
+        shapes = {name: value.shape for name, value in model.state_dict().items()}
+        weights = cls(folder, model, _ties=tied_names(model), _shapes=shapes)
+        if is_quantized(model):
+            raise CheckpointError(
+                f"{folder}: its config.json has a quantization_config; expected unquantized weights. Save the model "
+                "dequantized, in bfloat16 for instance"
+            )
+        weights._stored, weights.bytes_read = stored_in_folder(folder)
+        found, strange = conversions(model, weights._stored)
+        for conversion in found:
+            weights._conversions |= dict.fromkeys(weights._check(conversion), conversion)
+        weights._require_all(strange)
+        return weights
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the files have a tensor of the model, under its own name or one that it is tied to."""
+        return name in self._conversions or any(name in group for group in self._present_groups())
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Read one tensor of the model, by its name there; floating point values become `dtype` if one is given.
+
+        Raises: CheckpointError: no such tensor or type, or a file changed since it was opened.
+        """
+        _require_float(dtype)
+        target = self._target(name)
+        return self._read(self._conversions[target], dtype)[target]
+
+    def fill(self, module: nn.Module, names: Mapping[str, str] | None = None) -> None:
+        """Copy tensors into the parameters and saved buffers of a module, each cast to the type that it has there.
+
+        `names` gives the model's name of each that is to be filled; without it, the module has the model's names. One
+        tensor of the model is in memory at a time, and its sources. What the files may lack stays as it is.
+
+        Raises: CheckpointError: the module has no such tensor, or one of another shape; or as `read`.
+        """
+        state = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+        wanted: dict[int, tuple[Conversion, list[tuple[str, Tensor]]]] = {}
+        for own, name in ({each: each for each in state} if names is None else names).items():
+            if own not in state:
+                raise CheckpointError(
+                    f"{type(module).__name__} has no parameter or saved buffer {own!r} to fill.{nearest(own, state)}"
+                )
+            if name not in self and self._may_lack(name):
+                continue
+            target = self._target(name)
+            conversion = self._conversions[target]
+            wanted.setdefault(id(conversion), (conversion, []))[1].append((target, state[own]))
+        for conversion, several in wanted.values():
+            self._fill(conversion, several)
+
+    def _fill(self, conversion: Conversion, several: list[tuple[str, Tensor]]) -> None:
+        found = self._read(conversion, None)
+        for target, value in several:
+            if value.shape != found[target].shape:
+                raise _other_shape(self.folder, target, found[target].shape, value.shape)
+            with torch.no_grad():
+                value.copy_(found[target])
+
+    def _read(self, conversion: Conversion, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        tensors = {name: self._source(name, dtype) for name, _ in conversion.sources}
+        return conversion.convert(tensors, self.model)
+
+    def _source(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        stored = self._stored[name]
+        self.bytes_read += stored.num_bytes
+        tensor = stored.read()
+        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+    def _check(self, conversion: Conversion) -> Iterable[str]:
+        """Return the targets of a conversion, which runs without values.
+
+        Raises: CheckpointError: of another shape, or not all sources are there.
+        """
+        expected = self._shapes[conversion.first]
+        sources = {name: self._stored[name].on_meta() for name, _ in conversion.sources}
+        shapes = [f"{name!r} {tuple(tensor.shape)}" for name, tensor in sources.items()]
+        if conversion.converter is None and len(shapes) > 1:
+            raise CheckpointError(
+                f"{self.folder}: has {conversion.first!r} {len(shapes)} times, as {', '.join(shapes)}; expected one. "
+                f"{SAME_MODEL}"
+            )
+        try:
+            found = conversion.convert(sources, self.model)
+        except Exception as error:  # its operations raise what torch raises, or what they like
+            self._require_sources(conversion)
+            raise CheckpointError(
+                f"{self.folder}: is of another model: {conversion.first!r} of shape {tuple(expected)} cannot be made "
+                f"of {_listed(shapes, str)}: {error}. {SAME_MODEL}"
+            ) from error
+        for name, tensor in found.items():
+            if name in self._shapes and tensor.shape != self._shapes[name]:
+                self._require_sources(conversion)
+                made_of = "" if conversion.converter is None else f" made of {_listed(shapes, str)}"
+                raise _other_shape(self.folder, name, tensor.shape, self._shapes[name], made_of)
+        return found.keys() & self._shapes.keys()
+
+    def _require_sources(self, conversion: Conversion) -> None:
+        """Name what a tensor would have to be made of and is not there. Raises: CheckpointError."""
+        if conversion.converter is None:
+            return
+        whole = torch.empty(self._shapes[conversion.first], device="meta")
+        expected = reverted(self.model, {conversion.first: whole}).keys()
+        if expected & self._stored.keys() and expected - self._stored.keys():
+            raise _lacks(self.folder, self._stored, expected - self._stored.keys())
+
+    def _require_all(self, strange: Mapping[str, str]) -> None:
+        """Refuse files that lack tensors of the model, or have others. Raises: CheckpointError."""
+        tied = {name for group in self._present_groups() for name in group}
+        lacking = self._shapes.keys() - self._conversions.keys() - tied
+        missing, unknown = missing_and_strange(self.model, lacking, strange.values())
+        if missing:
+            raise _lacks(self.folder, self._stored, missing)
+        if extra := {name for name, target in strange.items() if target in unknown}:
+            hint = nearest(min(extra), self._shapes)
+            raise CheckpointError(
+                f"{self.folder}: is of another model, which also has {_listed(extra)}.{hint} {SAME_MODEL}"
+            )
+
+    def _present_groups(self) -> list[set[str]]:
+        """Return the sets of tied names of which the files have one at least."""
+        groups: dict[str, set[str]] = {}
+        for name, source in self._ties.items():
+            groups.setdefault(source, {source}).add(name)
+        return [group for group in groups.values() if group & self._conversions.keys()]
+
+    def _target(self, name: str) -> str:
+        """Return the name under which the files have a tensor. Raises: CheckpointError."""
+        source = self._ties.get(name, name)
+        group = [source, *sorted(each for each, other in self._ties.items() if other == source)]
+        present = [each for each in group if each in self._conversions]
+        if not present:
+            raise CheckpointError(
+                f"{self.folder}: has no tensor for {name!r}.{nearest(name, self._conversions)} Name one of the model"
+            )
+        self._require_equal(present)
+        return present[0]
+
+    def _require_equal(self, names: list[str]) -> None:
+        """Refuse tied parameters of which the files have several with other values. Raises: CheckpointError."""
+        values = [self._read(self._conversions[name], None)[name] for name in names] if len(names) > 1 else []
+        for name, value in zip(names[1:], values[1:], strict=True):
+            if not torch.equal(value, values[0]):
+                raise CheckpointError(
+                    f"{self.folder}: {name!r} and {names[0]!r} have other values, but the model ties them. Set "
+                    "tie_word_embeddings to false in its config.json"
+                )
+
+    def _may_lack(self, name: str) -> bool:
+        return not missing_and_strange(self.model, [name], [])[0]
+
+
+def _require_float(dtype: Any) -> None:
+    known = [str(each).removeprefix("torch.") for each in DTYPES.values() if each.is_floating_point]
+    if dtype is not None and (dtype not in DTYPES.values() or not dtype.is_floating_point):
+        hint = nearest(str(dtype).removeprefix("torch."), known)
+        raise CheckpointError(f"dtype: is {described(dtype)}; expected a torch.dtype: {', '.join(known)}.{hint}")
+
+
+def _lacks(where: Path, found: Iterable[str], names: Iterable[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: is of another model: it has no {_listed(names)}.{nearest(min(names), found)} {SAME_MODEL}"
+    )
+
+
+def _other_shape(
+    where: Path, name: str, found: Iterable[int], expected: Iterable[int], of: str = ""
+) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: is of another model or tokenizer: {name!r}{of} has the shape {tuple(found)}; expected "
+        f"{tuple(expected)}. {SAME_MODEL}"
+    )
+
+
+def _listed(names: Iterable[str], quoted: Callable[[str], str] = repr) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return f"{', '.join(map(quoted, names[:MAX_SHOWN]))}{more}"

@@ -1,0 +1,131 @@
+"""A tensor is read from its own bytes of a file, and a file that is not whole is refused by its header."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.checkpoints.shards import DTYPE_NAMES
+from penstock.errors import CheckpointError
+from penstock.models.hugging_face import stored
+from penstock.models.hugging_face.stored import DTYPES, stored_in
+
+TENSORS = {
+    "matrix": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "narrow": torch.tensor([0.5, -2.0], dtype=torch.bfloat16),
+    "wide": torch.tensor([[1e300]], dtype=torch.float64),
+    "count": torch.tensor(7),
+    "mask": torch.tensor([True, False, True]),
+    "nothing": torch.zeros(0, 4),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    save_file(TENSORS, tmp_path / "some.safetensors", metadata={"format": "pt"})
+    return tmp_path / "some.safetensors"
+
+
+def write(path, header, data=b""):
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(content).to_bytes(8, "little") + content + data)
+
+
+def test_every_type_and_shape_comes_back(path):
+    found, _ = stored_in(path)
+
+    assert found.keys() == TENSORS.keys()
+    for name, expected in TENSORS.items():
+        tensor = found[name].read()
+        assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape) == (found[name].dtype, tensor.shape)
+        assert torch.equal(tensor, expected)
+        assert found[name].num_bytes == expected.nbytes
+
+
+def test_the_bytes_that_count_are_those_that_the_system_reads(path, monkeypatch):
+    read = []
+
+    class Counting:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.close()
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def read(self, most):
+            read.append(most)
+            return self.file.read(most)
+
+        def readinto(self, buffer):
+            read.append(len(buffer))
+            return self.file.readinto(buffer)
+
+    opened = stored.Path.open
+    monkeypatch.setattr(stored.Path, "open", lambda *args, **options: Counting(opened(*args, **options)))
+
+    found, num_bytes = stored_in(path)
+    assert sum(read) == num_bytes == os.path.getsize(path) - sum(tensor.nbytes for tensor in TENSORS.values())
+    read.clear()
+    found["matrix"].read()
+    assert read == [24]
+
+
+def test_types_have_the_names_that_checkpoints_give_them():
+    assert {dtype: name for name, dtype in DTYPES.items()} == DTYPE_NAMES
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        (b"[1, 2]", "its header is no JSON object"),
+        (b"{not json", "its header is no JSON object"),
+        ({"a": ENTRY | {"data_offsets": [0, 12]}}, "'a' is at the bytes 0 to 12 of 8, but has 8"),
+        ({"a": ENTRY | {"data_offsets": [4, 12]}}, "'a' is at the bytes 4 to 12 of 8, but has 8"),
+        ({"a": ENTRY | {"shape": [-2]}}, "the header has"),
+        ({"a": ENTRY | {"shape": 2}}, "the header has"),
+        ({"a": {"dtype": "F32"}}, "the header has {'dtype': 'F32'} for 'a'"),
+        ({"a": [1]}, "the header has [1] for 'a'"),
+        ({"a": ENTRY | {"dtype": "F8_E4M3"}}, "'a' has the type 'F8_E4M3'; expected F64, F32, F16, BF16"),
+    ],
+)
+def test_a_header_that_says_something_else_is_refused(tmp_path, header, told):
+    write(tmp_path / "bad.safetensors", header, bytes(8))
+
+    with pytest.raises(CheckpointError) as caught:
+        stored_in(tmp_path / "bad.safetensors")
+
+    assert str(tmp_path / "bad.safetensors") in str(caught.value)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x02}q", (2**60).to_bytes(8, "little") + b"{}"])
+def test_a_file_that_is_cut_short_or_none_is_refused_and_allocates_nothing(tmp_path, content):
+    (tmp_path / "cut.safetensors").write_bytes(content)
+
+    with pytest.raises(CheckpointError, match="cannot be read as a safetensors file"):
+        stored_in(tmp_path / "cut.safetensors")
+
+
+def test_a_file_that_is_cut_after_it_was_opened_is_an_error(path):
+    found, _ = stored_in(path)
+    last = max(found.values(), key=lambda each: each.begin + each.num_bytes)
+    os.truncate(path, path.stat().st_size - 1)
+
+    with pytest.raises(CheckpointError, match="it ends 1 bytes too early"):
+        last.read()
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"none.safetensors: cannot be read .*: No such file"):
+        stored_in(tmp_path / "none.safetensors")

@@ -1,0 +1,313 @@
+"""Weights of a folder are those that transformers loads from it, tensor by tensor, and no other bytes are read."""
+
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from penstock.errors import CheckpointError
+from penstock.models.hugging_face.model_folder import INDEX, WHOLE
+from penstock.models.hugging_face.stored import Stored
+from penstock.models.hugging_face.weights_in import PretrainedWeights
+from tests.models.hugging_face.tiny_models import FAMILIES, saved_model
+
+pytest.importorskip("transformers")
+
+EXPERT = "model.layers.1.block_sparse_moe.experts"
+
+
+def change(folder, change_of):
+    """Rewrite the one file of a folder."""
+    tensors = load_file(folder / WHOLE)
+    change_of(tensors)
+    save_file(tensors, folder / WHOLE, metadata={"format": "pt"})
+
+
+def refused(saved):
+    with pytest.raises(CheckpointError) as caught:
+        PretrainedWeights.open(saved.folder, saved.empty)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 5000])
+@pytest.mark.parametrize("family", [*FAMILIES, "hrm"])
+def test_every_name_of_the_model_reads_its_values(tmp_path, family, shard_bytes):
+    saved = saved_model(family, tmp_path, shard_bytes=shard_bytes)
+    assert (tmp_path / INDEX).exists() == (shard_bytes == 5000)
+
+    weights = PretrainedWeights.open(tmp_path, saved.empty)
+
+    for name, expected in saved.state.items():
+        found = weights.read(name)
+        assert name in weights
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected), name
+
+
+def test_they_are_what_transformers_loads(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    saved = saved_model("mixtral", tmp_path, dtype=torch.bfloat16)
+    weights = PretrainedWeights.open(tmp_path, saved.empty)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        state = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
+        assert all(torch.equal(weights.read(name, dtype), value) for name, value in state.items())
+        assert weights.read("model.norm.weight", dtype).dtype == dtype
+
+
+def test_one_tensor_costs_its_own_bytes(tmp_path):
+    saved = saved_model("mixtral", tmp_path, shard_bytes=5000)
+    weights = PretrainedWeights.open(tmp_path, saved.empty)
+    headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in tmp_path.glob("*.safetensors"))
+    assert weights.bytes_read == headers
+
+    for name in ("model.layers.1.mlp.experts.gate_up_proj", "model.norm.weight"):
+        before = weights.bytes_read
+        weights.read(name)
+        assert weights.bytes_read - before == saved.state[name].nbytes
+
+
+def test_a_tied_name_reads_its_source(tmp_path):
+    saved = saved_model("llama-tied", tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / WHOLE)
+    weights = PretrainedWeights.open(tmp_path, saved.empty)
+
+    assert torch.equal(weights.read("lm_head.weight"), saved.state["model.embed_tokens.weight"])
+
+
+def test_a_file_may_have_the_other_name_of_a_tied_weight(tmp_path):
+    saved = saved_model("llama-tied", tmp_path)
+    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+
+    weights = PretrainedWeights.open(tmp_path, saved.empty)
+
+    assert torch.equal(weights.read("model.embed_tokens.weight"), saved.state["lm_head.weight"])
+
+
+def test_a_file_may_have_both_names_of_a_tied_weight_if_they_are_equal(tmp_path):
+    saved = saved_model("llama-tied", tmp_path)
+    name = "model.embed_tokens.weight"
+    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[name].clone()}))
+    assert torch.equal(PretrainedWeights.open(tmp_path, saved.empty).read(name), saved.state[name])
+
+    change(tmp_path, lambda tensors: tensors["lm_head.weight"].add_(1))
+    weights = PretrainedWeights.open(tmp_path, saved.empty)
+    with pytest.raises(CheckpointError, match=r"have other values, but the model ties them\. Set tie_word_embeddings"):
+        weights.read(name)
+
+
+def test_names_without_the_prefix_of_the_base_model_are_understood(tmp_path):
+    saved = saved_model("gpt2", tmp_path)
+    tensors = load_file(tmp_path / WHOLE)
+    short = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    assert short.keys() != tensors.keys()
+    save_file(short, tmp_path / WHOLE)
+
+    weights = PretrainedWeights.open(tmp_path, saved.empty)
+
+    assert torch.equal(weights.read("transformer.h.1.mlp.c_fc.weight"), saved.state["transformer.h.1.mlp.c_fc.weight"])
+
+
+def test_a_module_is_filled_in_its_own_type(tmp_path):
+    saved = saved_model("mixtral", tmp_path, shard_bytes=5000)
+    weights = PretrainedWeights.open(tmp_path, saved.empty)
+    module = saved_model("mixtral", tmp_path / "other").model.to(torch.bfloat16)
+    with torch.no_grad():
+        for value in module.parameters():
+            value.zero_()
+
+    weights.fill(module)
+
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, saved.state[name].to(torch.bfloat16)), name
+
+
+def test_a_module_with_other_names_is_filled_by_the_full_name_of_each(tmp_path):
+    saved = saved_model("llama", tmp_path)
+    module = nn.Linear(16, 64)
+    before = module.bias.detach().clone()
+
+    PretrainedWeights.open(tmp_path, saved.empty).fill(module, {"weight": "lm_head.weight"})
+
+    assert torch.equal(module.weight, saved.state["lm_head.weight"])
+    assert torch.equal(module.bias, before)
+
+
+def test_what_files_may_lack_stays_as_the_module_has_it(tmp_path):
+    saved = saved_model("llama", tmp_path)
+    saved.empty._keys_to_ignore_on_load_missing = {"model.norm.weight"}
+    change(tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
+    weights = PretrainedWeights.open(tmp_path, saved.empty)
+    with torch.no_grad():
+        saved.model.model.norm.weight.fill_(3)
+        saved.model.lm_head.weight.fill_(3)
+
+    weights.fill(saved.model)
+
+    assert saved.model.model.norm.weight.eq(3).all()
+    assert torch.equal(saved.model.lm_head.weight, load_file(tmp_path / WHOLE)["lm_head.weight"])
+
+
+def test_whole_numbers_keep_their_type(tmp_path):
+    saved = saved_model("llama", tmp_path)
+    saved.empty.model.register_buffer("count", torch.tensor(0, device="meta"))
+    change(tmp_path, lambda tensors: tensors.update({"model.count": torch.tensor(2**60 + 1)}))
+
+    found = PretrainedWeights.open(tmp_path, saved.empty).read("model.count", torch.bfloat16)
+
+    assert (found.dtype, found.item()) == (torch.int64, 2**60 + 1)
+
+
+def test_what_shares_a_tensor_of_the_files_is_filled_by_one_read(tmp_path):
+    for family in ("hrm", "llama-tied"):
+        saved = saved_model(family, tmp_path / family)
+        weights = PretrainedWeights.open(tmp_path / family, saved.empty)
+        before = weights.bytes_read
+        weights.fill(saved.model)
+        assert weights.bytes_read - before == sum(t.nbytes for t in load_file(tmp_path / family / WHOLE).values())
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_filling_holds_the_sources_of_one_tensor_at_a_time(tmp_path, monkeypatch, family):
+    saved = saved_model(family, tmp_path)
+    weights = PretrainedWeights.open(tmp_path, saved.empty)
+    alive, most, read = weakref.WeakSet(), [], Stored.read
+
+    def noting(stored):
+        tensor = read(stored)
+        alive.add(tensor)
+        most.append(sum(each.nbytes for each in alive))
+        return tensor
+
+    monkeypatch.setattr(Stored, "read", noting)
+    weights.fill(saved.model)
+
+    assert max(most) == max(value.nbytes for value in saved.state.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_four_ranks_read_their_own_tensors_and_one_percent_more(tmp_path, family):
+    saved = saved_model(
+        family, tmp_path, shard_bytes=2 * 10**6, hidden_size=128, intermediate_size=256, num_hidden_layers=8
+    )
+    names = list(saved.state)
+    for rank in range(4):
+        own = [name for name in names if f".layers.{2 * rank}." in name or f".layers.{2 * rank + 1}." in name]
+        weights = PretrainedWeights.open(tmp_path, saved.empty)
+        for name in own:
+            weights.read(name)
+        num_bytes = sum(saved.state[name].nbytes for name in own)
+        assert num_bytes <= weights.bytes_read <= 1.01 * num_bytes
+
+
+def test_a_missing_tensor_is_named_with_the_nearest(tmp_path):
+    saved = saved_model("llama", tmp_path)
+    change(tmp_path, lambda tensors: tensors.update({"model.norm.wieght": tensors.pop("model.norm.weight")}))
+
+    told = refused(saved)
+
+    assert f"{tmp_path}: is of another model: it has no 'model.norm.weight'. Did you mean 'model.norm.wieght'" in told
+    assert told.endswith("Take the config.json that belongs to these files, or files of this model")
+
+
+def test_an_extra_tensor_is_named_with_the_nearest(tmp_path):
+    saved = saved_model("llama", tmp_path)
+    change(tmp_path, lambda tensors: tensors.update({"model.norms.weight": torch.ones(2)}))
+
+    assert "which also has 'model.norms.weight'. Did you mean 'model.norm.weight'" in refused(saved)
+
+
+def test_a_buffer_that_old_files_have_is_no_extra_tensor(tmp_path):
+    saved = saved_model("llama", tmp_path)
+    old = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change(tmp_path, lambda tensors: tensors.update({old: torch.ones(4)}))
+
+    PretrainedWeights.open(tmp_path, saved.empty)
+
+
+def test_another_shape_is_told_with_the_expected_one(tmp_path):
+    saved = saved_model("llama", tmp_path)
+    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.ones(65, 16)}))
+
+    assert "'lm_head.weight' has the shape (65, 16); expected (64, 16)" in refused(saved)
+
+
+@pytest.mark.parametrize("numbers", [[5], [11], [5, 6, 7]])
+def test_a_missing_expert_is_named(tmp_path, numbers):
+    saved = saved_model("mixtral", tmp_path)
+
+    def remove(tensors):
+        for number in numbers:
+            del tensors[f"{EXPERT}.{number}.w1.weight"], tensors[f"{EXPERT}.{number}.w3.weight"]
+
+    change(tmp_path, remove)
+
+    assert f"it has no '{EXPERT}.{numbers[0]}.w1.weight'" in refused(saved)
+
+
+def test_a_part_of_an_expert_that_is_missing_is_named(tmp_path):
+    saved = saved_model("mixtral", tmp_path)
+    change(tmp_path, lambda tensors: tensors.pop(f"{EXPERT}.3.w3.weight"))
+
+    assert f"it has no '{EXPERT}.3.w3.weight'. Did you mean" in refused(saved)
+
+
+def test_an_expert_of_another_shape_is_told_by_what_is_made_of_it(tmp_path):
+    saved = saved_model("mixtral", tmp_path)
+    change(tmp_path, lambda tensors: tensors.update({f"{EXPERT}.5.w2.weight": torch.ones(16, 25)}))
+
+    told = refused(saved)
+
+    assert "'model.layers.1.mlp.experts.down_proj' of shape (12, 16, 24) cannot be made of" in told
+    assert f"'{EXPERT}.5.w2.weight' (16, 25)" in told
+
+
+def test_one_tensor_under_two_names_is_refused(tmp_path):
+    saved = saved_model("gpt2", tmp_path)
+    change(tmp_path, lambda tensors: tensors.update({"wpe.weight": tensors["transformer.wpe.weight"].clone()}))
+
+    assert "has 'transformer.wpe.weight' 2 times" in refused(saved)
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    saved = saved_model("llama", tmp_path)
+    saved.empty.config.quantization_config = {"quant_method": "fp8"}
+
+    assert "its config.json has a quantization_config; expected unquantized weights" in refused(saved)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "told"),
+    [
+        (
+            "bfloat",
+            "is 'bfloat' of type str; expected a torch.dtype: float64, float32, float16, bfloat16. Did you mean",
+        ),
+        (torch.int8, "is torch.int8 of type dtype; expected a torch.dtype"),
+        (torch.complex64, "is torch.complex64 of type dtype; expected a torch.dtype"),
+    ],
+)
+def test_a_type_that_weights_cannot_have_is_refused(tmp_path, dtype, told):
+    saved = saved_model("llama", tmp_path)
+
+    with pytest.raises(CheckpointError) as caught:
+        PretrainedWeights.open(tmp_path, saved.empty).read("model.norm.weight", dtype)
+
+    assert told in str(caught.value)
+
+
+def test_what_is_not_there_cannot_be_read_or_filled(tmp_path):
+    saved = saved_model("llama", tmp_path)
+    weights = PretrainedWeights.open(tmp_path, saved.empty)
+
+    assert "model.norms.weight" not in weights
+    with pytest.raises(CheckpointError, match=r"has no tensor for 'model.norms.weight'\. Did you mean"):
+        weights.read("model.norms.weight")
+    with pytest.raises(CheckpointError, match=r"Linear has no parameter or saved buffer 'wieght' to fill\. Did you"):
+        weights.fill(nn.Linear(2, 2), {"wieght": "lm_head.weight"})
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' has the shape \(64, 16\); expected \(2, 2\)"):
+        weights.fill(nn.Linear(2, 2), {"weight": "lm_head.weight"})
