@@ -46,7 +46,7 @@ def run(arguments: Namespace) -> int:
     with load_trained(config) as pipeline:
         obstacle = obstacle_to_sampling(config, pipeline)
         if obstacle:
-            raise ConfigError(f"{config.model.source} writes no text: {obstacle}", key="model.source")
+            raise ConfigError(f"{config.model.place} writes no text: {obstacle}", key=config.model.place_key)
         say_piece(arguments.prompt)
         for piece in sample(config, pipeline, prompt):
             say_piece(piece)

@@ -91,7 +91,7 @@ def obstacle_to_sampling(config: RunConfig, pipeline: Pipeline) -> str:
 
     It has to return logits of every position, which must not depend on later tokens.
     """
-    if not config.model.source:
+    if not config.model.place:
         return ""  # the decoder can
     length, vocabulary = config.batch.length, tokenizer_of(config).vocabulary
     rows = torch.zeros(2, 1, length, dtype=torch.int64, device=pipeline.device)
@@ -127,7 +127,7 @@ def sample(config: RunConfig, pipeline: Pipeline, prompt: Sequence[int]) -> Iter
     """Yield the run's sample piece by piece, on every rank: the text that follows a prompt."""
     obstacle = obstacle_to_sampling(config, pipeline)
     if obstacle:
-        return iter([f" ... the model of {config.model.source} writes no text: {obstacle}"])
+        return iter([f" ... the model of {config.model.place} writes no text: {obstacle}"])
     tokenizer, section = tokenizer_of(config), config.sample
     sampling = Sampling(section.temperature, section.top_k, config.run.seed)
     length = config.batch.length  # of the sequences that it was trained on

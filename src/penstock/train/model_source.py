@@ -1,4 +1,4 @@
-"""The model of a run: the decoder, or layers that a user's function returns (`model.source`), and its loss."""
+"""The model of a run, and its loss: the decoder, one of transformers, or layers that a user's function returns."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError, described, shortened
 from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers
+from penstock.models.hugging_face.from_transformers import from_transformers
 from penstock.schedules.third_party import run_third_party
 from penstock.train.optimizing.precision import Precision
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.user_function import load_function
 
 KEY = "model.source"
+TRANSFORMERS = "model.transformers"
 KEYS_OF_CODE = (KEY, "model.loss", "data.source")
 FUNCTION = "--function"
 EXPECTED = "a list of torch.nn.Module or of LayerSpec, in the order in which they run"
@@ -34,6 +36,8 @@ def build_layers(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
     """
     if config.model.source:
         return Precision(config.precision).cast(_layers_of_source(config, vocabulary))
+    if config.model.transformers:
+        return Precision(config.precision).cast(_layers_of_transformers(config, vocabulary))
     sizes = {"vocabulary": vocabulary, "length": config.max_length}
     model = config.model.model_copy(update=sizes)
     layers = decoder_layers(model, seed=config.run.seed, takes_positions=config.data.packing == "documents")
@@ -44,20 +48,28 @@ def loss_of(config: RunConfig, vocabulary: int) -> Loss:
     """Return the loss of a run, a mean over tokens unless it is a user's own. Raises: ConfigError."""
     if config.model.loss:
         return load_function(config.model.loss, "model.loss")
-    return partial(_token_loss, vocabulary) if config.model.source else cross_entropy_loss
+    return partial(_token_loss, vocabulary, config.model.place_key) if config.model.place else cross_entropy_loss
 
 
 def source_digest(config: RunConfig) -> str:
-    """Return the digest of the files of a user's model; empty for the decoder. Raises: ConfigError: one is missing."""
-    if not config.model.source:
+    """Return the digest of the files that say what another model is; empty for the decoder.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    model = config.model
+    if not model.place:
         return ""
     digest = hashlib.sha256()
-    for key, place in ((KEY, config.model.source), ("model.loss", config.model.loss)):
-        file = place.rpartition(":")[0]
+    files = {KEY: model.source.rpartition(":")[0], "model.loss": model.loss.rpartition(":")[0]}
+    if model.transformers:
+        files = {TRANSFORMERS: str(Path(model.transformers, "config.json"))}
+    for key, file in files.items():
         try:
             digest.update(Path(file).read_bytes() if file else b"")
         except OSError as error:
-            raise ConfigError(f"{file}: cannot be read ({error.strerror}); give FILE.py:FUNCTION", key=key) from error
+            expected = "a folder of a Hugging Face model" if model.transformers else "FILE.py:FUNCTION"
+            raise ConfigError(f"{file}: cannot be read ({error.strerror}); give {expected}", key=key) from error
     return digest.hexdigest()
 
 
@@ -85,12 +97,33 @@ def require_named_code(config: RunConfig, functions: Collection[str], *, runs: C
         raise ConfigError(f"got {shortened(unused[0])}, which the run does not use; leave it out", key=FUNCTION)
 
 
-def _layers_of_source(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
-    place, options = config.model.source, config.model.options
+def _layers_of_transformers(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
+    model = config.model
+    _require_unchanged(config)
+    try:
+        layers = from_transformers(model.transformers, dtype=model.torch_dtype, seed=config.run.seed)
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix(f"{error.key}: "), key=TRANSFORMERS) from error
+    if layers.config.vocab_size < vocabulary:
+        raise ConfigError(
+            f"{model.transformers} is for {layers.config.vocab_size} token ids, but the tokenizer has {vocabulary}; "
+            "name its own in data.tokenizer",
+            key=TRANSFORMERS,
+        )
+    return [layer for layer in layers if isinstance(layer, LayerSpec)]
+
+
+def _require_unchanged(config: RunConfig) -> None:
     if config.model.source_digest not in ("", source_digest(config)):
         raise ConfigError(
-            f"the files of {place} have changed since the run began; put them back, or begin another run", key=KEY
+            f"the files of {config.model.place} have changed since the run began; put them back, or begin another run",
+            key=config.model.place_key,
         )
+
+
+def _layers_of_source(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
+    place, options = config.model.source, config.model.options
+    _require_unchanged(config)
     function = load_function(place, KEY)
     call = partial(function, vocabulary=vocabulary, length=config.max_length, **options)
     # Modules are made at once, so every rank draws the same numbers for all of them.
@@ -126,12 +159,12 @@ def _described_modules(modules: list[nn.Module]) -> list[LayerSpec]:
     return layers
 
 
-def _token_loss(vocabulary: int, logits: Any, target: Tensor) -> Tensor:
+def _token_loss(vocabulary: int, key: str, logits: Any, target: Tensor) -> Tensor:
     """Check what the user's last layer returns, then take the loss of the decoder."""
     if not isinstance(logits, Tensor) or logits.shape[:-1] != target.shape or logits.shape[-1] < vocabulary:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else described(logits)
         raise PenstockError(
-            f"{KEY}: the last layer returned {found}; the loss of next tokens needs logits of shape "
+            f"{key}: the last layer returned {found}; the loss of next tokens needs logits of shape "
             f"{(*target.shape, vocabulary)} [batch, length, vocabulary]. Return these, or name your own model.loss"
         )
     return cross_entropy_loss(logits, target)

@@ -182,9 +182,9 @@ def _require_layers(config: RunConfig, num_layers: int) -> None:
     fewest = pipeline.ranks * max((pipeline.stages_per_rank + 1) // 2, 1)
     if pipeline.schedule in FAMILIES and fewest > num_layers:
         stages = f" of {pipeline.stages_per_rank} stages" if pipeline.stages_per_rank else ""
-        source, blocks = config.model.source, config.model.layers
+        source, blocks = config.model.place, config.model.layers
         what = f"those of {source}" if source else f"{blocks} blocks, the embedding, the norm and the head"
-        more = "have it return more layers" if source else "raise model.layers"
+        more = "take a model of more layers" if source else "raise model.layers"
         raise ConfigError(
             f"{count_of(pipeline.ranks, 'rank')}{stages} need at least {fewest} layers, but the model has {num_layers} "
             f"({what}). Use at most {num_layers} ranks, or {more}",
@@ -283,14 +283,14 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, 
         run_ahead=config.pipeline.run_ahead or None,
         compile=config.pipeline.compile,
         # What layers draw at random, too, is the same on any number of ranks and replicas. The decoder draws nothing.
-        seed=config.run.seed if config.model.source else None,
+        seed=config.run.seed if config.model.place else None,
         **replicas_of(config, device),
     )
 
 
 def _some_vocabulary(config: RunConfig) -> int:
     """Return a number of tokens for layers that are not trained: what is known before the tokenizer is read."""
-    return config.model.vocabulary or 256
+    return config.model.vocabulary or (1 if config.model.transformers else 256)
 
 
 def build_trainer(config: RunConfig, pipeline: Pipeline) -> Trainer:

@@ -148,3 +148,24 @@ def test_slices_are_refused_before_a_step(model):
 def test_what_is_no_module_is_refused():
     with pytest.raises(ConfigError, match=r"expected an nn\.Module"):
         cut([nn.Linear(2, 2)], ["0"])
+
+
+def test_compiled_blocks_give_the_same(model, batch):
+    words, padding, target = batch
+    loss_of(model(words, padding), target).backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    parts = cut(model, ["blocks.*"])
+    assert [module for part in parts for module in part.modules_to_compile] == [
+        model.words,
+        *model.blocks,
+        model.norm,
+        model.head,
+    ]
+
+    pipeline = ps.Pipeline(parts, "1f1b", 4, loss_of, ranks=1, compile="aot_eager")
+    for _ in range(2):
+        pipeline.step(words=words, padding=padding, target=target)
+
+    for name, parameter in pipeline.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * wanted[name], rtol=1e-10, atol=1e-10)

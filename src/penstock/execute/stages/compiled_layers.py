@@ -34,6 +34,8 @@ def without_wrappers(layer: T) -> T | nn.Module:
 def compile_layers(stages: Iterable[Stage], name: bool | str) -> None:
     """Compile each layer in place, unless it is already; within DistributedDataParallel, the layer that it holds.
 
+    A layer whose own forward is no code for a compiler, such as a part of `ps.cut`, says what to compile in its place.
+
     Raises:
         ConfigError: there is no backend of that name.
     """
@@ -42,8 +44,9 @@ def compile_layers(stages: Iterable[Stage], name: bool | str) -> None:
     compiler: Any = partial(torch.compile, backend=find_backend(name))
     for layer in (layer for stage in stages for layer in stage.modules):
         module = layer.module if isinstance(layer, DistributedDataParallel) else layer
-        if not is_compiled(module):
-            compile_module(module, compiler)
+        for each in getattr(module, "modules_to_compile", [module]):
+            if not is_compiled(each):
+                compile_module(each, compiler)
 
 
 def _in_place(module: nn.Module, compiler: Any) -> nn.Module:

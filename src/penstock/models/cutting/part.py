@@ -201,6 +201,11 @@ class Part(nn.Module):
             self._passes_on = passes_on and segment.stop is not None
         return output
 
+    @property
+    def modules_to_compile(self) -> list[nn.Module]:
+        """The submodules of the layer: between them runs the forward of the model, with exceptions and by threads."""
+        return [self.get_submodule(name) for name in self._segment.modules]
+
     def extra_repr(self) -> str:
         """Return the points between which it runs."""
         return f"{self._segment.start or 'the begin'} .. {self._segment.stop or 'the end'}"

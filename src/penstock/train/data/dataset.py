@@ -2,7 +2,7 @@
 
 Tokens and target are int64 [batch, length]: sequences per batch, tokens per sequence. The target is the token that
 follows; behind the end of a sequence it is -100, which no loss counts. With document masks, `positions` [batch, length]
-counts from 0 at the begin of each document.
+counts from 0 at the begin of each document; a model of transformers calls it `position_ids`.
 """
 
 import hashlib
@@ -29,6 +29,8 @@ from penstock.train.settings.config import RunConfig
 from penstock.train.settings.sections import SourceKeys
 
 EVERYTHING = Wants()
+POSITIONS = {False: "positions", True: "position_ids"}
+"""What a model calls positions: whether it is one of transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class BatchOptions:
     seed: int = 0
     packing: str = "windows"
     """See `data.packing`."""
+    positions: str = "positions"
+    """What the model calls them."""
 
 
 class TokenDataset:
@@ -168,7 +172,7 @@ class TokenDataset:
         """Read some sequences, as much of them as is wanted."""
         keywords: dict[str, Any] = {}
         if self._options.packing == "documents":
-            keywords["positions"] = self._positions(spans)
+            keywords[self._options.positions] = self._positions(spans)
         if not (wants.inputs or wants.target):
             return Batch(**keywords)
         length = self._options.length
@@ -247,7 +251,9 @@ def open_dataset(
     size = min(config.batch.size, max(num_sequences, 1)) if may_be_small else config.batch.size
     return TokenDataset(
         sources,
-        BatchOptions(size, config.batch.length, config.run.seed, data.packing),
+        BatchOptions(
+            size, config.batch.length, config.run.seed, data.packing, POSITIONS[bool(config.model.transformers)]
+        ),
         weights=weights,
         vocabulary=vocabulary,
         digest=_digest([file.manifest.digest for file in files], weights),

@@ -83,6 +83,16 @@ class RunConfig(Section):
     profile: ProfileSection = ProfileSection()
     debug: DebugSection = DebugSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_the_tokenizer_of_transformers(cls, table: Any) -> Any:
+        model, data = (table.get(key, {}) for key in ("model", "data")) if isinstance(table, dict) else ({}, {})
+        folder = model.get("transformers") if isinstance(model, dict) else None
+        if not isinstance(folder, str) or not folder or not isinstance(data, dict) or "tokenizer" in data:
+            return table
+        own = Path(folder, "tokenizer.json")
+        return {**table, "data": {**data, "tokenizer": str(own)}} if own.is_file() else table
+
     @model_validator(mode="after")
     def _keep_the_rules(self) -> Self:
         problems = [

@@ -62,6 +62,14 @@ OPTIONAL_PACKAGES = (
         "set data.tokenizer = 'bytes'",
     ),
     OptionalPackage(
+        "transformers",
+        "transformers",
+        "transformers",
+        "model.transformers",
+        lambda config: bool(config.model.transformers),
+        "leave it out to train the decoder",
+    ),
+    OptionalPackage(
         "datasets",
         "datasets",
         "datasets",

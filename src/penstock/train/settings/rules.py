@@ -162,8 +162,19 @@ def _source_of_model_problems(model: ModelSection) -> Iterator[Problem]:
             yield Problem(f"model.options.{key}", f"model.source gets it already; set model.{key} to change it")
 
 
+def _transformers_problems(model: ModelSection) -> Iterator[Problem]:
+    """The folder's config says what the decoder's keys would."""
+    for key, field in ModelSection.model_fields.items():
+        is_own = key in ("transformers", "source_digest", "dtype", "length")
+        if not is_own and getattr(model, key) != field.get_default(call_default_factory=True):
+            yield Problem(f"model.{key}", "is not for a model of transformers, whose config.json says it all; drop it")
+
+
 def model_problems(model: ModelSection, batch: BatchSection) -> Iterator[Problem]:
-    yield from _source_of_model_problems(model) if model.source else _decoder_problems(model)
+    if model.transformers:
+        yield from _transformers_problems(model)
+    else:
+        yield from _source_of_model_problems(model) if model.source else _decoder_problems(model)
     if 0 < model.length < batch.length:
         yield Problem("batch.length", f"{batch.length} tokens are more than model.length = {model.length}")
 

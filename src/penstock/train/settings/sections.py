@@ -137,15 +137,34 @@ class ModelSection(Section, DecoderConfig):
         "another model; empty: the decoder that the other keys describe",
     )
     options: dict[str, Scalar] = Field(default_factory=dict, description="other arguments of model.source")
+    transformers: str = Field(
+        default="",
+        description="folder of a Hugging Face causal language model, which is trained on; data.tokenizer is its own "
+        "unless another is named (needs the extra `transformers`)",
+    )
     loss: str = Field(
         default="",
         description="FILE.py:FUNCTION, which takes what the last layer returns and the target; empty: cross entropy "
         "of next tokens",
     )
-    source_digest: str = Field(default="", description="of the files of model.source and model.loss; a run fills it in")
+    source_digest: str = Field(
+        default="",
+        description="of the files of model.source and model.loss, or of the config of model.transformers; a run fills "
+        "it in",
+    )
 
     vocabulary: NotNegative = Field(default=0, description="number of token ids; 0: as many as the tokenizer has")
     length: NotNegative = Field(default=0, description="longest sequence in tokens; 0: as long as batch.length")
+
+    @property
+    def place(self) -> str:
+        """Where another model than the decoder comes from; empty for the decoder."""
+        return self.source or self.transformers
+
+    @property
+    def place_key(self) -> str:
+        """The key that says so."""
+        return "model.source" if self.source else "model.transformers"
 
 
 class SourceKeys(Section):

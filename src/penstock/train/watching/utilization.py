@@ -32,7 +32,7 @@ class Utilization:
 def utilization_of(config: RunConfig, vocabulary: int, device: torch.device) -> Utilization | None:
     """Return the utilisation of a run whose ranks have devices like this one; None where their peak is not known."""
     data_type = _data_type(config)
-    if not is_queued(device) or data_type is None or config.model.source:
+    if not is_queued(device) or data_type is None or config.model.place:
         return None
     known = device_of_torch(name_of(device))
     if known is None:
