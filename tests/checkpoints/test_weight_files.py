@@ -15,7 +15,8 @@ from torch import nn
 from penstock.checkpoints import weight_files, work
 from penstock.checkpoints.pretrained import files_of, find_weights, load_weights
 from penstock.checkpoints.shards import write_tensors
-from penstock.checkpoints.weight_files import INDEX, WHOLE, require_saveable, save_weights
+from penstock.checkpoints.weight_files import INDEX, WHOLE, require_saveable, save_tensors, save_weights
+from penstock.checkpoints.weight_format import PlainFormat, Unit
 from penstock.errors import NotSaved, PipelineError
 from penstock.models import LayerSpec
 from tests.ranks import run_ranks, run_ranks_with_deaths
@@ -181,6 +182,63 @@ def test_all_types_shapes_and_saved_buffers_come_back(tmp_path, num_ranks):
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
     assert all(loaded[name].dtype == expected[name].dtype for name in expected)
+
+
+class Turned(PlainFormat):
+    """Saves matrices as others have them: turned, and named so."""
+
+    stem = "turned"
+
+    def units(self, tensors):
+        return [
+            Unit(names=[name], saved={f"{name}.t": (dtype, shape[::-1])}) for name, (dtype, shape) in tensors.items()
+        ]
+
+    def convert(self, tensors):
+        return {f"{name}.t": tensor.T for name, tensor in tensors.items()}
+
+    def write_further(self, folder, saved):
+        folder.mkdir()
+        (folder / "notes.txt").write_text(", ".join(saved))
+
+
+@pytest.mark.parametrize("num_bytes", [10**9, 30])
+def test_a_format_names_files_and_tensors_and_adds_files(tmp_path, monkeypatch, num_bytes):
+    monkeypatch.setattr(weight_files, "FILE_BYTES", num_bytes)
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, 1)}
+    entries = {name: ("F32", list(tensor.shape)) for name, tensor in tensors.items()}
+
+    save_tensors(tmp_path, entries, lambda names: {name: tensors[name] for name in names}, Turned())
+
+    found = all_tensors(tmp_path)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        f"{name}.t": tensor.T.tolist() for name, tensor in tensors.items()
+    }
+    files = {"turned.safetensors"} if num_bytes == 10**9 else {path.name for path in tmp_path.glob("turned-*-of-*")}
+    files |= set() if num_bytes == 10**9 else {"turned.safetensors.index.json"}
+    assert set(names(tmp_path)) == {*files, "notes.txt"}
+    assert (tmp_path / "notes.txt").read_text() == "a.t, b.t"
+
+
+class Merging(Turned):
+    """Saves all under one name, which no two ranks can."""
+
+    def units(self, tensors):
+        return [Unit(names=[name], saved={"all": entry}) for name, entry in tensors.items()]
+
+
+def test_two_ranks_that_would_save_one_tensor_are_refused(tmp_path):
+    def fail(transport):
+        pipeline = small_pipeline(transport, [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+        error = error_of(save_weights, tmp_path, pipeline, Merging())
+        pipeline.close()
+        return error
+
+    errors = on_ranks(2, fail)
+
+    assert [type(error) for error in errors] == [NotSaved] * 2
+    assert all("'1.weight' and '0.weight' are saved as one tensor, 'all'" in str(error) for error in errors)
+    assert names(tmp_path) == []
 
 
 def test_the_file_says_that_torch_reads_it(tmp_path):

@@ -83,7 +83,7 @@ FLAGS = {
         "--theme",
         "--to",
     ],
-    "convert": ["--compute-only", "--force", "--from", "--lowered", "--to"],
+    "convert": ["--compute-only", "--force", "--from", "--like", "--lowered", "--to"],
     "profile": ["RUN.toml", "--force", "--output", "--port", "--set", "--steps"],
     "doctor": ["RUN_DIR", "--memory-limit", "--split", "--system", "--to"],
     "runs": ["--to", "--force", "--output", "--theme"],

@@ -13,10 +13,11 @@ A disk may thus take any time, and a rank that is lost is still noticed within t
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
 from uuid import uuid4
 
 from torch import Tensor
@@ -32,15 +33,25 @@ from penstock.checkpoints.content import (
 )
 from penstock.checkpoints.held import Held
 from penstock.checkpoints.manifest import TensorEntry
-from penstock.checkpoints.shards import naming_file, read_tensors, require_visible, write_tensors
+from penstock.checkpoints.shards import flush_file, naming_file, read_tensors, require_visible, write_tensors
 from penstock.checkpoints.staging import Staging, stage
+from penstock.checkpoints.weight_format import PLAIN, Entries, Unit, WeightFormat
 from penstock.checkpoints.work import run_together
 from penstock.errors import NotSaved
 from penstock.files import PARTIAL_SUFFIX, atomic_file, flush_folder
 from penstock.pipeline import Pipeline
 
-WHOLE = f"{WEIGHTS}.safetensors"
-INDEX = f"{WHOLE}.index.json"
+
+def whole_name(stem: str) -> str:
+    return f"{stem}.safetensors"
+
+
+def index_name(stem: str) -> str:
+    return f"{whole_name(stem)}.index.json"
+
+
+WHOLE = whole_name(WEIGHTS)
+INDEX = index_name(WEIGHTS)
 SHARDS = f"{WEIGHTS}-*-of-*.safetensors"
 FILE_BYTES = 5_000_000_000
 """The most tensors in one file, unless a single one is larger; Hugging Face libraries have the same rule."""
@@ -55,40 +66,100 @@ class _Shard:
     partial: Path
     """Where it is written."""
     rank: int
-    names: tuple[str, ...]
-    num_bytes: int
+    units: tuple[Unit, ...]
+
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """The tensors by name in the file."""
+        return {name: entry for unit in self.units for name, entry in _entries(unit, self.path.name).items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(_num_bytes, self.units))
 
 
-def save_weights(folder: Path, pipeline: Pipeline) -> None:
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """All that is written of one model, the same on every rank."""
+
+    folder: Path
+    format: WeightFormat
+    token: str
+    """Of this save: part of the name of every file that is not whole yet."""
+    shards: tuple[_Shard, ...]
+
+    @property
+    def further(self) -> Path:
+        """The folder in which files beside the weights are written first."""
+        return self.folder / f".{self.format.stem}.{self.token}{PARTIAL_SUFFIX}"
+
+    def write(self, shard: _Shard, read: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> None:
+        """Write one file of tensors under its other name; `read` returns the whole tensors of one unit."""
+        with naming_file(shard.path):
+            tensors: dict[str, Tensor] = {}
+            for unit in shard.units:
+                found = self.format.convert(read(unit["names"]))
+                tensors |= {name: tensor.contiguous() for name, tensor in found.items()}
+            write_tensors(shard.partial, tensors)
+
+    def write_further(self) -> None:
+        saved = {name: entry for shard in self.shards for unit in shard.units for name, entry in unit["saved"].items()}
+        with naming_file(self.folder):
+            self.format.write_further(self.further, saved)
+
+
+def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN) -> None:
     """Write all parameters and saved buffers of all ranks into a folder that all of them see; every rank calls it.
 
     The files appear when they are whole, or not at all. Of tied parameters the first name is saved, once.
 
     Raises:
-        NotSaved: on every rank, if a file cannot be written or a tensor's type has no place in the format.
+        NotSaved: on every rank, if a file cannot be written, a tensor's type has no place in the files, or the format
+            is for another model.
         PipelineError: if a rank is lost meanwhile.
     """
     control = pipeline.control
     token = str(control.on_rank_0(lambda: uuid4().hex))
     content, everyone = _content(pipeline)
-    shards = _shards(folder, everyone, token)
-    num_bytes = sum(shard.num_bytes for shard in shards)
-    own = [shard for shard in shards if shard.rank == control.rank]
-    whole = _whole(pipeline, content, everyone)
+    units = _owned_units(pipeline, format, everyone)
+    files = _files(folder, format, units, token)
+    num_bytes = sum(shard.num_bytes for shard in files.shards)
+    own = [shard for shard in files.shards if shard.rank == control.rank]
+    whole = _whole(pipeline, content, everyone, units)
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: whole[name] if name in whole else _copy(content.weights[name]) for name in names}
 
     def write() -> None:
         for shard in own:
-            with naming_file(shard.path):
-                tensors = {name: whole[name] if name in whole else _copy(content.weights[name]) for name in shard.names}
-                write_tensors(shard.partial, tensors)
+            files.write(shard, read)
+        if control.rank == 0:
+            files.write_further()
 
     def publish() -> None:
         if control.rank == 0:
-            _publish(folder, shards, _entries(shards, everyone), token)
+            _publish(files)
 
-    with _removing([shard.partial for shard in own]):
+    with _removing([shard.partial for shard in own]), _removing_folder(files.further):
         for action in (write, publish):
             run_together(control, action, num_bytes=num_bytes, what=str(folder), error_type=NotSaved)
+
+
+def save_tensors(
+    folder: Path, tensors: Entries, read: Callable[[Sequence[str]], Mapping[str, Tensor]], format: WeightFormat
+) -> None:
+    """Write tensors as `save_weights` does, in one process without a pipeline; `read` returns some of them by name.
+
+    Raises: NotSaved: a file cannot be written. CheckpointError: the format is for another model, or what `read` raises.
+    """
+    units = format.units(tensors)
+    format.require_all([name for unit in units for name in unit["names"]])
+    files = _files(folder, format, [units], uuid4().hex)
+    with _removing([shard.partial for shard in files.shards]), _removing_folder(files.further):
+        for shard in files.shards:
+            files.write(shard, read)
+        files.write_further()
+        _publish(files)
 
 
 def require_saveable(pipeline: Pipeline) -> int:
@@ -96,8 +167,8 @@ def require_saveable(pipeline: Pipeline) -> int:
 
     Raises: NotSaved, on every rank.
     """
-    names = {name: theirs for theirs in _content(pipeline)[1] for name in theirs["weights"]}
-    return sum(_num_bytes(theirs, name) for name, theirs in names.items())
+    entries = {name: entry for theirs in _content(pipeline)[1] for name, entry in theirs["weights"].items()}
+    return sum(map(_num_bytes, PLAIN.units(entries)))
 
 
 def index_bytes(entries: Mapping[str, TensorEntry]) -> bytes:
@@ -120,47 +191,72 @@ def _content(pipeline: Pipeline) -> tuple[Content, list[Described]]:
     return content[0], everyone
 
 
-def _whole(pipeline: Pipeline, content: Content, everyone: Sequence[Described]) -> Mapping[str, Tensor]:
+def _owned_units(pipeline: Pipeline, format: WeightFormat, everyone: Sequence[Described]) -> list[list[Unit]]:
+    """Return what each rank saves: a unit goes to the rank that owns its first name."""
+    control = pipeline.control
+    own = everyone[control.rank]["weights"]
+    units: list[list[Unit]] = control.together(lambda: format.units(own), failing_as(NotSaved))
+    owned = owned_names(everyone)
+    found = [[unit for unit in theirs if unit["names"][0] in owned[rank]] for rank, theirs in enumerate(units)]
+    control.together(lambda: _require_all(format, found), failing_as(NotSaved))
+    return found
+
+
+def _require_all(format: WeightFormat, units: Sequence[Sequence[Unit]]) -> None:
+    """Refuse units of all ranks that lack a tensor, or of which two make the same one. Raises: CheckpointError."""
+    format.require_all([name for theirs in units for unit in theirs for name in unit["names"]])
+    makers: dict[str, list[str]] = {}
+    for unit in (unit for theirs in units for unit in theirs):
+        for name in unit["saved"]:
+            if name in makers:
+                raise NotSaved(
+                    f"{unit['names'][0]!r} and {makers[name][0]!r} are saved as one tensor, {name!r}, but no rank has "
+                    "both; let one stage hold them"
+                )
+            makers[name] = unit["names"]
+
+
+def _whole(
+    pipeline: Pipeline, content: Content, everyone: Sequence[Described], units: Sequence[Sequence[Unit]]
+) -> Mapping[str, Tensor]:
     """Return the tensors that this rank writes, if replicas hold some by their rows; else none."""
     if not any(theirs["by_rows"] for theirs in everyone):
         return {}
-    return stage(Staging(), pipeline, content, owned_names(everyone))[WEIGHTS]
+    owned = [frozenset(name for unit in theirs for name in unit["names"]) for theirs in units]
+    return stage(Staging(), pipeline, content, owned)[WEIGHTS]
 
 
-def _shards(folder: Path, everyone: Sequence[Described], token: str) -> list[_Shard]:
-    """Return the files of all ranks, the same on every rank."""
-    found: list[tuple[int, list[str], int]] = []
-    for rank, (theirs, owned) in enumerate(zip(everyone, owned_names(everyone), strict=True)):
-        names: list[str] = []
+def _files(folder: Path, format: WeightFormat, units: Sequence[Sequence[Unit]], token: str) -> _Files:
+    """Return the files of all ranks, the same on every rank; `units` are those of each."""
+    found: list[tuple[int, list[Unit]]] = []
+    for rank, theirs in enumerate(units):
+        several: list[Unit] = []
         held = 0
-        for name in sorted(owned):
-            num_bytes = _num_bytes(theirs, name)
-            if names and held + num_bytes > FILE_BYTES:
-                found.append((rank, names, held))
-                names, held = [], 0
-            names, held = [*names, name], held + num_bytes
-        found += [(rank, names, held)] if names else []
-    is_whole = sum(num_bytes for _, _, num_bytes in found) <= FILE_BYTES
+        for unit in sorted(theirs, key=lambda unit: unit["names"]):
+            num_bytes = _num_bytes(unit)
+            if several and held + num_bytes > FILE_BYTES:
+                found.append((rank, several))
+                several, held = [], 0
+            several.append(unit)
+            held += num_bytes
+        found += [(rank, several)] if several else []
+    is_whole = sum(_num_bytes(unit) for _, several in found for unit in several) <= FILE_BYTES
     shards = []
-    for number, (rank, names, num_bytes) in enumerate(found or [(0, [], 0)]):
-        name = file_name(WEIGHTS, number, len(found))
+    for number, (rank, several) in enumerate(found or [(0, [])]):
+        name = file_name(format.stem, number, len(found))
         partial = folder / f"{name}.{token}{PARTIAL_SUFFIX}"
-        shards.append(_Shard(folder / (WHOLE if is_whole else name), partial, rank, tuple(names), num_bytes))
-    return shards
+        path = folder / (whole_name(format.stem) if is_whole else name)
+        shards.append(_Shard(path, partial, rank, tuple(several)))
+    return _Files(folder, format, token, tuple(shards))
 
 
-def _entries(shards: Sequence[_Shard], everyone: Sequence[Described]) -> dict[str, TensorEntry]:
-    return {name: _entry(everyone[each.rank], name, each.path.name) for each in shards for name in each.names}
+def _entries(unit: Unit, file: str) -> dict[str, TensorEntry]:
+    return {name: TensorEntry(dtype=dtype, shape=shape, file=file) for name, (dtype, shape) in unit["saved"].items()}
 
 
-def _num_bytes(described: Described, name: str) -> int:
-    """Bytes of a tensor, whichever file it goes to."""
-    return _entry(described, name, WHOLE).num_bytes
-
-
-def _entry(described: Described, name: str, file: str) -> TensorEntry:
-    dtype, shape = described["weights"][name]
-    return TensorEntry(dtype=dtype, shape=shape, file=file)
+def _num_bytes(unit: Unit) -> int:
+    """Bytes of what is saved, whichever file it goes to."""
+    return sum(entry.num_bytes for entry in _entries(unit, WHOLE).values())
 
 
 def _copy(held: Held) -> Tensor:
@@ -168,42 +264,48 @@ def _copy(held: Held) -> Tensor:
     return held.local.to("cpu", copy=True).contiguous()
 
 
-def _publish(folder: Path, shards: Sequence[_Shard], entries: Mapping[str, TensorEntry], token: str) -> None:
+def _publish(files: _Files) -> None:
     """Let the files appear under their names, and remove what an earlier run of another size has left."""
-    for shard in shards:
+    folder, stem = files.folder, files.format.stem
+    for shard in files.shards:
         require_visible(shard.partial)
-    files = {shard.path for shard in shards}
-    is_whole = files == {folder / WHOLE}
-    with naming_file(folder / (WHOLE if is_whole else INDEX)):
-        if is_whole:
-            _merge(folder / WHOLE, shards, token)
+    names = {shard.path for shard in files.shards}
+    whole, index = folder / whole_name(stem), folder / index_name(stem)
+    with naming_file(whole if names == {whole} else index):
+        for path in sorted(files.further.glob("*")):
+            flush_file(path)
+            os.replace(path, folder / path.name)
+        if names == {whole}:
+            _merge(whole, files)
         else:
-            _rename(folder, shards, entries)
-            files.add(folder / INDEX)
-        for path in (folder / WHOLE, *folder.glob(SHARDS), folder / INDEX):
-            if path not in files:
+            _rename(files)
+            names.add(index)
+        for path in (whole, *folder.glob(f"{stem}-*-of-*.safetensors"), index):
+            if path not in names:
                 path.unlink(missing_ok=True)
         flush_folder(folder)
 
 
-def _merge(path: Path, shards: Sequence[_Shard], token: str) -> None:
-    if len(shards) == 1:
-        os.replace(shards[0].partial, path)
+def _merge(path: Path, files: _Files) -> None:
+    if len(files.shards) == 1:
+        os.replace(files.shards[0].partial, path)
         return
-    partial = path.with_name(f"{path.name}.{token}{PARTIAL_SUFFIX}")
+    partial = path.with_name(f"{path.name}.{files.token}{PARTIAL_SUFFIX}")
     with _removing([partial]):
-        tensors = {name: tensor for each in shards for name, tensor in read_tensors(each.partial, each.names).items()}
-        write_tensors(partial, tensors)
+        parts = [read_tensors(shard.partial, shard.entries) for shard in files.shards]
+        write_tensors(partial, {name: tensor for part in parts for name, tensor in part.items()})
         os.replace(partial, path)
 
 
-def _rename(folder: Path, shards: Sequence[_Shard], entries: Mapping[str, TensorEntry]) -> None:
-    for name in (WHOLE, INDEX):
+def _rename(files: _Files) -> None:
+    folder, stem = files.folder, files.format.stem
+    for name in (whole_name(stem), index_name(stem)):
         (folder / name).unlink(missing_ok=True)  # readers look for these: no mixture of files is ever read
-    for shard in shards:
+    for shard in files.shards:
         os.replace(shard.partial, shard.path)
     flush_folder(folder)
-    with atomic_file(folder / INDEX) as file:
+    entries = {name: entry for shard in files.shards for name, entry in shard.entries.items()}
+    with atomic_file(folder / index_name(stem)) as file:
         file.write(index_bytes(entries))
 
 
@@ -216,3 +318,12 @@ def _removing(paths: Sequence[Path]) -> Iterator[None]:
         for path in paths:
             with suppress(OSError):
                 path.unlink()
+
+
+@contextmanager
+def _removing_folder(path: Path) -> Iterator[None]:
+    """Remove a folder when the block ends, if it is there."""
+    try:
+        yield
+    finally:
+        rmtree(path, ignore_errors=True)

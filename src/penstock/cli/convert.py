@@ -1,4 +1,4 @@
-"""`penstock convert`: a schedule or program from one format to another, proved on the way."""
+"""`penstock convert`: a schedule or program from one format to another, proved on the way; or weights."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -9,8 +9,12 @@ from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError
 from penstock.ir.formats import FORMAT_OF_SUFFIX, READABLE, WITH_COMMUNICATION, WRITABLE
 
-SUMMARY = "Convert a schedule file to another format, proved on the way."
+SUMMARY = "Convert a schedule file to another format, proved on the way, or weights to Hugging Face's layout."
 FROM_HELP = f"format of IN: {', '.join(READABLE)} (default: by its content)"
+LIKE_HELP = (
+    "convert weights: IN is a checkpoint, a run folder or a file of weights, with the names of a transformers model; "
+    "OUT is a folder that from_pretrained loads; FOLDER has config.json and tokenizer files of the model"
+)
 TO_HELP = f"format of OUT: {', '.join(WRITABLE)} (default: by its suffix)"
 STREAM = "-"
 """Stands for standard input or output."""
@@ -25,9 +29,30 @@ def add_arguments(parser: ArgumentParser) -> None:
     kind.add_argument("--lowered", action="store_true", help="add communication if IN has none; CSV and JSON hold it")
     kind.add_argument("--compute-only", action="store_true", help="drop communication; other formats do anyway")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--like", metavar="FOLDER", help=LIKE_HELP)
 
 
 def run(arguments: Namespace) -> int:
+    return _convert_schedule(arguments) if arguments.like is None else _convert_weights(arguments)
+
+
+def _convert_weights(arguments: Namespace) -> int:
+    from penstock.cli.weights_conversion import convert_to_pretrained
+
+    given = {
+        "--from": arguments.source_format,
+        "--to": arguments.target_format,
+        "--lowered": arguments.lowered,
+        "--compute-only": arguments.compute_only,
+    }
+    for flag in (flag for flag, value in given.items() if value):
+        raise ConfigError(f"is for schedules, and --like for weights; drop {flag} or --like", key=flag)
+    paths = map(Path, (arguments.source, arguments.target, arguments.like))
+    say(convert_to_pretrained(*paths, is_forced=arguments.force))
+    return ExitStatus.FINE
+
+
+def _convert_schedule(arguments: Namespace) -> int:
     from penstock.cli.conversion import convert, read_plan
     from penstock.files import atomic_file
 

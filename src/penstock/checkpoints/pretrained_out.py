@@ -1,0 +1,205 @@
+"""Weights of a pipeline as transformers saves a model: what `from_pretrained` loads, with the names that it expects.
+
+model.safetensors, or model-00001-of-00003.safetensors, ... and model.safetensors.index.json
+config.json, generation_config.json                                    of the model
+tokenizer.json and the like                                            copies of the folder that the model came from
+"""
+
+import copy
+import math
+import shutil
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoints.agreement import failing_as
+from penstock.checkpoints.content import SAME_MODEL, require_same_names
+from penstock.checkpoints.pretrained import files_of, find_weights
+from penstock.checkpoints.shards import DTYPE_NAMES, read_tensors, shapes_of
+from penstock.checkpoints.verification import newest_readable, verify
+from penstock.checkpoints.weight_files import save_tensors, save_weights
+from penstock.checkpoints.weight_format import Entries, Unit
+from penstock.errors import CheckpointError, NotSaved, nearest
+from penstock.files import naming_storage
+from penstock.models.hugging_face.undocumented import reverted, tied_names, unsaved_names
+from penstock.pipeline import Pipeline
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.tiktoken"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+"""The files that tokenizers of transformers save and read."""
+TYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def save_pretrained(pipeline: Pipeline, folder: Path, model: Any, source: Path | None = None) -> None:
+    """Write the weights of all ranks into a folder as transformers saves `model`, which has no values of its own.
+
+    Every rank calls it, and all of them see the folder, which is made where it is missing. The pipeline has the
+    parameters and saved buffers of `model`, under its names. Tokenizer files are copied from `source`. What is there
+    already is replaced when all is written, or not at all.
+
+    Raises:
+        NotSaved: on every rank, if a file cannot be written, or the pipeline is not of this model.
+        PipelineError: if a rank is lost meanwhile.
+    """
+
+    def make() -> None:
+        with naming_storage(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    pipeline.control.on_rank_0(make, failing_as(NotSaved))
+    save_weights(folder, pipeline, PretrainedFormat(model, source))
+
+
+def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
+    """Write the weights that a path names into a folder as transformers saves `model`; return where they were.
+
+    A path is what `find_weights` understands, with the names of `model`. Files are written one after another: a tensor
+    is in memory when it is written, or converted until its file is.
+
+    Raises:
+        NotSaved: a file cannot be written.
+        CheckpointError: there are no weights, they are damaged, or of another model. The folder is as it was.
+    """
+    where = find_weights(path)
+    checkpoint = newest_readable(where)
+    if checkpoint is not None:
+        verify(checkpoint)
+        where = checkpoint
+    files = files_of(where)
+    entries = {
+        name: (dtype, list(shape))
+        for file in sorted(set(files.values()))
+        for name, (dtype, shape) in shapes_of(Path(file)).items()
+        if files.get(name) == file
+    }
+    missing = files.keys() - entries.keys()
+    if missing:
+        raise CheckpointError(f"{where}: has no {min(missing)!r}, which its index lists; get the files anew")
+
+    def read(names: Collection[str]) -> dict[str, Tensor]:
+        return {name: tensor for name in names for name, tensor in read_tensors(Path(files[name]), [name]).items()}
+
+    for name, owner in tied_names(model).items():
+        if name in entries and owner in entries:
+            _require_tied(where, name, owner, read([name, owner]))
+            del entries[name]
+    save_tensors(folder, entries, read, PretrainedFormat(model, source, where))
+    return where
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PretrainedFormat:
+    """The files of a transformers model."""
+
+    model: Any
+    source: Path | None
+    """Where its tokenizer files are."""
+    where: Path = Path("the pipeline")
+    """What messages say about wrong names or shapes."""
+
+    @property
+    def stem(self) -> str:
+        return "model"
+
+    def units(self, tensors: Entries) -> list[Unit]:
+        state = self.model.state_dict()
+        ties, unsaved = tied_names(self.model), unsaved_names(self.model)
+        for name, (dtype, shape) in tensors.items():
+            self._require_known(name, state, ties)
+            self._require_alike(name, dtype, tuple(shape), tuple(state[name].shape))
+        metas = {name: _on_meta(*entry) for name, entry in tensors.items() if name not in unsaved}
+        return [_unit(self.model, {name: metas[name] for name in names}) for names in _sharing(self.model, metas)]
+
+    def require_all(self, names: Collection[str]) -> None:
+        wanted = self.model.state_dict().keys() - tied_names(self.model).keys() - unsaved_names(self.model)
+        require_same_names(self.where, names, wanted)
+
+    def convert(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return reverted(self.model, tensors)
+
+    def write_further(self, folder: Path, saved: Entries) -> None:
+        folder.mkdir()
+        config = copy.deepcopy(self.model.config)
+        config.architectures = [type(self.model).__name__]
+        config.dtype = _main_type(saved)  # transformers loads all weights in it
+        config.save_pretrained(folder)
+        if self.model.can_generate():
+            self._write_generation_config(folder)
+        if self.source is not None:
+            for path in (path for pattern in TOKENIZER_FILES for path in self.source.glob(pattern)):
+                shutil.copyfile(path, folder / path.name)
+
+    def _write_generation_config(self, folder: Path) -> None:
+        try:
+            self.model.generation_config.save_pretrained(folder)
+        except ValueError as error:
+            raise NotSaved(
+                f"generation_config.json: transformers refuses it: {error}. Correct the generation_config of the model"
+            ) from error
+
+    def _require_known(self, name: str, state: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
+        if name in ties:
+            raise CheckpointError(
+                f"{self.where}: has {name!r} besides {ties[name]!r}, but the model ties them. Tie them, or set "
+                "tie_word_embeddings to false in its config.json"
+            )
+        if name not in state:
+            raise CheckpointError(
+                f"{self.where}: is of another model, which also has {name!r}.{nearest(name, state)} Its names must be "
+                "those of the model in transformers"
+            )
+
+    def _require_alike(self, name: str, dtype: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if dtype not in TYPES:
+            raise CheckpointError(f"{self.where}: {name!r} has the type {dtype}; expected {', '.join(TYPES)}")
+        if shape != expected:
+            raise CheckpointError(
+                f"{self.where}: is of another model: {name!r} has the shape {shape}; expected {expected}. {SAME_MODEL}"
+            )
+
+
+def _sharing(model: Any, metas: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of tensors in groups that become the same tensors of files; most are alone."""
+    groups: dict[str, list[str]] = {}
+    for name, tensor in metas.items():
+        saved = list(reverted(model, {name: tensor}))
+        group = next((groups[each] for each in saved if each in groups), [])
+        group.append(name)
+        groups |= dict.fromkeys(saved, group)
+    return list({id(group): group for group in groups.values()}.values())
+
+
+def _unit(model: Any, metas: Mapping[str, Tensor]) -> Unit:
+    saved = reverted(model, metas)
+    return Unit(
+        names=list(metas),
+        saved={name: (DTYPE_NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in saved.items()},
+    )
+
+
+def _on_meta(dtype: str, shape: list[int]) -> Tensor:
+    return torch.empty(shape, dtype=TYPES[dtype], device="meta")
+
+
+def _main_type(saved: Entries) -> str:
+    """Return torch's name of the floating point type that most values have."""
+    counts: Counter[str] = Counter()
+    for dtype, shape in saved.values():
+        counts[dtype] += math.prod(shape) if TYPES[dtype].is_floating_point else 0
+    return str(TYPES[counts.most_common(1)[0][0]]).removeprefix("torch.")
+
+
+def _require_tied(where: Path, name: str, owner: str, tensors: Mapping[str, Tensor]) -> None:
+    if not torch.equal(tensors[name], tensors[owner]):
+        raise CheckpointError(
+            f"{where}: {name!r} and {owner!r} have other values, but the model ties them. Set tie_word_embeddings to "
+            "false in its config.json"
+        )

@@ -1,0 +1,68 @@
+"""What files of weights are called, and what they hold of each tensor of a pipeline: itself, or what others expect.
+
+tensors of a pipeline             unit                 tensors in files
+blocks.3.norm.weight              one name             the same                             PLAIN
+...mlp.experts.gate_up_proj       one name             ...experts.0.w1.weight, ...          PretrainedFormat
+...q_proj, k_proj, v_proj         several names        ...qkv_proj.weight
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Protocol, TypedDict
+
+from torch import Tensor
+
+from penstock.checkpoints.content import WEIGHTS
+
+Entries = Mapping[str, tuple[str, list[int]]]
+"""The type, as safetensors files call it, and the shape of tensors by name."""
+
+
+class Unit(TypedDict):
+    """Tensors of a pipeline that one rank writes into one file; plain values, which ranks send each other."""
+
+    names: list[str]
+    """In the pipeline."""
+    saved: dict[str, tuple[str, list[int]]]
+    """Type and shape by name in the file."""
+
+
+class WeightFormat(Protocol):
+    """Names of files and tensors."""
+
+    @property
+    def stem(self) -> str:
+        """What the names of the files begin with, as in STEM.safetensors."""
+
+    def units(self, tensors: Entries) -> list[Unit]:
+        """Return what is saved of the tensors that a rank holds. Raises: CheckpointError."""
+
+    def require_all(self, names: Collection[str]) -> None:
+        """Refuse what all ranks hold together where something is missing. Raises: CheckpointError."""
+
+    def convert(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors in the file of one unit, by their names there."""
+
+    def write_further(self, folder: Path, saved: Entries) -> None:
+        """Make the folder and write what belongs to these weights into it; or do nothing. Raises: OSError, NotSaved."""
+
+
+class PlainFormat:
+    """The pipeline's own names; nothing but weights."""
+
+    stem = WEIGHTS
+
+    def units(self, tensors: Entries) -> list[Unit]:
+        return [Unit(names=[name], saved={name: entry}) for name, entry in tensors.items()]
+
+    def require_all(self, names: Collection[str]) -> None:
+        pass
+
+    def convert(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return tensors
+
+    def write_further(self, folder: Path, saved: Entries) -> None:
+        pass
+
+
+PLAIN = PlainFormat()

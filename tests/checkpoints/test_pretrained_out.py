@@ -1,0 +1,397 @@
+"""What a pipeline writes is what transformers loads, and what it was read from comes back byte for byte."""
+
+import json
+import os
+import threading
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from penstock.checkpoints import pretrained_out, weight_files
+from penstock.checkpoints.pretrained_out import convert_weights, save_pretrained
+from penstock.checkpoints.shards import write_tensors
+from penstock.checkpoints.weight_files import save_weights
+from penstock.checkpoints.writer import save_checkpoint
+from penstock.errors import CheckpointError, NotSaved
+from penstock.models import LayerSpec
+from penstock.models.hugging_face.weights_in import PretrainedWeights
+from penstock.pipeline import Pipeline
+from tests.mesh_pipelines import on_mesh
+from tests.models.hugging_face.tiny_models import FAMILIES, saved_model
+from tests.train.local_ranks import error_of, on_ranks
+
+pytest.importorskip("transformers")
+
+CONFIG_FILES = {"config.json", "generation_config.json"}
+
+
+class Part(nn.Module):
+    """Holds parameters of a transformers model under its own names; it has no forward of use."""
+
+    has_full_names = True
+
+    def __init__(self, shapes, dtype=torch.float32):
+        super().__init__()
+        for name, shape in shapes.items():
+            *path, own = name.split(".")
+            module = self
+            for each in path:
+                if each not in dict(module.named_children()):
+                    module.add_module(each, nn.Module())
+                module = module.get_submodule(each)
+            module.register_parameter(own, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+    def forward(self, x):
+        return x
+
+
+def parts_of(empty, num_parts, dtype=torch.float32):
+    """Cut a model into parts that have the model's names; a tied parameter of another part is tied to it."""
+    shapes = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
+    names = list(shapes)
+    specs = []
+    for part in range(num_parts):
+        own = names[part * len(names) // num_parts : (part + 1) * len(names) // num_parts]
+        ties = tuple((name, owner) for name, owner in empty.all_tied_weights_keys.items() if name in own)
+        build = lambda own=own: Part({name: shapes[name] for name in own}, dtype)  # noqa: E731
+        # The owner of a tie is found by the name of its layer: it comes first in its part.
+        specs.append(LayerSpec(own[0].rpartition(".")[0], build, tied=ties, has_full_names=True))
+    return specs
+
+
+def pipeline_of(transport, saved, num_parts, dtype=torch.float32, **options):
+    """Make a pipeline of a model and fill it from the folder of the model."""
+    mesh = options or {"transport": transport}
+    parts = parts_of(saved.empty, num_parts, dtype)
+    pipeline = Pipeline(parts, "gpipe", 4, lambda output, target: output.mean(), **mesh)
+    weights = PretrainedWeights.open(saved.folder, saved.empty)
+    read = {name: weights.read(name) for name in pipeline.state_dict()}
+    with torch.no_grad():
+        pipeline.load_state_dict({name: value.to(dtype) for name, value in read.items()})
+    return pipeline
+
+
+def go_round(transport, saved, folder, num_parts=4, dtype=torch.float32):
+    pipeline = pipeline_of(transport, saved, num_parts, dtype)
+    save_pretrained(pipeline, folder, saved.empty, saved.folder)
+    pipeline.close()
+
+
+def tensors_in(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def loaded(folder):
+    """Return what transformers loads from a folder, without a complaint."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert {key: value for key, value in info.items() if value} == {}
+    return model
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.fixture
+def small_files(monkeypatch):
+    monkeypatch.setattr(weight_files, "FILE_BYTES", 5000)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "hrm"])
+def test_a_folder_comes_back_byte_for_byte_in_one_file(tmp_path, family):
+    saved = saved_model(family, tmp_path / "from")
+
+    on_ranks(2, go_round, saved, tmp_path / "to")
+
+    assert names(tmp_path / "to") == {"model.safetensors", *CONFIG_FILES}
+    assert_same(tensors_in(tmp_path / "to"), tensors_in(tmp_path / "from"))
+    assert_same(loaded(tmp_path / "to").state_dict(), saved.state)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_folder_comes_back_byte_for_byte_in_shards(tmp_path, small_files, family, num_ranks):
+    saved = saved_model(family, tmp_path / "from", shard_bytes=5000)
+
+    on_ranks(num_ranks, go_round, saved, tmp_path / "to")
+
+    index = json.loads((tmp_path / "to" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
+    assert names(tmp_path / "to") == {*files, "model.safetensors.index.json", *CONFIG_FILES}
+    assert_same(tensors_in(tmp_path / "to"), tensors_in(tmp_path / "from"))
+    assert all(name in load_file(tmp_path / "to" / file) for name, file in index["weight_map"].items())
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in tensors_in(tmp_path / "to").values())
+    assert_same(loaded(tmp_path / "to").state_dict(), saved.state)
+
+
+def test_experts_are_written_one_by_one(tmp_path):
+    saved = saved_model("mixtral", tmp_path / "from")
+
+    on_ranks(2, go_round, saved, tmp_path / "to")
+
+    assert "model.layers.1.block_sparse_moe.experts.11.w3.weight" in tensors_in(tmp_path / "to")
+
+
+def test_a_tied_weight_is_left_out_as_transformers_does(tmp_path):
+    saved = saved_model("llama-tied", tmp_path / "from")
+
+    for num_ranks in (1, 2):
+        on_ranks(num_ranks, go_round, saved, tmp_path / "to")
+
+        assert "lm_head.weight" not in tensors_in(tmp_path / "to")
+        model = loaded(tmp_path / "to")
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_the_type_of_the_weights_is_in_the_config_and_the_model_given_stays_as_it_is(tmp_path):
+    saved = saved_model("llama", tmp_path / "from")
+    before = saved.empty.config.to_dict()
+
+    on_ranks(2, go_round, saved, tmp_path / "to", 4, torch.bfloat16)
+
+    config = json.loads((tmp_path / "to" / "config.json").read_text())
+    assert (config["dtype"], config["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
+    assert loaded(tmp_path / "to").dtype == torch.bfloat16
+    assert saved.empty.config.to_dict() == before
+
+
+def test_the_header_says_what_transformers_asks_for(tmp_path):
+    saved = saved_model("llama", tmp_path / "from")
+    on_ranks(2, go_round, saved, tmp_path / "to")
+
+    with safe_open(tmp_path / "to" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_tokenizer_files_of_the_source_are_copied_and_no_others(tmp_path):
+    saved = saved_model("llama", tmp_path / "from")
+    kept = {"tokenizer.json": "{1}", "tokenizer_config.json": "{2}", "tokenizer.model": "m", "chat_template.jinja": "c"}
+    for name, text in {**kept, "README.md": "of another model", "training_args.bin": "pickle"}.items():
+        (tmp_path / "from" / name).write_text(text)
+
+    on_ranks(2, go_round, saved, tmp_path / "to")
+
+    assert names(tmp_path / "to") == {"model.safetensors", *CONFIG_FILES, *kept}
+    assert {name: (tmp_path / "to" / name).read_text() for name in kept} == kept
+
+
+def test_the_generation_config_is_the_models(tmp_path):
+    saved = saved_model("llama", tmp_path / "from")
+    saved.empty.generation_config.max_new_tokens = 7
+
+    on_ranks(1, go_round, saved, tmp_path / "to")
+
+    assert loaded(tmp_path / "to").generation_config.max_new_tokens == 7
+
+
+def test_a_wrong_generation_config_is_one_error_on_all_ranks(tmp_path):
+    saved = saved_model("llama", tmp_path / "from")
+    saved.empty.generation_config.temperature = 0.5  # without sampling
+
+    errors = on_ranks(2, error_of_round, saved, tmp_path / "to")
+
+    assert [type(error) for error in errors] == [NotSaved] * 2
+    assert all("generation_config.json: transformers refuses it" in str(error) for error in errors)
+    assert names(tmp_path / "to") == set()
+
+
+def error_of_round(transport, saved, folder, empty=None):
+    pipeline = pipeline_of(transport, saved, 4)
+    error = error_of(save_pretrained, pipeline, folder, empty or saved.empty, saved.folder)
+    pipeline.close()
+    return error
+
+
+def test_a_pipeline_of_another_model_is_refused_on_all_ranks_and_nothing_is_written(tmp_path):
+    saved = saved_model("llama", tmp_path / "llama")
+    cases = [
+        (saved_model("gpt2", tmp_path / "a").empty, "which also has 'model."),
+        (saved_model("llama", tmp_path / "b", vocab_size=65).empty, "has the shape (64, 16); expected (65, 16)"),
+        (saved_model("llama", tmp_path / "c", num_hidden_layers=3).empty, "it has no 'model.layers.2."),
+        (saved_model("llama-tied", tmp_path / "d").empty, "has 'lm_head.weight' besides 'model.embed_tokens.weight'"),
+    ]
+    for empty, told in cases:
+        errors = on_ranks(2, error_of_round, saved, tmp_path / "to", empty)
+
+        assert [type(error) for error in errors] == [NotSaved] * 2
+        assert all(told in str(error) for error in errors), errors
+        assert names(tmp_path / "to") == set()
+
+
+def test_a_crash_amid_the_renames_leaves_nothing_half_written(tmp_path, small_files, monkeypatch):
+    saved = saved_model("llama", tmp_path / "from")
+    on_ranks(2, go_round, saved, tmp_path / "to")
+    replace, left = os.replace, [5]
+
+    def crash(source, target):
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(28, "No space left on device", str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(weight_files.os, "replace", crash)
+    errors = on_ranks(2, error_of_round, saved, tmp_path / "to")
+
+    assert [type(error) for error in errors] == [NotSaved] * 2
+    assert "No space left on device. Free some space" in str(errors[1])
+    assert not (tmp_path / "to" / "model.safetensors.index.json").exists()
+    assert not [name for name in names(tmp_path / "to") if "partial" in name]
+
+
+def test_a_rank_that_cannot_write_is_an_error_on_all_and_what_was_there_stays(tmp_path, monkeypatch):
+    saved = saved_model("llama", tmp_path / "from")
+    on_ranks(2, go_round, saved, tmp_path / "to")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "to").iterdir()}
+
+    def fail(path, tensors):
+        if "00002" in path.name:
+            raise OSError(28, "No space left on device")
+        write_tensors(path, tensors)
+
+    monkeypatch.setattr(weight_files, "write_tensors", fail)
+    errors = on_ranks(2, error_of_round, saved, tmp_path / "to")
+
+    assert [type(error) for error in errors] == [NotSaved] * 2
+    assert {path.name: path.read_bytes() for path in (tmp_path / "to").iterdir()} == before
+
+
+def test_a_rank_writes_its_own_tensors(tmp_path, small_files, monkeypatch):
+    saved = saved_model("llama", tmp_path / "from")
+    written = {}
+
+    def note(path, tensors):
+        written.setdefault(threading.current_thread(), set()).update(tensors)
+        write_tensors(path, tensors)
+
+    monkeypatch.setattr(weight_files, "write_tensors", note)
+    on_ranks(2, go_round, saved, tmp_path / "to", 2)
+
+    assert sorted(len(names) for names in written.values()) == [10, 11]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "hrm"])
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_replicas_share_the_writing_also_where_they_hold_shards(tmp_path, monkeypatch, family, shard):
+    saved = saved_model(family, tmp_path / "from")
+    written = {}
+
+    def note(path, tensors):
+        written.setdefault(threading.current_thread(), set()).update(tensors)
+        write_tensors(path, tensors)
+
+    def go(places):
+        pipeline = pipeline_of(None, saved, 4, mesh=places, shard=shard)
+        save_pretrained(pipeline, tmp_path / "to", saved.empty)
+        pipeline.close()
+
+    monkeypatch.setattr(weight_files, "write_tensors", note)
+    on_mesh(2, 2, go)
+
+    assert len(written) >= 4
+    assert_same(tensors_in(tmp_path / "to"), tensors_in(tmp_path / "from"))
+
+
+def save_own(transport, saved, folder):
+    folder.mkdir(exist_ok=True)
+    pipeline = pipeline_of(transport, saved, 4)
+    save_weights(folder, pipeline)
+    pipeline.close()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "hrm"])
+def test_files_of_weights_are_converted_without_a_pipeline(tmp_path, family):
+    saved = saved_model(family, tmp_path / "from")
+    (tmp_path / "from" / "tokenizer.json").write_text("{}")
+    on_ranks(2, save_own, saved, tmp_path / "own")
+
+    where = convert_weights(tmp_path / "own", tmp_path / "from", saved.empty, tmp_path / "from")
+
+    assert where == tmp_path / "own" / "weights.safetensors"
+    assert names(tmp_path / "from") == {"model.safetensors", "tokenizer.json", *CONFIG_FILES}
+    assert_same(loaded(tmp_path / "from").state_dict(), saved.state)
+
+
+def test_a_checkpoint_is_converted_and_a_damaged_one_is_refused(tmp_path):
+    saved = saved_model("mixtral", tmp_path / "from")
+    (tmp_path / "to").mkdir()
+    on_ranks(2, checkpoint, saved, tmp_path / "run" / "checkpoints")
+
+    where = convert_weights(tmp_path / "run", tmp_path / "to", saved.empty, tmp_path / "from")
+
+    assert where.name == "step-7"
+    assert_same(tensors_in(tmp_path / "to"), tensors_in(tmp_path / "from"))
+
+    file = next(where.glob("weights-*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="was changed or damaged"):
+        convert_weights(tmp_path / "run", tmp_path / "to", saved.empty, tmp_path / "from")
+    assert_same(tensors_in(tmp_path / "to"), tensors_in(tmp_path / "from"))
+
+
+def checkpoint(transport, saved, folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    pipeline = pipeline_of(transport, saved, 4)
+    save_checkpoint(folder, pipeline, None, step=7)
+    pipeline.close()
+
+
+def test_conversion_reads_a_tensor_of_the_files_at_a_time(tmp_path, small_files, monkeypatch):
+    saved = saved_model("mixtral", tmp_path / "from")
+    on_ranks(2, save_own, saved, tmp_path / "own")
+    (tmp_path / "to").mkdir()
+    read, read_tensors = [], pretrained_out.read_tensors
+
+    def note(path, names):
+        read.append(tuple(names))
+        return read_tensors(path, names)
+
+    monkeypatch.setattr(pretrained_out, "read_tensors", note)
+    convert_weights(tmp_path / "own", tmp_path / "to", saved.empty, tmp_path / "from")
+
+    assert sorted(read) == sorted((name,) for name in saved.state)
+    assert_same(tensors_in(tmp_path / "to"), tensors_in(tmp_path / "from"))
+
+
+def test_both_names_of_a_tied_weight_are_one_if_they_are_equal(tmp_path):
+    saved = saved_model("llama-tied", tmp_path / "from")
+    state = {name: value.clone() for name, value in saved.state.items()}
+    write_tensors(tmp_path / "own.safetensors", state)
+    (tmp_path / "to").mkdir()
+
+    convert_weights(tmp_path / "own.safetensors", tmp_path / "to", saved.empty, tmp_path / "from")
+    assert_same(tensors_in(tmp_path / "to"), tensors_in(tmp_path / "from"))
+
+    state["lm_head.weight"] += 1
+    write_tensors(tmp_path / "own.safetensors", state)
+    with pytest.raises(CheckpointError, match="have other values, but the model ties them"):
+        convert_weights(tmp_path / "own.safetensors", tmp_path / "to", saved.empty, tmp_path / "from")
+
+
+def test_weights_of_another_model_are_not_converted(tmp_path):
+    saved = saved_model("llama", tmp_path / "from")
+    state = {name: value.clone() for name, value in saved.state.items()}
+    state["model.norms.weight"] = state.pop("model.norm.weight")
+    write_tensors(tmp_path / "own.safetensors", state)
+    (tmp_path / "to").mkdir()
+
+    with pytest.raises(
+        CheckpointError, match=r"which also has 'model.norms.weight'\. Did you mean 'model.norm.weight'"
+    ):
+        convert_weights(tmp_path / "own.safetensors", tmp_path / "to", saved.empty, tmp_path / "from")
+
+    assert names(tmp_path / "to") == set()

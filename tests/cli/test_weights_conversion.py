@@ -1,0 +1,130 @@
+"""`penstock convert --like`: weights of Penstock become a folder that transformers loads."""
+
+import builtins
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.checkpoints.shards import write_tensors
+from penstock.cli.entry import main
+from tests.models.hugging_face.tiny_models import FAMILIES, saved_model
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder where the command runs, with a model `like` and a file of other weights of it, `own.safetensors`."""
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path, "llama")
+    return tmp_path
+
+
+def make(folder, family):
+    """Write a model, and weights that are another one's, under the names of modules."""
+    saved = saved_model(family, folder / "like")
+    (folder / "like" / "tokenizer.json").write_text("{}")
+    tied = saved.empty.all_tied_weights_keys
+    state = {name: value + 1 for name, value in saved.state.items() if name not in tied}
+    write_tensors(folder / "own.safetensors", state)
+    return state
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_what_is_written(folder, capsys, family):
+    from transformers import AutoModelForCausalLM
+
+    state = make(folder, family)
+    capsys.readouterr()
+
+    assert main(["convert", "own.safetensors", "out", "--like", "like"]) == 0
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder / "out", output_loading_info=True)
+    told = f"out: {type(model).__name__} with the weights of own.safetensors, in 1 file\n"
+    assert capsys.readouterr().out == told
+    assert not any(info.values())
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert names(folder / "out") == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert load_file(folder / "out/model.safetensors").keys() == load_file(folder / "like/model.safetensors").keys()
+
+
+def test_a_folder_with_something_in_it_is_written_on_request_only(folder, capsys):
+    (folder / "out").mkdir()
+    (folder / "out" / "notes.txt").write_text("precious")
+
+    assert main(["convert", "own.safetensors", "out", "--like", "like"]) == 1
+    told = "OUT: out exists and is not empty; give another name, or --force to replace the model in it"
+    assert told in capsys.readouterr().err
+    assert names(folder / "out") == ["notes.txt"]
+
+    assert main(["convert", "own.safetensors", "out", "--like", "like", "--force"]) == 0
+    assert {"notes.txt", "model.safetensors"} < set(names(folder / "out"))
+
+
+def test_an_empty_folder_is_free(folder):
+    (folder / "out").mkdir()
+
+    assert main(["convert", "own.safetensors", "out", "--like", "like"]) == 0
+
+
+def other_names(folder):
+    state = load_file(folder / "own.safetensors")
+    state["model.norms.weight"] = state.pop("model.norm.weight")
+    write_tensors(folder / "other.safetensors", state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (["none", "out", "--like", "like"], 6, "none: there is no such file or folder; expected weights, or a run"),
+        (["own.safetensors", "out", "--like", "none"], 1, "--like: none: there is no such folder; expected a folder"),
+        (["own.safetensors", "out", "--like", "."], 1, "--like: . holds no config.json; expected a folder that"),
+        (["own.safetensors", "none/out", "--like", "like"], 1, "OUT: none is not a folder; make it first"),
+        (["own.safetensors", "own.safetensors", "--like", "like"], 1, "OUT: own.safetensors is not a folder"),
+        (["like", "like", "--like", "like"], 1, "OUT: like exists and is not empty"),
+        (
+            ["other.safetensors", "out", "--like", "like"],
+            6,
+            "which also has 'model.norms.weight'. Did you mean 'model.norm.weight'?",
+        ),
+        (
+            ["own.safetensors", "out", "--like", "like", "--to", "csv"],
+            1,
+            "--to: is for schedules, and --like for weights",
+        ),
+        (["own.safetensors", "out", "--like", "like", "--lowered"], 1, "--lowered: is for schedules"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folder, capsys, arguments, status, told):
+    other_names(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    capsys.readouterr()
+
+    assert main(["convert", *arguments]) == status
+
+    error = capsys.readouterr().err
+    assert told in error
+    assert len(error.splitlines()) == 1
+    assert not (folder / "out").exists()
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_without_transformers_the_line_that_installs_it_is_told(folder, capsys, monkeypatch):
+    imported = builtins.__import__
+
+    def missing(name, *args):
+        if name.partition(".")[0] == "transformers":
+            raise ImportError(name)
+        return imported(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+
+    assert main(["convert", "own.safetensors", "out", "--like", "like"]) == 1
+    assert "--like: like needs the transformers package: pip install '.[transformers]'" in capsys.readouterr().err
+    assert not (folder / "out").exists()
