@@ -58,7 +58,7 @@ _HOMES = {
     "build": "penstock.schedules",
     "check": "penstock.proofs",
     "cut": "penstock.models",
-    "from_transformers": "penstock.models.hugging_face.from_transformers",
+    "from_transformers": "penstock.hugging_face.from_transformers",
     "load_checkpoint": "penstock.checkpoints.loading",
     "lower": "penstock.lowering",
     "measure_layers": "penstock.train.measuring.measure",

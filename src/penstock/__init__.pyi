@@ -29,6 +29,7 @@ from penstock.execute.losses.output import LossOutput as LossOutput
 from penstock.execute.observing.observer import Observer as Observer
 from penstock.execute.split.wanted import wants_input_gradient as wants_input_gradient
 from penstock.execute.split.wanted import wants_weight_gradient as wants_weight_gradient
+from penstock.hugging_face.from_transformers import from_transformers as from_transformers
 from penstock.ir.action import Action as Action
 from penstock.ir.action import Kind as Kind
 from penstock.ir.program import Program as Program
@@ -40,7 +41,6 @@ from penstock.models import Carry as Carry
 from penstock.models import LayerSpec as LayerSpec
 from penstock.models import Skip as Skip
 from penstock.models import cut as cut
-from penstock.models.hugging_face.from_transformers import from_transformers as from_transformers
 from penstock.pipeline import Pipeline as Pipeline
 from penstock.placement import Placement as Placement
 from penstock.planning import plan as plan

@@ -1,14 +1,13 @@
 """`penstock convert --like`: weights of Penstock become a folder that transformers loads."""
 
-import builtins
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from penstock.checkpoints.shards import write_tensors
 from penstock.cli.entry import main
-from tests.models.hugging_face.tiny_models import FAMILIES, saved_model
+from penstock.hugging_face import source as sources
+from tests.hugging_face.tiny_models import FAMILIES, saved_model
 
 pytest.importorskip("transformers")
 
@@ -83,15 +82,15 @@ def other_names(folder):
     ("arguments", "status", "told"),
     [
         (["none", "out", "--like", "like"], 6, "none: there is no such file or folder; expected weights, or a run"),
-        (["own.safetensors", "out", "--like", "none"], 1, "--like: none: there is no such folder; expected a folder"),
-        (["own.safetensors", "out", "--like", "."], 1, "--like: . holds no config.json; expected a folder that"),
+        (["own.safetensors", "out", "--like", "none"], 1, "--like: none: there is no such folder; give one that"),
+        (["own.safetensors", "out", "--like", "."], 1, "--like: .: holds no config.json; give a folder that"),
         (["own.safetensors", "none/out", "--like", "like"], 1, "OUT: none is not a folder; make it first"),
         (["own.safetensors", "own.safetensors", "--like", "like"], 1, "OUT: own.safetensors is not a folder"),
         (["like", "like", "--like", "like"], 1, "OUT: like exists and is not empty"),
         (
             ["other.safetensors", "out", "--like", "like"],
             6,
-            "which also has 'model.norms.weight'. Did you mean 'model.norm.weight'?",
+            "which also has 'model.norms.weight'. Did you mean 'model.norm.weight'",
         ),
         (
             ["own.safetensors", "out", "--like", "like", "--to", "csv"],
@@ -116,15 +115,11 @@ def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folde
 
 
 def test_without_transformers_the_line_that_installs_it_is_told(folder, capsys, monkeypatch):
-    imported = builtins.__import__
+    def missing(name):
+        raise ImportError(name)
 
-    def missing(name, *args):
-        if name.partition(".")[0] == "transformers":
-            raise ImportError(name)
-        return imported(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setattr(sources, "import_module", missing)
 
     assert main(["convert", "own.safetensors", "out", "--like", "like"]) == 1
-    assert "--like: like needs the transformers package: pip install '.[transformers]'" in capsys.readouterr().err
+    assert 'pip install ".[transformers]"' in capsys.readouterr().err
     assert not (folder / "out").exists()

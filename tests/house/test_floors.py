@@ -34,6 +34,7 @@ ROOMS = {
     "checkpoints": (7, {0, 1, 2, 3, 4, 5, 6}),
     "train": (7, {0, 1, 2, 3, 4, 5, 6}),
     "moving": (7, {0, 1, 2, 3, 4, 5, 6}),
+    "hugging_face": (7, {0, 1, 2, 3, 4, 5, 6}),
     "cli": (8, {0, 1, 2, 3, 4, 5, 6, 7}),
     "__main__": (9, {0, 8}),
     "__init__": (9, {0, 1, 2, 3, 4, 5, 6, 7}),
@@ -46,6 +47,9 @@ DOORS = {
     ("checkpoints", "pipeline"),  # of which they are made
     ("train", "checkpoints"),  # the training loop saves and loads them
     ("train", "pipeline"),  # the training loop holds a Pipeline
+    ("hugging_face", "pipeline"),  # it saves what one holds
+    ("hugging_face", "checkpoints"),  # by their files
+    ("train", "hugging_face"),  # a run file may name a model
     ("moving", "pipeline"),  # so do the adapters
     ("moving", "train"),  # gradients are clipped by their norm over all ranks in one place
     ("cli", "__init__"),  # `penstock --version`

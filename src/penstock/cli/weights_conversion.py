@@ -16,14 +16,14 @@ def convert_to_pretrained(source: Path, target: Path, like: Path, *, is_forced: 
         CheckpointError: there are no weights, or they are not of this model.
         NotSaved: a file cannot be written.
     """
-    from penstock.checkpoints.pretrained_out import convert_weights
-    from penstock.models.hugging_face.empty_model import empty_model
+    from penstock.hugging_face import source as sources
+    from penstock.hugging_face.pretrained_out import convert_weights
 
     _require_free(target, is_forced=is_forced)
     try:
-        model = empty_model(like)
+        model = sources.on_meta(like, sources.folder_of(like))
     except ConfigError as error:
-        raise ConfigError(str(error), key="--like") from error
+        raise ConfigError(str(error).removeprefix(f"{error.key}: "), key="--like") from error
     is_new = not target.exists()
     target.mkdir(exist_ok=True)
     try:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError, described, shortened
+from penstock.hugging_face.from_transformers import from_transformers
 from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers
-from penstock.models.hugging_face.from_transformers import from_transformers
 from penstock.schedules.third_party import run_third_party
 from penstock.train.optimizing.precision import Precision
 from penstock.train.settings.config import RunConfig

@@ -20,6 +20,7 @@ ASKED = {
     "tensorboard": {"metrics": {"tensorboard": True}},
     "wandb": {"metrics": {"wandb": "offline"}},
     "tokenizers": {"data": {"corpus": "stdlib", "tokenizer": "words.json"}},
+    "transformers": {"model": {"transformers": "llama"}},
     "datasets": {"data": {"corpus": "datasets", "files": ["saved"]}},
 }
 

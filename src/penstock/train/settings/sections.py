@@ -139,19 +139,14 @@ class ModelSection(Section, DecoderConfig):
     options: dict[str, Scalar] = Field(default_factory=dict, description="other arguments of model.source")
     transformers: str = Field(
         default="",
-        description="folder of a Hugging Face causal language model, which is trained on; data.tokenizer is its own "
-        "unless another is named (needs the extra `transformers`)",
+        description="folder of a causal language model of Hugging Face, with its tokenizer (extra `transformers`)",
     )
     loss: str = Field(
         default="",
         description="FILE.py:FUNCTION, which takes what the last layer returns and the target; empty: cross entropy "
         "of next tokens",
     )
-    source_digest: str = Field(
-        default="",
-        description="of the files of model.source and model.loss, or of the config of model.transformers; a run fills "
-        "it in",
-    )
+    source_digest: str = Field(default="", description="of files that say what the model is; a run fills it in")
 
     vocabulary: NotNegative = Field(default=0, description="number of token ids; 0: as many as the tokenizer has")
     length: NotNegative = Field(default=0, description="longest sequence in tokens; 0: as long as batch.length")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from penstock.errors import CheckpointError, nearest
-from penstock.models.hugging_face.stored import Stored, stored_in
+from penstock.hugging_face.stored import Stored, stored_in
 
 WHOLE = "model.safetensors"
 INDEX = f"{WHOLE}.index.json"

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 from penstock.checkpoints.shards import DTYPE_NAMES
 from penstock.errors import CheckpointError
-from penstock.models.hugging_face import stored
-from penstock.models.hugging_face.stored import DTYPES, stored_in
+from penstock.hugging_face import stored
+from penstock.hugging_face.stored import DTYPES, stored_in
 
 TENSORS = {
     "matrix": torch.arange(6, dtype=torch.float32).reshape(2, 3),

@@ -5,9 +5,9 @@ import torch
 
 import penstock as ps
 from penstock.errors import ConfigError
-from penstock.models.hugging_face.balance import Balance
-from tests.models.hugging_face.families import NUM_MICROBATCHES, ROWS, batch_of, furthest, model_of
-from tests.models.hugging_face.test_from_transformers import LARGEST, gradients_of
+from penstock.hugging_face.balance import Balance
+from tests.hugging_face.families import NUM_MICROBATCHES, ROWS, batch_of, furthest, model_of
+from tests.hugging_face.test_from_transformers import LARGEST, gradients_of
 
 pytest.importorskip("transformers")
 

@@ -1,6 +1,6 @@
 """What the documentation of transformers does not promise: first values, routers, and tensors of files.
 
-Each function has a test in tests/models/hugging_face/test_undocumented.py that says which fact changed.
+Each function has a test in tests/hugging_face/test_undocumented.py that says which fact changed.
 
     file                                            model
     layers.0.block_sparse_moe.experts.0.w1.weight ┐

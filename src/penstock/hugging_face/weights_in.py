@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import MAX_SHOWN, CheckpointError, described, nearest
-from penstock.models.hugging_face.model_folder import stored_in_folder
-from penstock.models.hugging_face.stored import DTYPES, Stored
-from penstock.models.hugging_face.undocumented import (
+from penstock.hugging_face.model_folder import stored_in_folder
+from penstock.hugging_face.stored import DTYPES, Stored
+from penstock.hugging_face.undocumented import (
     Conversion,
     conversions,
     is_quantized,

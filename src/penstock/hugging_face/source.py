@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.models.hugging_face.undocumented import device_map_of
+from penstock.hugging_face.undocumented import device_map_of
 
 KEY = "source"
 OLDEST = 5
 """The first major version whose decoder layers return a tensor."""
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 
 def transformers() -> Any:
@@ -50,27 +51,36 @@ def folder_of(source: Any) -> Path | None:
     return folder
 
 
-def on_meta(source: Any, folder: Path | None, dtype: torch.dtype | None, attn_implementation: str | None) -> Any:
-    """Return the whole model on the meta device, where it takes up no memory. Raises: ConfigError."""
+def on_meta(
+    source: Any, folder: Path | None, dtype: torch.dtype | None = None, attn_implementation: str | None = None
+) -> Any:
+    """Return the whole model, and its generation config, on the meta device, where it takes up no memory.
+
+    `source` is a config where there is no folder. No code of the folder is run, nothing is downloaded, and no weights
+    are read.
+
+    Raises:
+        ConfigError: transformers makes no causal language model of it, or none that a pipeline can run.
+    """
     library = transformers()
-    where = "the config" if folder is None else str(folder)
+    where = "the config" if folder is None else str(folder / CONFIG)
+    trusting: dict[str, Any] = {"trust_remote_code": False}
     try:
-        # As a copy: which attention computes is a setting of the config object.
-        config = (
-            source.__class__.from_dict(source.to_dict())
-            if folder is None
-            else library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{where}: cannot be read as a config of transformers: {error}", key=KEY) from error
-    _require_plain(config, where)
-    settings: dict[str, Any] = {"trust_remote_code": False, "dtype": dtype or config.dtype or torch.get_default_dtype()}
-    if attn_implementation is not None:
-        settings["attn_implementation"] = attn_implementation
-    try:
+        if folder is None:  # as a copy: which attention computes is a setting of the config object
+            config = source.__class__.from_dict(source.to_dict())
+        else:
+            config = library.AutoConfig.from_pretrained(folder, local_files_only=True, **trusting)
+        _require_plain(config, where)
+        settings = trusting | {"dtype": dtype or config.dtype or torch.get_default_dtype()}
+        if attn_implementation is not None:
+            settings["attn_implementation"] = attn_implementation
         with torch.device("meta"):
             model = library.AutoModelForCausalLM.from_config(config, **settings)
-    except (ValueError, ImportError) as error:
+        if folder is not None and (folder / GENERATION_CONFIG).is_file():
+            model.generation_config = library.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers raises what it likes for a wrong config
         raise ConfigError(f"{where}: transformers makes no causal language model of it: {error}", key=KEY) from error
     return checked(model)
 

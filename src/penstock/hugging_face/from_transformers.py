@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.hugging_face import source as sources
+from penstock.hugging_face.balance import Balance
+from penstock.hugging_face.model import TransformersModel
+from penstock.hugging_face.undocumented import give_values, make_unsaved_buffers, tied_names
+from penstock.hugging_face.weights_in import PretrainedWeights
 from penstock.models.cutting.cut import held_by, segments
 from penstock.models.cutting.frame import Template
 from penstock.models.cutting.part import CutForward, Part, Segment, part_class
 from penstock.models.cutting.placeholders import tensors_in, without_values
 from penstock.models.cutting.points import cut_model
-from penstock.models.hugging_face import source as sources
-from penstock.models.hugging_face.balance import Balance
-from penstock.models.hugging_face.model import TransformersModel
-from penstock.models.hugging_face.undocumented import give_values, make_unsaved_buffers, tied_names
-from penstock.models.hugging_face.weights_in import PretrainedWeights
 from penstock.models.layer import LayerSpec
 
 KEYWORDS = ("attention_mask", "position_ids", "token_type_ids")

@@ -7,8 +7,10 @@ from typing import Any, overload
 from torch import Tensor
 
 from penstock.errors import PenstockError
+from penstock.hugging_face.pretrained_out import save_pretrained
 from penstock.models.cutting.part import Part
 from penstock.models.layer import LayerSpec
+from penstock.pipeline import Pipeline
 
 IGNORED_LABEL = -100
 Layer = LayerSpec | Part
@@ -60,6 +62,18 @@ class TransformersModel(Sequence[Layer]):
             )
         number = max(self.count(labels), 1)
         return self._loss(logits, labels, vocab_size=logits.shape[-1], num_items_in_batch=number)
+
+    def save_pretrained(self, pipeline: Pipeline, folder: str | Path) -> None:
+        """Write the weights of a pipeline of this model, and its config, as transformers saves them.
+
+        Every rank calls it. `AutoModelForCausalLM.from_pretrained(folder)` then loads them. Tokenizer files of the
+        folder that the model came from are copied.
+
+        Raises:
+            NotSaved: on every rank, if a file cannot be written, or the pipeline is of another model.
+            PipelineError: a rank is lost meanwhile.
+        """
+        save_pretrained(pipeline, Path(folder), self.whole, self.source)
 
     @staticmethod
     def count(labels: Tensor) -> int:

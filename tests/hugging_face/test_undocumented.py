@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.models.hugging_face.undocumented import (
+from penstock.hugging_face.undocumented import (
     conversions,
     device_map_of,
     give_values,
@@ -15,8 +15,8 @@ from penstock.models.hugging_face.undocumented import (
     tied_names,
     unsaved_names,
 )
-from tests.models.hugging_face.families import FAMILIES, batch_of, model_of
-from tests.models.hugging_face.tiny_models import config_of, empty_model
+from tests.hugging_face.families import FAMILIES, batch_of, model_of
+from tests.hugging_face.tiny_models import config_of, empty_model
 
 pytest.importorskip("transformers")
 

@@ -26,7 +26,7 @@ from penstock.checkpoints.weight_files import save_tensors, save_weights
 from penstock.checkpoints.weight_format import Entries, Unit
 from penstock.errors import CheckpointError, NotSaved, nearest
 from penstock.files import naming_storage
-from penstock.models.hugging_face.undocumented import reverted, tied_names, unsaved_names
+from penstock.hugging_face.undocumented import reverted, tied_names, unsaved_names
 from penstock.pipeline import Pipeline
 
 TOKENIZER_FILES = (

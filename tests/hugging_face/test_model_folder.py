@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.errors import CheckpointError
-from penstock.models.hugging_face.model_folder import INDEX, WHOLE, stored_in_folder
+from penstock.hugging_face.model_folder import INDEX, WHOLE, stored_in_folder
 
 
 def save(folder, **files):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.hugging_face.undocumented import has_balance_loss, router_class
 from penstock.models.auxiliary import AuxiliaryLoss
 from penstock.models.cutting.part import Part
-from penstock.models.hugging_face.undocumented import has_balance_loss, router_class
 from penstock.models.skip import Skip
 
 NAME = "experts"

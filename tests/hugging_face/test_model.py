@@ -5,7 +5,7 @@ import torch
 
 import penstock as ps
 from penstock.errors import PenstockError
-from tests.models.hugging_face.families import batch_of, model_of
+from tests.hugging_face.families import batch_of, model_of
 
 pytest.importorskip("transformers")
 

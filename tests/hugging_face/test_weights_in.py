@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from penstock.errors import CheckpointError
-from penstock.models.hugging_face.model_folder import INDEX, WHOLE
-from penstock.models.hugging_face.stored import Stored
-from penstock.models.hugging_face.weights_in import PretrainedWeights
-from tests.models.hugging_face.tiny_models import FAMILIES, saved_model
+from penstock.hugging_face.model_folder import INDEX, WHOLE
+from penstock.hugging_face.stored import Stored
+from penstock.hugging_face.weights_in import PretrainedWeights
+from tests.hugging_face.tiny_models import FAMILIES, saved_model
 
 pytest.importorskip("transformers")
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import penstock as ps
-from tests.local_pipelines import on_ranks
-from tests.models.hugging_face.families import (
+from tests.hugging_face.families import (
     BATCHES,
     FAMILIES,
     NUM_MICROBATCHES,
@@ -17,6 +16,7 @@ from tests.models.hugging_face.families import (
     furthest,
     model_of,
 )
+from tests.local_pipelines import on_ranks
 
 pytest.importorskip("transformers")
 

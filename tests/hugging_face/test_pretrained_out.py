@@ -10,17 +10,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from penstock.checkpoints import pretrained_out, weight_files
-from penstock.checkpoints.pretrained_out import convert_weights, save_pretrained
+from penstock.checkpoints import weight_files
 from penstock.checkpoints.shards import write_tensors
 from penstock.checkpoints.weight_files import save_weights
 from penstock.checkpoints.writer import save_checkpoint
 from penstock.errors import CheckpointError, NotSaved
+from penstock.hugging_face import pretrained_out
+from penstock.hugging_face.pretrained_out import convert_weights, save_pretrained
+from penstock.hugging_face.weights_in import PretrainedWeights
 from penstock.models import LayerSpec
-from penstock.models.hugging_face.weights_in import PretrainedWeights
 from penstock.pipeline import Pipeline
+from tests.hugging_face.tiny_models import FAMILIES, saved_model
 from tests.mesh_pipelines import on_mesh
-from tests.models.hugging_face.tiny_models import FAMILIES, saved_model
 from tests.train.local_ranks import error_of, on_ranks
 
 pytest.importorskip("transformers")

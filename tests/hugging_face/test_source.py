@@ -1,5 +1,6 @@
 """What is no model of a decoder is refused in one message, before any layer is built."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +8,9 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import ConfigError
-from penstock.models.hugging_face import source as sources
-from tests.models.hugging_face.families import config_of, model_of
+from penstock.hugging_face import source as sources
+from tests.hugging_face.families import config_of, model_of
+from tests.hugging_face.tiny_models import FAMILIES, saved_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -23,7 +25,6 @@ def test_no_folder_and_no_config_in_it(tmp_path):
     assert "there is no such folder" in refused(tmp_path / "none")
     assert "holds no config.json" in refused(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    assert "cannot be read as a config" in refused(tmp_path)
     assert "expected a folder, a config or a model" in refused(3)
 
 
@@ -63,3 +64,48 @@ def test_an_older_or_missing_library_is_told_with_the_way_to_install_it(monkeypa
 
     monkeypatch.setattr(sources, "import_module", missing)
     assert 'pip install ".[transformers]"' in refused(config_of("llama"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_gives_names_and_shapes_and_no_values(tmp_path, family):
+    saved = saved_model(family, tmp_path)
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+
+    found = sources.on_meta(tmp_path, tmp_path)
+
+    assert type(found) is type(saved.model)
+    state = found.state_dict()
+    assert {name: value.shape for name, value in state.items()} == {n: v.shape for n, v in saved.state.items()}
+    assert {value.device.type for value in state.values()} == {"meta"}
+
+
+def test_the_generation_config_is_that_of_the_folder(tmp_path):
+    saved = saved_model("llama", tmp_path)
+    saved.model.generation_config.max_new_tokens = 7
+    saved.model.generation_config.save_pretrained(tmp_path)
+    assert sources.on_meta(tmp_path, tmp_path).generation_config.max_new_tokens == 7
+
+    (tmp_path / "generation_config.json").unlink()
+    assert sources.on_meta(tmp_path, tmp_path).generation_config.max_new_tokens is None
+
+
+@pytest.mark.parametrize(
+    "config", ["{", "{}", json.dumps({"model_type": "none"}), json.dumps({"model_type": "clip_vision_model"})]
+)
+def test_a_config_of_no_causal_language_model_is_refused(tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+
+    assert f"{tmp_path / 'config.json'}: transformers makes no causal language model of it" in refused(tmp_path)
+
+
+def test_code_of_the_folder_is_not_run(tmp_path):
+    saved_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+
+    refused(tmp_path)
+
+    assert not (tmp_path / "ran").exists()
