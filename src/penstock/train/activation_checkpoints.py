@@ -52,9 +52,15 @@ def with_checkpointing(layers: Sequence[LayerSpec], kinds: Sequence[Kept]) -> li
 
 
 def _checkpointed(build: Callable[[], nn.Module], kind: Kept) -> nn.Module:
-    module = build()
-    if not any(module.children()):
-        return module
+    layer = build()
+    # A part of a cut model runs the forward of that model around its modules, which would not run again alike.
+    for module in getattr(layer, "working_modules", [layer]):
+        if any(module.children()):
+            _checkpoint(module, kind)
+    return layer
+
+
+def _checkpoint(module: nn.Module, kind: Kept) -> None:
     forward = module.forward
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
@@ -66,4 +72,3 @@ def _checkpointed(build: Callable[[], nn.Module], kind: Kept) -> nn.Module:
         return checkpoint(forward, *args, **options, **kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
 
     module.forward = checkpointed
-    return module

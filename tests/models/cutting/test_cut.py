@@ -156,7 +156,7 @@ def test_compiled_blocks_give_the_same(model, batch):
     wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     parts = cut(model, ["blocks.*"])
-    assert [module for part in parts for module in part.modules_to_compile] == [
+    assert [module for part in parts for module in part.working_modules] == [
         model.words,
         *model.blocks,
         model.norm,

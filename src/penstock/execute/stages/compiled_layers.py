@@ -44,7 +44,7 @@ def compile_layers(stages: Iterable[Stage], name: bool | str) -> None:
     compiler: Any = partial(torch.compile, backend=find_backend(name))
     for layer in (layer for stage in stages for layer in stage.modules):
         module = layer.module if isinstance(layer, DistributedDataParallel) else layer
-        for each in getattr(module, "modules_to_compile", [module]):
+        for each in getattr(module, "working_modules", [module]):
             if not is_compiled(each):
                 compile_module(each, compiler)
 

@@ -202,8 +202,11 @@ class Part(nn.Module):
         return output
 
     @property
-    def modules_to_compile(self) -> list[nn.Module]:
-        """The submodules of the layer: between them runs the forward of the model, with exceptions and by threads."""
+    def working_modules(self) -> list[nn.Module]:
+        """The submodules of the layer, which compilers and checkpoints take in its place.
+
+        Around them runs the forward of the model, which ends by an exception.
+        """
         return [self.get_submodule(name) for name in self._segment.modules]
 
     def extra_repr(self) -> str:
