@@ -7,12 +7,12 @@ import threading
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from penstock.checkpoints import weight_files
 from penstock.checkpoints.shards import write_tensors
-from penstock.checkpoints.weight_files import save_weights
+from penstock.checkpoints.weight_files import INDEX, save_weights
 from penstock.checkpoints.writer import save_checkpoint
 from penstock.errors import CheckpointError, NotSaved
 from penstock.hugging_face import pretrained_out
@@ -381,6 +381,53 @@ def test_both_names_of_a_tied_weight_are_one_if_they_are_equal(tmp_path):
     write_tensors(tmp_path / "own.safetensors", state)
     with pytest.raises(CheckpointError, match="have other values, but the model ties them"):
         convert_weights(tmp_path / "own.safetensors", tmp_path / "to", saved.empty, tmp_path / "from")
+
+
+def test_what_transformers_does_not_save_is_left_out(tmp_path):
+    saved = saved_model("llama", tmp_path / "from")
+    saved.empty._keys_to_ignore_on_save = {"model.norm.weight"}
+
+    on_ranks(2, go_round, saved, tmp_path / "to")
+
+    assert tensors_in(tmp_path / "to").keys() == saved.state.keys() - {"model.norm.weight"}
+
+
+def refused(path, folder, saved):
+    folder.mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        convert_weights(path, folder, saved.empty, saved.folder)
+    assert names(folder) == set()
+    return str(caught.value)
+
+
+def test_a_type_that_files_of_penstock_cannot_have_is_refused(tmp_path):
+    saved = saved_model("llama", tmp_path / "from")
+    state = {name: value.clone() for name, value in saved.state.items()}
+    save_file(state | {"lm_head.weight": torch.zeros(64, 16, dtype=torch.float8_e5m2)}, tmp_path / "own.safetensors")
+
+    told = refused(tmp_path / "own.safetensors", tmp_path / "to", saved)
+
+    assert "own.safetensors: 'lm_head.weight' has the type F8_E5M2; expected F64, F32" in told
+
+
+def test_an_index_that_lists_what_no_file_has_is_refused(tmp_path, small_files):
+    saved = saved_model("llama", tmp_path / "from")
+    on_ranks(2, save_own, saved, tmp_path / "own")
+    index = json.loads((tmp_path / "own" / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    listed = index["weight_map"]["model.norm.weight"]
+    index["weight_map"]["model.norm.weight"] = next(file for file in files if file != listed)
+    (tmp_path / "own" / INDEX).write_text(json.dumps(index))
+
+    assert "has no 'model.norm.weight', which its index lists" in refused(tmp_path / "own", tmp_path / "to", saved)
+
+
+def test_a_config_of_quantized_weights_is_refused(tmp_path):
+    saved = saved_model("llama", tmp_path / "from")
+    on_ranks(1, save_own, saved, tmp_path / "own")
+    saved.empty.config.quantization_config = {"quant_method": "fp8"}
+
+    assert "has a quantization_config, but its weights" in refused(tmp_path / "own", tmp_path / "to", saved)
 
 
 def test_weights_of_another_model_are_not_converted(tmp_path):

@@ -26,7 +26,7 @@ from penstock.checkpoints.weight_files import save_tensors, save_weights
 from penstock.checkpoints.weight_format import Entries, Unit
 from penstock.errors import CheckpointError, NotSaved, nearest
 from penstock.files import naming_storage
-from penstock.hugging_face.undocumented import reverted, tied_names, unsaved_names
+from penstock.hugging_face.undocumented import is_quantized, reverted, tied_names, unsaved_names
 from penstock.pipeline import Pipeline
 
 TOKENIZER_FILES = (
@@ -110,6 +110,11 @@ class PretrainedFormat:
         return "model"
 
     def units(self, tensors: Entries) -> list[Unit]:
+        if is_quantized(self.model):
+            raise CheckpointError(
+                f"{self.where}: the config of the model has a quantization_config, but its weights are not quantized. "
+                "Take a config.json without it"
+            )
         state = self.model.state_dict()
         ties, unsaved = tied_names(self.model), unsaved_names(self.model)
         for name, (dtype, shape) in tensors.items():
