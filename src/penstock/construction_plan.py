@@ -29,7 +29,8 @@ from penstock.execute.observing.shared_buffers import shared_buffers
 from penstock.execute.options import PipelineOptions, refuse_unknown
 from penstock.execute.replicas.mesh import require_sizes
 from penstock.execute.stages.compiled_layers import without_wrappers
-from penstock.execute.stages.layers import Layer, build_layer, layer_names, spec_attribute
+from penstock.execute.stages.layers import Layer, build_layer, layer_names
+from penstock.execute.stages.names import layer_weight
 from penstock.execute.stages.shared_builders import Build, build_own
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.stages.skips import skip_names
@@ -209,7 +210,7 @@ def _require_slices(built: Mapping[int, nn.Module], names: Sequence[str]) -> Non
 
 def _weights(layers: Sequence[Layer], split: Sequence[int] | None, options: PipelineOptions) -> Sequence[float]:
     if options.weights is None:
-        return [float(spec_attribute(layer, "weight", 1.0)) for layer in layers]
+        return list(map(layer_weight, layers))
     if split is not None:
         raise ConfigError("split says already which stage gets how many layers; pass one of the two", key="weights")
     return options.weights

@@ -174,7 +174,7 @@ def test_what_shares_a_tensor_of_the_files_is_filled_by_one_read(tmp_path):
 def test_filling_holds_the_sources_of_one_tensor_at_a_time(tmp_path, monkeypatch, family):
     saved = saved_model(family, tmp_path)
     weights = PretrainedWeights.open(tmp_path, saved.empty)
-    alive, most, read = weakref.WeakSet(), [], Stored.read
+    alive, most, read = weakref.WeakSet(), [0], Stored.read
 
     def noting(stored):
         tensor = read(stored)
@@ -185,7 +185,8 @@ def test_filling_holds_the_sources_of_one_tensor_at_a_time(tmp_path, monkeypatch
     monkeypatch.setattr(Stored, "read", noting)
     weights.fill(saved.model)
 
-    assert max(most) == max(value.nbytes for value in saved.state.values())
+    converted = [value.nbytes for name, value in saved.state.items() if "experts" in name]
+    assert max(most) == max(converted, default=0), "others are read where they belong"
 
 
 @pytest.mark.slow

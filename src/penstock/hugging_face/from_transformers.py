@@ -20,7 +20,7 @@ from penstock.hugging_face.balance import Balance
 from penstock.hugging_face.model import TransformersModel
 from penstock.hugging_face.undocumented import give_values, make_unsaved_buffers, tied_names
 from penstock.hugging_face.weights_in import PretrainedWeights
-from penstock.models.cutting.cut import held_by, segments
+from penstock.models.cutting.cut import held_by, multiplications, segments
 from penstock.models.cutting.frame import Template
 from penstock.models.cutting.part import CutForward, Part, Segment, part_class
 from penstock.models.cutting.placeholders import tensors_in, without_values
@@ -58,11 +58,15 @@ def from_transformers(
     forward = CutForward(Template(whole, cut, partial(make_unsaved_buffers, whole)), entry)
     parts = segments(cut)
     kinds = _kinds(whole, part_class(entry.keywords), list(parts))
+    share = _share_of_experts(whole.config)
+    block = multiplications(whole.get_submodule(f"{blocks}.0"), share)
     if whole is source:
         layers = [kinds[name](forward, name, segment, *held_by(whole, segment)) for name, segment in parts.items()]
+        for layer in layers:
+            layer.layer_weight = multiplications(layer, share) / block
         return TransformersModel(layers, whole, None)
     weights = None if folder is None else PretrainedWeights.open(folder, whole)
-    ties, block = tied_names(whole), _work(whole, whole.get_submodule(f"{blocks}.0"))
+    ties = tied_names(whole)
     specs = []
     for name, segment in parts.items():
         modules, tensors = held_by(whole, segment)
@@ -74,7 +78,7 @@ def from_transformers(
                 name,
                 partial(_build, partial(kinds[name], forward, name, segment), whole, segment, weights),
                 seed=seed,
-                weight=sum(_work(whole, module) for module in modules.values()) / block,
+                weight=sum(multiplications(module, share) for module in modules.values()) / block,
                 tied=tuple((mine, other) for mine, other in ties.items() if mine in own),
                 has_full_names=True,
             )
@@ -115,19 +119,10 @@ def _build(
     return part
 
 
-def _work(whole: Any, module: nn.Module) -> float:
-    """The multiplications per token of a forward: the sizes of weights, of experts those that a token is sent to."""
-    config = whole.config
-    experts = next((getattr(config, name) for name in EXPERTS if getattr(config, name, None)), 1)
-    share = getattr(config, "num_experts_per_tok", experts) / experts
-    owners = [each for each in module.modules() if not isinstance(each, nn.Embedding)]
-    sizes = [
-        parameter.numel() * (share if parameter.dim() > 2 else 1.0)
-        for owner in owners
-        for parameter in owner.parameters(recurse=False)
-        if parameter.dim() > 1
-    ]
-    return float(sum(sizes))
+def _share_of_experts(config: Any) -> float:
+    """The part of a layer's experts that a token is sent to."""
+    number = next((getattr(config, name) for name in EXPERTS if getattr(config, name, None)), 1)
+    return float(getattr(config, "num_experts_per_tok", number) / number)
 
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -60,14 +60,19 @@ class Stored:
 
     def read(self) -> Tensor:
         """Read the bytes of this tensor. Raises: CheckpointError, naming the file."""
-        content = torch.empty(self.num_bytes, dtype=torch.uint8)
+        found = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(found)
+        return found
+
+    def read_into(self, tensor: Tensor) -> None:
+        """Read the bytes into a contiguous tensor of this type and shape on the CPU. Raises: CheckpointError."""
+        content = tensor.detach().reshape(-1).view(torch.uint8)
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(self.begin)
                 _read_into(file, content.numpy().data)
         except OSError as error:
             raise _unreadable(self.path, error.strerror or str(error)) from error
-        return content.view(self.dtype).reshape(self.shape)
 
 
 def stored_in(path: Path) -> tuple[dict[str, Stored], int]:

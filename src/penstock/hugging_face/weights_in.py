@@ -104,12 +104,24 @@ class PretrainedWeights:
             self._fill(conversion, several)
 
     def _fill(self, conversion: Conversion, several: list[tuple[str, Tensor]]) -> None:
+        if len(several) == 1 and self._fill_directly(conversion, *several[0]):
+            return
         found = self._read(conversion, None)
         for target, value in several:
             if value.shape != found[target].shape:
                 raise _other_shape(self.folder, target, found[target].shape, value.shape)
             with torch.no_grad():
                 value.copy_(found[target])
+
+    def _fill_directly(self, conversion: Conversion, target: str, value: Tensor) -> bool:
+        """Read a tensor that is in the file as it is wanted without a copy of it; return whether it is."""
+        stored = self._stored[conversion.sources[0][0]]
+        is_alike = stored.dtype == value.dtype and tuple(stored.shape) == tuple(value.shape)
+        if conversion.converter is not None or not is_alike or not value.is_contiguous() or value.device.type != "cpu":
+            return False
+        self.bytes_read += stored.num_bytes
+        stored.read_into(value)
+        return True
 
     def _read(self, conversion: Conversion, dtype: torch.dtype | None) -> dict[str, Tensor]:
         tensors = {name: self._source(name, dtype) for name, _ in conversion.sources}

@@ -20,6 +20,13 @@ def layer_name(layer: object, default: object) -> str:
     return str(layer.layer_name if getattr(layer, "has_full_names", False) is True else default)
 
 
+def layer_weight(layer: object) -> float:
+    """Return the compute of a layer, relative to others, likewise; 1 where it does not say."""
+    says = not isinstance(layer, nn.Module) or getattr(layer, "has_full_names", False) is True
+    name = "layer_weight" if isinstance(layer, nn.Module) else "weight"
+    return float(getattr(layer, name, 1.0)) if says else 1.0
+
+
 def full_name(layer: str, holder: object, own: str) -> str:
     """Return the unsplit model's name of what a layer, or its spec, calls `own`."""
     return own if getattr(holder, "has_full_names", False) is True else f"{layer}.{own}"

@@ -35,7 +35,20 @@ def cut(model: nn.Module, points: Sequence[str]) -> list[Part]:
     entry = _ByName(model)
     forward = CutForward(Template(model, parts), entry)
     kind = part_class(entry.keywords)
-    return [kind(forward, name, segment, *held_by(model, segment)) for name, segment in segments(parts).items()]
+    layers = [kind(forward, name, segment, *held_by(model, segment)) for name, segment in segments(parts).items()]
+    for layer in layers:
+        layer.layer_weight = multiplications(layer)
+    return layers
+
+
+def multiplications(module: nn.Module, share_of_experts: float = 1.0) -> float:
+    """Return the multiplications per position of a forward, as the sizes of weights tell it; 0 for an embedding.
+
+    Weights of three and more dimensions count for their share: those of experts, each of which sees some positions.
+    """
+    owners = (each for each in module.modules() if not isinstance(each, nn.Embedding))
+    weights = (each for owner in owners for each in owner.parameters(recurse=False) if each.dim() > 1)
+    return sum(each.numel() * (share_of_experts if each.dim() > 2 else 1.0) for each in weights)
 
 
 def held_by(model: nn.Module, segment: Segment) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:

@@ -160,6 +160,8 @@ class Part(nn.Module):
     """A layer of a cut module; its parameters have the names that the whole module gives them."""
 
     has_full_names = True
+    layer_weight = 1.0
+    """Compute relative to the other parts, for the split into stages."""
     takes_slices = False
     """Masks and positions are made for whole sequences."""
 
