@@ -6,6 +6,7 @@ import torch
 import penstock as ps
 from penstock.errors import PenstockError
 from tests.hugging_face.families import batch_of, model_of
+from tests.local_pipelines import on_ranks
 
 pytest.importorskip("transformers")
 
@@ -48,3 +49,28 @@ def test_it_is_a_sequence_of_layers(model):
     assert next(iter(layers)) is layers[0]
     assert layers[-2:] == [*layers][-2:]
     assert layers.config is model.config
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_what_ranks_have_trained_is_what_transformers_loads(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model_of(family).save_pretrained(tmp_path / "from")
+    tokens, labels, _ = batch_of("plain")
+    layers = ps.from_transformers(tmp_path / "from")
+
+    def train(transport):
+        pipeline = ps.Pipeline(layers, "1f1b", 4, layers.loss, count=layers.count, transport=transport)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        pipeline.step(tokens, target=labels)
+        optimizer.step()
+        layers.save_pretrained(pipeline, tmp_path / "to")
+        return {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
+
+    trained = {name: value for part in on_ranks(2, train) for name, value in part.items()}
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "to", output_loading_info=True)
+
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert trained.keys() == dict(loaded.named_parameters()).keys()
+    assert all(torch.equal(trained[name], parameter) for name, parameter in loaded.named_parameters())
+    assert not torch.equal(loaded.model.norm.weight, model_of(family).model.norm.weight)

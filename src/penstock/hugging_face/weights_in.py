@@ -95,7 +95,7 @@ class PretrainedWeights:
                 raise CheckpointError(
                     f"{type(module).__name__} has no parameter or saved buffer {own!r} to fill.{nearest(own, state)}"
                 )
-            if name not in self and self._may_lack(name):
+            if name not in self and not missing_and_strange(self.model, [name], [])[0]:
                 continue
             target = self._target(name)
             conversion = self._conversions[target]
@@ -211,9 +211,6 @@ class PretrainedWeights:
                     f"{self.folder}: {name!r} and {names[0]!r} have other values, but the model ties them. Set "
                     "tie_word_embeddings to false in its config.json"
                 )
-
-    def _may_lack(self, name: str) -> bool:
-        return not missing_and_strange(self.model, [name], [])[0]
 
 
 def _require_float(dtype: Any) -> None:
