@@ -105,7 +105,7 @@ def accumulated(model, tokens, labels, keywords, num_microbatches=NUM_MICROBATCH
 
 
 def furthest(found, wanted, ties):
-    """Return the largest difference of gradients, as a share of the largest gradient."""
+    """Return the largest difference of gradients or weights, as a share of the largest one."""
     largest = max(gradient.abs().max() for gradient in wanted.values())
     owners = {name: wanted[name if name in wanted else ties[name]] for name in found}
     return max(((found[name] - owners[name]).abs().max() / largest).item() for name in found)

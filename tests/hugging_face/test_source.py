@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 import penstock as ps
@@ -25,7 +26,31 @@ def test_no_folder_and_no_config_in_it(tmp_path):
     assert "there is no such folder" in refused(tmp_path / "none")
     assert "holds no config.json" in refused(tmp_path)
     (tmp_path / "config.json").write_text("{")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "is an adapter (adapter_config.json); merge it" in refused(tmp_path)
     assert "expected a folder, a config or a model" in refused(3)
+
+
+def test_a_type_that_no_parameter_can_have_is_refused():
+    assert "dtype: 'bfloat16' of type str; expected a floating-point torch.dtype" in refused(
+        config_of("llama"), dtype="bfloat16"
+    )
+    assert "torch.int8" in refused(config_of("llama"), dtype=torch.int8)
+
+
+def test_an_adapter_around_a_model_is_named():
+    class PeftModel(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.base_model = model
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.base_model, name)
+
+    assert "a PeftModel; expected a causal language model" in refused(PeftModel(model_of("llama")))
 
 
 def test_a_model_that_is_no_decoder_is_named():

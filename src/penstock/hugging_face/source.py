@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, described
 from penstock.hugging_face.undocumented import device_map_of
 
 KEY = "source"
 OLDEST = 5
 """The first major version whose decoder layers return a tensor."""
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -46,6 +47,8 @@ def folder_of(source: Any) -> Path | None:
             "first, as by huggingface_hub.snapshot_download",
             key=KEY,
         )
+    if (folder / ADAPTER).is_file():
+        raise ConfigError(f"{folder}: is an adapter ({ADAPTER}); merge it into its model, and save that", key=KEY)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder}: holds no {CONFIG}; give a folder that save_pretrained has written", key=KEY)
     return folder
@@ -63,6 +66,8 @@ def on_meta(
         ConfigError: transformers makes no causal language model of it, or none that a pipeline can run.
     """
     library = transformers()
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"{described(dtype)}; expected a floating-point torch.dtype, or None", key="dtype")
     where = "the config" if folder is None else str(folder / CONFIG)
     trusting: dict[str, Any] = {"trust_remote_code": False}
     try:
@@ -87,7 +92,8 @@ def on_meta(
 
 def checked(model: Any) -> Any:
     """Return a model that a pipeline can run. Raises: ConfigError, which names what it cannot."""
-    if not hasattr(model, "config") or not hasattr(model, "loss_function"):
+    # An adapter around a model has all attributes of the model.
+    if not isinstance(model, transformers().PreTrainedModel) or not hasattr(model, "loss_function"):
         raise ConfigError(
             f"a {type(model).__name__}; expected a causal language model of transformers, without an adapter around "
             "it. ps.cut takes any other module",
