@@ -38,7 +38,7 @@ html_show_copyright = False
 # The sections of the site, in their order, and the pages of each. A page that is in none of them fails the build.
 SECTIONS = {
     "Start": ["start"],
-    "All of Penstock": ["all", "pipeline", "training", "observing", "pictures"],
+    "All of Penstock": ["all", "models", "pipeline", "training", "observing", "pictures"],
     "Tutorials": ["tutorials/*"],
     "Cookbook": ["cookbook", "tasks"],
     "Schedules": ["schedules", "schedules/*"],
