@@ -42,7 +42,7 @@ SECTIONS = {
     "Tutorials": ["tutorials/*"],
     "Cookbook": ["cookbook", "tasks"],
     "Schedules": ["schedules", "schedules/*"],
-    "Explanations": ["design", "simulator", "search", "explanations/*", "words"],
+    "Explanations": ["design", "simulator", "searching", "explanations/*", "words"],
     "Reference": ["reference/api/README", "reference/api/*", "reference/*"],
     "Measured": ["performance", "parity"],
     "Moving from": ["moving/README", "moving/*"],

@@ -143,7 +143,7 @@ def relaxed(theme: Theme) -> bytes:
 
 
 def before_search(theme: Theme) -> bytes:
-    """1F1B under the costs of docs/search.md, as `penstock show` draws it."""
+    """1F1B under the costs of docs/searching.md, as `penstock show` draws it."""
     costs = costs_of_search()
     timeline = ps.simulate(ps.lower(ps.build("1f1b", ranks=4, microbatches=12)), costs)
     title = f"{describe_shape(timeline.program)}, predicted with costs.toml"
@@ -165,17 +165,17 @@ def searched_front(theme: Theme) -> bytes:
 
 @cache
 def searched(limit: str) -> Any:
-    """Search within a limit under the costs of docs/search.md."""
+    """Search within a limit under the costs of docs/searching.md."""
     return ps.search(costs_of_search(), 4, 12, memory_limit=limit, evaluations=EVALUATIONS)
 
 
 @cache
 def costs_of_search() -> Any:
-    """The costs of the example in docs/search.md, from its own text."""
-    text = (DOCS / "search.md").read_text(encoding="utf-8")
+    """The costs of the example in docs/searching.md, from its own text."""
+    text = (DOCS / "searching.md").read_text(encoding="utf-8")
     toml = re.search(r"^<!-- file: costs.toml -->\n```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     if toml is None:
-        sys.exit("docs/search.md shows no file costs.toml")
+        sys.exit("docs/searching.md shows no file costs.toml")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "costs.toml"
         path.write_text(toml[1], encoding="utf-8")

@@ -164,3 +164,7 @@ def test_a_page_outside_the_repository_has_broken_links_too(monkeypatch, tmp_pat
         "page.md:  has no heading #there",
         "page.md: gone.md does not exist",
     ]
+
+
+def test_no_page_has_the_name_of_one_that_the_site_makes_itself():
+    assert {path.stem for path in DOCS.glob("*.md")} & {"search", "genindex", "modindex"} == set()

@@ -1,4 +1,4 @@
-"""Bounds by the work of one rank or of one microbatch, whatever memory there is (docs/search.md has the proofs)."""
+"""Bounds by the work of one rank or of one microbatch, whatever memory there is (docs/searching.md has the proofs)."""
 
 from collections.abc import Iterator
 

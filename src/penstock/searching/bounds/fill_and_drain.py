@@ -3,7 +3,7 @@
     rank    F F F ~ ~ ~ ~ I ...        fill: before its first I it can run only the F that the limit holds
             ... F I W I W ~ ~ ~ I W    drain: behind its last F only the I and W of what fits beside its activation
 
-docs/search.md has the proofs.
+docs/searching.md has the proofs.
 """
 
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
     rank    F F' ~ ~ I' F I W W' F' ~ ~ I' F I W W' F' ...        rounds of F' of one microbatch, last rank of a V
 
-docs/search.md has the proof.
+docs/searching.md has the proof.
 """
 
 from dataclasses import dataclass
