@@ -8,10 +8,12 @@ from penstock.hugging_face.undocumented import (
     conversions,
     device_map_of,
     give_values,
+    has_balance_loss,
     is_quantized,
     make_unsaved_buffers,
     missing_and_strange,
     reverted,
+    router_class,
     tied_names,
     unsaved_names,
 )
@@ -231,3 +233,46 @@ def test_the_loss_is_a_sum_over_num_items_in_batch():
 
     shifted = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     torch.testing.assert_close(summed, shifted)
+
+
+def given_to_first_block(model, **batch):
+    seen = []
+    handle = model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    model(**batch, use_cache=False)
+    handle.remove()
+    return seen[0]
+
+
+def test_masks_follow_the_attention_of_the_config_that_all_modules_share():
+    tokens, _, padded = batch_of("padded")
+    causal = given_to_first_block(model_of("llama", "sdpa"), input_ids=tokens)
+    eager = given_to_first_block(model_of("llama", "eager"), input_ids=tokens)
+    masked = given_to_first_block(model_of("llama", "sdpa"), input_ids=tokens, **padded)
+
+    assert causal["attention_mask"] is None, "sdpa gets a mask now where it is causal by itself"
+    assert eager["attention_mask"].is_floating_point()
+    assert masked["attention_mask"].dtype == torch.bool
+    model = model_of("llama", "sdpa")
+    assert model.model.layers[0].self_attn.config is model.config, "blocks have configs of their own now"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_may_take_the_place_of_tokens(family):
+    model = model_of(family, "eager").eval()
+    tokens, _, keywords = batch_of("padded")
+    embedded = model.get_input_embeddings()(tokens)
+
+    found = model(inputs_embeds=embedded, use_cache=False, **keywords).logits
+
+    assert torch.equal(found, model(tokens, use_cache=False, **keywords).logits)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_routers_are_found_by_what_can_be_recorded(family):
+    model = model_of(family)
+
+    assert any(isinstance(module, router_class(model)) for module in model.model.layers[0].modules())
+    assert has_balance_loss(model)
+    assert router_class(model_of("llama")) is None
