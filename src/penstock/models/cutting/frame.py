@@ -4,12 +4,12 @@
     part `blocks.1`  stand-in ...   stand-in ...   the block  ──► stop: what norm would get is the part's output
 
 The forward is the module's own, so masks, positions and whatever else a part is given are made as the module makes
-them. What a stand-in returns has no values (placeholders.py), and no gradient is recorded before the part begins.
+them. What a stand-in returns has no values (placeholders.py), and needs no gradient.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.placeholders import Placeholder, is_bare, on_meta, tensors_in, without_values
+from penstock.models.cutting.placeholders import Placeholder, is_bare, on_meta, tensors_in, versions_of, without_values
 from penstock.models.cutting.points import CutModel
 
 ALIASED = "single memory location"
@@ -53,10 +53,16 @@ class Course:
     """Called where the part begins."""
     notes: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     """What each point was given besides its first argument, if that is wanted."""
-    passed_on: Any = None
-    """What the first module of the part has returned."""
+    straight: set[str] = field(default_factory=set)
+    """The points whose output came to the next point as it was."""
+    plain: set[str] = field(default_factory=set)
+    """The points that the forward calls in the modes in which it was called itself, as of gradients and autocast."""
+    modes: tuple[Any, ...] = ()
+    """Those modes."""
     place: int = -1
     """Of the last point that was met."""
+    last: tuple[str, Any, tuple[int, ...]] = ("", None, ())
+    """The last point that was met, what it returned, and how often that had been changed in place."""
 
     @property
     def is_inside(self) -> bool:
@@ -85,6 +91,11 @@ class Course:
             )
         self.place += 1
         first, rest, kwargs = _first_argument(args, kwargs, like.module)
+        before, returned, versions = self.last
+        if before and first is returned and versions == versions_of(first):
+            self.straight.add(before)
+        if modes_of(self.device) == self.modes:
+            self.plain.add(name)
         if name == self.stop:
             if self.start is None:
                 _refuse_gradients(name, (rest, kwargs))
@@ -95,9 +106,11 @@ class Course:
         if self.notes is not None:
             self.notes[name] = rest, kwargs
         if name in self.lent:
-            self.passed_on = self.lent[name](first, *rest, **kwargs)
-            return self.passed_on
-        return self._like_output(first, rest, kwargs, like)
+            output = self.lent[name](first, *rest, **kwargs)
+        else:
+            output = self._like_output(first, rest, kwargs, like)
+        self.last = name, output, versions_of(output)
+        return output
 
     def _like_output(self, first: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder) -> Any:
         if like.returns_kind_of(first) and is_bare(first):
@@ -151,20 +164,17 @@ class Frame:
     def run(self, call: Call, course: Course, tensors: Mapping[str, Tensor], *, is_training: bool) -> Any:
         """Run the forward between two points.
 
-        `tensors` are those of the part that the modules around the points hold. Raises: PenstockError, where the
-        forward is not what the cut says.
+        `tensors` are those of the part that the modules around the points hold. What the forward draws before the part
+        begins, as of a dropout on another stage, leaves torch's generators as they were. Raises: PenstockError, where
+        the forward is not what the cut says.
         """
-        records_gradients = torch.is_grad_enabled()
-
-        def begin() -> None:
-            torch.set_grad_enabled(records_gradients)
-            self._set_training(is_training)
-
-        course.begin = begin
+        before = ExitStack()
+        course.begin, course.modes = before.close, modes_of(self.device)
         self.course = course
-        with torch.set_grad_enabled(records_gradients and course.start is None), self._holding(tensors):
-            if course.start is None:
-                self._set_training(is_training)
+        with self._holding(tensors), before:
+            if course.start is not None:
+                before.enter_context(_generators_kept(self.device))
+            self._set_training(is_training)
             try:
                 output = call(self.model)
             except _Stopped as stopped:
@@ -193,6 +203,20 @@ class Frame:
         finally:
             for name, tensor in own.items():
                 _set(self.model, name, tensor)
+
+
+def modes_of(device: torch.device) -> tuple[Any, ...]:
+    """Return torch's modes of this thread that change what a module computes."""
+    kind = "cpu" if device.type == "meta" else device.type
+    is_cast = torch.is_autocast_enabled(kind)
+    return torch.is_grad_enabled(), is_cast, torch.get_autocast_dtype(kind) if is_cast else None
+
+
+def _generators_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Leave torch's generators as they are, whatever is drawn inside."""
+    if device.type in ("cpu", "meta"):
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 class Template:

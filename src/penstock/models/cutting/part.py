@@ -2,7 +2,8 @@
 
 Where a part passes what its one submodule returns straight on, as the blocks of a transformer do, later forwards call
 that submodule alone. What it gets beside its input (masks, positions) is then noted for all points in one run of the
-frame, by the first part of a stage that asks.
+frame, by the first part of a stage that asks; that run also says whether the part passes on in this microbatch, which
+may depend on the batch and on the mode.
 """
 
 import inspect
@@ -51,11 +52,16 @@ class _Notes:
 
     inputs: tuple[tuple[Any, ...], ...]
     keywords: Mapping[str, Any]
+    is_training: bool
     given: dict[str, Given]
+    straight: set[str]
+    """The points that are called in plain modes, and whose output goes to the next point as it is."""
 
-    def take(self, point: str, inputs: tuple[tuple[Any, ...], ...], keywords: Mapping[str, Any]) -> Given | None:
-        """Return what a point is given, unless it was taken already or is that of another microbatch."""
-        if inputs != self.inputs or keywords.keys() != self.keywords.keys():
+    def take(
+        self, point: str, inputs: tuple[tuple[Any, ...], ...], keywords: Mapping[str, Any], *, is_training: bool
+    ) -> Given | None:
+        """Return what a point is given, unless it was taken already or is that of another microbatch or mode."""
+        if is_training is not self.is_training or inputs != self.inputs or keywords.keys() != self.keywords.keys():
             return None
         if any(value is not self.keywords[name] for name, value in keywords.items()):
             return None
@@ -100,24 +106,27 @@ class CutForward:
         course = Course(self.template.places, frame.device, segment.start, segment.stop, lent)
         course.arrived = inputs[0] if segment.start is not None else None
         output = self._on(frame, course, tensors, inputs, keywords, is_training=is_training)
-        return output, course.passed_on is not None and output is course.passed_on
+        return output, segment.start in course.straight & course.plain
 
-    def given(self, point: str, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Given:
-        """Return what a point is given besides its first argument."""
+    def given(
+        self, point: str, inputs: tuple[Any, ...], keywords: Mapping[str, Any], *, is_training: bool
+    ) -> Given | None:
+        """Return what a point is given besides its first argument; None if its output does not go straight on."""
         here, kinds = self._here, tuple((tuple(each.shape), each.dtype, each.device) for each in tensors_in(inputs))
-        found = None if here.notes is None else here.notes.take(point, kinds, keywords)
+        found = None if here.notes is None else here.notes.take(point, kinds, keywords, is_training=is_training)
         if found is not None:
-            return found
+            return found if here.notes is not None and point in here.notes.straight else None
         frame = self._frame(_device_of(inputs, keywords, {}))
         last = next(reversed(self.template.places))
         course = Course(self.template.places, frame.device, last, last, {}, notes={})
-        with torch.no_grad():
-            self._on(frame, course, {}, inputs, keywords, is_training=False)
-        here.notes = _Notes(kinds, dict(keywords), course.notes or {})
+        self._on(frame, course, {}, inputs, keywords, is_training=is_training)
+        straight = course.straight & course.plain
+        here.notes = notes = _Notes(kinds, dict(keywords), is_training, course.notes or {}, straight)
         if not here.is_noted:
-            _refuse_missing(here.notes.given)
+            _refuse_missing(notes.given)
             here.is_noted = True
-        return here.notes.given.pop(point) if keywords else here.notes.given[point]
+        found = notes.take(point, kinds, keywords, is_training=is_training)
+        return found if point in notes.straight else None
 
     def _on(
         self,
@@ -139,7 +148,9 @@ class CutForward:
             if self._is_dense or ALIASED not in str(error):
                 raise
             self._is_dense = course.is_dense = True  # the forward changes what a stand-in returned
-        course.place = -1
+        course.place, course.last = -1, ("", None, ())
+        course.straight.clear()
+        course.plain.clear()
         return frame.run(call, course, tensors, is_training=is_training)
 
     @property
@@ -190,9 +201,11 @@ class Part(nn.Module):
         """Run this part of the model's forward."""
         segment, forward = self._segment, self._forward
         lent = {name: self.get_submodule(name) for name in segment.modules}
-        if self._passes_on and segment.start is not None:
-            rest, kwargs = forward.given(segment.start, inputs, keywords)
-            return lent[segment.start](inputs[0], *rest, **kwargs)
+        needs_gradient = any(each.requires_grad for each in tensors_in(keywords))  # each part needs a graph of its own
+        if self._passes_on and segment.start is not None and not needs_gradient:
+            given = forward.given(segment.start, inputs, keywords, is_training=self.training)
+            if given is not None:
+                return lent[segment.start](inputs[0], *given[0], **given[1])
         tensors = {name: tensor_of(self, name) for name in segment.tensors}
         output, passes_on = forward.run(segment, lent, tensors, inputs, keywords, is_training=self.training)
         if self._passes_on is None:

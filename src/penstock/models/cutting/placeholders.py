@@ -51,6 +51,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
+def versions_of(value: Any) -> tuple[int, ...]:
+    """Return how often each tensor of a tree was changed in place."""
+    return tuple(-1 if each.is_inference() else each._version for each in tensors_in(value))
+
+
 def lacks_values(value: Any) -> bool:
     """Whether a tensor of a tree was computed from what is not there."""
     return any(each.is_floating_point() and bool(each.isnan().any()) for each in tensors_in(value))
