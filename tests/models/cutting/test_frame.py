@@ -133,3 +133,27 @@ def test_an_error_of_the_model_passes_and_leaves_the_frame_usable():
         )
     again = frame.run(lambda copied: copied(WORDS), course_of(frame, None, "blocks.0", lent), {}, is_training=False)
     assert again.shape == (5, 4)
+
+
+def test_a_stand_in_is_of_the_class_of_its_module_and_has_its_parameters_without_values():
+    frame = frame_of(Model())
+
+    block = frame.model.blocks[0]
+    assert isinstance(block, nn.Linear)
+    assert next(frame.model.words.parameters()).device.type == "cpu"
+    assert block.weight.shape == (4, 4)
+    assert block.weight.isnan().all()
+    assert block.weight.device.type == "cpu"
+
+
+def test_a_module_of_the_part_has_its_own_values():
+    model = Model()
+    frame = frame_of(model)
+
+    found = frame.run(
+        lambda copied: copied.words.weight,
+        course_of(frame, "head", None, {"words": model.words}),
+        {},
+        is_training=False,
+    )
+    assert found is model.words.weight

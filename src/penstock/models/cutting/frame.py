@@ -128,14 +128,24 @@ class _StandIn(nn.Module):
 
     def __init__(self, name: str, like: Placeholder, frame: "Frame") -> None:
         super().__init__()
-        # Not as submodules: the stand-in has no parameters, and a copy of the frame is not one of these.
+        # Not as submodules: a copy of the frame is not one of these.
         object.__setattr__(self, "_place", (name, like, frame))
+        for own, tensor in like.module.named_parameters():  # a model may ask its parameters for their device and type
+            self._parameters[own] = nn.Parameter(without_values(tensor, frame.device), requires_grad=False)
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[misc]
+        """The class of the module, for a forward that asks isinstance()."""
+        return type(self._place[1].module)
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._place[1].module, name)
+        place, like, frame = self._place
+        if frame.course is not None and place in frame.course.lent:
+            return getattr(frame.course.lent[place], name)
+        value = getattr(like.module, name)
+        if isinstance(value, nn.Module):
+            return _StandIn(f"{place}.{name}", Placeholder(value), frame)
+        return without_values(value, frame.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         name, like, frame = self._place

@@ -233,8 +233,11 @@ def part_class(keywords: Sequence[inspect.Parameter]) -> type[Part]:
     def forward(self: Part, *inputs: Any, **given: Any) -> Any:
         return Part.forward(self, *inputs, **given)
 
-    own = [inspect.Parameter(name, kind) for name, kind in (("self", _POSITIONAL), ("inputs", _VARIABLE))]
     named = [each.replace(kind=each.KEYWORD_ONLY) for each in keywords if each.kind is not each.VAR_KEYWORD]
+    inputs = "inputs"
+    while any(each.name == inputs for each in keywords):  # also models name an argument so
+        inputs = f"_{inputs}"
+    own = [inspect.Parameter(name, kind) for name, kind in (("self", _POSITIONAL), (inputs, _VARIABLE))]
     others = [each for each in keywords if each.kind is each.VAR_KEYWORD]
     forward.__signature__ = inspect.Signature([*own, *named, *others])  # type: ignore[attr-defined]
     return type("Part", (Part,), {"forward": forward})
