@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.frame import ALIASED, Course, Frame, Template, tensor_of
-from penstock.models.cutting.placeholders import lacks_values, tensors_in
+from penstock.models.cutting.missing import Missing
+from penstock.models.cutting.placeholders import tensors_in
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -74,8 +75,8 @@ class _Here:
 
     frames: dict[torch.device, Frame] = field(default_factory=dict)
     notes: _Notes | None = None
-    is_noted: bool = False
-    """Whether what is noted was looked at, for values that are not there."""
+    checked: set[Any] = field(default_factory=set)
+    """The kinds of batches of which what is noted was looked at, for values that are not there."""
 
 
 class CutForward:
@@ -100,12 +101,19 @@ class CutForward:
         keywords: Mapping[str, Any],
         *,
         is_training: bool,
+        checks: bool = False,
     ) -> tuple[Any, bool]:
-        """Run a segment; return its output, and whether that is what its first module returned."""
+        """Run a segment; return its output, and whether that is what its first module returned.
+
+        With `checks`, an output that depends on what is not there is refused.
+        """
         frame = self._frame(_device_of(inputs, keywords, lent))
         course = Course(self.template.places, frame.device, segment.start, segment.stop, lent)
         course.arrived = inputs[0] if segment.start is not None else None
+        course.missing = Missing() if checks and segment.start is not None else None
         output = self._on(frame, course, tensors, inputs, keywords, is_training=is_training)
+        if course.missing is not None:
+            _refuse_lost(segment, course.missing.has(output))
         return output, segment.start in course.straight & course.plain
 
     def given(
@@ -119,12 +127,14 @@ class CutForward:
         frame = self._frame(_device_of(inputs, keywords, {}))
         last = next(reversed(self.template.places))
         course = Course(self.template.places, frame.device, last, last, {}, notes={})
+        kind = kind_of(keywords, is_training=is_training)
+        course.missing = Missing() if kind not in here.checked else None
         self._on(frame, course, {}, inputs, keywords, is_training=is_training)
         straight = course.straight & course.plain
         here.notes = notes = _Notes(kinds, dict(keywords), is_training, course.notes or {}, straight)
-        if not here.is_noted:
-            _refuse_missing(notes.given)
-            here.is_noted = True
+        if course.missing is not None:
+            _refuse_missing(notes.given, course.missing)
+            here.checked.add(kind)
         found = notes.take(point, kinds, keywords, is_training=is_training)
         return found if point in notes.straight else None
 
@@ -187,6 +197,7 @@ class Part(nn.Module):
         self.layer_name = name
         self._forward, self._segment = forward, segment
         self._passes_on: bool | None = None
+        self._checked: set[Any] = set()
         for name, module in modules.items():
             path, own = _branch(self, name)
             path.add_module(own, module)
@@ -207,10 +218,13 @@ class Part(nn.Module):
             if given is not None:
                 return lent[segment.start](inputs[0], *given[0], **given[1])
         tensors = {name: tensor_of(self, name) for name in segment.tensors}
-        output, passes_on = forward.run(segment, lent, tensors, inputs, keywords, is_training=self.training)
+        kind = kind_of(keywords, is_training=self.training)
+        checks = kind not in self._checked
+        output, passes_on = forward.run(
+            segment, lent, tensors, inputs, keywords, is_training=self.training, checks=checks
+        )
+        self._checked.add(kind)
         if self._passes_on is None:
-            if segment.start is not None and not lacks_values([inputs, keywords, *self.parameters()]):
-                _refuse_lost(segment, output)
             self._passes_on = passes_on and segment.stop is not None
         return output
 
@@ -263,21 +277,27 @@ def _device_of(inputs: Any, keywords: Any, lent: Mapping[str, nn.Module]) -> tor
     return next((tensor.device for tensor in tensors_in((inputs, dict(keywords)))), torch.device("cpu"))
 
 
-def _refuse_missing(given: Mapping[str, Given]) -> None:
+def kind_of(keywords: Mapping[str, Any], *, is_training: bool) -> Any:
+    """Return what of a batch the course of a forward commonly depends on: the keywords that it has, and the mode."""
+    return is_training, frozenset(name for name, value in keywords.items() if value is not None)
+
+
+def _refuse_missing(given: Mapping[str, Given], missing: Missing) -> None:
     for point, (rest, kwargs) in given.items():
         for where, value in (*enumerate(rest, start=1), *kwargs.items()):
-            if lacks_values(value):
+            if missing.has(value):
                 raise PenstockError(
-                    f"{point!r} gets an argument {where!r} that depends on what a layer of another stage computes; a "
-                    "part gets its first argument from the part before it, and all else from the batch: hand the "
-                    "value on by a ps.Skip"
+                    f"{point!r} gets an argument {where!r} that depends on what a layer of another stage computes, or "
+                    "holds; a part gets its first argument from the part before it, and all else from the batch: hand "
+                    "the value on by a ps.Skip"
                 )
 
 
-def _refuse_lost(segment: Segment, output: Any) -> None:
-    if lacks_values(output):
+def _refuse_lost(segment: Segment, is_lost: bool) -> None:
+    if is_lost:
         raise PenstockError(
             f"what the forward computes from {segment.start!r} to {segment.stop or 'the end'!r} depends "
-            "on what a layer of another stage computes besides its first argument; hand that value on by a ps.Skip, or "
-            "leave out the point between the two"
+            "on what a layer of another stage computes besides its first argument, or holds; hand that value on by a "
+            "ps.Skip, or leave out the point between the two. (Parameters and saved buffers beside the points are held "
+            "by the first layer alone; a constant may be a buffer with persistent=False.)"
         )
