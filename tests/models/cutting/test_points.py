@@ -86,3 +86,10 @@ def test_a_star_stands_for_one_part_of_a_name():
 def test_points_that_are_none_are_refused(points, words):
     with pytest.raises(ConfigError, match=words):
         cut_model(Model(), points)
+
+
+def test_a_module_that_was_compiled_is_no_container():
+    model = Model()
+    model.middle = torch.compile(model.middle)
+
+    assert "middle" in cut_model(model, ["body.blocks.*"]).points

@@ -102,7 +102,7 @@ def _found(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 def _is_container(module: nn.Module) -> bool:
     """Whether a module only holds others, or parameters, as `nn.ModuleList` does."""
-    return type(module).forward is nn.Module.forward
+    return getattr(module.forward, "__func__", None) is nn.Module.forward
 
 
 def _require_apart(found: Sequence[str]) -> None:
