@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from penstock.hugging_face.undocumented import (
+    computes_own_loss,
     conversions,
     device_map_of,
     give_values,
@@ -231,3 +232,11 @@ def test_the_loss_is_a_sum_over_num_items_in_batch():
 
     shifted = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     torch.testing.assert_close(summed, shifted)
+
+
+def test_a_forward_says_whether_its_loss_is_that_of_loss_function():
+    import transformers
+
+    assert not any(computes_own_loss(model_of(family)) for family in ("llama", "gpt2", "mixtral"))
+    shape = {"vocab_size": 8, "d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    assert computes_own_loss(transformers.BartForCausalLM(transformers.BartConfig(**shape)))

@@ -58,6 +58,8 @@ class Course:
     """Called where the forward meets its first point."""
     notes: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     """What each point was given besides its first argument, if that is wanted."""
+    met: list[str] | None = None
+    """The modules that the forward has called, if that is wanted."""
     straight: set[str] = field(default_factory=set)
     """The points whose output came to the next point as it was."""
     plain: set[str] = field(default_factory=set)
@@ -76,6 +78,8 @@ class Course:
 
     def meet(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder) -> Any:
         """Return what the forward gets from the module of this name."""
+        if self.met is not None:
+            self.met.append(name)
         if name in self.points:
             return self._meet_point(name, args, kwargs, like)
         if name in self.lent:
