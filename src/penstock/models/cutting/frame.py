@@ -260,10 +260,7 @@ class Frame:
             yield
         finally:
             for name, tensor in own.items():
-                changed = tensor_of(self.model, name)
-                if changed is not tensors[name]:  # a forward may put a new tensor in the place of a buffer
-                    with torch.no_grad():
-                        tensors[name].copy_(changed)
+                _keep_change(tensors[name], tensor_of(self.model, name))
                 _set(self.model, name, tensor)
 
 
@@ -334,6 +331,13 @@ def _refuse_gradients(name: str, others: Any) -> None:
                 f"{name!r} gets a gradient for its argument {where!r}, which is made before it, and a part passes on "
                 "its first argument alone; hand the value on by a ps.Skip"
             )
+
+
+@torch.no_grad()
+def _keep_change(tensor: Tensor, now: Tensor) -> None:
+    """Give a buffer the values of a new tensor that the forward has put in its place."""
+    if now is not tensor:
+        tensor.copy_(now)
 
 
 def _refuse_changed(

@@ -10,39 +10,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, UntypedStorage
+from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.placeholders import is_bare, lacks_values, tensors_in
 
-_ATEN = torch.ops.aten
 SHAPES = {
-    getattr(_ATEN, name)
-    for name in (
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
-    )
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor"),
 }
-"""Operators that take shape, type and device of a tensor alone."""
-READS = {_ATEN._local_scalar_dense, _ATEN.equal, _ATEN.is_nonzero}
-"""Operators that make a Python value of a tensor, by which a forward may go on in another way."""
+"""Functions that take shape, type and device of a tensor alone."""
+READS = {
+    *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__", "item", "tolist"),
+    *("numpy", "equal", "allclose", "is_nonzero"),
+}
+"""Functions that make a Python value of a tensor, by which a forward may go on in another way."""
+IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__"}
 
 
-class Missing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Missing(TorchFunctionMode):
     """Notes, while it is entered, which tensors lack values."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storages: dict[int, Any] = {}
+        super().__init__()
+        self._storages: dict[int, UntypedStorage] = {}
 
     def mark(self, value: Any) -> None:
         """Note that the tensors of a tree have no values."""
         for tensor in tensors_in(value):
             storage = _storage_of(tensor)
             if storage is not None:
-                self._storages[storage._cdata] = storage  # kept, so that no other tensor gets this memory
+                self._storages[storage.data_ptr()] = storage  # kept, so that no other tensor gets this memory
 
     def has(self, value: Any) -> bool:
         """Whether a tensor of a tree lacks values."""
@@ -50,7 +49,7 @@ class Missing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _has(self, tensor: Tensor) -> bool:
         storage = _storage_of(tensor)
-        if storage is not None and storage._cdata in self._storages:
+        if storage is not None and storage.data_ptr() in self._storages:
             return True
         return not tensor.is_meta and is_bare(tensor) and lacks_values(tensor[(slice(1),) * tensor.dim()])
 
@@ -63,25 +62,27 @@ class Missing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.__enter__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        lacks = func.overloadpacket not in SHAPES and self.has((args, kwargs))
-        if lacks and func.overloadpacket in READS:
+        name = getattr(func, "__name__", "")
+        lacks = name not in SHAPES and self.has((args, kwargs))
+        if lacks and name in READS:
             raise PenstockError(
-                "the forward decides by the value of a tensor that a layer of another stage computes "
-                f"({func.overloadpacket.__name__}, as of bool() or .item()); all that it decides by must follow from "
-                "the batch"
+                f"the forward decides by the value of a tensor that a layer of another stage computes ({name}); all "
+                "that it decides by must follow from the batch"
             )
         output = func(*args, **kwargs)
         if lacks:
-            self.mark(output)
-            if func._schema.is_mutable:
+            self.mark((output, kwargs.get("out")))
+            if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
                 self.mark(args[:1])
         return output
 
 
-def _storage_of(tensor: Tensor) -> Any:
+def _storage_of(tensor: Tensor) -> UntypedStorage | None:
+    """The memory of a tensor; None where it has none, as a sparse one or one on the meta device."""
     try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # as of sparse tensors
+        storage = tensor.untyped_storage()
+        return storage if storage.data_ptr() else None
+    except RuntimeError:
         return None

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.models.cutting.undocumented import version_of
+
 
 def without_values(value: Any, device: torch.device, *, is_dense: bool = False, kept: Sequence[Tensor] = ()) -> Any:
     """Return a tree like `value`, each of its floating-point tensors without values, on a device; `kept` stay."""
@@ -55,7 +57,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def versions_of(value: Any) -> tuple[int, ...]:
     """Return how often each tensor of a tree was changed in place."""
-    return tuple(-1 if each.is_inference() else each._version for each in tensors_in(value))
+    return tuple(map(version_of, tensors_in(value)))
 
 
 def lacks_values(value: Any) -> bool:
