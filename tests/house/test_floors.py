@@ -66,7 +66,10 @@ LATE = {
     ("penstock.schedules.registry", "importlib"),  # its metadata takes as long to load as a tenth of all else
 }
 # The files that may use what torch's documentation does not promise, and names of such things.
-UNDOCUMENTED = tuple(f"penstock.execute.undocumented{part}" for part in ("", "_backends", "_compiler", "_modules"))
+UNDOCUMENTED = (
+    *(f"penstock.execute.undocumented{part}" for part in ("", "_backends", "_compiler", "_modules")),
+    "penstock.models.cutting.undocumented",
+)
 OF_TORCH = {
     *("_version", "_base", "_is_view", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks"),
     *("AccumulateGrad", "unpack_hook", "get_group_store", "ProcessGroupGloo", "ProcessGroupNCCL"),

@@ -10,6 +10,7 @@ from tests.hugging_face.families import (
     BATCHES,
     FAMILIES,
     NUM_MICROBATCHES,
+    UNDROPPED,
     accumulated,
     batch_of,
     config_of,
@@ -212,3 +213,34 @@ def test_a_folder_trains_as_the_model_that_transformers_loads_from_it(family, tm
         assert furthest(found, wanted, model.all_tied_weights_keys) < LARGEST
     assert layers.source == tmp_path
     assert all(parameter.is_meta for parameter in layers.whole.parameters())
+
+
+def test_layers_are_in_the_order_of_the_forward_and_not_of_the_definition():
+    """OPT defines its last norm before its blocks; OpenAI's GPT asks a parameter for its type."""
+    import transformers
+
+    torch.manual_seed(0)
+    opt = {
+        "hidden_size": 16,
+        "ffn_dim": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "word_embed_proj_dim": 16,
+    }
+    gpt = {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64, **UNDROPPED}
+    tokens, labels, keywords = batch_of("padded")
+    for config in (
+        transformers.OPTConfig(vocab_size=64, max_position_embeddings=64, dropout=0.0, **opt),
+        transformers.OpenAIGPTConfig(vocab_size=64, **gpt),
+    ):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        _, wanted = accumulated(model, tokens, labels, keywords)
+        for _, found in gradients_of(ps.from_transformers(model), "1f1b", 2, tokens, labels, keywords):
+            assert furthest(found, wanted, model.all_tied_weights_keys) < LARGEST
+
+
+def test_a_model_that_computes_its_loss_itself_is_refused():
+    import transformers
+
+    with pytest.raises(ps.ConfigError, match="BartForCausalLM computes its loss itself"):
+        ps.from_transformers(transformers.BartConfig(decoder_layers=1, is_encoder_decoder=False, is_decoder=True))

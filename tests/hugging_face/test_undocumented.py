@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from penstock.hugging_face.undocumented import (
+    computes_own_loss,
     conversions,
     device_map_of,
     give_values,
@@ -276,3 +277,11 @@ def test_routers_are_found_by_what_can_be_recorded(family):
     assert any(isinstance(module, router_class(model)) for module in model.model.layers[0].modules())
     assert has_balance_loss(model)
     assert router_class(model_of("llama")) is None
+
+
+def test_a_forward_says_whether_its_loss_is_that_of_loss_function():
+    import transformers
+
+    assert not any(computes_own_loss(model_of(family)) for family in ("llama", "gpt2", "mixtral"))
+    shape = {"vocab_size": 8, "d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    assert computes_own_loss(transformers.BartForCausalLM(transformers.BartConfig(**shape)))

@@ -22,6 +22,7 @@ from penstock.hugging_face.undocumented import give_values, make_unsaved_buffers
 from penstock.hugging_face.weights_in import PretrainedWeights
 from penstock.models.cutting.cut import held_by, multiplications, segments
 from penstock.models.cutting.frame import Template
+from penstock.models.cutting.order import in_order_of_calls
 from penstock.models.cutting.part import CutForward, Part, Segment, part_class
 from penstock.models.cutting.placeholders import tensors_in, without_values
 from penstock.models.cutting.points import cut_model
@@ -53,9 +54,11 @@ def from_transformers(
         folder = sources.folder_of(source)
         whole = sources.on_meta(source, folder, dtype, attn_implementation)
     blocks = sources.blocks_of(whole)
-    cut = cut_model(whole, [f"{blocks}.*"])
-    entry = _Entry(whole)
-    forward = CutForward(Template(whole, cut, partial(make_unsaved_buffers, whole)), entry)
+    entry, complete = _Entry(whole), partial(make_unsaved_buffers, whole)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    trial = partial(entry.call, inputs=(tokens,), keywords={}, is_first=True)
+    cut = in_order_of_calls(whole, cut_model(whole, [f"{blocks}.*"]), f"{blocks}.", complete, trial)
+    forward = CutForward(Template(whole, cut, complete), entry)
     parts = segments(cut)
     kinds = _kinds(whole, part_class(entry.keywords), list(parts))
     share = _share_of_experts(whole.config)
@@ -144,7 +147,7 @@ class _Entry:
             batch: dict[str, Any] = {"input_ids": inputs[0]}
         else:
             hidden = _first(tensors_in(inputs))
-            bare = torch.empty((*hidden.shape[:-1], self._width), dtype=hidden.dtype, device="meta")
+            bare = torch.empty((*hidden.shape[:2], self._width), dtype=hidden.dtype, device="meta")
             batch = {"inputs_embeds": without_values(bare, hidden.device)}
         # With a cache, transformers no longer sees where packed sequences end.
         return model(**batch, **keywords, use_cache=False, return_dict=True, **self._quiet).logits

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, described
-from penstock.hugging_face.undocumented import device_map_of
+from penstock.hugging_face.undocumented import computes_own_loss, device_map_of
 
 KEY = "source"
 OLDEST = 5
@@ -100,6 +100,12 @@ def checked(model: Any) -> Any:
             key=KEY,
         )
     _require_plain(model.config, type(model).__name__)
+    if computes_own_loss(model):
+        raise ConfigError(
+            f"{type(model).__name__} computes its loss itself, and not by loss_function, as the decoders of encoders "
+            "with decoders do; ps.cut takes it with a loss of yours",
+            key=KEY,
+        )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ConfigError(
             "gradient_checkpointing_enable() was called, but a pipeline has recompute=True for it, an option of its "

@@ -8,6 +8,7 @@ Each function has a test in tests/hugging_face/test_undocumented.py that says wh
     ...                                           ┘   a `Conversion`: sources, and the converter of transformers
 """
 
+import inspect
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
@@ -140,6 +141,16 @@ def router_class(model: Any) -> type[nn.Module] | None:
     recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     found = getattr(recorder, "target_class", recorder)
     return found if isinstance(found, type) and getattr(recorder, "index", 0) == 0 else None
+
+
+def computes_own_loss(model: Any) -> bool:
+    """Whether a class of transformers computes its loss itself: not shifted, and a mean of each microbatch alone.
+
+    All others call `self.loss_function(logits, labels, ...)` in their forward.
+    """
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    is_theirs = type(model).__module__.startswith("transformers.")
+    return is_theirs and code is not None and "loss_function" not in code.co_names
 
 
 def has_balance_loss(model: Any) -> bool:

@@ -53,11 +53,10 @@ def test_parts_one_after_another_give_what_the_whole_gives():
 
     hidden, _, _ = run(model, None, "blocks.0", ["words"], tensors=["place"])
     for start, stop in (("blocks.0", "blocks.1"), ("blocks.1", "blocks.2"), ("blocks.2", "head"), ("head", None)):
-        hidden, course, frame = run(model, start, stop, [start], hidden)
+        hidden, _, frame = run(model, start, stop, [start], hidden)
         assert frame.course is None, "a course holds what has arrived"
 
     assert torch.equal(hidden, model(WORDS))
-    assert torch.equal(course.passed_on, hidden)
 
 
 def test_gradients_are_recorded_from_the_begin_of_the_part_on():
@@ -74,7 +73,7 @@ def test_gradients_are_recorded_from_the_begin_of_the_part_on():
     }
 
 
-def test_modules_around_the_points_are_in_evaluation_mode_before_the_part_and_in_its_own_within():
+def test_modules_around_the_points_are_in_the_mode_of_the_part_and_draw_nothing_before_it():
     model = Model()
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -134,3 +133,27 @@ def test_an_error_of_the_model_passes_and_leaves_the_frame_usable():
         )
     again = frame.run(lambda copied: copied(WORDS), course_of(frame, None, "blocks.0", lent), {}, is_training=False)
     assert again.shape == (5, 4)
+
+
+def test_a_stand_in_is_of_the_class_of_its_module_and_has_its_parameters_without_values():
+    frame = frame_of(Model())
+
+    block = frame.model.blocks[0]
+    assert isinstance(block, nn.Linear)
+    assert next(frame.model.words.parameters()).device.type == "cpu"
+    assert block.weight.shape == (4, 4)
+    assert block.weight.isnan().all()
+    assert block.weight.device.type == "cpu"
+
+
+def test_a_module_of_the_part_has_its_own_values():
+    model = Model()
+    frame = frame_of(model)
+
+    found = frame.run(
+        lambda copied: copied.words.weight,
+        course_of(frame, "head", None, {"words": model.words}),
+        {},
+        is_training=False,
+    )
+    assert found is model.words.weight

@@ -195,3 +195,12 @@ def test_values_that_are_not_finite_are_the_models_own():
     parts = cut(model, ["blocks.*"])
 
     assert run(parts, words=WORDS).isnan().all()
+
+
+def test_a_keyword_may_be_called_as_the_positional_arguments_are():
+    class Named(Model):
+        def forward(self, inputs, mask=None):
+            return super().forward(inputs, mask)
+
+    model = Named()
+    assert torch.equal(run(cut(model, ["blocks.*"]), inputs=WORDS, mask=MASK), model(WORDS, MASK))

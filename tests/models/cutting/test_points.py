@@ -52,6 +52,18 @@ def test_a_module_that_is_a_chain_has_no_begin():
     assert not cut.has_begin
 
 
+def test_lists_of_modules_and_of_parameters_are_looked_into():
+    model = Model()
+    model.early = nn.ModuleList([nn.Linear(2, 2)])
+    model.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
+    model.move = model._modules.pop("body")
+
+    cut = cut_model(model, ["move.blocks.*"])
+
+    assert cut.before == ("words", "middle", "late.0", "late.1", "norm", "head", "early.0")
+    assert cut.tensors == ("place", "mask", "scales.0", "move.scale")
+
+
 def test_a_star_stands_for_one_part_of_a_name():
     nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))
 
@@ -67,9 +79,17 @@ def test_a_star_stands_for_one_part_of_a_name():
         (["body.block.*"], "names no submodule of Model.* Did you mean 'body.blocks"),
         (["norm", "norm"], "'norm' is named twice"),
         (["body", "body.blocks.0"], "'body.blocks.0' lies in 'body'"),
+        (["body.blocks"], r"'body.blocks' is a ModuleList, which has no forward.*'body.blocks.\*'"),
         (["body.blocks.1", "body.blocks.0"], "'body.blocks.1' stands before 'body.blocks.0'"),
     ],
 )
 def test_points_that_are_none_are_refused(points, words):
     with pytest.raises(ConfigError, match=words):
         cut_model(Model(), points)
+
+
+def test_a_module_that_was_compiled_is_no_container():
+    model = Model()
+    model.middle = torch.compile(model.middle)
+
+    assert "middle" in cut_model(model, ["body.blocks.*"]).points

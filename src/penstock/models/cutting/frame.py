@@ -4,12 +4,12 @@
     part `blocks.1`  stand-in ...   stand-in ...   the block  ──► stop: what norm would get is the part's output
 
 The forward is the module's own, so masks, positions and whatever else a part is given are made as the module makes
-them. What a stand-in returns has no values (placeholders.py), and no gradient is recorded before the part begins.
+them. What a stand-in returns has no values (placeholders.py), and needs no gradient.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.placeholders import Placeholder, is_bare, on_meta, tensors_in, without_values
+from penstock.models.cutting.missing import Missing
+from penstock.models.cutting.placeholders import Placeholder, is_bare, on_meta, tensors_in, versions_of, without_values
 from penstock.models.cutting.points import CutModel
 
 ALIASED = "single memory location"
@@ -49,14 +50,26 @@ class Course:
     arrived: Any = None
     """What the part got, which takes the place of what its first module would get."""
     is_dense: bool = False
+    missing: Missing | None = None
+    """Finds what is computed from values that are not there, if that is wanted."""
     begin: Callable[[], None] = field(default=lambda: None)
     """Called where the part begins."""
+    at_first_point: Callable[[], None] = field(default=lambda: None)
+    """Called where the forward meets its first point."""
     notes: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     """What each point was given besides its first argument, if that is wanted."""
-    passed_on: Any = None
-    """What the first module of the part has returned."""
+    met: list[str] | None = None
+    """The modules that the forward has called, if that is wanted."""
+    straight: set[str] = field(default_factory=set)
+    """The points whose output came to the next point as it was."""
+    plain: set[str] = field(default_factory=set)
+    """The points that the forward calls in the modes in which it was called itself, as of gradients and autocast."""
+    modes: tuple[Any, ...] = ()
+    """Those modes."""
     place: int = -1
     """Of the last point that was met."""
+    last: tuple[str, Any, tuple[int, ...]] = ("", None, ())
+    """The last point that was met, what it returned, and how often that had been changed in place."""
 
     @property
     def is_inside(self) -> bool:
@@ -65,16 +78,41 @@ class Course:
 
     def meet(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder) -> Any:
         """Return what the forward gets from the module of this name."""
+        if self.met is not None:
+            self.met.append(name)
         if name in self.points:
             return self._meet_point(name, args, kwargs, like)
         if name in self.lent:
-            return self.lent[name](*args, **kwargs)
+            return self._lend(name, args, kwargs)
         if self.is_inside and self.start is not None:
             raise PenstockError(
                 f"the forward calls {name!r} behind {self.start!r}, though it is defined before; name it as a point of "
                 "the cut, in the order of the forward"
             )
-        return without_values(like.of(args, kwargs), self.device, is_dense=self.is_dense)
+        return self.absent(like.of(args, kwargs), (args, kwargs))
+
+    def absent(self, value: Any, given: Any = ()) -> Any:
+        """Return a tree like `value`, without its values but for those of tensors that the module was `given`."""
+        kept = tuple(tensors_in(given))
+        output = without_values(value, self.device, is_dense=self.is_dense, kept=kept)
+        self._note_missing(each for each in tensors_in(output) if not any(each is other for other in kept))
+        return output
+
+    def _note_missing(self, tensors: Iterable[Tensor]) -> None:
+        if self.missing is not None:
+            self.missing.mark(tuple(tensors))
+
+    def _lend(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module of the part; what it computes inside is not followed."""
+        missing = self.missing
+        if missing is None:
+            return self.lent[name](*args, **kwargs)
+        lacks = missing.has((args, kwargs))
+        with missing.paused():
+            output = self.lent[name](*args, **kwargs)
+        if lacks:
+            missing.mark(output)
+        return output
 
     def _meet_point(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder) -> Any:
         if self.points[name] != self.place + 1:
@@ -85,6 +123,13 @@ class Course:
             )
         self.place += 1
         first, rest, kwargs = _first_argument(args, kwargs, like.module)
+        before, returned, versions = self.last
+        if before and first is returned and versions == versions_of(first):
+            self.straight.add(before)
+        if not self.place:
+            self.at_first_point()
+        if modes_of(self.device) == self.modes:
+            self.plain.add(name)
         if name == self.stop:
             if self.start is None:
                 _refuse_gradients(name, (rest, kwargs))
@@ -95,19 +140,23 @@ class Course:
         if self.notes is not None:
             self.notes[name] = rest, kwargs
         if name in self.lent:
-            self.passed_on = self.lent[name](first, *rest, **kwargs)
-            return self.passed_on
-        return self._like_output(first, rest, kwargs, like)
+            output = self._lend(name, (first, *rest), kwargs)
+        else:
+            output = self._like_output(first, rest, kwargs, like)
+        self.last = name, output, versions_of(output)
+        return output
 
     def _like_output(self, first: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder) -> Any:
         if like.returns_kind_of(first) and is_bare(first):
+            self._note_missing([first])
             return first  # most blocks: this saves a third of a run
+        given = rest, kwargs
         try:
             returned = like.of((first, *rest), kwargs)
         except Exception:  # as of experts, whose work depends on values: blocks return what they get
             returned = first
         like.note_kind(first, returned)
-        return without_values(returned, self.device, is_dense=self.is_dense)
+        return self.absent(returned, given)
 
 
 class _StandIn(nn.Module):
@@ -115,14 +164,24 @@ class _StandIn(nn.Module):
 
     def __init__(self, name: str, like: Placeholder, frame: "Frame") -> None:
         super().__init__()
-        # Not as submodules: the stand-in has no parameters, and a copy of the frame is not one of these.
+        # Not as submodules: a copy of the frame is not one of these.
         object.__setattr__(self, "_place", (name, like, frame))
+        for own, tensor in like.module.named_parameters():  # a model may ask its parameters for their device and type
+            self._parameters[own] = nn.Parameter(without_values(tensor, frame.device), requires_grad=False)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of the module, for a forward that asks isinstance()."""
+        return type(self._place[1].module)
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._place[1].module, name)
+        place, like, frame = self._place
+        if frame.course is not None and place in frame.course.lent:
+            return getattr(frame.course.lent[place], name)
+        value = getattr(like.module, name)
+        if isinstance(value, nn.Module):
+            return _StandIn(f"{place}.{name}", Placeholder(value), frame)
+        return without_values(value, frame.device) if frame.course is None else frame.course.absent(value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         name, like, frame = self._place
@@ -146,38 +205,47 @@ class Frame:
         self.model: nn.Module = copy.deepcopy(template.model, memo)
         template.complete(self.model, device)
         self.model.to(device).eval()
+        self._unheld = template.cut.tensors
         self._modules = [module for module in self.model.modules() if not isinstance(module, _StandIn)]
 
     def run(self, call: Call, course: Course, tensors: Mapping[str, Tensor], *, is_training: bool) -> Any:
         """Run the forward between two points.
 
-        `tensors` are those of the part that the modules around the points hold. Raises: PenstockError, where the
-        forward is not what the cut says.
+        `tensors` are those of the part that the modules around the points hold. What the forward draws before the part
+        begins, as of a dropout on another stage, leaves torch's generators as they were. Raises: PenstockError, where
+        the forward is not what the cut says.
         """
-        records_gradients = torch.is_grad_enabled()
-
-        def begin() -> None:
-            torch.set_grad_enabled(records_gradients)
-            self._set_training(is_training)
-
-        course.begin = begin
+        before = ExitStack()
+        kept: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
+        course.at_first_point = lambda: kept.update(self._saved_buffers())
+        course.begin, course.modes = before.close, modes_of(self.device)
         self.course = course
-        with torch.set_grad_enabled(records_gradients and course.start is None), self._holding(tensors):
-            if course.start is None:
-                self._set_training(is_training)
+        with self._holding(tensors), before, course.missing or nullcontext():
+            if course.missing is not None:
+                own = {name: tensor_of(self.model, name) for name in self._unheld if name not in tensors}
+                course.missing.mark(own)
+            if course.start is not None:
+                before.enter_context(_generators_kept(self.device))
+            self._set_training(is_training)
             try:
                 output = call(self.model)
+                has_ended = True
             except _Stopped as stopped:
-                return stopped.output
+                output, has_ended = stopped.output, False
             finally:
                 self._set_training(False)
                 self.course = None  # it holds what arrived
-        if course.stop is not None:
+            _refuse_changed(kept, self._saved_buffers())
+        if has_ended and course.stop is not None:
             raise PenstockError(
                 f"the forward has ended and has not called {course.stop!r}; give the points of the cut in the order of "
                 "the forward, in which each is called once"
             )
         return output
+
+    def _saved_buffers(self) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+        own = {name: tensor_of(self.model, name) for name in self._unheld}
+        return {name: (each, versions_of(each)) for name, each in own.items() if not isinstance(each, nn.Parameter)}
 
     def _set_training(self, is_training: bool) -> None:
         for module in self._modules:
@@ -192,7 +260,22 @@ class Frame:
             yield
         finally:
             for name, tensor in own.items():
+                _keep_change(tensors[name], tensor_of(self.model, name))
                 _set(self.model, name, tensor)
+
+
+def modes_of(device: torch.device) -> tuple[Any, ...]:
+    """Return torch's modes of this thread that change what a module computes."""
+    kind = "cpu" if device.type == "meta" else device.type
+    is_cast = torch.is_autocast_enabled(kind)
+    return torch.is_grad_enabled(), is_cast, torch.get_autocast_dtype(kind) if is_cast else None
+
+
+def _generators_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Leave torch's generators as they are, whatever is drawn inside."""
+    if device.type in ("cpu", "meta"):
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 class Template:
@@ -223,7 +306,7 @@ class _Kept(nn.Module):
 
 
 def _blank(tensor: Tensor) -> Tensor:
-    """A parameter without values; a buffer keeps them, since parts behind the first one may be given it."""
+    """A parameter without values; a buffer keeps them, so that a forward may compute with them."""
     if not isinstance(tensor, nn.Parameter):
         return tensor.detach().clone()
     device = torch.device("cpu") if tensor.is_meta else tensor.device
@@ -247,6 +330,24 @@ def _refuse_gradients(name: str, others: Any) -> None:
             raise PenstockError(
                 f"{name!r} gets a gradient for its argument {where!r}, which is made before it, and a part passes on "
                 "its first argument alone; hand the value on by a ps.Skip"
+            )
+
+
+@torch.no_grad()
+def _keep_change(tensor: Tensor, now: Tensor) -> None:
+    """Give a buffer the values of a new tensor that the forward has put in its place."""
+    if now is not tensor:
+        tensor.copy_(now)
+
+
+def _refuse_changed(
+    before: Mapping[str, tuple[Tensor, tuple[int, ...]]], after: Mapping[str, tuple[Tensor, tuple[int, ...]]]
+) -> None:
+    for name, (tensor, versions) in before.items():
+        if after[name][0] is not tensor or after[name][1] != versions:
+            raise PenstockError(
+                f"the forward changes the buffer {name!r} behind its first point, but the first layer alone holds and "
+                "saves it; let a submodule hold it, which is a point of the cut"
             )
 
 

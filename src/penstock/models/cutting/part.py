@@ -2,7 +2,8 @@
 
 Where a part passes what its one submodule returns straight on, as the blocks of a transformer do, later forwards call
 that submodule alone. What it gets beside its input (masks, positions) is then noted for all points in one run of the
-frame, by the first part of a stage that asks.
+frame, by the first part of a stage that asks; that run also says whether the part passes on in this microbatch, which
+may depend on the batch and on the mode.
 """
 
 import inspect
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.frame import ALIASED, Course, Frame, Template, tensor_of
-from penstock.models.cutting.placeholders import lacks_values, tensors_in
+from penstock.models.cutting.missing import Missing
+from penstock.models.cutting.placeholders import tensors_in
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -51,11 +53,16 @@ class _Notes:
 
     inputs: tuple[tuple[Any, ...], ...]
     keywords: Mapping[str, Any]
+    is_training: bool
     given: dict[str, Given]
+    straight: set[str]
+    """The points that are called in plain modes, and whose output goes to the next point as it is."""
 
-    def take(self, point: str, inputs: tuple[tuple[Any, ...], ...], keywords: Mapping[str, Any]) -> Given | None:
-        """Return what a point is given, unless it was taken already or is that of another microbatch."""
-        if inputs != self.inputs or keywords.keys() != self.keywords.keys():
+    def take(
+        self, point: str, inputs: tuple[tuple[Any, ...], ...], keywords: Mapping[str, Any], *, is_training: bool
+    ) -> Given | None:
+        """Return what a point is given, unless it was taken already or is that of another microbatch or mode."""
+        if is_training is not self.is_training or inputs != self.inputs or keywords.keys() != self.keywords.keys():
             return None
         if any(value is not self.keywords[name] for name, value in keywords.items()):
             return None
@@ -68,8 +75,8 @@ class _Here:
 
     frames: dict[torch.device, Frame] = field(default_factory=dict)
     notes: _Notes | None = None
-    is_noted: bool = False
-    """Whether what is noted was looked at, for values that are not there."""
+    checked: set[Any] = field(default_factory=set)
+    """The kinds of batches of which what is noted was looked at, for values that are not there."""
 
 
 class CutForward:
@@ -94,30 +101,42 @@ class CutForward:
         keywords: Mapping[str, Any],
         *,
         is_training: bool,
+        checks: bool = False,
     ) -> tuple[Any, bool]:
-        """Run a segment; return its output, and whether that is what its first module returned."""
+        """Run a segment; return its output, and whether that is what its first module returned.
+
+        With `checks`, an output that depends on what is not there is refused.
+        """
         frame = self._frame(_device_of(inputs, keywords, lent))
         course = Course(self.template.places, frame.device, segment.start, segment.stop, lent)
         course.arrived = inputs[0] if segment.start is not None else None
+        course.missing = Missing() if checks and segment.start is not None else None
         output = self._on(frame, course, tensors, inputs, keywords, is_training=is_training)
-        return output, course.passed_on is not None and output is course.passed_on
+        if course.missing is not None:
+            _refuse_lost(segment, course.missing.has(output))
+        return output, segment.start in course.straight & course.plain
 
-    def given(self, point: str, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Given:
-        """Return what a point is given besides its first argument."""
+    def given(
+        self, point: str, inputs: tuple[Any, ...], keywords: Mapping[str, Any], *, is_training: bool
+    ) -> Given | None:
+        """Return what a point is given besides its first argument; None if its output does not go straight on."""
         here, kinds = self._here, tuple((tuple(each.shape), each.dtype, each.device) for each in tensors_in(inputs))
-        found = None if here.notes is None else here.notes.take(point, kinds, keywords)
+        found = None if here.notes is None else here.notes.take(point, kinds, keywords, is_training=is_training)
         if found is not None:
-            return found
+            return found if here.notes is not None and point in here.notes.straight else None
         frame = self._frame(_device_of(inputs, keywords, {}))
         last = next(reversed(self.template.places))
         course = Course(self.template.places, frame.device, last, last, {}, notes={})
-        with torch.no_grad():
-            self._on(frame, course, {}, inputs, keywords, is_training=False)
-        here.notes = _Notes(kinds, dict(keywords), course.notes or {})
-        if not here.is_noted:
-            _refuse_missing(here.notes.given)
-            here.is_noted = True
-        return here.notes.given.pop(point) if keywords else here.notes.given[point]
+        kind = kind_of(keywords, is_training=is_training)
+        course.missing = Missing() if kind not in here.checked else None
+        self._on(frame, course, {}, inputs, keywords, is_training=is_training)
+        straight = course.straight & course.plain
+        here.notes = notes = _Notes(kinds, dict(keywords), is_training, course.notes or {}, straight)
+        if course.missing is not None:
+            _refuse_missing(notes.given, course.missing)
+            here.checked.add(kind)
+        found = notes.take(point, kinds, keywords, is_training=is_training)
+        return found if point in notes.straight else None
 
     def _on(
         self,
@@ -139,7 +158,9 @@ class CutForward:
             if self._is_dense or ALIASED not in str(error):
                 raise
             self._is_dense = course.is_dense = True  # the forward changes what a stand-in returned
-        course.place = -1
+        course.place, course.last = -1, ("", None, ())
+        course.straight.clear()
+        course.plain.clear()
         return frame.run(call, course, tensors, is_training=is_training)
 
     @property
@@ -178,6 +199,7 @@ class Part(nn.Module):
         self.layer_name = name
         self._forward, self._segment = forward, segment
         self._passes_on: bool | None = None
+        self._checked: set[Any] = set()
         for name, module in modules.items():
             path, own = _branch(self, name)
             path.add_module(own, module)
@@ -192,14 +214,19 @@ class Part(nn.Module):
         """Run this part of the model's forward."""
         segment, forward = self._segment, self._forward
         lent = {name: self.get_submodule(name) for name in segment.modules}
-        if self._passes_on and segment.start is not None:
-            rest, kwargs = forward.given(segment.start, inputs, keywords)
-            return lent[segment.start](inputs[0], *rest, **kwargs)
+        needs_gradient = any(each.requires_grad for each in tensors_in(keywords))  # each part needs a graph of its own
+        if self._passes_on and segment.start is not None and not needs_gradient:
+            given = forward.given(segment.start, inputs, keywords, is_training=self.training)
+            if given is not None:
+                return lent[segment.start](inputs[0], *given[0], **given[1])
         tensors = {name: tensor_of(self, name) for name in segment.tensors}
-        output, passes_on = forward.run(segment, lent, tensors, inputs, keywords, is_training=self.training)
+        kind = kind_of(keywords, is_training=self.training)
+        checks = kind not in self._checked
+        output, passes_on = forward.run(
+            segment, lent, tensors, inputs, keywords, is_training=self.training, checks=checks
+        )
+        self._checked.add(kind)
         if self._passes_on is None:
-            if segment.start is not None and not lacks_values([inputs, keywords, *self.parameters()]):
-                _refuse_lost(segment, output)
             self._passes_on = passes_on and segment.stop is not None
         return output
 
@@ -222,8 +249,11 @@ def part_class(keywords: Sequence[inspect.Parameter]) -> type[Part]:
     def forward(self: Part, *inputs: Any, **given: Any) -> Any:
         return Part.forward(self, *inputs, **given)
 
-    own = [inspect.Parameter(name, kind) for name, kind in (("self", _POSITIONAL), ("inputs", _VARIABLE))]
     named = [each.replace(kind=each.KEYWORD_ONLY) for each in keywords if each.kind is not each.VAR_KEYWORD]
+    inputs = "inputs"
+    while any(each.name == inputs for each in keywords):  # also models name an argument so
+        inputs = f"_{inputs}"
+    own = [inspect.Parameter(name, kind) for name, kind in (("self", _POSITIONAL), (inputs, _VARIABLE))]
     others = [each for each in keywords if each.kind is each.VAR_KEYWORD]
     forward.__signature__ = inspect.Signature([*own, *named, *others])  # type: ignore[attr-defined]
     return type("Part", (Part,), {"forward": forward})
@@ -249,21 +279,27 @@ def _device_of(inputs: Any, keywords: Any, lent: Mapping[str, nn.Module]) -> tor
     return next((tensor.device for tensor in tensors_in((inputs, dict(keywords)))), torch.device("cpu"))
 
 
-def _refuse_missing(given: Mapping[str, Given]) -> None:
+def kind_of(keywords: Mapping[str, Any], *, is_training: bool) -> Any:
+    """Return what of a batch the course of a forward commonly depends on: the keywords that it has, and the mode."""
+    return is_training, frozenset(name for name, value in keywords.items() if value is not None)
+
+
+def _refuse_missing(given: Mapping[str, Given], missing: Missing) -> None:
     for point, (rest, kwargs) in given.items():
         for where, value in (*enumerate(rest, start=1), *kwargs.items()):
-            if lacks_values(value):
+            if missing.has(value):
                 raise PenstockError(
-                    f"{point!r} gets an argument {where!r} that depends on what a layer of another stage computes; a "
-                    "part gets its first argument from the part before it, and all else from the batch: hand the "
-                    "value on by a ps.Skip"
+                    f"{point!r} gets an argument {where!r} that depends on what a layer of another stage computes, or "
+                    "holds; a part gets its first argument from the part before it, and all else from the batch: hand "
+                    "the value on by a ps.Skip"
                 )
 
 
-def _refuse_lost(segment: Segment, output: Any) -> None:
-    if lacks_values(output):
+def _refuse_lost(segment: Segment, is_lost: bool) -> None:
+    if is_lost:
         raise PenstockError(
             f"what the forward computes from {segment.start!r} to {segment.stop or 'the end'!r} depends "
-            "on what a layer of another stage computes besides its first argument; hand that value on by a ps.Skip, or "
-            "leave out the point between the two"
+            "on what a layer of another stage computes besides its first argument, or holds; hand that value on by a "
+            "ps.Skip, or leave out the point between the two. (Parameters and saved buffers beside the points are held "
+            "by the first layer alone; a constant may be a buffer with persistent=False.)"
         )

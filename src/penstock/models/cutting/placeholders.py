@@ -5,17 +5,21 @@ They are NaN, so that whatever is computed from them by mistake is found. Such a
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.models.cutting.undocumented import version_of
 
-def without_values(value: Any, device: torch.device, *, is_dense: bool = False) -> Any:
-    """Return a tree like `value`, each of its floating-point tensors without values, on a device."""
+
+def without_values(value: Any, device: torch.device, *, is_dense: bool = False, kept: Sequence[Tensor] = ()) -> Any:
+    """Return a tree like `value`, each of its floating-point tensors without values, on a device; `kept` stay."""
 
     def blank(tensor: Tensor) -> Tensor:
+        if any(tensor is each for each in kept):
+            return tensor
         if not tensor.is_floating_point():
             return tensor if tensor.device == device else torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         nan = torch.full((), math.nan, dtype=tensor.dtype, device=device).expand(tensor.shape)
@@ -49,6 +53,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list | dict):
         for each in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(each)
+
+
+def versions_of(value: Any) -> tuple[int, ...]:
+    """Return how often each tensor of a tree was changed in place."""
+    return tuple(map(version_of, tensors_in(value)))
 
 
 def lacks_values(value: Any) -> bool:
@@ -87,10 +96,19 @@ class Placeholder:
                 self._kept.add(kind)
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a tree of tensors on the meta device. Raises: what the module raises there."""
-        kinds = tuple((tuple(each.shape), each.dtype) for each in tensors_in((args, kwargs)))
+        """Return a tree of tensors on the meta device, and of those that it was given and returns as they are.
+
+        Raises: what the module raises there.
+        """
+        given = list(tensors_in((args, kwargs)))
+        kinds = tuple((tuple(each.shape), each.dtype) for each in given)
         if kinds not in self._known:
-            inputs = map_tensors(lambda tensor: tensor.detach().to("meta"), (args, kwargs))
+            bare = [tensor.detach().to("meta") for tensor in given]
+            places, own = {id(each): place for place, each in enumerate(bare)}, iter(bare)
+            inputs = map_tensors(lambda tensor: next(own), (args, kwargs))
             with torch.no_grad():
-                self._known[kinds] = self.module(*inputs[0], **inputs[1])
-        return self._known[kinds]
+                output = self.module(*inputs[0], **inputs[1])
+            self._known[kinds] = output, [places.get(id(each)) for each in tensors_in(output)]
+        output, origins = self._known[kinds]
+        each_origin = iter(origins)
+        return map_tensors(lambda tensor: tensor if (place := next(each_origin)) is None else given[place], output)

@@ -44,6 +44,9 @@ def cut_model(model: nn.Module, patterns: Sequence[str]) -> CutModel:
     points = _found(model, patterns)
     around = {name.rpartition(".")[0] for name in points}
     around |= {path for name in around for path in _parents(name)} | {""}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[0] in around and name not in points and _is_container(module):
+            around.add(name)
     places = {name: place for place, (name, _) in enumerate(model.named_modules())}
     before: list[str] = []
     later: list[str] = []
@@ -87,7 +90,19 @@ def _found(model: nn.Module, patterns: Sequence[str]) -> list[str]:
             )
         found += here
     _require_apart(found)
+    for name in found:
+        if _is_container(module := model.get_submodule(name)):
+            raise ConfigError(
+                f"{name!r} is a {type(module).__name__}, which has no forward, so that nothing calls it; give what is "
+                f"in it, as by '{name}.*'",
+                key=KEY,
+            )
     return found
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether a module only holds others, or parameters, as `nn.ModuleList` does."""
+    return getattr(module.forward, "__func__", None) is nn.Module.forward
 
 
 def _require_apart(found: Sequence[str]) -> None:
