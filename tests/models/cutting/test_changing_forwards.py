@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.errors import PenstockError
 from penstock.models.cutting.cut import cut
 from tests.local_pipelines import square_loss, values
 
@@ -156,3 +157,26 @@ def test_what_stand_ins_draw_is_drawn_by_no_part():
 
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-12, atol=1e-12)
+
+
+def test_an_unsaved_buffer_that_counts_forwards_is_refused():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(5, 4)
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.register_buffer("calls", torch.zeros(()), persistent=False)
+            self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+        def forward(self, words):
+            self.cache = torch.ones(words.shape[-1])  # made anew: what all stages have is equal
+            self.calls += 1
+            hidden = self.words(words) * self.calls
+            for block in self.blocks:
+                hidden = block(hidden)
+            return hidden
+
+    parts = cut(Counting(), ["blocks.*"])
+
+    with pytest.raises(PenstockError, match=r"changes the buffer 'calls' in place, of which each stage has a copy"):
+        parts[0](words=torch.arange(5))

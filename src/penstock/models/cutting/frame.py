@@ -206,6 +206,7 @@ class Frame:
         template.complete(self.model, device)
         self.model.to(device).eval()
         self._unheld = template.cut.tensors
+        self._unsaved = {name: each for name, each in self.model.named_buffers() if name not in self._unheld}
         self._modules = [module for module in self.model.modules() if not isinstance(module, _StandIn)]
 
     def run(self, call: Call, course: Course, tensors: Mapping[str, Tensor], *, is_training: bool) -> Any:
@@ -220,6 +221,7 @@ class Frame:
         course.at_first_point = lambda: kept.update(self._saved_buffers())
         course.begin, course.modes = before.close, modes_of(self.device)
         self.course = course
+        unsaved = versions_of(self._unsaved)
         with self._holding(tensors), before, course.missing or nullcontext():
             if course.missing is not None:
                 own = {name: tensor_of(self.model, name) for name in self._unheld if name not in tensors}
@@ -236,6 +238,7 @@ class Frame:
                 self._set_training(False)
                 self.course = None  # it holds what arrived
             _refuse_changed(kept, self._saved_buffers())
+            self._refuse_counters(unsaved)
         if has_ended and course.stop is not None:
             raise PenstockError(
                 f"the forward has ended and has not called {course.stop!r}; give the points of the cut in the order of "
@@ -246,6 +249,16 @@ class Frame:
     def _saved_buffers(self) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
         own = {name: tensor_of(self.model, name) for name in self._unheld}
         return {name: (each, versions_of(each)) for name, each in own.items() if not isinstance(each, nn.Parameter)}
+
+    def _refuse_counters(self, before: tuple[int, ...]) -> None:
+        """Refuse a change in place of a buffer of which each stage has a copy, and which no file has."""
+        pairs = zip(self._unsaved, before, versions_of(self._unsaved), strict=True)
+        changed = [name for name, one, other in pairs if one != other]
+        if changed:
+            raise PenstockError(
+                f"the forward changes the buffer {changed[0]!r} in place, of which each stage has a copy that sees "
+                "other forwards; let a submodule hold it, which is a point of the cut, or compute it anew in each forward"
+            )
 
     def _set_training(self, is_training: bool) -> None:
         for module in self._modules:
