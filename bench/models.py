@@ -148,7 +148,7 @@ def print_rows(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     parser = bench_parser(__doc__)
-    parser.set_defaults(rounds=20)
+    parser.set_defaults(rounds=40)
     parser.add_argument("--parts", type=comma_separated, default=list(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--folder", help="the folder of the ranks")
     words = parser.parse_args()

@@ -118,16 +118,16 @@ def test_logits_are_bit_for_bit_those_of_the_model(kind):
             assert torch.equal(found, model(tokens, use_cache=False, **keywords).logits)
 
 
-def test_names_are_those_of_the_model_and_layers_are_embedding_blocks_norm_and_head():
+def test_names_are_those_of_the_model_and_layers_are_embedding_blocks_and_norm_with_head():
     model = model_of("llama")
     layers = ps.from_transformers(model.config)
 
     assert [layer.name for layer in layers] == [
         "model.embed_tokens",
         *(f"model.layers.{number}" for number in range(6)),
-        "model.norm",
         "lm_head",
     ]
+    assert [name for name, _ in layers[-1]().named_parameters()] == ["model.norm.weight", "lm_head.weight"]
     assert layers[0].weight == 0
     assert [layer.weight for layer in layers[1:7]] == [1.0] * 6
     assert layers[-1].weight == 64 * 32 / (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)

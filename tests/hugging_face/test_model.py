@@ -45,7 +45,7 @@ def test_labels_of_another_length_are_refused_by_both_shapes(model):
 def test_it_is_a_sequence_of_layers(model):
     layers = ps.from_transformers(model)
 
-    assert len(layers) == 9
+    assert len(layers) == 8
     assert next(iter(layers)) is layers[0]
     assert layers[-2:] == [*layers][-2:]
     assert layers.config is model.config

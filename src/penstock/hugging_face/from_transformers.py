@@ -59,7 +59,7 @@ def from_transformers(
     trial = partial(entry.call, inputs=(tokens,), keywords={}, is_first=True)
     cut = in_order_of_calls(whole, cut_model(whole, [f"{blocks}.*"]), f"{blocks}.", complete, trial)
     forward = CutForward(Template(whole, cut, complete), entry)
-    parts = segments(cut)
+    parts = segments(cut, [name for name in cut.points if name.startswith(f"{blocks}.")][-1])
     kinds = _kinds(whole, part_class(entry.keywords), list(parts))
     share = _share_of_experts(whole.config)
     block = multiplications(whole.get_submodule(f"{blocks}.0"), share)

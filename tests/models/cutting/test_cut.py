@@ -125,6 +125,10 @@ def test_a_chain_is_cut_without_a_layer_before_it():
 def test_layers_between_points_have_names_of_their_own_and_one_before_them_has_what_names_share():
     found = segments(cut_model(Model(), ["blocks.*"]))
     assert list(found) == ["words", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]
+    joined = segments(cut_model(Model(), ["blocks.*"]), "blocks.3")
+    assert list(joined) == ["words", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
+    assert joined["blocks.3"].stop == joined["head"].start == "norm"
+    assert joined["head"].modules == ("norm", "head")
     inner = nn.Module()
     inner.base = Model()
     assert next(iter(segments(cut_model(inner, ["base.blocks.*"])))) == "base"

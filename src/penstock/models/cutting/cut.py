@@ -59,15 +59,20 @@ def held_by(model: nn.Module, segment: Segment) -> tuple[dict[str, nn.Module], d
     )
 
 
-def segments(parts: CutModel) -> dict[str, Segment]:
-    """Return what each layer of a cut model runs, by the name of the layer."""
+def segments(parts: CutModel, last: str = "") -> dict[str, Segment]:
+    """Return what each layer of a cut model runs, by the name of the layer.
+
+    All points behind the one called `last`, if it is given, are one layer, with the name of the last of them.
+    """
     found = {}
-    bounds = [*parts.points, None]
     if parts.has_begin:
         found[_begin_name(parts)] = Segment(None, parts.points[0], parts.before, parts.tensors)
-    for place, name in enumerate(parts.points):
-        start = name if place or parts.has_begin else None
-        found[name] = Segment(start, bounds[place + 1], (name,))
+    end = parts.points.index(last) + 1 if last else len(parts.points)
+    groups = [*([name] for name in parts.points[:end]), *([parts.points[end:]] if parts.points[end:] else [])]
+    for place, group in enumerate(groups):
+        start = group[0] if place or parts.has_begin else None
+        stop = groups[place + 1][0] if place + 1 < len(groups) else None
+        found[group[-1]] = Segment(start, stop, tuple(group))
     return found
 
 

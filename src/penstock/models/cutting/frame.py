@@ -257,7 +257,7 @@ class Frame:
         if changed:
             raise PenstockError(
                 f"the forward changes the buffer {changed[0]!r} in place, of which each stage has a copy that sees "
-                "other forwards; let a submodule hold it, which is a point of the cut, or compute it anew in each forward"
+                "other forwards; let a submodule hold it, which is a point of the cut, or make it anew in each forward"
             )
 
     def _set_training(self, is_training: bool) -> None:
