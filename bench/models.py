@@ -42,7 +42,7 @@ from penstock.placement import Placement
 
 PARTS = ("speed", "folder", "shape")
 TINY = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
-SMALL = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8}
+SMALL = {"vocab_size": 4000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
 FOLDER = {"vocab_size": 8000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
 LLAMA_3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
@@ -148,7 +148,7 @@ def print_rows(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     parser = bench_parser(__doc__)
-    parser.set_defaults(rounds=40)
+    parser.set_defaults(rounds=20)
     parser.add_argument("--parts", type=comma_separated, default=list(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--folder", help="the folder of the ranks")
     words = parser.parse_args()
