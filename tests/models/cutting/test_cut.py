@@ -154,6 +154,13 @@ def test_what_is_no_module_is_refused():
         cut([nn.Linear(2, 2)], ["0"])
 
 
+def test_a_model_that_is_compiled_or_not_made_yet_is_refused():
+    with pytest.raises(ConfigError, match="compiled as a whole"):
+        cut(torch.compile(nn.Sequential(nn.Linear(2, 2))), ["0"])
+    with pytest.raises(ConfigError, match=r"'1\.weight' has no shape before its first input"):
+        cut(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), ["0"])
+
+
 def test_compiled_blocks_give_the_same(model, batch):
     words, padding, target = batch
     loss_of(model(words, padding), target).backward()

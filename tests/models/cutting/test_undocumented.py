@@ -1,8 +1,9 @@
-"""torch counts changes in place, also those of views."""
+"""Canaries: torch counts changes in place, also those of views, and marks what it has compiled."""
 
 import torch
+from torch import nn
 
-from penstock.models.cutting.undocumented import version_of
+from penstock.models.cutting.undocumented import is_compiled, version_of
 
 
 def test_changes_in_place_are_counted():
@@ -12,3 +13,9 @@ def test_changes_in_place_are_counted():
     assert version_of(tensor) > before
     with torch.inference_mode():
         assert version_of(torch.zeros(2)) == 0
+
+
+def test_a_compiled_module_is_known():
+    module = nn.Linear(2, 2)
+    assert is_compiled(torch.compile(module)), "torch.compile returns something else"
+    assert not is_compiled(module)

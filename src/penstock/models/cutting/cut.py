@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.cutting.frame import Template, tensor_of
 from penstock.models.cutting.part import CutForward, Part, Segment, part_class
 from penstock.models.cutting.points import CutModel, cut_model
+from penstock.models.cutting.undocumented import is_compiled
 
 
 def cut(model: nn.Module, points: Sequence[str]) -> list[Part]:
@@ -31,6 +33,7 @@ def cut(model: nn.Module, points: Sequence[str]) -> list[Part]:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"a {type(model).__name__}; expected an nn.Module", key="model")
+    _require_made(model)
     parts = cut_model(model, points)
     entry = _ByName(model)
     forward = CutForward(Template(model, parts), entry)
@@ -49,6 +52,17 @@ def multiplications(module: nn.Module, share_of_experts: float = 1.0) -> float:
     owners = (each for each in module.modules() if not isinstance(each, nn.Embedding))
     weights = (each for owner in owners for each in owner.parameters(recurse=False) if each.dim() > 1)
     return sum(each.numel() * (share_of_experts if each.dim() > 2 else 1.0) for each in weights)
+
+
+def _require_made(model: nn.Module) -> None:
+    """Refuse a model whose forward is not its own, or whose parameters are not there yet. Raises: ConfigError."""
+    if is_compiled(model):
+        raise ConfigError(
+            "the model is compiled as a whole; cut it first, and pass compile=True to Pipeline", key="model"
+        )
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ConfigError(f"{lazy[0]!r} has no shape before its first input; give its module its sizes", key="model")
 
 
 def held_by(model: nn.Module, segment: Segment) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:

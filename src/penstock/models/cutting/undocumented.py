@@ -1,8 +1,13 @@
-"""What torch does not document: how often a tensor was changed in place."""
+"""What torch does not document: how often a tensor was changed in place, and what torch.compile returns."""
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def version_of(tensor: Tensor) -> int:
     """Count the changes in place of a tensor and its views; those of inference mode are not counted."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has returned this module, whose forward is the compiler's."""
+    return hasattr(module, "dynamo_ctx")
