@@ -124,7 +124,7 @@ def test_the_table_names_everything_that_training_needs(capsys):
     assert subjects[:8] == [
         "Python", "torch", "backends", "GPUs", "cores", "memory", "loopback", "hostname",
     ]  # fmt: skip
-    optional = ["matplotlib", "tensorboard", "wandb", "tokenizers", "datasets"]
+    optional = ["matplotlib", "tensorboard", "wandb", "tokenizers", "transformers", "datasets"]
     assert subjects[8:] == ["disk, this folder", "disk, temporary", *optional]
 
 

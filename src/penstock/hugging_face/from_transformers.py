@@ -73,9 +73,7 @@ def from_transformers(
     specs = []
     for name, segment in parts.items():
         modules, tensors = held_by(whole, segment)
-        own = {f"{path}.{each}" for path, module in modules.items() for each, _ in module.named_parameters()} | {
-            *tensors
-        }
+        own = {*tensors, *(f"{path}.{each}" for path, held in modules.items() for each, _ in held.named_parameters())}
         specs.append(
             LayerSpec(
                 name,
@@ -96,12 +94,7 @@ def _kinds(whole: Any, kind: type[Part], names: list[str]) -> dict[str, Callable
     return Balance(whole, names).kinds(kind, names)
 
 
-def _build(
-    make: Callable[..., Part],
-    whole: Any,
-    segment: Segment,
-    weights: PretrainedWeights | None,
-) -> Part:
+def _build(make: Callable[..., Part], whole: Any, segment: Segment, weights: PretrainedWeights | None) -> Part:
     """Build one layer on the default device, with values from files or drawn."""
     device = torch.get_default_device()
     modules, tensors = held_by(whole, segment)
@@ -142,13 +135,21 @@ class _Entry:
         self._quiet = {"output_router_logits": False} if "output_router_logits" in parameters else {}
         self._width = whole.get_input_embeddings().embedding_dim
 
-    def call(self, model: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any], *, is_first: bool) -> Any:
+    def call(
+        self,
+        model: nn.Module,
+        inputs: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        *,
+        is_first: bool,
+        is_dense: bool = False,
+    ) -> Any:
         if is_first and len(inputs) == 1:
             batch: dict[str, Any] = {"input_ids": inputs[0]}
         else:
             hidden = _first(tensors_in(inputs))
             bare = torch.empty((*hidden.shape[:2], self._width), dtype=hidden.dtype, device="meta")
-            batch = {"inputs_embeds": without_values(bare, hidden.device)}
+            batch = {"inputs_embeds": without_values(bare, hidden.device, is_dense=is_dense)}
         # With a cache, transformers no longer sees where packed sequences end.
         return model(**batch, **keywords, use_cache=False, return_dict=True, **self._quiet).logits
 

@@ -204,3 +204,33 @@ def test_a_keyword_may_be_called_as_the_positional_arguments_are():
 
     model = Named()
     assert torch.equal(run(cut(model, ["blocks.*"]), inputs=WORDS, mask=MASK), model(WORDS, MASK))
+
+
+def test_a_forward_that_fails_without_values_says_where_and_why():
+    class Looking(Model):
+        def forward(self, words, mask=None):
+            hidden = self.words(words)
+            for number, block in enumerate(self.blocks):
+                if number == 2 and hidden.isnan().all():
+                    raise IndexError("nothing here")
+                hidden = block(hidden, 1.0, shift=0.0)
+            return self.head(hidden)
+
+    parts = cut(Looking(), ["blocks.*"])
+    with pytest.raises(
+        PenstockError, match=r"fails before it comes to 'blocks.2'.*IndexError: nothing here|decides by"
+    ):
+        run(parts, words=WORDS)
+
+
+def test_an_error_of_the_own_part_stays_as_it_is():
+    class Failing(Model):
+        def forward(self, words, mask=None):
+            hidden = self.words(words)
+            for block in self.blocks:
+                hidden = block(hidden, 1.0, shift=0.0)
+            raise IndexError("behind all")
+
+    parts = cut(Failing(), ["blocks.*"])
+    with pytest.raises(IndexError, match="behind all"):
+        run(parts, words=WORDS)

@@ -112,7 +112,15 @@ class _ByName:
         ]
         self._name = type(model).__name__
 
-    def call(self, model: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any], *, is_first: bool) -> Any:
+    def call(
+        self,
+        model: nn.Module,
+        inputs: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        *,
+        is_first: bool,
+        is_dense: bool = False,
+    ) -> Any:
         missing = [each.name for each in self.keywords if each.default is each.empty and each.name not in keywords]
         missing = [each.name for each in self.keywords if each.name in missing and each.kind is not each.VAR_KEYWORD]
         if (is_first and inputs) or missing:

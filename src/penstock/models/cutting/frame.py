@@ -71,6 +71,13 @@ class Course:
     last: tuple[str, Any, tuple[int, ...]] = ("", None, ())
     """The last point that was met, what it returned, and how often that had been changed in place."""
 
+    def restart(self, *, is_dense: bool) -> None:
+        """Begin anew."""
+        self.is_dense = is_dense
+        self.place, self.last = -1, ("", None, ())
+        self.straight.clear()
+        self.plain.clear()
+
     @property
     def is_inside(self) -> bool:
         """Whether the part has begun."""

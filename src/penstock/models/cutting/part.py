@@ -29,8 +29,19 @@ class Entry(Protocol):
     keywords: list[inspect.Parameter]
     """The keywords of a batch that it takes."""
 
-    def call(self, model: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any], *, is_first: bool) -> Any:
-        """Call the forward, with what came to a part and the keywords of the batch; return the model's output."""
+    def call(
+        self,
+        model: nn.Module,
+        inputs: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        *,
+        is_first: bool,
+        is_dense: bool = False,
+    ) -> Any:
+        """Call the forward, with what came to a part and the keywords of the batch; return the model's output.
+
+        With `is_dense`, the forward may change in place what takes the place of tensors that are not there.
+        """
         ...
 
 
@@ -149,19 +160,23 @@ class CutForward:
         is_training: bool,
     ) -> Any:
         def call(model: nn.Module) -> Any:
-            return self.entry.call(model, inputs, keywords, is_first=course.start is None)
+            return self.entry.call(model, inputs, keywords, is_first=course.start is None, is_dense=course.is_dense)
 
-        course.is_dense = self._is_dense
-        try:
-            return frame.run(call, course, tensors, is_training=is_training)
-        except RuntimeError as error:
-            if self._is_dense or ALIASED not in str(error):
-                raise
-            self._is_dense = course.is_dense = True  # the forward changes what a stand-in returned
-        course.place, course.last = -1, ("", None, ())
-        course.straight.clear()
-        course.plain.clear()
-        return frame.run(call, course, tensors, is_training=is_training)
+        while True:
+            course.restart(is_dense=self._is_dense)
+            try:
+                return frame.run(call, course, tensors, is_training=is_training)
+            except Exception as error:
+                if ALIASED in str(error) and not self._is_dense:
+                    self._is_dense = True  # the forward changes what a stand-in returned
+                    continue
+                if isinstance(error, PenstockError) or course.is_inside:
+                    raise
+                raise PenstockError(
+                    f"the forward fails before it comes to {course.start!r}, where it runs without what layers before "
+                    f"compute: {type(error).__name__}: {error}. All that it computes around its submodules must follow "
+                    "from the batch; else put it into one of them"
+                ) from error
 
     @property
     def _here(self) -> _Here:
