@@ -7,10 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.checkpoints.shards import DTYPE_NAMES
 from penstock.errors import CheckpointError
 from penstock.hugging_face import stored
-from penstock.hugging_face.stored import DTYPES, stored_in
+from penstock.hugging_face.stored import stored_in
 
 TENSORS = {
     "matrix": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -76,10 +75,6 @@ def test_the_bytes_that_count_are_those_that_the_system_reads(path, monkeypatch)
     read.clear()
     found["matrix"].read()
     assert read == [24]
-
-
-def test_types_have_the_names_that_checkpoints_give_them():
-    assert {dtype: name for name, dtype in DTYPES.items()} == DTYPE_NAMES
 
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

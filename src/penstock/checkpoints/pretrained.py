@@ -92,7 +92,7 @@ def files_of(where: Path) -> dict[str, str]:
     indices = sorted(where.glob("*.safetensors.index.json"))
     files = sorted(where.glob("*.safetensors"))
     if len(indices) == 1:
-        return {name: str(where / file) for name, file in _weight_map(indices[0]).items()}
+        return {name: str(where / file) for name, file in weight_map(indices[0]).items()}
     if len(files) == 1 and not indices:
         return files_of(files[0])
     pickles = pickles_in(where)
@@ -107,7 +107,8 @@ def files_of(where: Path) -> dict[str, str]:
     )
 
 
-def _weight_map(index: Path) -> Mapping[str, str]:
+def weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor that an index lists. Raises: CheckpointError."""
     try:
         require_regular(index)
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

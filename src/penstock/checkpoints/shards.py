@@ -37,7 +37,8 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 """What safetensors files call the types that they can hold."""
-ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 DIGEST = "sha256"
 PICKLE_SUFFIXES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".distcp", ".metadata")
 """Under which names others keep pickles."""

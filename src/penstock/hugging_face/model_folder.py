@@ -1,14 +1,14 @@
 """The files of weights in a folder that transformers saved a model in: which there are, and what their headers say."""
 
-import json
 from pathlib import Path
 
+from penstock.checkpoints.pretrained import weight_map
+from penstock.checkpoints.shards import pickles_in
 from penstock.errors import CheckpointError, nearest
 from penstock.hugging_face.stored import Stored, stored_in
 
 WHOLE = "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
 def stored_in_folder(folder: Path) -> tuple[dict[str, Stored], int]:
@@ -40,21 +40,10 @@ def _listed_files(folder: Path) -> dict[str, str]:
     if (folder / WHOLE).is_file():
         return {WHOLE: WHOLE}
     if (folder / INDEX).is_file():
-        return _weight_map(folder / INDEX)
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+        return weight_map(folder / INDEX)
+    pickles = pickles_in(folder)
     hint = f"Its {pickles[0]} is not read: a pickle can run any code. " if pickles else ""
     raise CheckpointError(
         f"{folder}: holds no weights; expected {WHOLE}, or {INDEX}. {hint}Save the model with `save_pretrained` of "
         "transformers 5, or name a folder that it wrote"
     )
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        for file in found.values():
-            if Path(file).name != file:
-                raise ValueError(f"{file!r} is not the name of a file in the same folder")
-        return dict(found)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: cannot be read as an index of weights: {error}. Get the file anew") from error

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.content import SAME_MODEL, require_same_names
 from penstock.checkpoints.pretrained import files_of, find_weights
-from penstock.checkpoints.shards import DTYPE_NAMES, read_tensors, shapes_of
+from penstock.checkpoints.shards import DTYPE_NAMES, DTYPES, read_tensors, shapes_of
 from penstock.checkpoints.verification import newest_readable, verify
 from penstock.checkpoints.weight_files import save_tensors, save_weights
 from penstock.checkpoints.weight_format import Entries, Unit
@@ -35,7 +35,6 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json"),
 )
 """The files that tokenizers of transformers save and read."""
-TYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def save_pretrained(pipeline: Pipeline, folder: Path, model: Any, source: Path | None = None) -> None:
@@ -163,8 +162,8 @@ class PretrainedFormat:
             )
 
     def _require_alike(self, name: str, dtype: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-        if dtype not in TYPES:
-            raise CheckpointError(f"{self.where}: {name!r} has the type {dtype}; expected {', '.join(TYPES)}")
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{self.where}: {name!r} has the type {dtype}; expected {', '.join(DTYPES)}")
         if shape != expected:
             raise CheckpointError(
                 f"{self.where}: is of another model: {name!r} has the shape {shape}; expected {expected}. {SAME_MODEL}"
@@ -191,15 +190,15 @@ def _unit(model: Any, metas: Mapping[str, Tensor]) -> Unit:
 
 
 def _on_meta(dtype: str, shape: list[int]) -> Tensor:
-    return torch.empty(shape, dtype=TYPES[dtype], device="meta")
+    return torch.empty(shape, dtype=DTYPES[dtype], device="meta")
 
 
 def _main_type(saved: Entries) -> str:
     """Return torch's name of the floating point type that most values have."""
     counts: Counter[str] = Counter()
     for dtype, shape in saved.values():
-        counts[dtype] += math.prod(shape) if TYPES[dtype].is_floating_point else 0
-    return str(TYPES[counts.most_common(1)[0][0]]).removeprefix("torch.")
+        counts[dtype] += math.prod(shape) if DTYPES[dtype].is_floating_point else 0
+    return str(DTYPES[counts.most_common(1)[0][0]]).removeprefix("torch.")
 
 
 def _require_tied(where: Path, name: str, owner: str, tensors: Mapping[str, Tensor]) -> None:

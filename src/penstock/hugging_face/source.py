@@ -96,14 +96,14 @@ def checked(model: Any) -> Any:
     if not isinstance(model, transformers().PreTrainedModel) or not hasattr(model, "loss_function"):
         raise ConfigError(
             f"a {type(model).__name__}; expected a causal language model of transformers, without an adapter around "
-            "it. ps.cut takes any other module",
+            "it. ps.cut may cut it",
             key=KEY,
         )
     _require_plain(model.config, type(model).__name__)
     if computes_own_loss(model):
         raise ConfigError(
             f"{type(model).__name__} computes its loss itself, and not by loss_function, as the decoders of encoders "
-            "with decoders do; ps.cut takes it with a loss of yours",
+            "with decoders do; ps.cut may cut it, with a loss of yours",
             key=KEY,
         )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -128,7 +128,7 @@ def blocks_of(model: nn.Module) -> str:
     if len(outermost) != 1:
         raise ConfigError(
             f"{type(model).__name__} has {len(outermost)} lists of layers "
-            f"({', '.join(map(repr, outermost)) or 'none'}); expected one, as decoders have. ps.cut takes any module",
+            f"({', '.join(map(repr, outermost)) or 'none'}); expected one, as decoders have. ps.cut may cut it",
             key=KEY,
         )
     return outermost[0]

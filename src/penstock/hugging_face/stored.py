@@ -19,21 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoints.shards import DTYPES
 from penstock.errors import CheckpointError, shortened
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""By what safetensors files call them."""
 LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library, so that a damaged length allocates no memory."""

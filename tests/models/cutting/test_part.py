@@ -211,15 +211,13 @@ def test_a_forward_that_fails_without_values_says_where_and_why():
         def forward(self, words, mask=None):
             hidden = self.words(words)
             for number, block in enumerate(self.blocks):
-                if number == 2 and hidden.isnan().all():
+                if number == 2 and hidden.stride(0) == 0:  # only a value that is not there has no strides
                     raise IndexError("nothing here")
                 hidden = block(hidden, 1.0, shift=0.0)
             return self.head(hidden)
 
     parts = cut(Looking(), ["blocks.*"])
-    with pytest.raises(
-        PenstockError, match=r"fails before it comes to 'blocks.2'.*IndexError: nothing here|decides by"
-    ):
+    with pytest.raises(PenstockError, match=r"fails before it comes to 'blocks\.\d'.*IndexError: nothing here"):
         run(parts, words=WORDS)
 
 

@@ -121,8 +121,8 @@ class _ByName:
         is_first: bool,
         is_dense: bool = False,
     ) -> Any:
-        missing = [each.name for each in self.keywords if each.default is each.empty and each.name not in keywords]
-        missing = [each.name for each in self.keywords if each.name in missing and each.kind is not each.VAR_KEYWORD]
+        named = [each for each in self.keywords if each.kind is not each.VAR_KEYWORD]
+        missing = [each.name for each in named if each.default is each.empty and each.name not in keywords]
         if (is_first and inputs) or missing:
             name = missing[0] if missing else self.keywords[0].name
             raise PenstockError(

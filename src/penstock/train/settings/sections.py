@@ -143,8 +143,7 @@ class ModelSection(Section, DecoderConfig):
     )
     loss: str = Field(
         default="",
-        description="FILE.py:FUNCTION, which takes what the last layer returns and the target; empty: cross entropy "
-        "of next tokens",
+        description="FILE.py:FUNCTION of the last layer's output and the target; empty: cross entropy of next tokens",
     )
     source_digest: str = Field(default="", description="of files that say what the model is; a run fills it in")
 
