@@ -1,4 +1,4 @@
-"""The script of docs/pipeline.md and its examples run on several ranks; its tables are complete."""
+"""The script of docs/pipeline.md and its examples run on several ranks; the tables of the reference are complete."""
 
 import inspect
 import re
@@ -17,7 +17,10 @@ from tests.ranks import RankPool
 from tests.reference import reference_step
 
 PAGE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+REFERENCE = (ROOT / "docs" / "reference" / "pipeline.md").read_text(encoding="utf-8")
 SCRIPT = blocks_of(PAGE)[0].text
+MAX_LINES = 150
+"""Of the page that shows how to use a pipeline; all rules are in the reference."""
 MIXED_PRECISION, *DATA_PARALLEL = (
     (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8") for name in ("mixed_precision", "replicas", "ddp")
 )
@@ -99,9 +102,13 @@ def test_before_a_detached_value_gradients_are_zero_but_in_the_stage_that_detach
     assert layers[2].scale.grad.abs().max() > 0
 
 
+def test_the_page_that_shows_the_use_is_short():
+    assert len(PAGE.splitlines()) <= MAX_LINES
+
+
 def test_the_table_has_every_keyword_with_its_default():
     rows = re.findall(
-        r"^\| `(\w+)` \| [^|]+ \| `([^|]*)` \| [^|]+ \|$", PAGE.partition("## All keywords")[2], re.MULTILINE
+        r"^\| `(\w+)` \| [^|]+ \| `([^|]*)` \| [^|]+ \|$", REFERENCE.partition("## All keywords")[2], re.MULTILINE
     )
     given = {
         name: parameter.default
@@ -118,6 +125,6 @@ def test_the_table_has_every_keyword_with_its_default():
 
 
 def test_everything_that_the_result_has_is_told():
-    table = PAGE.partition("## Result")[2].partition("## Gradients")[0]
+    table = REFERENCE.partition("## Result")[2].partition("## Gradients")[0]
 
     assert [field.name for field in fields(StepResult) if f"`{field.name}`" not in table] == []
