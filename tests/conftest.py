@@ -68,6 +68,13 @@ def runs_in_full():
     return settings().max_examples > settings.get_profile("quick").max_examples
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave out files without a test that runs alone where only such are asked for: imports take most of a minute."""
+    if config.getoption("markexpr") != "alone" or collection_path.suffix != ".py":
+        return None
+    return "mark.alone" not in collection_path.read_text(encoding="utf-8") or None
+
+
 def pytest_collection_modifyitems(config, items):
     left_out = [] if runs_in_full() else [item for item in items if item.get_closest_marker("full")]
     if left_out:
