@@ -102,6 +102,17 @@ def invariants(request, monkeypatch):
 
 
 @pytest.fixture
+def setting(request, monkeypatch):
+    """The options with which a mesh shares parameters; "in place" is for replicas that sum all gradients in place."""
+    if request.param != "in place":
+        return request.param
+    from penstock.execute.replicas import summed  # only here: it needs torch
+
+    monkeypatch.setattr(summed, "LARGE_BYTES", 0)
+    return {"shard": "none"}
+
+
+@pytest.fixture
 def is_full():
     """Whether all of a test is to run, as in `make test-full`, and not a sample of it."""
     return runs_in_full()

@@ -153,6 +153,12 @@ def gradients_of(named_parameters):
     return {name: None if p.grad is None else p.grad.clone() for name, p in named_parameters}
 
 
+def zero(pipeline):
+    """Remove the gradients of a pipeline."""
+    for each in pipeline.parameters():
+        each.grad = None
+
+
 @dataclass
 class Outcome:
     """What one rank saw of a step."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import PreSplit
@@ -54,11 +55,19 @@ class Job:
     known: dict = field(default_factory=dict)
     """Of the one process."""
 
+    @property
+    def all_inputs(self):
+        return self.inputs(sum(self.rows))
+
+    @property
+    def all_targets(self):
+        return self.targets(sum(self.rows))
+
     def of(self, replica):
         """The inputs and the target of a replica: its rows of the whole batch."""
         begin = sum(self.rows[:replica])
         rows = slice(begin, begin + self.rows[replica])
-        return self.inputs(sum(self.rows))[rows], self.targets(sum(self.rows))[rows]
+        return self.all_inputs[rows], self.all_targets[rows]
 
     def microbatches(self):
         """Those of all replicas, one replica after another."""
@@ -91,6 +100,36 @@ def device_mesh(pipeline, data, names=("data", "pipeline")):
 
 def pipeline_of(places, job, schedule, **options):
     return Pipeline(job.make_layers(), schedule, MICROBATCHES, job.loss, mesh=places, **(job.options | options))
+
+
+def on_pipelines(job, schedule, body, *, pipeline=2, patience_s=PATIENCE_S, **options):
+    """Return what `body(own, inputs, target)` returned on every rank, each with its replica's rows of the job."""
+
+    def case(places):
+        with pipeline_of(places, job, schedule, **options) as own:
+            return body(own, *job.of(own.replica))
+
+    return on_mesh(pipeline, len(job.rows), case, deadline_s=patience_s)
+
+
+def gradients_after(job, schedule, body, **options):
+    """The whole gradients, by name, of a job's pipelines on which `body` has run."""
+    return whole(on_pipelines(job, schedule, followed_by(Rows, body), **options), len(job.rows))
+
+
+def followed_by(last, body):
+    """A body that returns `last(own)`."""
+    return lambda own, *batch: (body(own, *batch), last(own))[1]
+
+
+def index_of(own):
+    """The rank of the mesh on which a pipeline runs."""
+    return own.replica * own.schedule.placement.num_ranks + own.rank
+
+
+def layers_of(own):
+    """The layers of this rank, in order."""
+    return [layer for stage in own.stages for layer in stage.layers.values()]
 
 
 def train(places, job, schedule, steps=1, optimizer=None, **options):
@@ -132,6 +171,14 @@ class ShardRows:
     is_whole: bool
 
 
+class Rows:
+    """What a rank has of its gradients, for `put_together`."""
+
+    def __init__(self, own, attribute="grad"):
+        self.gradients = {name: rows_of(getattr(each, attribute)) for name, each in own.named_parameters()}
+        self.weights = {name: rows_of(each) for name, each in own.named_parameters()}
+
+
 def put_together(ranks, num_replicas):
     """Replace rows by the whole tensors, on all ranks."""
     num_places = len(ranks) // num_replicas
@@ -146,6 +193,36 @@ def put_together(ranks, num_replicas):
                     for each, whole in zip(replicas, wholes, strict=True):
                         getattr(each, kind)[name] = whole
     return ranks
+
+
+def whole(ranks, data, kind="gradients"):
+    """The whole tensors of all ranks, by name; they must be equal wherever they are twice."""
+    found = {}
+    for own in put_together(ranks, data):
+        for name, value in getattr(own, kind).items():
+            if name in found:
+                assert (value is None) == (found[name] is None)
+                assert value is None or torch.equal(value, found[name])
+            found[name] = value
+    return found
+
+
+def assert_near(found, expected, tolerance=TOLERANCE):
+    """Compare tensors by name; a name that is not expected is tied to that of layer 0."""
+    for name, value in found.items():
+        known = expected[name if name in expected else "0." + name.partition(".")[2]]
+        if known is None or value is None:
+            assert value is known, name
+        else:
+            torch.testing.assert_close(value, known, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def gradients_of_steps(job, factors):
+    """The gradients of steps of one process, whose inputs are the job's times a factor each."""
+    layers = job.make_layers()
+    for factor in factors:
+        job.loss(nn.Sequential(*layers)(job.all_inputs * factor), job.all_targets).backward()
+    return {name: each.grad for name, each in named(layers)}
 
 
 def train_alone(job, steps=1, optimizer=None, seed=None):

@@ -1,9 +1,21 @@
 """Sharded pipelines whose ranks are threads, and the settings under which they must train as one process does."""
 
+import pytest
 import torch
 from torch import nn
 
-from tests.local_pipelines import error_of, settle, values
+from tests.local_pipelines import (
+    IGNORED,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    block,
+    float_layers,
+    settle,
+    token_layers,
+    token_loss,
+    values,
+)
 from tests.mesh_pipelines import FLOAT, Job, difference, on_mesh, put_together, train, train_alone
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "zb-h1")
@@ -17,6 +29,13 @@ SETTINGS = [NONE, OPTIMIZER, *FULL]
 SHARDED = SETTINGS[1:]
 ONE, TWO, ALL = FULL[0], FULL[4], FULL[7]
 """Residency 1, 2, None with look_ahead 0, 1, 1."""
+IN_PLACE = "in place"
+"""Replicas that sum all gradients in place; those of tests are small, and else all are packed."""
+
+
+def settings(*which):
+    """Run a test under each of these; the fixture `setting` gives it the options of the pipeline."""
+    return pytest.mark.parametrize("setting", which, indirect=True, ids=name_of)
 
 
 def name_of(setting):
@@ -74,11 +93,34 @@ def wide_job(data, rows=256, num_layers=4):
     return Job([rows] * data, lambda: wide_layers(num_layers), wide_values(1), wide_values(2))
 
 
-def construction_errors(pipeline, data, make):
-    """What `make(places)` raises on every rank."""
-    return on_mesh(pipeline, data, lambda places: error_of(make, places))
+def tokens(rows):
+    return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(3))
 
 
-def zero(pipeline):
-    for each in pipeline.parameters():
-        each.grad = None
+def token_targets(rows):
+    """Targets some of which do not count, most of them in the first rows."""
+    target = tokens(rows + 1)[1:]
+    target[::2, 1:] = IGNORED
+    target[: rows // 3] = IGNORED
+    return target
+
+
+def token_job(rows=(8, 8), targets=lambda rows: tokens(rows + 1)[1:], **known):
+    return Job(list(rows), lambda: token_layers(FLOAT), tokens, targets, token_loss, known, known)
+
+
+def sequence_job(make_layers, length):
+    """A job of two replicas whose rows are sequences."""
+    batches = (lambda rows, seed=seed: values(seed, rows, length, WIDTH, dtype=FLOAT) for seed in (1, 2))
+    return Job([8, 8], make_layers, *batches)
+
+
+def tied_layers():
+    """The weight of the first layer is that of the last one."""
+    layers = float_layers(FLOAT, 8)
+    layers[7][1].weight = layers[0][1].weight
+    return layers
+
+
+def norm_layers():
+    return [nn.Sequential(block(seed, FLOAT), nn.BatchNorm1d(WIDTH, dtype=FLOAT)) for seed in range(4)]

@@ -1,4 +1,4 @@
-"""Replicas on a mesh are one job: losses, gradients and weights are those of one process with the rows of all."""
+"""Replicas on a mesh are one job, with shards or without: its numbers are those of one process with the rows of all."""
 
 import threading
 import warnings
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.errors import PipelineError
 from penstock.execute.control.agreement import Mode
-from penstock.execute.replicas import summed
 from penstock.execute.transport.protocol import Tag
 from tests.local_pipelines import (
     IGNORED,
@@ -27,133 +26,123 @@ from tests.local_pipelines import (
     settle,
     square_loss,
     token_layers,
-    token_loss,
     values,
+    zero,
 )
-from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, difference, on_mesh, pipeline_of, train, train_alone
+from tests.mesh_pipelines import (
+    FLOAT,
+    MICROBATCHES,
+    Job,
+    Rows,
+    assert_near,
+    difference,
+    followed_by,
+    gradients_after,
+    gradients_of_steps,
+    index_of,
+    layers_of,
+    on_mesh,
+    on_pipelines,
+    train,
+    train_alone,
+)
+from tests.sharded_pipelines import (
+    ALL,
+    IN_PLACE,
+    NONE,
+    ONE,
+    OPTIMIZER,
+    TWO,
+    adamw,
+    compared,
+    name_of,
+    norm_layers,
+    settings,
+    token_job,
+    token_targets,
+    tokens,
+    wide_job,
+)
 
-LAYOUTS = [(1, 2), (2, 2), (1, 3), (4, 1), (3, 2), (2, 4)]
+EACH = settings(NONE, ONE, OPTIMIZER)
+EACH_WAY = settings(NONE, IN_PLACE, ONE, OPTIMIZER)
+LAYOUTS = [
+    (1, 2, "1f1b"),
+    (2, 2, "interleaved-1f1b"),
+    (2, 2, "zbv"),
+    (1, 3, "zbv"),
+    (4, 1, "interleaved-1f1b"),
+    (3, 2, "1f1b"),
+    (2, 4, "zbv"),
+]
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def compared(pipeline, data, job, schedule, *, steps=1, optimizer=None, seed=None, **options):
-    """Train a job on a mesh and in one process, and say how the results differ."""
-    if seed is not None:
-        options["seed"] = seed
-    ranks = on_mesh(pipeline, data, lambda places: train(places, job, schedule, steps, optimizer, **options))
-    return difference(ranks, train_alone(job, steps, optimizer, seed), num_replicas=data)
-
-
-@pytest.fixture(params=["packed", "in place"])
-def summed_in(request, monkeypatch):
-    """How gradients are summed: those of tests are small, and all are packed."""
-    if request.param == "in place":
-        monkeypatch.setattr(summed, "LARGE_BYTES", 0)
-
-
-IN_PLACE_TOO = pytest.mark.usefixtures("summed_in")
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
-@pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
+@pytest.mark.parametrize(("pipeline", "data", "schedule"), LAYOUTS)
 def test_losses_and_weights_of_20_steps_of_adamw_are_those_of_one_process(pipeline, data, schedule):
-    assert compared(pipeline, data, Job([8] * data), schedule, steps=20, optimizer=adamw) == []
+    assert compared(pipeline, data, Job([8] * data), schedule, steps=20) == []
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv", "gpipe", "zb-h1", "hanayo"])
-@pytest.mark.parametrize("data", [1, 2, 3, 4])
-@pytest.mark.parametrize("pipeline", [1, 2, 3, 4])
-def test_every_layout_trains_as_one_process_does(pipeline, data, schedule):
-    assert compared(pipeline, data, Job([8] * data), schedule, steps=20, optimizer=adamw) == []
+@settings(NONE, ONE, ALL)
+@pytest.mark.parametrize("schedule", ["dualpipe", "chimera", "dualpipe-v"])
+def test_two_routes_and_folded_ones_train_as_in_one_process(schedule, setting):
+    setting = TWO if "dualpipe" in schedule and setting is ONE else setting  # it has pairs of two stages
+
+    assert compared(2, 2, Job([8, 8]), schedule, steps=5, **setting) == []
 
 
-@pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])
-def test_two_routes_beside_replicas_are_those_of_one_process(schedule):
-    job = Job([8, 8])
-
-    assert compared(2, 2, job, schedule, steps=5, optimizer=adamw) == []
-
-
-@IN_PLACE_TOO
+@settings(NONE, IN_PLACE)
 @pytest.mark.parametrize("seed", range(4))
-def test_messages_in_any_order_give_the_same(seed):
+def test_messages_in_any_order_give_the_same(seed, setting):
     job = Job([8, 8])
     ranks = on_mesh(2, 2, lambda places: train(places, job, "zbv", 2), order_seed=seed)
 
     assert difference(ranks, train_alone(job, 2), num_replicas=2) == []
 
 
-def wide_layers():
-    return [settle(nn.Sequential(nn.Linear(256, 256, dtype=FLOAT), nn.Tanh()), seed) for seed in range(4)]
+WAITING = [("zb-h1", NONE), ("zb-h1", IN_PLACE), ("zb-h1", ONE), ("zbv", OPTIMIZER)]
 
 
-def wide_values(seed, rows):
-    return values(seed, rows, 256, dtype=FLOAT)
-
-
-@IN_PLACE_TOO
-def test_weights_that_wait_for_w_are_summed():
-    job = Job([256, 256], wide_layers, *(partial(wide_values, seed) for seed in (1, 2)))
-
-    assert compared(2, 2, job, "zb-h1", steps=2) == []
+@pytest.mark.parametrize(("schedule", "setting"), WAITING, ids=name_of, indirect=["setting"])
+def test_weights_that_wait_for_w_are_summed(schedule, setting):
+    assert compared(2, 2, wide_job(2), schedule, **setting) == []
 
 
 # ---- weights of losses
 
 
-def test_sums_add_up_over_replicas():
-    job = Job([8, 12, 4], loss=nn.MSELoss(reduction="sum"), options={"reduction": "sum"}, known={"reduction": "sum"})
+@EACH
+def test_sums_add_up_over_replicas(setting):
+    known = {"reduction": "sum"}
+    job = Job([8, 12, 4], loss=nn.MSELoss(reduction="sum"), options=known, known=known)
 
-    assert compared(1, 3, job, "1f1b", steps=2) == []
-
-
-@IN_PLACE_TOO
-def test_rows_that_replicas_do_not_share_evenly_weigh_what_they_are():
-    options = {"allow_ragged": True}
-
-    assert compared(2, 3, Job([9, 5, 14], options=options, known=options), "1f1b", steps=3, optimizer=adamw) == []
+    assert compared(1, 3, job, "1f1b", **setting) == []
 
 
-def tokens(rows):
-    return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(3))
+@EACH_WAY
+def test_rows_that_replicas_do_not_share_evenly_weigh_what_they_are(setting):
+    known = {"allow_ragged": True}
+
+    assert compared(2, 3, Job([9, 5, 14], options=known, known=known), "1f1b", **setting) == []
 
 
-def token_targets(rows):
-    target = tokens(rows + 1)[1:]
-    target[::2, 1:] = IGNORED
-    target[: rows // 3] = IGNORED
-    return target
+@EACH
+def test_a_mean_over_tokens_is_that_of_all_replicas_also_where_one_has_few(setting):
+    job = token_job((5, 9), token_targets, count=count_tokens, allow_ragged=True)
+
+    assert compared(2, 2, job, "1f1b", **setting) == []
 
 
-def test_a_mean_over_tokens_is_that_of_all_replicas_also_where_one_has_few():
-    options = {"count": count_tokens, "allow_ragged": True}
-    job = Job([5, 9], lambda: token_layers(FLOAT), tokens, token_targets, token_loss, options, options)
+@settings(NONE, ONE)
+def test_replicas_whose_tokens_all_count_nothing_add_nothing(setting):
+    nothing = torch.full((8, LENGTH), IGNORED)
+    job = token_job(targets=lambda rows: torch.cat([nothing, tokens(8)]), count=count_tokens)
 
-    assert compared(2, 2, job, "1f1b", steps=3) == []
-
-
-def test_replicas_whose_tokens_all_count_nothing_add_nothing():
-    options = {"count": count_tokens}
-    first = torch.full((8, LENGTH), IGNORED)
-    job = Job(
-        [8, 8],
-        lambda: token_layers(FLOAT),
-        tokens,
-        lambda rows: torch.cat([first, tokens(8)]),
-        token_loss,
-        options,
-        options,
-    )
-
-    assert compared(1, 2, job, "1f1b") == []
-    job.targets = lambda rows: torch.cat([first, first])
-    (one, _) = on_mesh(1, 2, lambda places: train(places, job, "1f1b"))
-    assert one.losses[0] == 0
-    assert {None} == {gradient if gradient is None else 0 for gradient in one.gradients.values()}
+    assert compared(1, 2, job, "1f1b", **setting) == []
+    job.targets = lambda rows: torch.cat([nothing, nothing])
+    for own in on_mesh(1 if setting is NONE else 2, 2, lambda places: train(places, job, "1f1b", **setting)):
+        assert own.losses[0] == 0
+        found = [each for each in own.gradients.values() if each is not None]
+        assert found == [] if setting is NONE else not any(each.rows.any() for each in found)
 
 
 def test_a_loss_with_names_has_those_of_the_job():
@@ -182,152 +171,51 @@ class Balance(nn.Module):
         return self.linear(x)
 
 
-def test_losses_that_layers_add_are_weighted_by_the_rows_of_the_job():
-    options = {"allow_ragged": True}
-    job = Job([8, 5], lambda: [Balance(), *float_layers(FLOAT, 3)], options=options, known=options)
-    ranks, alone = on_mesh(2, 2, lambda places: train(places, job, "1f1b")), train_alone(job)
+@settings(NONE, ONE)
+def test_losses_that_layers_add_are_weighted_by_the_rows_of_the_job(setting):
+    known = {"allow_ragged": True}
+    job = Job([8, 5], lambda: [Balance(), *float_layers(FLOAT, 3)], options=known, known=known)
 
-    assert difference(ranks, alone, num_replicas=2) == []
-    expected = alone.result.named_losses["balance"]
-    assert all(abs(own.result.named_losses["balance"] - expected) < 1e-14 for own in ranks)
+    assert compared(2, 2, job, "1f1b", **setting) == []
+    expected = train_alone(job).result.named_losses["balance"]
+    for own in on_mesh(2, 2, lambda places: train(places, job, "1f1b", **setting)):
+        assert abs(own.result.named_losses["balance"] - expected) < 1e-14
 
 
-def test_losses_of_microbatches_and_outputs_are_the_replicas_own():
+@EACH
+def test_losses_of_microbatches_and_outputs_are_the_replicas_own(setting):
     job = Job([8, 8])
 
-    def case(places):
-        with pipeline_of(places, job, "1f1b") as pipeline:
-            inputs, target = job.of(pipeline.replica)
-            result = pipeline.step(inputs, target=target, return_outputs=True)
-            return [each.item() for each in result.losses], result.outputs
+    def outputs(own, inputs, target):
+        result = own.step(inputs, target=target, return_outputs=True)
+        return result.losses, result.outputs, own.evaluate(inputs, return_outputs=True).outputs
 
-    ranks, alone = on_mesh(2, 2, case), train_alone(job)
+    ranks, alone = on_pipelines(job, "interleaved-1f1b", outputs, **setting), train_alone(job)
 
-    for replica in range(2):
-        expected = [each.item() for each in alone.own_losses[replica * MICROBATCHES : (replica + 1) * MICROBATCHES]]
-        outputs = alone.result.outputs[replica * MICROBATCHES : (replica + 1) * MICROBATCHES]
-        for rank in (2 * replica, 2 * replica + 1):
-            assert ranks[rank][0] == expected
-        torch.testing.assert_close(ranks[2 * replica + 1][1], torch.cat(outputs), rtol=0, atol=1e-14)
+    for rank, (losses, *outputs) in enumerate(ranks):
+        replica = slice(rank // 2 * MICROBATCHES, (rank // 2 + 1) * MICROBATCHES)
+        assert losses == alone.own_losses[replica]
+        for found in outputs if rank % 2 else ():
+            torch.testing.assert_close(found, torch.cat(alone.result.outputs[replica]), rtol=0, atol=1e-14)
 
 
-def test_an_evaluation_has_the_loss_of_all_rows_also_where_replicas_have_few():
+FEW = [("1f1b", NONE), ("1f1b", ONE), ("zbv", OPTIMIZER), ("zbv", ONE)]
+
+
+@pytest.mark.parametrize(("schedule", "setting"), FEW, ids=name_of)
+def test_an_evaluation_has_the_loss_of_all_rows_also_where_replicas_have_few(schedule, setting):
     job = Job([8, 3])
+    expected = square_loss(nn.Sequential(*job.make_layers())(job.all_inputs), job.all_targets)
 
-    def case(places):
-        with pipeline_of(places, job, "1f1b") as pipeline:
-            inputs, target = job.of(pipeline.replica)
-            return pipeline.evaluate(inputs, target=target)
+    def evaluated(own, inputs, target):
+        return own.evaluate(inputs, target=target)
 
-    inputs, targets = job.inputs(11), job.targets(11)
-    expected = square_loss(nn.Sequential(*job.make_layers())(inputs), targets)
-
-    for result in on_mesh(2, 2, case):
+    for result in on_pipelines(job, schedule, evaluated, patience_s=5.0, deadline_s=5.0, **setting):
         torch.testing.assert_close(result.loss, expected, rtol=0, atol=1e-14)
         assert len(result.losses) in (MICROBATCHES, 3)
 
 
 # ---- parameters
-
-
-def shared_layers():
-    layers = float_layers(FLOAT, 4)
-    layers[3][1].weight = layers[0][1].weight
-    return layers
-
-
-@IN_PLACE_TOO
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_what_is_tied_over_ranks_or_over_stages_of_one_rank_counts_once(schedule):
-    # zbv has layers 0 and 3 on one rank, 1f1b on two.
-    job = Job([8, 8], shared_layers)
-
-    ranks = on_mesh(2, 2, lambda places: train(places, job, schedule, 3))
-    alone = train_alone(job, 3)
-    alone.weights |= {"3.1.weight": alone.weights["0.1.weight"]}
-    alone.gradients |= {"3.1.weight": alone.gradients["0.1.weight"]}
-    names = {name for own in ranks for name in own.weights}
-    alone.weights = {name: value for name, value in alone.weights.items() if name in names}
-
-    assert difference(ranks, alone, num_replicas=2) == []
-
-
-@IN_PLACE_TOO
-def test_gradients_of_earlier_steps_count_once_with_and_without_no_sync():
-    job = Job([8, 8], shared_layers)
-    plan = [True, True, False, False, True, False, True]
-
-    def case(places):
-        with pipeline_of(places, job, "1f1b") as pipeline:
-            inputs, target = job.of(pipeline.replica)
-            for number, is_synced in enumerate(plan):
-                if is_synced:
-                    pipeline.step(inputs * (number + 1), target=target)
-                else:
-                    with pipeline.no_sync():
-                        pipeline.step(inputs * (number + 1), target=target)
-            return {name: each.grad.clone() for name, each in pipeline.named_parameters()}
-
-    ranks = on_mesh(2, 2, case)
-    expected = gradients_of_steps(job, [number + 1 for number in range(len(plan))])
-    for own in ranks:
-        for name, gradient in own.items():
-            torch.testing.assert_close(
-                gradient, expected[name.replace("3.1.weight", "0.1.weight")], rtol=1e-12, atol=1e-12
-            )
-    for name in ranks[0]:
-        assert torch.equal(ranks[0][name], ranks[2][name])
-
-
-def gradients_of_steps(job, factors):
-    layers = job.make_layers()
-    inputs, target = job.inputs(sum(job.rows)), job.targets(sum(job.rows))
-    for factor in factors:
-        square_loss(nn.Sequential(*layers)(inputs * factor), target).backward()
-    return {name: each.grad for name, each in named(layers)}
-
-
-@IN_PLACE_TOO
-@pytest.mark.parametrize("to_none", [False, True])
-def test_gradients_that_are_zeroed_in_between_are_gone(to_none):
-    job = Job([8, 8])
-
-    def case(places):
-        with pipeline_of(places, job, "1f1b") as pipeline:
-            inputs, target = job.of(pipeline.replica)
-            optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
-            pipeline.step(inputs * 3, target=target)
-            with pipeline.no_sync():
-                pipeline.step(inputs * 2, target=target)
-            optimizer.zero_grad(set_to_none=to_none)
-            with pipeline.no_sync():
-                pipeline.step(inputs * 5, target=target)
-            pipeline.step(inputs, target=target)
-            return {name: each.grad.clone() for name, each in pipeline.named_parameters()}
-
-    expected = gradients_of_steps(job, [5, 1])
-    for own in on_mesh(2, 2, case):
-        for name, gradient in own.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
-
-
-def test_within_no_sync_nothing_is_summed_but_what_is_tied():
-    job = Job([8, 8])
-
-    def case(places):
-        with pipeline_of(places, job, "1f1b") as pipeline, pipeline.no_sync():
-            inputs, target = job.of(pipeline.replica)
-            pipeline.step(inputs, target=target)
-            return {name: each.grad.clone() for name, each in pipeline.named_parameters()}
-
-    ranks = on_mesh(1, 2, case)
-
-    layers = job.make_layers()
-    inputs, target = job.of(1)
-    (square_loss(nn.Sequential(*layers)(inputs), target) / 2).backward()
-    for name, each in named(layers):
-        torch.testing.assert_close(ranks[1][name], each.grad, rtol=1e-12, atol=1e-12)
-    assert not torch.equal(ranks[0]["0.1.weight"], ranks[1]["0.1.weight"])
 
 
 class Branches(nn.Module):
@@ -341,112 +229,79 @@ class Branches(nn.Module):
         return self.products[int(x[0, 0] > 0)](x)
 
 
-@IN_PLACE_TOO
-def test_a_parameter_that_one_replica_used_has_a_gradient_on_all_and_an_unused_one_on_none():
-    job = Job([8, 8], lambda: [Branches(), *float_layers(FLOAT, 3)])
+@EACH_WAY
+def test_a_parameter_that_one_replica_used_has_a_gradient_on_all_and_an_unused_one_on_none(setting):
     rows = values(1, 16, WIDTH, dtype=FLOAT)
     rows[:, 0] = rows[:, 0].abs()
     rows[:8, 0] *= -1
-    job.inputs = lambda _: rows
-    ranks, alone = on_mesh(2, 2, lambda places: train(places, job, "1f1b")), train_alone(job)
+    job = Job([8, 8], lambda: [Branches(), *float_layers(FLOAT, 3)], inputs=lambda _: rows)
+    ranks, alone = on_mesh(2, 2, lambda places: train(places, job, "1f1b", **setting)), train_alone(job)
 
     assert difference(ranks, alone, num_replicas=2) == []
     assert ranks[2].gradients["0.products.0.weight"] is not None
     assert ranks[2].gradients["0.products.2.weight"] is None
 
 
-def test_frozen_layers_stay_and_others_train():
-    def layers():
-        found = float_layers(FLOAT, 4)
-        for frozen in (found[0], found[2][1]):
-            frozen.requires_grad_(False)
-        return found
+@pytest.mark.parametrize(("schedule", "setting"), [("1f1b", NONE), ("zbv", ONE)], ids=name_of)
+def test_dropout_with_a_seed_draws_as_one_process_with_the_microbatches_of_all(schedule, setting):
+    job = Job([8, 8], lambda: [nn.Sequential(block(seed, FLOAT), nn.Dropout(0.5)) for seed in range(4)])
 
-    ranks, alone = (
-        on_mesh(2, 2, lambda places: train(places, Job([8, 8], layers), "1f1b", 3)),
-        train_alone(Job([8, 8], layers), 3),
-    )
-
-    assert difference(ranks, alone, num_replicas=2) == []
+    assert compared(2, 2, job, schedule, seed=7, **setting) == []
 
 
-@IN_PLACE_TOO
-def test_main_gradients_are_summed_in_float32():
-    def layers():
-        return [settle(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), seed) for seed in range(4)]
-
-    job = Job(
-        [8, 8], layers, lambda rows: values(1, rows, WIDTH, dtype=torch.bfloat16), lambda rows: values(2, rows, WIDTH)
-    )
-    job.loss = lambda output, target: ((output.float() - target) ** 2).mean()
-    ranks = on_mesh(2, 2, lambda places: train(places, job, "1f1b", main_gradients=True))
-    alone = on_mesh(1, 1, lambda places: train_whole(places, job))[0]
-
-    for own in ranks:
-        for name, gradient in own.gradients.items():
-            assert gradient.dtype == torch.float32
-            torch.testing.assert_close(gradient, alone[name], rtol=1e-5, atol=1e-6)
+RECOMPUTED = [("1f1b", {"recompute": True}), ("zb-h1", {"recompute": True}), ("seq1f1b", {"slices": LENGTH})]
 
 
-def train_whole(places, job):
-    pipeline = ps.Pipeline(job.make_layers(), "1f1b", 2 * MICROBATCHES, job.loss, mesh=places, main_gradients=True)
-    pipeline.step(job.inputs(16), target=job.targets(16))
-    return {name: each.main_grad.clone() for name, each in pipeline.named_parameters()}
+@EACH
+@pytest.mark.parametrize(("schedule", "options"), RECOMPUTED, ids=[name for name, _ in RECOMPUTED])
+def test_slices_and_recomputation_are_summed_too(schedule, options, setting):
+    assert compared(2, 2, token_job(), schedule, steps=2, **options, **setting) == []
 
 
-def test_dropout_with_a_seed_draws_as_one_process_with_the_microbatches_of_all():
-    def layers():
-        return [nn.Sequential(block(seed, FLOAT), nn.Dropout(0.5)) for seed in range(4)]
+@settings(NONE, IN_PLACE, ONE)
+def test_sparse_gradients_become_dense_ones_of_the_same_values(setting):
+    def layers(sparse):
+        return [settle(nn.Embedding(VOCABULARY, WIDTH, sparse=sparse, dtype=FLOAT), 100), *token_layers(FLOAT)[1:]]
 
-    assert compared(2, 2, Job([8, 8], layers), "1f1b", steps=3, seed=7) == []
+    job, dense = token_job(), token_job()
+    job.make_layers, dense.make_layers = partial(layers, True), partial(layers, False)
 
-
-def test_slices_and_recomputation_are_summed_too():
-    job = Job([8, 8], lambda: token_layers(FLOAT), tokens, lambda rows: tokens(rows + 1)[1:], token_loss)
-
-    assert compared(2, 2, job, "1f1b", steps=2, recompute=True) == []
-    assert compared(2, 2, job, "seq1f1b", steps=2, slices=LENGTH) == []
+    assert compared(2, 2, job, "1f1b", alone=dense, **setting) == []
 
 
-@IN_PLACE_TOO
-def test_sparse_gradients_become_dense_ones_of_the_same_values():
-    def layers():
-        table = settle(nn.Embedding(VOCABULARY, WIDTH, sparse=True, dtype=FLOAT), 100)
-        return [table, *token_layers(FLOAT)[1:]]
+@EACH_WAY
+def test_a_gradient_stays_in_the_memory_that_its_caller_gave_it_and_is_added_to(setting):
+    job = Job([8, 8, 8])
 
-    job = Job([8, 8], layers, tokens, lambda rows: tokens(rows + 1)[1:], token_loss)
-    ranks, alone = on_mesh(2, 2, lambda places: train(places, job, "1f1b", 2)), train_alone(job, 2)
-    alone.gradients["0.weight"] = alone.gradients["0.weight"].to_dense()
+    def steps(own, inputs, target):
+        given = {}
+        for name, each in own.named_parameters():
+            given[name] = each.grad = torch.ones_like(each)
+        own.step(inputs, target=target)
+        own.step(inputs, target=target)
+        assert all(each.grad is given[name] for name, each in own.named_parameters())
 
-    assert difference(ranks, alone, num_replicas=2) == []
+    expected = {name: value + 1 for name, value in gradients_of_steps(job, [1, 1]).items()}
+    assert_near(gradients_after(job, "zbv", steps, **setting), expected)
 
 
-@IN_PLACE_TOO
-def test_a_gradient_stays_in_the_memory_that_its_caller_gave_it():
+def test_within_no_sync_nothing_is_summed_but_what_is_tied():
     job = Job([8, 8])
 
-    def case(places):
-        with pipeline_of(places, job, "1f1b") as pipeline:
-            inputs, target = job.of(pipeline.replica)
-            views = {}
-            for name, each in pipeline.named_parameters():
-                views[name] = each.grad = torch.zeros_like(each)
-            for _ in range(2):
-                pipeline.step(inputs, target=target)
-            assert all(views[name] is each.grad for name, each in pipeline.named_parameters())
-            return views
+    def step(own, inputs, target):
+        with own.no_sync():
+            own.step(inputs, target=target)
 
-    expected = gradients_of_steps(job, [1, 1])
-    for own in on_mesh(2, 2, case):
-        for name, gradient in own.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
+    ranks = [rows.gradients for rows in on_pipelines(job, "1f1b", followed_by(Rows, step), pipeline=1)]
+
+    layers = job.make_layers()
+    inputs, target = job.of(1)
+    (square_loss(nn.Sequential(*layers)(inputs), target) / 2).backward()
+    assert_near(ranks[1], {name: each.grad for name, each in named(layers)})
+    assert not torch.equal(ranks[0]["0.1.weight"], ranks[1]["0.1.weight"])
 
 
 # ---- what all take from the first replica
-
-
-def norm_layers():
-    return [nn.Sequential(block(seed, FLOAT), nn.BatchNorm1d(WIDTH, dtype=FLOAT)) for seed in range(4)]
 
 
 def test_all_begin_with_the_first_replicas_parameters_and_buffers_and_end_with_its_buffers():
@@ -474,8 +329,6 @@ def test_all_begin_with_the_first_replicas_parameters_and_buffers_and_end_with_i
         assert names
         assert all(torch.equal(end[name], other_end[name]) for name in names)
         assert not any(torch.equal(end[name], begin[name]) for name in names)
-        layer = norm_layers()[place]
-        settle(layer, 50 + place)
         assert torch.equal(begin[f"{2 * place}.0.1.weight"], settle(norm_layers()[0], 50 + place)[0][1].weight)
 
 
@@ -483,20 +336,16 @@ def test_a_state_is_gathered_from_the_first_replica_and_loaded_by_all():
     job = Job([8, 8])
     other = {name: value * 3 for name, value in nn.Sequential(*job.make_layers()).state_dict().items()}
 
-    def case(places):
-        with pipeline_of(places, job, "1f1b") as pipeline:
-            is_source = places.index == 1
-            pipeline.load_state_dict(other if is_source else None, from_rank=1)
-            return pipeline.state_dict(on_rank=1), {name: each.clone() for name, each in pipeline.state_dict().items()}
+    def loaded(own, *_):
+        own.load_state_dict(other if index_of(own) == 1 else None, from_rank=1)
+        return own.state_dict(on_rank=1), {name: each.clone() for name, each in own.state_dict().items()}
 
-    ranks = on_mesh(2, 2, case)
+    ranks = on_pipelines(job, "1f1b", loaded)
 
-    whole = ranks[1][0]
-    assert whole.keys() == other.keys()
-    assert all(torch.equal(whole[name], other[name]) for name in other)
+    assert ranks[1][0].keys() == other.keys()
     assert [found for found, _ in ranks].count({}) == 3
-    for _, own in ranks:
-        assert all(torch.equal(own[name], other[name]) for name in own)
+    for state in (ranks[1][0], *(own for _, own in ranks)):
+        assert all(torch.equal(state[name], other[name]) for name in state)
 
 
 # ---- warnings and refusals
@@ -505,89 +354,87 @@ def test_a_state_is_gathered_from_the_first_replica_and_loaded_by_all():
 def test_equal_batches_on_all_replicas_are_warned_of_once():
     job = Job([8, 8])
 
-    def case(places, differs):
-        with pipeline_of(places, job, "1f1b") as pipeline:
-            inputs, target = job.of(places.replica if differs else 0)
-            for _ in range(2):
-                pipeline.step(inputs, target=target)
+    def two_steps(own, inputs, target):
+        for _ in range(2):
+            own.step(inputs, target=target)
+
+    def same_batch(own, *_):
+        two_steps(own, *job.of(0))
 
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        on_mesh(2, 2, case, False)
+        on_pipelines(job, "1f1b", same_batch)
         assert ["one and the same batch" in str(each.message) for each in found].count(True) == 1
         found.clear()
-        on_mesh(2, 2, case, True)
+        on_pipelines(job, "1f1b", two_steps)
         assert not any("one and the same batch" in str(each.message) for each in found)
 
 
-def on_replicas(change):
-    """Run one step by `change(pipeline, inputs, target)` and return each rank's error; the next step must be right."""
-    job = Job([8, 8])
+def errors_of(change, job=None, deadline_s=5.0):
+    """Return each rank's error in a step by `change(own, inputs, target)`; the next step must be right."""
+    job = job or Job([8, 8])
 
-    def case(places):
-        with pipeline_of(places, job, "1f1b", deadline_s=5.0) as pipeline:
-            inputs, target = job.of(pipeline.replica)
-            error = error_of(change, pipeline, inputs, target)
-            pipeline.train()
-            for each in pipeline.parameters():
-                each.grad = None
-                each.requires_grad_()
-            found = pipeline.step(inputs, target=target)
-            gradients = {name: each.grad.clone() for name, each in pipeline.named_parameters()}
-            return error, found.loss, gradients
+    def steps(own, inputs, target):
+        error = error_of(change, own, inputs, target)
+        own.train()
+        zero(own)
+        for each in own.parameters():
+            each.requires_grad_()
+        loss = own.step(inputs, target=target).loss
+        return error, loss, {name: each.grad.clone() for name, each in own.named_parameters()}
 
-    ranks, alone = on_mesh(2, 2, case), train_alone(job)
+    ranks, alone = on_pipelines(job, "1f1b", steps, deadline_s=deadline_s), train_alone(job)
     for _, loss, gradients in ranks:
         torch.testing.assert_close(loss, alone.losses[0], rtol=0, atol=1e-14)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, alone.gradients[name], rtol=1e-12, atol=1e-12)
+        assert_near(gradients, alone.gradients)
     return [error for error, *_ in ranks]
 
 
-def only_in(replica, odd, usual=lambda pipeline, inputs, target: pipeline.step(inputs, target=target)):
-    return lambda pipeline, *batch: (odd if pipeline.replica == replica else usual)(pipeline, *batch)
+def train_step(own, inputs, target):
+    own.step(inputs, target=target)
 
 
-def freeze(pipeline, inputs, target):
-    next(iter(pipeline.parameters())).requires_grad_(False)
-    pipeline.step(inputs, target=target)
+def evaluation(own, inputs, target):
+    own.evaluate(inputs, target=target)
 
 
-def within_no_sync(pipeline, inputs, target):
-    with pipeline.no_sync():
-        pipeline.step(inputs, target=target)
+def only_in(replica, odd, usual=train_step):
+    return lambda own, *batch: (odd if own.replica == replica else usual)(own, *batch)
+
+
+def freeze(own, inputs, target):
+    next(iter(own.parameters())).requires_grad_(False)
+    own.step(inputs, target=target)
+
+
+def within_no_sync(own, inputs, target):
+    with own.no_sync():
+        own.step(inputs, target=target)
 
 
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        (lambda pipeline, inputs, target: pipeline.evaluate(inputs, target=target), "runs evaluate"),
+        (evaluation, "runs evaluate"),
         (within_no_sync, "is within no_sync()"),
         (freeze, "train other parameters"),
-        (lambda pipeline, inputs, target: pipeline.step(inputs[:7], target=target[:7]), "7"),
-        (lambda pipeline, inputs, target: pipeline.step(inputs, target=target[:4]), "rows"),
-        (lambda pipeline, inputs, target: pipeline.profile(inputs, target=target), "recording"),
-        (lambda pipeline, *_: pipeline.refuse(PipelineError("planted")), "planted"),
-        (lambda pipeline, *_: pipeline.step(ps.Stream(iter([]))), "at an end"),
+        (lambda own, inputs, target: own.step(inputs[:7], target=target[:7]), "7"),
+        (lambda own, inputs, target: own.step(inputs, target=target[:4]), "rows"),
+        (lambda own, inputs, target: own.profile(inputs, target=target), "recording"),
+        (lambda own, *_: own.refuse(PipelineError("planted")), "planted"),
+        (lambda own, *_: own.step(ps.Stream(iter([]))), "at an end"),
     ],
 )
 def test_a_step_that_one_replica_cannot_run_is_refused_by_all_and_the_next_one_is_right(odd, words):
-    errors = on_replicas(only_in(1, odd))
+    errors = errors_of(only_in(1, odd))
 
     assert {type(error).__name__ for error in errors} <= {"StepRefused", "EndOfData"}
-    assert len({type(error) for error in errors}) == 1
-    assert len({error.rank for error in errors}) == 1
+    assert len({(type(error), error.rank) for error in errors}) == 1
     assert all(words in str(error) for error in errors)
 
 
 def test_an_evaluation_with_a_target_on_one_replica_alone_is_refused():
-    errors = on_replicas(
-        only_in(
-            1,
-            lambda pipeline, inputs, target: pipeline.evaluate(inputs),
-            lambda pipeline, inputs, target: pipeline.evaluate(inputs, target=target),
-        )
-    )
+    errors = errors_of(only_in(1, lambda own, inputs, target: own.evaluate(inputs), evaluation))
 
     assert all("only one was given a target" in str(error) for error in errors)
 
@@ -608,35 +455,25 @@ class Planted(nn.Module):
 
 @pytest.mark.parametrize("bad", range(4))
 def test_an_error_in_one_replica_is_one_error_on_all_ranks_and_the_next_step_is_right(bad):
-    job = Job([8, 8], lambda: [Planted() for _ in range(4)])
-
-    def case(places):
-        layers = job.make_layers()
-        with ps.Pipeline(layers, "1f1b", MICROBATCHES, square_loss, mesh=places, deadline_s=10.0) as pipeline:
-            inputs, target = job.of(pipeline.replica)
-            for layer in layers:
-                layer.fails = places.index == bad
-            error = error_of(pipeline.step, inputs, target=target)
-            for layer in layers:
+    def failing(own, inputs, target):
+        for layer in layers_of(own):
+            layer.fails = index_of(own) == bad
+        try:
+            own.step(inputs, target=target)
+        finally:
+            for layer in layers_of(own):
                 layer.fails = False
-            for each in pipeline.parameters():
-                each.grad = None
-            loss = pipeline.step(inputs, target=target).loss
-            return error, loss, {name: each.grad.clone() for name, each in pipeline.named_parameters()}
 
-    ranks, alone = on_mesh(2, 2, case), train_alone(job)
+    errors = errors_of(failing, Job([8, 8], lambda: [Planted() for _ in range(4)]), deadline_s=10.0)
 
     name = f"rank {bad} (pipeline {bad % 2}, data {bad // 2})"
-    for rank, (error, loss, gradients) in enumerate(ranks):
+    for rank, error in enumerate(errors):
         assert error.rank == bad
         assert "ValueError: planted in a layer" in str(error)
         assert name in str(error)
         if rank != bad:
             assert f"{name} is the culprit" in str(error)
             assert error.waited_s < 5.0
-        torch.testing.assert_close(loss, alone.losses[0], rtol=0, atol=1e-14)
-        for key, gradient in gradients.items():
-            torch.testing.assert_close(gradient, alone.gradients[key], rtol=1e-12, atol=1e-12)
 
 
 # ---- what it costs
@@ -654,22 +491,24 @@ class Counting:
         if tag is Tag.CONTROL:
             self.control += 1
         else:
-            self.data.append(tensor.nbytes)
+            self.data.append((peer, tensor.nbytes))
         return self._post(peer, tensor, tag)
 
 
 @pytest.mark.parametrize(("pipeline", "data"), [(2, 2), (2, 4), (1, 3)])
 def test_a_step_has_one_exchange_per_reduction_and_two_gathers_along_each_dimension(pipeline, data):
-    job = Job([64] * data, wide_layers, *(partial(wide_values, seed) for seed in (1, 2)))
+    job = wide_job(data, rows=64)
 
     def case(places):
-        with pipeline_of(places, job, "interleaved-1f1b", stages_per_rank=2) as own:
+        with ps.Pipeline(
+            job.make_layers(), "interleaved-1f1b", MICROBATCHES, job.loss, mesh=places, stages_per_rank=2
+        ) as own:
             inputs, target = job.of(own.replica)
             own.step(inputs, target=target)  # in which the ranks describe the shapes of messages, and tied parameters
             counted = [Counting(transport) for transport in places.transports]
             own.step(inputs, target=target)
             num_bytes = [sum(each.nbytes for each in stage.parameters()) for stage in own.stages]
-            return [each.control for each in counted], counted[1].data, num_bytes
+            return [each.control for each in counted], [size for _, size in counted[1].data], num_bytes
 
     for (along_pipeline, along_data), sent, num_bytes in on_mesh(pipeline, data, case):
         assert along_pipeline == 2 * (pipeline - 1)
@@ -680,16 +519,14 @@ def test_a_step_has_one_exchange_per_reduction_and_two_gathers_along_each_dimens
 
 def test_backwards_run_while_a_reduction_is_under_way():
     """What it has launched is waited for at the end of the program."""
-    job = Job([8, 8])
 
-    def case(places):
-        with pipeline_of(places, job, "interleaved-1f1b", stages_per_rank=2) as own:
-            inputs, target = job.of(own.replica)
-            own.step(inputs, target=target)
-            bounds = own._runner._programs.of(Mode.TRAIN, MICROBATCHES).bounds
-            return [(str(own.program.instruction(bound.row)), bound.awaits is None) for bound in bounds]
+    def bounds(own, inputs, target):
+        own.step(inputs, target=target)
+        found = own._runner._programs.of(Mode.TRAIN, MICROBATCHES).bounds
+        return [(str(own.program.instruction(bound.row)), bound.awaits is None) for bound in found]
 
-    calls = on_mesh(2, 2, case)[1]
+    calls = on_pipelines(Job([8, 8]), "interleaved-1f1b", bounds, stages_per_rank=2)[1]
+
     first = next(index for index, (row, _) in enumerate(calls) if "REDUCE_GRAD" in row)
     assert any("B" in row and "_" not in row for row, _ in calls[first:])
     reductions = [row for row, is_own in calls if "REDUCE_GRAD" in row and is_own]
@@ -708,7 +545,7 @@ def training(places, folder, *, save_at=None, load=False, end=4):
     with ps.Pipeline(job.make_layers(), "1f1b", microbatches, square_loss, mesh=places) as pipeline:
         optimizer = adamw(pipeline.parameters())
         begin = ps.load_checkpoint(folder, pipeline, optimizer)["at"] if load else 0
-        inputs, target = (job.inputs(16), job.targets(16)) if is_alone else job.of(pipeline.replica)
+        inputs, target = (job.all_inputs, job.all_targets) if is_alone else job.of(pipeline.replica)
         for step in range(begin, end):
             result = pipeline.step(inputs * (step + 1), target=target)
             optimizer.step()
@@ -719,21 +556,19 @@ def training(places, folder, *, save_at=None, load=False, end=4):
 
 
 def test_a_checkpoint_of_replicas_continues_on_them_and_on_other_layouts(tmp_path):
-    whole = on_mesh(2, 2, training, tmp_path)
+    begun = on_mesh(2, 2, training, tmp_path)
     on_mesh(2, 2, lambda places: training(places, tmp_path, save_at=2, end=2))
 
-    files = [path.name for path in (tmp_path / "step-2").iterdir()]
-    assert any("of-00004" in name for name in files)
+    assert any("of-00004" in path.name for path in (tmp_path / "step-2").iterdir())
     again = on_mesh(2, 2, lambda places: training(places, tmp_path, load=True))
-    for (loss, weights), (expected, expected_weights) in zip(again, whole, strict=True):
+    for (loss, weights), (expected, expected_weights) in zip(again, begun, strict=True):
         assert torch.equal(loss, expected)
         assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
-    every = {name: value for _, weights in whole for name, value in weights.items()}
+    every = {name: value for _, weights in begun for name, value in weights.items()}
     for pipeline, data in ((1, 1), (4, 1), (1, 2)):
         for loss, weights in on_mesh(pipeline, data, lambda places: training(places, tmp_path, load=True)):
-            torch.testing.assert_close(loss, whole[0][0], rtol=1e-12, atol=1e-12)
-            for name, value in weights.items():
-                torch.testing.assert_close(value, every[name], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(loss, begun[0][0], rtol=1e-12, atol=1e-12)
+            assert_near(weights, every)
 
 
 def test_random_numbers_continue_on_each_rank_of_every_replica(tmp_path, monkeypatch):

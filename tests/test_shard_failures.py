@@ -8,11 +8,23 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import DeadlineExceeded
-from tests.local_pipelines import WIDTH, error_of, settle, square_loss, values
-from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, on_mesh, train_alone
-from tests.sharded_pipelines import ALL, ONE, OPTIMIZER, TWO, adamw, name_of, zero
-from tests.test_replicas import gradients_of_steps
-from tests.test_shard_gradients import Rows, assert_near, whole
+from tests.local_pipelines import WIDTH, error_of, settle, square_loss, values, zero
+from tests.mesh_pipelines import (
+    FLOAT,
+    MICROBATCHES,
+    Job,
+    Rows,
+    assert_near,
+    gradients_after,
+    gradients_of_steps,
+    index_of,
+    layers_of,
+    on_mesh,
+    on_pipelines,
+    train_alone,
+    whole,
+)
+from tests.sharded_pipelines import ALL, ONE, OPTIMIZER, TWO, adamw, name_of, settings
 
 DEADLINE_S = 10.0
 PLACES = ("forward", "backward", "weight", "loss")
@@ -152,46 +164,36 @@ def test_a_failure_anywhere_leaves_the_next_steps_right(bad, place, at, schedule
     check_failures(2, 2, schedule, setting, bad, place, at)
 
 
-@pytest.mark.parametrize("setting", [ONE, OPTIMIZER], ids=name_of)
+@settings(ONE, OPTIMIZER)
 def test_a_failed_evaluation_leaves_the_next_step_right(setting):
     job = Job([8, 8], planted_layers)
 
-    def case(places):
-        layers = job.make_layers()
-        options = {"mesh": places, "deadline_s": DEADLINE_S} | setting
-        with ps.Pipeline(layers, "zbv", MICROBATCHES, square_loss, **options) as own:
-            inputs, target = job.of(own.replica)
-            for layer in layers:
-                layer.fails = "forward" if places.index == 2 else ""
-            error = error_of(own.evaluate, inputs, target=target)
-            for layer in layers:
-                layer.fails = ""
-            assert "planted" in str(error)
-            assert error.rank == 2
-            own.step(inputs, target=target)
-            return Rows(own)
+    def steps(own, inputs, target):
+        for layer in layers_of(own):
+            layer.fails = "forward" if index_of(own) == 2 else ""
+        error = error_of(own.evaluate, inputs, target=target)
+        for layer in layers_of(own):
+            layer.fails = ""
+        assert "planted" in str(error)
+        assert error.rank == 2
+        own.step(inputs, target=target)
 
-    assert_near(whole(on_mesh(2, 2, case), 2), gradients_of_steps(job, [1]))
+    found = gradients_after(job, "zbv", steps, deadline_s=DEADLINE_S, **setting)
+    assert_near(found, gradients_of_steps(job, [1]))
 
 
-@pytest.mark.parametrize("setting", [TWO, OPTIMIZER], ids=name_of)
+@settings(TWO, OPTIMIZER)
 def test_a_refused_step_keeps_the_gradients_of_earlier_ones(setting):
     job = Job([8, 8])
 
-    def case(places):
-        options = {"mesh": places, "deadline_s": DEADLINE_S} | setting
-        with ps.Pipeline(job.make_layers(), "zbv", MICROBATCHES, square_loss, **options) as own:
-            inputs, target = job.of(own.replica)
-            own.step(inputs, target=target)
-            few = slice(7 if places.replica else 8)
-            error = error_of(own.step, inputs[few], target=target[few])
-            own.step(inputs, target=target)
-            return error, Rows(own)
+    def steps(own, inputs, target):
+        own.step(inputs, target=target)
+        few = slice(7 if own.replica else 8)
+        assert type(error_of(own.step, inputs[few], target=target[few])) is ps.StepRefused
+        own.step(inputs, target=target)
 
-    ranks = on_mesh(2, 2, case)
-
-    assert {type(error) for error, _ in ranks} == {ps.StepRefused}
-    assert_near(whole([rows for _, rows in ranks], 2), gradients_of_steps(job, [1, 1]))
+    found = gradients_after(job, "zbv", steps, deadline_s=DEADLINE_S, **setting)
+    assert_near(found, gradients_of_steps(job, [1, 1]))
 
 
 class Clamped(nn.Module):
@@ -208,29 +210,26 @@ class Clamped(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize("setting", [TWO, OPTIMIZER], ids=name_of)
+@settings(TWO, OPTIMIZER)
 @pytest.mark.parametrize("bad", [None, 2])
 def test_a_weight_that_a_forward_changes_is_an_error_since_the_change_would_be_lost(bad, setting):
     job = Job([8, 8], lambda: [Clamped(seed) for seed in range(4)])
 
-    def case(places):
-        layers = job.make_layers()
-        options = {"mesh": places, "deadline_s": DEADLINE_S} | setting
-        with ps.Pipeline(layers, "interleaved-1f1b", MICROBATCHES, square_loss, **options) as own:
-            inputs, target = job.of(own.replica)
-            for layer in layers:
-                layer.clamps = bad in (None, places.index)
-            error = error_of(own.evaluate, inputs, target=target)
-            for layer in layers:
-                layer.clamps = False
-            own.step(inputs, target=target)
-            return error, Rows(own)
+    def steps(own, inputs, target):
+        for layer in layers_of(own):
+            layer.clamps = bad in (None, index_of(own))
+        error = error_of(own.evaluate, inputs, target=target)
+        for layer in layers_of(own):
+            layer.clamps = False
+        own.step(inputs, target=target)
+        return error, Rows(own)
 
-    ranks = on_mesh(2, 2, case, deadline_s=DEADLINE_S)
+    options = {"patience_s": DEADLINE_S, "deadline_s": DEADLINE_S} | setting
+    errors, rows = zip(*on_pipelines(job, "interleaved-1f1b", steps, **options), strict=True)
 
-    assert all("weight was changed in place" in str(error) for error, _ in ranks)
-    assert len({error.rank for error, _ in ranks}) == 1
-    assert_near(whole([rows for _, rows in ranks], 2), gradients_of_steps(job, [1]))
+    assert all("weight was changed in place" in str(error) for error in errors)
+    assert len({error.rank for error in errors}) == 1
+    assert_near(whole(rows, 2), gradients_of_steps(job, [1]))
 
 
 @pytest.mark.slow
@@ -240,19 +239,15 @@ def test_a_slow_replica_is_named_at_the_deadline(slow):
     deadline_s = 1.5
     job = Job([8, 8], planted_layers)
 
-    def case(places):
-        layers = job.make_layers()
-        options = {"mesh": places, "deadline_s": deadline_s} | TWO
-        with ps.Pipeline(layers, "interleaved-1f1b", MICROBATCHES, square_loss, **options) as own:
-            inputs, target = job.of(own.replica)
-            own.step(inputs, target=target)
-            for layer in layers:
-                layer.sleep_s = 4.5 if places.index == slow and layer is layers[2 * own.rank] else 0.0
-            begin_s = time.monotonic()
-            error = error_of(own.step, inputs, target=target)
-            return error, time.monotonic() - begin_s
+    def steps(own, inputs, target):
+        own.step(inputs, target=target)
+        layers_of(own)[0].sleep_s = 4.5 if index_of(own) == slow else 0.0
+        begin_s = time.monotonic()
+        error = error_of(own.step, inputs, target=target)
+        return error, time.monotonic() - begin_s
 
-    ranks = on_mesh(2, 2, case, deadline_s=deadline_s)
+    options = {"patience_s": deadline_s, "deadline_s": deadline_s} | TWO
+    ranks = on_pipelines(job, "interleaved-1f1b", steps, **options)
 
     name = f"rank {slow} (pipeline {slow % 2}, data {slow // 2})"
     assert any(isinstance(error, DeadlineExceeded) for error, _ in ranks)
@@ -263,24 +258,21 @@ def test_a_slow_replica_is_named_at_the_deadline(slow):
             assert took_s < deadline_s + 2
 
 
-@pytest.mark.parametrize("setting", [ONE, OPTIMIZER], ids=name_of)
+@settings(ONE, OPTIMIZER)
 def test_what_a_user_does_between_steps_needs_no_whole_weights(setting):
     """A copy of the weights, a change, and its undoing."""
     job = Job([8, 8])
 
-    def case(places):
-        options = {"mesh": places, "deadline_s": DEADLINE_S} | setting
-        with ps.Pipeline(job.make_layers(), "zbv", MICROBATCHES, square_loss, **options) as own:
-            inputs, target = job.of(own.replica)
-            own.step(inputs, target=target)
-            local = [each.to_local().clone() for each in own.parameters()]
-            noise = values(3, 1, dtype=FLOAT)
-            with torch.no_grad():
-                for each in own.parameters():
-                    each.to_local().add_(noise)
-                for each, before in zip(own.parameters(), local, strict=True):
-                    each.to_local().copy_(before)
-            own.step(inputs, target=target)
-            return Rows(own)
+    def steps(own, inputs, target):
+        own.step(inputs, target=target)
+        local = [each.to_local().clone() for each in own.parameters()]
+        noise = values(3, 1, dtype=FLOAT)
+        with torch.no_grad():
+            for each in own.parameters():
+                each.to_local().add_(noise)
+            for each, before in zip(own.parameters(), local, strict=True):
+                each.to_local().copy_(before)
+        own.step(inputs, target=target)
 
-    assert_near(whole(on_mesh(2, 2, case), 2), gradients_of_steps(job, [1, 1]))
+    found = gradients_after(job, "zbv", steps, deadline_s=DEADLINE_S, **setting)
+    assert_near(found, gradients_of_steps(job, [1, 1]))

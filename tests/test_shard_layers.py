@@ -1,6 +1,5 @@
 """Layers that pass on their weights, or use them unusually, train in sharded pipelines as in others."""
 
-import copy
 import gc
 import weakref
 from functools import partial
@@ -12,25 +11,35 @@ from torch import nn
 import penstock as ps
 from penstock.models import Skip
 from tests.execute.test_overlap import InTwoThreads
-from tests.local_pipelines import (
-    IGNORED,
-    LENGTH,
-    WIDTH,
-    block,
-    count_tokens,
-    float_layers,
-    settle,
-    square_loss,
-    token_layers,
-    token_loss,
-    values,
+from tests.local_pipelines import WIDTH, block, float_layers, settle, square_loss, values, zero
+from tests.mesh_pipelines import (
+    FLOAT,
+    MICROBATCHES,
+    Job,
+    Rows,
+    assert_near,
+    gradients_after,
+    gradients_of_steps,
+    layers_of,
+    on_mesh,
+    on_pipelines,
+    pipeline_of,
+    whole,
 )
-from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, on_mesh, pipeline_of, train
-from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, compared, name_of, whole_gradients, zero
-from tests.test_replicas import gradients_of_steps, tokens
-from tests.test_shard_gradients import Rows, assert_near, whole
+from tests.sharded_pipelines import (
+    ALL,
+    NONE,
+    ONE,
+    OPTIMIZER,
+    TWO,
+    compared,
+    name_of,
+    sequence_job,
+    settings,
+    whole_gradients,
+)
 
-BOTH = pytest.mark.parametrize("setting", [ONE, OPTIMIZER], ids=name_of)
+BOTH = settings(ONE, OPTIMIZER)
 
 
 # ---- weights that outlive the forward of their stage
@@ -73,21 +82,15 @@ def test_outputs_that_are_views_of_weights_train(pipeline, schedule, setting):
 
 @BOTH
 def test_returned_outputs_may_be_views_of_weights(setting):
-    job = Job([8, 8], table_layers)
+    def outputs(own, inputs, target):
+        stepped = own.step(inputs, target=target, return_outputs=True).outputs
+        return stepped, own.evaluate(inputs, return_outputs=True).outputs
 
-    def case(places):
-        with pipeline_of(places, job, "interleaved-1f1b", **setting) as own:
-            inputs, target = job.of(own.replica)
-            stepped = own.step(inputs, target=target, return_outputs=True).outputs
-            evaluated = own.evaluate(inputs, return_outputs=True).outputs
-            return stepped, evaluated
-
-    ranks = on_mesh(2, 2, case)
+    ranks = on_pipelines(Job([8, 8], table_layers), "interleaved-1f1b", outputs, **setting)
 
     expected = table_layers()[-1].table.detach()[:2].repeat(MICROBATCHES, 1)
-    for outputs in (ranks[1], ranks[3]):
-        for found in outputs:
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for found in (*ranks[1], *ranks[3]):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 class Handing(nn.Module):
@@ -131,8 +134,7 @@ class CarriedWeight(nn.Module):
 @pytest.mark.parametrize("schedule", ["seq1f1b", "breadth-depth"])
 @BOTH
 def test_weights_that_slices_carry_train(schedule, setting):
-    job = Job([8, 8], lambda: [CarriedWeight(seed) for seed in range(4)])
-    job.inputs, job.targets = (lambda rows, seed=seed: values(seed, rows, 4, WIDTH, dtype=FLOAT) for seed in (1, 2))
+    job = sequence_job(lambda: [CarriedWeight(seed) for seed in range(4)], 4)
 
     assert compared(2, 2, job, schedule, steps=2, slices=2, **setting) == []
 
@@ -177,50 +179,18 @@ class Whole(nn.Module):
 def test_parameters_that_are_no_floats_are_gathered(setting):
     job = Job([8, 8, 8, 8], lambda: [Whole(seed) for seed in range(4)])
 
-    def case(places, setting):
-        with pipeline_of(places, job, "interleaved-1f1b", **setting) as own:
-            inputs, target = job.of(own.replica)
-            loss = own.step(inputs, target=target).loss
-            return loss, Rows(own)
+    def step(own, inputs, target):
+        return own.step(inputs, target=target).loss, Rows(own)
 
-    ranks, replicas = on_mesh(2, 4, case, setting), on_mesh(2, 4, case, NONE)
+    ranks, replicas = (on_pipelines(job, "interleaved-1f1b", step, **each) for each in (setting, NONE))
 
     assert [loss for loss, _ in ranks] == [loss for loss, _ in replicas]
-    expected = whole([rows for _, rows in replicas], 4)
-    assert_near(whole([rows for _, rows in ranks], 4), expected)
-    weights = whole([rows for _, rows in ranks], 4, "weights")
+    rows = [rows for _, rows in ranks]
+    assert_near(whole(rows, 4), whole([rows for _, rows in replicas], 4))
+    weights = whole(rows, 4, "weights")
     assert weights["0.codes"].tolist() == list(range(WIDTH + 1))
     assert weights["0.codes"].dtype == torch.int8
     assert weights["0.mask"].dtype == torch.bool
-
-
-def test_replicas_whose_rows_all_count_nothing_have_no_gradients():
-    known = {"count": count_tokens}
-    nothing = lambda rows: torch.full((rows, LENGTH), IGNORED)  # noqa: E731
-    job = Job([8, 8], lambda: token_layers(FLOAT), tokens, nothing, token_loss, known)
-
-    for own in on_mesh(2, 2, lambda at: train(at, job, "1f1b", 1, None, **ONE)):
-        assert own.losses[0] == 0
-        assert not any(each is not None and each.rows.any() for each in own.gradients.values())
-
-
-@BOTH
-def test_a_gradient_that_a_caller_gave_is_added_to(setting):
-    job = Job([8, 8, 8])
-
-    def case(places):
-        with pipeline_of(places, job, "zbv", **setting) as own:
-            inputs, target = job.of(own.replica)
-            given = {}
-            for name, each in own.named_parameters():
-                given[name] = each.grad = torch.ones_like(each)
-            own.step(inputs, target=target)
-            own.step(inputs, target=target)
-            assert all(each.grad is given[name] for name, each in own.named_parameters())
-            return Rows(own)
-
-    expected = {name: value + 1 for name, value in gradients_of_steps(job, [1, 1]).items()}
-    assert_near(whole(on_mesh(2, 3, case), 3), expected)
 
 
 # ---- what is around layers
@@ -248,56 +218,45 @@ class Watched(nn.Module):
 def test_hooks_of_modules_see_whole_ordinary_parameters(setting):
     job = Job([8, 8], lambda: [Watched(seed) for seed in range(4)])
 
-    def case(places):
-        layers = job.make_layers()
-        with ps.Pipeline(layers, "interleaved-1f1b", MICROBATCHES, square_loss, mesh=places, **setting) as own:
-            inputs, target = job.of(own.replica)
-            own.step(inputs, target=target)
-            own.evaluate(inputs, target=target)
-            return [layer.seen for layer in layers if layer.seen]
+    def seen(own, inputs, target):
+        own.step(inputs, target=target)
+        own.evaluate(inputs, target=target)
+        return [layer.seen for layer in layers_of(own)]
 
-    for seen in on_mesh(2, 2, case):
-        assert seen == [{(nn.Parameter, (WIDTH, WIDTH), True)}] * 2
+    for found in on_pipelines(job, "interleaved-1f1b", seen, **setting):
+        assert found == [{(nn.Parameter, (WIDTH, WIDTH), True)}] * 2
     assert compared(2, 2, job, "interleaved-1f1b", **setting) == []
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @BOTH
 def test_a_step_under_autocast_has_the_bits_of_replicas(schedule, setting):
-    job = Job([8, 8, 8], lambda: [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
-    for layer in (first := job.make_layers()):
-        settle(layer, 3)
-    job.make_layers = lambda: copy.deepcopy(first)
-    job.inputs, job.targets = (lambda rows, seed=seed: values(seed, rows, WIDTH) for seed in (1, 2))
+    def layers():
+        return [settle(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 3) for _ in range(4)]
 
-    def case(places, setting):
-        with pipeline_of(places, job, schedule, **setting) as own, torch.autocast("cpu", torch.bfloat16):
-            inputs, target = job.of(own.replica)
+    job = Job([8, 8, 8], layers, *(lambda rows, seed=seed: values(seed, rows, WIDTH) for seed in (1, 2)))
+
+    def steps(own, inputs, target):
+        with torch.autocast("cpu", torch.bfloat16):
             for _ in range(2):
                 zero(own)
                 own.step(inputs, target=target)
-            return Rows(own)
 
-    found, expected = (whole(on_mesh(2, 3, case, each), 3) for each in (setting, NONE))
+    found, expected = (gradients_after(job, schedule, steps, **each) for each in (setting, NONE))
 
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("setting", [TWO, ALL, OPTIMIZER], ids=name_of)
 def test_pairs_that_run_in_two_threads_train(setting):
-    options = setting | {"stages_per_rank": 2}
     job = Job([16, 16])
 
-    def case(places, options):
-        with pipeline_of(places, job, "dualpipe-v", **options) as own:
-            inputs, target = job.of(own.replica)
-            for _ in range(2):
-                own.step(inputs, target=target)
+    def case(places):
+        with pipeline_of(places, job, "dualpipe-v", overlap=InTwoThreads(), **setting) as own:
+            two_steps(own, *job.of(own.replica))
             return Rows(own)
 
-    del options["stages_per_rank"]
-    ranks = on_mesh(2, 2, lambda places: case(places, options | {"overlap": InTwoThreads()}))
-    assert_near(whole(ranks, 2), gradients_of_steps(job, [1, 1]))
+    assert_near(whole(on_mesh(2, 2, case), 2), gradients_of_steps(job, [1, 1]))
 
 
 def test_large_settings_are_as_good_as_all():
@@ -306,26 +265,6 @@ def test_large_settings_are_as_good_as_all():
     found, expected = (whole_gradients(2, 2, job, "zbv", **each) for each in (large, ALL))
 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_two_sharded_pipelines_on_one_mesh_train_side_by_side():
-    job = Job([8, 8])
-
-    def case(places):
-        others = copy.copy(places)
-        with pipeline_of(places, job, "1f1b", **ONE) as one, pipeline_of(others, job, "zbv", **OPTIMIZER) as two:
-            inputs, target = job.of(one.replica)
-            optimizer = adamw([*one.parameters(), *two.parameters()])
-            for _ in range(2):
-                one.step(inputs, target=target)
-                two.step(inputs, target=target)
-                optimizer.step()
-            return Rows(one), Rows(two)
-
-    ranks = on_mesh(2, 2, case)
-
-    one, two = (whole([pair[index] for pair in ranks], 2, "weights") for index in range(2))
-    assert_near(one, two)
 
 
 # ---- construction
@@ -367,13 +306,16 @@ def test_a_rank_that_builds_its_layers_holds_one_whole_stage_at_a_time():
 
 @BOTH
 def test_layers_that_ranks_build_train(setting):
-    job = Job([8, 8], lambda: float_layers(FLOAT, 8))
+    job = Job([8, 8], lambda: [partial(block, seed, FLOAT) for seed in range(8)])
 
-    def case(places):
-        builders = [partial(block, seed, FLOAT) for seed in range(8)]
-        with ps.Pipeline(builders, "zbv", MICROBATCHES, square_loss, mesh=places, **setting) as own:
-            inputs, target = job.of(own.replica)
-            own.step(inputs, target=target)
-            return Rows(own)
+    expected = gradients_of_steps(Job([8, 8]), [1])
+    assert_near(gradients_after(job, "zbv", one_step, **setting), expected)
 
-    assert_near(whole(on_mesh(2, 2, case), 2), gradients_of_steps(job, [1]))
+
+def one_step(own, inputs, target):
+    own.step(inputs, target=target)
+
+
+def two_steps(own, inputs, target):
+    own.step(inputs, target=target)
+    own.step(inputs, target=target)

@@ -8,14 +8,26 @@ from torch import nn
 
 import penstock as ps
 from penstock.lowering import Sharding, lower
-from tests.local_pipelines import WIDTH, block, error_of, float_layers, on_ranks, settle, square_loss
-from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, on_mesh, pipeline_of, train_alone
-from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, compared, name_of, zero
-from tests.test_replicas import gradients_of_steps
-from tests.test_shard_gradients import Rows, assert_near, whole
+from tests.local_pipelines import WIDTH, block, error_of, float_layers, on_ranks, settle, square_loss, zero
+from tests.mesh_pipelines import (
+    FLOAT,
+    MICROBATCHES,
+    Job,
+    Rows,
+    assert_near,
+    gradients_of_steps,
+    layers_of,
+    on_mesh,
+    on_pipelines,
+    pipeline_of,
+    train_alone,
+    whole,
+)
+from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, compared, name_of, settings
 from tests.test_torch_gathers import placed_by_torch
 
 DEADLINE_S = 10.0
+BOTH = settings(ONE, OPTIMIZER)
 
 
 def refused(make, kind=ps.ConfigError, pipeline=2, data=2):
@@ -121,16 +133,15 @@ def hooked(kind):
     return layers
 
 
-@pytest.mark.parametrize("setting", [OPTIMIZER, ONE], ids=name_of)
+@BOTH
 def test_lazy_parameters_are_refused(setting):
-    def make(places):
-        return made(places, layers=[*float_layers(FLOAT, 6), Lazy(), block(3, FLOAT)], **setting)
+    layers = [*float_layers(FLOAT, 6), Lazy(), block(3, FLOAT)]
 
-    for text in refused(make):
+    for text in refused(lambda places: made(places, layers=list(layers), **setting)):
         assert "lazy" in text.lower() or "no shape" in text
 
 
-@pytest.mark.parametrize("setting", [OPTIMIZER, ONE], ids=name_of)
+@BOTH
 @pytest.mark.parametrize("kind", ["hook", "post"])
 @pytest.mark.parametrize("bad", [None, 3, pytest.param(1, marks=pytest.mark.full)])
 def test_hooks_of_parameters_are_refused(kind, setting, bad):
@@ -168,23 +179,11 @@ def between(change, setting=ONE, *, bad=None, schedule="1f1b"):
 
 
 def replace_one(layers):
-    before = layers[6][1].weight
-    layers[6][1].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=FLOAT))
-
-    def undo():
-        layers[6][1].weight = before
-
-    return undo
+    return replaced(layers[6][1], "weight", lambda: nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=FLOAT)))
 
 
 def replace_a_module(layers):
-    before = layers[6][1]
-    layers[6][1] = settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT), 1)
-
-    def undo():
-        layers[6][1] = before
-
-    return undo
+    return replaced(layers[6], "1", lambda: settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT), 1))
 
 
 def hook_one(layers):
@@ -260,18 +259,23 @@ def test_a_program_that_was_lowered_with_shards_runs_as_it_is():
 def test_an_optimizer_of_the_layers_parameters_is_one_of_the_shards():
     job = Job([8, 8])
 
-    def case(places):
-        layers = job.make_layers()
-        with made(places, "interleaved-1f1b", layers=layers, **ONE) as own:
-            held = [each for layer in layers for each in layer.parameters() if hasattr(each, "placements")]
-            optimizer = adamw(held)
-            inputs, target = job.of(own.replica)
-            for _ in range(2):
-                own.step(inputs, target=target)
-                own.clip_grad_norm_(1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-            zero(own)
-            return Rows(own)
+    def steps(own, inputs, target):
+        held = [each for layer in layers_of(own) for each in layer.parameters() if hasattr(each, "placements")]
+        optimizer = adamw(held)
+        for _ in range(2):
+            own.step(inputs, target=target)
+            own.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        zero(own)
+        return Rows(own)
 
-    assert_near(whole(on_mesh(2, 2, case), 2, "weights"), train_alone(job, 2, adamw).weights)
+    ranks = on_pipelines(job, "interleaved-1f1b", steps, deadline_s=DEADLINE_S, **ONE)
+    assert_near(whole(ranks, 2, "weights"), train_alone(job, 2, adamw).weights)
+
+
+def replaced(container, name, make):
+    """Put another one in place of what a container has under a name; return what takes it back."""
+    before = getattr(container, name)
+    setattr(container, name, make())
+    return lambda: setattr(container, name, before)

@@ -1,97 +1,81 @@
-"""What is done with sharded pipelines between steps, and what looks at a step: states, reports, recordings."""
+"""What is done with pipelines of a mesh between steps, and what looks at a step: states, reports, recordings."""
+
+import copy
+import time
 
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
+from penstock.errors import DeadlineExceeded
 from penstock.ir.operations import Op
-from tests.local_pipelines import WIDTH, error_of, float_layers, named, square_loss, values
-from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, difference, on_mesh, pipeline_of, train, train_alone
-from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, name_of
-from tests.test_replica_features import Inverse
-from tests.test_replicas import norm_layers
-from tests.test_shard_gradients import Rows, assert_near, whole
+from tests.local_pipelines import WIDTH, error_of, float_layers, settle, square_loss, values, zero
+from tests.mesh_pipelines import (
+    FLOAT,
+    MICROBATCHES,
+    Job,
+    Rows,
+    assert_near,
+    difference,
+    gradients_of_steps,
+    index_of,
+    layers_of,
+    on_mesh,
+    on_pipelines,
+    pipeline_of,
+    train,
+    train_alone,
+    whole,
+)
+from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, norm_layers, settings
 
-BOTH = pytest.mark.parametrize("setting", [ONE, OPTIMIZER], ids=name_of)
+BOTH = settings(ONE, OPTIMIZER)
+EACH = settings(NONE, ONE, OPTIMIZER)
+
+
+def assert_loss_of_one_process(losses, job):
+    """The losses of all ranks are that of a first step of one process."""
+    expected = train_alone(job).losses[0]
+    for loss in losses:
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-14)
 
 
 # ---- evaluation
 
 
-@pytest.mark.parametrize("setting", [ONE, TWO, OPTIMIZER, ALL], ids=name_of)
+@settings(ONE, TWO, OPTIMIZER, ALL)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
 def test_evaluations_before_and_between_steps_have_the_loss_of_all_rows_and_change_nothing(schedule, setting):
     setting = TWO if schedule == "dualpipe" and setting is ONE else setting  # it has pairs of two stages
     job = Job([8, 8])
 
-    def case(places):
-        with pipeline_of(places, job, schedule, **setting) as own:
-            inputs, target = job.of(own.replica)
-            found = [own.evaluate(inputs, target=target).loss]
-            optimizer = adamw(own.parameters())
-            many = (inputs[:2].repeat(4, 1), target[:2].repeat(4, 1))
-            for _ in range(2):
-                own.step(*many[:1], target=many[1])
-                found.append(own.evaluate(inputs, target=target).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(own.evaluate(inputs, target=target).loss)
-            return found
+    def losses(evaluate, step, parameters):
+        found = [evaluate()]
+        optimizer = adamw(parameters)
+        for _ in range(2):
+            step()
+            found.append(evaluate())
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.stack([*found, evaluate()])
 
-    ranks = on_mesh(2, 2, case)
+    def many(tensor):
+        return tensor[:2].repeat(4, 1)
 
-    layers, expected = job.make_layers(), []
-    model, inputs, targets = nn.Sequential(*layers), job.inputs(sum(job.rows)), job.targets(sum(job.rows))
-    optimizer = adamw([each for _, each in named(layers)])
-    many = [torch.cat([job.of(replica)[column][:2].repeat(4, 1) for replica in range(2)]) for column in range(2)]
-    expected.append(square_loss(model(inputs), targets))
-    for _ in range(2):
-        expected.append(square_loss(model(inputs), targets))
-        square_loss(model(many[0]), many[1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected.append(square_loss(model(inputs), targets))
-    for own in ranks:
-        torch.testing.assert_close(torch.stack(own), torch.stack(expected), rtol=1e-12, atol=1e-12)
+    def of_pipelines(own, inputs, target):
+        evaluate = lambda: own.evaluate(inputs, target=target).loss  # noqa: E731
+        return losses(evaluate, lambda: own.step(many(inputs), target=many(target)), own.parameters())
 
-
-@pytest.mark.parametrize(
-    ("schedule", "setting"),
-    [
-        ("1f1b", ONE),
-        ("zbv", OPTIMIZER),
-        ("zbv", ONE),
-    ],
-    ids=name_of,
-)
-def test_an_evaluation_has_the_loss_of_all_rows_also_where_replicas_have_few(schedule, setting):
-    job = Job([8, 3])
-
-    def case(places):
-        with pipeline_of(places, job, schedule, deadline_s=5.0, **setting) as own:
-            inputs, target = job.of(own.replica)
-            return own.evaluate(inputs, target=target).loss
-
-    expected = square_loss(nn.Sequential(*job.make_layers())(job.inputs(11)), job.targets(11))
-
-    for loss in on_mesh(2, 2, case, deadline_s=5.0):
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
-
-
-@BOTH
-def test_outputs_of_an_evaluation_are_the_replicas_own(setting):
-    job = Job([8, 8])
-
-    def case(places):
-        with pipeline_of(places, job, "interleaved-1f1b", **setting) as own:
-            return own.evaluate(job.of(own.replica)[0], return_outputs=True).outputs
-
-    ranks = on_mesh(2, 2, case)
-
-    for replica in range(2):
-        expected = nn.Sequential(*job.make_layers())(job.of(replica)[0])
-        torch.testing.assert_close(ranks[2 * replica + 1], expected, rtol=1e-12, atol=1e-12)
+    model = nn.Sequential(*job.make_layers())
+    batch = [torch.cat([many(job.of(replica)[column]) for replica in range(2)]) for column in range(2)]
+    expected = losses(
+        lambda: square_loss(model(job.all_inputs), job.all_targets).detach(),
+        lambda: square_loss(model(batch[0]), batch[1]).backward(),
+        model.parameters(),
+    )
+    for found in on_pipelines(job, schedule, of_pipelines, **setting):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 # ---- states of models
@@ -102,18 +86,16 @@ def test_outputs_of_an_evaluation_are_the_replicas_own(setting):
 def test_a_state_is_gathered_as_whole_tensors_on_one_rank_of_the_first_replica(setting, on_rank):
     job = Job([8, 8, 8], norm_layers)
 
-    def case(places):
-        with pipeline_of(places, job, "interleaved-1f1b", stages_per_rank=2, **setting) as own:
-            inputs, target = job.of(own.replica)
-            optimizer = adamw(own.parameters())
-            own.step(inputs, target=target)
-            optimizer.step()
-            optimizer.zero_grad()
-            state = own.state_dict(on_rank=on_rank)
-            own.step(inputs, target=target)  # a state changes nothing
-            return state, Rows(own)
+    def gathered(own, inputs, target):
+        optimizer = adamw(own.parameters())
+        own.step(inputs, target=target)
+        optimizer.step()
+        optimizer.zero_grad()
+        state = own.state_dict(on_rank=on_rank)
+        own.step(inputs, target=target)  # a state changes nothing
+        return state, Rows(own)
 
-    ranks = on_mesh(2, 3, case)
+    ranks = on_pipelines(job, "interleaved-1f1b", gathered, stages_per_rank=2, **setting)
 
     expected = nn.Sequential(*job.make_layers()).state_dict()
     weights = whole([rows for _, rows in ranks], 3, "weights")
@@ -135,32 +117,28 @@ def test_a_whole_state_is_loaded_by_all_and_the_next_step_uses_it(from_rank, set
     job = Job([8, 8, 8])
     state = other_state(job)
 
-    def case(places):
-        with pipeline_of(places, job, "interleaved-1f1b", **setting) as own:
-            before = dict(own.named_parameters())
-            inputs, target = job.of(own.replica)
-            own.step(inputs, target=target)
-            if from_rank is None:
-                own.load_state_dict(state)
-            else:
-                own.load_state_dict(state if places.index == from_rank else None, from_rank=from_rank)
-            assert all(before[name] is each for name, each in own.named_parameters())
-            for each in own.parameters():
-                each.grad = None
-            loss = own.step(inputs, target=target).loss
-            return loss, Rows(own)
+    def loaded(own, inputs, target):
+        before = dict(own.named_parameters())
+        own.step(inputs, target=target)
+        if from_rank is None:
+            own.load_state_dict(state)
+        else:
+            own.load_state_dict(state if index_of(own) == from_rank else None, from_rank=from_rank)
+        assert all(before[name] is each for name, each in own.named_parameters())
+        zero(own)
+        return own.step(inputs, target=target).loss, Rows(own)
 
-    ranks = on_mesh(2, 3, case)
+    ranks = on_pipelines(job, "interleaved-1f1b", loaded, **setting)
 
-    layers = nn.Sequential(*job.make_layers())
-    layers.load_state_dict(state)
-    expected = square_loss(layers(job.inputs(24)), job.targets(24))
-    expected.backward()
+    layers = job.make_layers()
+    nn.Sequential(*layers).load_state_dict(state)
+    there = Job(job.rows, lambda: layers)
     rows = [each for _, each in ranks]
     assert_near(whole(rows, 3, "weights"), state)
-    assert_near(whole(rows, 3), {name: each.grad for name, each in named(layers)})
+    assert_near(whole(rows, 3), gradients_of_steps(there, [1]))
+    expected = square_loss(nn.Sequential(*layers)(job.all_inputs), job.all_targets).detach()
     for loss, _ in ranks:
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
 
 
 @BOTH
@@ -169,24 +147,23 @@ def test_a_state_with_a_wrong_shape_is_one_error_on_all_and_changes_nothing(sett
     state = other_state(job)
     state["3.1.weight"] = torch.zeros(WIDTH + 1, WIDTH, dtype=FLOAT)
 
-    def case(places):
-        with pipeline_of(places, job, "1f1b", **setting) as own:
-            before = Rows(own).weights
-            error = error_of(own.load_state_dict, state if places.index == 0 else None, from_rank=0)
-            after = Rows(own).weights
-            assert all(torch.equal(before[name].rows, after[name].rows) for name in before)
-            inputs, target = job.of(own.replica)
-            return str(error), own.step(inputs, target=target).loss
+    def refused(own, inputs, target):
+        before = Rows(own).weights
+        error = error_of(own.load_state_dict, state if index_of(own) == 0 else None, from_rank=0)
+        after = Rows(own).weights
+        assert all(torch.equal(before[name].rows, after[name].rows) for name in before)
+        return str(error), own.step(inputs, target=target).loss
 
-    for text, loss in on_mesh(2, 2, case):
-        assert "3.1.weight" in text
-        torch.testing.assert_close(loss, train_alone(job).losses[0], rtol=1e-12, atol=1e-12)
+    texts, losses = zip(*on_pipelines(job, "1f1b", refused, **setting), strict=True)
+
+    assert all("3.1.weight" in text for text in texts)
+    assert_loss_of_one_process(losses, job)
 
 
 # ---- what looks at a step
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("level", ["messages", "values"])
 def test_debug_levels_find_nothing_wrong(level, setting):
     job = Job([8, 8])
@@ -195,86 +172,267 @@ def test_debug_levels_find_nothing_wrong(level, setting):
     assert difference(ranks, train_alone(job, 2), num_replicas=2) == []
 
 
-@BOTH
+class Inverse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT), 3)
+
+    def forward(self, x):
+        return self.linear(x) / (x[:, :1] != 7)
+
+
+def not_finite(own, inputs, target):
+    return own.find_not_finite(inputs, target=target)
+
+
+@EACH
 def test_a_value_that_is_not_finite_in_one_replica_is_named_on_all_ranks(setting):
     rows = values(1, 16, WIDTH, dtype=FLOAT)
     rows[13, 0] = 7
     job = Job([8, 8], lambda: [Inverse(), *float_layers(FLOAT, 3)], inputs=lambda _: rows)
 
-    def case(places):
-        with pipeline_of(places, job, "1f1b", **setting) as own:
-            inputs, target = job.of(own.replica)
-            return own.find_not_finite(inputs, target=target)
-
-    found = on_mesh(2, 2, case)
+    found = on_pipelines(job, "1f1b", not_finite, **setting)
 
     assert len(set(found)) == 1
     assert found[0].startswith("rank 2 (pipeline 0, data 1), ")
     assert "0F2" in found[0]
 
 
-def poisoned(own):
-    """Make one value of one row of one shard infinite."""
-    with torch.no_grad():
-        for name, each in own.named_parameters():
-            if name == "6.1.weight" and own.replica == 1:
-                each.to_local()[0, 0] = float("inf")
-
-
 @BOTH
 def test_a_weight_that_is_not_finite_in_one_shard_is_found(setting):
-    job = Job([8, 8])
+    def poisoned(own, *batch):
+        with torch.no_grad():
+            for name, each in own.named_parameters():
+                if name == "6.1.weight" and own.replica == 1:
+                    each.to_local()[0, 0] = float("inf")
+        return not_finite(own, *batch)
 
-    def case(places):
-        with pipeline_of(places, job, "1f1b", **setting) as own:
-            poisoned(own)
-            inputs, target = job.of(own.replica)
-            return own.find_not_finite(inputs, target=target)
-
-    found = on_mesh(2, 2, case)
+    found = on_pipelines(Job([8, 8]), "1f1b", poisoned, **setting)
 
     assert len(set(found)) == 1
     assert "1F0" in found[0] or "6.1.weight" in found[0]
 
 
-@BOTH
+@EACH
 def test_a_profile_a_report_of_memory_and_a_recorded_step_are_of_the_replica(setting):
     job = Job([8, 8])
+    operations = (Op.REDUCE_GRADIENT,) if setting is NONE else (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRADIENT)
 
-    def case(places):
-        with pipeline_of(places, job, "interleaved-1f1b", **setting) as own:
-            inputs, target = job.of(own.replica)
-            found = [own.step(inputs, target=target, record=True).loss]
-            recorded = own.timeline
-            profiled = own.profile(inputs, target=target)
-            report = own.memory_report(inputs, target=target)
-            for each in own.parameters():
-                each.grad = None
-            found.append(own.step(inputs, target=target).loss)
-            return found, recorded, profiled, len(report.ranks)
+    def looked_at(own, inputs, target):
+        first = own.step(inputs, target=target, record=True).loss
+        recorded = own.timeline
+        profiled = own.profile(inputs, target=target)
+        report = own.memory_report(inputs, target=target)
+        zero(own)
+        return (first, own.step(inputs, target=target).loss), (recorded, profiled), len(report.ranks)
 
-    ranks, expected = on_mesh(2, 2, case), train_alone(job).losses[0]
+    ranks = on_pipelines(job, "interleaved-1f1b", looked_at, **setting)
 
-    for losses, recorded, profiled, num_ranks in ranks:
+    for losses, timelines, num_ranks in ranks:
         assert num_ranks == 2
-        for timeline in (recorded, profiled):
+        for timeline in timelines:
             assert timeline.program.num_ranks == 2
-            for op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRADIENT):
-                assert (timeline.program.op == op).sum() >= 4
+            assert all((timeline.program.op == op).sum() >= 4 for op in operations)
             assert timeline.makespan_s > 0
-        for loss in losses:
-            torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        assert_loss_of_one_process(losses, job)
+    profiled_s = [profiled.makespan_s for _, (_, profiled), _ in ranks]
+    assert profiled_s[0] == profiled_s[1] != profiled_s[2] == profiled_s[3]
+
+
+def test_buffers_of_sums_are_in_the_predicted_memory():
+    """They are as large as gradients that are not summed in place, and kept from step to step."""
+
+    def report(own, inputs, target):
+        return own.memory_report(inputs, target=target)
+
+    alone, own = (on_pipelines(Job([8] * data), "1f1b", report)[0] for data in (1, 2))
+
+    gradients = [sum(stage.gradient_bytes for stage in rank.stages) for rank in own.ranks]
+    more = [with_sums - without for with_sums, without in zip(own.predicted_bytes, alone.predicted_bytes, strict=True)]
+    assert more == [rank.kept_bytes for rank in own.ranks]
+    assert all(0 < size < kept < 1.1 * size for size, kept in zip(gradients, more, strict=True))
 
 
 def test_programs_of_sharded_pipelines_are_those_that_lower_makes():
-    job = Job([8, 8])
+    ranks = on_pipelines(Job([8, 8]), "zbv", lambda own, *_: (own.program.digest(), own.schedule), **ONE)
 
-    def case(places):
-        with pipeline_of(places, job, "zbv", **ONE) as own:
-            return own.program.digest(), own.schedule
-
-    (digest, schedule), *others = on_mesh(2, 2, case)
-
+    (digest, schedule), *others = ranks
     assert digest == ps.lower(schedule, **ONE).digest() != ps.lower(schedule, **NONE).digest()
     assert {each for each, _ in others} == {digest}
     assert schedule.num_microbatches == MICROBATCHES
+
+
+# ---- scalers, streams and counts
+
+
+def scaled_training(places, job, microbatches=MICROBATCHES):
+    """Train with a GradScaler whose scale overflows now and then; return the losses and the scales."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
+    options = {"mesh": places, "scale_loss": scaler.scale}
+    with ps.Pipeline(job.make_layers(), "1f1b", microbatches, square_loss, **options) as own:
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.05)
+        is_alone = places.num_replicas == 1
+        inputs, target = (job.all_inputs, job.all_targets) if is_alone else job.of(own.replica)
+        found = []
+        for _ in range(8):
+            loss = own.step(inputs, target=target).loss
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append((loss.item(), scaler.get_scale()))
+        return found
+
+
+def test_scalers_of_all_replicas_take_one_decision():
+    targets = values(2, 16, WIDTH)
+    targets[0] *= 400  # gradients of the first replica overflow longer than those of the second
+    job = Job([8, 8], float_layers, lambda rows: values(1, rows, WIDTH), lambda _: targets)
+
+    ranks = on_mesh(2, 2, lambda places: scaled_training(places, job))
+    (alone,) = on_mesh(1, 1, lambda places: scaled_training(places, job, 2 * MICROBATCHES))
+
+    for history in ranks:
+        assert history == ranks[0]
+        assert [scale for _, scale in history] == [scale for _, scale in alone]
+    assert len({scale for _, scale in alone}) > 2
+
+
+def test_streams_are_read_by_each_replica_and_end_together():
+    job = Job([8, 8])
+
+    def streamed(own, inputs, target):
+        parts = list(zip(inputs.split(2), target.split(2), strict=True)) * (2 if own.replica == 0 else 1)
+        stream = ps.Stream(iter(parts))
+        return own.step(stream).loss, error_of(own.step, stream)
+
+    losses, errors = zip(*on_pipelines(job, "1f1b", streamed), strict=True)
+
+    assert_loss_of_one_process(losses, job)
+    for error in errors:
+        assert isinstance(error, ps.EndOfData)
+        assert error.rank in (2, 3)
+
+
+def test_an_empty_batch_that_is_spent_is_kept_where_another_replica_refuses():
+    job = Job([8, 8])
+
+    def refused(own, *batch):
+        inputs, target = (ps.PreSplit(list(each.split(2)), is_consumed=True) for each in batch)
+        error = error_of(own.step, batch[0][:3] if own.replica else inputs, target=batch[1] if own.replica else target)
+        return type(error), own.step(inputs, target=target).loss, len(inputs.parts)
+
+    kinds, losses, num_left = zip(*on_pipelines(job, "1f1b", refused), strict=True)
+
+    assert set(kinds) == {ps.StepRefused}
+    assert set(num_left) == {0}
+    assert_loss_of_one_process(losses, job)
+
+
+def test_a_count_that_fails_in_one_replica_is_one_error_on_all():
+    job = Job([8, 8])
+
+    def case(places):
+        def count(target):
+            if places.replica == 1 and target[0, 0] == fails_at[0]:
+                raise ValueError("planted in count")
+            return len(target)
+
+        inputs, target = job.of(places.replica)
+        fails_at = [target[0, 0]]
+        with pipeline_of(places, job, "1f1b", count=count) as pipeline:
+            error = error_of(pipeline.step, inputs, target=target)
+            fails_at[0] = None
+            return error, pipeline.step(inputs, target=target).loss
+
+    errors, losses = zip(*on_mesh(2, 2, case), strict=True)
+
+    assert {error.rank for error in errors} == {3}
+    assert all("planted in count" in str(error) for error in errors)
+    assert_loss_of_one_process(losses, job)
+
+
+@pytest.mark.parametrize("pair", [(NONE, NONE), (ONE, OPTIMIZER)], ids=["replicas", "shards"])
+def test_two_pipelines_on_one_mesh_train_side_by_side(pair):
+    job = Job([8, 8])
+
+    def case(places):
+        others = copy.copy(places)
+        with pipeline_of(places, job, "1f1b", **pair[0]) as one, pipeline_of(others, job, "zbv", **pair[1]) as two:
+            inputs, target = job.of(one.replica)
+            optimizer = adamw([*one.parameters(), *two.parameters()])
+            losses = []
+            for _ in range(2):
+                losses.append([each.step(inputs, target=target).loss for each in (one, two)])
+                optimizer.step()
+            return losses, Rows(one), Rows(two)
+
+    ranks = on_mesh(2, 2, case)
+
+    one, two = (whole([found[index] for found in ranks], 2, "weights") for index in (1, 2))
+    assert_near(one, two)
+    for losses, *_ in ranks:
+        for pair in losses:
+            torch.testing.assert_close(*pair, rtol=0, atol=1e-14)
+
+
+# ---- ranks that fail or lag
+
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT), 3)
+        self.sleep_s = 0.0
+
+    def forward(self, x):
+        time.sleep(self.sleep_s)
+        return self.linear(x)
+
+
+def test_a_replica_that_lags_is_named_with_its_instruction_and_stack():
+    job = Job([8, 8], lambda: [Slow() for _ in range(2)])
+    deadline_s = 1.0
+
+    def lagging(own, inputs, target):
+        first = layers_of(own)[0]
+        own.step(inputs, target=target)
+        first.sleep_s = 2.5 if own.replica == 1 else 0.0
+        begin_s = time.monotonic()
+        error = error_of(own.step, inputs, target=target)
+        took_s = time.monotonic() - begin_s
+        first.sleep_s = 0.0
+        zero(own)
+        time.sleep(2.0 if own.replica == 0 else 0.0)
+        return error, took_s, _retried(own, inputs, target)
+
+    ranks = on_pipelines(job, "1f1b", lagging, pipeline=1, patience_s=deadline_s, deadline_s=deadline_s)
+
+    (error, took_s, loss), (other, _, other_loss) = ranks
+    assert isinstance(error, DeadlineExceeded)
+    assert error.rank == other.rank == 1
+    assert took_s < deadline_s + 2
+    assert "rank 1 (pipeline 0, data 1) is the culprit: it has been in 0F" in str(error)
+    assert "time.sleep(self.sleep_s)" in str(error) or "in forward" in str(error)
+    assert loss == other_loss
+
+
+def _retried(own, inputs, target):
+    """The next step; one more try where the ranks have not come to it within one deadline."""
+    for _ in range(3):
+        try:
+            return own.step(inputs, target=target).loss.item()
+        except ps.PipelineError:
+            continue
+    return None
+
+
+def test_a_rank_may_be_first_to_refuse_layers_while_others_wait():
+    def case(places):
+        options = {"seed": -1} if places.index == 3 else {}
+        return error_of(pipeline_of, places, Job([8, 8], lambda: float_layers(FLOAT, 4)), "1f1b", **options)
+
+    errors = on_mesh(2, 2, case)
+
+    assert {type(error) for error in errors} == {ps.ConfigError}
+    assert all("rank 3 (pipeline 1, data 1)" in str(error) for error in errors[:3])
