@@ -93,12 +93,6 @@ def test_causes_that_cost_next_to_nothing_have_no_line():
     ]
 
 
-def test_the_critical_path_is_told_by_what_computes():
-    rows = sections(to_text(diagnosis_of()))["the critical path consists of"]
-
-    assert rows[2:4] == ["48.5 %  backward of stage 3", "24.2 %  forward of stage 3"]
-
-
 def test_changes_that_help_are_listed_with_their_price_in_memory():
     block = sections(to_text(diagnosis_of()))[HELPS]
 
@@ -197,7 +191,7 @@ def test_json_holds_the_same_with_seconds_that_add_up():
     assert list(document) == [
         "step", "schedule", "split", "step_s", "measured", "predicted", "clock_uncertainty_s", "replicas",
         "waits_for_replicas", "finding", "spread",
-        "advice", "idle_s", "losses", "early_weights", "critical_path", "changes",
+        "advice", "idle_s", "losses", "early_weights", "changes",
     ]  # fmt: skip
     assert document["step_s"] == 33.0 + 9.0
     assert document["clock_uncertainty_s"] == 2e-5
@@ -211,4 +205,3 @@ def test_json_holds_the_same_with_seconds_that_add_up():
     [zb_h1] = [change for change in document["changes"] if change["change"] == "zb-h1"]
     assert (zb_h1["sort"], zb_h1["memory_change"], zb_h1["copies_weights"]) == ("schedule", 0.0, False)
     assert zb_h1["settings"] == ["pipeline.schedule=zb-h1"]
-    assert sum(piece["duration_s"] for piece in document["critical_path"]) == pytest.approx(33.0)

@@ -13,8 +13,7 @@ import pytest
 import penstock as ps
 from penstock.cli.conclusion import headline
 from penstock.searching.what_if import Setting
-from penstock.show.idle import NAME_OF_CAUSE
-from penstock.simulation.causes import Cause
+from penstock.simulation.causes import NAME_OF_CAUSE, Cause
 from penstock.train.watching.diagnosis import diagnose
 from tests.emulated.timed_pipelines import MESSAGE_BYTES, Plan, recorded_of, timed_step
 

@@ -1,15 +1,31 @@
-"""The table of blocks in a page holds the timeline."""
+"""The table of blocks in a page holds the timeline, what each block waited for, and why ranks were idle."""
 
+import gzip
+from base64 import b64decode
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.ir.deps import NONE, predecessors
+from penstock.ir.instruction import Op
 from penstock.show.bars import COLLECTIVE, OPTIMIZER_STEP
-from penstock.show.block_table import LOWER, UPPER, block_table
+from penstock.show.block_table import (
+    ALIGNMENT,
+    LOWER,
+    UPPER,
+    block_table,
+    idle_gaps,
+    pack,
+    tick_for,
+    waits_of,
+    whole_ticks,
+)
 from penstock.simulation import Costs
-from penstock.simulation.causes import Cause
+from penstock.simulation.causes import NAME_OF_CAUSE, Cause, idle_times
+from penstock.simulation.costs.fit import costs_from_timeline
+from penstock.simulation.message_latency import Transfers, with_true_arrivals
 from tests.show.timelines import UNIT, paired_timeline, timeline_of, timeline_with_bars
 
 
@@ -131,3 +147,176 @@ def test_lanes_of_a_rank_stand_together():
     assert [(lane.rank, lane.timeline, lane.first, lane.count) for lane in table.lanes] == [
         (0, 0, 0, 6), (0, 1, 6, 8), (1, 0, 14, 6), (1, 1, 20, 8),
     ]  # fmt: skip
+
+
+def entries(gaps):
+    return list(zip(gaps.gap.tolist(), map(Cause, gaps.cause.tolist()), gaps.duration_s.tolist(), strict=True))
+
+
+def summed(found):
+    """[ranks, causes] seconds."""
+    return np.array([np.bincount(one.cause, weights=one.duration_s, minlength=len(Cause)) for one in found])
+
+
+def test_a_gap_is_named_by_the_number_of_blocks_before_it():
+    first, second = idle_gaps(timeline_with_bars(), UNIT)
+
+    assert entries(first) == [(2, Cause.DEPENDENCY, 2.0), (3, Cause.DEPENDENCY, 1.0)]
+    assert entries(second) == [(0, Cause.DEPENDENCY, 1.0), (4, Cause.SYNCHRONISATION, 2.0)]
+
+
+def test_a_gap_may_have_several_causes():
+    costs = Costs.uniform(transfer=0.25)
+
+    first, _ = idle_gaps(timeline_of(2, 2, costs=costs), costs)
+
+    assert entries(first)[:2] == [(2, Cause.DEPENDENCY, 2.25), (2, Cause.TRANSFER, 0.25)]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
+@pytest.mark.parametrize("source", ["predicted", "measured"])
+def test_the_gaps_of_a_rank_add_up_to_what_the_doctor_tells(name, source):
+    costs = Costs.uniform(forward=0.013, backward_input=0.011, backward_weight=0.007, transfer=0.002)
+    timeline = replace(timeline_of(4, 8, name, costs=costs), source=source)
+    true = with_true_arrivals(timeline) if source == "measured" else timeline
+
+    expected = idle_times(true, costs_from_timeline(true)).by_rank
+
+    assert summed(idle_gaps(timeline)) == pytest.approx(expected)
+    assert expected.sum() > 0
+
+
+def noticed_late(timeline):
+    """A host that needs a tenth of each computation before it, and looks for messages after that."""
+    transfers, rows = Transfers.of(timeline.program), timeline.program.is_compute
+    start_s, end_s = timeline.start_s.copy(), timeline.end_s.copy()
+    start_s[rows] += 0.1 * (end_s - start_s)[rows]
+    end_s[transfers.receives] = start_s[transfers.consumers]
+    return replace(timeline, source="measured", start_s=start_s, end_s=end_s)
+
+
+def test_a_message_that_was_there_before_it_was_looked_for_is_not_waited_for():
+    timeline = noticed_late(timeline_of(2, 8, costs=Costs.uniform(transfer=0.25)))
+    true = with_true_arrivals(timeline)
+
+    expected = idle_times(true, costs_from_timeline(true)).by_rank
+
+    assert summed(idle_gaps(timeline)) == pytest.approx(expected)
+    assert expected != pytest.approx(idle_times(timeline, costs_from_timeline(timeline)).by_rank)
+
+
+def test_a_rank_that_is_never_idle_has_no_entry():
+    (found,) = idle_gaps(paired_timeline())
+
+    assert entries(found) == []
+
+
+def test_every_cause_has_a_name():
+    assert set(NAME_OF_CAUSE) == set(Cause)
+
+
+def waits(timeline):
+    """By the text of each computation: the text of what it waited for and when that was there; None for nothing."""
+    producer, arrival_s = waits_of(timeline)
+    program = timeline.program
+    rows = [row for rank in range(timeline.num_ranks) for row in timeline.compute_rows(rank).tolist()]
+    return {
+        str(program.instruction(row)): None
+        if producer[row] == NONE
+        else (str(program.instruction(int(producer[row]))), float(arrival_s[row]))
+        for row in rows
+    }
+
+
+def test_computations_wait_for_messages_of_other_ranks():
+    assert waits(timeline_of(2, 2, costs=Costs.uniform(transfer=0.25))) == {
+        "0F0": None,
+        "0F1": None,
+        "0B0": ("1B0", 4.5),
+        "0B1": ("1B1", 7.5),
+        "1F0": ("0F0", 1.25),
+        "1B0": None,
+        "1F1": ("0F1", 2.25),
+        "1B1": None,
+    }
+
+
+def test_what_stays_on_its_rank_is_not_waited_for():
+    found = waits(timeline_of(2, 2, "zbv", UNIT))
+
+    assert found["1F0"] == ("0F0", 1.0)
+    assert found["2F0"] is None  # the V turns on rank 1
+    assert all(wait is None for text, wait in found.items() if "W" in text)
+
+
+def test_a_pair_waits_for_the_later_of_its_messages():
+    timeline = timeline_of(4, 8, "dualpipe", UNIT)
+    (producer, arrival_s), source = waits_of(timeline), predecessors(timeline.program)[:, 0]
+    first = np.flatnonzero(timeline.program.joined)
+
+    is_message = np.isin(timeline.program.op[source], (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD))
+    own_s = np.where(is_message & (source != NONE), timeline.end_s[source], 0.0)
+    arrivals_s = np.array([own_s[first], own_s[first + 1]])
+    assert len({*np.argmax(arrivals_s, axis=0).tolist()}) == 2, "the later one is now the first, now the second"
+    for half in (first, first + 1):
+        assert arrival_s[half].tolist() == arrivals_s.max(axis=0).tolist()
+    assert producer[first].tolist() == producer[first + 1].tolist()
+
+
+def test_a_program_without_messages_waits_for_none():
+    assert set(waits(paired_timeline()).values()) == {None}
+
+
+def unpack(packed):
+    """What the viewer does."""
+    data = gzip.decompress(b64decode(packed.text))
+    return {
+        entry["name"]: np.frombuffer(
+            data, np.dtype(entry["type"]).newbyteorder("<"), count=entry["length"], offset=entry["offset"]
+        )
+        for entry in packed.contents
+    }
+
+
+COLUMNS = {
+    "kind": np.array([1, 2, 3], np.uint8),
+    "gap": np.array([-5, 7], np.int32),
+    "stage": np.array([2**32 - 1], np.uint32),
+    "bytes": np.array([1e12, 0.5]),
+    "nothing": np.zeros(0, np.int32),
+}
+
+
+def test_columns_come_back():
+    found = unpack(pack(COLUMNS))
+
+    assert {name: column.tolist() for name, column in found.items()} == {
+        name: column.tolist() for name, column in COLUMNS.items()
+    }
+
+
+def test_columns_begin_where_a_browser_can_look_at_them():
+    assert [entry["offset"] % ALIGNMENT for entry in pack(COLUMNS).contents] == [0] * len(COLUMNS)
+
+
+def test_the_same_columns_give_the_same_text():
+    date = b64decode(pack(COLUMNS).text)[4:8]
+
+    assert date == bytes(4)
+    assert pack(COLUMNS).text == pack(COLUMNS).text
+
+
+@pytest.mark.parametrize("end_s", [33.0, 1e-6, 2.147483647, 2.15, 86_400.0])
+def test_a_tick_is_a_power_of_ten_that_31_bits_can_count(end_s):
+    tick_s = tick_for(end_s)
+
+    assert np.log10(tick_s) == pytest.approx(round(np.log10(tick_s)))
+    assert 2**31 / 10 - 1 <= end_s / tick_s < 2**31
+
+
+def test_no_time_has_a_tick():
+    assert tick_for(0.0) == 1.0
+
+
+def test_times_are_rounded_to_ticks():
+    assert whole_ticks(np.array([0.0, 0.3 - 0.1, 0.2]), 0.1).tolist() == [0, 2, 2]

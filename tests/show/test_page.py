@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 from penstock.show.html import VIEWER, bundle, read
 from penstock.show.page import MAX_BLOCKS, MAX_BYTES, MODULES, to_page
 from penstock.simulation import Costs
-from tests.show.test_columns import unpack
+from tests.show.test_block_table import unpack
 from tests.show.timelines import COSTS, UNIT, paired_timeline, timeline_of, timeline_with_bars
 
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="needs node")

@@ -13,7 +13,7 @@ from penstock.ir.timeline import DataWait
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
-from penstock.simulation.blocks import Collective, Message, blocks_of, in_order
+from penstock.simulation.blocks import Collective, Message, blocks_of, data_ready_s, in_order, waits_of_ranks
 from tests.simulation.blocking import with_blocking_reductions
 from tests.simulation.drawing import drawn, row_of, sharded
 from tests.simulation.events import programs, uneven_costs
@@ -149,3 +149,21 @@ def test_blocks_in_order_come_after_what_they_need():
         assert all(place[message.producer] < place[index] for message in block.messages)
     for earlier, later in pairwise(range(len(blocks))):
         assert place[earlier] < place[later] or blocks[earlier].rank != blocks[later].rank
+
+
+PROGRAM = drawn("0F0 0F1 0F2", "1F0 1F1 1F2", num_microbatches=3)
+SLOW = {row_of(PROGRAM, "0F1"): 0.5, row_of(PROGRAM, "0F2"): 0.25}
+
+
+def test_each_rank_has_its_own_waits_in_their_order():
+    timeline = with_slow_data(PROGRAM, Costs.uniform(), SLOW)
+
+    assert waits_of_ranks(timeline) == [[DataWait(0, 1, 1.0, 1.5), DataWait(0, 2, 2.5, 2.75)], []]
+
+
+def test_a_computation_is_fed_when_the_last_wait_of_its_own_rank_before_it_was_over():
+    timeline = with_slow_data(PROGRAM, Costs.uniform(), SLOW)
+
+    rows = np.array([row_of(PROGRAM, text) for text in ("0F0", "0F1", "0F2", "1F2")])
+
+    assert data_ready_s(timeline, rows).tolist() == [-np.inf, 1.5, 2.75, -np.inf]

@@ -14,8 +14,7 @@ from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.blocks import blocks_of
-from penstock.simulation.causes import Cause, idle_spans, idle_times
-from penstock.simulation.expected import ExpectedDurations
+from penstock.simulation.causes import Cause, ExpectedDurations, accounts_of, idle_times
 from penstock.simulation.memory_blocked import memory_blocked_since_s
 from tests.simulation.blocking import with_blocking_reductions
 from tests.simulation.drawing import drawn, late_ranks, row_of, sharded
@@ -363,11 +362,60 @@ def test_spans_lie_between_blocks_and_add_up_to_the_idle_time_of_each_cause(prog
     timeline = with_slow_data(program, costs, slow_rows(program, seed))
 
     sums = np.zeros((timeline.num_ranks, len(Cause)))
-    for rank, spans in enumerate(idle_spans(timeline, costs)):
+    for rank, account in enumerate(accounts_of(timeline, costs)):
         rows = timeline.compute_rows(rank)
-        assert all(earlier.end_s <= later.begin_s for earlier, later in pairwise(spans))
-        for begin_s, end_s, cause in spans:
+        assert all(earlier.end_s <= later.begin_s for earlier, later in pairwise(account.spans))
+        for begin_s, end_s, cause in account.spans:
             sums[rank, cause] += end_s - begin_s
             middle_s = (begin_s + end_s) / 2
             assert not ((timeline.start_s[rows] < middle_s) & (middle_s < timeline.end_s[rows])).any()
     assert sums == pytest.approx(idle_times(timeline, costs).by_rank)
+
+
+COSTS = Costs(forward_s=(1.0, 3.0), backward_s=(2.0, 6.0), microbatch_compute_factor=(1.0, 2.0), overlap_factor=0.5)
+PROGRAM = drawn("0F0 (0F1;0B0)OVERLAP_F_B 0B1", "1F0 1B0 1F1 1B1", num_microbatches=2)
+
+
+def expected(costs):
+    """By the text of a block: seconds on its stage, and on the mean stage."""
+    found = ExpectedDurations(PROGRAM, costs)
+    blocks = {str(PROGRAM.instruction(block.row)): block for block in blocks_of(simulate(PROGRAM, costs))}
+    return {text: (found.on_its_stage_s(block), found.on_the_mean_stage_s(block)) for text, block in blocks.items()}
+
+
+def test_a_stage_takes_its_own_time_for_its_microbatch():
+    assert {text: own_s for text, (own_s, _) in expected(COSTS).items()} == {
+        "0F0": 1, "0F1": 0.5 * (2 * 1 + 2), "0B1": 4, "1F0": 3, "1B0": 6, "1F1": 6, "1B1": 12,
+    }  # fmt: skip
+
+
+def test_the_mean_is_over_stages_and_microbatches():
+    forward_s, backward_s = 2 * 1.5, 4 * 1.5
+
+    assert {text: mean_s for text, (_, mean_s) in expected(COSTS).items()} == {
+        "0F0": forward_s, "0F1": 0.5 * (forward_s + backward_s), "0B1": backward_s,
+        "1F0": forward_s, "1B0": backward_s, "1F1": forward_s, "1B1": backward_s,
+    }  # fmt: skip
+
+
+def test_launches_come_before_a_block_and_are_no_part_of_it():
+    launched = replace(COSTS, launch_s=0.25)
+    single, pair = (block for block in blocks_of(simulate(PROGRAM, COSTS))[:2])
+
+    assert expected(launched) == expected(COSTS)
+    assert ExpectedDurations(PROGRAM, launched).launches_s(single, 3) == 4 * 0.25
+    assert ExpectedDurations(PROGRAM, launched).launches_s(pair, 3) == 5 * 0.25
+
+
+@pytest.mark.slow
+@given(programs(), st.integers(0, 2**32))
+def test_a_predicted_block_takes_what_is_expected(program, seed):
+    costs = uneven_costs(program, seed)
+    found = ExpectedDurations(program, costs)
+
+    for block in blocks_of(simulate(program, costs)):
+        assert block.end_s - block.start_s == found.on_its_stage_s(block)
+
+
+def test_kinds_that_do_not_run_need_no_costs():
+    assert expected(Costs(forward_s=(1.0,), backward_s=(2.0,)))["0B1"] == (2.0, 2.0)

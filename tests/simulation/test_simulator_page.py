@@ -4,9 +4,8 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from penstock.show.idle import NAME_OF_CAUSE
 from penstock.simulation import Costs, LayerCosts
-from penstock.simulation.causes import Cause
+from penstock.simulation.causes import NAME_OF_CAUSE, Cause
 from penstock.simulation.costs.file import costs_from_toml
 from penstock.simulation.costs.text import FIELD_OF_KEY
 from penstock.simulation.costs.units import UNITS

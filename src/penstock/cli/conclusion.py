@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 from penstock.searching.advice import WORTH_SHARE, Advice
 from penstock.searching.what_if import Change
-from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.text import count_of, format_share
-from penstock.simulation.causes import Cause
+from penstock.simulation.causes import NAME_OF_CAUSE, Cause
 from penstock.simulation.costs.costs import Spread
 from penstock.simulation.costs.variation import BUSY_SHARE, largest_variation
 from penstock.simulation.losses import Loss

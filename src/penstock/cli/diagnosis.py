@@ -12,16 +12,14 @@ from penstock.ir.timeline import Timeline
 from penstock.partition.split import split_text
 from penstock.searching.advice import Advice, advice_of
 from penstock.searching.what_if import Change
-from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.text import count_of, format_seconds, format_share, time_unit
-from penstock.simulation.causes import Cause
+from penstock.simulation.causes import NAME_OF_CAUSE, Cause
 from penstock.simulation.costs.layer_costs import split_sizes
 from penstock.simulation.costs.variation import largest_variation
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
 from penstock.train.watching.diagnosis import Diagnosis
 from penstock.train.watching.replica_waits import ReplicaWaits
 
-NUM_ON_PATH = 6
 SMALLEST_SHARE = 0.001
 """Of the step, or of the idle time: what costs less is not worth a line."""
 SMALLEST_EARLY_SHARE = 0.05
@@ -47,7 +45,6 @@ def to_text(diagnosis: Diagnosis, screen: Screen = NO_SCREEN, *, asked: Sequence
         screen.wrapped("\n".join([_title(diagnosis), *_figures(diagnosis)])),
         _causes_table(diagnosis, screen),
         _idle_table(diagnosis, screen),
-        _path_table(diagnosis, screen),
         *_early_weights_table(diagnosis, screen),
         *_changes_tables(diagnosis, advice, screen),
         *(screen.wrapped(_asked_split(each)) for each in diagnosis.changes if asked and each.text == split_text(asked)),
@@ -98,7 +95,7 @@ def _figure(timeline: Timeline) -> str:
 
 
 def _causes_table(diagnosis: Diagnosis, screen: Screen) -> str:
-    """One row per cause, the dearest first."""
+    """One row per cause, the most expensive first."""
     idle_s = float(diagnosis.idle.by_rank.sum())
     rows = []
     for loss in diagnosis.losses:
@@ -131,16 +128,6 @@ def _idle_table(diagnosis: Diagnosis, screen: Screen) -> str:
     columns = [Column(NAME_OF_CAUSE[cause], drop_order=1 + largest_first.index(cause)) for cause in causes]
     title = screen.wrapped(f"idle time of each rank by its cause, in {unit}")
     return f"{title}\n{table_text([Column('rank'), *columns, Column('idle')], rows, screen)}"
-
-
-def _path_table(diagnosis: Diagnosis, screen: Screen) -> str:
-    total_s = diagnosis.timeline.makespan_s
-    rows = [
-        [format_share(contribution.duration_s / total_s), contribution.what]
-        for contribution in diagnosis.path[:NUM_ON_PATH]
-    ]
-    columns = [Column("share"), Column("what", is_text=True)]
-    return f"the critical path consists of\n{table_text(columns, rows, screen)}"
 
 
 def _early_weights_table(diagnosis: Diagnosis, screen: Screen) -> Iterator[str]:
@@ -241,7 +228,6 @@ def to_json(diagnosis: Diagnosis) -> str:
             {"stage": stage, "share": early.share, "names": list(early.names), "rungs": dict(early.rungs)}
             for stage, early in sorted(diagnosis.recorded.early_weights.items())
         ],
-        "critical_path": [{"what": each.what, "duration_s": each.duration_s} for each in diagnosis.path],
         "changes": [
             {
                 "sort": change.sort,

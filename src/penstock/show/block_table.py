@@ -1,15 +1,27 @@
-"""All blocks of some timelines as columns of whole numbers, lane after lane: what the page's viewer draws.
+"""All blocks of some timelines as columns of whole numbers, lane after lane: the viewer of the page draws them.
 
 A lane is what one rank does in one timeline; the lanes of a rank are next to each other. A block starts `gap` ticks
 after the block before it has ended, and takes `duration` ticks. `producer` is the block whose message it waited for,
-and `transfer` the ticks from that one's end until the message was there. Small differences compress well, and blocks
-that touch still touch after rounding.
+and `transfer` the ticks from that one's end until the message was there. A block does not wait for what is earlier on
+its own rank: that rank was busy. Small differences compress well, and blocks that touch still touch after rounding.
+
+    rank 0   [0F0]            producer of 1F0 is 0F0
+    rank 1        >>[1F0]     its message arrives where 1F0 may start
 
 Bars, the collectives and optimizer steps, have their own columns, laid out the same way lane after lane; so have the
 causes of idle time, of which a lane of n blocks has those of n + 1 gaps: before each block, and after the last.
+
+A page has the columns one after the other, compressed and written as text:
+
+    gzip( [column 0][column 1]... )  in base64, and beside it where each column begins and of what type it is
+
+Each column begins at a multiple of 8 bytes, so that a browser can look at it in place. Compressing without a date gives
+the same text for the same numbers.
 """
 
-from collections.abc import Sequence
+import gzip
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +29,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
-from penstock.ir.deps import NONE
+from penstock.ir.awaits import receive_of_row
+from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import KIND_INDEX
 from penstock.ir.timeline import Timeline
 from penstock.show.bars import bars_of_rank, last_end_s
-from penstock.show.columns import tick_for, whole_ticks
 from penstock.show.curve import MemoryLevels, knows_bytes, memory_levels, per_microbatch
-from penstock.show.idle import IdleGaps, idle_gaps
-from penstock.show.layout import Blocks, blocks_of_rank
-from penstock.show.waits import Waits, waits_of
+from penstock.show.layout import Blocks, Floats, Ints, blocks_of_rank
+from penstock.simulation.causes import Cause, IdleSpan, accounts_of
 from penstock.simulation.costs.costs import Costs
+from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.simulation.critical import critical_path
+from penstock.simulation.message_latency import with_true_arrivals
 
 Columns = dict[str, NDArray[Any]]
+ALIGNMENT = 8
+TYPES = ("uint8", "int32", "uint32", "float64")
 UPPER, LOWER = 1, 2
 """The halves of an overlapped pair, in the column `half`; 0 is a whole block."""
 
@@ -60,16 +75,36 @@ class BlockTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class IdleGaps:
+    """Of one rank: one entry per gap and cause, gap by gap."""
+
+    gap: Ints
+    """The number of blocks before it."""
+    cause: Ints
+    duration_s: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Facts:
     """What is known of a timeline's rows."""
 
     timeline: Timeline
     levels: MemoryLevels
-    waits: Waits
+    producer: Ints
+    arrival_s: Floats
     is_critical: NDArray[np.bool_]
     idle: list[IdleGaps]
-    index_of_row: NDArray[np.int64]
+    index_of_row: Ints
     """The place of each row in the table; `NONE` for a row that computes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Columns as text, and the table of contents that belongs to it."""
+
+    text: str
+    contents: list[dict[str, Any]]
+    """Per column: name, type, offset in bytes, and length in numbers."""
 
 
 def block_table(timelines: Sequence[Timeline], costs: Sequence[Costs | None] = ()) -> BlockTable:
@@ -121,7 +156,7 @@ def _facts_of(timeline: Timeline, costs: Costs | None, *, in_bytes: bool) -> _Fa
     is_critical[joined + 1] = is_critical[joined]
     levels = memory_levels(timeline, in_bytes=in_bytes)
     index_of_row = np.full(num_rows, NONE, np.int64)
-    return _Facts(timeline, levels, waits_of(timeline), is_critical, idle_gaps(timeline, costs), index_of_row)
+    return _Facts(timeline, levels, *waits_of(timeline), is_critical, idle_gaps(timeline, costs), index_of_row)
 
 
 def _bars(timeline: Timeline, rank: int, tick_s: float, names: dict[tuple[str, int], int]) -> Columns:
@@ -148,9 +183,9 @@ def _columns(facts: _Facts, blocks: Blocks, tick_s: float, *, in_bytes: bool) ->
     program = facts.timeline.program
     rows = blocks.row
     begin, end = whole_ticks(blocks.start_s, tick_s), whole_ticks(blocks.end_s, tick_s)
-    producer = facts.waits.producer[rows]
+    producer = facts.producer[rows]
     made = whole_ticks(facts.timeline.end_s[producer], tick_s)
-    transfer = whole_ticks(facts.waits.arrival_s[rows], tick_s) - made
+    transfer = whole_ticks(facts.arrival_s[rows], tick_s) - made
     unit = 1.0 if in_bytes else per_microbatch(program)
     return {
         "gap": (begin - np.append(0, end[:-1])[: len(end)]).astype(np.int32),
@@ -167,3 +202,77 @@ def _columns(facts: _Facts, blocks: Blocks, tick_s: float, *, in_bytes: bool) ->
         "kept": facts.levels.kept[rows] / unit,
         "critical": facts.is_critical[rows].astype(np.uint8),
     }
+
+
+def waits_of(timeline: Timeline) -> tuple[Ints, Floats]:
+    """Return, per row, the row that made the last message that it needs, and when that message was there.
+
+    They are `NONE` and 0 for a computation that needs none, and meaningless for rows that compute nothing. Of an
+    overlapped pair, both wait for the later message.
+    """
+    program = timeline.program
+    source = predecessors(program)[:, 0]
+    received = receive_of_row(program, source)
+    needs = np.flatnonzero(received != NONE)
+    producer = np.full(program.num_instructions, NONE, np.int64)
+    arrival_s = np.zeros(program.num_instructions)
+    receives = received[needs]
+    arrival_s[needs] = timeline.end_s[receives]
+    producer[needs] = source[source[receives]]
+    first = np.flatnonzero(program.joined)
+    later = np.where(arrival_s[first] >= arrival_s[first + 1], first, first + 1)
+    for half in (first, first + 1):
+        producer[half], arrival_s[half] = producer[later], arrival_s[later]
+    return producer, arrival_s
+
+
+def idle_gaps(timeline: Timeline, costs: Costs | None = None) -> list[IdleGaps]:
+    """Find the causes of every rank's idle time.
+
+    `costs` are what the timeline was predicted with; without them, its own typical durations are taken, as for a
+    measured one.
+    """
+    if timeline.source == "measured":
+        timeline = with_true_arrivals(timeline)
+    accounts = accounts_of(timeline, costs or costs_from_timeline(timeline))
+    starts = [timeline.start_s[timeline.compute_rows(rank)] for rank in range(timeline.num_ranks)]
+    return [_gaps_of_rank(each.spans, start_s) for each, start_s in zip(accounts, starts, strict=True)]
+
+
+def _gaps_of_rank(spans: Sequence[IdleSpan], start_s: NDArray[np.float64]) -> IdleGaps:
+    begin_s, end_s, cause = np.array(spans, np.float64).reshape(-1, 3).T
+    # A span ends where a block starts, or before; rounding cannot put its middle on the wrong side.
+    gap = np.searchsorted(start_s, (begin_s + end_s) / 2)
+    found, place = np.unique(gap * len(Cause) + cause.astype(np.int64), return_inverse=True)
+    duration_s = np.zeros(len(found))
+    np.add.at(duration_s, place, end_s - begin_s)
+    return IdleGaps(found // len(Cause), found % len(Cause), duration_s)
+
+
+def pack(columns: Mapping[str, NDArray[Any]]) -> Packed:
+    """Pack columns of the types that both sides know."""
+    parts: list[bytes] = []
+    contents: list[dict[str, Any]] = []
+    offset = 0
+    for name, column in columns.items():
+        type_name = column.dtype.name
+        assert type_name in TYPES, f"column {name} is of type {type_name}"
+        data = column.astype(column.dtype.newbyteorder("<")).tobytes()
+        contents.append({"name": name, "type": type_name, "offset": offset, "length": len(column)})
+        parts.append(data + bytes(-len(data) % ALIGNMENT))
+        offset += len(parts[-1])
+    packed = gzip.compress(b"".join(parts), compresslevel=9, mtime=0)
+    return Packed(b64encode(packed).decode(), contents)
+
+
+def whole_ticks(seconds: NDArray[np.float64], tick_s: float) -> NDArray[np.int64]:
+    """Return times as whole numbers of ticks: equal times stay equal."""
+    return np.rint(seconds / tick_s).astype(np.int64)
+
+
+def tick_for(end_s: float) -> float:
+    """Return a power of ten, in seconds, so small that 31 bits just count to the end."""
+    if end_s <= 0:
+        return 1.0
+    exponent = int(np.ceil(np.log10(end_s / (2**31 - 1))))
+    return float(f"1e{exponent}")

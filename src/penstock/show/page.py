@@ -1,7 +1,7 @@
 """Timelines as one self-contained HTML page: a viewer in plain JavaScript, with the data in it, that asks no network.
 
 header (JSON)   lanes, kinds, colours, figures      what a reader sees as text
-data (base64)   one row per block, lane after lane  `block_columns`, packed by `columns.py`
+data (base64)   one row per block, lane after lane  the columns of `block_table`, packed
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,9 @@ from penstock.ir.action import Kind
 from penstock.ir.operations import OPERATIONS, Op
 from penstock.ir.timeline import Timeline
 from penstock.show.bars import COLOURS, FOOT, NAMES, last_end_s, window_s
-from penstock.show.block_table import BlockTable, block_table
-from penstock.show.columns import Packed, pack
+from penstock.show.block_table import BlockTable, Packed, block_table, pack
 from penstock.show.figures import describe_shape, figures_of, idle_share, legend_of, peak_microbatches
 from penstock.show.html import VARIABLES, bundle, fill, read, style_of_themes
-from penstock.show.idle import NAME_OF_CAUSE
 from penstock.show.layout import describe_shades, num_blocks, num_shades, period_s, typical_block_s
 from penstock.show.palette import (
     THEMES,
@@ -30,7 +28,7 @@ from penstock.show.palette import (
     to_hex,
 )
 from penstock.show.text import format_share
-from penstock.simulation.causes import Cause
+from penstock.simulation.causes import NAME_OF_CAUSE, Cause
 from penstock.simulation.costs.costs import Costs
 
 MAX_BLOCKS = 2_000_000

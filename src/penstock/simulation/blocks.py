@@ -1,4 +1,10 @@
-"""A timeline as blocks of computation: what ran without a break, and the messages, gathers and data it waited for."""
+"""A timeline as blocks of computation: what ran without a break, and the messages, gathers and data it waited for.
+
+    rank 0   [F0]|data of 1|~~~~[B0] ... [F1]        ~ a message that was waited for after the data
+
+A rank pulls the next microbatch when it is about to wait anyway, so data may cost no time at all: they cost the part of
+their wait in which everything else was there.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +19,6 @@ from penstock.ir.collectives import IS_REDUCTION, JOINS_RANKS
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import IS_RECEIVE
 from penstock.ir.timeline import DataWait, Timeline
-from penstock.simulation.data_waits import waits_of_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,25 @@ def in_order(blocks: Sequence[Block], num_ranks: int) -> Iterator[int]:
             while queue and all(is_done[message.producer] for message in blocks[queue[0]].messages):
                 is_done[queue[0]] = True
                 yield queue.popleft()
+
+
+def waits_of_ranks(timeline: Timeline) -> list[list[DataWait]]:
+    """Return each rank's waits for data, in their order."""
+    found: list[list[DataWait]] = [[] for _ in range(timeline.num_ranks)]
+    for wait in timeline.data_waits:
+        found[wait.rank].append(wait)
+    return found
+
+
+def data_ready_s(timeline: Timeline, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[len(rows)] the end of the last data wait on the row's rank before the row started; -inf without one."""
+    found = np.full(len(rows), -np.inf)
+    ranks = timeline.program.rank_of_row[rows]
+    for rank, waits in enumerate(waits_of_ranks(timeline)):
+        ends_s = np.array([-np.inf, *(wait.end_s for wait in waits)])
+        own = np.flatnonzero(ranks == rank)
+        found[own] = ends_s[np.searchsorted(ends_s, timeline.start_s[rows[own]], side="right") - 1]
+    return found
 
 
 def _taken(waits: deque[DataWait], until_s: float) -> Iterator[DataWait]:

@@ -16,17 +16,18 @@ So each second has one cause, and the causes of a rank add up to its idle time.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.blocks import Block, blocks_of, in_order
 from penstock.simulation.costs.costs import Costs
-from penstock.simulation.expected import ExpectedDurations
+from penstock.simulation.durations import durations_s
 from penstock.simulation.memory_blocked import memory_blocked_since_s
 
 
@@ -51,8 +52,27 @@ class Cause(IntEnum):
     """The rank waited for its batch, or for a microbatch of it."""
 
 
+NAME_OF_CAUSE = {
+    Cause.DEPENDENCY: "dependency",
+    Cause.TRANSFER: "transfer",
+    Cause.IMBALANCE: "imbalance",
+    Cause.STRAGGLER: "straggler",
+    Cause.LAUNCH: "launch",
+    Cause.SYNCHRONISATION: "synchronisation",
+    Cause.MEMORY: "memory limit",
+    Cause.DATA: "data loading",
+}
+"""In tables, pages and JSON: of idle time, and of losses."""
 WORK = len(Cause)
-"""In a rank's record: the part of a computation that the mean stage takes as well."""
+"""In the account of a rank: the part of a computation that the mean stage takes as well."""
+
+
+class IdleSpan(NamedTuple):
+    """A stretch of a rank's idle time that has one cause."""
+
+    begin_s: float
+    end_s: float
+    cause: Cause
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +81,10 @@ class IdleTimes:
 
     by_rank: NDArray[np.float64]
     """[num_ranks, causes] seconds."""
+
+    @classmethod
+    def of(cls, accounts: Sequence["RankAccount"]) -> "IdleTimes":
+        return cls(np.array([account.idle_s for account in accounts]))
 
     def total(self, cause: Cause) -> float:
         """Return the seconds of all ranks that one cause took."""
@@ -72,14 +96,6 @@ class IdleTimes:
         return np.asarray(self.by_rank.sum(axis=1))
 
 
-class IdleSpan(NamedTuple):
-    """A stretch of a rank's idle time that has one cause."""
-
-    begin_s: float
-    end_s: float
-    cause: Cause
-
-
 def idle_times(timeline: Timeline, costs: Costs, *, memory_limit: int | Sequence[int] | None = None) -> IdleTimes:
     """Put every idle second between the first start and the last end down to a cause.
 
@@ -87,40 +103,58 @@ def idle_times(timeline: Timeline, costs: Costs, *, memory_limit: int | Sequence
     it (`costs_from_timelines`). `memory_limit` counts activations, one number or one per rank; without it no second is
     put down to memory.
     """
-    return IdleTimes(np.array([record.idle_s for record in _records(timeline, costs, memory_limit)]))
+    return IdleTimes.of(accounts_of(timeline, costs, memory_limit))
 
 
-def late_starts_s(timeline: Timeline, costs: Costs) -> NDArray[np.float64]:
-    """[num_ranks] seconds in which each rank had all that it needed, its launches too, and did not begin."""
-    return np.array([record.late_s for record in _records(timeline, costs, None)])
-
-
-def idle_spans(timeline: Timeline, costs: Costs) -> list[list[IdleSpan]]:
-    """Return, per rank and in order, the stretches that `idle_times` adds up."""
-    return [record.spans for record in _records(timeline, costs, None)]
-
-
-def _records(timeline: Timeline, costs: Costs, memory_limit: int | Sequence[int] | None) -> list["_Record"]:
+def accounts_of(
+    timeline: Timeline, costs: Costs, memory_limit: int | Sequence[int] | None = None
+) -> list["RankAccount"]:
+    """Walk over the blocks and account for the time of each rank; `idle_times` explains the arguments."""
     blocks = blocks_of(timeline)
     expected = ExpectedDurations(timeline.program, costs)
     blocked_since_s = memory_blocked_since_s(timeline, costs, blocks, memory_limit)
     begin_s = min((block.start_s for block in blocks), default=0.0)
     first_rows = timeline.program.offsets.tolist()
-    records = [_Record(begin_s, first_rows[rank]) for rank in range(timeline.num_ranks)]
+    accounts = [RankAccount(begin_s, first_rows[rank]) for rank in range(timeline.num_ranks)]
     for index in in_order(blocks, timeline.num_ranks):
         block = blocks[index]
-        record = records[block.rank]
-        until_s = max(min(block.start_s, blocked_since_s[index]), record.end_s)
-        _add_message(record, block, blocks, records, until_s)
-        _add_own(record, block, until_s, expected.launches_s(block, block.row - record.next_row))
-        record.add(block.start_s, Cause.MEMORY, is_idle=True)
-        _add_work(record, block, expected)
-    _add_ends(records)
-    return records
+        account = accounts[block.rank]
+        until_s = max(min(block.start_s, blocked_since_s[index]), account.end_s)
+        _add_message(account, block, blocks, accounts, until_s)
+        _add_own(account, block, until_s, expected.launches_s(block, block.row - account.next_row))
+        account.add(block.start_s, Cause.MEMORY, is_idle=True)
+        _add_work(account, block, expected)
+    _add_ends(accounts)
+    return accounts
 
 
-class _Record:
-    """What one rank did from the first start on: labelled segments, one after the other."""
+class ExpectedDurations:
+    """What costs say about the blocks of a program's timelines; launches come before a block and are no part of it."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self._program = program
+        self._launch_s = costs.launch_s
+        self._duration_s = durations_s(program, replace(costs, launch_s=0.0))
+        factors = costs.per_microbatch("microbatch_compute_factor", program.num_microbatches)
+        self._mean_s = costs.durations_s(program.num_stages).mean(axis=1) * factors.mean()
+        self._overlap_factor = costs.overlap_factor
+
+    def on_its_stage_s(self, block: Block) -> float:
+        """Seconds for this stage and microbatch."""
+        return float(self._duration_s[block.row : block.row + block.num_rows].sum())
+
+    def on_the_mean_stage_s(self, block: Block) -> float:
+        """Seconds for the mean stage and microbatch."""
+        factor = self._overlap_factor if block.num_rows > 1 else 1.0
+        return float(factor * np.sum(self._mean_s[self._program.op[list(block.rows)]]))
+
+    def launches_s(self, block: Block, num_instructions: int) -> float:
+        """Seconds that the host needs for so many instructions before a block, and for the block itself."""
+        return (num_instructions + block.num_rows) * self._launch_s
+
+
+class RankAccount:
+    """The time of one rank from the first start on, in segments that have a label each."""
 
     def __init__(self, begin_s: float, next_row: int) -> None:
         self.begin_s = begin_s
@@ -129,8 +163,12 @@ class _Record:
         self.ends_s: list[float] = []
         self.labels: list[int] = []
         self.idle_s = [0.0] * len(Cause)
-        self.late_s = 0.0
         self.spans: list[IdleSpan] = []
+        """The stretches that `idle_s` adds up, in order."""
+        self.late_s = 0.0
+        """In which it had all that it needed, its launches too, and did not begin."""
+        self.excess_s = 0.0
+        """By which its computations took longer than they usually do."""
 
     @property
     def end_s(self) -> float:
@@ -146,8 +184,8 @@ class _Record:
         self.ends_s.append(until_s)
         self.labels.append(label)
 
-    def inherit(self, other: "_Record", until_s: float, *, of_work: Cause) -> None:
-        """Be idle until then, for the reasons that the other rank's record gives; its plain work is `of_work`."""
+    def inherit(self, other: "RankAccount", until_s: float, *, of_work: Cause) -> None:
+        """Be idle until then, for the reasons that the other rank's account gives; its plain work is `of_work`."""
         first = bisect_right(other.ends_s, self.end_s)
         for end_s, label in zip(other.ends_s[first:], other.labels[first:], strict=True):
             if self.end_s >= until_s:
@@ -158,54 +196,55 @@ class _Record:
 
 
 def _add_message(
-    record: _Record, block: Block, blocks: Sequence[Block], records: Sequence[_Record], until_s: float
+    account: RankAccount, block: Block, blocks: Sequence[Block], accounts: Sequence[RankAccount], until_s: float
 ) -> None:
     """The idle time until what a block waits for has come from elsewhere."""
     message = block.last_message
     if message is not None:
         producer = blocks[message.producer]
-        record.inherit(records[producer.rank], min(producer.end_s, until_s), of_work=Cause.DEPENDENCY)
+        account.inherit(accounts[producer.rank], min(producer.end_s, until_s), of_work=Cause.DEPENDENCY)
         for each in block.reductions:
             # The receive was posted behind it, and no message is on its way before.
-            if record.end_s < each.end_s <= message.posted_s:
-                record.add(min(each.begin_s, until_s), Cause.TRANSFER, is_idle=True)
-                record.add(min(each.end_s, until_s), Cause.SYNCHRONISATION, is_idle=True)
-        record.add(min(message.arrival_s, until_s), Cause.TRANSFER, is_idle=True)
+            if account.end_s < each.end_s <= message.posted_s:
+                account.add(min(each.begin_s, until_s), Cause.TRANSFER, is_idle=True)
+                account.add(min(each.end_s, until_s), Cause.SYNCHRONISATION, is_idle=True)
+        account.add(min(message.arrival_s, until_s), Cause.TRANSFER, is_idle=True)
     if block.gather is not None:
-        record.add(min(block.gather.end_s, until_s), Cause.SYNCHRONISATION, is_idle=True)
+        account.add(min(block.gather.end_s, until_s), Cause.SYNCHRONISATION, is_idle=True)
 
 
-def _add_own(record: _Record, block: Block, until_s: float, launches_s: float) -> None:
+def _add_own(account: RankAccount, block: Block, until_s: float, launches_s: float) -> None:
     """The idle time in which all has come from elsewhere: data, reductions, and else the host is at work."""
     for wait in block.own_waits:
-        if wait.end_s > record.end_s:
-            launches_s = _add_host(record, min(max(wait.begin_s, record.end_s), until_s), launches_s)
+        if wait.end_s > account.end_s:
+            launches_s = _add_host(account, min(max(wait.begin_s, account.end_s), until_s), launches_s)
             cause = Cause.DATA if isinstance(wait, DataWait) else Cause.SYNCHRONISATION
-            record.add(min(wait.end_s, until_s), cause, is_idle=True)
-    _add_host(record, until_s, launches_s)
+            account.add(min(wait.end_s, until_s), cause, is_idle=True)
+    _add_host(account, until_s, launches_s)
 
 
-def _add_host(record: _Record, until_s: float, launches_s: float) -> float:
+def _add_host(account: RankAccount, until_s: float, launches_s: float) -> float:
     """The host launches, for so long as it usually needs; return what is left of that."""
-    begin_s = record.end_s
-    record.add(min(begin_s + launches_s, until_s), Cause.LAUNCH, is_idle=True)
-    launched_s = record.end_s - begin_s
-    record.late_s += max(until_s - record.end_s, 0.0)
-    record.add(until_s, Cause.STRAGGLER, is_idle=True)  # all is there, and still the rank does not begin
+    begin_s = account.end_s
+    account.add(min(begin_s + launches_s, until_s), Cause.LAUNCH, is_idle=True)
+    launched_s = account.end_s - begin_s
+    account.late_s += max(until_s - account.end_s, 0.0)
+    account.add(until_s, Cause.STRAGGLER, is_idle=True)  # all is there, and still the rank does not begin
     return launches_s - launched_s
 
 
-def _add_work(record: _Record, block: Block, expected: ExpectedDurations) -> None:
+def _add_work(account: RankAccount, block: Block, expected: ExpectedDurations) -> None:
     on_its_stage_s = expected.on_its_stage_s(block)
     ordinary_s = min(on_its_stage_s, expected.on_the_mean_stage_s(block))
-    record.add(min(block.start_s + ordinary_s, block.end_s), WORK, is_idle=False)
-    record.add(min(block.start_s + on_its_stage_s, block.end_s), Cause.IMBALANCE, is_idle=False)
-    record.add(block.end_s, Cause.STRAGGLER, is_idle=False)
-    record.next_row = block.row + block.num_rows
+    account.add(min(block.start_s + ordinary_s, block.end_s), WORK, is_idle=False)
+    account.add(min(block.start_s + on_its_stage_s, block.end_s), Cause.IMBALANCE, is_idle=False)
+    account.add(block.end_s, Cause.STRAGGLER, is_idle=False)
+    account.excess_s += max(block.end_s - block.start_s - on_its_stage_s, 0.0)
+    account.next_row = block.row + block.num_rows
 
 
-def _add_ends(records: Sequence[_Record]) -> None:
+def _add_ends(accounts: Sequence[RankAccount]) -> None:
     """The idle time of those that are done before the last one is."""
-    last = max(records, key=lambda record: record.end_s)
-    for record in records:
-        record.inherit(last, last.end_s, of_work=Cause.SYNCHRONISATION)
+    last = max(accounts, key=lambda account: account.end_s)
+    for account in accounts:
+        account.inherit(last, last.end_s, of_work=Cause.SYNCHRONISATION)

@@ -22,8 +22,7 @@ from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import IS_RECEIVE, OPERATIONS, Op, Value
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
-from penstock.simulation.blocks import blocking_reductions
-from penstock.simulation.data_waits import data_ready_s
+from penstock.simulation.blocks import blocking_reductions, data_ready_s
 
 ORDINARY = 1.5
 """How far outside the middle half a value may be, in widths of that half, and still be ordinary."""

@@ -15,8 +15,8 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.ir.timeline import Timeline
+from penstock.simulation.blocks import waits_of_ranks
 from penstock.simulation.causes import Cause, IdleSpan, IdleTimes
-from penstock.simulation.data_waits import waits_of_ranks
 
 
 @dataclass(frozen=True, slots=True)

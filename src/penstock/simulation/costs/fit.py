@@ -14,10 +14,10 @@ from penstock.ir.deps import NONE
 from penstock.ir.operations import OPERATIONS, Group, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
+from penstock.simulation.blocks import data_ready_s
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Channel, Costs, PerStage, Spread
 from penstock.simulation.costs.exchanges import exchanges_s
 from penstock.simulation.costs.layer_costs import LayerCosts, split_sizes
-from penstock.simulation.data_waits import data_ready_s
 from penstock.simulation.durations import IS_BESIDE, IS_BUSY
 from penstock.simulation.message_latency import Transfers, message_latency_s, robust_mean
 

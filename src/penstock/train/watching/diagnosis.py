@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.ir.action import Kind
 from penstock.ir.timeline import Timeline
 from penstock.schedules import is_family_name
 from penstock.searching.what_if import Change, MeasuredRun, Setting, what_if
@@ -12,21 +11,12 @@ from penstock.simulation.causes import Cause, IdleTimes, idle_times
 from penstock.simulation.costs.costs import Spread
 from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
 from penstock.simulation.costs.variation import largest_variation
-from penstock.simulation.critical import Piece, critical_path
 from penstock.simulation.losses import Loss, losses_of
-from penstock.simulation.message_latency import Transfers, with_true_arrivals
+from penstock.simulation.message_latency import with_true_arrivals
 from penstock.simulation.prologue import begin_of, idle_before
 from penstock.train.settings.config import RunConfig
 from penstock.train.watching.recorded_step import RecordedStep
 from penstock.train.watching.replica_waits import ReplicaWaits, replica_waits
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """The seconds of one sort on the critical path."""
-
-    what: str
-    duration_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +30,6 @@ class Diagnosis:
     idle: IdleTimes
     """From when each rank was free for the step to its end."""
     losses: list[Loss]
-    path: list[Contribution]
     changes: list[Change]
     spreads: tuple[Spread, ...]
     """How much equal computations of the step differ."""
@@ -109,7 +98,6 @@ def diagnose(
         simulate(timeline.program, costs),
         IdleTimes(before.by_rank + within.by_rank),
         losses_of(timeline, costs, recorded.lead_ins),
-        _contributions(timeline),
         what_if(run, setting),
         costs.spreads,
         shares is not None,
@@ -148,32 +136,3 @@ def setting_of(config: RunConfig) -> Setting:
         options=pipeline.options,
         stages_per_rank=pipeline.stages_per_rank or None,
     )
-
-
-def _contributions(timeline: Timeline) -> list[Contribution]:
-    """What the critical path consists of, the longest first."""
-    transfers = Transfers.of(timeline.program)
-    sender_of = dict(zip(transfers.consumers.tolist(), transfers.senders.tolist(), strict=True))
-    total_s: dict[str, float] = {}
-    for piece in critical_path(timeline):
-        what = _text(piece, timeline, sender_of)
-        total_s[what] = total_s.get(what, 0.0) + piece.duration_s
-    found = [Contribution(what, duration_s) for what, duration_s in total_s.items()]
-    return sorted(found, key=lambda contribution: -contribution.duration_s)
-
-
-def _text(piece: Piece, timeline: Timeline, sender_of: dict[int, int]) -> str:
-    program = timeline.program
-    match piece.doing:
-        case "compute":
-            kind = Kind(int(program.op[piece.row])).name.lower().replace("_", " ")
-            return f"{kind} of stage {program.stage[piece.row]}"
-        case "transfer":
-            sender = sender_of.get(piece.row, sender_of.get(piece.row + 1))  # of a pair, the other may have waited
-            return f"messages from rank {sender} to rank {piece.rank}"
-        case "collective":
-            return f"rank {piece.rank} in collectives"
-        case "data":
-            return f"rank {piece.rank} waiting for the data of a microbatch"
-        case "pause":
-            return f"rank {piece.rank} between computations"
