@@ -12,6 +12,7 @@ from penstock.ir.schedule import Schedule
 from penstock.lowering import Sharding, lower
 from penstock.placement import Placement
 from penstock.planning import (
+    RecentTables,
     few_microbatches,
     memory_demand,
     options_of_family,
@@ -177,6 +178,16 @@ def test_an_equal_plan_is_proved_once_and_any_other_one_anew():
     assert prove_and_lower_once(equal) is not first  # only the last ones are kept
     with pytest.raises(ScheduleError):
         prove_and_lower_once(one, Demand.of("1 activations", COSTS))
+
+
+def test_programs_are_kept_by_an_object_of_its_own_and_large_ones_not_at_all():
+    one, equal = (build("1f1b", ranks=3, microbatches=5) for _ in range(2))
+    own, small = RecentTables(), RecentTables(most_rows=one.num_rows - 1)
+    first = prove_and_lower_once(one, programs=own)
+
+    assert prove_and_lower_once(equal, programs=own) is first
+    assert prove_and_lower_once(equal) is not first
+    assert prove_and_lower_once(equal, programs=small) is not prove_and_lower_once(equal, programs=small)
 
 
 def test_a_name_is_built_for_the_ranks_that_run():

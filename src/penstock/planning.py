@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,8 @@ from penstock.simulation import Costs, LayerCosts, simulate
 T = TypeVar("T", Schedule, Program)
 DEFAULT_MICROBATCHES = 8
 ScheduleLike = str | Path | Schedule | Program
-"""What runs: a family's name, the path of a file, a schedule, or a program."""
+"""A family's name, the path of a file, a schedule, or a program."""
+_PLAIN = (int, float, str, bool, NoneType)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,10 +39,29 @@ class Plan:
     timeline: Timeline
 
 
-_MAX_KEPT, _MAX_KEPT_ROWS = 8, 100_000
-_kept: dict[tuple[Any, ...], Program] = {}
-_kept_schedules: dict[tuple[Any, ...], Schedule] = {}
-_PLAIN = (int, float, str, bool, NoneType)
+class RecentTables(Generic[T]):
+    """The last few small tables that were made; an equal plan gets the table that is there.
+
+    Pipelines are made again for other data or numbers of microbatches, and ranks that are threads plan alike.
+    """
+
+    def __init__(self, most: int = 8, most_rows: int = 100_000) -> None:
+        self.most_rows = most_rows
+        self._most = most
+        self._tables: dict[tuple[Any, ...], T] = {}
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """Return the table that `make` made for an equal key, or makes now."""
+        table = self._tables.pop(key, None) or make()
+        if table.num_rows <= self.most_rows:
+            self._tables[key] = table  # the last one used comes last
+        for oldest in list(self._tables)[: -self._most]:
+            self._tables.pop(oldest, None)
+        return table
+
+
+PROGRAMS, SCHEDULES = RecentTables[Program](), RecentTables[Schedule]()
+"""Of this process, for all that ask for no others."""
 
 
 def plan(
@@ -109,21 +129,18 @@ def prove_and_lower_once(
     tied_groups: Sequence[Sequence[int]] = (),
     optimizer_step: bool = False,
     sharding: Sharding = NOT_SHARDED,
+    programs: RecentTables[Program] = PROGRAMS,
 ) -> Program:
-    """Do what `prove_and_lower` does, or return what it returned of an equal plan in this process.
-
-    Pipelines are made again for other data or numbers of microbatches, and ranks that are threads plan alike. Only the
-    last few small programs are kept, and none with a limit of memory.
-    """
+    """Do what `prove_and_lower` does, or return the program that it made of an equal plan without a limit of memory."""
     options: dict[str, Any] = {
         "tied_groups": tied_groups,
         "optimizer_step": optimizer_step,
         "sharding": sharding,
     }
-    if demand != NO_DEMAND or plan.num_rows > _MAX_KEPT_ROWS:
+    if demand != NO_DEMAND or plan.num_rows > programs.most_rows:
         return prove_and_lower(plan, demand, **options)
     key = (type(plan), plan.name, plan.digest(), repr(options))
-    return _once(_kept, key, lambda: prove_and_lower(plan, demand, **options))
+    return programs.once(key, lambda: prove_and_lower(plan, demand, **options))
 
 
 def _build_once(name: str, options: Mapping[str, Any]) -> Schedule:
@@ -131,17 +148,7 @@ def _build_once(name: str, options: Mapping[str, Any]) -> Schedule:
     if not all(isinstance(value, _PLAIN) for value in options.values()):
         return build(name, **options)
     texts = sorted((key, repr(value)) for key, value in options.items())  # 1, 1.0 and True are equal, but not alike
-    return _once(_kept_schedules, (name, find_family(name).generate, *texts), lambda: build(name, **options))
-
-
-def _once(kept: dict[tuple[Any, ...], T], key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """Return what `make` made for this key; the last few small tables are kept."""
-    table = kept.pop(key, None) or make()
-    if table.num_rows <= _MAX_KEPT_ROWS:
-        kept[key] = table  # the last one used comes last
-    for oldest in list(kept)[:-_MAX_KEPT]:
-        kept.pop(oldest, None)
-    return table
+    return SCHEDULES.once((name, find_family(name).generate, *texts), lambda: build(name, **options))
 
 
 def _require_gathers(program: Program, sharding: Sharding) -> None:
