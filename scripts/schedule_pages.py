@@ -16,8 +16,15 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import penstock as ps  # noqa: E402
 from penstock.cli.handbook import FAMILIES as FAMILIES_MARK  # noqa: E402
-from penstock.cli.handbook import differences, written_text  # noqa: E402
-from penstock.cli.pages import LEGEND, NUM_SLICES, UNITS, draw_example, family_section  # noqa: E402
+from penstock.cli.handbook import (  # noqa: E402
+    LEGEND,
+    NUM_SLICES,
+    UNITS,
+    differences,
+    draw_example,
+    family_section,
+    written_text,
+)
 from penstock.ir.operations import Kind  # noqa: E402
 from penstock.ir.timeline import Timeline  # noqa: E402
 from penstock.schedules import FAMILIES, Family, build  # noqa: E402

@@ -3,8 +3,7 @@
 import pytest
 
 from penstock.cli.entry import main
-from penstock.cli.handbook import handbook
-from penstock.cli.pages import table_page
+from penstock.cli.handbook import handbook, table_page
 from penstock.schedules import FAMILIES
 from penstock.tables import Screen
 from tests.plug_ins import ZIGZAG, installing

@@ -24,10 +24,9 @@ from penstock.cli import (
     train,
 )
 from penstock.cli.arguments import Parser
-from penstock.cli.compiling import compiling_reported
 from penstock.cli.output import complain, forget_stdout, may_be_full, open_closed_streams, replace_unknown_characters
 from penstock.cli.status import MEANINGS, ExitStatus, message_of, status_of
-from penstock.cli.waiting import waiting_reported
+from penstock.cli.waiting import compiling_reported, waiting_reported
 from penstock.errors import nearest, shortened
 from penstock.version import VERSION
 

@@ -1,20 +1,24 @@
-"""The handbook of schedules: a written text, `handbook.md`, with parts that are made from the families.
+"""Families of schedules: a table of all, a page on each, and the handbook of schedules.
 
-`penstock schedules --to markdown` prints it on one page; scripts/schedule_pages.py makes the pages in docs/ of it.
+The handbook is a written text, `handbook.md`, with parts that are made from the families. `penstock schedules --to
+markdown` prints it on one page; scripts/schedule_pages.py makes the pages in docs/ of it.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from textwrap import fill
 
-from penstock.cli.pages import LEGEND, NUM_SLICES, UNITS, draw_example, family_page, family_section
+from penstock.cli.drawing import on_screen
+from penstock.errors import PenstockError
+from penstock.ir.grid import to_grid
 from penstock.ir.transports import MODELS
-from penstock.schedules import Family, build
+from penstock.schedules import Choice, Family, Option, build
 from penstock.searching.comparison import Comparison, Refusal, compare
 from penstock.simulation import Costs
-from penstock.tables import Screen
+from penstock.tables import Column, Screen, fields_text, table_text
 
 TEXT = Path(__file__).with_name("handbook.md")
 SIDE_BY_SIDE, FAMILIES, TRANSPORTS = "<!-- side by side -->", "<!-- families -->", "<!-- transports -->"
@@ -27,6 +31,16 @@ CONDITIONS = (
 )
 WIDTH = 132
 """Of what is generated and flows."""
+LEGEND = (
+    "p ranks, m microbatches, v stages per rank, k slices, s a rank counted from 0; F, B and W are the times of a "
+    "stage's forward, and of the input and the weight gradient of its backward. Memory is in activations on rank s."
+)
+UNITS = "A column is one unit of time: F, I and W take one, B two; `.` is idle, `=` goes on."
+PAGE_WIDTH = 120
+"""Of a page that goes to no terminal."""
+ALL_LINES = 10**6
+NUM_SLICES = 2
+"""In the drawings of families that cut microbatches."""
 
 
 def handbook(families: Sequence[Family]) -> str:
@@ -91,3 +105,79 @@ def _row(row: Comparison | Refusal) -> str:
         str(row.num_messages),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+# ---- single families
+
+
+def table_page(families: Sequence[Family], screen: Screen) -> str:
+    """Return one line per family: what it is and, where there is room, when to take it."""
+    columns = [
+        Column("name", is_text=True, style="cyan"),
+        Column("what it is", is_text=True),
+        Column("when to take it", is_text=True, drop_order=1),
+    ]
+    rows = [[family.name, family.summary, family.advice] for family in families]
+    more = "penstock schedules NAME says all about one: its order, bubble, memory, limits, options and source."
+    return f"{table_text(columns, rows, screen)}\n\n{screen.wrapped(more)}"
+
+
+def family_page(family: Family, drawing: str, differences: Sequence[str], screen: Screen) -> str:
+    """Return all about one family, with its example drawn in blocks that fit the screen."""
+    screen = replace(screen, width=screen.width or PAGE_WIDTH)
+    facts = [*_facts(family, family.all_options), *(("differs", text) for text in differences)]
+    parts = [
+        screen.wrapped(f"{family.name}: {family.summary}"),
+        command(family),
+        on_screen(drawing, replace(screen, height=ALL_LINES)),
+        screen.wrapped(UNITS),
+        fields_text(facts, screen),
+        screen.wrapped(LEGEND),
+    ]
+    return "\n\n".join(parts)
+
+
+def family_section(family: Family, drawing: str, options: Mapping[str, Option]) -> str:
+    """Return all about one family, with these of its options, but how it differs from its source, in Markdown."""
+    facts = [f"* {name}: {fact}" for name, fact in _facts(family, options)]
+    summary = f"{family.summary[:1].upper()}{family.summary[1:]}."
+    return "\n".join([f"### {family.name}", "", summary, "", *facts, "", "```", command(family), "", drawing, "```"])
+
+
+def draw_example(family: Family) -> str:
+    """Return the grid of a family's example, or why it cannot be made: a family of others may be wrong in that."""
+    ranks, microbatches = family.example
+    slices = NUM_SLICES if family.takes_slices else 1
+    try:
+        return to_grid(build(family.name, ranks=ranks, microbatches=microbatches, slices=slices))
+    except PenstockError as error:
+        return str(error)
+
+
+def command(family: Family) -> str:
+    """Return the command that draws a family's example."""
+    ranks, microbatches = family.example
+    slices = f" --slices {NUM_SLICES}" if family.takes_slices else ""
+    return f"penstock show {family.name} --ranks {ranks} --microbatches {microbatches}{slices}"
+
+
+def _facts(family: Family, options: Mapping[str, Option]) -> list[tuple[str, str]]:
+    """The labels and texts of a family's page."""
+    facts = [
+        ("source", family.source),
+        ("placement", family.placement),
+        ("restrictions", family.restrictions),
+        ("bubble", family.bubble),
+        ("memory", family.memory),
+        ("advice", family.advice),
+    ]
+    if len(family.stages_per_rank) > 1:
+        facts.append(("--stages-per-rank", f"{family.stages_per_rank[0]} unless given"))
+    if family.takes_slices:
+        facts.append(("--slices", "1 unless given"))
+    return facts + [(f"option {name}", _option(option)) for name, option in options.items()]
+
+
+def _option(option: Option) -> str:
+    values = " or ".join(option.choices) if isinstance(option, Choice) else "a number"
+    return f"{values} (default {option.default}): {option.help}"

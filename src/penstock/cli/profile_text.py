@@ -11,7 +11,7 @@ from penstock.ir.action import Kind
 from penstock.partition.split import split_text
 from penstock.show.text import count_of, format_bytes, format_seconds, time_unit
 from penstock.simulation.costs.costs import Spread
-from penstock.simulation.costs.messages import BACKWARD, FORWARD, message_costs
+from penstock.simulation.costs.messages import hops, message_costs
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
 from penstock.train.profiling import Profile
 
@@ -123,10 +123,8 @@ def _side_by_side(durations_s: Sequence[float]) -> list[str]:
 
 def _latencies_s(profile: Profile) -> dict[tuple[int, int], float]:
     placement = profile.program.placement
-    table, ranks = message_costs(placement, profile.costs), placement.rank_of_stage
-    found = {}
-    for direction, neighbours in ((FORWARD, placement.next_stage), (BACKWARD, placement.previous_stage)):
-        for stage, neighbour in enumerate(neighbours):
-            if neighbour >= 0:
-                found[ranks[stage], ranks[neighbour]] = float(table.latency_s[direction, stage])
-    return found
+    latency_s, ranks = message_costs(placement, profile.costs).latency_s, placement.rank_of_stage
+    return {
+        (ranks[stage], ranks[neighbour]): float(latency_s[direction, stage])
+        for direction, stage, neighbour in hops(placement)
+    }

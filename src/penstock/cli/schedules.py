@@ -22,8 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    from penstock.cli.handbook import family_text, handbook
-    from penstock.cli.pages import table_page
+    from penstock.cli.handbook import family_text, handbook, table_page
     from penstock.schedules import FAMILIES, find_family, installed_families
 
     screen = stdout_screen()

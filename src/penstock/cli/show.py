@@ -67,8 +67,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     from penstock.cli.drawing import on_screen, require_readable
+    from penstock.cli.given_costs import sharding_of
     from penstock.cli.output import say, stdout_screen
-    from penstock.cli.sharding import sharding_of
     from penstock.cli.wanted import wanted_schedule
     from penstock.ir.writing import write_table
     from penstock.lowering import NOT_SHARDED, lower
@@ -139,8 +139,7 @@ def _picture_of_step(recorded: Any, format: str, arguments: Namespace) -> bytes:
 
 def _picture(format: str, arguments: Namespace) -> bytes:
     """Draw the timeline that the lowered schedule has under the costs."""
-    from penstock.cli.given_costs import costs_of_table
-    from penstock.cli.sharding import costs_of_replicas, sharding_of
+    from penstock.cli.given_costs import costs_of_replicas, costs_of_table, sharding_of
     from penstock.cli.wanted import wanted_schedule
     from penstock.lowering import NOT_SHARDED, lower
     from penstock.show.figures import describe_shape

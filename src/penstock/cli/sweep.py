@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from penstock.cli.sharding import replicas_of, sharding_of
+from penstock.cli.given_costs import replicas_of, sharding_of
 from penstock.cli.wanted import Wanted, names_wanted, wanted_schedules
 from penstock.errors import ConfigError, nearest, shortened
 from penstock.lowering import NONE, OPTIMIZER, SHARDS

@@ -4,8 +4,10 @@ header (JSON)   lanes, kinds, colours, figures      what a reader sees as text
 data (base64)   one row per block, lane after lane  the columns of `block_table`, packed
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 import orjson
@@ -17,14 +19,15 @@ from penstock.ir.timeline import Timeline
 from penstock.show.bars import COLOURS, FOOT, NAMES, last_end_s, window_s
 from penstock.show.block_table import BlockTable, Packed, block_table, pack
 from penstock.show.figures import describe_shape, figures_of, idle_share, legend_of, peak_microbatches
-from penstock.show.html import VARIABLES, bundle, fill, read, style_of_themes
 from penstock.show.layout import describe_shades, num_blocks, num_shades, period_s, typical_block_s
 from penstock.show.palette import (
     THEMES,
+    VARIABLES,
     blend,
     block_colours,
     find_theme,
     ink_on,
+    style_of_themes,
     to_hex,
 )
 from penstock.show.text import format_share
@@ -36,6 +39,8 @@ MAX_BYTES = 5_000_000
 """Of a page: what a browser opens at once, and a mail takes along."""
 MODULES = ("data.js", "draw.js", "view.js")
 """Of the viewer, each after those that it imports from."""
+VIEWER = files("penstock.show") / "viewer"
+MODULE_SYNTAX = re.compile(r"^(import .*\n|/\*\* @import .*\n|export )", re.MULTILINE)
 
 
 def to_page(
@@ -181,3 +186,23 @@ def _lane(names: list[str], timelines: list[Timeline], table: BlockTable, index:
             name: to_hex(blend(theme.ranks, rank / max(timeline.num_ranks - 1, 1))) for name, theme in THEMES.items()
         },
     }
+
+
+def read(name: str) -> str:
+    """Return a file of the viewer."""
+    return (VIEWER / name).read_text(encoding="utf-8").rstrip()
+
+
+def fill(template: str, **texts: str) -> str:
+    """Put texts in the places of their names, in one pass: what a text holds is not looked at again."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: texts[place[1]], read(template)) + "\n"
+
+
+def bundle(modules: Sequence[str]) -> str:
+    """Return modules of the viewer as one, for a page that has no server to import them from.
+
+    All that is done is to take out lines of imports, also of types, and the word `export` at the beginning of a line.
+    So modules come after those that they import from; an import is one line and renames nothing; and no two modules
+    have a name in common.
+    """
+    return "\n".join(MODULE_SYNTAX.sub("", read(module)) for module in modules)

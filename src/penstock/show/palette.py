@@ -50,6 +50,8 @@ THEMES = {
 
 COLLECTIVE_COLOUR, COPY_COLOUR = "#9933FF", "#9C2400"
 """Of the bars over blocks of any kind; optimizer steps, which cover no block, are drawn in the theme's ink."""
+VARIABLES = ("background", "ink", "faint", "bubble", "line")
+"""Colours of a theme that the style sheets of pages have as variables."""
 DARK_INK, LIGHT_INK = "#101214", "#FFFFFF"
 """What is written on blocks."""
 
@@ -63,6 +65,24 @@ def find_theme(name: str) -> Theme:
     if name not in THEMES:
         raise ConfigError(f"{name!r}; known: {', '.join(THEMES)}.{nearest(name, THEMES)}", key="theme")
     return THEMES[name]
+
+
+def variables_of(theme: Theme) -> dict[str, str]:
+    """Return the colours of a theme by the names of their variables."""
+    return {"accent": theme.ranks[1]} | {name: getattr(theme, name) for name in VARIABLES}
+
+
+def style_of_themes() -> list[str]:
+    """Return rules with the colours as variables: light, dark where the browser wants it, or the page's own."""
+    rules = {
+        name: f"color-scheme: {name}; " + " ".join(f"--{key}: {colour};" for key, colour in variables_of(theme).items())
+        for name, theme in THEMES.items()
+    }
+    return [
+        f":root {{ {rules['light']} }}",
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {rules['dark']} }} }}",
+        *(f':root[data-theme="{name}"] {{ {rule} }}' for name, rule in rules.items()),
+    ]
 
 
 def block_colours(num_shades: int) -> dict[Kind, tuple[str, ...]]:

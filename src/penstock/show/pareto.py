@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
-from penstock.show.html import style_of_themes, variables_of
 from penstock.show.names import GAP, POINT_RADIUS, place_names
-from penstock.show.palette import THEMES, Theme, find_theme
+from penstock.show.palette import THEMES, Theme, find_theme, style_of_themes, variables_of
 from penstock.show.sheet import Sheet
 from penstock.show.text import count_of, format_seconds, time_unit
 
