@@ -138,8 +138,6 @@ def test_the_commands_in_the_text_run(line, capsys, tmp_path, monkeypatch):
     assert "refused" not in capsys.readouterr().out
 
 
-
-
 def squeezed(text):
     return "".join(text.split())
 

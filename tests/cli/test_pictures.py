@@ -10,12 +10,10 @@ from penstock.cli.pictures import (
     CHARTS,
     SUFFIXES,
     TABLE,
+    Output,
     predicted_picture,
     refuse_useless,
-    require_displayable,
-    result_path,
     wanted_format,
-    write_result,
 )
 from penstock.errors import ConfigError, PenstockError
 from tests.show.timelines import COSTS, timeline_of
@@ -61,26 +59,41 @@ def test_arguments_that_would_change_nothing_are_refused():
         refuse_useless(asked(theme="dark"), "theme", "trace", CHARTS)
 
 
+def test_an_option_of_other_formats_is_refused_with_them():
+    with pytest.raises(ConfigError, match="--theme: only for svg, png, html; leave it out for grid"):
+        Output.of(asked(theme="dark"), SUFFIXES, "grid", {"theme": CHARTS})
+    assert Output.of(asked("svg", theme="dark"), SUFFIXES, "grid", {"theme": CHARTS}) == Output("svg")
+
+
+def test_a_text_gets_its_last_line_end_and_no_screen_in_a_file(tmp_path):
+    output = Output(TABLE, tmp_path / "a.txt")
+
+    output.write("one line")
+
+    assert (tmp_path / "a.txt").read_text() == "one line\n"
+    assert output.screen.width is None
+
+
 def test_a_file_is_written_and_replaced_on_request_only(tmp_path):
     asked_for = asked(output=str(tmp_path / "a.png"), force=False)
-    write_result(b"first", "png", result_path(asked_for))
+    Output.of(asked_for, SUFFIXES, "grid", {}).write(b"first")
 
     with pytest.raises(ConfigError, match=r"--output: .*a\.png exists; give another name, or --force to replace it"):
-        result_path(asked_for)
+        Output.of(asked_for, SUFFIXES, "grid", {})
 
     asked_for.force = True
-    write_result(b"second", "png", result_path(asked_for))
+    Output.of(asked_for, SUFFIXES, "grid", {}).write(b"second")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
     assert (tmp_path / "a.png").read_bytes() == b"second"
 
 
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(PenstockError, match=r"missing/a\.svg: cannot be written: No such file"):
-        write_result(b"", "svg", tmp_path / "missing" / "a.svg")
+        Output("svg", tmp_path / "missing" / "a.svg").write(b"")
 
 
 def test_standard_output_gets_the_bytes(capsysbinary):
-    write_result(b"\x89PNG\xff", "png", None)
+    Output("png").write(b"\x89PNG\xff")
 
     assert capsysbinary.readouterr().out == b"\x89PNG\xff"
 
@@ -105,8 +118,8 @@ def test_a_terminal_gets_no_binary(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdout", Terminal(io.BytesIO()))
 
     with pytest.raises(ConfigError, match=r"a terminal cannot show png; give --output NAME\.png"):
-        write_result(b"", "png", None)
-    require_displayable("png", tmp_path / "a.png")
-    require_displayable(TABLE, None)
-    write_result(b"<svg/>", "svg", None)
+        Output("png").write(b"")
+    Output("png", tmp_path / "a.png").require_displayable()
+    Output(TABLE).require_displayable()
+    Output("svg").write(b"<svg/>")
     assert sys.stdout.buffer.getvalue() == b"<svg/>"

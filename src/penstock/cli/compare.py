@@ -2,17 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.cli.arguments import add_format, add_memory_limit, add_schedules, add_sharding, add_split
-from penstock.cli.pictures import (
-    CHARTS,
-    TABLE,
-    TABLE_SUFFIXES,
-    add_picture_arguments,
-    refuse_useless,
-    result_path,
-    wanted_format,
-    write_result,
-)
+from penstock.cli.arguments import add_memory_limit, add_schedules, add_sharding, add_split
+from penstock.cli.pictures import CHARTS, TABLE, TABLE_SUFFIXES, Output, add_result_arguments
 from penstock.cli.status import ExitStatus
 
 SUMMARY = "Compare schedules: makespan, bubble, memory and messages under given costs."
@@ -45,35 +36,30 @@ def add_arguments(parser: ArgumentParser) -> None:
         "repeated",
     )
     add_memory_limit(parser)
-    add_format(
+    add_result_arguments(
         parser,
         (TABLE, "json", *CHARTS),
         "default: table, or by the suffix of PATH. svg, png, html: step time against memory as a picture",
     )
-    add_picture_arguments(parser)
 
 
 def run(arguments: Namespace) -> int:
     from penstock.cli.comparison import compared_by, grouped_refusals, to_json, to_picture, to_table
-    from penstock.cli.output import complain, stdout_screen
-    from penstock.tables import NO_SCREEN
+    from penstock.cli.output import complain
 
-    format = wanted_format(arguments, TABLE_SUFFIXES, TABLE)
-    refuse_useless(arguments, "theme", format, CHARTS)
-    path = result_path(arguments)
+    output = Output.of(arguments, TABLE_SUFFIXES, TABLE, {"theme": CHARTS})
     compared = compared_by(arguments)
-    if format == "json":
-        write_result(f"{to_json(compared)}\n".encode(), format, path)
+    if output.format == "json":
+        output.write(to_json(compared))
     if not compared.found:
         reasons = [f"\n  {names}: {reason}" for names, reason in grouped_refusals(compared.refused)]
         complain("none of these schedules can be compared" + "".join(reasons))
         return ExitStatus.WRONG_INPUT
-    if format == TABLE:
-        table = to_table(compared, NO_SCREEN if path else stdout_screen())
-        write_result(f"{table}\n".encode(), format, path)
-    if format in CHARTS:
+    if output.format == TABLE:
+        output.write(to_table(compared, output.screen))
+    if output.format in CHARTS:
         shape = {"rank": arguments.ranks, "microbatch": arguments.microbatches}
-        write_result(to_picture(compared, shape, format=format, theme=arguments.theme), format, path)
+        output.write(to_picture(compared, shape, format=output.format, theme=arguments.theme))
         for names, reason in grouped_refusals(compared.refused):
             complain(f"not in the picture: {names}: {reason}")
     return ExitStatus.FINE

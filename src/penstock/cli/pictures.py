@@ -1,23 +1,25 @@
-"""Pictures on the command line: which format is wanted, how a timeline is drawn in it, and where it goes."""
+"""Results on the command line: which format is wanted, how a timeline is drawn in it, and where it goes."""
 
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.arguments import add_output
-from penstock.cli.output import path_to_write, say
+from penstock.cli.arguments import add_format, add_output
+from penstock.cli.output import path_to_write, say, stdout_screen
 from penstock.errors import ConfigError
+from penstock.tables import NO_SCREEN, Screen
 
 PICTURES = ("svg", "png", "html", "trace")
 """`trace` is for Perfetto or chrome://tracing."""
 CHARTS = ("svg", "png", "html")
-"""What has colours, and so a theme."""
+"""These have colours, and so a theme."""
 THEMES = ("light", "dark")
 BINARY = ("png",)
 TABLE = "table"
-"""What people read; every other format has its own encoding."""
+"""For people to read; every other format has its own encoding."""
 CHART_SUFFIXES = {".svg": "svg", ".png": "png", ".html": "html", ".htm": "html"}
 SUFFIXES = CHART_SUFFIXES | {".trace": "trace"}
 """In which format a picture is drawn whose name ends so."""
@@ -25,10 +27,67 @@ TABLE_SUFFIXES = {".txt": TABLE, ".json": "json"} | CHART_SUFFIXES
 """The same where a result is figures, which can be drawn."""
 
 
-def add_picture_arguments(parser: ArgumentParser) -> None:
-    """Add what only pictures take, and where a result goes."""
+def add_result_arguments(parser: ArgumentParser, formats: Sequence[str], text: str) -> None:
+    """Add in which format a result is written, and where; `text` ends the help. Only pictures have a theme."""
+    add_format(parser, formats, text)
     parser.add_argument("--theme", choices=THEMES, help="of a picture (default: light; HTML follows the browser)")
     add_output(parser, "write there instead of to standard output")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The format of a result, and the file where it goes; without one, standard output."""
+
+    format: str
+    path: Path | None = None
+
+    @classmethod
+    def of(
+        cls, arguments: Namespace, suffixes: dict[str, str], default: str, takes: Mapping[str, Sequence[str]]
+    ) -> "Output":
+        """Return what the arguments ask for; an option of `takes` is for these formats only.
+
+        Raises:
+            ConfigError: for an unknown suffix without --to, a suffix of another format, an option that would change
+                nothing, and a file that exists.
+        """
+        format = wanted_format(arguments, suffixes, default)
+        for name, formats in takes.items():
+            refuse_useless(arguments, name, format, formats)
+        if arguments.output is None:
+            return cls(format)
+        return cls(format, path_to_write(arguments.output, is_forced=arguments.force, key="--output"))
+
+    @property
+    def screen(self) -> Screen:
+        """The screen for which a table is made."""
+        return NO_SCREEN if self.path else stdout_screen()
+
+    def require_displayable(self) -> None:
+        """Refuse a binary format on a terminal. Raises: ConfigError."""
+        if self.path is None and self.format in BINARY and sys.stdout.isatty():
+            raise ConfigError(f"a terminal cannot show {self.format}; give --output NAME.{self.format}", key="--output")
+
+    def write(self, result: bytes | str) -> None:
+        """Write a result to the file, whole or not at all, or to standard output; a text gets its last line end.
+
+        Raises:
+            ConfigError: for a binary format on a terminal.
+            PenstockError: if the file cannot be written.
+        """
+        from penstock.files import atomic_file
+
+        data = f"{result}\n".encode() if isinstance(result, str) else result
+        if self.path is None and self.format == TABLE:
+            say(data.decode())  # in characters that the terminal has
+            return
+        self.require_displayable()
+        if self.path is None:
+            sys.stdout.flush()
+            sys.stdout.buffer.write(data)
+            return
+        with atomic_file(self.path.resolve()) as file:
+            file.write(data)
 
 
 def wanted_format(arguments: Namespace, suffixes: dict[str, str], default: str) -> str:
@@ -60,19 +119,6 @@ def refuse_useless(arguments: Namespace, name: str, format: str, formats: Sequen
         raise ConfigError(f"only for {', '.join(formats)}; leave it out for {format}", key=f"--{name}")
 
 
-def result_path(arguments: Namespace) -> Path | None:
-    """Return where --output says that a result goes; None for standard output. Raises: ConfigError."""
-    if arguments.output is None:
-        return None
-    return path_to_write(arguments.output, is_forced=arguments.force, key="--output")
-
-
-def require_displayable(format: str, path: Path | None) -> None:
-    """Refuse a binary format on a terminal. Raises: ConfigError."""
-    if path is None and format in BINARY and sys.stdout.isatty():
-        raise ConfigError(f"a terminal cannot show {format}; give --output NAME.{format}", key="--output")
-
-
 def predicted_picture(
     timeline: Any, costs: Any, *, title: str, format: str, theme: str | None, more: Mapping[str, str] | None = None
 ) -> bytes:
@@ -91,24 +137,3 @@ def predicted_picture(
         costs = {"predicted": costs}
         return to_page({"predicted": timeline}, costs=costs, title=title, theme=theme, more=more)
     return timeline_chart(timeline, format=format, title=title, theme=theme or "light", more=more)
-
-
-def write_result(data: bytes, format: str, path: Path | None) -> None:
-    """Write a result to a file, whole or not at all, or to standard output.
-
-    Raises:
-        ConfigError: for a binary format on a terminal.
-        PenstockError: if the file cannot be written.
-    """
-    from penstock.files import atomic_file
-
-    if path is None and format == TABLE:
-        say(data.decode())  # in characters that the terminal has
-        return
-    require_displayable(format, path)
-    if path is None:
-        sys.stdout.flush()
-        sys.stdout.buffer.write(data)
-        return
-    with atomic_file(path.resolve()) as file:
-        file.write(data)

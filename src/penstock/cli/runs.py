@@ -4,10 +4,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.cli.arguments import add_format
-from penstock.cli.output import complain, say, stdout_screen
-from penstock.cli.pictures import TABLE, add_picture_arguments, refuse_useless, result_path, wanted_format, write_result
+from penstock.cli.output import complain
+from penstock.cli.pictures import TABLE, Output, add_result_arguments
 from penstock.cli.status import ExitStatus
+from penstock.tables import Column, Screen, table_text
 
 SUMMARY = "List runs side by side, or draw their losses."
 CURVES = ("svg", "png")
@@ -24,37 +24,25 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="a run's folder, one that holds the folders of runs, or a pattern in quotes, such as 'runs/lr-*'",
     )
     text = "default: table, or by the suffix of PATH. svg, png: curves of the losses"
-    add_format(parser, (TABLE, "json", *CURVES), text)
-    add_picture_arguments(parser)
+    add_result_arguments(parser, (TABLE, "json", *CURVES), text)
 
 
 def run(arguments: Namespace) -> int:
     from penstock.train.watching.run_list import list_runs
 
-    format = wanted_format(arguments, SUFFIXES | {".json": "json"}, TABLE)
-    refuse_useless(arguments, "theme", format, CURVES)
-    path = result_path(arguments)
+    output = Output.of(arguments, SUFFIXES | {".json": "json"}, TABLE, {"theme": CURVES})
     found = list_runs(arguments.names)
     for problem in found.unreadable:
         complain(problem)
-    runs = found.runs
-    if format in CURVES:
-        data = _curves(runs, arguments, format)
-    elif format == "json":
-        data = _json(runs)
+    if output.format in CURVES:
+        output.write(_curves(found.runs, arguments, output.format))
     else:
-        text = _table(runs, in_terminal=path is None)
-        if path is None:
-            say(text)
-            return ExitStatus.FINE
-        data = f"{text}\n".encode()
-    write_result(data, format, path)
+        output.write(_json(found.runs) if output.format == "json" else _table(found.runs, output.screen))
     return ExitStatus.FINE
 
 
-def _table(runs: Any, *, in_terminal: bool) -> str:
+def _table(runs: Any, screen: Screen) -> str:
     from penstock.show.text import format_bytes
-    from penstock.tables import NO_SCREEN, Column, table_text
     from penstock.train.watching.run_list import differences
 
     found = differences(runs)
@@ -87,7 +75,7 @@ def _table(runs: Any, *, in_terminal: bool) -> str:
     ]
     if not any(found):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
-    return table_text(columns, rows, stdout_screen() if in_terminal else NO_SCREEN)
+    return table_text(columns, rows, screen)
 
 
 def _shown(value: float | None, format: str) -> str:
@@ -99,7 +87,7 @@ def _shortened(settings: Sequence[str]) -> str:
     return " ".join(settings[:MOST_SHOWN]) + more
 
 
-def _json(runs: Any) -> bytes:
+def _json(runs: Any) -> str:
     import orjson
 
     rows = [
@@ -120,7 +108,7 @@ def _json(runs: Any) -> bytes:
         }
         for each in runs
     ]
-    return orjson.dumps(rows, option=orjson.OPT_INDENT_2) + b"\n"
+    return orjson.dumps(rows, option=orjson.OPT_INDENT_2).decode()
 
 
 def _curves(runs: Any, arguments: Namespace, format: str) -> bytes:

@@ -5,19 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.arguments import MEMORY_LIMIT, add_format, add_memory_limit, add_split, memory_limit_of
-from penstock.cli.output import complain, path_to_write, stdout_screen
-from penstock.cli.pictures import (
-    CHARTS,
-    TABLE,
-    TABLE_SUFFIXES,
-    add_picture_arguments,
-    refuse_useless,
-    require_displayable,
-    result_path,
-    wanted_format,
-    write_result,
-)
+from penstock.cli.arguments import MEMORY_LIMIT, add_memory_limit, add_split, memory_limit_of
+from penstock.cli.output import complain, path_to_write
+from penstock.cli.pictures import CHARTS, TABLE, TABLE_SUFFIXES, Output, add_result_arguments
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.formats import FORMAT_OF_SUFFIX
@@ -68,37 +58,34 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="PATH",
         help="write the schedule there too, as PATH.csv or PATH.json, for all other commands",
     )
-    add_format(
+    add_result_arguments(
         parser,
         (TABLE, "json", *CHARTS),
         "default: table, or by the suffix of PATH. svg, png, html: the timeline that was found; of a sweep, step time "
         "against memory",
     )
-    add_picture_arguments(parser)
 
 
 def run(arguments: Namespace) -> int:
-    format = wanted_format(arguments, TABLE_SUFFIXES, TABLE)
-    refuse_useless(arguments, "theme", format, CHARTS)
-    path, schedule_path = _paths(arguments)
-    # What could only fail after the search is refused before it.
-    require_displayable(format, path)
+    output = Output.of(arguments, TABLE_SUFFIXES, TABLE, {"theme": CHARTS})
+    schedule_path = _schedule_path(arguments, output.path)
+    # The search takes long, so all that could fail after it is refused before it.
+    output.require_displayable()
     limits = _swept_limits(arguments)
-    if format in CHARTS and (limits or format != "html"):
+    if output.format in CHARTS and (limits or output.format != "html"):
         from penstock.show.sheet import load_matplotlib
 
         load_matplotlib()
     costs = _costs(arguments)
     if limits:
-        return _run_sweep(arguments, costs, limits, format, path)
-    return _run_once(arguments, costs, format, path, schedule_path)
+        return _run_sweep(arguments, costs, limits, output)
+    return _run_once(arguments, costs, output, schedule_path)
 
 
-def _paths(arguments: Namespace) -> tuple[Path | None, Path | None]:
-    """Return where the result and the schedule go. Raises: ConfigError."""
-    path = result_path(arguments)
+def _schedule_path(arguments: Namespace, path: Path | None) -> Path | None:
+    """Return where the schedule goes, which is another file than the result's. Raises: ConfigError."""
     if arguments.schedule is None:
-        return path, None
+        return None
     schedule_path = path_to_write(arguments.schedule, is_forced=arguments.force, key="--schedule")
     if schedule_path.suffix.lower() not in SCHEDULE_SUFFIXES:
         known = ", ".join(SCHEDULE_SUFFIXES)
@@ -107,7 +94,7 @@ def _paths(arguments: Namespace) -> tuple[Path | None, Path | None]:
         )
     if path is not None and path.resolve() == schedule_path.resolve():
         raise ConfigError(f"{path} is --output too; give each its own file", key="--schedule")
-    return path, schedule_path
+    return schedule_path
 
 
 def _swept_limits(arguments: Namespace) -> Sequence[Any]:
@@ -187,11 +174,8 @@ def _costs_text(arguments: Namespace) -> str:
 # ---- one search
 
 
-def _run_once(
-    arguments: Namespace, costs: Any, format: str, path: Path | None, schedule_path: Path | None
-) -> ExitStatus:
+def _run_once(arguments: Namespace, costs: Any, output: Output, schedule_path: Path | None) -> ExitStatus:
     from penstock.cli.searched import to_json, to_picture, to_table
-    from penstock.tables import NO_SCREEN
 
     limit = memory_limit_of(arguments, costs.activation_bytes)
     try:
@@ -201,13 +185,11 @@ def _run_once(
         return ExitStatus.INTERRUPTED
     if schedule_path is not None:
         _write_schedule(found.schedule, schedule_path)
-    if format in CHARTS:
-        text = _costs_text(arguments)
-        data = to_picture(found, costs, costs_text=text, limit=limit, format=format, theme=arguments.theme)
+    if output.format in CHARTS:
+        options = {"costs_text": _costs_text(arguments), "format": output.format, "theme": arguments.theme}
+        output.write(to_picture(found, costs, limit=limit, **options))
     else:
-        text = to_json(found) if format == "json" else to_table(found, NO_SCREEN if path else stdout_screen())
-        data = f"{text}\n".encode()
-    write_result(data, format, path)
+        output.write(to_json(found) if output.format == "json" else to_table(found, output.screen))
     _say_what_is_missing([found])
     if found.was_interrupted:
         complain("interrupted; this is the best so far")
@@ -242,23 +224,21 @@ def _write_schedule(schedule: Any, path: Path) -> None:
 # ---- a search per limit
 
 
-def _run_sweep(arguments: Namespace, costs: Any, limits: Sequence[Any], format: str, path: Path | None) -> ExitStatus:
+def _run_sweep(arguments: Namespace, costs: Any, limits: Sequence[Any], output: Output) -> ExitStatus:
     from penstock.cli.searched import combined, refusals, rows_to_json, rows_to_picture, rows_to_table
-    from penstock.tables import NO_SCREEN
 
     for limit in limits:
         limit.require_sizes(costs.activation_bytes, "--sweep")
     rows = combined(_searched(arguments, costs, limits))
     has_any = any(row.found for row in rows)
-    if format == "json" and rows:
-        write_result(f"{rows_to_json(rows)}\n".encode(), format, path)
-    if format == TABLE and has_any:
-        table = rows_to_table(rows, NO_SCREEN if path else stdout_screen())
-        write_result(f"{table}\n".encode(), format, path)
-    if format in CHARTS and has_any:
+    if output.format == "json" and rows:
+        output.write(rows_to_json(rows))
+    if output.format == TABLE and has_any:
+        output.write(rows_to_table(rows, output.screen))
+    if output.format in CHARTS and has_any:
         shape = {"rank": arguments.ranks, "microbatch": arguments.microbatches}
-        text = _costs_text(arguments)
-        write_result(rows_to_picture(rows, shape, costs_text=text, format=format, theme=arguments.theme), format, path)
+        options = {"costs_text": _costs_text(arguments), "format": output.format, "theme": arguments.theme}
+        output.write(rows_to_picture(rows, shape, **options))
         for line in refusals(rows):
             complain(f"not in the picture: {line.strip()}")
     if rows and not has_any:

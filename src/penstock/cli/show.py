@@ -6,17 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.arguments import add_format, add_one_schedule, add_sharding, add_split
+from penstock.cli.arguments import add_one_schedule, add_sharding, add_split
 from penstock.cli.pictures import (
     CHARTS,
     PICTURES,
     SUFFIXES,
-    add_picture_arguments,
+    Output,
+    add_result_arguments,
     predicted_picture,
     refuse_useless,
-    result_path,
-    wanted_format,
-    write_result,
 )
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError, count_of
@@ -53,7 +51,6 @@ FORMAT_HELP = (
 def add_arguments(parser: ArgumentParser) -> None:
     add_one_schedule(parser)
     parser.add_argument("--lowered", action="store_true", help="the program: with sends, receives and reductions")
-    add_format(parser, (*WRITABLE, *PICTURES), FORMAT_HELP)
     parser.add_argument(
         "--costs",
         metavar="COSTS",
@@ -62,26 +59,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add_split(parser)
     add_sharding(parser)
-    add_picture_arguments(parser)
+    add_result_arguments(parser, (*WRITABLE, *PICTURES), FORMAT_HELP)
 
 
 def run(arguments: Namespace) -> int:
     from penstock.cli.drawing import on_screen, require_readable
     from penstock.cli.given_costs import sharding_of
-    from penstock.cli.output import say, stdout_screen
+    from penstock.cli.output import say
     from penstock.cli.wanted import wanted_schedule
     from penstock.ir.writing import write_table
     from penstock.lowering import NOT_SHARDED, lower
 
-    format = wanted_format(arguments, FORMAT_OF_SUFFIX | SUFFIXES, "grid")
-    refuse_useless(arguments, "costs", format, PICTURES)
-    refuse_useless(arguments, "split", format, PICTURES)
-    refuse_useless(arguments, "theme", format, CHARTS)
-    path = result_path(arguments)
+    takes = {"costs": PICTURES, "split": PICTURES, "theme": CHARTS}
+    output = Output.of(arguments, FORMAT_OF_SUFFIX | SUFFIXES, "grid", takes)
+    format = output.format
     recorded = _recorded_step(arguments)
     if format in PICTURES:
         draw = _picture if recorded is None else partial(_picture_of_step, recorded)
-        write_result(draw(format, arguments), format, path)
+        output.write(draw(format, arguments))
         return ExitStatus.FINE
     program = None if recorded is None else recorded.timeline.program
     schedule = wanted_schedule(arguments) if program is None else program.actions()
@@ -90,14 +85,13 @@ def run(arguments: Namespace) -> int:
     if sharding != NOT_SHARDED and not arguments.lowered:
         raise ConfigError("of a program, which --lowered shows, or of a picture; add one of them", key="--shard")
     table = (program or lower(schedule, **asdict(sharding))) if arguments.lowered else schedule
-    if arguments.format is None and path is None:
+    if arguments.format is None and output.path is None:
         require_readable(table)
     text = write_table(table, format)
-    screen = stdout_screen()
-    if format == "grid" and path is None and screen.width:
-        say(on_screen(text.rstrip("\n"), screen))
+    if format == "grid" and output.screen.width:
+        say(on_screen(text.rstrip("\n"), output.screen))
     else:
-        write_result(text.encode(), format, path)
+        output.write(text.encode())
     return ExitStatus.FINE
 
 
