@@ -1,4 +1,4 @@
-"""What the tests of the command line ask the system about processes."""
+"""Questions of the tests of the command line about processes."""
 
 import os
 import signal

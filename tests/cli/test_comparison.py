@@ -1,4 +1,4 @@
-"""What a comparison is written as: a table, JSON, a picture."""
+"""A comparison is written as a table, JSON, a picture."""
 
 import json
 import re

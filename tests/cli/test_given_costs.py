@@ -1,4 +1,4 @@
-"""What `--costs` and `--split` give together, on every command that takes them."""
+"""`--costs` and `--split` together, on every command that takes them, and the options of replicas."""
 
 import json
 from argparse import Namespace

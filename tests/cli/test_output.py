@@ -1,4 +1,4 @@
-"""What commands print, and where."""
+"""Commands print results, and complaints apart from them."""
 
 import io
 import os

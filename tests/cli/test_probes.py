@@ -1,4 +1,4 @@
-"""What the doctor finds."""
+"""The doctor finds what a machine lacks."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What commands with a run file have in common: flags and threads of their ranks."""
+"""Commands with a run file have in common: flags and threads of their ranks."""
 
 import os
 import subprocess

@@ -28,7 +28,7 @@ BYTES = "forward_s = 1\nbackward_input_s = 1\nbackward_weight_s = 1\nactivation_
 
 @pytest.fixture
 def no_search(monkeypatch):
-    """What is refused must be so before the seconds of a search."""
+    """A refusal comes before the seconds of a search."""
     monkeypatch.setattr(command, "_search", lambda *_: pytest.fail("it searched"))
 
 

@@ -1,4 +1,4 @@
-"""What a search, and one per limit of memory, are written as: a table, JSON, a picture."""
+"""The written result of a search, and of one per limit of memory: a table, JSON, a picture."""
 
 import json
 import re

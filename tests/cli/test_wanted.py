@@ -1,4 +1,4 @@
-"""What a command line says about the schedules it wants: families, files, functions."""
+"""A command line names the schedules that it wants: families, files, functions."""
 
 import io
 import sys

@@ -42,7 +42,7 @@ class _Tries:
             self._try(action, at)
 
     def _least(self):
-        """What the ranks take at least, with what they have run."""
+        """The least time of the ranks, with what they have run."""
         begins = self.first if self.by_span else [0.0] * len(self.first)
         ends = [free + left for free, left in zip(self.free, self.left, strict=True)]
         return max(end - min(begin, free) for end, begin, free in zip(ends, begins, self.free, strict=True))

@@ -1,4 +1,4 @@
-"""What a change saves is weighed against the memory that it takes."""
+"""The time that a change saves is weighed against the memory that it takes."""
 
 from penstock.searching.advice import advice_of
 from penstock.searching.what_if import Change

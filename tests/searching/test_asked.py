@@ -1,4 +1,4 @@
-"""What a search is asked for: placements, stages, limits, and what any order could pay at least."""
+"""The question of a search: placements, stages, limits, and what any order could pay at least."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What is predicted of schedules side by side: figures by hand, equal work, the front, refusals."""
+"""Predictions of schedules side by side: figures by hand, equal work, the front, refusals."""
 
 from dataclasses import replace
 from fractions import Fraction

@@ -268,7 +268,7 @@ def test_a_program_without_messages_waits_for_none():
 
 
 def unpack(packed):
-    """What the viewer does."""
+    """As the viewer does."""
     data = gzip.decompress(b64decode(packed.text))
     return {
         entry["name"]: np.frombuffer(

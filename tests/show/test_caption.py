@@ -1,4 +1,4 @@
-"""What stands around a drawing."""
+"""The texts around a drawing."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What is alive over time."""
+"""The memory of a rank over time."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""What stands above a picture."""
+"""The texts above a picture."""
 
 from dataclasses import replace
 

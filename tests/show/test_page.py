@@ -24,7 +24,7 @@ CALL = re.compile(r'^start\((.*), "([A-Za-z0-9+/=]*)"\);$', re.MULTILINE)
 
 
 class Packed:
-    """What a page holds, as `pack` made it."""
+    """The columns of a page, as `pack` made them."""
 
     def __init__(self, page):
         header, self.text = CALL.search(page.decode()).groups()
@@ -33,7 +33,7 @@ class Packed:
 
 
 def run_by_node(script):
-    """What a module prints."""
+    """The output of a module."""
     command = ["node", "--input-type=module", "-e", script]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def run_by_node(script):
 
 
 def asked(page, question):
-    """What the viewer's functions answer to a question about `table`."""
+    """The answers of the viewer's functions to a question about `table`."""
     data = Packed(page)
     return json.loads(
         run_by_node(

@@ -78,7 +78,7 @@ def test_1f1b_loses_a_round_trip_of_transfers_for_every_turn_around_the_ranks(nu
         assert timeline.span_s == 3 * (num_microbatches + num_ranks - 1) + 2 * round_trips * transfer_s
 
 
-# What an instruction and a message cost
+# Costs of an instruction and a message
 
 
 def test_a_contention_free_link_delays_every_message_alike():
@@ -277,7 +277,7 @@ def test_compiled_loops_give_a_small_schedule_the_same_times(monkeypatch):
         assert interpreted.end_s.tobytes() == compiled.end_s.tobytes()
 
 
-# What holds for every program
+# Properties of every program
 
 
 @pytest.mark.slow

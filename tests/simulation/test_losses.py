@@ -1,4 +1,4 @@
-"""What a cause costs is what the step is longer with it than without it, and the culprit is the one that has it."""
+"""A cause costs as much as the step is longer with it than without it, and the culprit is the one that has it."""
 
 from dataclasses import replace
 from math import inf

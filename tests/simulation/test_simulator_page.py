@@ -6,8 +6,7 @@ from pathlib import Path
 
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.causes import NAME_OF_CAUSE, Cause
-from penstock.simulation.costs.file import costs_from_toml
-from penstock.simulation.costs.text import FIELD_OF_KEY
+from penstock.simulation.costs.file import FIELD_OF_KEY, costs_from_toml
 from penstock.simulation.costs.units import UNITS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What `penstock compare` writes: a table, JSON, or the picture of step time against memory."""
+"""The result of `penstock compare`: a table, JSON, or the picture of step time against memory."""
 
 import json
 import re
@@ -52,7 +52,7 @@ class Compared:
     """Where a split comes from that is not balanced."""
     per_action: bool = False
     limit: Limit | None = None
-    """What does not fit is on no front."""
+    """A schedule that does not fit is on no front."""
     swept_limits: Sequence[Limit] = ()
     swept_sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Sizes by key; names then end in theirs."""

@@ -1,4 +1,4 @@
-"""What a diagnosis says in a line: the largest cause, whether the machine was busy, and what to do next."""
+"""The single lines of a diagnosis: the largest cause, whether the machine was busy, and what to do next."""
 
 import shlex
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def next_step(diagnosis: Diagnosis, advice: Advice) -> str:
 
 
 def _fix(diagnosis: Diagnosis, advice: Advice) -> list[str]:
-    """What removes the largest cause that no change of plan removes, if it costs more than the best change saves."""
+    """The fix of the largest cause that no change of plan removes, if it costs more than the best change saves."""
     least = max(WORTH_SHARE, -advice.best.step_change if advice.best else 0.0)
     fixable = (loss for loss in diagnosis.losses if loss.cause in FIXES)  # the largest comes first
     loss = next((loss for loss in fixable if loss.duration_s > least * diagnosis.step_s), None)

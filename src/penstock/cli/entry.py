@@ -42,7 +42,7 @@ Train a small model on two processes:
 
 All commands: penstock --help
 """
-"""What is printed without a command."""
+"""Printed without a command."""
 FREE_SPACE = "Free some space where it goes"
 CURE_OF_OUTPUT = {
     errno.ENOSPC: FREE_SPACE,

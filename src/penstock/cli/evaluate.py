@@ -11,14 +11,14 @@ from typing import Any
 
 from penstock.cli.arguments import add_format
 from penstock.cli.lifetime import launcher_of
-from penstock.cli.run_file import add_rank_arguments, run_on_ranks
-from penstock.errors import ConfigError
+from penstock.cli.run_file import add_rank_arguments, add_run_folder, config_of_folder, run_on_ranks
+from penstock.errors import count_of
 
 SUMMARY = "Evaluate the weights of a run, or of one of its checkpoints, on held-out text."
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", help="the folder of a run")
+    add_run_folder(parser, "model.source, model.loss or data.source")
     parser.add_argument(
         "--data",
         metavar="PATH",
@@ -31,15 +31,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="STEP",
         help="of which step (default: the weights of the run, or of its newest checkpoint)",
     )
-    parser.add_argument(
-        "--function",
-        dest="functions",
-        action="append",
-        default=[],
-        metavar="FILE:NAME",
-        help="the code of the run's model.source, model.loss or data.source, which is run only where it is named here "
-        "too; may be repeated",
-    )
     add_rank_arguments(parser)
     add_format(parser, ("text", "json"), "default: text", default="text")
 
@@ -49,10 +40,8 @@ def run(arguments: Namespace) -> int:
     from penstock.train.model_source import require_named_code
     from penstock.train.settings.config import load_config
 
-    path = Path(arguments.run_folder)
-    path = path if path.name == CONFIG else path / CONFIG  # ranks that are started here get the file
-    if not path.is_file():
-        raise ConfigError(f"{arguments.run_folder} holds no {CONFIG}; give the folder of a run", key="RUN_FOLDER")
+    folder = Path(arguments.run_folder)
+    path = config_of_folder(folder.parent if folder.name == CONFIG else folder)  # ranks started here get the file
     command = ["evaluate", f"--to={arguments.format}", *(f"--function={place}" for place in arguments.functions)]
     command += [] if arguments.data is None else [f"--data={arguments.data}"]
     command += [] if arguments.checkpoint is None else [f"--checkpoint={arguments.checkpoint}"]
@@ -101,7 +90,7 @@ def _evaluate(arguments: Namespace, config: Any) -> None:
 def _as_text(found: Any, arguments: Namespace) -> str:
     text = "held-out text" if arguments.data is None else arguments.data
     perplexity = "" if found.perplexity is None else f", perplexity {found.perplexity:.4g}"
-    batches = f"{found.num_batches} {'batch' if found.num_batches == 1 else 'batches'}"
+    batches = count_of(found.num_batches, "batch")
     return f"{found.weights}: loss {found.loss:.4f}{perplexity} on {text} ({found.num_targets:,} tokens, {batches})"
 
 

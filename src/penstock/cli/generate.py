@@ -1,16 +1,18 @@
 """`penstock generate`: let the model of a run write on after a prompt."""
 
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from typing import Any
 
 from penstock.cli.output import say_piece
+from penstock.cli.run_file import add_run_folder, config_of_folder
 from penstock.cli.status import ExitStatus
 
 SUMMARY = "Write on after a prompt, with the weights of a run, or of its newest checkpoint."
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", help="the folder of a run")
+    add_run_folder(parser, "model.source")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
     parser.add_argument("--tokens", type=int, metavar="N", help="most tokens that are added (default: sample.tokens)")
     parser.add_argument(
@@ -24,14 +26,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=int,
         metavar="K",
         help="of how many of the likeliest tokens one is drawn; 0: of all (default: sample.top_k)",
-    )
-    parser.add_argument(
-        "--function",
-        dest="functions",
-        action="append",
-        default=[],
-        metavar="FILE:NAME",
-        help="the code of the run's model.source, which is run only where it is named here too; may be repeated",
     )
     parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: run.seed)")
 
@@ -56,16 +50,10 @@ def run(arguments: Namespace) -> int:
 
 def _config_of(arguments: Namespace) -> Any:
     """Read the run's configuration with what is given here in the place of its own."""
-    from pathlib import Path
-
-    from penstock.errors import ConfigError
-    from penstock.train.folder.run_folder import CONFIG
     from penstock.train.model_source import KEY, require_named_code
     from penstock.train.settings.config import load_config
 
-    path = Path(arguments.run_folder, CONFIG)
-    if not path.is_file():
-        raise ConfigError(f"{arguments.run_folder} holds no {CONFIG}; give the folder of a run", key="RUN_FOLDER")
+    path = config_of_folder(Path(arguments.run_folder))
     given = {
         "run.seed": arguments.seed,
         "sample.tokens": arguments.tokens,

@@ -1,4 +1,4 @@
-"""What a machine has for training: one function per thing that is looked at."""
+"""Looks at a machine before training: one function per thing that it may lack."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What a profile found, in tables: seconds per stage and kind, channels, memory, and the stage that all wait for."""
+"""A profile in tables: seconds per stage and kind, channels, memory, and the stage that all wait for."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -25,7 +25,7 @@ from penstock.train.stopping import StopRequest, refusing_exit
 MAX_PORT = 65535
 
 Body = Callable[[Any], None]
-"""What every rank does with the `RunConfig`; torch.distributed is initialized where there are several."""
+"""Every rank calls it with the `RunConfig`; torch.distributed is initialized where there are several."""
 Hold = Callable[[Any], AbstractContextManager[Any]]
 """Holds what the ranks need while they run, unless torchrun starts them; gives the `RunConfig` for them."""
 
@@ -34,6 +34,28 @@ def add_run_arguments(parser: ArgumentParser) -> None:
     """Add the run file, and what `add_rank_arguments` adds."""
     parser.add_argument("run_file", metavar="RUN.toml", help="the configuration of the run")
     add_rank_arguments(parser)
+
+
+def add_run_folder(parser: ArgumentParser, keys: str) -> None:
+    """Add the folder of a run, and the option that names its code; `keys` name it in the configuration."""
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", help="the folder of a run")
+    parser.add_argument(
+        "--function",
+        dest="functions",
+        action="append",
+        default=[],
+        metavar="FILE:NAME",
+        help=f"the code of the run's {keys}, which is run only where it is named here too; may be repeated",
+    )
+
+
+def config_of_folder(folder: Path) -> Path:
+    """Return the path of a run's configuration. Raises: ConfigError where the folder holds none."""
+    from penstock.train.folder.run_folder import CONFIG
+
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} holds no {CONFIG}; give the folder of a run", key="RUN_FOLDER")
+    return folder / CONFIG
 
 
 def add_rank_arguments(parser: ArgumentParser) -> None:

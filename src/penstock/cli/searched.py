@@ -1,4 +1,4 @@
-"""What `penstock search` writes of one search, and of one search per limit of memory: a table, JSON, or a picture."""
+"""The result of one search, or of one per limit of memory, as a table, as JSON, or as a picture."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,12 @@ MEMORY_NAMES = {
     "microbatches": "peak activations of a rank, in those of one microbatch",
     "activations": "peak activations of a rank",
 }
-"""What an axis says of memory, by the unit of the limits."""
+"""Names of an axis of memory, by the unit of the limits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Within:
-    """What was found within one limit, or the reason why there is nothing."""
+    """The order that was found within one limit, or the reason why there is nothing."""
 
     limit: Limit
     found: SearchResult | None = None

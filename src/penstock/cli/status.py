@@ -8,7 +8,7 @@ from penstock.errors import PenstockError, hint_of_limit
 
 
 class ExitStatus(IntEnum):
-    """What a command ends with."""
+    """A command ends with one of these numbers."""
 
     FINE = 0
     WRONG_INPUT = 1

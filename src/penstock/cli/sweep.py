@@ -31,7 +31,7 @@ LABELS: dict[str, Callable[[Any], str]] = {
     "residency": lambda number: f"{count_of(number, 'stage')} whole" if number else "all stages whole",
     "look_ahead": lambda number: f"look-ahead {number}",
 }
-"""What a schedule is called at a size, by the key of that size."""
+"""Ends of a schedule's name at a size, by the key of that size."""
 LIMITS = "memory_limit"
 KEYS = (*LABELS, LIMITS)
 FROM_0 = ("residency", "look_ahead")

@@ -24,10 +24,10 @@ STDIN = "-"
 ALL = "all"
 """Every family that trains; with options, each gets them."""
 SHAPE_KEYS = ("stages_per_rank", "stages", "slices")
-"""What a single NAME may say of its shape, beside the options of its family."""
+"""Numbers of its shape that a single NAME may give, beside the options of its family."""
 FORWARD_ONLY = "forward-only"
 RESERVED = ("name", "ranks", "microbatches", "forward_only")
-"""What `build` takes as well, but all NAMEs have in common."""
+"""Arguments of `build` that all NAMEs have in common."""
 
 _PYTHON = re.compile(r".+\.py(:\w+)?")
 _WITH_OPTIONS = re.compile(r"(.+?):([A-Za-z_][\w-]*=.*)")

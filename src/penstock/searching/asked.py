@@ -1,4 +1,4 @@
-"""What a search is asked for: placements by name, and the problem of each under a limit of memory."""
+"""The questions of a search: placements by name, and the problem of each under a limit of memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ _WANTED = {"line": "one stage a rank", "v": "two", "loop": "as many on each rank
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a search is asked for, beside its problems and its time."""
+    """The question of a search, beside its problems and its time."""
 
     costs: Costs
     by_span: bool

@@ -22,7 +22,7 @@ from penstock.simulation.costs.replicas import of_replicas
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is predicted of one schedule; fractions of time are between 0 and 1."""
+    """The prediction of one schedule; fractions of time are between 0 and 1."""
 
     name: str
     makespan_s: float

@@ -24,7 +24,7 @@ LOOKS_AGAIN_S = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exact:
-    """What the solver came to."""
+    """The solver's result."""
 
     sequence: Ints | None
     """The best that it found, which fits; None where it found none."""
@@ -38,7 +38,7 @@ class Exact:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
-    """What `solve` was asked for."""
+    """The arguments of `solve`."""
 
     problem: Problem
     ticks: Ticks

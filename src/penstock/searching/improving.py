@@ -20,7 +20,7 @@ NUM_ROUNDS = 12
 TEMPERATURES = (0.002, 0.0005, 0.0001, 0.01, 0.001)
 """At which runs of moves begin, in turns: shares of the objective."""
 COOLING = 0.6
-"""What is left of a temperature after a round."""
+"""The share of a temperature that is left after a round."""
 
 
 class Improvement:
@@ -31,7 +31,7 @@ class Improvement:
     ) -> None:
         self._asked, self._budget, self._goal_s, self._share, self._report = asked, budget, goal_s, share, report
         self.found: list[Candidate] = []
-        """What is shorter than what it was made from."""
+        """The sequences that are shorter than those they were made from."""
 
     def run(self, candidates: Sequence[Candidate]) -> None:
         """Improve the best few of the candidates."""

@@ -46,7 +46,7 @@ class Setting:
 
 
 class _Work(NamedTuple):
-    """What the loop knows of a setting and a placement, and what it notes as it goes."""
+    """The loop's knowledge of a setting and a placement, and its notes."""
 
     stages: Any
     """Of rank 0, of rank 1, and so on."""

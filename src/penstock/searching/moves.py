@@ -25,7 +25,7 @@ LONGEST_MOVE = 12
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Improved:
-    """What some moves have come to."""
+    """The result of some moves."""
 
     sequence: Ints
     """From which the next moves go on."""
@@ -35,7 +35,7 @@ class Improved:
 
 
 class _State(NamedTuple):
-    """What moves change."""
+    """The sequence, and all that moves change with it."""
 
     sequence: Any
     place: Any
@@ -132,7 +132,7 @@ def _find_path(of: Any, state: Any, timing: Any, by_span: bool) -> int:
     while action >= 0 and count < len(state.path):
         state.path[count] = action
         count += 1
-        # What it waited for: the action before it on its rank if that ended right then, else its source.
+        # It waited for one of two: the action before it on its rank if that ended right then, else its source.
         before = _before_on_rank(of, state, action)
         waited = before >= 0 and timing.end_s[before] >= timing.start_s[action]
         action = before if waited else of.source[action]

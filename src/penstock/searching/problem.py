@@ -33,7 +33,7 @@ Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """What a search orders; columns have an entry per action."""
+    """The actions that a search orders; columns have an entry for each."""
 
     placement: Placement
     num_microbatches: int

@@ -45,7 +45,7 @@ class SearchResult:
     evaluations: int
     """Sequences that were timed."""
     noise: NoiseEffect | None = None
-    """What noise of the costs does to it and to the best family, where a search allows for noise."""
+    """The effect of noise in the costs on it and on the best family, where a search allows for noise."""
     solver_bound_s: float | None = None
     """The exact method's own bound; None where it did not run for every placement."""
     was_interrupted: bool = False

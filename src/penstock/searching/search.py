@@ -5,7 +5,7 @@
     solve     small problems, where OR-tools is installed (`exact`): what is shorter, and a larger bound
     end       the best different ones are lowered, proved under the limit and simulated with their messages (`ending`)
 
-Where messages break the limit, the search's own limit is lowered by what was missing. What is returned was proved by
+Where messages break the limit, the search's own limit is lowered by what was missing. The result was proved by
 the same code that proves any plan, and the certificate is a lower bound that holds for every order (`bounds`).
 """
 

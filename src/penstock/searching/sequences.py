@@ -20,7 +20,7 @@ from penstock.searching.problem import Bytes, Ints, Problem, Seconds, numbers_of
 
 
 class Columns(NamedTuple):
-    """What timing reads of a problem."""
+    """The columns of a problem that timing reads."""
 
     rank: Any
     seconds: Any
@@ -40,7 +40,7 @@ class Columns(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What timing writes: per action, per rank, per link, and what the sequence comes to."""
+    """The columns that timing writes: per action, per rank, per link, and the result of the sequence."""
 
     start_s: Any
     end_s: Any
@@ -68,7 +68,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """What a sequence comes to."""
+    """The result of a sequence."""
 
     start_s: Seconds
     """By action."""

@@ -1,4 +1,4 @@
-"""What other plans would do to a measured run: another split, another schedule, other microbatches, each simulated.
+"""Other plans for a measured run: another split, another schedule, other microbatches, each simulated.
 
 A stage's measured seconds are shared among its layers by their weights, so that any split can be put together; those of
 a smaller microbatch are assumed to be in proportion to its size.
@@ -38,7 +38,7 @@ class Change:
     memory_change: float
     """Of the activations on the fullest rank."""
     settings: tuple[str, ...] = ()
-    """What to give `penstock train` with --set; empty where no key does it."""
+    """Keys and values for --set of `penstock train`; empty where no key does it."""
     copies_weights: bool = False
     """Whether each rank then holds a second copy of weights, gradients and optimizer state."""
 
@@ -60,7 +60,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasuredRun:
-    """What ran, and what it was measured to cost."""
+    """The plan that ran, and its measured costs."""
 
     schedule: Schedule
     costs: Costs

@@ -1,4 +1,4 @@
-"""What is drawn beside the computations, as thin bars at the foot of a lane: collectives, copies and optimizer steps.
+"""Thin bars at the foot of a lane, beside the computations: collectives, copies and optimizer steps.
 
 lane of rank 1   [2F0][2B0].......      a reduction may run beside a computation, so it has a strip of its own,
                       ====    ##        over the blocks; an optimizer step comes when all of them are done

@@ -86,7 +86,7 @@ class IdleGaps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Facts:
-    """What is known of a timeline's rows."""
+    """All that the columns say of a timeline's rows."""
 
     timeline: Timeline
     levels: MemoryLevels

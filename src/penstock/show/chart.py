@@ -34,7 +34,7 @@ from penstock.show.text import format_seconds, format_share
 MIN_WIDTH, MAX_WIDTH, MERGED_WIDTH = 8.0, 16.0, 13.0
 """Of the lanes, in inches."""
 DIGIT_ROOM = 0.1
-"""What a digit of a typical block's number takes, in inches."""
+"""Of a digit of a typical block's number, in inches."""
 MIN_LANE, MAX_LANE, LANES_HEIGHT = 0.13, 0.42, 7.0
 """Heights of one lane, and how much all of them may take before they get lower, in inches."""
 MEMORY_HEIGHT, GAP = 1.5, 0.25

@@ -1,4 +1,4 @@
-"""What a rank keeps in memory over time, as the steps of a curve; charts and traces draw the same one."""
+"""The memory of a rank over time, as the steps of a curve; charts and traces draw the same one."""
 
 from dataclasses import dataclass
 
@@ -23,9 +23,9 @@ class MemoryLevels:
     """One entry per row of the program; meaningful for computations only."""
 
     held: NDArray[np.int64]
-    """What its rank holds while the row runs."""
+    """Of its rank, while the row runs."""
     kept: NDArray[np.int64]
-    """What the rank holds once the row has ended, until the next one starts."""
+    """Of its rank, from the row's end until the next one starts."""
 
 
 def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> MemoryLevels:
@@ -83,7 +83,7 @@ def without_spikes(curve: MemoryCurve) -> MemoryCurve:
 
 def largest_within(curve: MemoryCurve, edges_s: NDArray[np.float64]) -> NDArray[np.int64]:
     """[num_columns] the most that is alive at any time within each column."""
-    # What a column finds at its beginning, and the steps inside it.
+    # A column begins at a level, and has steps inside it.
     level = np.append(0, curve.alive)
     first = np.searchsorted(curve.time_s, edges_s[:-1], side="right")
     last = np.searchsorted(curve.time_s, edges_s[1:], side="left")

@@ -1,4 +1,4 @@
-"""What is written above every picture of a timeline: its title, its four figures and its legend."""
+"""The texts above every picture of a timeline: its title, its four figures and its legend."""
 
 from collections.abc import Iterable
 

@@ -53,7 +53,7 @@ COLLECTIVE_COLOUR, COPY_COLOUR = "#9933FF", "#9C2400"
 VARIABLES = ("background", "ink", "faint", "bubble", "line")
 """Colours of a theme that the style sheets of pages have as variables."""
 DARK_INK, LIGHT_INK = "#101214", "#FFFFFF"
-"""What is written on blocks."""
+"""Of the numbers on blocks."""
 
 
 def find_theme(name: str) -> Theme:

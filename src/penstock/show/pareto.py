@@ -66,18 +66,18 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """What the picture is called, and what its numbers are."""
+    """The title of the picture, and the names of its numbers."""
 
     title: str
     memory_name: str
     warning: str = ""
-    """What the candidates do not have in common."""
+    """The differences between candidates that should have none."""
     time_name: str = "step time"
 
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """What every schedule takes at least that holds no more than this memory."""
+    """The least time of every schedule that holds no more than this memory."""
 
     memory: float
     step_s: float
@@ -99,7 +99,7 @@ class _Point:
 
     @property
     def names(self) -> str:
-        """What is written beside it."""
+        """The text beside it."""
         names = [candidate.label for candidate in self.candidates]
         num_more = len(names) - MAX_LINES
         return "\n".join(names if num_more <= 0 else [*names[: MAX_LINES - 1], f"and {num_more + 1} more"])

@@ -37,7 +37,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RunCurve:
-    """What is drawn of one run: steps and numbers of each."""
+    """The curves of one run: steps, and the numbers of each."""
 
     name: str
     losses: tuple[Sequence[int], Sequence[float]]

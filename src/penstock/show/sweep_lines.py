@@ -30,7 +30,7 @@ DASH = 6.0
 
 @dataclass(frozen=True, slots=True)
 class SweptPoint:
-    """What is predicted of a schedule at one size."""
+    """The prediction of a schedule at one size."""
 
     size: int
     step_s: float

@@ -68,7 +68,7 @@ class Block:
 
     @property
     def own_waits(self) -> list[DataWait | Collective]:
-        """What held up its rank since the block before, in order."""
+        """Waits and reductions that held up its rank since the block before, in order."""
         return sorted((*self.data_waits, *self.reductions), key=lambda wait: wait.begin_s)
 
     @property

@@ -12,27 +12,38 @@ a *straggler*. [4] The message is on its way: a *transfer*. Where the other rank
 Where a forward was ready and only the limit of activations kept the rank from running it, that limit is the cause.
 Where all that comes from elsewhere was there, and the rank waited for the data of a microbatch, the *data* are.
 So each second has one cause, and the causes of a rank add up to its idle time.
+
+The limit of activations blocks a rank that holds as many as allowed, from when a later forward could have run:
+
+limit 2    F0  F1  .   .   B0  F2          F2's input is there at [1]: from then on, only memory keeps
+                      [1]                  the rank from running it
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import ConfigError, described
+from penstock.ir.deps import NONE, predecessors
+from penstock.ir.live import live_activations
+from penstock.ir.operations import BEGINS_KEEPING, IS_RECEIVE
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.blocks import Block, blocks_of, in_order
+from penstock.simulation.channels import Lags
 from penstock.simulation.costs.costs import Costs
+from penstock.simulation.costs.messages import message_costs
 from penstock.simulation.durations import durations_s
-from penstock.simulation.memory_blocked import memory_blocked_since_s
 
 
 class Cause(IntEnum):
-    """What an idle second is put down to."""
+    """The cause of an idle second."""
 
     DEPENDENCY = 0
     """The schedule's order: another rank had to compute first."""
@@ -63,6 +74,7 @@ NAME_OF_CAUSE = {
     Cause.DATA: "data loading",
 }
 """In tables, pages and JSON: of idle time, and of losses."""
+NEVER = inf
 WORK = len(Cause)
 """In the account of a rank: the part of a computation that the mean stage takes as well."""
 
@@ -129,7 +141,7 @@ def accounts_of(
 
 
 class ExpectedDurations:
-    """What costs say about the blocks of a program's timelines; launches come before a block and are no part of it."""
+    """The costs of the blocks of a program's timelines; launches come before a block and are no part of it."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self._program = program
@@ -248,3 +260,54 @@ def _add_ends(accounts: Sequence[RankAccount]) -> None:
     last = max(accounts, key=lambda account: account.end_s)
     for account in accounts:
         account.inherit(last, last.end_s, of_work=Cause.SYNCHRONISATION)
+
+
+def memory_blocked_since_s(
+    timeline: Timeline, costs: Costs, blocks: Sequence[Block], memory_limit: int | Sequence[int] | None
+) -> list[float]:
+    """Return, per block, since when memory kept its rank from running a forward instead of waiting; else `NEVER`.
+
+    Raises:
+        ConfigError: if there are neither as many limits as ranks nor a single one, or one is no whole number.
+    """
+    if memory_limit is None:
+        return [NEVER] * len(blocks)
+    limits = _per_rank(memory_limit, timeline.num_ranks)
+    is_forward = BEGINS_KEEPING[timeline.program.op]
+    live = live_activations(timeline.program)
+    ready_s = _ready_s(timeline, costs)
+    found = [NEVER] * len(blocks)
+    earliest_s = [NEVER] * timeline.num_ranks
+    for index in reversed(range(len(blocks))):
+        block = blocks[index]
+        forwards = [row for row in block.rows if is_forward[row]]
+        if not forwards and live[block.row] >= limits[block.rank]:
+            found[index] = earliest_s[block.rank]
+        earliest_s[block.rank] = min([earliest_s[block.rank], *(float(ready_s[row]) for row in forwards)])
+    return found
+
+
+def _ready_s(timeline: Timeline, costs: Costs) -> NDArray[np.float64]:
+    """[num_instructions] when a forward could have run at the earliest, after what it waits for."""
+    program = timeline.program
+    before = predecessors(program)
+    lags = Lags.of(
+        program.placement,
+        message_costs(program.placement, costs),
+        costs.per_microbatch("microbatch_bytes_factor", program.num_microbatches),
+    )
+    is_receive = IS_RECEIVE[program.op]
+    # A receive may have been posted long after its message could have come: the send counts.
+    known_s = timeline.end_s.copy()
+    known_s[is_receive] = timeline.end_s[before[is_receive, 0]] + lags.of_rows(program)[is_receive]
+    return np.asarray(np.where(before == NONE, -inf, known_s[before]).max(axis=1))
+
+
+def _per_rank(limit: int | Sequence[int], num_ranks: int) -> Sequence[int]:
+    limits = limit if isinstance(limit, Sequence) and not isinstance(limit, str) else [limit] * num_ranks
+    wrong = [each for each in limits if isinstance(each, bool) or not isinstance(each, int | np.integer) or each < 0]
+    if wrong:
+        raise ConfigError(f"{described(wrong[0])}; give whole numbers of 0 or more", key="memory_limit")
+    if len(limits) != num_ranks:
+        raise ConfigError(f"{len(limits)} values for {num_ranks} ranks; give one, or one per rank", key="memory_limit")
+    return limits

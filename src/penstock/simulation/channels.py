@@ -31,7 +31,7 @@ SENDER_OF = {FORWARD: At.UPSTREAM, BACKWARD: At.DOWNSTREAM}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Messages:
-    """What carries messages, and when they arrive."""
+    """The rows that carry messages, and when these arrive."""
 
     receives: Rows
     carriers: NDArray[np.int32]

@@ -5,8 +5,8 @@
     path     F0 >F0  B0 >F1  B1 >....B1
 
 Walked from the last end backwards: before each block is what it waited for longest, its rank's previous block, a
-message, a collective of its rank, or the data of a microbatch. What none of them explains is a pause of the rank
-itself. The pieces add up to the makespan.
+message, a collective of its rank, or the data of a microbatch. A start that none of them explains comes after a
+pause of the rank itself. The pieces add up to the makespan.
 """
 
 from collections.abc import Sequence

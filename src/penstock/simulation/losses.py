@@ -1,4 +1,4 @@
-"""What each cause costs a measured step: by how much the step would be shorter without it, and who is to blame.
+"""The cost of each cause in a measured step: how much shorter the step would be without it, and who is to blame.
 
 Inside the step each cause is taken out of the costs, and the step simulated again. Launches and messages are taken out
 together, and share what that saves as they share the idle time:
@@ -41,11 +41,11 @@ class Loss:
     cause: Cause
     duration_s: float
     culprit: str
-    """What would have to change: a stage, a channel, a rank; empty where it is no single one."""
+    """The part that would have to change: a stage, a channel, a rank; empty where it is no single one."""
 
 
 def losses_of(timeline: Timeline, costs: Costs, prologues: Sequence[Prologue] = ()) -> list[Loss]:
-    """List what every cause costs a measured timeline, the dearest first; `costs` are what is usual for it.
+    """List what every cause costs a measured timeline, the most expensive first; `costs` are what is usual for it.
 
     They need not add up to the idle time of any rank: two causes may delay the same second.
     """
@@ -131,7 +131,7 @@ def _slowest_channel(program: Program, costs: Costs) -> str:
 
 
 def _straggler(accounts: Sequence[RankAccount], inside_s: float, prologues: Sequence[Prologue]) -> Loss:
-    """What was slower than usual within the step, and what a rank did before it that was not its batch."""
+    """Work that was slower than usual within the step, and the time of a rank before it that was not its batch's."""
     late_s = _late_s(prologues)
     before_s = _saved_before_s(prologues, late_s)
     if before_s > inside_s:
@@ -143,7 +143,7 @@ def _straggler(accounts: Sequence[RankAccount], inside_s: float, prologues: Sequ
 
 
 def _data(timeline: Timeline, inside_s: float, prologues: Sequence[Prologue]) -> Loss:
-    """What ranks waited for before the step, and for single microbatches within it."""
+    """Waits for the batch before the step, and for single microbatches within it."""
     before_s = _saved_before_s(prologues, [prologue.data_s for prologue in prologues])
     if inside_s > before_s:
         without_s = [makespan_without_waits_s(timeline, [rank]) for rank in range(timeline.num_ranks)]
@@ -203,7 +203,7 @@ def makespan_without_waits_s(timeline: Timeline, ranks: Collection[int], *, is_r
 
 
 def _ready(block: Block, free_s: float, gained_s: float, earlier_s: list[float]) -> list[tuple[float, float]]:
-    """What a block begins after: when that was, and how much earlier it would be."""
+    """The moments after which a block begins, each with how much earlier it would be."""
     found = [(free_s, gained_s)]
     found += [(message.arrival_s, earlier_s[message.producer]) for message in block.messages]
     if block.gather is not None:

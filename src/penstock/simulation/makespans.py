@@ -1,6 +1,6 @@
 """Makespans of many schedules of one shape: what a search evaluates again and again.
 
-What does not depend on the order is prepared once: the seconds of each action, the lag of each message, and which
+All that does not depend on the order is prepared once: the seconds of each action, the lag of each message, and which
 actions each one waits for. An order only says in which row each action is, so no schedule is lowered or indexed anew.
 """
 

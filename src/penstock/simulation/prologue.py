@@ -21,7 +21,7 @@ from penstock.simulation.causes import Cause, IdleSpan, IdleTimes
 
 @dataclass(frozen=True, slots=True)
 class Prologue:
-    """What one rank did before a step; moments of the step's timeline, so below 0."""
+    """The moments of one rank before a step, on the step's timeline, so below 0."""
 
     free_s: float
     """It was done with what came before."""
@@ -78,7 +78,7 @@ def _segments(timeline: Timeline, prologues: Sequence[Prologue]) -> list[list[Id
         return []
     shortest_s = min(prologue.asked_s - prologue.loaded_s for prologue in prologues)
     last = last_to_ask(prologues)
-    # What the others wait for: before it was free, the last rank was late with what came before.
+    # The others wait for the last rank: before it was free, it was late with its earlier work.
     begin_s = begin_of(timeline, prologues)
     blame = [IdleSpan(begin_s, prologues[last].free_s, Cause.STRAGGLER), *_own(prologues[last], shortest_s)]
     agreed_s, first_s = prologues[last].asked_s, _first_s(timeline)

@@ -1,4 +1,4 @@
-"""What bounds know of a rank."""
+"""The knowledge of bounds about a rank."""
 
 from penstock.placement import Placement
 from penstock.searching.bounds import Route

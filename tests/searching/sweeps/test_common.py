@@ -1,4 +1,4 @@
-"""What sweeps share: gaps are filled with W, and idle time decides on one more."""
+"""Sweeps have in common: gaps are filled with W, and idle time decides on one more."""
 
 import numpy as np
 import pytest

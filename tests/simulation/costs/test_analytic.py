@@ -1,4 +1,4 @@
-"""What a described model costs on a described machine."""
+"""The costs of a described model on a described machine."""
 
 from dataclasses import replace
 

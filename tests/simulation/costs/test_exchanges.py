@@ -1,4 +1,4 @@
-"""What gathers and reductions take by themselves shows where a rank waits for them; late replicas count for nothing."""
+"""The time of gathers and reductions shows where a rank waits for them; late replicas count for nothing."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -142,7 +142,7 @@ def test_what_is_no_cost_is_refused_with_its_key(given):
 
 @given(st.data())
 def test_the_same_layers_cost_the_same_at_any_split(data):
-    """What ranks do in all does not depend on the cuts."""
+    """The work of all ranks does not depend on the cuts."""
     num_layers = data.draw(st.integers(1, 8))
     lists = st.lists(st.integers(0, 99), min_size=num_layers, max_size=num_layers)
     layers = LayerCosts(forward=data.draw(lists), backward=data.draw(lists), activation_bytes=data.draw(lists))

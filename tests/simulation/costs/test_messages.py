@@ -1,4 +1,4 @@
-"""What messages cost, by the stage that sends them and their direction."""
+"""The costs of messages, by the stage that sends them and their direction."""
 
 import pytest
 

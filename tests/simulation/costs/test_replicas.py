@@ -1,4 +1,4 @@
-"""What gathers and reductions cost between other numbers of replicas."""
+"""The costs of gathers and reductions between other numbers of replicas."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a cost may be."""
+"""The values that a cost may have."""
 
 import math
 

@@ -18,7 +18,7 @@ class RankStages:
     """In bytes."""
     activation: tuple[int, ...]
     context: tuple[int, ...]
-    """What is left of an activation for W once I has run."""
+    """The share of an activation that is left for W once I has run."""
     forward: tuple[float, ...]
     input: tuple[float, ...]
     weight: tuple[float, ...]

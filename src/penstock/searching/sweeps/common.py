@@ -1,7 +1,7 @@
-"""What constructions in sweeps share: they run an action, and fill the time before it with W.
+"""The common part of constructions in sweeps: they run an action, and fill the time before it with W.
 
 An action that waits for a message leaves its rank a gap. W that end within the gap run there. One more W may run over
-its end: that delays the action, but its own time does not come later. What decides is idle time. A step takes as long
+its end: that delays the action, but its own time does not come later. Idle time decides. A step takes as long
 as the rank that idles most, so a rank may idle as long as it does not become that one (arXiv 2401.10241, section 3.1).
 """
 
@@ -14,7 +14,7 @@ from penstock.searching.sequences import Columns, Timing, earliest_s, put
 
 
 class Sweep(NamedTuple):
-    """What a construction knows, and what it notes as it goes."""
+    """The knowledge of a construction, and its notes."""
 
     num_ranks: int
     num_microbatches: int
@@ -51,7 +51,7 @@ class Sweep(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What one construction needs."""
+    """The arguments of one construction."""
 
     columns: Columns
     sweep: Sweep

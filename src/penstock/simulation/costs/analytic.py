@@ -1,4 +1,4 @@
-"""What a transformer costs on a described machine: seconds from FLOPs, bytes and bandwidths, nothing measured.
+"""The costs of a transformer on a described machine: seconds from FLOPs, bytes and bandwidths, nothing measured.
 
 Every product runs at one efficiency, the share of the device's peak that the user expects. So the result says how
 schedules, splits and links compare; how fast one layer is, only a profile says.
@@ -25,7 +25,7 @@ COLLECTIVES_PER_LAYER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the ranks of a pipeline run on."""
+    """The devices and links of the ranks of a pipeline."""
 
     device: Device
     efficiency: float
@@ -113,7 +113,7 @@ def _bytes(model: Transformer, machine: Machine, stages: Sequence[Sequence[Part]
 
 
 def _parameters(model: Transformer, machine: Machine, stages: Sequence[Sequence[Part]]) -> dict[str, Any]:
-    """What is kept per parameter, and the time in which reductions and the optimizer move it."""
+    """The bytes that are kept per parameter, and the time in which reductions and the optimizer move them."""
     counts = [total // machine.tensor_parallel for total in _totals(stages, "num_parameters")]
     kept = model.bytes_each
     state = OPTIMIZER_BYTES_OF_TYPE[model.data_type]

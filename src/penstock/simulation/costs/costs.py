@@ -42,7 +42,7 @@ NO_COSTS = ("channels", "spreads", "source")
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """What messages from one rank to one other cost, where it differs from the other channels."""
+    """The costs of messages from one rank to one other, where they differ from the other channels."""
 
     sender: int
     receiver: int
@@ -71,8 +71,8 @@ class SharedCosts:
     """The costs that are given alike per stage and per layer.
 
     A field with several entries takes any sequence of numbers, an array too, or one number for all; it is a tuple then.
-    A transfer takes `latency_s` plus `message_bytes` / `bandwidth_bytes_per_s`. On an serialized link messages follow
-    one another; otherwise the channel is infinitely wide and a transfer is pure delay.
+    A transfer takes `latency_s` plus `message_bytes` / `bandwidth_bytes_per_s`. On a serialized link (`is_exclusive`)
+    messages follow one another; otherwise they do not delay one another.
     """
 
     overlap_factor: float = 1.0
@@ -105,7 +105,7 @@ class SharedCosts:
     parameter_bytes: tuple[int, ...] = (0,)
     gradient_bytes: tuple[int, ...] = (0,)
     optimizer_bytes: tuple[int, ...] = (0,)
-    """What the optimizer keeps: its state, and a master copy of the parameters if it has one."""
+    """Of the optimizer: its state, and a master copy of the parameters if it has one."""
 
     replicas: int = 1
     """Replicas of the pipeline for which seconds of gathers and reductions are given; 1: whatever their number is."""
@@ -220,7 +220,7 @@ class Costs(SharedCosts):
 
     @classmethod
     def analytic(cls, model: Transformer, machine: Machine, *, layers_per_stage: Sequence[int]) -> "Costs":
-        """What the FLOPs and bytes of a transformer cost on a described machine, at the efficiency it states.
+        """Return the costs of a transformer's FLOPs and bytes on a described machine, at the efficiency it states.
 
         The embedding belongs to the first stage and the head to the last, beside their layers.
 

@@ -25,7 +25,7 @@ class Device:
     memory_bytes_per_s: float
     source: str
     names_in_torch: Sequence[str] = ()
-    """What torch.cuda.get_device_name calls it."""
+    """As torch.cuda.get_device_name returns them."""
 
     def flops_per_s(self, data_type: DataType) -> float:
         """Return the dense matrix FLOPs per second for numbers of a type."""
@@ -35,7 +35,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What connects devices; the bandwidth is that of one direction, for one device."""
+    """A connection of devices; the bandwidth is that of one direction, for one device."""
 
     name: str
     bandwidth_bytes_per_s: float

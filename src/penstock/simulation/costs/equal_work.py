@@ -10,7 +10,7 @@ from penstock.simulation.costs.costs import COMPUTE_FIELDS, FIELD_OF_OP, STATIC_
 SHARED_BY_STAGES = (
     *COMPUTE_FIELDS, *STATIC_BYTES, *FIELD_OF_OP.values(), "activation_bytes", "weight_context_bytes",
 )  # fmt: skip
-"""What belongs to the layers of a stage: half as many layers have half of it, but messages keep their size."""
+"""Costs of the layers of a stage: half as many layers have half of them, but messages keep their size."""
 SHARED_BY_SLICES = (*COMPUTE_FIELDS, *VALUE_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""What gathers and reductions over replicas take by themselves, as far as recorded steps show it.
+"""The time of gathers and reductions over replicas by themselves, as far as recorded steps show it.
 
     rank     0UNSHARD 1UNSHARD |wait for 0|0F0 |wait for 1|1F0
     lane     [ gather of stage 0         ][ gather of stage 1 ]

@@ -1,4 +1,6 @@
-"""Costs in a file, TOML or JSON: the fields of `Costs` by name, with their unit in the key.
+"""Costs as text: in a file, or short, as on a command line.
+
+A file is TOML or JSON: the fields of `Costs` by name, with their unit in the key.
 
 per = "layer"                               of `LayerCosts`, one number per layer; left out for `Costs`, one per stage
 forward_ms = [18.5, 18.5, 18.9, 24.1]       or one for all
@@ -13,6 +15,14 @@ sender = 1
 receiver = 2
 bandwidth_gb_per_s = 12.5
 is_exclusive = true
+
+A short text is such as `F=1,I=1,W=1,B=2,transfer=0.1`, in seconds.
+
+F, I, W and B are those of one action of one stage (and slice), the same on every stage. B, the whole backward, is I + W
+unless given; without I and W, schedules that split backwards have no costs. R, a forward that runs again, takes F
+unless given. `transfer` is a delay between different ranks, 0 unless given. Two actions that overlap take `overlap`
+times their sum, 1 unless given. `unshard` gathers the weights of a stage, and `reduce` reduces its gradients over the
+replicas; both are 0 unless given.
 """
 
 import json
@@ -24,12 +34,11 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
-from penstock.errors import MAX_PATH_CHARACTERS, ConfigError, FormatError, shortened
+from penstock.errors import MAX_PATH_CHARACTERS, ConfigError, FormatError, nearest, shortened
 from penstock.ir.action import KIND_OF_LETTER, Kind
-from penstock.simulation.costs.costs import Channel, Costs, Spread
+from penstock.simulation.costs.costs import FIELD_OF_KIND, FIELD_OF_OP, Channel, Costs, Spread
 from penstock.simulation.costs.layer_costs import SECONDS, LayerCosts
 from penstock.simulation.costs.rules import as_float, not_a_cost
-from penstock.simulation.costs.text import EXAMPLE, costs_from_text
 from penstock.simulation.costs.units import Unit, resolve_key
 
 MAX_SHOWN = 60
@@ -37,6 +46,16 @@ MAX_SHOWN = 60
 PER = "per"
 """The key that says what costs are given per."""
 LAYER, STAGE = "layer", "stage"
+
+FIELD_OF_KEY = {
+    **{kind.letter: FIELD_OF_KIND[kind] for kind in Kind},
+    "transfer": "latency_s",
+    "overlap": "overlap_factor",
+    "unshard": "unshard_s",
+    "reduce": "reduce_s",
+}
+_OF_STAGES = {*FIELD_OF_KIND.values(), *FIELD_OF_OP.values()}
+EXAMPLE = "F=1,I=1,W=1,transfer=0.1"
 
 AnyCosts = Costs | LayerCosts
 Made = TypeVar("Made", Costs, LayerCosts, Channel, Spread)
@@ -208,3 +227,49 @@ def _kind(value: object, key: str) -> Kind:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+# ---- short texts
+
+
+def costs_from_text(text: str) -> Costs:
+    """Read costs that are the same on every stage.
+
+    Raises:
+        ConfigError: for a key that is unknown, missing or given twice, and a value that is no finite number of 0 or
+            more.
+    """
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise ConfigError(
+                f"{shortened(part)} is not of the form key=value; expected such as {EXAMPLE}", key="costs"
+            )
+        if key not in FIELD_OF_KEY:
+            known = ", ".join(FIELD_OF_KEY)
+            close = nearest(key.upper() if len(key) == 1 else key, FIELD_OF_KEY)
+            raise ConfigError(f"there is no cost {shortened(key)}; known: {known}.{close}", key="costs")
+        if key in values:
+            raise ConfigError(f"{key} is given twice; keep one", key="costs")
+        values[key] = _read_value(key, value)
+    needed = ("F",) if "B" in values and not {"I", "W"} & set(values) else ("F", "I", "W")
+    missing = [key for key in needed if key not in values]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} missing; give F, and I and W or at least B, such as {EXAMPLE}", key="costs"
+        )
+    fields: dict[str, Any] = {
+        FIELD_OF_KEY[key]: (value,) if FIELD_OF_KEY[key] in _OF_STAGES else value for key, value in values.items()
+    }
+    return Costs(**fields)
+
+
+def _read_value(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:  # NaN is neither
+        raise ConfigError(f"{key} is {shortened(text)}; give a finite number of 0 or more", key="costs")
+    return value

@@ -24,14 +24,14 @@ from penstock.simulation.message_latency import Transfers, message_latency_s, ro
 
 @dataclass(frozen=True, slots=True)
 class SplitShares:
-    """What running backwards in two parts takes, in shares of a whole one and of the forward before it.
+    """The time of backwards in two parts, in shares of a whole one and of the forward before it.
 
     Unless it was measured, halves are taken, as of the products of matrices, and a forward that is no longer for it.
     One number is for all stages; otherwise there is one per stage.
     """
 
     forward: float | PerStage = 1.0
-    """What a forward that prepares a split backward takes of another."""
+    """Of a forward that prepares a split backward, as a share of another forward."""
     input: float | PerStage = 0.5
     weight: float | PerStage = 0.5
 
@@ -133,7 +133,7 @@ def costs_from_timelines(
 
 
 def _sizes(timeline: Timeline) -> dict[str, Any]:
-    """What a predicted timeline says of memory; a measured one says nothing."""
+    """The sizes that a predicted timeline has; a measured one has none."""
     if timeline.sizes is None:
         return {}
     sizes = {"activation_bytes": timeline.sizes.activation, "weight_context_bytes": timeline.sizes.weight_context}

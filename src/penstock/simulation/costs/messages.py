@@ -1,4 +1,4 @@
-"""What messages cost, by the stage that sends them and the direction they go; every message is one of these."""
+"""The costs of messages, by the stage that sends them and the direction they go; every message is one of these."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What gathers and reductions cost between another number of replicas.
+"""The costs of gathers and reductions between another number of replicas.
 
 Each of D replicas stores a part of a stage's weights. A gather brings it the other D - 1 parts, and a reduction takes
 its gradients of these parts to where they are stored: (D - 1) / D of the bytes either way. Replicas that store all of
@@ -14,7 +14,8 @@ def of_replicas(costs: Costs, replicas: int, *, is_sharded: bool) -> Costs:
     """Return the costs of a stage in so many replicas, which share out what they store if `is_sharded`.
 
     Seconds that are given for a number of replicas change as the exchange of their bytes does; those that are given for
-    no number stay. What is not given takes as long as its bytes do between replicas.
+    no number stay. An exchange without seconds takes as long as its bytes do
+    between replicas.
     """
     unshard_s = _seconds(costs, "unshard_s", "parameter_bytes", replicas)
     reduce_s = _seconds(costs, "reduce_s", "gradient_bytes", replicas)

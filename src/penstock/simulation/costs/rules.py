@@ -1,4 +1,4 @@
-"""What a cost may be: seconds, bytes and factors are finite numbers of 0 or more, bytes are whole."""
+"""The values that a cost may have: seconds, bytes and factors are finite numbers of 0 or more, bytes are whole."""
 
 import math
 from collections.abc import Sequence

@@ -88,7 +88,7 @@ class Transformer:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one part of the model takes for one microbatch."""
+    """FLOPs and bytes of one part of the model for one microbatch."""
 
     forward_flops: float
     backward_input_flops: float
