@@ -12,84 +12,25 @@ from penstock.cli import entry
 from penstock.errors import ConfigError, DeadlineExceeded, NotFinite, PipelineError
 from penstock.version import VERSION
 
+SHAPE = "--forward-only --function --microbatches --ranks --set --slices --stages --stages-per-rank"
+REPLICAS = "--data --look-ahead --residency --shard"
+RESULT = "--force --output --theme --to"
 FLAGS = {
-    "init": ["--force"],
-    "train": ["--force", "--fresh", "RUN.toml", "--port", "--resume", "--set"],
-    "schedules": ["NAME", "--to"],
-    "show": [
-        "NAME",
-        "--costs",
-        "--data",
-        "--look-ahead",
-        "--residency",
-        "--shard",
-        "--to",
-        "--forward-only",
-        "--function",
-        "--lowered",
-        "--microbatches",
-        "--set",
-        "--force",
-        "--output",
-        "--ranks",
-        "--slices",
-        "--split",
-        "--stages",
-        "--stages-per-rank",
-        "--theme",
-    ],
-    "check": ["FILE", "--costs", "--memory-limit", "--ranks", "--split", "--transport", "--weight-order"],
-    "compare": [
-        "NAME",
-        "--costs",
-        "--data",
-        "--look-ahead",
-        "--residency",
-        "--shard",
-        "--to",
-        "--forward-only",
-        "--function",
-        "--memory-limit",
-        "--microbatches",
-        "--set",
-        "--force",
-        "--output",
-        "--per-action",
-        "--ranks",
-        "--slices",
-        "--split",
-        "--stages",
-        "--stages-per-rank",
-        "--sweep",
-        "--theme",
-    ],
-    "search": [
-        "--costs",
-        "--force",
-        "--memory-limit",
-        "--microbatches",
-        "--noise",
-        "--objective",
-        "--output",
-        "--per-action",
-        "--placement",
-        "--ranks",
-        "--schedule",
-        "--seconds",
-        "--seed",
-        "--split",
-        "--stages-per-rank",
-        "--sweep",
-        "--theme",
-        "--to",
-    ],
-    "convert": ["--compute-only", "--force", "--from", "--like", "--lowered", "--to"],
-    "profile": ["RUN.toml", "--force", "--output", "--port", "--set", "--steps"],
-    "doctor": ["RUN_DIR", "--memory-limit", "--split", "--system", "--to"],
-    "runs": ["--to", "--force", "--output", "--theme"],
-    "generate": ["--function", "--prompt", "--seed", "--temperature", "--tokens", "--top-k"],
-    "evaluate": ["--checkpoint", "--data", "--function", "--port", "--set", "--to"],
-    "completion": [],
+    "init": "--force",
+    "train": "RUN.toml --force --fresh --port --resume --set",
+    "schedules": "NAME --to",
+    "show": f"NAME {SHAPE} {REPLICAS} {RESULT} --costs --lowered --split",
+    "check": "FILE --costs --memory-limit --ranks --split --transport --weight-order",
+    "compare": f"NAME {SHAPE} {REPLICAS} {RESULT} --costs --memory-limit --per-action --split --sweep",
+    "search": f"{RESULT} --costs --memory-limit --microbatches --noise --objective --per-action --placement --ranks "
+    "--schedule --seconds --seed --split --stages-per-rank --sweep",
+    "convert": "--compute-only --force --from --like --lowered --to",
+    "profile": "RUN.toml --force --output --port --set --steps",
+    "doctor": "RUN_DIR --memory-limit --split --system --to",
+    "runs": RESULT,
+    "generate": "--function --prompt --seed --temperature --tokens --top-k",
+    "evaluate": "--checkpoint --data --function --port --set --to",
+    "completion": "",
 }
 
 
@@ -127,7 +68,7 @@ def raising(error):
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_the_flags_of_a_command_are_frozen(name):
-    assert sorted(usage_words(name)) == sorted(FLAGS[name])
+    assert sorted(usage_words(name)) == sorted(FLAGS[name].split())
 
 
 def test_the_commands_are_frozen():

@@ -66,21 +66,9 @@ class Command(Protocol):
 
 
 COMMANDS: tuple[Command, ...] = (
-    init,
-    train,
-    schedules,
-    show,
-    check,
-    compare,
-    search,
-    convert,
-    profile,
-    doctor,
-    runs,
-    generate,
-    evaluate,
+    init, train, schedules, show, check, compare, search, convert, profile, doctor, runs, generate, evaluate,
     completion,
-)
+)  # fmt: skip
 
 
 def _name_of(command: Command) -> str:

@@ -22,21 +22,9 @@ from penstock.ir.formats import FORMAT_OF_SUFFIX, WRITABLE
 
 SUMMARY = "Print a schedule, or the program it is lowered to, or draw its timeline, or a recorded step's."
 OF_SCHEDULES = (
-    "function",
-    "ranks",
-    "microbatches",
-    "stages_per_rank",
-    "stages",
-    "slices",
-    "forward_only",
-    "options",
-    "costs",
-    "split",
-    "data",
-    "shard",
-    "residency",
-    "look_ahead",
-)
+    "function", "ranks", "microbatches", "stages_per_rank", "stages", "slices", "forward_only", "options", "costs",
+    "split", "data", "shard", "residency", "look_ahead",
+)  # fmt: skip
 """Arguments that a recorded step does not take."""
 MOST_BEGIN = 100
 """Bytes of a file, in which its format is named."""

@@ -229,12 +229,12 @@ def test_what_is_wrong_per_layer_is_said_with_its_key(text, told):
         costs_from_toml(text, file="l.toml")
 
 
-COSTS = Costs.uniform(forward=1, backward_input=2, backward_weight=3)
+SHORT = Costs.uniform(forward=1, backward_input=2, backward_weight=3)
 
 
 @pytest.mark.parametrize("text", ["F=1,I=2,W=3", " W = 3 , F=1.0,I=2e0", "F=1,I=2,W=3,B=5,transfer=0,overlap=1"])
 def test_a_whole_backward_is_the_sum_of_its_parts_unless_given(text):
-    assert costs_from_text(text).durations_s(2).tolist() == COSTS.durations_s(2).tolist()
+    assert costs_from_text(text).durations_s(2).tolist() == SHORT.durations_s(2).tolist()
 
 
 def test_every_key_has_its_place():
