@@ -28,38 +28,26 @@ def run_timers():
             assert not thread.is_alive()
 
 
-def test_a_long_wait_is_reported_while_it_lasts(monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "patience_s", "told"),
+    [
+        (SHOW, 0.0, "penstock: still at work on 10000 ranks and 20 microbatches ...; Ctrl-C ends it\n"),
+        (Namespace(command="check"), 0.0, "penstock: still at work ...; Ctrl-C ends it\n"),
+        (SHOW, 1000.0, ""),
+        (Namespace(command="train", ranks=4), 0.0, ""),
+        (Namespace(command="profile", ranks=4), 0.0, ""),
+    ],
+    ids=["with a shape", "without a shape", "a short wait", "train reports itself", "profile reports itself"],
+)
+def test_a_long_wait_of_a_silent_command_is_reported_while_it_lasts(monkeypatch, arguments, patience_s, told):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with waiting_reported(SHOW, 0.0):
-        run_timers()
+    with waiting_reported(arguments, patience_s):
+        if patience_s == 0.0:
+            run_timers()
+            assert terminal.getvalue() == told
+    run_timers()  # none is left
 
-    assert terminal.getvalue() == ("penstock: still at work on 10000 ranks and 20 microbatches ...; Ctrl-C ends it\n")
-
-
-def test_a_command_without_a_shape_says_less(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with waiting_reported(Namespace(command="check"), 0.0):
-        run_timers()
-
-    assert terminal.getvalue() == "penstock: still at work ...; Ctrl-C ends it\n"
-
-
-def test_a_short_wait_is_not_reported_and_leaves_no_timer(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with waiting_reported(SHOW, 1000.0):
-        pass
-    run_timers()
-
-    assert terminal.getvalue() == ""
-
-
-@pytest.mark.parametrize("command", ["train", "profile"])
-def test_commands_that_report_themselves_get_no_line(monkeypatch, command):
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with waiting_reported(Namespace(command=command, ranks=4), 0.0):
-        run_timers()
-
-    assert terminal.getvalue() == ""
+    assert terminal.getvalue() == told
 
 
 def test_a_log_gets_no_line(capsys):

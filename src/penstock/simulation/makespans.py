@@ -109,6 +109,11 @@ def _places(table: Table) -> NDArray[np.int64]:
 
 def _waits(like: Schedule) -> NDArray[np.int64]:
     """[num_places + 1, n] the places that each one waits for, the last one for none."""
+    # An action waits for the same actions in every order of a shape; only the rows of these differ. So they are found
+    # once, in a schedule that has an action of each plane, and noted as places, which no order changes. B and I exclude
+    # each other and have one place: a W, or a backward of the stage before, waits for the one that runs. A place whose
+    # action does not run has no row, so nothing waits for it. A message adds a lag to one of these waits, and no other
+    # wait. On a serialized link the order of messages counts too; there `simulate` evaluates the schedule.
     sizes = range(like.num_microbatches), range(like.num_slices)
     orders = [
         np.stack(np.meshgrid(PLANES, stages, *sizes, indexing="ij"), axis=-1).reshape(-1, 4)
