@@ -180,14 +180,28 @@ def test_an_equal_plan_is_proved_once_and_any_other_one_anew():
         prove_and_lower_once(one, Demand.of("1 activations", COSTS))
 
 
-def test_programs_are_kept_by_an_object_of_its_own_and_large_ones_not_at_all():
+def test_programs_are_kept_by_an_object_of_its_own():
     one, equal = (build("1f1b", ranks=3, microbatches=5) for _ in range(2))
-    own, small = RecentTables(), RecentTables(most_rows=one.num_rows - 1)
+    own = RecentTables()
     first = prove_and_lower_once(one, programs=own)
 
     assert prove_and_lower_once(equal, programs=own) is first
     assert prove_and_lower_once(equal) is not first
-    assert prove_and_lower_once(equal, programs=small) is not prove_and_lower_once(equal, programs=small)
+
+
+def test_only_the_last_small_tables_are_kept():
+    tables = [build("gpipe", ranks=2, microbatches=number) for number in (1, 2, 3, 4)]
+    recent, made = RecentTables(most=2, most_rows=tables[2].num_rows), []
+
+    def once(index):
+        return recent.once((index,), lambda: made.append(index) or tables[index])
+
+    for index in (0, 1, 0, 2, 2, 0):  # 1 was used last before 0 and 2
+        assert once(index) is tables[index]
+    assert made == [0, 1, 2]
+    for index in (1, 3, 3):
+        once(index)
+    assert made == [0, 1, 2, 1, 3, 3]  # the last one is large
 
 
 def test_a_name_is_built_for_the_ranks_that_run():

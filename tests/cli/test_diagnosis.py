@@ -11,6 +11,7 @@ from penstock.execute.split.plan import EarlyWeights
 from penstock.schedules import build
 from penstock.searching.what_if import Setting
 from penstock.simulation import Costs
+from penstock.simulation.causes import Cause
 from penstock.train.watching.diagnosis import diagnose
 from tests.cli.recorded_steps import recorded_step
 
@@ -91,6 +92,19 @@ def test_causes_that_cost_next_to_nothing_have_no_line():
         ["-2.4 %", "22.2 %", "synchronisation"],
         ["+0.0 %", "5.6 %", "launch"],
     ]
+
+
+def test_a_memory_limit_is_a_cause_in_both_tables_and_costs_the_same_order_nothing():
+    diagnosis = diagnose(recorded_step(), SETTING, memory_limit=4)
+
+    found = sections(to_text(diagnosis))
+
+    assert "memory limit" in found["idle time of each rank by its cause, in s"][0]
+    [row] = [line for line in found[CAUSES] if "memory limit" in line]
+    share, of_idle, _ = re.split(r"  +", row.strip())
+    assert share == "+0.0 %"
+    idle = diagnosis.idle
+    assert of_idle == f"{100 * idle.total(Cause.MEMORY) / idle.by_rank.sum():.1f} %" != "0.0 %"
 
 
 def test_changes_that_help_are_listed_with_their_price_in_memory():

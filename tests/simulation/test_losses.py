@@ -43,6 +43,7 @@ def test_an_even_step_without_transfers_loses_to_the_order_of_its_schedule_alone
 
     assert (found[Cause.DEPENDENCY].duration_s, found[Cause.DEPENDENCY].culprit) == (6.0, "1f1b")
     assert {cause: loss.duration_s for cause, loss in found.items() if loss.duration_s} == {Cause.DEPENDENCY: 6.0}
+    assert set(found) == set(Cause)
 
 
 def test_imbalance_costs_what_even_stages_would_save():
