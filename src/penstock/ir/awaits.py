@@ -1,11 +1,11 @@
-"""What a row waits for that an earlier row of its rank has launched: a message, a gather, a reload, a reduction.
+"""The launched work that a row waits for, of an earlier row of its rank: a message, a gather, a reload, a reduction.
 
     1RECV_F0 0UNSHARD 1F0 ... 0F0 ... 0RELOAD0 0F3 0B0 ... 0REDUCE_GRAD 1REDUCE_GRAD 0REDUCE_TIED0 STEP
         1F0 awaits 1RECV_F0, 0F0 awaits 0UNSHARD, 0B0 awaits 0RELOAD0, 0REDUCE_TIED0 awaits both reductions
 
-What launches returns at once. The rows that await it are the first that need what it brings. Gathers and reductions of
-a rank run one after the other in the order of the program. So a row that awaits one of them knows of all that were
-launched before it that they are over.
+A row that launches work returns at once. The rows that await it are the first that need what it brings. Gathers and
+reductions of a rank run one after the other in the order of the program. So a row that awaits one of them knows of all
+that were launched before it that they are over.
 """
 
 import numpy as np

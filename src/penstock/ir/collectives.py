@@ -1,4 +1,4 @@
-"""What collectives do, as flags over the numbers of operations: who takes part, and what becomes whole, or less."""
+"""Flags of collectives by the numbers of operations: who takes part, and what becomes whole, or less."""
 
 from penstock.ir.operations import Group, Value, flags_where
 

@@ -7,7 +7,7 @@
     send         after the action that makes the message;  receive after its send
 
 s-1 and s+1 are the neighbors on the microbatch's route. The rules are those of `ir.operations`, row by row of its
-table. What is earlier on the same rank is not repeated here.
+table. The order of a rank itself is not repeated here.
 """
 
 from collections.abc import Iterator
@@ -37,47 +37,82 @@ class RowIndex:
     Of duplicates the last one counts; they are for `check` to find.
     """
 
-    cells: NDArray[np.int32]
-    """The planes that have rows one after the other, and a last cell that is `NONE`."""
-    shape: tuple[int, int, int]
+    table: Table
     planes: tuple[Op, ...]
+    rows: NDArray[np.int32]
+    """The planes that have rows one after the other, and a last cell that is `NONE`."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.table.num_stages, self.table.num_microbatches, self.table.num_slices
+
+    @property
+    def end(self) -> int:
+        """The last cell of all."""
+        return len(self.rows) - 1
 
     def plane(self, op: Op) -> NDArray[np.int32]:
         """[num_stages, num_microbatches, num_slices] the rows of an operation and of those that exclude it."""
         if exclusive(op) not in self.planes:
             return np.full(self.shape, NONE, np.int32)
-        size = int(np.prod(self.shape))
+        size = num_identities(self.table)
         begin = self.planes.index(exclusive(op)) * size
-        return self.cells[begin : begin + size].reshape(self.shape)
+        return self.rows[begin : begin + size].reshape(self.shape)
+
+    def lookup(self, planes: dict[Op, tuple[Op, NDArray[np.int64]]]) -> Cells:
+        """[num_ops, num_stages] the first cell of the plane and stage that an operation looks at; else the last."""
+        first = np.full((len(Op), self.table.num_stages), self.end, np.int64)
+        per_stage = self.table.num_microbatches * self.table.num_slices
+        for op, (plane, stages) in planes.items():
+            is_there = stages != NONE
+            offset = self.planes.index(plane) * self.table.num_stages
+            first[op, is_there] = (offset + stages[is_there]) * per_stage
+        return first.reshape(-1)
+
+    def cells(self, lookup: Cells, part: slice, slice_shift: int = 0) -> Cells:
+        """[num_rows] the cells of a block of rows; the last cell of all for none."""
+        table, num_slices = self.table, self.table.num_slices
+        found: Cells = lookup.take(table.op[part].astype(np.intp) * table.num_stages + table.stage[part])
+        if num_slices == 1:
+            found += table.microbatch[part]
+        else:
+            found += table.microbatch[part].astype(np.int64) * num_slices
+            found += table.slice[part]
+        if slice_shift:
+            shifted = table.slice[part] + slice_shift
+            found += slice_shift
+            # Past the first or last slice the cell would be that of another microbatch.
+            found[(shifted < 0) | (shifted >= num_slices)] = self.end
+        # The last cell plus a microbatch is past the end: clip it back to the last cell, which holds `NONE`.
+        np.minimum(found, self.end, out=found)
+        return found
 
 
 def index_rows(table: Table) -> RowIndex:
     """Find the row of every action (and message) of the table."""
     planes = tuple(plane for plane in PLANES if any(exclusive(op) is plane for op in table.ops))
-    index = _Index(table, planes)
+    index = RowIndex(table, planes, np.full(len(planes) * num_identities(table) + 1, NONE, np.int32))
     own = np.arange(table.num_stages)
     lookup = index.lookup({op: (exclusive(op), own) for op in table.ops if exclusive(op) in planes})
-    where = np.full(index.num_cells + 1, NONE, np.int32)
     for part in blocks(table.num_rows):
-        where[index.cells(lookup, part)] = np.arange(part.start, part.stop)
-    where[-1] = NONE  # rows without a cell, such as collectives, were written there
-    return RowIndex(where, index.shape, planes)
+        index.rows[index.cells(lookup, part)] = np.arange(part.start, part.stop)
+    index.rows[-1] = NONE  # rows without a cell, such as collectives, were written there
+    return index
 
 
-def predecessors(table: Table, rows: RowIndex | None = None) -> NDArray[np.int32]:
+def predecessors(table: Table) -> NDArray[np.int32]:
     """Return [num_rows, 3] the rows that each row waits for, `NONE` where there are fewer.
 
     Column 0 is where the data comes from, column 1 the saved activation (or earlier slice), column 2 the later slice.
     """
-    known = index_rows(table) if rows is None else rows
-    index = _Index(table, known.planes)
+    index = index_rows(table)
     sources = list(_sources(table, index))
     result = np.full((table.num_rows, NUM_PREDECESSORS), NONE, np.int32)
     for part in blocks(table.num_rows):
         for source in sources:
             # Sources come with the preferred last: a receive overwrites the action that made the value, R overwrites F.
             column = result[part, source.column]
-            found = known.cells[index.cells(source.lookup, part, source.slice_shift)]
+            found = index.rows[index.cells(source.lookup, part, source.slice_shift)]
             np.copyto(column, found, where=found != NONE)
     return result
 
@@ -94,8 +129,14 @@ class _Source:
 SLICE_SHIFT = {At.EARLIER_SLICE: -1, At.LATER_SLICE: 1}
 
 
-def _sources(table: Table, index: "_Index") -> Iterator[_Source]:
+def _sources(table: Table, index: RowIndex) -> Iterator[_Source]:
     """The sources by column and preference, the preferred last."""
+    # Why one lookup serves all rows of a column: all predecessors of a row have its microbatch. So from the number of a
+    # row's cell (stage, microbatch, slice) to that of its predecessor's it is a constant, which depends on the row's
+    # operation and stage alone: another plane, another stage of the route, the slice before or behind. Where a route
+    # or the slices end, the cell is the last one, which holds NONE. Of operations that exclude each other (B and I)
+    # one plane has the row that is there. Where two rows could have made a value, both are looked up, the preferred
+    # one last, and it overwrites the other if it is there: a receive that of the maker, R that of F.
     found: dict[tuple[int, int, int], dict[Op, tuple[Op, NDArray[np.int64]]]] = {}
     reads = [(op, read) for op in table.ops for read in OPERATIONS[op].reads]
     for op, read in reads:
@@ -162,44 +203,6 @@ def identities_of(table: Table, part: slice) -> NDArray[np.int32]:
 def num_identities(table: Table) -> int:
     """Return how many (stage, microbatch, slice) there are."""
     return table.num_stages * table.num_microbatches * table.num_slices
-
-
-class _Index:
-    """Finds the cells of rows in an index of a table's rows."""
-
-    def __init__(self, table: Table, planes: tuple[Op, ...]) -> None:
-        self.table = table
-        self.planes = planes
-        self.shape = (table.num_stages, table.num_microbatches, table.num_slices)
-        self.num_cells = len(planes) * int(np.prod(self.shape))
-
-    def lookup(self, planes: dict[Op, tuple[Op, NDArray[np.int64]]]) -> Cells:
-        """[num_ops, num_stages] the first cell of the plane and stage that an operation looks at; else the last."""
-        first = np.full((len(Op), self.table.num_stages), self.num_cells, np.int64)
-        per_stage = self.shape[1] * self.shape[2]
-        for op, (plane, stages) in planes.items():
-            is_there = stages != NONE
-            offset = self.planes.index(plane) * self.table.num_stages
-            first[op, is_there] = (offset + stages[is_there]) * per_stage
-        return first.reshape(-1)
-
-    def cells(self, lookup: Cells, part: slice, slice_shift: int = 0) -> Cells:
-        """[num_rows] the cells of a block of rows; the last cell of all for none."""
-        table, num_slices = self.table, self.shape[2]
-        found: Cells = lookup.take(table.op[part].astype(np.intp) * table.num_stages + table.stage[part])
-        if num_slices == 1:
-            found += table.microbatch[part]
-        else:
-            found += table.microbatch[part].astype(np.int64) * num_slices
-            found += table.slice[part]
-        if slice_shift:
-            shifted = table.slice[part] + slice_shift
-            found += slice_shift
-            # Past the first or last slice the cell would be that of another microbatch.
-            found[(shifted < 0) | (shifted >= num_slices)] = self.num_cells
-        # The last cell plus a microbatch is past the end: clip it back to the last cell, which holds `NONE`.
-        np.minimum(found, self.num_cells, out=found)
-        return found
 
 
 def deciding(before: NDArray[np.int32]) -> NDArray[np.int32]:

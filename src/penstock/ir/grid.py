@@ -106,8 +106,8 @@ def grid_columns(table: Schedule | Program) -> int:
 def from_grid(text: str, *, file: str = "<text>", name: str = "from a grid") -> Schedule:
     """Read a drawing, timed or plain, with or without `rank 0:` labels and `|` between columns.
 
-    Where labels begin with rank 0 again, the rows go on. Empty lines, comments and lines of marks are skipped. What the
-    drawing does not say is inferred, as for CSV.
+    Where labels begin with rank 0 again, the rows go on. Empty lines, comments and lines of marks are skipped. All
+    that the drawing does not say is inferred, as for CSV.
 
     Raises:
         FormatError: with line and column of the first word that does not fit.

@@ -1,4 +1,4 @@
-"""What each forward keeps for its backward: its activation, its inputs alone where it runs again, or nothing.
+"""The value that each forward keeps for its backward: its activation, its inputs alone where it runs again, or nothing.
 
     0F0 0F1 0R1 0B1 0B0      0F0 keeps its ACTIVATION, 0F1 its CHECKPOINT, since 0R1 makes the activation again
 

@@ -27,7 +27,6 @@ a copy has ended before the next row begins.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -43,8 +42,6 @@ from penstock.ir.whole import is_sharded, sums_of_units, whole_gradients
 from penstock.placement import Placement, stages_without_copies
 
 Counts = NDArray[np.int64]
-
-
 _SIZES = ("activation", "weight_context", "checkpoint", "message", "static", "weights", "gradient")
 
 
@@ -73,10 +70,7 @@ class StageBytes:
     def of(cls, num_stages: int, **known: Any) -> "StageBytes":
         """Take what is known, an entry per stage or one for all; the rest has no bytes."""
 
-        def sizes(name: str) -> Counts:
-            return np.full(num_stages, known.get(name, 0), np.int64)
-
-        found: dict[str, Any] = {name: sizes(name) for name in _SIZES}
+        found: dict[str, Any] = {name: np.full(num_stages, known.get(name, 0), np.int64) for name in _SIZES}
         return cls(**found)
 
     def static_of_ranks(self, placement: Placement) -> Counts:
@@ -85,9 +79,6 @@ class StageBytes:
         ranks, stages = np.array(placement.rank_of_stage), stages_without_copies(placement)
         np.add.at(found, ranks[stages], self.static[stages])
         return found
-
-
-_SIZES = ("activation", "weight_context", "checkpoint", "message", "static", "weights", "gradient")
 
 
 def live_activations(table: Table) -> Counts:
@@ -114,16 +105,6 @@ def changes_of_rows(table: Table, sizes: StageBytes) -> tuple[Counts, Counts]:
     return _whole(np.concatenate(taken)), _whole(np.concatenate(freed))
 
 
-def alive(table: Table, taken: NDArray[Any], freed: NDArray[Any]) -> Counts:
-    """[num_rows] what is alive while each row runs, of what rows take at their start and free at their end."""
-    return np.concatenate(list(_alive_by_rank(table, taken, freed)))
-
-
-def peaks(table: Table, live: Counts) -> list[int]:
-    """Per rank, the largest value among its rows; 0 for a rank without rows."""
-    return _peaks(live[part] for part in _ranks(table))
-
-
 def peak_activations(table: Table) -> list[int]:
     """Per rank, the most activations alive at once."""
     return peak_bytes(table, one_each(table))
@@ -142,8 +123,10 @@ def peak_host_bytes(table: Table, sizes: StageBytes) -> list[int]:
 
 
 def peak_alive(table: Table, taken: NDArray[Any], freed: NDArray[Any]) -> list[int]:
-    """Per rank, the largest value of `alive`, without the column itself."""
-    return _peaks(_alive_by_rank(table, taken, freed))
+    """Per rank, the most that is alive at once of what rows take at their start and free at their end."""
+    return _peaks(
+        _alive(table.joined[part], taken[part].astype(np.int64), freed[part].astype(np.int64)) for part in table.ranks
+    )
 
 
 def one_each(table: Table) -> StageBytes:
@@ -155,20 +138,15 @@ def _peaks(live_by_rank: Iterable[Counts]) -> list[int]:
     return [int(live.max(initial=0)) for live in live_by_rank]
 
 
-def _ranks(table: Table) -> Iterator[slice]:
-    """The rows of each rank."""
-    return (slice(begin, end) for begin, end in pairwise(table.offsets.tolist()))
-
-
 def _live_by_rank(table: Table, sizes: StageBytes) -> Iterator[Counts]:
     return (live for live, _ in _levels_by_rank(table, sizes))
 
 
 def _levels_by_rank(table: Table, sizes: StageBytes, *, on_host: bool = False) -> Iterator[tuple[Counts, Counts]]:
-    """What is alive while each row of a rank runs, and what is left after it."""
+    """Per rank, all that is alive while each row runs, and all that is left after it."""
     gradients = _gradients(table, sizes) if isinstance(table, Program) and not on_host else None
     changes = _changes_by_rank(table, sizes, on_host=on_host)
-    for part, (taken, freed) in zip(_ranks(table), changes, strict=True):
+    for part, (taken, freed) in zip(table.ranks, changes, strict=True):
         if gradients is not None:
             taken, freed = taken + gradients[0][part], freed + gradients[1][part]
         live = _alive(table.joined[part], taken, freed)
@@ -176,12 +154,12 @@ def _levels_by_rank(table: Table, sizes: StageBytes, *, on_host: bool = False) -
 
 
 def _changes_by_rank(table: Table, sizes: StageBytes, *, on_host: bool) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """What each row of a rank takes at its start and frees at its end."""
+    """Per rank, all that each row takes at its start and frees at its end."""
     # Rows that make or move a checkpoint look into a second table, in which it stands for the activation.
     changes = [_changes(table, each, on_host) for each in (sizes, replace(sizes, activation=sizes.checkpoint))]
     start, end = np.concatenate(changes, axis=1)
     has_checkpoint = keeps(table) == Value.CHECKPOINT
-    for part in _ranks(table):
+    for part in table.ranks:
         which = (table.op[part] + NUM_OPS * has_checkpoint[part]) * table.num_stages + table.stage[part]
         taken: NDArray[Any] = start.take(which)
         freed: NDArray[Any] = end.take(which)
@@ -194,6 +172,12 @@ def _changes_by_rank(table: Table, sizes: StageBytes, *, on_host: bool) -> Itera
 
 def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Counts:
     """[2, num_ops, num_stages] what a row adds to its rank, or its host, at its start, and takes from it at its end."""
+    # Why sums of rows are what is alive: a value is added by one row and taken by one row of the same rank, with the
+    # same size, so a cumulative sum over a rank holds each value from its maker to its last reader and nothing else.
+    # Where a value becomes a part of another one, both happen at the start of one row (F takes its message, and the
+    # activation that holds it begins), so it never counts twice, nor for a moment not at all. A message is as large
+    # as its sender's output: at the receiver the size is that of the previous stage (INPUT), and at the ends of a
+    # route, where nothing is sent, it is 0. Several sizes may be 0 or unknown; the sum is then a lower bound.
     placement = table.placement
     message = sizes.message if isinstance(table, Program) else np.zeros_like(sizes.message)
     previous, following = np.array(placement.previous_stage), np.array(placement.next_stage)
@@ -233,11 +217,6 @@ def _gradients(program: Program, sizes: StageBytes) -> Counts | None:
 
 def _whole(num_bytes: NDArray[Any]) -> Counts:
     return num_bytes if num_bytes.dtype == np.int64 else np.rint(num_bytes).astype(np.int64)
-
-
-def _alive_by_rank(table: Table, taken: NDArray[Any], freed: NDArray[Any]) -> Iterator[Counts]:
-    for part in _ranks(table):
-        yield _alive(table.joined[part], taken[part].astype(np.int64), freed[part].astype(np.int64))
 
 
 def _alive(joined: NDArray[np.bool_], taken: NDArray[Any], freed: NDArray[Any]) -> NDArray[Any]:

@@ -6,7 +6,7 @@
 With a recomputation F keeps its inputs only, the CHECKPOINT, and R makes the ACTIVATION again. OFFLOAD moves what F
 keeps to the host, and RELOAD moves it back. Each (stage, microbatch, slice) has one F, at most one R, and either one B
 or one I and one W. A value that is made on one rank and read on another travels as the message of a send and a receive.
-What a row does beyond its operation, since it depends on other rows, is derived in `ir.keeps` and `ir.awaits`.
+Some of what a row does depends on other rows: `ir.keeps` and `ir.awaits` derive that.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 
 class Kind(IntEnum):
-    """What an action computes: the operations that a schedule may contain."""
+    """The work of an action: the operations that a schedule may contain."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -68,7 +68,7 @@ class Op(IntEnum):
 
 
 class Lane(Enum):
-    """What part of a machine an operation keeps busy."""
+    """The part of a machine that an operation keeps busy."""
 
     COMPUTE = auto()
     SEND = auto()
@@ -93,11 +93,11 @@ class Group(Enum):
 
 
 class Value(IntEnum):
-    """What operations make for each other: of one stage, microbatch and slice, or of one stage."""
+    """Things that operations make for each other: of one stage, microbatch and slice, or of one stage."""
 
     OUTPUT = auto()
     CARRY = auto()
-    """What a slice leaves for the next one, such as keys and values."""
+    """Left by a slice for the next one, such as keys and values."""
     ACTIVATION = auto()
     """All that the backward needs of its forward."""
     CHECKPOINT = auto()
@@ -107,7 +107,7 @@ class Value(IntEnum):
     INPUT_GRADIENT = auto()
     CARRY_GRADIENT = auto()
     WEIGHT_INPUTS = auto()
-    """What the gradients of the weights need once those of the inputs are known."""
+    """All that the gradients of the weights need once those of the inputs are known."""
     GRADIENT = auto()
     """Of the weights of a stage, which many rows add to; it stays until the optimizer step."""
     WEIGHTS = auto()
@@ -157,7 +157,7 @@ class Operation:
     """One row of the table. Each column is written down; none follows from another."""
 
     text: str
-    """What follows the stage in texts, such as F in `2F0`."""
+    """Behind the stage in texts, such as F in `2F0`."""
     name: str
     """In traces and legends, in the words of the field's tools."""
     lane: Lane
@@ -193,7 +193,7 @@ class Operation:
     colors: tuple[str, ...] = ()
     """Of a computation, from dark over the usual color to pale: one for each stage of a rank."""
     message: Value | None = None
-    """What a send or receive moves."""
+    """Moved by a send or receive."""
     is_of_stage: bool = False
     """Whether it names a stage alone, no microbatch."""
     needs_backward: bool = False
@@ -205,12 +205,18 @@ class Operation:
 _WEIGHTS, _GRADIENT = Read(Value.WEIGHTS, column=None), Read(Value.GRADIENT, column=None)
 _WHOLE, _ONE_MORE, _ONE_LESS = (Value.WEIGHTS,), {Size.WEIGHTS: 1}, {Size.WEIGHTS: -1}
 _F_KEEPS, _MORE, _LESS = (Value.CHECKPOINT, Value.ACTIVATION), {Size.ACTIVATION: 1}, {Size.ACTIVATION: -1}
-_BACKWARD_READS = (
-    Read(Value.INPUT_GRADIENT, At.DOWNSTREAM),
-    Read(Value.ACTIVATION, column=1),
-    Read(Value.CARRY_GRADIENT, At.LATER_SLICE, 2),
-    _WEIGHTS,
-)
+
+
+def _backward(*, also_makes: Value, **columns: Any) -> Operation:
+    """B or I: both take and pass on gradients, and free what their forward has kept."""
+    columns |= {"lane": Lane.COMPUTE, "runs_autograd": True, "at_start": {Size.INPUT: 1}}
+    reads = (
+        Read(Value.INPUT_GRADIENT, At.DOWNSTREAM),
+        Read(Value.ACTIVATION, column=1),
+        Read(Value.CARRY_GRADIENT, At.LATER_SLICE, 2),
+    )
+    makes = (Value.INPUT_GRADIENT, Value.CARRY_GRADIENT, also_makes)
+    return Operation(reads=(*reads, _WEIGHTS), makes=makes, frees=tuple(read.value for read in reads), **columns)
 
 
 def _send(text: str, name: str, value: Value, size: Size) -> Operation:
@@ -250,31 +256,21 @@ OPERATIONS: dict[Op, Operation] = {
         begins_keeping=True,
         colors=("#1F6FB5", "#4A9FE0", "#93C8F2"),
     ),
-    Op.BACKWARD: Operation(
+    Op.BACKWARD: _backward(
         text="B",
         name="Backward",
         label="backward",
-        lane=Lane.COMPUTE,
-        runs_autograd=True,
-        reads=_BACKWARD_READS,
-        makes=(Value.INPUT_GRADIENT, Value.CARRY_GRADIENT, Value.GRADIENT),
-        frees=(Value.INPUT_GRADIENT, Value.ACTIVATION, Value.CARRY_GRADIENT),
-        at_start={Size.INPUT: 1},
+        also_makes=Value.GRADIENT,
         at_end={Size.ACTIVATION: -1, Size.OUTPUT: -1},
         ends_keeping=True,
         units=2,
         colors=("#B35E00", "#F29D1F", "#FFC766"),
     ),
-    Op.BACKWARD_INPUT: Operation(
+    Op.BACKWARD_INPUT: _backward(
         text="I",
         name="Backward input",
         label="input gradient",
-        lane=Lane.COMPUTE,
-        runs_autograd=True,
-        reads=_BACKWARD_READS,
-        makes=(Value.INPUT_GRADIENT, Value.CARRY_GRADIENT, Value.WEIGHT_INPUTS),
-        frees=(Value.INPUT_GRADIENT, Value.ACTIVATION, Value.CARRY_GRADIENT),
-        at_start={Size.INPUT: 1},
+        also_makes=Value.WEIGHT_INPUTS,
         at_end={Size.ACTIVATION: -1, Size.WEIGHT_INPUTS: 1, Size.OUTPUT: -1},
         instead_of=Op.BACKWARD,
         colors=("#3E9B77", "#74CDA6", "#B4EBD0"),
@@ -358,7 +354,7 @@ BEGINS_KEEPING = flags_where(lambda operation: operation.begins_keeping)
 ENDS_KEEPING = flags_where(lambda operation: operation.ends_keeping)
 
 KEPT = frozenset({Value.ACTIVATION, Value.CHECKPOINT, Value.WEIGHT_INPUTS})
-"""What a stage keeps of a forward for later; it has one slot from the F to its B or W."""
+"""Kept by a stage of a forward for later; it has one slot from the F to its B or W."""
 OF_STAGE = frozenset({Value.GRADIENT, Value.WEIGHTS})
 """Values of a stage; the others are of one microbatch and slice too."""
 _MESSAGE_VALUES = list(MESSAGES)

@@ -107,14 +107,6 @@ class Program(Table):
             self.name, self.placement, self.num_microbatches, self.num_slices, self.route_of_microbatch, **columns
         )
 
-    def first_microbatches(self, number: int) -> "Program":
-        """Return the rows of so many microbatches and all that name none, in the same order.
-
-        So a replica with fewer rows than another one gathers and drops what that one does.
-        """
-        kept = self.select(np.flatnonzero((self.microbatch < number) | ~NAMES_MICROBATCH[self.op]))
-        return replace(kept, num_microbatches=number, route_of_microbatch=self.route_of_microbatch[:number])
-
     def instruction(self, row: int) -> Instruction:
         """Return one row as a value."""
         return Instruction(

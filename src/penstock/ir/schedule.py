@@ -143,11 +143,6 @@ class Schedule(Table):
         forwards = np.flatnonzero(self.kind == Kind.FORWARD)
         return self.select(forwards, name=f"{self.name} (forward only)")
 
-    def first_microbatches(self, number: int) -> "Schedule":
-        """Return the actions of so many microbatches, in the same order, as for a batch with fewer rows than usual."""
-        kept = self.select(np.flatnonzero(self.microbatch < number))
-        return replace(kept, num_microbatches=number, route_of_microbatch=self.route_of_microbatch[:number])
-
     def with_inserted(self, kind: Kind, like: NDArray[np.intp], places: NDArray[np.intp], *, name: str) -> "Schedule":
         """Return the schedule with more actions: one for each row in `like`, of another kind, before its place."""
         added = {what: getattr(self, what)[like] for what in ("stage", "microbatch", "slice")}

@@ -23,7 +23,16 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError, cut, described, shortened
 from penstock.ir.hot import blocks, frozen
-from penstock.ir.operations import ENDS_KEEPING, IS_BACKWARD, IS_COMPUTE, NUM_OPS, RUNS_AUTOGRAD, Flags, Op
+from penstock.ir.operations import (
+    ENDS_KEEPING,
+    IS_BACKWARD,
+    IS_COMPUTE,
+    NAMES_MICROBATCH,
+    NUM_OPS,
+    RUNS_AUTOGRAD,
+    Flags,
+    Op,
+)
 from penstock.placement import Placement
 
 Ints = NDArray[np.integer[Any]]
@@ -59,7 +68,7 @@ class Table(ABC):
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", cut(str(self.name), MAX_NAME_CHARACTERS))
         # Views, since a column that is locked would lock the array of whoever made the table.
-        for name in (*self.COLUMNS, "offsets", "route_of_microbatch"):
+        for name in self._all_columns:
             column = getattr(self, name)
             if not isinstance(column, np.ndarray):
                 raise ScheduleError(f"{self.name}: {name} is {described(column)}; expected a numpy array")
@@ -153,6 +162,14 @@ class Table(ABC):
         """Return the table with only these rows, which ascend; a pair that loses a row is no pair any more."""
         return replace(self, name=name or self.name, **self.selected(rows, self.COLUMNS))
 
+    def first_microbatches(self, number: int) -> Self:
+        """Return the rows of so many microbatches and all that name none, in the same order.
+
+        So a replica with fewer rows of a batch than another one gathers and drops what that one does.
+        """
+        kept = self.select(np.flatnonzero((self.microbatch < number) | ~NAMES_MICROBATCH[self.op]))
+        return replace(kept, num_microbatches=number, route_of_microbatch=self.route_of_microbatch[:number])
+
     def selected(self, rows: NDArray[np.intp], names: Sequence[str]) -> dict[str, Any]:
         """Return these columns of these rows, which ascend, and their offsets."""
         columns = {name: getattr(self, name)[rows] for name in names}
@@ -180,7 +197,7 @@ class Table(ABC):
     def digest(self) -> str:
         """Return 64 hexadecimal digits that are equal for equal tables, whatever their names and integer types."""
         digest = hashlib.sha256(repr(self._metadata).encode())
-        for name in (*self.COLUMNS, "offsets", "route_of_microbatch"):
+        for name in self._all_columns:
             digest.update(np.ascontiguousarray(getattr(self, name), np.int64).data)
         return digest.hexdigest()
 
@@ -190,9 +207,8 @@ class Table(ABC):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Table) or type(other) is not type(self):
             return NotImplemented
-        columns = (*self.COLUMNS, "offsets", "route_of_microbatch")
         return self._metadata == other._metadata and all(
-            np.array_equal(getattr(self, name), getattr(other, name)) for name in columns
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in self._all_columns
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -204,8 +220,12 @@ class Table(ABC):
         )
 
     @property
+    def _all_columns(self) -> tuple[str, ...]:
+        return *self.COLUMNS, "offsets", "route_of_microbatch"
+
+    @property
     def _metadata(self) -> tuple[Any, ...]:
-        """What makes tables with the same columns different, apart from their names."""
+        """All that makes tables with the same columns different, apart from their names."""
         return self.placement.rank_of_stage, self.placement.routes, self.num_microbatches, self.num_slices
 
     def _flagged(self, flags: Flags) -> NDArray[np.bool_]:

@@ -5,7 +5,7 @@ prove that an order can run, to time it, and to find a linear extension of all r
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ BLOCKED = -2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Walk:
-    """What ran when: times in the unit of the durations; `NOT_RUN` where a row never became ready."""
+    """When each row ran: times in the unit of the durations; `NOT_RUN` where a row never became ready."""
 
     start: NDArray[Any]
     end: NDArray[Any]
@@ -56,13 +56,33 @@ def walk(
     turns = np.arange(len(offsets) - 1) if visits is None else visits
     # There and back, since what goes against the turns would get one rank further in each round.
     turns = np.concatenate([turns, turns[::-1]])
-    columns = map(frozen, (offsets, predecessors, joined, duration, lag_of_edge, turns))
-    times = (result.start, result.end, result.reached, np.zeros(len(offsets) - 1, of_time))
+    rows = _Rows(*map(frozen, (offsets, predecessors, joined, duration, lag_of_edge, turns)))
+    times = _Times(start, end, result.reached, np.zeros(len(offsets) - 1, of_time))
     if compiled:
-        _WALK.compiled(*columns, *times)
+        _WALK.compiled(rows, times)
     else:
-        _WALK(num_rows, *columns, *times)
+        _WALK(num_rows, rows, times)
     return result
+
+
+class _Rows(NamedTuple):
+    """The columns of the rows, and the order in which ranks are visited."""
+
+    offsets: Any
+    predecessors: Any
+    joined: Any
+    duration: Any
+    lag: Any
+    visits: Any
+
+
+class _Times(NamedTuple):
+    """The findings of the walk: per row its start and end; per rank its next row, and when it is free for it."""
+
+    start: Any
+    end: Any
+    reached: Any
+    free: Any
 
 
 def _ready_time(predecessors: Any, end: Any, lag: Any, row: int, partner: int) -> float:
@@ -83,22 +103,18 @@ def _ready_time(predecessors: Any, end: Any, lag: Any, row: int, partner: int) -
     return ready
 
 
-def _visit_all(
-    offsets: Any,
-    predecessors: Any,
-    joined: Any,
-    duration: Any,
-    lag: Any,
-    visits: Any,
-    start: Any,
-    end: Any,
-    reached: Any,
-    free: Any,
-) -> bool:
+def _visit_all(rows: _Rows, times: _Times) -> bool:
     """Run rows of each rank until one is blocked; return whether any ran.
 
     This loop is one function on purpose: compiled, a call for each rank makes the walk take twice as long.
     """
+    offsets, predecessors, joined, duration, lag, visits = rows
+    start, end, reached, free = times
+    # Why one greedy pass is enough: a row waits for rows before it on its rank and for its predecessors. Both only
+    # ever get an end, so a row that is ready stays ready, and its start, the latest of these ends, is the same
+    # whenever it is visited. By induction over any order in which rows can run, every walk runs the same rows at the
+    # same times; these are the earliest possible ones. A round costs one look at the first row of each blocked rank.
+    # Visiting ranks there and back lets results travel along all ranks, of either direction, in one round.
     has_run = False
     for rank in visits:
         row = reached[rank]
@@ -130,21 +146,10 @@ def _visit_all(
     return has_run
 
 
-def _walk_all(
-    offsets: Any,
-    predecessors: Any,
-    joined: Any,
-    duration: Any,
-    lag: Any,
-    visits: Any,
-    start: Any,
-    end: Any,
-    reached: Any,
-    free: Any,
-) -> None:
+def _walk_all(rows: _Rows, times: _Times) -> None:
     # A row that is ready stays ready, so the order of visits decides the number of rounds, never the times. A round in
     # which no row ran is the end: either all ran, or the rows that are left wait for each other in a cycle.
-    while _visit_all(offsets, predecessors, joined, duration, lag, visits, start, end, reached, free):
+    while _visit_all(rows, times):
         pass
 
 

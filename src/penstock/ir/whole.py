@@ -1,4 +1,4 @@
-"""What is whole of a sharded unit, and when: its weights while they are gathered, its gradients until they are reduced.
+"""When a sharded unit is whole: its weights while they are gathered, its gradients until they are reduced.
 
     0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD 1UNSHARD ... 0UNSHARD 1F0
     weights  ================================
@@ -93,7 +93,7 @@ def whole_gradients(program: Program) -> WholeGradients:
     is_made = MAKES_GRADIENT[program.op[rows]]
     follows = np.append(False, (unit[1:] == unit[:-1]) & is_made[:-1])
     begins = np.flatnonzero(is_made & ~follows)
-    # What follows the last gradient before it is a reduction, or the end of the unit.
+    # Behind the last gradient before it is a reduction, or the end of the unit.
     reductions = np.append(np.flatnonzero(~is_made), len(rows))
     reduced = reductions[np.searchsorted(reductions, begins)]
     is_reduced = np.append(unit, -1)[reduced] == unit[begins]

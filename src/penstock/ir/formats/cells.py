@@ -1,4 +1,4 @@
-"""What all texts of schedules share: cells such as `2F0` or `3SEND_F1` to columns and back, and what columns tell.
+"""All texts of schedules share this: cells such as `2F0` or `3SEND_F1` to columns and back, and what columns tell.
 
 A cell is one action or instruction, or an overlapped pair `(0F7;7B3)OVERLAP_F_B`. This file knows what all tables share
 only, so that schedules and programs can offer their texts as methods.
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError, FormatError, described, nearest
+from penstock.errors import ConfigError, FormatError, count_of, described, nearest
 from penstock.ir.operations import IS_COMPUTE, KIND_LETTERS, NAMES_MICROBATCH, OP_OF_TEXT, OPERATIONS, Op
 from penstock.ir.table import Ints, Table
 from penstock.placement import Placement
@@ -92,6 +92,27 @@ def cells_of(table: Table) -> list[list[str]]:
     bounds = np.searchsorted(kept, table.offsets).tolist()
     rows = kept.tolist()
     return [[texts[row] for row in rows[begin:end]] for begin, end in pairwise(bounds)]
+
+
+def cannot_express(format_name: str, problem: str, expected: str) -> ConfigError:
+    """Return the error for a schedule that a format has no words for."""
+    problem = f"{format_name} cannot express this order: {problem}; expected {expected}. CSV and JSON can"
+    return ConfigError(problem, key="format")
+
+
+def describe_placement(table: Table) -> str:
+    stages, ranks = count_of(table.num_stages, "stage"), count_of(table.num_ranks, "rank")
+    return f"it has {stages} on {ranks} ({table.placement.style})"
+
+
+def require_whole_actions(table: Table, format_name: str) -> None:
+    """Refuse slices, and actions other than F and B one after the other. Raises: ConfigError."""
+    if table.num_slices > 1:
+        problem = f"its microbatches are cut into {table.num_slices} slices"
+        raise cannot_express(format_name, problem, "whole microbatches")
+    if table.joined.any() or set(table.ops) - {Op.FORWARD, Op.BACKWARD}:
+        problem = "it splits backwards, runs forwards again or overlaps actions"
+        raise cannot_express(format_name, problem, "F and whole B, one after the other")
 
 
 def require_text(text: object) -> None:

@@ -1,4 +1,4 @@
-"""What DeepSpeed's pipeline engine would run for a schedule: the instructions of every rank, step by step.
+"""The instructions that DeepSpeed's pipeline engine would run for a schedule: of every rank, step by step.
 
 In training, forwards and backwards of a rank take steps of opposite parity. An action takes the first step that is left
 for it; its result is sent in the step after it, and there it is received. A schedule that does not keep in step like
@@ -16,9 +16,10 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError, count_of
+from penstock.errors import ConfigError
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.operations import Kind, Op
+from penstock.ir.formats.cells import cannot_express, describe_placement, require_whole_actions
+from penstock.ir.operations import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
 from penstock.ir.walk import walk
@@ -39,12 +40,13 @@ Steps = list[list[str]]
 SEQUENTIAL = "sequential"
 """The name of what is listed without a pipeline on one rank, where 1F1B has the same order."""
 
+_STREAMS = "DeepSpeed's streams"
 _AT_THE_END = {Listing.INFERENCE: (), Listing.DATA_PARALLEL: ("RDG", "OPT")}
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What one rank runs."""
+    """The instructions of one rank."""
 
     num_buffers: int
     steps: Steps
@@ -73,15 +75,8 @@ def listing_of(schedule: Schedule, *, old: bool) -> Listing:
 def _refuse_other_forms(schedule: Schedule, listing: Listing) -> None:
     placement = schedule.placement
     if placement.rank_of_stage != tuple(range(schedule.num_ranks)) or len(placement.routes) > 1:
-        stages, ranks = count_of(schedule.num_stages, "stage"), count_of(schedule.num_ranks, "rank")
-        problem = f"it has {stages} on {ranks} ({placement.style})"
-        raise _refusal(problem, "stage s on rank s")
-    if schedule.num_slices > 1:
-        raise _refusal(f"its microbatches are cut into {schedule.num_slices} slices", "whole microbatches")
-    if schedule.joined.any() or set(schedule.ops) - {Op.FORWARD, Op.BACKWARD}:
-        raise _refusal(
-            "it splits backwards, runs forwards again or overlaps actions", "F and whole B, one after the other"
-        )
+        raise _refusal(describe_placement(schedule), "stage s on rank s")
+    require_whole_actions(schedule, _STREAMS)
     everyone = np.arange(schedule.num_microbatches)
     backwards = everyone[:0] if listing is Listing.INFERENCE else everyone
     for rank, rows in enumerate(schedule.ranks):
@@ -94,9 +89,7 @@ def _refuse_other_forms(schedule: Schedule, listing: Listing) -> None:
 
 
 def _refusal(problem: str, expected: str) -> ConfigError:
-    return ConfigError(
-        f"DeepSpeed's streams cannot express this order: {problem}; expected {expected}. CSV and JSON can", key="format"
-    )
+    return cannot_express(_STREAMS, problem, expected)
 
 
 def _steps_in_turn(schedule: Schedule) -> NDArray[np.int64]:
@@ -133,11 +126,8 @@ def _steps(schedule: Schedule, listing: Listing) -> NDArray[np.int64]:
 
 def _stream(schedule: Schedule, listing: Listing, rank: int, step_of_row: Ints) -> Stream:
     rows = schedule.ranks[rank]
-    is_backwards, microbatch, own_steps = (
-        schedule.kind[rows] == Kind.BACKWARD,
-        schedule.microbatch[rows],
-        step_of_row[rows],
-    )
+    is_backwards, microbatch = schedule.kind[rows] == Kind.BACKWARD, schedule.microbatch[rows]
+    own_steps = step_of_row[rows]
     num_buffers = _num_buffers(is_backwards, microbatch, own_steps, listing)
     steps: Steps = [[] for _ in range(int(step_of_row.max()) + 1)]
     is_first, is_last = rank == 0, rank == schedule.num_ranks - 1

@@ -27,14 +27,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, FormatError, count_of
-from penstock.ir.formats.cells import MAX_CELLS
+from penstock.ir.formats.cells import MAX_CELLS, cannot_express, describe_placement, require_whole_actions
 from penstock.ir.interleaving import Ints, in_turn
-from penstock.ir.operations import Kind, Op
+from penstock.ir.operations import Kind
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 
 TITLE = "Megatron-LM schedule table"
 FORWARD_ONLY = "forward only"
+_TABLE = "a table of Megatron-LM"
 
 _FIELD = re.compile(r"\s*(ranks|group size|warm-up):((?:\s+[0-9]{1,9})+)\s*")
 _PAIR = re.compile(r"\(\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*\)|[^\s,\[\]]")
@@ -112,16 +113,8 @@ def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
     loop = Placement.loop(num_ranks, schedule.num_stages)
     placement = schedule.placement
     if rest or num_local_stages < 2 or (placement.rank_of_stage, placement.routes) != (loop.rank_of_stage, loop.routes):
-        problem = (
-            f"it has {count_of(schedule.num_stages, 'stage')} on {count_of(num_ranks, 'rank')} ({placement.style})"
-        )
-        raise _refusal(problem, "a loop with as many stages on each rank, 2 or more")
-    if schedule.num_slices > 1:
-        raise _refusal(f"its microbatches are cut into {schedule.num_slices} slices", "whole microbatches")
-    if schedule.joined.any() or set(schedule.ops) - {Op.FORWARD, Op.BACKWARD}:
-        raise _refusal(
-            "it splits backwards, runs forwards again or overlaps actions", "F and whole B, one after the other"
-        )
+        raise _refusal(describe_placement(schedule), "a loop with as many stages on each rank, 2 or more")
+    require_whole_actions(schedule, _TABLE)
     leading = [_num_leading(schedule.kind[rows] == Kind.FORWARD) for rows in schedule.ranks]
     form = _Form(num_ranks, num_microbatches, num_local_stages, _group_size(schedule))
     warmups = [] if schedule.is_forward_only else [_warmup(form, rank, num) for rank, num in enumerate(leading)]
@@ -142,10 +135,7 @@ def _short_group(form: _Form) -> str:
 
 
 def _refusal(problem: str, expected: str) -> ConfigError:
-    return ConfigError(
-        f"a table of Megatron-LM cannot express this order: {problem}; expected {expected}. CSV and JSON can",
-        key="format",
-    )
+    return cannot_express(_TABLE, problem, expected)
 
 
 def _num_leading(claims: NDArray[np.bool_]) -> int:
