@@ -116,7 +116,8 @@ def violations_of(table, **limits):
 
 
 def assert_refused(table, place, *words, **limits):
-    """The check finds a violation at (rank, position, text) with all the words, a fix, and a marked picture."""
+    """The check finds a violation at (rank, position, text) or at a text, with all the words, a fix, and a picture."""
+    place = (*find(table, place), place) if isinstance(place, str) else place
     error = refusal(table, **limits)
     found = [v for v in error.violations if (v.rank, v.position, v.action) == place]
     assert any(all(word in str(v) for word in words) and v.fix for v in found), str(error)

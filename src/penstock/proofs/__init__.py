@@ -1,14 +1,12 @@
 """The proofs: before anything runs, a schedule or program is shown to be complete, feasible and within its memory.
 
-    order        every action once, on its rank, after what it needs there
+    order        every action once, on its rank, after what it needs there; the order that fused layers need
     cycle        all ranks can run to their end
     channels     sends and receives are the same messages in the same order
     transports   no deadlock, however messages travel
     lifetimes    what is read is alive, what is made is not there yet, nothing is left
-    memory       limits hold, no slot is overwritten while alive
+    memory       limits hold, no slot is overwritten while alive, few stages are whole at once where they are gathered
     collectives  one total order on all members
-    residency    few stages are whole at once, where they are gathered
-    weight_order the order of weight gradients that fused layers need, where they are used
 
 Every finding of one call ends in one `ScheduleError`. A proof that rests on another is left out where that one fails.
 """
@@ -35,20 +33,25 @@ from penstock.proofs.memory import (
     Demand,
     Limit,
     check_limit,
+    check_residency,
     check_slots,
     count_messages_alive,
 )
-from penstock.proofs.order import Actions, check_complete, check_names, check_pairs, check_positions
+from penstock.proofs.order import (
+    Actions,
+    check_complete,
+    check_names,
+    check_pairs,
+    check_positions,
+    check_weight_order,
+)
 from penstock.proofs.report import Findings, Subject
-from penstock.proofs.residency import check_residency
-from penstock.proofs.stuck import check_transport
-from penstock.proofs.transports import Traffic
-from penstock.proofs.weight_order import check_weight_order
+from penstock.proofs.transports import Traffic, check_transport
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a check has found out about a table that passed."""
+    """All that a check has found out about a table that passed."""
 
     num_actions: int
     num_messages: int
@@ -167,7 +170,7 @@ def prove(
         messages = _prove_program(subject, actions, order.start, models, findings)
     findings.raise_if_any()
     assert order.start is not None
-    pool = None if messages is None else count_messages_alive(subject, messages)
+    peak_received, peak_unsent = (None, None) if messages is None else count_messages_alive(subject, messages)
     facts = Facts(
         num_actions=actions.schedule.num_actions,
         num_messages=order.num_messages,
@@ -175,8 +178,8 @@ def prove(
         peak_bytes=peaks.num_bytes,
         static_bytes=peaks.static_bytes,
         not_counted=peaks.not_counted,
-        peak_received=None if pool is None else pool.received,
-        peak_unsent=None if pool is None else pool.unsent,
+        peak_received=peak_received,
+        peak_unsent=peak_unsent,
         transports=tuple(map(str, models)) if isinstance(table, Program) else (),
         omits_reductions=isinstance(table, Program) and leaves_reductions_out(table),
         peak_whole=peak_whole,
@@ -186,7 +189,7 @@ def prove(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Order:
-    """What is proved of the actions alone."""
+    """All that is proved of the actions alone."""
 
     is_whole: bool
     """Whether every action is there once, and after what it needs on its rank."""

@@ -7,16 +7,14 @@ a tied group send their gradients to each other on the same channels: such an ex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.deps import NONE, RowIndex
+from penstock.ir.deps import NONE, RowIndex, peers_of_messages, stages_at
 from penstock.ir.hot import blocks
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import IS_MESSAGE, MESSAGES, OPERATIONS, At, Op, makers, peer_at
-from penstock.ir.program import Program
 from penstock.proofs.collectives import Barrier
 from penstock.proofs.order import Actions, bounds_of_stage
 from penstock.proofs.report import Findings, Subject, first_of_each
@@ -81,44 +79,24 @@ def join_messages(parts: Sequence[Messages]) -> Messages:
 
 def _possible_messages(subject: Subject, rows: RowIndex, findings: Findings) -> Iterator[Messages]:
     """The rows of every message that could be, `NONE` where there is none: outputs, then gradients, by their makers."""
-    crossings = {at: _Crossing.of(subject, side) for at, side in NEIGHBOUR.items()}
-    has_right_ends = _has_right_ends(subject, rows, crossings)
-    find = rows.plane if has_right_ends else _Ends(subject, findings, rows.shape).locate
+    peers = peers_of_messages(subject.table.placement)
+    peers = np.where(subject.rank_of_stage[peers] != subject.rank_of_stage, peers, NONE)
+    has_right_ends = _has_right_ends(subject, rows, peers)
     for send, receive in MESSAGES.values():
-        crossing, maker = crossings[peer_at(send)], makers(OPERATIONS[send].reads[0].value)[0]
-        made, sent, received = rows.plane(maker), find(send), find(receive)
-        for source, target in zip(crossing.makers.tolist(), crossing.takers.tolist(), strict=True):
-            receiver = target if has_right_ends else source  # `_Ends` names both ends after the maker
+        made = rows.plane(makers(OPERATIONS[send].reads[0].value)[0])
+        sent, received = (
+            rows.plane(end) if has_right_ends else _locate(findings, end, rows.shape) for end in (send, receive)
+        )
+        for source in np.flatnonzero(peers[send] != NONE).tolist():
+            target = int(peers[send, source])
+            receiver = target if has_right_ends else source  # `_locate` names both ends after the maker
             ends = (made[source], sent[source], received[receiver], made[target])
             yield Messages(*(end.reshape(-1) for end in ends))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Crossing:
-    """Messages to one side, the next or the previous stage of a route."""
-
-    neighbour: NDArray[np.int32]
-    """[num_stages] the stage at the other end, `NONE` where there is none or it is on the same rank."""
-    makers: NDArray[np.int64]
-    """The stages whose results leave their rank, and the stages that take them."""
-    takers: NDArray[np.int32]
-
-    @classmethod
-    def of(cls, subject: Subject, side: str) -> "_Crossing":
-        placement = subject.table.placement
-        neighbour = np.array(placement.next_stage if side == "next" else placement.previous_stage, np.int32)
-        neighbour = np.where(subject.rank_of_stage[neighbour] != subject.rank_of_stage, neighbour, NONE)
-        makers = np.flatnonzero(neighbour != NONE)
-        return cls(neighbour, makers, neighbour[makers])
-
-
-def _has_right_ends(subject: Subject, rows: RowIndex, crossings: dict[At, _Crossing]) -> bool:
+def _has_right_ends(subject: Subject, rows: RowIndex, peers: Rows) -> bool:
     """Whether every send and receive has the right stage at its other end, and none is there twice."""
-    program = subject.table
-    assert isinstance(program, Program)
-    peers = np.full((len(Op), program.num_stages), NONE, np.int32)
-    for end in (end for ends in MESSAGES.values() for end in ends):
-        peers[end] = crossings[peer_at(end)].neighbour
+    program = subject.program
     num_right = 0
     for part in blocks(program.num_instructions):
         op = program.op[part]
@@ -131,68 +109,48 @@ def _has_right_ends(subject: Subject, rows: RowIndex, crossings: dict[At, _Cross
     return num_right == sum(int(np.count_nonzero(rows.plane(op) != NONE)) for ends in MESSAGES.values() for op in ends)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """Finds the row of each message among sends or receives."""
+def _locate(findings: Findings, end: Op, shape: tuple[int, int, int]) -> Rows:
+    """The row of each message's send or receive, by what makes it; ends that make no sense and duplicates are findings.
 
-    subject: Subject
-    findings: Findings
-    shape: tuple[int, int, int]
+    An end makes sense where its peer is the right neighbour, on another rank.
+    """
+    subject, program, at = findings.subject, findings.subject.program, peer_at(end)
+    rows = np.flatnonzero(program.op == end)
+    expected = stages_at(program.placement, at)[program.stage[rows]]
+    is_right = (expected != NONE) & (program.peer[rows] == expected)
+    is_right &= subject.rank_of_stage[expected] != subject.rank[rows]
+    for row, stage in zip(rows[~is_right].tolist(), expected[~is_right].tolist(), strict=True):
+        _add_wrong_peer(findings, row, NEIGHBOUR[at], stage)
+    rows = rows[is_right]
+    place = ((program.stage if end.is_send else program.peer)[rows], program.microbatch[rows], program.slice[rows])
+    where = np.full(shape, NONE, np.int32)
+    where[place] = rows
+    kept = where[place]
+    for row, other in zip(rows[kept != rows].tolist(), kept[kept != rows].tolist(), strict=True):
+        findings.add(row, f"moves the same message as {subject.place(other, seen_from=row)}", "Drop one of the two")
+    return where
 
-    def locate(self, code: Op) -> Rows:
-        """The row of each message's end, by what makes it; rows that make no sense and duplicates are findings."""
-        where = np.full(self.shape, NONE, np.int32)
-        rows, makers = self._valid_rows(code)
-        table = self.subject.table
-        place = (makers, table.microbatch[rows], table.slice[rows])
-        where[place] = rows
-        kept = where[place]
-        for row, other in zip(rows[kept != rows].tolist(), kept[kept != rows].tolist(), strict=True):
-            self._add_duplicate(row, other)
-        return where
 
-    def _valid_rows(self, code: Op) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The rows of an operation whose peer is the right neighbour on another rank, and the stages that make them."""
-        table = self.subject.table
-        assert isinstance(table, Program)
-        rows = np.flatnonzero(table.op == code)
-        side = NEIGHBOUR[peer_at(code)]
-        neighbours = table.placement.next_stage if side == "next" else table.placement.previous_stage
-        expected = np.array(neighbours, np.int64)[table.stage[rows]]
-        right = (expected != NONE) & (table.peer[rows] == expected)
-        leaves = self.subject.rank_of_stage[expected] != self.subject.rank[rows]
-        for row in rows[~(right & leaves)].tolist():
-            self._add_wrong_peer(row, side, neighbours[table.stage[row]])
-        rows = rows[right & leaves]
-        return rows, (table.stage if code.is_send else table.peer)[rows]
-
-    def _add_wrong_peer(self, row: int, side: str, expected: int) -> None:
-        table = self.subject.table
-        assert isinstance(table, Program)
-        stage, peer = int(table.stage[row]), int(table.peer[row])
-        if expected == NONE:
-            problem = f"has stage {peer} at its other end, but stage {stage} has no {side} stage"
-        elif peer != expected:
-            problem = f"has stage {peer} at its other end; expected stage {expected}, the {side} one of stage {stage}"
-        else:
-            problem = f"goes to stage {expected} on its own rank, where no message is needed"
-        self.findings.add(row, problem, "Drop it" if expected == NONE or peer == expected else f"Name stage {expected}")
-
-    def _add_duplicate(self, row: int, other: int) -> None:
-        place = self.findings.subject.place(other, seen_from=row)
-        self.findings.add(row, f"moves the same message as {place}", "Drop one of the two")
+def _add_wrong_peer(findings: Findings, row: int, side: str, expected: int) -> None:
+    program = findings.subject.program
+    stage, peer = int(program.stage[row]), int(program.peer[row])
+    if expected == NONE:
+        problem = f"has stage {peer} at its other end, but stage {stage} has no {side} stage"
+    elif peer != expected:
+        problem = f"has stage {peer} at its other end; expected stage {expected}, the {side} one of stage {stage}"
+    else:
+        problem = f"goes to stage {expected} on its own rank, where no message is needed"
+    findings.add(row, problem, "Drop it" if expected == NONE or peer == expected else f"Name stage {expected}")
 
 
 def _tell_missing_ends(findings: Findings, possible: Messages) -> None:
     """Say which ends lack their other end, or a result that somebody needs, and which results lack a message."""
     subject = findings.subject
     is_needed, is_sent, is_received = (end != NONE for end in (possible.producer, possible.send, possible.receive))
-    for row in possible.send[is_sent & ~is_received].tolist():
+    lone = {"receive": possible.send[is_sent & ~is_received], "send": possible.receive[is_received & ~is_sent]}
+    for lacking, row in ((lacking, row) for lacking, rows in lone.items() for row in rows.tolist()):
         other, rank = _other_end(subject, row)
-        findings.add(row, f"has no receive on rank {rank}; expected one {other} there", f"Add {other} on rank {rank}")
-    for row in possible.receive[is_received & ~is_sent].tolist():
-        other, rank = _other_end(subject, row)
-        findings.add(row, f"has no send on rank {rank}; expected one {other} there", f"Add {other} on rank {rank}")
+        findings.add(row, f"has no {lacking} on rank {rank}; expected one {other} there", f"Add {other} on rank {rank}")
     unneeded = is_sent & is_received & ~is_needed
     for row in np.concatenate([possible.send[unneeded], possible.receive[unneeded]]).tolist():
         findings.add(row, "moves a result that no action makes or needs", "Drop both the send and the receive")
@@ -205,9 +163,7 @@ def _tell_missing_ends(findings: Findings, possible: Messages) -> None:
 
 def _other_end(subject: Subject, row: int) -> tuple[str, int]:
     """Text and rank of the instruction that a send or receive lacks."""
-    table = subject.table
-    assert isinstance(table, Program)
-    mine = table.instruction(row)
+    mine = subject.program.instruction(row)
     send, receive = MESSAGES[OPERATIONS[mine.op].message]
     partner = receive if mine.op is send else send
     other = Instruction(partner, mine.peer, mine.microbatch, mine.slice, mine.stage, 0)
@@ -233,8 +189,8 @@ def check_order(subject: Subject, parts: Sequence[Messages], exchanges: Messages
     send = np.concatenate([messages.send, exchanges.send])
     receive = np.concatenate([messages.receive, exchanges.receive])
     channel = np.concatenate([messages.channel(subject), exchanges.channel(subject)])
-    by_send = np.argsort(channel * subject.num_rows + send)
-    by_receive = np.argsort(channel * subject.num_rows + receive)
+    by_send = np.argsort(channel * subject.table.num_rows + send)
+    by_receive = np.argsort(channel * subject.table.num_rows + receive)
     differs = np.flatnonzero(by_send != by_receive)
     for index in first_of_each(channel[by_send[differs]], differs):
         first_sent, first_received = int(by_send[index]), int(by_receive[index])
@@ -248,7 +204,7 @@ def check_order(subject: Subject, parts: Sequence[Messages], exchanges: Messages
 def _add_swapped(findings: Findings, send: int, receive: int) -> None:
     subject = findings.subject
     problem = f"is sent where rank {subject.rank[receive]} receives {subject.place(receive)}; a channel keeps its order"
-    if IS_MESSAGE[subject.op[[send, receive]]].all():
+    if IS_MESSAGE[subject.table.op[[send, receive]]].all():
         fix = f"Move {_other_end(subject, receive)[0]} before it, or swap the receives"
     else:
         one, other = sorted((int(subject.rank[send]), int(subject.rank[receive])))

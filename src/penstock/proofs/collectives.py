@@ -24,7 +24,7 @@ from penstock.ir.whole import have_new_gradients, is_sharded
 from penstock.proofs.report import Findings, Subject
 
 REDUCES_STAGE = next(op for op in Op if REDUCES_REPLICAS[op])
-"""What every stage needs."""
+"""The reduction that every stage needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,7 @@ class Barrier:
 
 def check_collectives(subject: Subject, findings: Findings) -> list[Barrier] | None:
     """Prove the collectives of a program; return those that join ranks, or None if something is wrong."""
-    program = subject.table
-    assert isinstance(program, Program)
+    program = subject.program
     num_found = len(findings.violations)
     last = program.last_backwards()
     _check_reductions(program, last, findings)
@@ -131,8 +130,7 @@ def _tied_name(index: int) -> str:
 
 def _find_barriers(subject: Subject, findings: Findings) -> dict[int, Barrier]:
     """Collectives by number: tied groups by their index, the optimizer step after them."""
-    program = subject.table
-    assert isinstance(program, Program)
+    program = subject.program
     barriers: dict[int, Barrier] = {}
     num_groups = len(program.tied_groups)
     for row in program.rows_of(JOINS_RANKS).tolist():

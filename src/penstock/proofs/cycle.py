@@ -2,12 +2,17 @@
 
 A cycle alternates between two steps: an action waits for one on another rank, and that one is after an action that
 waits in turn. A shortest cycle enters each rank once: of two entries the later one reaches all waits of the earlier.
+
+Why a breadth-first search over waits finds it: the steps of a path are its waits, and all rows up to an entry are
+reached with it at no cost. So a path may leave a rank by any wait before its entry, and each wait needs one look, since
+the first path that comes to it has as few steps as any. A path closes a cycle where it enters the rank of its first
+wait at that row or behind it, as nothing there runs before that row. Rows that the walk has run wait for nothing, so
+the search leaves them out. Each rank that is stuck waits for another one: so there is a cycle among the rows left.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +44,9 @@ def check_feasible(actions: Actions, before: NDArray[np.int32], findings: Findin
         return whole_starts(walked)
     cycle = shortest_cycle(actions, before, walked.reached)
     rows = [Wait(int(actions.row[wait.row]), int(actions.row[wait.needed])) for wait in cycle]
-    findings.add(rows[0].row, _chain(findings.subject, rows), _fix(findings.subject, rows))
+    subject, first = findings.subject, rows[0].row
+    fix = f"Move {subject.text(rows[-1].needed)} before {subject.text(first)} on rank {subject.rank[first]}"
+    findings.add(first, _chain(subject, rows), fix)
     return None
 
 
@@ -56,22 +63,17 @@ def _chain(subject: Subject, cycle: list[Wait]) -> str:
     return ", which ".join(parts)
 
 
-def _fix(subject: Subject, cycle: list[Wait]) -> str:
-    last = cycle[-1].needed
-    first = cycle[0].row
-    return f"Move {subject.text(last)} before {subject.text(first)} on rank {subject.rank[first]}"
-
-
 def shortest_cycle(actions: Actions, before: NDArray[np.int32], reached: NDArray[np.int64]) -> list[Wait]:
     """Return the waits of a shortest cycle among the rows that a walk did not run, from the lowest rank on.
 
     `reached` is per rank the first row that did not run. Waits for later rows of the own rank are not looked at.
     """
-    search = _Search(_open_waits(actions, before, reached), actions.schedule.joined, actions.rank)
+    search = _Search(_waiting_rows(actions, before[:, 0], reached), before[:, 0], actions.schedule.joined, actions.rank)
     # Nearest to where the ranks are stuck first: a short cycle that is found early cuts the other searches off. None is
     # shorter than two waits, since a cycle has at least two ranks.
-    for rank, row in sorted(search.starts(reached), key=lambda start: start[1] - reached[start[0]]):
-        search.start_from(rank, row)
+    starts = [row for rows in search.rows for row in rows]
+    for row in sorted(starts, key=lambda row: row - reached[actions.rank[row]]):
+        search.start_from(row)
         if len(search.best) == 2 or (search.best and search.num_visits > MAX_VISITS):
             break
     assert search.best, "a walk that does not end has a cycle"
@@ -79,49 +81,32 @@ def shortest_cycle(actions: Actions, before: NDArray[np.int32], reached: NDArray
     return search.best[first:] + search.best[:first]
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenWaits:
-    """Per rank, the rows that wait for another rank and what they wait for, in row order."""
-
-    rows: list[list[int]]
-    needed: list[list[int]]
-
-
-def _open_waits(actions: Actions, before: NDArray[np.int32], reached: NDArray[np.int64]) -> _OpenWaits:
-    row = np.repeat(np.arange(len(before)), before.shape[1])
-    needed = before.reshape(-1)
-    target = np.where(needed == NONE, 0, needed)
-    is_open = (needed != NONE) & (row >= reached[actions.rank[row]]) & (target >= reached[actions.rank[target]])
-    is_open &= actions.rank[row] != actions.rank[target]
-    row, needed = row[is_open], needed[is_open]
-    bounds = np.searchsorted(row, actions.schedule.offsets)
-    return _OpenWaits(_cut(row, bounds), _cut(needed, bounds))
-
-
-def _cut(values: NDArray[Any], bounds: NDArray[Any]) -> list[list[int]]:
-    return [values[begin:end].tolist() for begin, end in pairwise(bounds)]
+def _waiting_rows(actions: Actions, needed: NDArray[np.int32], reached: NDArray[np.int64]) -> list[list[int]]:
+    """Per rank, the rows that wait for a row of another rank which did not run, in order."""
+    rank, row = actions.rank, np.flatnonzero(needed != NONE)
+    target = needed[row]
+    is_open = (row >= reached[rank[row]]) & (target >= reached[rank[target]]) & (rank[row] != rank[target])
+    row = row[is_open]
+    return [row[begin:end].tolist() for begin, end in pairwise(np.searchsorted(row, actions.schedule.offsets))]
 
 
 @dataclass(slots=True)
 class _Search:
     """Breadth-first searches from one wait after the other; `best` is the shortest cycle so far."""
 
-    waits: _OpenWaits
+    rows: list[list[int]]
+    """Per rank, those that wait for another rank, in order."""
+    needed: NDArray[np.int32]
+    """[num_actions] what each waits for."""
     joined: NDArray[np.bool_]
     rank: NDArray[np.int32]
     best: list[Wait] = field(default_factory=list)
     num_visits: int = 0
 
-    def starts(self, reached: NDArray[np.int64]) -> list[tuple[int, int]]:
-        return [(rank, row) for rank in range(len(reached)) for row in self.waits.rows[rank]]
-
-    def start_from(self, rank: int, row: int) -> None:
-        """Look for a shorter cycle through the waits of one row."""
+    def start_from(self, row: int) -> None:
+        """Look for a shorter cycle through the wait of one row."""
         explored: dict[int, int] = {}
-        index = bisect_left(self.waits.rows[rank], row)
-        frontier: list[list[Wait]] = [[Wait(row, self.waits.needed[rank][index])]]
-        if self.waits.rows[rank][index + 1 : index + 2] == [row]:
-            frontier.append([Wait(row, self.waits.needed[rank][index + 1])])
+        frontier = [[Wait(row, int(self.needed[row]))]]
         # The next step makes paths of one wait more; only a cycle shorter than the best is of interest.
         while frontier and (not self.best or len(frontier[0]) + 1 < len(self.best)):
             reached_next = []
@@ -136,14 +121,13 @@ class _Search:
         """Leave the rank that the path has entered by every wait before its entry that is still unexplored."""
         entry = path[-1].needed
         rank = int(self.rank[entry])
-        rows = self.waits.rows[rank]
         # The entry cannot run before the rows up to it, nor before its partner in a pair. Waits that were explored
         # earlier were reached in as few steps or fewer, so they need no second look.
         begin = explored.get(rank, 0)
-        end = bisect_right(rows, entry + int(self.joined[entry]))
+        end = bisect_right(self.rows[rank], entry + int(self.joined[entry]))
         explored[rank] = max(begin, end)
         self.num_visits += max(0, end - begin) + 1
-        return [[*path, Wait(rows[at], self.waits.needed[rank][at])] for at in range(begin, end)]
+        return [[*path, Wait(row, int(self.needed[row]))] for row in self.rows[rank][begin:end]]
 
     def _closes(self, paths: list[list[Wait]]) -> bool:
         """Keep the first path whose last wait is for its first row or a row after it."""

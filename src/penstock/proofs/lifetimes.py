@@ -33,7 +33,7 @@ _READ_AT |= {value: At.OWN for value in Value if value not in _READ_AT}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Events:
-    """What happens to the values of one kind: a column entry per event."""
+    """The events of the values of one kind: a column entry per event."""
 
     cell: Rows
     """Which value: the number of its stage, or the unit's first, or of its (stage, microbatch, slice)."""
@@ -66,8 +66,7 @@ class _Events:
 
 def check_lifetimes(subject: Subject, findings: Findings) -> None:
     """Prove it of a program whose rows and messages are whole."""
-    program = subject.table
-    assert isinstance(program, Program)
+    program = subject.program
     values = _Values(program)
     first_row = np.arange(program.num_rows) - np.append(False, program.joined[:-1])  # a pair is at one time
     for value, has_arrived in chain(product(Value, [False]), product(filter(MESSAGES.get, Value), [True])):

@@ -36,7 +36,6 @@ from penstock.ir.deps import NONE
 from penstock.ir.hot import Hot
 from penstock.ir.linear_extension import Starts, order_by_ends
 from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND
-from penstock.ir.program import Program
 from penstock.ir.table import Ints
 from penstock.ir.transports import COALESCED, TransportModel
 from penstock.proofs.channels import Messages, join_messages
@@ -93,8 +92,7 @@ class Seen(NamedTuple):
 
 
 def _num_kept(subject: Subject, timestamp: NDArray[Any]) -> int:
-    program = subject.table
-    assert isinstance(program, Program)
+    program = subject.program
     rows = Rows(program.op, ROLES, timestamp, program.peer, subject.rank_of_stage)
     seen = Seen(np.zeros(program.num_ranks, np.int64), np.full(program.num_ranks, NONE, np.int64))
     return int(_KEEP(program.num_instructions, program.offsets, rows, seen))
@@ -104,7 +102,7 @@ def _timestamps(subject: Subject, actions: Actions, messages: Sequence[Messages]
     """[num_instructions] multiples of 3 for actions, and after its maker's, the timestamp of both ends of a message."""
     num_ranks = subject.table.num_ranks
     largest = 3 * num_ranks * (int(start.max(initial=0)) + 1)
-    timestamp: Ints = np.full(subject.num_rows, NONE, np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+    timestamp: Ints = np.full(subject.table.num_rows, NONE, np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
     # The linear extension is by start and rank; only the actions of a pair agree in both.
     for rank, (begin, end) in enumerate(pairwise(actions.schedule.offsets.tolist())):
         timestamp[actions.row[begin:end]] = 3 * (num_ranks * start[begin:end].astype(timestamp.dtype) + rank)
@@ -127,7 +125,7 @@ def _timestamps_by_ends(
     order = order_by_ends(actions.schedule, start, makers)
     position = np.empty(len(order), np.int32)
     position[order] = np.arange(len(order), dtype=np.int32)
-    timestamp = np.full(subject.num_rows, NONE, np.int32)
+    timestamp = np.full(subject.table.num_rows, NONE, np.int32)
     timestamp[actions.row] = position[: len(start)]
     timestamp[whole.send[by_maker]] = timestamp[whole.receive[by_maker]] = position[len(start) :]
     return timestamp

@@ -22,6 +22,7 @@ from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.ir.units import BYTES_OF_UNIT
+from penstock.ir.whole import num_whole, peak_whole
 from penstock.placement import Placement
 from penstock.proofs.channels import Messages, Rows, join_messages
 from penstock.proofs.report import Findings, Subject, first_of_each
@@ -43,7 +44,7 @@ _LIMIT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 class CostsOfStages(Protocol):
-    """What is asked of costs."""
+    """The method that is asked of costs."""
 
     def stage_bytes(self, placement: Placement, num_microbatches: int) -> StageBytes:
         """Return what the stages of a placement make and keep."""
@@ -130,16 +131,8 @@ def _read_amount(given: Any, key: str) -> tuple[int | Fraction, LimitUnit]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """Peaks per rank of the messages that have arrived and are not consumed, and that are made and not sent."""
-
-    received: list[int]
-    unsent: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class Demand:
-    """What is asked of the memory of a table: a limit, and the costs that say how large values are."""
+    """Demands on the memory of a table: a limit, and the costs that say how large values are."""
 
     limit: Limit | None = None
     costs: CostsOfStages | None = None
@@ -225,19 +218,35 @@ def _prove_limit(
         )
 
 
-def count_messages_alive(subject: Subject, messages: Sequence[Messages]) -> Pool:
-    """Count the messages that wait in buffers."""
-    received, consumed, made, sent = np.zeros((4, subject.num_rows), np.bool_)
+def check_residency(program: Program, residency: int | None, findings: Findings) -> list[int] | None:
+    """Prove that no more stages of a rank are whole at once than may be, of those that are gathered; None: any number.
+
+    0UNSHARD 0F0 1UNSHARD 1F0 0RESHARD 1RESHARD      two are whole while 1F0 runs
+
+    Return the most of each rank, those being gathered included; None where none is gathered.
+    """
+    peaks = peak_whole(program)
+    if peaks is not None and residency is not None and max(peaks) > residency:
+        whole = num_whole(program)
+        over = np.flatnonzero(whole > residency)
+        for row in first_of_each(program.rank_of_row[over], over):
+            problem = f"makes {whole[row]} stages whole at once; rank {program.rank_of_row[row]} may have {residency}"
+            findings.add(row, problem, "Reshard one of them before it, or raise residency")
+    return peaks
+
+
+def count_messages_alive(subject: Subject, messages: Sequence[Messages]) -> tuple[list[int], list[int]]:
+    """Return the peaks per rank of messages that have arrived and are not consumed, and that are made and not sent."""
+    received, consumed, made, sent = np.zeros((4, subject.table.num_rows), np.bool_)
     for part in messages:
         received[part.receive] = consumed[part.consumer] = True
         made[part.producer] = sent[part.send] = True
-    return Pool(peak_alive(subject.table, received, consumed), peak_alive(subject.table, made, sent))
+    return peak_alive(subject.table, received, consumed), peak_alive(subject.table, made, sent)
 
 
 def check_slots(subject: Subject, rows: RowIndex, parts: Sequence[Messages], findings: Findings) -> None:
     """Prove that whatever uses a slot is done with it before the next one takes it, in each rank's three pools."""
-    program = subject.table
-    assert isinstance(program, Program)
+    program = subject.program
     begin, end = _activation_lives(program, rows, findings)
     # One linear pass, as most programs are right; the sorts below are for the messages of those that are not.
     if _num_overlaps(program, begin, end, parts) == 0:
@@ -308,15 +317,13 @@ _COUNT_OVERLAPS = Hot(_count_overlaps)
 
 def _check_pool(what: str, begin: Rows, end: Rows, named_by: Rows, findings: Findings) -> None:
     """Prove that lives in one slot of one rank do not overlap; `named_by` are the rows that hold the slot's number."""
-    subject = findings.subject
-    program = subject.table
-    assert isinstance(program, Program)
+    subject, program = findings.subject, findings.subject.program
     # The two rows of a pair run together: what one frees is not free for the other.
     ends = end + program.joined[end]
     slot = program.slot[named_by].astype(np.int64)
     pool = subject.rank[begin] * (int(slot.max(initial=0)) + 1) + slot
     # Sorted by slot and begin: if any two lives in a slot overlap, so do two that are next to each other.
-    order = np.argsort(pool * subject.num_rows + begin)
+    order = np.argsort(pool * subject.table.num_rows + begin)
     earlier, later = order[:-1], order[1:]
     clash = (pool[earlier] == pool[later]) & (begin[later] <= ends[earlier])
     for first, second in zip(earlier[clash].tolist(), later[clash].tolist(), strict=True):

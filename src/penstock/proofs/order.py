@@ -1,5 +1,9 @@
-"""Proof 1: every action is there once, on its rank, and nothing is before what it needs on its own rank."""
+"""Proof 1: every action is there once, on its rank, and nothing is before what it needs on its own rank.
 
+`check_weight_order` is a proof for fused layers alone.
+"""
+
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,13 +14,32 @@ from numpy.typing import NDArray
 from penstock.ir.action import Action, Kind
 from penstock.ir.deps import NONE, identities, num_identities
 from penstock.ir.hot import blocks
-from penstock.ir.operations import IS_COMPUTE, KIND_INDEX, NAMES_MICROBATCH
+from penstock.ir.operations import (
+    ENDS_KEEPING,
+    IS_COMPUTE,
+    KIND_INDEX,
+    NAMES_MICROBATCH,
+    OPERATIONS,
+    RUNS_AUTOGRAD,
+    At,
+    Op,
+)
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.proofs.report import Findings, Subject
 
 Where = tuple[int, int, int]
 """A stage, a microbatch and a slice."""
+
+_NO_WEIGHT_GRADIENT = "has no weight gradient; expected one {} after it", "Add {} after it"
+_NO_INPUT_GRADIENT = "has no input gradient; expected one {} before it", "Add {} before it"
+_NO_READER = (
+    "has no backward that needs it; expected one {}, or one I and one W, after it",
+    "Drop it, or add the backward",
+)
+_NO_FORWARD = "has no forward; expected one {} before it", "Add {} before it"
+_NO_BACKWARD = "has no backward; expected one {}, or one I and one W", "Add {} after it, or drop every backward"
+"""Each says that an action lacks another one, and the fix; {} is the action that is missing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +71,12 @@ def check_pairs(subject: Subject, findings: Findings) -> bool:
     first = np.flatnonzero(table.joined)
     if not len(first):
         return True
-    second = np.minimum(first + 1, subject.num_rows - 1)
+    second = np.minimum(first + 1, subject.table.num_rows - 1)
     good = (
         (second > first)
         & (subject.rank[second] == subject.rank[first])
-        & IS_COMPUTE[subject.op[first]]
-        & IS_COMPUTE[subject.op[second]]
+        & IS_COMPUTE[subject.table.op[first]]
+        & IS_COMPUTE[subject.table.op[second]]
         & ~table.joined[second]
     )
     for row in first[~good].tolist():
@@ -68,7 +91,7 @@ def check_pairs(subject: Subject, findings: Findings) -> bool:
 def check_names(subject: Subject, findings: Findings) -> bool:
     """Prove that each row is on the rank of its stage, and its microbatch travels that stage's route."""
     has_wrong = False
-    for part in blocks(subject.num_rows):
+    for part in blocks(subject.table.num_rows):
         wrong = part.start + np.flatnonzero(_is_wrongly_named(subject, part))
         for row in wrong.tolist():
             _add_wrong_name(subject, findings, row)
@@ -84,7 +107,7 @@ def _is_wrongly_named(subject: Subject, part: slice) -> NDArray[np.bool_]:
     if len(table.placement.routes) > 1:
         route_of_stage = np.array(table.placement.route_of_stage)
         is_elsewhere = route_of_stage.take(stage) != table.route_of_microbatch.take(table.microbatch[part])
-        is_wrong |= is_elsewhere & NAMES_MICROBATCH.take(subject.op[part])
+        is_wrong |= is_elsewhere & NAMES_MICROBATCH.take(subject.table.op[part])
     return is_wrong
 
 
@@ -120,7 +143,7 @@ def check_complete(actions: Actions, findings: Findings) -> bool:
     before = len(findings.violations)
     _suspect_lone_microbatches(actions, findings)
     _add_duplicates(actions, findings, key)
-    _Completeness(actions, findings, there, last).add_all(np.broadcast_to(expected, shape[1:]))
+    _add_lacks(actions, findings, there, last, np.broadcast_to(expected, shape[1:]))
     return len(findings.violations) == before
 
 
@@ -133,10 +156,11 @@ def _suspect_lone_microbatches(actions: Actions, findings: Findings) -> None:
         return
     for row in np.flatnonzero((count[schedule.microbatch] == 1) & (schedule.microbatch > unnamed[0])).tolist():
         microbatch = int(schedule.microbatch[row])
-        findings.suspect(
+        findings.add(
             int(actions.row[row]),
             f"alone names microbatch {microbatch}, and nothing names microbatch {unnamed[0]}; it may be a typo",
             "Rename it, or add all that is missing",
+            is_suspect=True,
         )
 
 
@@ -161,82 +185,59 @@ def _add_duplicates(actions: Actions, findings: Findings, key: NDArray[Any]) -> 
     repeats = np.flatnonzero(np.diff(key[order]) == 0) + 1
     for index in repeats.tolist():
         row, first = int(actions.row[order[index]]), int(actions.row[order[index - 1]])
-        findings.add(
-            row,
-            f"is a duplicate of {findings.subject.place(first)}; expected one",
-            "Drop one of the two",
-        )
+        findings.add(row, f"is a duplicate of {findings.subject.place(first)}; expected one", "Drop one of the two")
 
 
-@dataclass(frozen=True, slots=True)
-class _Completeness:
-    """What is there of each (stage, microbatch, slice), by kind, and in which row."""
+def _add_lacks(
+    actions: Actions, findings: Findings, there: NDArray[np.bool_], last: NDArray[np.int64], expected: NDArray[np.bool_]
+) -> None:
+    """Find what lacks another action, and what is not there at all.
 
-    actions: Actions
-    findings: Findings
-    there: NDArray[np.bool_]
-    """[num_kinds, num_stages, num_microbatches, num_slices]"""
-    last: NDArray[np.int64]
+    `there` and `last` are [num_kinds, num_stages, num_microbatches, num_slices]: whether an action is there, and where.
+    """
+    forward, whole, inputs, weights, again = there
+    has_backward = whole | inputs | weights
+    trains = not actions.schedule.is_forward_only
 
-    def add_all(self, expected: NDArray[np.bool_]) -> None:
-        forward, whole, inputs, weights, again = self.there
-        trains = not self.actions.schedule.is_forward_only
-        for where in self._where(whole & (inputs | weights)):
-            part = Kind.BACKWARD_INPUT if inputs[where] else Kind.BACKWARD_WEIGHT
-            other = self.findings.subject.place(self._row(part, where))
-            problem = f"computes again what {other} computes; expected one B, or one I and one W"
-            self.findings.add(self._row(Kind.BACKWARD, where), problem, "Drop the B, or the I and the W")
-        for where in self._where(inputs & ~weights & ~whole):
-            weight = self._text(Kind.BACKWARD_WEIGHT, where)
-            problem = f"has no weight gradient; expected one {weight} after it"
-            self.findings.add(self._row(Kind.BACKWARD_INPUT, where), problem, f"Add {weight} after it")
-        for where in self._where(weights & ~inputs & ~whole):
-            text = self._text(Kind.BACKWARD_INPUT, where)
-            problem = f"has no input gradient; expected one {text} before it"
-            self.findings.add(self._row(Kind.BACKWARD_WEIGHT, where), problem, f"Add {text} before it")
-        has_backward = whole | inputs | weights
-        for where in self._where(again & ~(whole | inputs)):
-            text = self._text(Kind.BACKWARD, where)
-            problem = f"has no backward that needs it; expected one {text}, or one I and one W, after it"
-            self.findings.add(self._row(Kind.RECOMPUTE, where), problem, "Drop it, or add the backward")
-        for where in self._where(has_backward & ~forward):
-            self._add_lone_backward(where)
-        for where in self._where(forward & ~has_backward & trains):
-            text = self._text(Kind.BACKWARD, where)
-            problem = f"has no backward; expected one {text}, or one I and one W"
-            self.findings.add(self._row(Kind.FORWARD, where), problem, f"Add {text} after it, or drop every backward")
-        for first, last in _runs(self._where(expected & ~forward & ~has_backward)):
-            self._add_absent(first, last, trains)
+    def row_of(kind: Kind, where: Where) -> int:
+        return int(actions.row[last[(KIND_INDEX[kind], *where)]])
 
-    def _add_lone_backward(self, where: Where) -> None:
-        kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        kind = next(kind for kind in kinds if self.there[(KIND_INDEX[kind], *where)])
-        text = self._text(Kind.FORWARD, where)
-        problem = f"has no forward; expected one {text} before it"
-        self.findings.add(self._row(kind, where), problem, f"Add {text} before it")
+    for where in _where(whole & (inputs | weights)):
+        part = Kind.BACKWARD_INPUT if inputs[where] else Kind.BACKWARD_WEIGHT
+        other = findings.subject.place(row_of(part, where))
+        problem = f"computes again what {other} computes; expected one B, or one I and one W"
+        findings.add(row_of(Kind.BACKWARD, where), problem, "Drop the B, or the I and the W")
+    for found, kind, lacking, problem, fix in (
+        (inputs & ~weights & ~whole, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, *_NO_WEIGHT_GRADIENT),
+        (weights & ~inputs & ~whole, Kind.BACKWARD_WEIGHT, Kind.BACKWARD_INPUT, *_NO_INPUT_GRADIENT),
+        (again & ~(whole | inputs), Kind.RECOMPUTE, Kind.BACKWARD, *_NO_READER),
+        (whole & ~forward, Kind.BACKWARD, Kind.FORWARD, *_NO_FORWARD),
+        (inputs & ~whole & ~forward, Kind.BACKWARD_INPUT, Kind.FORWARD, *_NO_FORWARD),
+        (weights & ~whole & ~inputs & ~forward, Kind.BACKWARD_WEIGHT, Kind.FORWARD, *_NO_FORWARD),
+        (forward & ~has_backward & trains, Kind.FORWARD, Kind.BACKWARD, *_NO_BACKWARD),
+    ):
+        for where in _where(found):
+            text = str(Action(lacking, *where))
+            findings.add(row_of(kind, where), problem.format(text), fix.format(text))
+    kinds = (Kind.FORWARD, Kind.BACKWARD) if trains else (Kind.FORWARD,)
+    for first, end in _runs(_where(expected & ~forward & ~has_backward)):
+        _add_absent(kinds, first, end, findings)
 
-    def _add_absent(self, first: Where, last: Where, trains: bool) -> None:
-        is_one = first == last
-        kinds = (Kind.FORWARD, Kind.BACKWARD) if trains else (Kind.FORWARD,)
-        texts = [self._text(kind, first) + ("" if is_one else f" to {self._text(kind, last)}") for kind in kinds]
-        missing = " and ".join(texts) + (f" (or {'its' if is_one else 'their'} I and W)" if trains else "")
-        rank = int(self.findings.subject.rank_of_stage[first[0]])
-        verb = "is" if is_one and not trains else "are"
-        problem = f"{missing} {verb} missing; every stage runs every microbatch of its route once"
-        self.findings.add_missing(rank, problem, f"Add {missing}")
 
-    def _row(self, kind: Kind, where: Where) -> int:
-        return int(self.actions.row[self.last[(KIND_INDEX[kind], *where)]])
+def _add_absent(kinds: Sequence[Kind], first: Where, last: Where, findings: Findings) -> None:
+    is_one, trains = first == last, len(kinds) > 1
+    texts = [str(Action(kind, *first)) + ("" if is_one else f" to {Action(kind, *last)}") for kind in kinds]
+    missing = " and ".join(texts) + (f" (or {'its' if is_one else 'their'} I and W)" if trains else "")
+    rank = int(findings.subject.rank_of_stage[first[0]])
+    verb = "is" if is_one and not trains else "are"
+    problem = f"{missing} {verb} missing; every stage runs every microbatch of its route once"
+    findings.add_missing(rank, problem, f"Add {missing}")
 
-    @staticmethod
-    def _text(kind: Kind, where: Where) -> str:
-        return str(Action(kind, *where))
 
-    @staticmethod
-    def _where(found: NDArray[np.bool_]) -> list[Where]:
-        if not found.any():
-            return []
-        return [(int(stage), int(microbatch), int(part)) for stage, microbatch, part in np.argwhere(found)]
+def _where(found: NDArray[np.bool_]) -> list[Where]:
+    if not found.any():
+        return []
+    return [(int(stage), int(microbatch), int(part)) for stage, microbatch, part in np.argwhere(found)]
 
 
 def _runs(found: list[Where]) -> list[tuple[Where, Where]]:
@@ -279,19 +280,53 @@ def _add_position(actions: Actions, findings: Findings, action: int, other: int,
         problem = f"is paired with {subject.place(needed, seen_from=row)}, for which it must wait"
         findings.add(row, problem, "Take the pair apart")
         return
-    kinds = (Kind(int(actions.schedule.kind[action])), Kind(int(actions.schedule.kind[other])))
-    same_stage = actions.schedule.stage[action] == actions.schedule.stage[other]
-    role = {
-        (Kind.BACKWARD, Kind.FORWARD): "its forward ",
-        (Kind.BACKWARD_INPUT, Kind.FORWARD): "its forward ",
-        (Kind.BACKWARD_WEIGHT, Kind.BACKWARD_INPUT): "its input gradient ",
-        (Kind.RECOMPUTE, Kind.FORWARD): "its forward ",
-        (Kind.BACKWARD, Kind.RECOMPUTE): "its recomputation ",
-        (Kind.BACKWARD_INPUT, Kind.RECOMPUTE): "its recomputation ",
-    }.get(kinds, "")
-    reason = "" if role and same_stage else ", whose result it needs"
+    op, maker = (OPERATIONS[Op(int(actions.schedule.op[at]))] for at in (action, other))
+    is_own = any(read.at is At.OWN and read.value in maker.makes for read in op.reads)
+    role, reason = (f"its {maker.label} ", "") if is_own else ("", ", whose result it needs")
     findings.add(
         row,
         f"runs before {role}{subject.place(needed, seen_from=row)}{reason}",
         f"Move {text} before it, or drop microbatch {actions.schedule.microbatch[action]}",
+    )
+
+
+def check_weight_order(actions: Actions, stages: Collection[int], findings: Findings) -> None:
+    """Prove that the weight gradients of these stages come in the order of their input gradients, for fused layers.
+
+    A fused layer that computes its weight gradients later keeps what they need in a queue, first in, first out, and
+    does not know microbatches. So the first `W` after some `I`, and a whole backward, takes the entry of the first `I`
+    whose `W` has not run. Copies of a part on one rank are one module, with one queue.
+    """
+    placement = actions.schedule.placement
+    parts = {stage: place for route in placement.routes for place, stage in enumerate(route)}
+    shared: dict[tuple[int, int], list[int]] = {}  # by rank and part
+    for stage in sorted(stages):
+        shared.setdefault((placement.rank_of_stage[stage], parts[stage]), []).append(stage)
+    for each in shared.values():
+        _check_queue(actions, each, findings)
+
+
+def _check_queue(actions: Actions, stages: list[int], findings: Findings) -> None:
+    is_own, kind = np.isin(actions.schedule.stage, stages), actions.schedule.kind
+    puts, takes = (np.flatnonzero(is_own & flags[kind]) for flags in (RUNS_AUTOGRAD, ENDS_KEEPING))
+    for put, take in zip(puts.tolist(), takes.tolist(), strict=False):
+        if _entry(actions, put) != _entry(actions, take):
+            _add_taken(actions, put, take, findings)
+            return  # all later entries are shifted by this one
+
+
+def _entry(actions: Actions, index: int) -> Where:
+    schedule = actions.schedule
+    return int(schedule.stage[index]), int(schedule.microbatch[index]), int(schedule.slice[index])
+
+
+def _add_taken(actions: Actions, put: int, take: int, findings: Findings) -> None:
+    row, first = int(actions.row[take]), int(actions.row[put])
+    subject = findings.subject
+    findings.add(
+        row,
+        f"would take the weight gradients of {subject.place(first, seen_from=row)} from a fused layer's queue, which "
+        "gives them in the order of the input gradients",
+        f"Move the weight gradients that belong to {subject.text(first)} before {subject.text(row)}, or run these "
+        "layers without delayed weight gradients",
     )

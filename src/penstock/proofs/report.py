@@ -1,6 +1,5 @@
-"""What the proofs share: the table under proof, and the findings, which end in one error with a picture."""
+"""The parts that all proofs share: the table under proof, and the findings, which end in one error with a picture."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
@@ -10,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import MAX_SHOWN, ScheduleError, Violation
-from penstock.ir.table import Ints, Table
+from penstock.ir.program import Program
+from penstock.ir.table import Table
 
 MAX_COLUMNS = 12
 MAX_RANKS = 8
@@ -24,8 +24,10 @@ class Subject:
     table: Table
 
     @property
-    def op(self) -> Ints:
-        return self.table.op
+    def program(self) -> Program:
+        """The table, where it is known to be a program."""
+        assert isinstance(self.table, Program)
+        return self.table
 
     @cached_property
     def rank_of_stage(self) -> NDArray[np.int32]:
@@ -36,10 +38,6 @@ class Subject:
     def rank(self) -> NDArray[np.int32]:
         """[num_rows] the rank that runs each row."""
         return self.table.rank_of_row
-
-    @property
-    def num_rows(self) -> int:
-        return self.table.num_rows
 
     def position(self, row: int) -> int:
         """Return the row's index in its rank's order, counted from 0."""
@@ -64,18 +62,10 @@ class Findings:
     suspects: list[Violation] = field(default_factory=list)
     """Those that may well be the cause of all others; they are shown first."""
 
-    def add(self, row: int, problem: str, fix: str) -> None:
-        """Note that something is wrong with a row."""
-        self.violations.append(self._at(row, problem, fix))
-
-    def suspect(self, row: int, problem: str, fix: str) -> None:
-        """Note that a row is wrong, and may be all that is."""
-        self.suspects.append(self._at(row, problem, fix))
-
-    def _at(self, row: int, problem: str, fix: str) -> Violation:
-        subject = self.subject
-        rank, position = int(subject.rank[row]), subject.position(row)
-        return Violation(rank, position, subject.text(row), problem, fix)
+    def add(self, row: int, problem: str, fix: str, *, is_suspect: bool = False) -> None:
+        """Note that something is wrong with a row; a suspect may be all that is."""
+        subject, found = self.subject, self.suspects if is_suspect else self.violations
+        found.append(Violation(int(subject.rank[row]), subject.position(row), subject.text(row), problem, fix))
 
     def add_missing(self, rank: int, problem: str, fix: str) -> None:
         """Note that something is missing at the end of a rank's order."""
@@ -110,7 +100,9 @@ def draw(subject: Subject, marks: set[tuple[int, int]]) -> str:
     """
     first_rank, first_position = min(marks)
     begin = max(0, first_position - MAX_COLUMNS // 2)
-    ranks = _shown_ranks(subject.table.num_ranks, [first_rank, *sorted({rank for rank, _ in marks})])
+    ranks = list(range(subject.table.num_ranks))
+    if len(ranks) > MAX_RANKS:
+        ranks = sorted(list(dict.fromkeys([first_rank, *sorted({rank for rank, _ in marks})]))[:MAX_RANKS])
     lines = {rank: _cells(subject, rank, begin, marks) for rank in ranks}
     num_columns = max(len(cells) for cells in lines.values())
     heads = [str(position) for position in range(begin, begin + num_columns)]
@@ -122,12 +114,6 @@ def draw(subject: Subject, marks: set[tuple[int, int]]) -> str:
         note = f"  {HERE}" if any(cell.startswith(">") for cell in cells) else ""
         drawing.append(f"{label:10}{text}".rstrip() + note)
     return "\n".join(drawing)
-
-
-def _shown_ranks(num_ranks: int, wanted: Iterable[int]) -> list[int]:
-    if num_ranks <= MAX_RANKS:
-        return list(range(num_ranks))
-    return sorted(list(dict.fromkeys(wanted))[:MAX_RANKS])
 
 
 def _cells(subject: Subject, rank: int, begin: int, marks: set[tuple[int, int]]) -> list[str]:

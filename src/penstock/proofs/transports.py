@@ -1,5 +1,7 @@
 """Proof 3, second half: a program runs to its end under a model of how messages travel (`ir.transports`).
 
+If it does not, a finding says per rank where it is stuck, and what it waits for.
+
 A model is nothing but further rows and waits for `ir.walk`: the rows of a rank at which it can block, then lanes for
 the queues of the model and for the collectives. The rows of a lane run in order. Each waits for up to two rows of the
 program to be reached and for one other row to end.
@@ -15,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
-from penstock.ir.operations import IS_SEND
+from penstock.ir.operations import IS_SEND, Op
 from penstock.ir.program import Program
-from penstock.ir.transports import COALESCED, PAIR_FIFO, TransportModel
-from penstock.ir.walk import Walk, walk
+from penstock.ir.transports import COALESCED, MODELS, PAIR_FIFO, TransportModel
+from penstock.ir.walk import NOT_RUN, Walk, walk
 from penstock.proofs.channels import Messages, find_exchanges
 from penstock.proofs.collectives import Barrier
-from penstock.proofs.report import Subject
+from penstock.proofs.report import Findings, Subject
 
 Places = NDArray[np.int64]
 
@@ -34,17 +36,32 @@ class Traffic:
     barriers: Sequence[Barrier]
 
 
+def check_transport(subject: Subject, traffic: Traffic, model: TransportModel, findings: Findings) -> bool:
+    """Prove that the program ends under the model; else add one violation per rank that cannot go on."""
+    machine = Machine(subject, traffic, model)
+    walked = machine.run()
+    if walked.is_complete:
+        return True
+    others = [other for other in MODELS if other != model and Machine(subject, traffic, other).run().is_complete]
+    passes = ", ".join(str(other) for other in others) or "no other transport"
+    fix = f"Lower its schedule with transport={str(model)!r}; as it is, the program passes under {passes}"
+    stuck = _Stuck(subject, machine, walked)
+    for rank in range(subject.table.num_ranks):
+        row = stuck.head(rank)
+        if row is not None:
+            findings.add(row, f"never ends under the transport {model}: it {stuck.reason(row)}", fix)
+    return False
+
+
 class Machine:
     """Lanes of rows and what each row waits for, built up until it runs."""
 
     def __init__(self, subject: Subject, traffic: Traffic, model: TransportModel) -> None:
-        program = subject.table
-        assert isinstance(program, Program)
         self.subject = subject
         self.messages = traffic.messages
         self.exchanges = find_exchanges(traffic.barriers)
         is_queued = model in (PAIR_FIFO, COALESCED)
-        self._keep(program, traffic.barriers, sends_block=not is_queued)
+        self._keep(subject.program, traffic.barriers, sends_block=not is_queued)
         if not is_queued:
             self._add_channels(model.capacity)
             ends = np.empty((0, 2), np.int64)
@@ -131,7 +148,7 @@ class Machine:
         ranks = self.subject.rank[ends].astype(np.int64)
         pair = ranks[:, 0] * self.subject.table.num_ranks + ranks[:, 1]
         # The same entries in the order of either end: where the two differ, both ranks wait for another message.
-        low, high = (np.argsort(pair * self.subject.num_rows + ends[:, side]) for side in (0, 1))
+        low, high = (np.argsort(pair * self.subject.table.num_rows + ends[:, side]) for side in (0, 1))
         first = len(self.waits)
         own = first + np.arange(len(ends))
         _, lengths = np.unique(pair, return_counts=True)
@@ -196,3 +213,88 @@ class Machine:
         self._add_lanes(np.array([size]), reached, reached, ended)
         rows = np.concatenate(list(barrier.rows.values()))
         self._wait(rows, np.full(len(rows), len(self.waits) - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stuck:
+    """A machine that came to a halt, and the words for it."""
+
+    subject: Subject
+    machine: Machine
+    walked: Walk
+
+    def head(self, rank: int) -> int | None:
+        """The row of the program at which a rank is stuck."""
+        at = int(self.walked.reached[rank])
+        return int(self.machine.kept_rows[at]) if at < self.machine.offsets[rank + 1] else None
+
+    def reason(self, row: int) -> str:
+        """Say what the row waits for at which a rank is stuck."""
+        machine = self.machine
+        op, at = Op(int(self.subject.table.op[row])), int(machine.lane_row[row])
+        if op.is_send:
+            return f"waits for {self._where(int(machine.ends[at, 0]))}"
+        if not op.is_compute:
+            return f"waits for {self._hold(self._first_open(int(machine.waits[at, 2])))}"
+        send, awaited = self._message(row)
+        open_row = self._first_open(awaited)
+        if awaited < len(machine.kept_rows):
+            return f"waits for the message of {self._where(send)}"
+        if send in machine.ends[open_row] and not self._is_crossing(open_row):
+            return f"waits for the message of {self._hold(open_row)}"
+        text = self.subject.text(int(machine.ends[open_row, 0]))
+        held = f"waits for the message of {self.subject.place(send)}, which is held up"
+        return f"{held}: {text} waits for {self._hold(open_row)}"
+
+    def _message(self, row: int) -> tuple[int, int]:
+        """The send of the message that a computation or its partner waits for, and the row that is awaited for it."""
+        messages, lane_row = self.machine.messages, self.machine.lane_row
+        members = [row, row + 1] if self.subject.table.joined[row] else [row]
+        found = np.flatnonzero(np.isin(messages.consumer, members))
+        for index in found.tolist():
+            awaited = int(self.machine.waits[lane_row[messages.consumer[index]], 2])
+            if self._is_open(awaited):
+                return int(messages.send[index]), awaited
+        raise AssertionError(f"{self.subject.text(row)} waits for no message")
+
+    def _first_open(self, at: int) -> int:
+        """The first row of a lane that has not ended, given a row of that lane."""
+        lane = int(np.searchsorted(self.machine.offsets, at, side="right")) - 1
+        return int(self.walked.reached[lane])
+
+    def _is_crossing(self, at: int) -> bool:
+        """Whether a row is that of a pair's queue whose two entries are not the same message."""
+        return self._open_wait(at) == 2 and self._first_open(int(self.machine.waits[at, 2])) == at
+
+    def _hold(self, at: int) -> str:
+        """Say what the first open row of a queue's or a collective's lane waits for."""
+        machine, place = self.machine, self.subject.place
+        column = self._open_wait(at)
+        one, other = (int(row) for row in machine.ends[at])
+        if column < 2:
+            return self._where(one if column == 0 else other)
+        awaited = int(machine.waits[at, column])
+        open_row = self._first_open(awaited)
+        if one == NONE:  # a collective, whose exchange is an entry of a queue
+            return self._hold(open_row)
+        if self._is_crossing(at):
+            return f"its other end, but meets {place(other)} in the queue of the two ranks"
+        if self._open_wait(awaited) == 0:  # the rank at the other end has not come to it
+            return self._where(other)
+        return f"{place(other)}, which is after the open group of {self.subject.text(int(machine.ends[open_row, 0]))}"
+
+    def _open_wait(self, at: int) -> int:
+        """Which of the waits of a row of the machine has not ended."""
+        waits = self.machine.waits[at]
+        return next(
+            (column for column in range(3) if waits[column] != NONE and self._is_open(int(waits[column]))), NONE
+        )
+
+    def _is_open(self, at: int) -> bool:
+        return bool(self.walked.end[at] == NOT_RUN)
+
+    def _where(self, row: int) -> str:
+        rank = int(self.subject.rank[row])
+        head = self.head(rank)
+        where = "" if head is None or head == row else f", while rank {rank} is at {self.subject.place(head)}"
+        return self.subject.place(row) + where
