@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from penstock.checkpoints import loading, row_exchange, staging, writer
+from penstock.checkpoints import loading, row_exchange, shards, staging, writer
 from penstock.checkpoints.loading import load_checkpoint
 from penstock.checkpoints.manifest import read_manifest
 from penstock.checkpoints.pretrained import load_weights
@@ -224,14 +224,14 @@ def test_damage_in_the_file_of_any_replica_is_found_by_all(tmp_path, kind):
 
 def test_a_file_that_vanishes_while_it_is_read_is_one_error_on_all(tmp_path, monkeypatch):
     run(SHARDED, save_of, tmp_path)
-    read_tensors = loading.read_tensors
+    read_tensors = shards.read_tensors
 
     def vanish(path, names, rows):
         if "weights-00004-" in path.name:
             raise CheckpointError(f"{path.name}: is gone")
         return read_tensors(path, names, rows)
 
-    monkeypatch.setattr(loading, "read_tensors", vanish)
+    monkeypatch.setattr(shards, "read_tensors", vanish)
 
     def case(pipeline):
         forget(pipeline)
@@ -260,7 +260,7 @@ def test_random_numbers_continue_on_a_mesh_of_the_same_shape(tmp_path, monkeypat
 
 def test_only_the_rows_that_a_rank_needs_are_read(tmp_path, monkeypatch):
     run(SHARDED, save_of, tmp_path, make_layers=equal_layers)
-    read, lock, read_tensors = [], threading.Lock(), loading.read_tensors
+    read, lock, read_tensors = [], threading.Lock(), shards.read_tensors
 
     def count(path, names, rows):
         found = read_tensors(path, names, rows)
@@ -268,7 +268,7 @@ def test_only_the_rows_that_a_rank_needs_are_read(tmp_path, monkeypatch):
             read.append(sum(tensor.nbytes for tensor in found.values()))
         return found
 
-    monkeypatch.setattr(loading, "read_tensors", count)
+    monkeypatch.setattr(shards, "read_tensors", count)
 
     def case(pipeline):
         load_checkpoint(tmp_path, pipeline, adamw(pipeline.parameters()))

@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.checkpoints.shards import (
     DTYPE_NAMES,
-    FileRecord,
+    FileEntry,
     cannot_write,
     dtype_name,
     pickles_in,
@@ -92,7 +92,7 @@ def test_a_file_that_is_cut_or_gone_is_named(path):
 def test_what_can_be_read_without_end_is_not_read(path, make):
     make(path)
 
-    assert problem_of(path, FileRecord(0, "")) == f"{path}: cannot be read: is not a regular file"
+    assert problem_of(path, FileEntry(num_bytes=0, sha256="")) == f"{path}: cannot be read: is not a regular file"
     for read in (lambda: read_tensors(path, ["a"]), lambda: shapes_of(path)):
         with pytest.raises(CheckpointError, match="is not a regular file"):
             read()

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from penstock.checkpoints import weight_files, work
+from penstock.checkpoints import agreement, weight_files
 from penstock.checkpoints.pretrained import files_of, find_weights, load_weights
 from penstock.checkpoints.shards import write_tensors
 from penstock.checkpoints.weight_files import INDEX, WHOLE, require_saveable, save_tensors, save_weights
@@ -389,7 +389,7 @@ def test_a_rank_that_dies_while_a_slow_disk_is_written_ends_the_saving(tmp_path,
 
 
 def test_a_disk_that_takes_nothing_for_too_long_is_an_error_on_every_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr(work, "STALLED_AFTER_S", 0.2)
+    monkeypatch.setattr(agreement, "STALLED_AFTER_S", 0.2)
     is_free = threading.Event()
     monkeypatch.setattr(weight_files, "write_tensors", lambda *_: is_free.wait(20))
 

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: the tensors of one rank, and which rank saves which.
+"""The content of a checkpoint: the tensors of one rank, and which rank saves which.
 
 Several ranks may hold one tensor: the replicas of a stage, all of it or its rows, and the two copies of a stage where a
 schedule has two routes. Each tensor is saved whole by one of them, so that every rank saves its share of the bytes. Of
@@ -6,7 +6,7 @@ tied parameters, the owner's is saved, under the owner's name.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 from torch import Tensor
 from torch.optim import Optimizer
 
+from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.held import Held, held_of
 from penstock.checkpoints.optimizer_state import OptimizerContent, optimizer_content
 from penstock.checkpoints.shards import ITEM_BYTES, dtype_name
@@ -27,11 +28,11 @@ WEIGHTS, OPTIMIZER = "weights", "optimizer"
 SEPARATOR = ":"
 """Between a parameter's name and the optimizer's name for what it keeps of it, in files."""
 SAME_MODEL = "Make the same model, or name weights of this one"
-"""What to do about weights of another model."""
+"""The fix for weights of another model."""
 
 
 class Described(TypedDict):
-    """What a rank tells the others of its content; plain values."""
+    """The content of a rank as it describes it to the others; plain values."""
 
     weights: dict[str, tuple[str, list[int]]]
     """Type and shape by name."""
@@ -109,6 +110,26 @@ def held_weights(state: Mapping[str, Any], places: Places) -> dict[str, Held]:
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{name!r} is a {type(value).__name__}, which is no tensor; save it in `extra`")
     return {name: held_of(name, value, places) for name, value in state.items()}
+
+
+def gather_content(
+    pipeline: Pipeline, optimizer: Optimizer | None, further: Callable[[], Any] = lambda: None
+) -> tuple[Content, list[Described], list[Any]]:
+    """Return what this rank has, and what each rank says of its own and of `further`, which is called first.
+
+    Every rank calls it. Raises: NotSaved, on every rank.
+    """
+    content: list[Content] = []
+
+    def describe() -> tuple[Any, Described]:
+        own = further()
+        content.append(Content.of(pipeline, optimizer))
+        return own, content[0].described()
+
+    everyone = pipeline.control.together(describe, failing_as(NotSaved))
+    described = [theirs for _, theirs in everyone]
+    require_equal_replicas(described, pipeline.control.places)
+    return content[0], described, [own for own, _ in everyone]
 
 
 def require_equal_replicas(everyone: Sequence[Described], places: Places) -> None:

@@ -1,6 +1,6 @@
-"""What a rank holds of a tensor: all of it, or the rows of its replica where it is sharded. Files have no shards.
+"""The part of a tensor that a rank holds: all of it, or the rows of its replica where it is sharded.
 
-All that checkpoints know of DTensors is here.
+Files have no shards. All that checkpoints know of DTensors is here.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from penstock.execute.values.tensors import is_dtensor, is_replicated, local_par
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """What this rank holds of a tensor."""
+    """The part of a tensor that this rank holds."""
 
     local: Tensor
     """A plain tensor, in the memory of the model or optimizer."""
@@ -31,7 +31,7 @@ class Held:
         return whole if self.rows is None else whole[self.rows.start : self.rows.stop]
 
 
-def held_of(name: str, tensor: Tensor, places: Places) -> Held:
+def held_of(name: str, tensor: Any, places: Places) -> Held:
     """Return what this rank holds of a tensor.
 
     Raises:
@@ -39,17 +39,17 @@ def held_of(name: str, tensor: Tensor, places: Places) -> Held:
     """
     if not is_dtensor(tensor):
         return Held(tensor.detach(), tuple(tensor.shape))
-    local, shape = local_part(tensor), tuple(tensor.shape)
-    if _is_over_replicas(tensor, places):
+    local, shape, mesh = local_part(tensor), tuple(tensor.shape), tensor.device_mesh
+    if mesh.ndim == 1 and mesh.size() == places.num_replicas:
         if is_replicated(tensor):
             return Held(local, shape)
         rows = Rows(tensor.shape, (), places.num_replicas).of_replica(places.replica)
-        if _is_by_rows(tensor) and tuple(local.shape) == (len(rows), *shape[1:]):
+        if tensor.placements[0].is_shard(0) and tuple(local.shape) == (len(rows), *shape[1:]):
             return Held(local, shape, rows)
     raise CheckpointError(
-        f"{name!r} is a DTensor of shape {shape} with the placements {_placements(tensor)}, of which this rank has "
-        f"{tuple(local.shape)}; expected rows over the {count_of(places.num_replicas, 'replica')} of the pipeline, as "
-        f"`shard` makes them over the dimension {DATA!r} of its mesh. Save it with torch.distributed.checkpoint"
+        f"{name!r} is a DTensor of shape {shape} with the placements {tuple(tensor.placements)}, of which this rank "
+        f"has {tuple(local.shape)}; expected rows over the {count_of(places.num_replicas, 'replica')} of the pipeline, "
+        f"as `shard` makes them over the dimension {DATA!r} of its mesh. Save it with torch.distributed.checkpoint"
     )
 
 
@@ -59,16 +59,3 @@ def alike(like: Tensor, rows: Tensor) -> Tensor:
         return rows
     local = torch.empty_like(local_part(like), dtype=rows.dtype, requires_grad=False)
     return part_like(like, local.copy_(rows))
-
-
-def _is_over_replicas(tensor: Any, places: Places) -> bool:
-    mesh = tensor.device_mesh
-    return bool(mesh.ndim == 1 and mesh.size() == places.num_replicas)
-
-
-def _is_by_rows(tensor: Any) -> bool:
-    return bool(tensor.placements[0].is_shard(0))
-
-
-def _placements(tensor: Any) -> str:
-    return str(tuple(tensor.placements))

@@ -8,29 +8,33 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from penstock.checkpoints.agreement import failing_as
-from penstock.checkpoints.content import SAME_MODEL, SEPARATOR, require_same_names
+from penstock.checkpoints.agreement import failing_as, run_together
+from penstock.checkpoints.content import (
+    SAME_MODEL,
+    SEPARATOR,
+    held_weights,
+    names_in_checkpoint,
+    require_same_names,
+)
 from penstock.checkpoints.held import Held, alike
 from penstock.checkpoints.manifest import Manifest, TensorEntry
 from penstock.checkpoints.optimizer_state import STEP, load_optimizer, require_loadable
-from penstock.checkpoints.own_tensors import OwnTensors, own_tensors
 from penstock.checkpoints.random_state import random_state_restorer
-from penstock.checkpoints.shards import dtype_name, read_tensors
+from penstock.checkpoints.shards import dtype_name, read_files
 from penstock.checkpoints.verification import Found, find_newest
-from penstock.checkpoints.work import run_together
 from penstock.errors import CheckpointError, warn
 from penstock.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded, the same on every rank."""
+    """The checkpoint that was loaded, the same on every rank."""
 
     path: Path
     step: int
     extra: dict[str, Any]
     damaged: tuple[str, ...]
-    """What is wrong with newer checkpoints, which were left out."""
+    """Says what is wrong with newer checkpoints, which were left out."""
 
 
 def load_checkpoint(folder: str | Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -63,6 +67,38 @@ def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = 
     tensors = run_together(control, reader.read, num_bytes=found.manifest.num_bytes, what=str(found.path))
     reader.load(tensors)
     return Loaded(found.path, found.manifest.step, found.manifest.extra, found.damaged)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnTensors:
+    """The part of the weights that one rank reads."""
+
+    names: Mapping[str, str]
+    """Of every tensor of this rank, its name in files."""
+    held: Mapping[str, Held]
+    """By this rank's names."""
+
+    def rows(self) -> dict[str, range]:
+        """Return, by name in files, which rows of a tensor this rank reads, where it does not read all of it."""
+        rows = {saved: self.held[name].rows for name, saved in self.names.items()}
+        return {saved: own for saved, own in rows.items() if own is not None}
+
+    def load(self, pipeline: Pipeline, tensors: Mapping[str, Tensor]) -> None:
+        """Copy what was read, by its names in files, into the model. Every rank calls it. Raises: PenstockError."""
+        current = pipeline.state_dict()
+        pipeline.load_state_dict({name: alike(current[name], tensors[saved]) for name, saved in self.names.items()})
+
+
+def own_tensors(pipeline: Pipeline) -> OwnTensors:
+    """Look at what this rank holds; every rank calls it. Raises: CheckpointError, on every rank."""
+    held: dict[str, Held] = {}
+
+    def look() -> dict[str, str]:
+        held.update(held_weights(pipeline.state_dict(), pipeline.control.places))
+        return dict(pipeline.owner_names)
+
+    everyone = pipeline.control.together(look, failing_as(CheckpointError))
+    return OwnTensors(names_in_checkpoint(pipeline, everyone), held)
 
 
 class _Reader:
@@ -114,13 +150,7 @@ class _Reader:
             held = self._parameters[name][1]
             if held.rows is not None and self._lies_like(held, key, entry):
                 rows[f"{name}{SEPARATOR}{key}"] = held.rows
-        by_file: dict[str, list[str]] = {}
-        for name, entry in wanted.items():
-            by_file.setdefault(entry.file, []).append(name)
-        read: dict[str, Tensor] = {}
-        for file, names in by_file.items():
-            read |= read_tensors(self._path / file, names, rows)
-        return read
+        return read_files({name: self._path / entry.file for name, entry in wanted.items()}, rows)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Change the model, the optimizer and the random numbers. Every rank calls it. Raises: PenstockError."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.checkpoints.shards import DIGEST, ITEM_BYTES, FileRecord, pickles_in, require_file_name, require_regular
+from penstock.checkpoints.shards import DIGEST, ITEM_BYTES, FileEntry, pickles_in, require_file_name, require_regular
 from penstock.errors import CheckpointError, described
 
 MANIFEST = "checkpoint.json"
@@ -34,17 +34,6 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class FileEntry(_Part):
-    """A file of the checkpoint."""
-
-    num_bytes: NotNegative
-    sha256: str
-
-    @property
-    def record(self) -> FileRecord:
-        return FileRecord(self.num_bytes, self.sha256)
-
-
 class TensorEntry(_Part):
     """A tensor, and the file that holds it."""
 
@@ -58,11 +47,11 @@ class TensorEntry(_Part):
 
 
 class ParameterState(_Part):
-    """What an optimizer keeps of one parameter, by the optimizer's own names."""
+    """The state that an optimizer keeps of one parameter, by the optimizer's own names."""
 
     tensors: dict[str, TensorEntry]
     values: dict[str, Any]
-    """What is no tensor."""
+    """All that is no tensor."""
 
 
 class GroupEntry(_Part):
@@ -81,7 +70,7 @@ class OptimizerEntry(_Part):
 
 
 class Manifest(_Part):
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     format: Literal["penstock-checkpoint"] = FORMAT
     version: Literal[1] = FORMAT_VERSION

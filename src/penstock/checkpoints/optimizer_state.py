@@ -24,14 +24,14 @@ PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerContent:
-    """What one rank's optimizer holds."""
+    """The state of one rank's optimizer."""
 
     name: str
     groups: list[GroupEntry]
     tensors: dict[str, dict[str, Tensor]]
     """By name of a parameter."""
     values: dict[str, dict[str, Any]]
-    """What is no tensor, by name of a parameter."""
+    """All that is no tensor, by name of a parameter."""
 
 
 def optimizer_content(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerContent:

@@ -13,14 +13,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from penstock.checkpoints.agreement import failing_as
+from penstock.checkpoints.agreement import failing_as, run_together
 from penstock.checkpoints.content import SAME_MODEL, require_same_names
+from penstock.checkpoints.loading import OwnTensors, own_tensors
 from penstock.checkpoints.manifest import read_manifest
-from penstock.checkpoints.own_tensors import OwnTensors, own_tensors
-from penstock.checkpoints.shards import pickles_in, read_tensors, require_file_name, require_regular, shapes_of
+from penstock.checkpoints.shards import pickles_in, read_files, require_file_name, require_regular, shapes_of
 from penstock.checkpoints.verification import candidates, find_newest, newest_readable
 from penstock.checkpoints.weight_files import INDEX, WHOLE
-from penstock.checkpoints.work import run_together
 from penstock.errors import CheckpointError
 from penstock.pipeline import Pipeline
 
@@ -79,7 +78,8 @@ def require_weights(path: Path, expected: Shapes) -> None:
     if checkpoint is None:
         found = _shapes_of_files(files_of(where))
     else:
-        where, found = checkpoint, _saved_shapes(checkpoint)
+        weights = read_manifest(checkpoint).weights
+        where, found = checkpoint, {name: tuple(entry.shape) for name, entry in weights.items()}
     require_same_names(where, found, expected)
     for name, shape in expected.items():
         _require_shape(where, name, found[name], shape)
@@ -121,27 +121,16 @@ def weight_map(index: Path) -> dict[str, str]:
 def _read(where: Path, files: Mapping[str, str], own: OwnTensors, wanted: set[str]) -> dict[str, Tensor]:
     """Return this rank's tensors, or its rows of them, by their names in files. Raises: CheckpointError."""
     require_same_names(where, files, wanted)
-    by_file: dict[str, list[str]] = {}
-    for name in sorted(set(own.names.values())):
-        by_file.setdefault(files[name], []).append(name)
     expected = {saved: own.held[name].shape for name, saved in own.names.items()}
-    tensors: dict[str, Tensor] = {}
-    for file, names in by_file.items():
-        found = shapes_of(Path(file))
-        for name in names:
-            if name in found:  # a file that lacks it is named when it is read
-                _require_shape(where, name, found[name][1], expected[name])
-        tensors |= read_tensors(Path(file), names, own.rows())
-    return tensors
-
-
-def _saved_shapes(checkpoint: Path) -> Shapes:
-    return {name: tuple(entry.shape) for name, entry in read_manifest(checkpoint).weights.items()}
+    wanted_files = {name: files[name] for name in sorted(expected)}
+    for name, shape in _shapes_of_files(wanted_files).items():  # a file that lacks one is named when it is read
+        _require_shape(where, name, shape, expected[name])
+    return read_files({name: Path(file) for name, file in wanted_files.items()}, own.rows())
 
 
 def _shapes_of_files(files: Mapping[str, str]) -> Shapes:
-    shapes = {name: shape for file in set(files.values()) for name, (_, shape) in shapes_of(Path(file)).items()}
-    return {name: shapes[name] for name in files if name in shapes}
+    found = {file: shapes_of(Path(file)) for file in dict.fromkeys(files.values())}
+    return {name: found[file][name][1] for name, file in files.items() if name in found[file]}
 
 
 def _require_shape(where: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:

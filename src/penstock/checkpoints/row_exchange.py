@@ -3,7 +3,7 @@
     replica 0     writes a: rows of a <── replica 1      sends its rows of b
     replica 1     writes b: rows of b <── replica 0      sends its rows of a
 
-What one replica sends another is one row of bytes, whatever tensors they are of; both cut it into the same pieces.
+One replica sends another one row of bytes, of any number of tensors; both cut it into the same pieces.
 Guarantees: a rank holds at most twice `PIECE_BYTES` for it. All that replicas hold has been agreed on before.
 Relies on: nothing changes the tensors meanwhile.
 """

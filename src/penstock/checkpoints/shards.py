@@ -11,12 +11,12 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -36,7 +36,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What safetensors files call the types that they can hold."""
+"""The names in safetensors files of the types that they can hold."""
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 DIGEST = "sha256"
@@ -46,12 +46,13 @@ PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x0
 """How a pickle begins, and a zip of torch.save."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """What a file must be like to be the one that was written."""
+class FileEntry(BaseModel):
+    """The size and digest of a file as it was written."""
 
-    num_bytes: int
-    digest: str
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    num_bytes: Annotated[int, Field(ge=0)]
+    sha256: str
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:
@@ -65,7 +66,7 @@ def dtype_name(name: str, tensor: Tensor) -> str:
     return DTYPE_NAMES[tensor.dtype]
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """Write contiguous tensors of the CPU and have the disk keep them. Raises: NotSaved, naming the file."""
     with naming_file(path):
         write_tensors(path, tensors)
@@ -139,15 +140,15 @@ def require_visible(path: Path, num_bytes: int | None = None) -> None:
         )
 
 
-def record_of(path: Path) -> FileRecord:
+def record_of(path: Path) -> FileEntry:
     """Read a file as a whole and describe it. Raises: OSError."""
     require_regular(path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, DIGEST).hexdigest()
-        return FileRecord(file.tell(), digest)
+        return FileEntry(num_bytes=file.tell(), sha256=digest)
 
 
-def problem_of(path: Path, expected: FileRecord) -> str:
+def problem_of(path: Path, expected: FileEntry) -> str:
     """Return what is wrong with a file, or nothing."""
     try:
         size = path.stat().st_size
@@ -160,8 +161,8 @@ def problem_of(path: Path, expected: FileRecord) -> str:
         return f"{path}: cannot be read: {error.strerror or error}"
     if found != expected:
         return (
-            f"{path}: was changed or damaged: its {DIGEST} is {found.digest[:12]}..., "
-            f"but {expected.digest[:12]}... was written"
+            f"{path}: was changed or damaged: its {DIGEST} is {found.sha256[:12]}..., "
+            f"but {expected.sha256[:12]}... was written"
         )
     return ""
 
@@ -170,11 +171,17 @@ def read_tensors(
     path: Path, names: Iterable[str], rows: Mapping[str, range] = MappingProxyType({})
 ) -> dict[str, Tensor]:
     """Read some tensors of a file, and no others; of those in `rows` only these. Raises: CheckpointError."""
-    try:
-        with _opened(path) as file:
-            return {name: _read(file, name, rows.get(name)) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read as a safetensors file: {error}") from error
+    with _opened(path) as file:
+        return {name: _read(file, name, rows.get(name)) for name in names}
+
+
+def read_files(files: Mapping[str, Path], rows: Mapping[str, range]) -> dict[str, Tensor]:
+    """Read as `read_tensors` does, given the file of each tensor; one file after the other. Raises: CheckpointError."""
+    by_file: dict[Path, list[str]] = {}
+    for name, file in files.items():
+        by_file.setdefault(file, []).append(name)
+    parts = (read_tensors(file, names, rows) for file, names in by_file.items())
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def _read(file: Any, name: str, rows: range | None) -> Tensor:
@@ -187,24 +194,25 @@ def _read(file: Any, name: str, rows: range | None) -> Tensor:
 
 def shapes_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the type and shape of every tensor of a file. Raises: CheckpointError naming the file."""
-    try:
-        with _opened(path) as file:
-            names: list[str] = list(file.keys())
-            slices = [file.get_slice(name) for name in names]
-            shapes = [(part.get_dtype(), tuple(part.get_shape())) for part in slices]
-            return dict(zip(names, shapes, strict=True))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read as a safetensors file: {error}") from error
+    with _opened(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file with the safetensors library, which takes no path that is not UTF-8. Raises: OSError."""
-    require_regular(path)
-    with path.open("rb") as file:
-        name = str(path) if _is_utf8(path) else f"/dev/fd/{file.fileno()}"
-        with safe_open(name, framework="pt") as tensors:
-            yield tensors
+    """Open a file with the safetensors library, which takes no path that is not UTF-8.
+
+    Raises: CheckpointError, also for what fails in the block.
+    """
+    try:
+        require_regular(path)
+        with path.open("rb") as file:
+            name = str(path) if _is_utf8(path) else f"/dev/fd/{file.fileno()}"
+            with safe_open(name, framework="pt") as tensors:
+                yield tensors
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read as a safetensors file: {error}") from error
 
 
 def _is_utf8(path: Path) -> bool:

@@ -6,7 +6,7 @@
 The buffers are made once: a save that begins after another one is over writes into the same memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,8 +36,12 @@ class Staging:
         They hold until the next call.
         """
         wanted = {(part, name): held for part, several in parts.items() for name, held in several.items()}
-        # What is not saved any more, or has grown, gives its memory back first.
-        self._buffers = {key: kept for key, kept in self._buffers.items() if key in wanted and _fits(kept, wanted[key])}
+        # A tensor that is not saved any more, or has grown, gives its memory back first.
+        self._buffers = {
+            key: kept
+            for key, kept in self._buffers.items()
+            if key in wanted and (kept.shape, kept.dtype) == (wanted[key].shape, wanted[key].local.dtype)
+        }
         for key, held in wanted.items():
             local = held.local
             if key not in self._buffers:
@@ -49,10 +53,7 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors())
-
-    def _tensors(self) -> Iterator[Tensor]:
-        return iter(self._buffers.values())
+        return sum(tensor.nbytes for tensor in self._buffers.values())
 
 
 def stage(staging: Staging, pipeline: Pipeline, content: Content, owned: Sequence[frozenset[str]]) -> Staged:
@@ -72,15 +73,8 @@ def stage(staging: Staging, pipeline: Pipeline, content: Content, owned: Sequenc
     control.together(copy, failing_as(NotSaved))
     places = control.places
     if places.data is not None:
-        wanted = [_by_rows(content.part(owned[rank])) for rank in places.across]
+        parts = [content.part(owned[rank]).values() for rank in places.across]
+        wanted = [[held for part in of_rank for held in part.values() if held.rows is not None] for of_rank in parts]
         targets = [staged[part][name] for part, held in own.items() for name in held if held[name].rows is not None]
         exchange_rows(places.data, wanted, targets, pipeline.device)
     return staged
-
-
-def _by_rows(parts: Mapping[str, Mapping[str, Held]]) -> list[Held]:
-    return [held for several in parts.values() for held in several.values() if held.rows is not None]
-
-
-def _fits(buffer: Tensor, held: Held) -> bool:
-    return buffer.shape == held.shape and buffer.dtype == held.local.dtype

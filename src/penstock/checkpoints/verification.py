@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from penstock.checkpoints.agreement import failing_as
+from penstock.checkpoints.agreement import failing_as, run_together
 from penstock.checkpoints.content import SEPARATOR
 from penstock.checkpoints.folder import CheckpointFolder, step_of
 from penstock.checkpoints.manifest import (
@@ -18,7 +18,6 @@ from penstock.checkpoints.manifest import (
     read_manifest,
 )
 from penstock.checkpoints.shards import pickles_in, problem_of, shapes_of
-from penstock.checkpoints.work import run_together
 from penstock.errors import CheckpointError
 from penstock.execute.control.collectives import Control
 
@@ -30,7 +29,7 @@ class Found:
     path: Path
     manifest: Manifest
     damaged: tuple[str, ...] = ()
-    """What is wrong with newer ones."""
+    """Says what is wrong with newer ones."""
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -54,7 +53,7 @@ def verify(folder: Path, *, turn: int = 0, num_turns: int = 1) -> Manifest:
     if pickles := pickles_in(folder, manifest.files):
         raise holds_pickles(folder, pickles)
     for name in sorted(manifest.files)[turn::num_turns]:
-        if problem := problem_of(folder / name, manifest.files[name].record):
+        if problem := problem_of(folder / name, manifest.files[name]):
             raise CheckpointError(problem)
     if turn == 0:
         _require_tensors(folder, manifest)

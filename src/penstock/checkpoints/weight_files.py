@@ -22,21 +22,20 @@ from uuid import uuid4
 
 from torch import Tensor
 
-from penstock.checkpoints.agreement import failing_as
+from penstock.checkpoints.agreement import failing_as, run_together
 from penstock.checkpoints.content import (
     WEIGHTS,
     Content,
     Described,
     file_name,
+    gather_content,
     owned_names,
-    require_equal_replicas,
 )
 from penstock.checkpoints.held import Held
 from penstock.checkpoints.manifest import TensorEntry
 from penstock.checkpoints.shards import flush_file, naming_file, read_tensors, require_visible, write_tensors
 from penstock.checkpoints.staging import Staging, stage
 from penstock.checkpoints.weight_format import PLAIN, Entries, Unit, WeightFormat
-from penstock.checkpoints.work import run_together
 from penstock.errors import NotSaved
 from penstock.files import PARTIAL_SUFFIX, atomic_file, flush_folder
 from penstock.pipeline import Pipeline
@@ -59,7 +58,7 @@ FILE_BYTES = 5_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """What one rank writes at once."""
+    """The tensors that one rank writes at once."""
 
     path: Path
     """The file of which it becomes a part, or all."""
@@ -120,7 +119,7 @@ def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN)
     """
     control = pipeline.control
     token = str(control.on_rank_0(lambda: uuid4().hex))
-    content, everyone = _content(pipeline)
+    content, everyone, _ = gather_content(pipeline, None)
     units = _owned_units(pipeline, format, everyone)
     files = _files(folder, format, units, token)
     num_bytes = sum(shard.num_bytes for shard in files.shards)
@@ -140,7 +139,7 @@ def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN)
         if control.rank == 0:
             _publish(files)
 
-    with _removing([shard.partial for shard in own]), _removing_folder(files.further):
+    with _removing(files.further, *(shard.partial for shard in own)):
         for action in (write, publish):
             run_together(control, action, num_bytes=num_bytes, what=str(folder), error_type=NotSaved)
 
@@ -155,7 +154,7 @@ def save_tensors(
     units = format.units(tensors)
     format.require_all([name for unit in units for name in unit["names"]])
     files = _files(folder, format, [units], uuid4().hex)
-    with _removing([shard.partial for shard in files.shards]), _removing_folder(files.further):
+    with _removing(files.further, *(shard.partial for shard in files.shards)):
         for shard in files.shards:
             files.write(shard, read)
         files.write_further()
@@ -167,7 +166,7 @@ def require_saveable(pipeline: Pipeline) -> int:
 
     Raises: NotSaved, on every rank.
     """
-    entries = {name: entry for theirs in _content(pipeline)[1] for name, entry in theirs["weights"].items()}
+    entries = {name: entry for theirs in gather_content(pipeline, None)[1] for name, entry in theirs["weights"].items()}
     return sum(map(_num_bytes, PLAIN.units(entries)))
 
 
@@ -176,19 +175,6 @@ def index_bytes(entries: Mapping[str, TensorEntry]) -> bytes:
     total = sum(entry.num_bytes for entry in entries.values())
     index = {"metadata": {"total_size": total}, "weight_map": {name: entry.file for name, entry in entries.items()}}
     return json.dumps(index, indent=1).encode()
-
-
-def _content(pipeline: Pipeline) -> tuple[Content, list[Described]]:
-    """Return what this rank has, and what each tells of it."""
-    content: list[Content] = []
-
-    def describe() -> Described:
-        content.append(Content.of(pipeline, None))
-        return content[0].described()
-
-    everyone = pipeline.control.together(describe, failing_as(NotSaved))
-    require_equal_replicas(everyone, pipeline.control.places)
-    return content[0], everyone
 
 
 def _owned_units(pipeline: Pipeline, format: WeightFormat, everyone: Sequence[Described]) -> list[list[Unit]]:
@@ -255,7 +241,7 @@ def _entries(unit: Unit, file: str) -> dict[str, TensorEntry]:
 
 
 def _num_bytes(unit: Unit) -> int:
-    """Bytes of what is saved, whichever file it goes to."""
+    """Bytes of all that is saved, in any file."""
     return sum(entry.num_bytes for entry in _entries(unit, WHOLE).values())
 
 
@@ -291,7 +277,7 @@ def _merge(path: Path, files: _Files) -> None:
         os.replace(files.shards[0].partial, path)
         return
     partial = path.with_name(f"{path.name}.{files.token}{PARTIAL_SUFFIX}")
-    with _removing([partial]):
+    with _removing(partial):
         parts = [read_tensors(shard.partial, shard.entries) for shard in files.shards]
         write_tensors(partial, {name: tensor for part in parts for name, tensor in part.items()})
         os.replace(partial, path)
@@ -310,20 +296,12 @@ def _rename(files: _Files) -> None:
 
 
 @contextmanager
-def _removing(paths: Sequence[Path]) -> Iterator[None]:
-    """Remove files when the block ends, those that are still there."""
+def _removing(*paths: Path) -> Iterator[None]:
+    """Remove files and folders when the block ends, those that are still there."""
     try:
         yield
     finally:
         for path in paths:
+            rmtree(path, ignore_errors=True)  # leaves files alone
             with suppress(OSError):
                 path.unlink()
-
-
-@contextmanager
-def _removing_folder(path: Path) -> Iterator[None]:
-    """Remove a folder when the block ends, if it is there."""
-    try:
-        yield
-    finally:
-        rmtree(path, ignore_errors=True)

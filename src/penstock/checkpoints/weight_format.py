@@ -1,4 +1,4 @@
-"""What files of weights are called, and what they hold of each tensor of a pipeline: itself, or what others expect.
+"""The names of files of weights, and their tensors for each of a pipeline: itself, or those that others expect.
 
 tensors of a pipeline             unit                 tensors in files
 blocks.3.norm.weight              one name             the same                             PLAIN
@@ -32,7 +32,7 @@ class WeightFormat(Protocol):
 
     @property
     def stem(self) -> str:
-        """What the names of the files begin with, as in STEM.safetensors."""
+        """The names of the files begin with it, as in STEM.safetensors."""
 
     def units(self, tensors: Entries) -> list[Unit]:
         """Return what is saved of the tensors that a rank holds. Raises: CheckpointError."""

@@ -19,20 +19,18 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from penstock.checkpoints.agreement import failing_as, require_equal_on_ranks
+from penstock.checkpoints.agreement import failing_as, longest_s, require_equal_on_ranks
 from penstock.checkpoints.content import (
     OPTIMIZER,
     WEIGHTS,
-    Content,
     Described,
     file_name,
+    gather_content,
     owned_names,
-    require_equal_replicas,
 )
 from penstock.checkpoints.folder import CheckpointFolder
 from penstock.checkpoints.manifest import (
     MANIFEST,
-    FileEntry,
     Manifest,
     OptimizerEntry,
     ParameterState,
@@ -41,18 +39,25 @@ from penstock.checkpoints.manifest import (
 )
 from penstock.checkpoints.optimizer_state import merged_groups
 from penstock.checkpoints.random_state import random_state
-from penstock.checkpoints.shards import cannot_write, flush_file, record_of, require_visible, write_shard
+from penstock.checkpoints.shards import (
+    FileEntry,
+    cannot_write,
+    flush_file,
+    naming_file,
+    record_of,
+    require_visible,
+    write_shard,
+)
 from penstock.checkpoints.staging import Staging, stage
 from penstock.checkpoints.verification import verify
 from penstock.checkpoints.weight_files import INDEX, index_bytes
-from penstock.checkpoints.work import longest_s
 from penstock.errors import CheckpointError, NotSaved, PipelineError, described, warn
 from penstock.execute.control.long_work import run_in_thread, wait_together
 from penstock.pipeline import Pipeline
 from penstock.version import VERSION
 
-Files = dict[str, tuple[int, str]]
-"""Size and digest by name."""
+Files = dict[str, dict[str, Any]]
+"""The fields of a `FileEntry` by name, as plain values that ranks send each other."""
 _AS_NOT_SAVED = failing_as(NotSaved)
 
 
@@ -94,28 +99,23 @@ class CheckpointWriter:
         """
         self.finish()
         control, given = self._pipeline.control, dict(extra or {})
-        content: Content | None = None
 
-        def describe() -> tuple[int, str, Described, dict[str, Any]]:
-            nonlocal content
-            _require_step(step)
-            text = _json_of(given)
-            content = Content.of(self._pipeline, self._optimizer)
-            return step, text, content.described(), random_state(self._pipeline.device)
+        def describe() -> tuple[int, str, dict[str, Any]]:
+            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+                raise NotSaved(f"step: {described(step)}; expected a whole number, at least 0")
+            return step, _json_of(given), random_state(self._pipeline.device)
 
-        everyone = control.together(describe, _AS_NOT_SAVED)
-        require_equal_on_ranks("step", [step for step, *_ in everyone], self.folder.path, control.names)
-        require_equal_on_ranks("`extra`", [text for _, text, *_ in everyone], self.folder.path, control.names)
-        assert content is not None
-        told = [theirs for _, _, theirs, _ in everyone]
-        require_equal_replicas(told, control.places)
-        owned = owned_names(told)
+        content, everyone, others = gather_content(self._pipeline, self._optimizer, describe)
+        for what, values in zip(("step", "`extra`"), zip(*others, strict=True), strict=False):
+            require_equal_on_ranks(what, values, self.folder.path, control.names)
+        owned = owned_names(everyone)
         staged = stage(self._staging, self._pipeline, content, owned)
         partial = Path(control.on_rank_0(lambda: self._begin(step), _AS_NOT_SAVED))
         save = _Save(partial, step, self._staging.num_bytes)
         save.written = run_in_thread(lambda: _write_files(partial, staged, control.rank, control.num_ranks))
         if control.rank == 0:
-            save.manifest = self._manifest(step, given, everyone, owned)
+            random = [state for *_, state in others]
+            save.manifest = self._manifest(everyone, owned, step=step, extra=given, random=random)
         self._save = save
         if not self._is_asynchronous:
             self.finish()
@@ -148,10 +148,8 @@ class CheckpointWriter:
 
     def _begin(self, step: int) -> str:
         """Make the folder of a save, and return its path."""
-        try:
+        with naming_file(self.folder.path):
             return str(self.folder.begin(step))
-        except OSError as error:
-            raise cannot_write(self.folder.path, error) from error
 
     def _advance(self, save: "_Save") -> None:
         """Learn how far all ranks are, and announce the checkpoint when all have written their files."""
@@ -171,27 +169,28 @@ class CheckpointWriter:
             self._warn(save.announced.result())
             return
         files = {name: entry for theirs in everyone for name, entry in theirs.items()}
-        save.announced = run_in_thread(lambda: self._announce(save, files) if save.manifest else {})
+        manifest = save.manifest
+        save.announced = run_in_thread(lambda: {} if manifest is None else self._announce(save, files, manifest))
 
-    def _announce(self, save: "_Save", files: Files) -> dict[str, str]:
+    def _announce(self, save: "_Save", files: Files, manifest: Manifest) -> dict[str, str]:
         """Make the checkpoint whole and give it its name; return what to warn of, by its sort."""
         path = save.partial
         try:
-            for name, (num_bytes, _) in files.items():
-                require_visible(path / name, num_bytes)
-            manifest = _with_files(save.manifest or {}, _with_index(path, files, save.manifest or {}))
-            (path / MANIFEST).write_bytes(manifest_bytes(manifest))
-            flush_file(path / MANIFEST)
+            entries = {name: FileEntry(**fields) for name, fields in files.items()}
+            for name, entry in entries.items():
+                require_visible(path / name, entry.num_bytes)
+            _write(path / INDEX, index_bytes(manifest.weights))
+            entries[INDEX] = record_of(path / INDEX)
+            whole = manifest.model_copy(update={"files": dict(sorted(entries.items()))})
+            _write(path / MANIFEST, manifest_bytes(whole))
             self._make_room(save.step)
             self.folder.announce(path, save.step)
         except OSError as error:
             raise cannot_write(Path(error.filename or path), error) from error
-        return {"kept": self._tidy_up(save.step), "later": self._later_than(save.step)}
-
-    def _tidy_up(self, step: int) -> str:
-        """Remove old checkpoints. The new one is whole, so what cannot be removed is no reason to end a training."""
-        problem = self.folder.retain(step, **self._keep)
-        return f"{problem}. It stays; later saves try again, and warn no more. Remove it yourself" if problem else ""
+        # The new one is whole, so an old one that cannot be removed is no reason to end a training.
+        problem = self.folder.retain(save.step, **self._keep)
+        kept = f"{problem}. It stays; later saves try again, and warn no more. Remove it yourself" if problem else ""
+        return {"kept": kept, "later": self._later_than(save.step)}
 
     def _later_than(self, step: int) -> str:
         newest = max(self.folder.steps(), default=step)
@@ -219,23 +218,19 @@ class CheckpointWriter:
         except CheckpointError:
             self.folder.set_aside(step)
 
-    def _manifest(
-        self, step: int, extra: dict[str, Any], everyone: Sequence[Any], owned: Sequence[frozenset[str]]
-    ) -> dict[str, Any]:
-        """Return what the manifest says, but for the files."""
-        told: list[Described] = [theirs for _, _, theirs, _ in everyone]
-        return {
-            "penstock": VERSION,
-            "step": step,
-            "pipeline_steps": self._pipeline.step_number,
-            "ranks": len(everyone),
-            "replicas": self._pipeline.num_replicas,
-            "schedule": self._pipeline.schedule.name,
-            "extra": extra,
-            "random": [state for *_, state in everyone],
-            "weights": _weights_entries(told, owned),
-            "optimizer": _optimizer_entry(told, owned),
-        }
+    def _manifest(self, everyone: Sequence[Described], owned: Sequence[frozenset[str]], **own: Any) -> Manifest:
+        """Return the manifest without its files; `own` are fields of it."""
+        return Manifest(
+            penstock=VERSION,
+            pipeline_steps=self._pipeline.step_number,
+            ranks=len(everyone),
+            replicas=self._pipeline.num_replicas,
+            schedule=self._pipeline.schedule.name,
+            weights=_weights_entries(everyone, owned),
+            optimizer=_optimizer_entry(everyone, owned),
+            files={},
+            **own,
+        )
 
 
 class _Save:
@@ -247,12 +242,12 @@ class _Save:
         self.num_bytes = num_bytes
         self.written: Future[Files] = Future()
         self.announced: Future[dict[str, str]] | None = None
-        self.manifest: dict[str, Any] | None = None
-        """On rank 0."""
+        self.manifest: Manifest | None = None
+        """On rank 0, without the files."""
 
     @property
     def current(self) -> Future[Any]:
-        """What is waited for now."""
+        """The work that is waited for now."""
         return self.written if self.announced is None else self.announced
 
     def files(self) -> Files | None:
@@ -271,22 +266,13 @@ def _write_files(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: 
     for part, tensors in parts.items():
         if tensors:
             name = file_name(part, rank, num_ranks)
-            record = write_shard(folder / name, tensors)
-            files[name] = (record.num_bytes, record.digest)
+            files[name] = write_shard(folder / name, tensors).model_dump()
     return files
 
 
-def _with_index(folder: Path, files: Files, manifest: Mapping[str, Any]) -> Files:
-    """Write the index of the weights; return the files with it."""
-    (folder / INDEX).write_bytes(index_bytes(manifest["weights"]))
-    flush_file(folder / INDEX)
-    record = record_of(folder / INDEX)
-    return {**files, INDEX: (record.num_bytes, record.digest)}
-
-
-def _with_files(manifest: Mapping[str, Any], files: Files) -> Manifest:
-    entries = {name: FileEntry(num_bytes=size, sha256=digest) for name, (size, digest) in sorted(files.items())}
-    return Manifest(**manifest, files=entries)
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    flush_file(path)
 
 
 def _weights_entries(everyone: Sequence[Described], owned: Sequence[frozenset[str]]) -> dict[str, TensorEntry]:
@@ -315,11 +301,6 @@ def _optimizer_entry(everyone: Sequence[Described], owned: Sequence[frozenset[st
     }
     groups = merged_groups([theirs["groups"] for theirs in everyone], owned)
     return OptimizerEntry(name=everyone[0]["optimizer"], groups=groups, state=state)
-
-
-def _require_step(step: int) -> None:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise NotSaved(f"step: {described(step)}; expected a whole number, at least 0")
 
 
 def _json_of(extra: Mapping[str, Any]) -> str:
