@@ -1,6 +1,6 @@
 """For users of DeepSpeed's pipelines: `PipelineModule`, and an engine with `train_batch` and `eval_batch`.
 
-What differs, and what can be deleted, is described in docs/moving/deepspeed.md.
+docs/moving/deepspeed.md describes what differs, and what can be deleted.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ _ELSEWHERE = {
     "model_parameters": "is not needed: optimizer(parameters) is called with those of this rank",
     "training_data": "is not taken: give every call of train_batch an iterator",
 }
-"""What DeepSpeed's function of this name takes, and what to do instead."""
+"""Arguments of DeepSpeed's function of this name, and what to do instead."""
 
 
 def initialize(
@@ -104,7 +104,7 @@ class Engine:
         self._pipelines: dict[int, Pipeline] = {}
         self.pipeline = self._pipeline(num_microbatches)
         self.result: StepResult | None = None
-        """What the last batch's step gave back."""
+        """The result of the last batch's step."""
 
     def train_with(self, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None = None) -> None:
         """Make the optimizer of this rank's parameters."""
@@ -217,7 +217,7 @@ class Engine:
         )
 
     def _ties(self) -> list[tuple[str, str]]:
-        """What the specs tie, for layers that are modules by now."""
+        """Return the ties of the specs, for layers that are modules by now."""
         specs = [(index, layer) for index, layer in enumerate(self._layers) if not isinstance(layer, nn.Module)]
         return [(f"{index}.{own}", other) for index, spec in specs for own, other in spec.tied]
 

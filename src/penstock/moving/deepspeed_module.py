@@ -78,7 +78,7 @@ Entry = LayerSpec | nn.Module | Callable[[Any], Any]
 class PipelineModule:
     """A model to be divided over ranks: layers, loss and how they are divided.
 
-    `layers`: specs, modules, or functions of the values between layers. What one returns is the one argument of the
+    `layers`: specs, modules, or functions of the values between layers. The result of one is the one argument of the
     next, a tuple too. `partition_method`: "uniform" counts layers, "parameters" trained scalars, "type:regex" layers
     whose class's name the expression finds, in any case; or a weight per layer, such as measured seconds.
 

@@ -1,7 +1,8 @@
 """For users of Megatron-LM: a `forward_step_func`, run by any schedule of Penstock.
 
 A call of the `ForwardBackward` that `get_forward_backward_func` returns takes what Megatron's functions take, and
-returns what they return. What differs, and what can be deleted, is described in docs/moving/megatron.md.
+returns what they return. docs/moving/megatron.md describes what differs, and what can
+be deleted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,29 +39,12 @@ _NOT_NEEDED = (
     "pg_collection",
     "force_all_reduce",
 )
-"""What Megatron's functions take to know shapes and peers beforehand; here the first batch and the group tell them."""
+"""Megatron's functions take these to know shapes and peers beforehand; here the first batch and the group say both."""
 
 _SLICES = (
     "it cuts microbatches into slices, but a forward step takes whole ones off its data iterator; use a schedule "
     "without slices"
 )
-
-
-def get_forward_backward_func(
-    schedule: str | Path | Schedule | None = None,
-    *,
-    group: dist.ProcessGroup | int | None = None,
-    count_tokens: CountTokens | None = None,
-    **options: Any,
-) -> "ForwardBackward":
-    """Return a function like Megatron's `forward_backward_func`.
-
-    `schedule`: any of Penstock's; by default `1f1b` for one model part per rank, `interleaved-1f1b` for several.
-    `count_tokens(data)` says how many tokens one item of the data iterator holds that count for the loss. With it, a
-    loss function returns the sum over tokens and their number, and gradients are those of the mean over all tokens of
-    the batch; the rank of the last stage then pulls the whole batch ahead. Further keywords are those of `Pipeline`.
-    """
-    return ForwardBackward(schedule, group=group, count_tokens=count_tokens, **options)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +56,13 @@ class _Prepared:
 
 
 class ForwardBackward:
-    """Runs forward steps as Megatron's schedules do; the first call makes the pipeline, later ones use it again."""
+    """A function like Megatron's `forward_backward_func`; the first call makes the pipeline, later ones use it again.
+
+    `schedule`: any of Penstock's; by default `1f1b` for one model part per rank, `interleaved-1f1b` for several.
+    `count_tokens(data)` says how many tokens one item of the data iterator holds that count for the loss. With it, a
+    loss function returns the sum over tokens and their number, and gradients are those of the mean over all tokens of
+    the batch; the rank of the last stage then pulls the whole batch ahead. Further keywords are those of `Pipeline`.
+    """
 
     def __init__(
         self,
@@ -90,7 +80,7 @@ class ForwardBackward:
             raise ConfigError(_SLICES, key="schedule")
         self._prepared: dict[tuple[int, ...], _Prepared] = {}
         self.result: StepResult | None = None
-        """What the last call's step gave back: its loss is on every rank."""
+        """The result of the last call's step: its loss is on every rank."""
 
     def __call__(
         self,
@@ -196,6 +186,10 @@ class ForwardBackward:
         is_without_loss = call.collects_non_loss_data
         self.result = replace(result, loss=None, losses=MicrobatchLosses(), total=None) if is_without_loss else result
         return result.reported
+
+
+get_forward_backward_func = ForwardBackward
+"""Megatron's name of the function that makes one."""
 
 
 def _require_known(unneeded: Iterable[str], call: StepCall) -> None:

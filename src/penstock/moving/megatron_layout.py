@@ -9,6 +9,7 @@ Stages are in the order of the forward, as here.
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -32,7 +33,7 @@ class Layout:
         Raises:
             FormatError: naming the column; also for layers in an order that no forward can have.
         """
-        layout = cls(tuple(_Parser(text).read().split("|")))
+        layout = cls(tuple(_written_out(text).split("|")))
         layout._check(text)
         return layout
 
@@ -100,54 +101,46 @@ class Layout:
             )
 
 
-class _Parser:
-    """Reads a layout into letters and bars, all repetitions written out."""
+def _tokens(text: str) -> Iterator[tuple[str, int]]:
+    """Yield the letters, bars, parentheses and stars of a layout, each with its column."""
+    position = 0
+    while position < len(text):
+        found = _TOKEN.match(text, position)
+        if found is not None:
+            yield found.group(), position + 1
+        elif text[position] not in ", \t":
+            problem = f"{text[position]!r} is no letter of {LETTERS} and none of | ( ) *3 ,"
+            raise FormatError(problem, file=text, column=position + 1)
+        position = position + 1 if found is None else found.end()
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._tokens: list[tuple[str, int]] = []
-        position = 0
-        while position < len(text):
-            found = _TOKEN.match(text, position)
-            if found is not None:
-                self._tokens.append((found.group(), position + 1))
-            elif text[position] not in ", \t":
-                raise self._error(f"{text[position]!r} is no letter of {LETTERS} and none of | ( ) *3 ,", position + 1)
-            position = position + 1 if found is None else found.end()
 
-    def read(self) -> str:
-        """Return the letters and bars."""
-        groups: list[tuple[list[str], int]] = [([], 0)]
-        before = ""
-        for token, column in self._tokens:
-            parts = groups[-1][0]
-            if token == "(":
-                groups.append(([], column))
-            elif token == ")":
-                if len(groups) == 1:
-                    raise self._error("this ) closes nothing", column)
-                inner, _ = groups.pop()
-                groups[-1][0].append("".join(inner))
-            elif not token.startswith("*"):
-                parts.append(token)
-            elif before in ("", "|", "("):
-                raise self._error(
-                    "nothing stands before this star; put a letter or a group in parentheses there", column
-                )
-            else:
-                self._repeat(parts, int(token[1:]), column)
-            before = token
-        if len(groups) > 1:
-            raise self._error("this ( is never closed", groups[-1][1])
-        return "".join(groups[0][0])
-
-    def _repeat(self, parts: list[str], times: int, column: int) -> None:
-        if times < 1 or times * len(parts[-1]) > _MAX_LAYERS:
-            raise self._error(f"{times} times; give a number from 1 that leaves at most {_MAX_LAYERS:,} layers", column)
-        parts[-1] *= times
-
-    def _error(self, problem: str, column: int) -> FormatError:
-        return FormatError(problem, file=self._text, column=column)
+def _written_out(text: str) -> str:
+    """Return the letters and bars of a layout, all repetitions written out."""
+    groups: list[tuple[list[str], int]] = [([], 0)]
+    before = ""
+    for token, column in list(_tokens(text)):
+        parts = groups[-1][0]
+        if token == "(":
+            groups.append(([], column))
+        elif token == ")":
+            if len(groups) == 1:
+                raise FormatError("this ) closes nothing", file=text, column=column)
+            inner, _ = groups.pop()
+            groups[-1][0].append("".join(inner))
+        elif not token.startswith("*"):
+            parts.append(token)
+        elif before in ("", "|", "("):
+            problem = "nothing stands before this star; put a letter or a group in parentheses there"
+            raise FormatError(problem, file=text, column=column)
+        elif (times := int(token[1:])) < 1 or times * len(parts[-1]) > _MAX_LAYERS:
+            problem = f"{times} times; give a number from 1 that leaves at most {_MAX_LAYERS:,} layers"
+            raise FormatError(problem, file=text, column=column)
+        else:
+            parts[-1] *= times
+        before = token
+    if len(groups) > 1:
+        raise FormatError("this ( is never closed", file=text, column=groups[-1][1])
+    return "".join(groups[0][0])
 
 
 def _letters(stage: str) -> str:

@@ -1,6 +1,6 @@
 """A whole model, cut into parts by the names of its modules; a part keeps the names of the whole model.
 
-What a part lacks is None, as torchtitan's models expect of themselves:
+A module that a part lacks is None, as torchtitan's models expect of themselves:
 
     hidden = self.tok_embeddings(tokens) if self.tok_embeddings else tokens
     for layer in self.layers.values():
@@ -56,7 +56,7 @@ class ModelParts:
             for name, module in _modules(self._model)
             if self._is_needed(name, names) or isinstance(module, _CONTAINERS)
         }
-        # What deepcopy finds in its memory it does not copy.
+        # deepcopy does not copy what it finds in its memory.
         memory: dict[int, Any] = {id(module): Absent() for _, module in _modules(self._model) if id(module) not in kept}
         part = copy.deepcopy(self._model, memory)
         self._prune(part, "", names)

@@ -49,10 +49,10 @@ def agree_on_stages(transport: Transport, own: Mapping[int, nn.Module], schedule
         described |= {int(stage): module for stage, module in theirs["stages"].items()}
     if not has_copies:
         return []
-    for first, other in _copies(parts):
-        _require_copies(described[first], described[other], first, other, schedule.placement)
-        if shares_process(transport):
-            _require_two_modules(described[first], described[other], first, other, schedule.placement)
+    for stage, part in enumerate(parts):
+        first = parts.index(part)
+        if first != stage:
+            _require_copies(described, first, stage, schedule.placement, in_one_process=shares_process(transport))
     return _agreed_pairs([theirs["shared"] for theirs in everyone], schedule.placement, parts)
 
 
@@ -80,42 +80,36 @@ def _require_stages(rank: int, found: list[int], schedule: Schedule) -> None:
         )
 
 
-def _copies(parts: Sequence[int]) -> list[tuple[int, int]]:
-    """The first copy of a part with every other one."""
-    return [(parts.index(part), stage) for stage, part in enumerate(parts) if parts.index(part) != stage]
-
-
-def _require_copies(expected: Any, found: Any, first: int, other: int, placement: Placement) -> None:
+def _require_copies(
+    described: Mapping[int, Any], first: int, other: int, placement: Placement, *, in_one_process: bool
+) -> None:
     """Two copies on one rank are one module, on two ranks modules of the same form."""
     first_rank, rank = placement.rank_of_stage[first], placement.rank_of_stage[other]
+    (identity, expected), (other_identity, found) = described[first], described[other]
     if first_rank == rank:
-        if expected[0] != found[0]:
+        if identity != other_identity:
             raise PartitionError(
                 f"rank {rank}: the stages {first} and {other} are two copies of one part of the model, and both here, "
                 "but two modules are given; give the same module for both"
             )
         return
-    for (name, text), (other_name, other_text) in zip_longest(expected[1], found[1], fillvalue=("nothing more", "")):
+    for (name, text), (other_name, other_text) in zip_longest(expected, found, fillvalue=("nothing more", "")):
         if (name, text) != (other_name, other_text):
             raise PartitionError(
                 f"rank {rank} brings, as stage {other}, a module with {_named(other_name, other_text)}, where the "
                 f"other copy of this part of the model, stage {first} of rank {first_rank}, has {_named(name, text)}; "
                 "bring modules with the same parameters and buffers for both"
             )
-
-
-def _named(name: str, text: str) -> str:
-    return f"{name} {text}".rstrip()
-
-
-def _require_two_modules(expected: Any, found: Any, first: int, other: int, placement: Placement) -> None:
-    """Ranks that are threads would add to the gradients of one module at the same time."""
-    first_rank, rank = placement.rank_of_stage[first], placement.rank_of_stage[other]
-    if first_rank != rank and expected[0] == found[0]:
+    # Ranks that are threads would add to the gradients of one module at the same time.
+    if in_one_process and identity == other_identity:
         raise PartitionError(
             f"rank {first_rank} and rank {rank} bring the very same module as the stages {first} and {other}; give "
             "each rank a module of its own"
         )
+
+
+def _named(name: str, text: str) -> str:
+    return f"{name} {text}".rstrip()
 
 
 def _shared(own: Mapping[int, nn.Module], parts: Sequence[int]) -> list[Pair]:

@@ -134,7 +134,8 @@ class StepStage(nn.Module):
             raise self._failure
         self._set_input(_as_list(received))
         try:
-            returned = self._step(call.forward_step)
+            is_placed = "place" in inspect.signature(call.forward_step).parameters
+            returned = call.forward_step(self._data, self.model, **({"place": self.place} if is_placed else {}))
         except StopIteration as error:
             raise PipelineError(
                 f"stage {self.place.stage}: the data ended at microbatch {microbatch} of {call.num_microbatches}; give "
@@ -153,11 +154,6 @@ class StepStage(nn.Module):
         if self.place.is_last:
             self._step_loss.follow(partial(self._loss, call, loss_func, microbatch))
         return output
-
-    def _step(self, forward_step: ForwardStep) -> object:
-        if "place" in inspect.signature(forward_step).parameters:
-            return forward_step(self._data, self.model, place=self.place)
-        return forward_step(self._data, self.model)
 
     def _loss(self, call: StepCall, loss_func: Callable[..., Any], microbatch: int, output: Any) -> LossOutput:
         if call.collects_non_loss_data:
@@ -196,7 +192,7 @@ def _input_setter(model: nn.Module, place: Place) -> Callable[[list[Any]], objec
             return setter
         inner = getattr(inner, "module", None)
     if place.is_first:
-        return _ignore_input
+        return lambda tensors: None  # it takes data alone
     raise ConfigError(
         f"part {place.part} of the model is stage {place.stage} and has no set_input_tensor, so what stage "
         f"{place.stage - 1} sends cannot reach it; add the method, which is given a list of tensors",
@@ -212,10 +208,6 @@ def _pair(returned: object) -> tuple[Any, Callable[..., Any]]:
     raise PipelineError(
         f"forward_step_func returned {found}; expected the pair (output, loss_func), on every stage alike"
     )
-
-
-def _ignore_input(tensors: list[Any]) -> None:
-    """The first stage takes data alone."""
 
 
 def _as_list(received: tuple[Any, ...]) -> list[Any]:

@@ -32,7 +32,7 @@ FAMILY_OF_CLASS = {
 """torch's names of schedules, and the families here that run the same orders."""
 
 _NOT_NEEDED = ("input_args", "output_args", "output_grads", "input_grads", "get_mesh")
-"""What torch's stage takes to learn shapes; here the first batch tells them."""
+"""torch's stage takes these to learn shapes; here the first batch says them."""
 _NO_EFFECT = ("backward_requires_autograd", "defer_pp_recv")
 
 
@@ -84,7 +84,7 @@ class Schedule:
     """A schedule over the stages that the ranks bring, stepped as torch's are.
 
     `schedule`: torch's name in any case, a name of Penstock's, a `penstock.Schedule`, or the path of a schedule file.
-    `stage`: this rank's stage, or the list of them. What a stage returns as a tuple or list, the next one takes as
+    `stage`: this rank's stage, or the list of them. A stage takes a tuple or list from the one before as
     several arguments. Further keywords are those of torch's classes, then those of `penstock.Pipeline`.
 
     Raises:
@@ -100,7 +100,7 @@ class Schedule:
         **options: Any,
     ) -> None:
         stages = list(stage) if isinstance(stage, Sequence) else [stage]
-        # Whatever else is in the list is refused together with the other ranks, which must not wait for this one.
+        # Anything else in the list is refused together with the other ranks, which must not wait for this one.
         first = next((each for each in stages if isinstance(each, PipelineStage)), None)
         if first is not None and first.device is not None:
             options.setdefault("device", first.device)
@@ -116,7 +116,7 @@ class Schedule:
         inner = {id(each.submod): each.submod for each in stages if not each.is_first}
         self._hooks = [module.register_forward_pre_hook(_unpack, with_kwargs=True) for module in inner.values()]
         self.result: StepResult | None = None
-        """What the last step gave back: its loss is on every rank."""
+        """The result of the last step: its loss is on every rank."""
 
     @staticmethod
     def _order(
@@ -190,6 +190,9 @@ class _NamedSchedule(Schedule):
 
     family: ClassVar[str]
 
+    def __init_subclass__(cls, family: str) -> None:
+        cls.family = family
+
     def __init__(
         self,
         stage: PipelineStage | Sequence[PipelineStage],
@@ -200,46 +203,32 @@ class _NamedSchedule(Schedule):
         super().__init__(self.family, stage, n_microbatches, loss_fn, **options)
 
 
-class ScheduleGPipe(_NamedSchedule):
+class ScheduleGPipe(_NamedSchedule, family="GPipe"):
     """torch's GPipe."""
 
-    family = "GPipe"
 
-
-class Schedule1F1B(_NamedSchedule):
+class Schedule1F1B(_NamedSchedule, family="1F1B"):
     """torch's 1F1B."""
 
-    family = "1F1B"
 
-
-class ScheduleInterleaved1F1B(_NamedSchedule):
+class ScheduleInterleaved1F1B(_NamedSchedule, family="Interleaved1F1B"):
     """torch's interleaved 1F1B, with several stages per rank."""
 
-    family = "Interleaved1F1B"
 
-
-class ScheduleLoopedBFS(_NamedSchedule):
+class ScheduleLoopedBFS(_NamedSchedule, family="LoopedBFS"):
     """torch's breadth-first order, with several stages per rank."""
 
-    family = "LoopedBFS"
 
-
-class ScheduleInterleavedZeroBubble(_NamedSchedule):
+class ScheduleInterleavedZeroBubble(_NamedSchedule, family="InterleavedZeroBubble"):
     """torch's interleaved 1F1B with split backwards."""
 
-    family = "InterleavedZeroBubble"
 
-
-class ScheduleZBVZeroBubble(_NamedSchedule):
+class ScheduleZBVZeroBubble(_NamedSchedule, family="ZBVZeroBubble"):
     """torch's ZBV, with two stages per rank."""
 
-    family = "ZBVZeroBubble"
 
-
-class ScheduleDualPipeV(_NamedSchedule):
+class ScheduleDualPipeV(_NamedSchedule, family="DualPipeV"):
     """torch's DualPipeV, with two stages per rank."""
-
-    family = "DualPipeV"
 
 
 def get_schedule_class(schedule_name: str) -> type[Schedule]:
@@ -257,7 +246,7 @@ def get_schedule_class(schedule_name: str) -> type[Schedule]:
         raise ConfigError(
             f"there is no schedule {schedule_name!r}; known: {', '.join(names)}.{nearest(schedule_name, names)}"
         )
-    return type(f"Schedule {family}", (_NamedSchedule,), {"family": family})
+    return type(f"Schedule {family}", (_NamedSchedule,), {}, family=family)
 
 
 def family_of(schedule: str | Path | Order) -> str | Path | Order:

@@ -1,6 +1,6 @@
 """For users of torchtitan: a whole model and lists of module names per stage become the stages of each rank.
 
-What differs, and what can be deleted, is described in docs/moving/torchtitan.md.
+docs/moving/torchtitan.md describes what differs, and what can be deleted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ from penstock.partition.split import split_layers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipelined:
-    """What a training loop of torchtitan holds; it unpacks into these four, too."""
+    """All that a training loop of torchtitan holds; it unpacks into these four, too."""
 
     pp_schedule: Schedule
     model_parts: list[nn.Module]
