@@ -1,6 +1,6 @@
 """Lowering: from a schedule to the program that ranks run, one pass a file.
 
-Each pass takes a valid program and returns a new valid one. They run in the order of the tuples below: messages,
+Each pass takes a valid program and returns a new valid one. They run in the order of the tuple in `lower`: messages,
 receives ahead where the transport lets them, gathers of sharded weights if asked for, reductions, the optimizer step
 and offloads if asked for, buffers.
 """
@@ -26,11 +26,8 @@ Pass = Callable[[Program], Program]
 Groups = Sequence[Sequence[int]]
 """Of stages."""
 
-REDUCTIONS: tuple[Pass, ...] = (place_reductions,)
-STEP: tuple[Pass, ...] = (add_optimizer_step,)
-BUFFERS: tuple[Pass, ...] = (assign_slots,)
 NONE, OPTIMIZER, FULL = SHARDS = ("none", "optimizer", "full")
-"""What replicas share out among them: nothing; or weights, gradients and optimizer state, of which a rank then gathers
+"""Shared out among replicas: nothing; or weights, gradients and optimizer state, of which a rank then gathers
 all stages for a whole step, or few at a time."""
 
 
@@ -103,11 +100,16 @@ def lower(
     shared = tuple(tuple(sorted(set(unit))) for unit in units) if gathers else ()
     program = Program.from_schedule(schedule, tied_groups=groups, units=shared)
     in_groups = COALESCED in find_transports(transport)
-    messages: tuple[Pass, ...] = (partial(add_messages, start=start, in_groups=in_groups),)
-    if not in_groups:
-        messages += (post_receives_ahead,)
-    offloads: tuple[Pass, ...] = (partial(add_offloads, stages=offload),)
-    for apply in (*messages, *gathers, *REDUCTIONS, *(STEP if optimizer_step else ()), *offloads, *BUFFERS):
+    passes: tuple[Pass, ...] = (
+        partial(add_messages, start=start, in_groups=in_groups),
+        *(() if in_groups else (post_receives_ahead,)),
+        *gathers,
+        place_reductions,
+        *((add_optimizer_step,) if optimizer_step else ()),
+        partial(add_offloads, stages=offload),
+        assign_slots,
+    )
+    for apply in passes:
         program = apply(program)
     return program
 

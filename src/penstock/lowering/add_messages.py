@@ -30,7 +30,7 @@ from penstock.ir.program import Program
 from penstock.ir.table import Ints, short_type
 
 ACTION, SEND, RECEIVE = range(3)
-"""What a row of the new program does with an action: run it, or move its message at either end."""
+"""A row of the new program does this with an action: run it, or move its message at either end."""
 _ENDS = [(op, *list(MESSAGES.values())[MADE[op]]) if MADE[op] >= 0 else (op, op, op) for op in Op]
 OPS = np.array(_ENDS, np.int8).T
 """[3, num_ops] by what is done with an action, and its own operation; one without a message has no ends."""

@@ -23,7 +23,7 @@ NUM_POOLS = 3
 
 
 class Rules(NamedTuple):
-    """What counts here of the operations, by their number."""
+    """The properties of operations that count here, by their number."""
 
     names_slot: Any
     begins: Any

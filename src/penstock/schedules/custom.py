@@ -71,7 +71,7 @@ def custom_schedule(function: ScheduleFunction, asked: Asked, options: Mapping[s
 
 
 def _parameters(function: ScheduleFunction, name: str) -> Parameters:
-    """What can be given by name; a parameter such as `**options` stands among them under its own name."""
+    """Parameters that can be given by name; one such as `**options` stands among them under its own name."""
     try:
         found = inspect.signature(function).parameters
     except (TypeError, ValueError):

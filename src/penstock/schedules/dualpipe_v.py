@@ -6,8 +6,8 @@
         1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) (1F3;2B1) (2F3;1B1) 2B2 1B2 2I3 1I3 2W3 1W3
 
 The rank of the last stage is that of the first, so a microbatch goes down the ranks and up again and meets its
-successors, whose forwards overlap with its backwards. What each rank runs are the steps of `eight_steps`, with the last
-rank at the fold.
+successors, whose forwards overlap with its backwards. Each rank runs the steps of `eight_steps`, with the last rank
+at the fold.
 """
 
 from penstock.placement import Placement

@@ -1,4 +1,4 @@
-"""What a family of schedules is: a name, its options and restrictions, and the function that orders the actions."""
+"""A family of schedules: a name, its options and restrictions, and the function that orders the actions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -48,7 +48,7 @@ COMMON = {
 
 
 SIZES = ("ranks", "microbatches", "stages_per_rank", "stages", "slices", "forward_only")
-"""What every schedule takes beside its options; a misspelt one arrives here as an unknown option."""
+"""Taken by every schedule beside its options; a misspelt one arrives here as an unknown option."""
 
 
 def require_known(name: str, key: str, known: Collection[str]) -> None:

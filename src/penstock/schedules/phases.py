@@ -192,7 +192,7 @@ def _require_whole(what: str, given: object, least: int | None = None) -> None:
 
 
 def _key(action: PhaseAction) -> tuple[int, int]:
-    """What is counted together: a kind, where input gradients are backwards, and a stage."""
+    """Actions that are counted together: a kind, where input gradients are backwards, and a stage."""
     return BACKWARD if action.kind == INPUT else action.kind, action.stage
 
 

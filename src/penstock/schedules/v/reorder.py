@@ -33,7 +33,7 @@ class _Table(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """What may move, and where to; a place is slot x ranks + rank."""
+    """The moves that are allowed: of which passes, and where to; a place is slot x ranks + rank."""
 
     still_from: int
     still_to: int

@@ -26,7 +26,7 @@ PERIOD = 6
 
 
 class Pass(IntEnum):
-    """What a rank does in a slot: one of the four passes of a microbatch over the V and back, or a weight gradient."""
+    """Work of a rank in a slot: one of the four passes of a microbatch over the V and back, or a weight gradient."""
 
     FORWARD_EARLIER = 1
     """Forward of stage s on rank s."""
