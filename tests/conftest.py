@@ -112,6 +112,22 @@ def setting(request, monkeypatch):
     return {"shard": "none"}
 
 
+def rank_pool(num_ranks):
+    """A fixture: processes that serve all tests of this process which ask for them."""
+
+    @pytest.fixture(scope="session")
+    def pool():
+        from tests.ranks import RankPool  # only here: it needs torch
+
+        with RankPool(num_ranks) as ranks:
+            yield ranks
+
+    return pool
+
+
+two_ranks, three_ranks, four_ranks = map(rank_pool, (2, 3, 4))
+
+
 @pytest.fixture
 def is_full():
     """Whether all of a test is to run, as in `make test-full`, and not a sample of it."""

@@ -10,16 +10,9 @@ from penstock.execute.batch.admission import VALUES_EVERY
 from penstock.execute.batch.stream import Stream
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, error_of, float_layers, float_task, on_ranks, square_loss, values
-from tests.ranks import RankPool
 
 ROWS = 8
 INPUTS, TARGET = values(1, ROWS, WIDTH), values(2, ROWS, WIDTH)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def pipeline_of(wires, **options):
@@ -188,8 +181,8 @@ def test_ranks_that_compare_and_ranks_that_do_not_are_refused_when_the_pipeline_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_shuffled_loader_is_refused_on_gloo_and_a_common_seed_is_not(pool, num_ranks):
-    found = pool.run(shuffled_on_gloo, num_ranks)[:num_ranks]
+def test_a_shuffled_loader_is_refused_on_gloo_and_a_common_seed_is_not(four_ranks, num_ranks):
+    found = four_ranks.run(shuffled_on_gloo, num_ranks)[:num_ranks]
 
     expected = pipeline_of(None).step(loaded_by(0)[0], target=loaded_by(0)[1]).loss
     for text, loss in found:

@@ -16,7 +16,6 @@ from penstock.errors import PipelineError, StepRefused
 from penstock.execute.transport import LocalTransport, messages
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, block, error_of, gradients_of, on_ranks, square_loss, values
-from tests.ranks import run_ranks
 
 ROWS, NUM_MICROBATCHES = 8, 4
 F64 = torch.float64
@@ -135,8 +134,8 @@ def steps_on_gloo(rank):
 
 
 @pytest.mark.slow
-def test_keywords_reach_layers_behind_data_parallel_wrappers_on_gloo():
-    per_rank = run_ranks(2, steps_on_gloo)
+def test_keywords_reach_layers_behind_data_parallel_wrappers_on_gloo(two_ranks):
+    per_rank = two_ranks.run(steps_on_gloo)
 
     loss, _ = one_process()
     for found, evaluated, _ in per_rank:

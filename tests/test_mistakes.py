@@ -15,19 +15,12 @@ from penstock.errors import ConfigError, PartitionError, StepRefused
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, block, error_of, on_ranks, settle, square_loss, values
-from tests.ranks import RankPool
 
 M = 2
 BATCH = values(1, 2 * M, WIDTH)
 TARGET = values(2, 2 * M, WIDTH)
 DEADLINE_S = 30.0
 AT_ONCE_S = 15.0
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 # ---- while the pipeline is made
@@ -83,11 +76,11 @@ def test_what_is_wrong_on_one_rank_only_is_told_on_all_of_them_at_once(name):
 
 
 @pytest.mark.slow
-def test_processes_are_told_what_is_wrong_on_one_of_them_and_can_go_on(pool):
+def test_processes_are_told_what_is_wrong_on_one_of_them_and_can_go_on(two_ranks):
     name = "layer that cannot be built"
 
-    told = pool.run(make_wrongly, name)
-    losses = pool.run(step_rightly)
+    told = two_ranks.run(make_wrongly, name)
+    losses = two_ranks.run(step_rightly)
 
     assert_told(told, SETTINGS[name][1])
     assert losses[0] == losses[1]
@@ -333,8 +326,8 @@ def test_a_measurement_that_only_some_ranks_ask_for_is_refused_on_all(first, sec
 
 
 @pytest.mark.slow
-def test_processes_refuse_a_recording_that_only_one_asks_for(pool):
-    assert_refused(pool.run(call_differently, "recorded", "step"), RECORDED, PLAIN)
+def test_processes_refuse_a_recording_that_only_one_asks_for(two_ranks):
+    assert_refused(two_ranks.run(call_differently, "recorded", "step"), RECORDED, PLAIN)
 
 
 def test_a_recorded_step_and_a_profile_are_the_same_thing():

@@ -1,43 +1,35 @@
 """Sharded pipelines whose ranks are processes: numbers, scalers, wrapped layers, and ranks that die, stop or fail."""
 
-import time
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_module
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor, Shard
 
 import penstock as ps
-from tests.local_pipelines import WIDTH, error_of, float_layers, settle, square_loss, values
-from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, device_mesh, difference, pipeline_of, train, train_alone
-from tests.ranks import RankPool, run_ranks
+from tests.local_pipelines import WIDTH, settle, square_loss, values
+from tests.mesh_pipelines import MICROBATCHES, Job, device_mesh, difference, pipeline_of, train, train_alone
+from tests.ranks import run_ranks
 from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, name_of
-from tests.test_replica_processes import BOTH, mesh_of_two
+from tests.test_replica_processes import (
+    BOTH,
+    STEPS,
+    WRAPPED,
+    assert_refused,
+    attempts,
+    by_replica,
+    mesh_of,
+    plain,
+)
 
 DEADLINE_S = 20.0
 LONGEST_NOTICE_S = 3.0
 
 
-@pytest.fixture(scope="module")
-def four():
-    with RankPool(4) as pool:
-        yield pool
-
-
 def trained(rank, pipeline, data, names, schedule, setting, steps):
     mesh = device_mesh(pipeline, data, names)
     return train(mesh, Job([8] * data), schedule, steps, adamw, deadline_s=DEADLINE_S, **setting)
-
-
-def by_replica(found, pipeline, data, names):
-    """Ranks of a mesh whose first dimension is `pipeline` count along `data` first."""
-    if names[0] == "pipeline" and data > 1:
-        return [found[place * data + replica] for replica in range(data) for place in range(pipeline)]
-    return found
 
 
 LAYOUTS = [
@@ -52,11 +44,11 @@ LAYOUTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "data", "names", "schedule", "setting"), LAYOUTS, ids=name_of)
-def test_four_processes_train_as_one_does(four, pipeline, data, names, schedule, setting):
-    found = four.run(trained, pipeline, data, names, schedule, setting, 20)
+def test_four_processes_train_as_one_does(four_ranks, pipeline, data, names, schedule, setting):
+    found = four_ranks.run(trained, pipeline, data, names, schedule, setting, STEPS)
     found = by_replica(found, pipeline, data, names)
 
-    assert difference(found, train_alone(Job([8] * data), 20, adamw), num_replicas=data) == []
+    assert difference(found, train_alone(Job([8] * data), STEPS, adamw), num_replicas=data) == []
 
 
 @pytest.mark.full
@@ -84,7 +76,7 @@ def with_fused(rank):
         return {name: each.full_tensor().detach() for name, each in own.named_parameters()}
 
 
-def test_fused_optimizers_step_shards_and_whole_tensors_come_from_torchs_own_call(four):
+def test_fused_optimizers_step_shards_and_whole_tensors_come_from_torchs_own_call(four_ranks):
     layers = Job([8, 8]).make_layers()
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -94,7 +86,7 @@ def test_fused_optimizers_step_shards_and_whole_tensors_come_from_torchs_own_cal
         optimizer.zero_grad()
     expected = dict(model.named_parameters())
 
-    for own in four.run(with_fused):
+    for own in four_ranks.run(with_fused):
         for name, value in own.items():
             torch.testing.assert_close(value, expected[name].detach(), rtol=1e-12, atol=1e-12)
 
@@ -163,8 +155,8 @@ def scaled(rank, pipeline, data, setting, clips):
 
 @pytest.mark.parametrize("setting", [TWO, OPTIMIZER], ids=name_of)
 @pytest.mark.parametrize("clips", [False, True])
-def test_a_scaler_that_overflows_on_one_shard_takes_one_decision_for_all(four, clips, setting):
-    ranks = four.run(scaled, 2, 2, setting, clips)
+def test_a_scaler_that_overflows_on_one_shard_takes_one_decision_for_all(four_ranks, clips, setting):
+    ranks = four_ranks.run(scaled, 2, 2, setting, clips)
     (alone,) = run_ranks(1, scaled, 1, 1, NONE, clips)
 
     scales = [scale for _, scale, _ in alone[0]]
@@ -182,45 +174,10 @@ def test_a_scaler_that_overflows_on_one_shard_takes_one_decision_for_all(four, c
 # ---- what is refused
 
 
-def attempts(rank, case):
-    """What a pipeline raises, in seconds, and whether a right one works afterwards."""
-    begin_s = time.monotonic()
-    layers, mesh, options = CASES[case][0](rank)
-    options = {"deadline_s": DEADLINE_S} | TWO | options
-
-    def make():
-        with ps.Pipeline(layers, "1f1b", MICROBATCHES, square_loss, mesh=mesh, **options):
-            pass
-
-    error = error_of(make)
-    took_s = time.monotonic() - begin_s
-    job = Job([8, 8])
-    with pipeline_of(device_mesh(2, 2), job, "interleaved-1f1b", deadline_s=DEADLINE_S, **ONE) as own:
-        inputs, target = job.of(own.replica)
-        return type(error).__name__, str(error), took_s, own.step(inputs, target=target).loss.item()
-
-
-def wrapped(wrap):
-    return lambda rank: ([wrap(layer) for layer in float_layers(FLOAT, 4)], mesh_of_two(), {})
-
-
-def plain(mesh=mesh_of_two, options=lambda rank: {}):
-    return lambda rank: (float_layers(FLOAT, 4), mesh(), options(rank))
-
-
-def only_pipeline():
-    return init_device_mesh("cpu", (4,), mesh_dim_names=("pipeline",))
-
-
 CASES = {
-    "ddp": (
-        wrapped(lambda layer: DistributedDataParallel(layer, process_group=mesh_of_two().get_group("data"))),
-        "DistributedDataParallel",
-    ),
-    "fully_shard": (wrapped(lambda layer: fully_shard(layer, mesh=mesh_of_two()["data"])), "fully_shard"),
-    "dtensors": (wrapped(lambda layer: distribute_module(layer, mesh_of_two()["data"])), "DTensors"),
-    "no data dimension": (plain(only_pipeline), "'data'"),
-    "no mesh": (plain(lambda: None), "mesh"),
+    **{name: (case, name) for name, case in WRAPPED.items()},
+    "no data dimension": (plain(lambda rank: mesh_of(4, names=("pipeline",))), "'data'"),
+    "no mesh": (plain(lambda rank: None), "mesh"),
     "another shard": (plain(options=lambda rank: {"shard": "optimizer"} if rank == 3 else {}), "disagree on shard"),
     "another residency": (plain(options=lambda rank: {"residency": 1} if rank == 1 else {}), "disagree on shard"),
     "no residency": (plain(options=lambda rank: {"residency": 0}), "residency: 0"),
@@ -228,12 +185,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_shards_do_not_take_is_one_message_on_every_rank_and_costs_no_deadline(four, case):
-    found = four.run(attempts, case)
+def refused_cases():
+    return CASES
 
-    for kind, text, took_s, loss in found:
-        assert kind in ("ConfigError", "PipelineError")
-        assert CASES[case][1] in text
-        assert took_s < DEADLINE_S / 2
-        assert loss == found[0][3]
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_shards_do_not_take_is_one_message_on_every_rank_and_costs_no_deadline(four_ranks, case):
+    assert_refused(four_ranks.run(attempts, refused_cases, case, TWO), CASES[case][1])

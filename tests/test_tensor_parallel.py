@@ -5,7 +5,6 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.local_pipelines import error_of, settle
-from tests.ranks import RankPool
 from tests.replicas import (
     FLOAT,
     NUM_LAYERS,
@@ -17,12 +16,6 @@ from tests.replicas import (
     mesh,
     pipeline_of,
 )
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def tensor_model():
@@ -53,9 +46,8 @@ def test_tensor_parallel_gradients_are_those_of_one_process(four_ranks, schedule
     assert_gradients(found, expected_gradients(tensor_model(), seeds=(1, 1)))
 
 
-def test_a_dtensor_between_stages_is_refused_with_the_fix():
-    with RankPool(4) as pool:
-        found = pool.run(train_tensor_parallel, "1f1b", False)
+def test_a_dtensor_between_stages_is_refused_with_the_fix(four_ranks):
+    found = four_ranks.run(train_tensor_parallel, "1f1b", False)
 
     assert all("a DTensor of shape (4, 8) cannot travel between stages" in text for text in found)
     assert "to_local() or full_tensor()" in found[0]

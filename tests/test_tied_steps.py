@@ -8,15 +8,7 @@ from torch import nn
 
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import (
-    error_of,
-    float_layers,
-    named,
-    on_ranks,
-    token_layers,
-    token_loss,
-    token_task,
-)
+from tests.local_pipelines import error_of, float_layers, named, on_ranks, token_layers, token_loss, token_task
 from tests.reference import reference_step
 
 FLOAT64 = torch.float64

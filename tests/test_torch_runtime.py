@@ -11,7 +11,6 @@ from torch.nn.functional import mse_loss
 
 from penstock.lowering import lower
 from penstock.schedules import FAMILIES, build
-from tests.ranks import RankPool
 
 WIDTH = 3
 COUNTERPARTS = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zb", "zbv", "dualpipe-v")
@@ -71,18 +70,6 @@ def assert_torch_trains_it(pool, folder, schedule, form):
     assert {stage for of_rank in found for stage in of_rank} == set(expected)
     for stage, values in (item for of_rank in found for item in of_rank.items()):
         assert values == pytest.approx(expected[stage], rel=0, abs=1e-12), f"stage {stage}"
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    with RankPool(4) as pool:
-        yield pool
 
 
 @pytest.mark.slow

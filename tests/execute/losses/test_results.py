@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import PipelineError
-from penstock.execute.losses.results import (
-    MicrobatchLosses,
-    NamedLosses,
-    reported_by_microbatch,
-)
+from penstock.execute.losses.results import MicrobatchLosses, NamedLosses, reported_by_microbatch
 from penstock.execute.losses.step_losses import StepLosses
 
 

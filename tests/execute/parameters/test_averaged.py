@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.local_pipelines import error_of, settle, square_loss
-from tests.ranks import RankPool
 from tests.replicas import (
     FLOAT,
     MICROBATCHES,
@@ -25,12 +24,6 @@ from tests.replicas import (
     own_rows,
     pipeline_of,
 )
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def wrap(layer, own_mesh, **options):
@@ -210,9 +203,8 @@ def train_one_replica(rank):
     return str(error_of(pipeline.step, inputs, target=target))
 
 
-def test_a_replica_that_does_not_come_is_an_error_within_the_deadline():
-    with RankPool(4) as pool:
-        found = pool.run(train_one_replica, timeout_s=30.0)
+def test_a_replica_that_does_not_come_is_an_error_within_the_deadline(four_ranks):
+    found = four_ranks.run(train_one_replica, timeout_s=30.0)
 
     assert any("were not averaged over ranks" in text and "within 2 s" in text for text in found[:2])
     assert found[2:] == [None, None]

@@ -12,17 +12,7 @@ from penstock.errors import PartitionError
 from penstock.execute.stages.shared_builders import build_own
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import (
-    VOCABULARY,
-    WIDTH,
-    block,
-    error_of,
-    named,
-    on_ranks,
-    settle,
-    token_loss,
-    token_task,
-)
+from tests.local_pipelines import VOCABULARY, WIDTH, block, error_of, named, on_ranks, settle, token_loss, token_task
 from tests.ranks import run_ranks
 from tests.reference import reference_step
 

@@ -11,7 +11,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.local_pipelines import error_of
-from tests.ranks import RankPool
 from tests.replicas import (
     FLOAT,
     assert_gradients,
@@ -22,13 +21,6 @@ from tests.replicas import (
     own_rows,
     pipeline_of,
 )
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    with RankPool(4) as pool:
-        yield pool
-
 
 # ---- fully_shard
 
