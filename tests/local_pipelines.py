@@ -26,6 +26,7 @@ WIDTH = 6
 VOCABULARY = 11
 LENGTH = 3
 IGNORED = -100
+NEARLY = {"tolerance": 1e-12, "loss_tolerance": 1e-12}
 
 
 def on_ranks(num_ranks, case, *args, deadline_s=PATIENCE_S, order_seed=None):
@@ -122,6 +123,7 @@ class Task:
     options: dict = field(default_factory=dict)
 
     def reference(self, num_microbatches):
+        """What one process computes: its result, and the gradients by name."""
         layers = self.make_layers()
         result = reference_step(
             layers, self.inputs, {}, self.target, loss=self.loss, num_microbatches=num_microbatches, **self.options
@@ -168,11 +170,69 @@ class Outcome:
     timeline: Any = None
 
 
+def pipeline_of(transport, task, schedule="1f1b", num_microbatches=4, **options):
+    """A pipeline for a task; the options come before the task's own."""
+    return Pipeline(
+        task.make_layers(), schedule, num_microbatches, task.loss, transport=transport, **(task.options | options)
+    )
+
+
+def on_pipelines(num_ranks, task, body, schedule="1f1b", num_microbatches=4, **options):
+    """Return what `body(pipeline)` returned on every rank, each with a pipeline for a task."""
+    return on_ranks(num_ranks, lambda wires: body(pipeline_of(wires, task, schedule, num_microbatches, **options)))
+
+
+def second_step(pipeline, task):
+    """The outcome of a second step from zero gradients, in which shapes are known and receives are posted ahead."""
+    step_task(pipeline, task)
+    zero(pipeline)
+    return step_task(pipeline, task)
+
+
+def mistakes(task, schedule, **options):
+    """How two steps without zeroing in between, the second on known shapes, differ from twice the unsplit model."""
+
+    def two_steps(pipeline):
+        step_task(pipeline, task)
+        return step_task(pipeline, task)
+
+    result, gradients = task.reference(schedule.num_microbatches)
+    twice = {name: None if gradient is None else 2 * gradient for name, gradient in gradients.items()}
+    outcomes = on_pipelines(schedule.num_ranks, task, two_steps, schedule, None, **options)
+    return difference(outcomes, (result, twice), **NEARLY)
+
+
+def errors_before_a_right_step(num_ranks, task, wrong, schedule="1f1b", num_microbatches=4, **options):
+    """Return what `wrong(pipeline)` raised on every rank; the next step must be right."""
+
+    def case(pipeline):
+        error = error_of(wrong, pipeline)
+        zero(pipeline)
+        return error, step_task(pipeline, task)
+
+    found = on_pipelines(num_ranks, task, case, schedule, num_microbatches, **options)
+    assert difference([outcome for _, outcome in found], task.reference(num_microbatches)) == []
+    return [error for error, _ in found]
+
+
+def assert_errors(errors, kind, *texts):
+    """Every rank has an error of this type and with these texts."""
+    for error in errors:
+        assert isinstance(error, kind)
+        assert [text for text in texts if text not in str(error)] == []
+
+
+def assert_gradients(found_on_ranks, layers):
+    """Every rank has the gradients of these layers bit for bit, and together the ranks have all."""
+    expected = gradients_of(named(layers))
+    for found in found_on_ranks:
+        assert [name for name in found if not _same(found[name], expected[name], None)] == []
+    assert {name for found in found_on_ranks for name in found} == expected.keys()
+
+
 def run_task(transport, task, schedule, num_microbatches, **options):
     """Run one step of a task on this rank; only ranks that need them get inputs and target."""
-    pipeline = Pipeline(
-        task.make_layers(), schedule, num_microbatches, task.loss, transport=transport, **task.options, **options
-    )
+    pipeline = pipeline_of(transport, task, schedule, num_microbatches, **options)
     outcome = step_task(pipeline, task)
     pipeline.close()
     return outcome
@@ -204,6 +264,26 @@ def difference(outcomes, reference, *, tolerance=None, loss_tolerance=None):
         if len(losses) != len(wanted) or not all(_same(*pair, loss_tolerance) for pair in pairs):
             found.append(f"the losses on rank {rank}")
     return found
+
+
+def outcomes_on_gloo(rank, cases, body):
+    found = []
+    for task, schedule, num_microbatches, options in cases():
+        with pipeline_of(None, task, schedule, num_microbatches, **options) as pipeline:
+            found.append(body(pipeline, task))
+            found[-1].timeline = None
+    return found
+
+
+def differences_on_gloo(ranks, cases, body=step_task, **tolerances):
+    """How `body(pipeline, task)` on processes differs from one process, in each case.
+
+    `cases`, a function at the top of its module, lists task, schedule, number of microbatches and options.
+    """
+    per_rank = ranks.run(outcomes_on_gloo, cases, body, timeout_s=60.0)
+    references = [task.reference(num_microbatches) for task, _, num_microbatches, _ in cases()]
+    pairs = zip(zip(*per_rank, strict=True), references, strict=True)
+    return [difference(outcomes, reference, **tolerances) for outcomes, reference in pairs]
 
 
 def visits_in_order(schedule):

@@ -21,12 +21,17 @@ from tests.local_pipelines import (
     WIDTH,
     Outcome,
     Task,
+    assert_errors,
+    assert_gradients,
     block,
     difference,
     error_of,
+    errors_before_a_right_step,
     gradients_of,
     named,
+    on_pipelines,
     on_ranks,
+    second_step,
     settle,
     square_loss,
     step_task,
@@ -175,13 +180,9 @@ def task_of(make_layers, rows=2 * M):
     return Task(make_layers, (inputs,), target)
 
 
-def twice(wires, task, schedule, **options):
+def twice(num_ranks, task, schedule="1f1b"):
     """Two steps from zero gradients, the second of which knows its shapes."""
-    pipeline = Pipeline(task.make_layers(), schedule, M, task.loss, transport=wires, **options)
-    step_task(pipeline, task)
-    for _, parameter in pipeline.named_parameters():
-        parameter.grad = None
-    return step_task(pipeline, task)
+    return on_pipelines(num_ranks, task, lambda pipeline: second_step(pipeline, task), schedule, M)
 
 
 def with_zeros(reference, outcomes):
@@ -203,7 +204,7 @@ def with_zeros(reference, outcomes):
 def test_what_crosses_a_border_comes_through_with_its_gradients(border, schedule):
     task = task_of(BORDERS[border])
 
-    outcomes = on_ranks(SCHEDULES[schedule], twice, task, schedule)
+    outcomes = twice(SCHEDULES[schedule], task, schedule)
 
     tolerance = 1e-12 if border in ROUNDED else None
     assert difference(outcomes, with_zeros(task.reference(M), outcomes), tolerance=tolerance) == []
@@ -251,7 +252,7 @@ class FromConstant(nn.Module):
 def test_a_border_without_gradient_trains_what_is_behind_it(make, read, schedule):
     task = task_of(lambda: [Body(0), Constant(make), FromConstant(read), Body(3)])
 
-    outcomes = on_ranks(4, lambda wires: twice(wires, task, schedule))
+    outcomes = twice(4, task, schedule)
 
     assert difference(outcomes, with_zeros(task.reference(M), outcomes)) == []
 
@@ -263,9 +264,9 @@ def test_a_border_without_gradient_trains_what_is_behind_it(make, read, schedule
 def test_a_last_stage_whose_output_needs_no_gradient_is_an_error_and_not_a_step_that_trains_nothing(last, num_ranks):
     task = task_of(four(None, None, None, last))
 
-    for error in on_ranks(num_ranks, lambda wires: error_of(twice, wires, task, "1f1b")):
-        assert isinstance(error, PipelineError)
-        assert "its outputs need no gradient, so that nothing would be trained" in str(error)
+    errors = on_pipelines(num_ranks, task, lambda own: error_of(step_task, own, task))
+
+    assert_errors(errors, PipelineError, "its outputs need no gradient, so that nothing would be trained")
 
 
 FROZEN_ON = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"]
@@ -276,22 +277,18 @@ FROZEN_ON = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"]
 def test_a_model_that_is_frozen_as_a_whole_is_refused_until_something_is_unfrozen(schedule, num_ranks):
     task = task_of(lambda: [Body(seed).requires_grad_(False) for seed in range(4)])
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), schedule, M, task.loss, transport=wires)
+    def case(pipeline):
         error = error_of(step_task, pipeline, task)
-        evaluated = pipeline.evaluate(*task.inputs, target=task.target).loss
+        assert torch.isfinite(pipeline.evaluate(*task.inputs, target=task.target).loss)
         for name, parameter in pipeline.named_parameters():
             parameter.requires_grad_(name.startswith("0."))  # on one rank: the other stays frozen, as with adapters
-        return error, evaluated, step_task(pipeline, task).gradients
+        return error, step_task(pipeline, task).gradients
 
-    found = on_ranks(num_ranks, case)
+    errors, gradients = zip(*on_pipelines(num_ranks, task, case, schedule), strict=True)
 
-    for error, evaluated, _ in found:
-        assert isinstance(error, PipelineError)
-        assert "all parameters of the model are frozen, on all ranks" in str(error)
-        assert torch.isfinite(evaluated)
-    assert len({error.rank for error, *_ in found}) == 1
-    trained = {name: gradient for *_, own in found for name, gradient in own.items()}
+    assert_errors(errors, PipelineError, "all parameters of the model are frozen, on all ranks")
+    assert len({error.rank for error in errors}) == 1
+    trained = {name: gradient for own in gradients for name, gradient in own.items()}
     assert all((gradient is not None) is name.startswith("0.") for name, gradient in trained.items())
 
 
@@ -314,26 +311,21 @@ def test_a_frozen_model_may_train_a_parameter_of_the_loss(schedule, num_ranks):
 # ---- what may go wrong in a layer or a loss
 
 
-def fails_then_runs(num_ranks, make_layers, breaking, schedule="1f1b", *, rows=2 * M):
-    """Run a step that must fail on all ranks, then one of sound layers; return each rank's error and second outcome.
+def fails_then_runs(num_ranks, make_layers, schedule="1f1b"):
+    """Run a step of broken layers, which must fail on all ranks, then one of sound ones; return each rank's error."""
 
-    `breaking` takes the layers of a rank and a bool, and breaks or mends them.
-    """
-    task = task_of(make_layers, rows)
-
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), schedule, M, task.loss, transport=wires)
+    def step_broken(pipeline):
         layers = [layer for stage in pipeline.stages for layer in stage.layers.values()]
-        breaking(layers, True)
-        error = error_of(step_task, pipeline, task)
-        breaking(layers, False)
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
-        return error, step_task(pipeline, task)
+        for layer in layers:
+            layer.is_broken = True
+        try:
+            step_task(pipeline, task)
+        finally:
+            for layer in layers:
+                layer.is_broken = False
 
-    answers = on_ranks(num_ranks, case)
-    assert difference([outcome for _, outcome in answers], task.reference(M)) == []
-    return [error for error, _ in answers]
+    task = task_of(make_layers)
+    return errors_before_a_right_step(num_ranks, task, step_broken, schedule, M)
 
 
 class Faulty(Body):
@@ -346,11 +338,6 @@ class Faulty(Body):
 
     def forward(self, value):
         return self.fault(self, value) if self.is_broken else self.block(value)
-
-
-def set_broken(layers, is_broken):
-    for layer in layers:
-        layer.is_broken = is_broken
 
 
 def out_of_memory(layer, value):
@@ -394,17 +381,15 @@ FAULTS = {
 def test_a_layer_that_fails_ends_the_step_on_all_ranks_and_the_next_one_is_right(fault, schedule):
     act, text = FAULTS[fault]
 
-    def make_layers():
-        return [Faulty(seed, act if seed == 1 else Body.forward) for seed in range(3)]
+    errors = fails_then_runs(
+        3, lambda: [Faulty(seed, act if seed == 1 else Body.forward) for seed in range(3)], schedule
+    )
 
-    errors = fails_then_runs(3, make_layers, set_broken, schedule)
-
-    assert all(isinstance(error, PipelineError) for error in errors)
-    assert all(text in str(error) for error in errors)
+    assert_errors(errors, PipelineError, text)
 
 
 def test_the_type_of_what_a_layer_raised_is_not_lost():
-    errors = fails_then_runs(2, lambda: [Faulty(0, out_of_memory), Faulty(1, Body.forward)], set_broken)
+    errors = fails_then_runs(2, lambda: [Faulty(0, out_of_memory), Faulty(1, Body.forward)])
 
     assert isinstance(errors[0].__cause__, torch.OutOfMemoryError)
     assert errors[0].instruction == "0F0"
@@ -415,7 +400,7 @@ def test_a_loss_that_is_not_a_number_is_reported_on_every_rank_and_reaches_the_g
     task = task_of(four(None, None))
     task.loss = lambda output, target: square_loss(output, target) * float("nan")
 
-    outcomes = on_ranks(2, lambda wires: twice(wires, task, "1f1b"))
+    outcomes = twice(2, task, "1f1b")
 
     assert all(outcome.result.loss.isnan() for outcome in outcomes)
     assert all(gradient.isnan().all() for outcome in outcomes for gradient in outcome.gradients.values())
@@ -451,8 +436,7 @@ class Hooked(nn.Module):
 def test_hooks_fire_once_for_each_microbatch_and_no_more_often_in_a_later_step(schedule):
     task = task_of(lambda: [Hooked(seed) for seed in range(4)])
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), schedule, M, task.loss, transport=wires)
+    def case(pipeline):
         counts = []
         for _ in range(3):
             step_task(pipeline, task)
@@ -469,7 +453,7 @@ def test_hooks_fire_once_for_each_microbatch_and_no_more_often_in_a_later_step(s
         "after the backward": M,
         "accumulated": M * num_parameters,
     }
-    for rank, counts in on_ranks(2, case):
+    for rank, counts in on_pipelines(2, task, case, schedule, M):
         assert counts[0] == counts[1] == counts[2]
         for place, fired in enumerate(counts[0]):
             is_first_layer = rank == 0 and place == 0
@@ -488,7 +472,7 @@ def test_targets_may_be_dicts():
     task.target = {"wanted": task.target, "weight": values(3, 2 * M, WIDTH, dtype=FLOAT64)}
     task.loss = dict_loss
 
-    assert difference(on_ranks(2, lambda wires: twice(wires, task, "1f1b")), task.reference(M)) == []
+    assert difference(twice(2, task, "1f1b"), task.reference(M)) == []
 
 
 class Masked(Body):
@@ -528,13 +512,12 @@ def test_a_first_layer_may_change_the_callers_batch_in_place_as_on_one_process(s
     task.inputs = (inputs.clone(),)
     expected = task.reference(M)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), schedule, M, task.loss, transport=wires)
+    def case(pipeline):
         own = inputs.clone()
         result = pipeline.step(own, target=task.target)
         return Outcome(result, gradients_of(pipeline.named_parameters())), own
 
-    answers = on_ranks(2, case)
+    answers = on_pipelines(2, task, case, schedule, M)
 
     assert difference([outcome for outcome, _ in answers], expected) == []
     assert torch.equal(answers[0][1], inputs * 2)
@@ -546,13 +529,12 @@ def test_gradients_that_the_caller_asks_of_its_own_batch_add_up_as_on_one_proces
     expected = inputs.clone().requires_grad_()
     reference_step(task.make_layers(), (expected,), {}, task.target, loss=task.loss, num_microbatches=M)
 
-    def case(wires):
+    def case(pipeline):
         own = inputs.clone().requires_grad_()
-        pipeline = Pipeline(task.make_layers(), "1f1b", M, task.loss, transport=wires)
         pipeline.step(own, target=task.target)
         return own.grad
 
-    first, last = on_ranks(2, case)
+    first, last = on_pipelines(2, task, case)
 
     assert torch.equal(first, expected.grad)
     assert last is None
@@ -575,24 +557,19 @@ def test_a_number_that_layers_hand_on_may_be_another_in_each_step(schedule):
     def make_layers():
         return [*(Scaling(seed) for seed in range(3)), Body(3, lambda inner, t: inner(t[0]) * t[1])]
 
-    task = task_of(make_layers)
-    layers, expected = make_layers(), []
-    for scale in (0.5, 0.25):
-        keywords = {"scale": scale}
-        reference_step(layers, task.inputs, keywords, task.target, loss=task.loss, num_microbatches=M)
-        expected.append(gradients_of(named(layers)))
+    task, layers = task_of(make_layers), make_layers()
 
-    def case(wires):
-        pipeline = Pipeline(make_layers(), schedule, M, task.loss, transport=wires)
+    def case(pipeline):
         found = []
         for scale in (0.5, 0.25):
             pipeline.step(*task.inputs, target=task.target, scale=scale)
             found.append(gradients_of(pipeline.named_parameters()))
         return found
 
-    for steps in on_ranks(2, case):
-        for found, wanted in zip(steps, expected, strict=True):
-            assert all(torch.equal(found[name], wanted[name]) for name in found)
+    for scale, found in zip((0.5, 0.25), zip(*on_pipelines(2, task, case, schedule), strict=True), strict=True):
+        keywords = {"scale": scale}
+        reference_step(layers, task.inputs, keywords, task.target, loss=task.loss, num_microbatches=M)
+        assert_gradients(found, layers)
 
 
 class Memory(nn.Module):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,31 +15,33 @@ from penstock.errors import PenstockError, PipelineError
 from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
 from penstock.ir.schedule import Schedule
 from penstock.models import Carry, DecoderConfig, count_target_tokens, cross_entropy_loss, decoder_layers
-from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from penstock.schedules import build
 from tests.actions import parse_action
 from tests.local_pipelines import (
+    NEARLY,
     VOCABULARY,
     WIDTH,
     Outcome,
     Task,
     block,
     difference,
+    differences_on_gloo,
     error_of,
     gradients_of,
-    on_ranks,
+    mistakes,
+    on_pipelines,
+    pipeline_of,
     settle,
     square_loss,
     step_task,
     values,
+    zero,
 )
-from tests.ranks import RankPool
 from tests.reference import reference_evaluate
 from tests.strategies import feasible_schedules
 
 FLOAT64 = torch.float64
-NEARLY = {"tolerance": 1e-12, "loss_tolerance": 1e-12}
 LENGTH = 7
 GUIDE = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
 SIZES = {"vocabulary": VOCABULARY, "width": 8, "heads": 4, "key_value_heads": 2, "hidden": 12}
@@ -56,23 +57,6 @@ def decoder_task(rows=4, length=LENGTH, num_blocks=4):
     target[::2, 2:4] = -100
     options = {"allow_ragged": True, "count": count_target_tokens}
     return Task(partial(decoder, num_blocks), (tokens,), target, cross_entropy_loss, options)
-
-
-def pipeline_of(wires, task, schedule, **options):
-    return Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires, **task.options | options)
-
-
-def mistakes(task, schedule, **options):
-    """How two steps without zeroing in between, the second on known shapes, differ from twice the unsplit model."""
-
-    def case(wires):
-        pipeline = pipeline_of(wires, task, schedule, **options)
-        step_task(pipeline, task)
-        return step_task(pipeline, task)
-
-    result, gradients = task.reference(schedule.num_microbatches)
-    twice = {name: None if gradient is None else 2 * gradient for name, gradient in gradients.items()}
-    return difference(on_ranks(schedule.num_ranks, case), (result, twice), **NEARLY)
 
 
 # ---- the decoder
@@ -98,18 +82,17 @@ def test_the_decoder_in_slices_learns_what_the_whole_one_does(shape):
 def test_the_decoder_evaluates_slices_like_whole_sequences():
     task = decoder_task()
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task, build("seq1f1b", ranks=2, microbatches=2, slices=3))
+    def evaluated(pipeline):
         result = pipeline.evaluate(*task.inputs, target=task.target, return_outputs=True)
         return result, gradients_of(pipeline.named_parameters())
 
-    found = on_ranks(2, case)
+    found = on_pipelines(2, task, evaluated, build("seq1f1b", ranks=2, microbatches=2, slices=3), None)
 
     expected = reference_evaluate(
         task.make_layers(), task.inputs, {}, task.target, loss=task.loss, num_microbatches=2, **task.options
     )
     outcomes = [Outcome(result, {}) for result, _ in found]
-    assert difference(outcomes, ((expected), {}), **NEARLY) == []
+    assert difference(outcomes, (expected, {}), **NEARLY) == []
     torch.testing.assert_close(found[1][0].outputs, torch.cat(expected.outputs), rtol=1e-12, atol=1e-12)
     assert all(gradient is None for _, gradients in found for gradient in gradients.values())
 
@@ -117,33 +100,21 @@ def test_the_decoder_evaluates_slices_like_whole_sequences():
 def test_all_slices_together_must_fit_the_models_length():
     task = decoder_task(length=LENGTH + 1)
 
-    error = error_of(step_task, pipeline_of(None, task, build("seq1f1b", ranks=1, microbatches=2, slices=2)), task)
+    error = error_of(
+        step_task, pipeline_of(None, task, build("seq1f1b", ranks=1, microbatches=2, slices=2), None), task
+    )
 
     assert isinstance(error, PenstockError)
     assert f"the sequences have {LENGTH + 1} tokens, but the model is for at most {LENGTH}" in str(error)
 
 
-GLOO_SHAPES = [SHAPES[2] | {"ranks": 2}, SHAPES[6]]
-
-
 @pytest.mark.slow
-def test_the_decoder_in_slices_learns_the_same_on_gloo():
-    with RankPool(2) as pool:
-        per_rank = pool.run(steps_on_gloo, timeout_s=60.0)
-
-    for shape, outcomes in zip(GLOO_SHAPES, zip(*per_rank, strict=True), strict=True):
-        assert difference(outcomes, decoder_task().reference(shape["microbatches"]), **NEARLY) == []
+def test_the_decoder_in_slices_learns_the_same_on_gloo(two_ranks):
+    assert differences_on_gloo(two_ranks, cases_on_gloo, **NEARLY) == [[], []]
 
 
-def steps_on_gloo(rank):
-    found = []
-    for shape in GLOO_SHAPES:
-        task = decoder_task()
-        layers = task.make_layers()
-        pipeline = Pipeline(layers, build(**shape), loss=task.loss, group=dist.group.WORLD, **task.options)
-        found.append(step_task(pipeline, task))
-        pipeline.close()
-    return found
+def cases_on_gloo():
+    return [(decoder_task(), build(**shape), shape["microbatches"], {}) for shape in (SHAPES[2], SHAPES[6])]
 
 
 # ---- layers of a user's own
@@ -344,7 +315,7 @@ def alive_tensors():
 
 def test_nothing_that_was_carried_lives_after_a_step():
     task = carrying_task(RunningSum, CellOverTime)
-    pipeline = pipeline_of(None, task, build("seq1f1b", ranks=1, microbatches=2, slices=3))
+    pipeline = pipeline_of(None, task, build("seq1f1b", ranks=1, microbatches=2, slices=3), None)
     step_task(pipeline, task)
     pipeline.evaluate(*task.inputs)
     before = alive_tensors()
@@ -373,14 +344,12 @@ class FailingOnce(RunningSum):
 def test_a_step_after_a_failure_carries_nothing_over():
     task = carrying_task(FailingOnce)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task, build("seq1f1b", ranks=2, microbatches=2, slices=3))
+    def case(pipeline):
         error = error_of(step_task, pipeline, task)
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
+        zero(pipeline)
         return error, step_task(pipeline, task)
 
-    found = on_ranks(2, case)
+    found = on_pipelines(2, task, case, build("seq1f1b", ranks=2, microbatches=2, slices=3), None)
 
     assert all(isinstance(error, PipelineError) and "out of luck" in str(error) for error, _ in found)
     expected = carrying_task(RunningSum).reference(2)
@@ -413,7 +382,7 @@ def test_what_would_be_carried_wrongly_is_refused_and_the_way_out_is_told(kind, 
     task = carrying_task(kind)
 
     def step(name, **shape):
-        return step_task(pipeline_of(None, task, build(name, ranks=1, microbatches=2, **shape)), task)
+        return step_task(pipeline_of(None, task, build(name, ranks=1, microbatches=2, **shape), None), task)
 
     assert text in str(error_of(step, "seq1f1b", slices=2))
     assert step("1f1b").result.loss is not None

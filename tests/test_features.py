@@ -23,22 +23,28 @@ from tests.local_pipelines import (
     VOCABULARY,
     WIDTH,
     Task,
+    assert_errors,
     block,
     count_tokens,
     difference,
+    differences_on_gloo,
     error_of,
+    errors_before_a_right_step,
     float_layers,
     float_task,
     gradients_of,
     named,
+    on_pipelines,
     on_ranks,
+    pipeline_of,
+    second_step,
     square_loss,
     step_task,
     token_layers,
     token_loss,
     values,
+    zero,
 )
-from tests.ranks import run_ranks
 from tests.reference import reference_evaluate, reference_step
 
 
@@ -70,11 +76,10 @@ def largest(parts):
 def test_a_pipeline_merges_its_outputs_by_the_rule_it_was_given(merge, expected, call):
     task = float_task(8)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, merge=merge, transport=wires)
+    def outputs(pipeline):
         return getattr(pipeline, call)(*task.inputs, target=task.target, return_outputs=True).outputs
 
-    first, last = on_ranks(2, case)
+    first, last = on_pipelines(2, task, outputs, merge=merge)
 
     assert first is None
     found = torch.stack(last) if merge is list else torch.as_tensor(last)
@@ -102,15 +107,13 @@ def test_outputs_that_cannot_be_merged_fail_the_step_on_all_ranks(schedule, num_
     """With the documented loop an error on one rank alone is half an update: the others go on to their optimizers."""
     task = float_task(8)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), schedule, 4, task.loss, merge=merge, transport=wires)
+    def case(pipeline):
         error = error_of(pipeline.step, *task.inputs, target=task.target, return_outputs=True)
-        for parameter in pipeline.parameters():
-            parameter.grad = None
+        zero(pipeline)
         result = pipeline.step(*task.inputs, target=task.target)
         return error, pipeline.step_number, result.loss, gradients_of(pipeline.named_parameters())
 
-    found = on_ranks(num_ranks, case)
+    found = on_pipelines(num_ranks, task, case, schedule, merge=merge)
     output_rank = build(schedule, ranks=num_ranks, microbatches=4).placement.rank_of_stage[-1]
     result, gradients = task.reference(4)
 
@@ -148,31 +151,17 @@ LENGTHS = [[(2, 5), (2, 3), (2, 8), (2, 1)], [(2, 2), (2, 9), (2, 4), (2, 4)], [
 def test_microbatches_may_have_sequences_of_other_lengths_bit_for_bit(variable_shapes):
     tasks = [packed_task(shapes) for shapes in (*LENGTHS, LENGTHS[0])]  # the last one meets shapes that are known
 
-    def case(wires):
-        pipeline = Pipeline(
-            tasks[0].make_layers(),
-            "1f1b",
-            4,
-            token_loss,
-            count=count_tokens,
-            merge=list,
-            variable_shapes=variable_shapes,
-            transport=wires,
-        )
+    def steps(pipeline):
         found = []
         for task in tasks:
-            for _, parameter in pipeline.named_parameters():
-                parameter.grad = None
+            zero(pipeline)
             found.append(step_task(pipeline, task))
         return found
 
-    per_rank = on_ranks(3, case)
+    per_rank = on_pipelines(3, tasks[0], steps, merge=list, variable_shapes=variable_shapes)
 
-    found = [
-        difference(outcomes, task.reference(4))
-        for outcomes, task in zip(zip(*per_rank, strict=True), tasks, strict=True)
-    ]
-    assert found == [[]] * 4
+    for task, outcomes in zip(tasks, zip(*per_rank, strict=True), strict=True):
+        assert difference(outcomes, task.reference(4)) == []
     lengths = [output.shape[:2] for output in per_rank[2][0].result.outputs]
     assert lengths == LENGTHS[0]
 
@@ -184,15 +173,9 @@ def test_too_few_or_too_many_parts_are_refused_on_every_rank_with_the_counts_and
     wrong = packed_task([(2, 3)] * num_parts)
     inputs, target = (wrong.inputs, task.target) if place == "args[0]" else (task.inputs, wrong.target)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, merge=list, transport=wires, **task.options)
-        return error_of(pipeline.step, *inputs, target=target), step_task(pipeline, task)
+    errors = errors_before_a_right_step(2, task, lambda own: own.step(*inputs, target=target), merge=list)
 
-    found = on_ranks(2, case)
-
-    assert [type(error) for error, _ in found] == [StepRefused, StepRefused]
-    assert all(f"{place}: PreSplit holds {num_parts} parts for 4 microbatches" in str(error) for error, _ in found)
-    assert difference([outcome for _, outcome in found], task.reference(4)) == []
+    assert_errors(errors, StepRefused, f"{place}: PreSplit holds {num_parts} parts for 4 microbatches")
 
 
 def test_parts_that_are_no_rows_need_one_entry_per_microbatch_too():
@@ -298,14 +281,7 @@ def cut_task(cutting, place):
 def test_microbatches_may_differ_in_whether_an_output_needs_a_gradient(cutting, place, schedule):
     task = cut_task(cutting, place)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), schedule, 4, task.loss, transport=wires)
-        step_task(pipeline, task)
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
-        return step_task(pipeline, task)  # now with receives posted ahead
-
-    outcomes = on_ranks(4, case)
+    outcomes = on_pipelines(4, task, lambda pipeline: second_step(pipeline, task), schedule)
 
     assert difference(outcomes, task.reference(4)) == []
 
@@ -315,28 +291,21 @@ def test_microbatches_that_change_places_in_the_next_step_are_right_or_a_clear_e
     task = cut_task(Cutting, 1)
     layers = task.make_layers()
 
-    def case(wires):
-        options = {"split": [1, 1, 2], "variable_shapes": variable_shapes}
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, **options)
+    def case(pipeline):
         step_task(pipeline, task)
         for stage in pipeline.stages:
             stage.layers.get("1", nn.Identity()).cuts = False
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
-        try:
-            return step_task(pipeline, task)
-        except PipelineError as error:
-            return error
+        zero(pipeline)
+        return step_task(pipeline, task) if variable_shapes else error_of(step_task, pipeline, task)
 
-    found = on_ranks(3, case)
+    found = on_pipelines(3, task, case, split=[1, 1, 2], variable_shapes=variable_shapes)
 
     layers[1].cuts = False
     result = reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=4)
     if variable_shapes:
         assert difference(found, (result, gradients_of(named(layers)))) == []
     else:
-        assert all(isinstance(error, PipelineError) for error in found)
-        assert all("1F0: the output is" in str(error) for error in found)
+        assert_errors(found, PipelineError, "1F0: the output is")
         assert "variable_shapes=True" in str(found[1])
 
 
@@ -407,7 +376,7 @@ def test_training_and_evaluation_may_alternate_in_any_mix(mix, schedule):
 
 def test_a_closed_pipeline_says_so_at_once():
     task = float_task(8)
-    pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss)
+    pipeline = pipeline_of(None, task)
     step_task(pipeline, task)
     pipeline.close()
     pipeline.close()
@@ -421,18 +390,16 @@ def test_a_closed_pipeline_says_so_at_once():
 def test_a_rank_whose_pipeline_is_closed_says_so_and_the_others_do_not_wait_for_long():
     task = float_task(8)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
+    def case(pipeline):
         step_task(pipeline, task)
-        if wires.rank == 1:
+        if pipeline.rank == 1:
             pipeline.close()
         return error_of(step_task, pipeline, task)
 
-    waiting, closed = on_ranks(2, case)
+    waiting, closed = on_pipelines(2, task, case)
 
     assert str(closed) == "rank 1: the pipeline is closed; make a new one"
-    assert isinstance(waiting, PipelineError)
-    assert "rank 1" in str(waiting)
+    assert_errors([waiting], PipelineError, "rank 1")
 
 
 # ---- set-up
@@ -569,22 +536,11 @@ RING = drawn(
 
 
 @pytest.mark.slow
-def test_two_stages_per_rank_in_a_ring_run_on_two_processes_bit_for_bit():
-    task = float_task(8)
-
-    per_rank = run_ranks(2, run_ring, timeout_s=60.0)
-
-    expected = task.reference(4)
-    assert [difference(outcomes, expected) for outcomes in zip(*per_rank, strict=True)] == [[]] * 2
+@pytest.mark.parametrize("body", [step_task, second_step])
+def test_two_stages_per_rank_in_a_ring_run_on_two_processes_bit_for_bit(two_ranks, body):
+    """The second step has no headers, and receives are posted ahead."""
+    assert differences_on_gloo(two_ranks, ring, body) == [[]]
 
 
-def run_ring(rank):
-    task = float_task(8)
-    pipeline = Pipeline(task.make_layers(), RING, loss=task.loss, deadline_s=20.0)
-    outcomes = []
-    for _ in range(2):  # the second step has no headers, and receives are posted ahead
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
-        outcomes.append(step_task(pipeline, task))
-    pipeline.close()
-    return outcomes
+def ring():
+    return [(float_task(8), RING, 4, {})]

@@ -12,30 +12,30 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import FormatError, PipelineError, ScheduleError, StepRefused
-from penstock.ir.action import Kind
 from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
-from penstock.schedules import FAMILIES
 from tests.actions import parse_action
 from tests.local_pipelines import (
     WIDTH,
     Outcome,
     Task,
+    assert_errors,
     block,
     difference,
     error_of,
     float_layers,
     gradients_of,
     named,
+    on_pipelines,
     on_ranks,
     settle,
     square_loss,
     step_task,
     token_task,
     values,
+    zero,
 )
-from tests.ranks import RankPool
 from tests.reference import reference_evaluate, reference_step
 
 M = 4
@@ -61,8 +61,7 @@ def changing_shapes(transport, schedule, **options):
         task = task_of(rows)
         result = getattr(pipeline, call)(*task.inputs, target=task.target, return_outputs=True)
         outcomes.append(Outcome(result, gradients_of(pipeline.named_parameters())))
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
+        zero(pipeline)
     pipeline.close()
     return outcomes
 
@@ -96,9 +95,8 @@ def changing_shapes_on_gloo(rank):
 
 
 @pytest.mark.slow
-def test_a_growing_batch_does_not_abort_the_process_on_gloo():
-    with RankPool(2) as pool:
-        answers = pool.run(changing_shapes_on_gloo)
+def test_a_growing_batch_does_not_abort_the_process_on_gloo(two_ranks):
+    answers = two_ranks.run(changing_shapes_on_gloo)
 
     assert differing_calls(answers) == []
 
@@ -107,13 +105,9 @@ def test_a_growing_batch_does_not_abort_the_process_on_gloo():
 def test_a_batch_that_does_not_divide_is_refused_with_the_numbers_and_not_filled_up(rows):
     task = task_of(rows)
 
-    def case(wires):
-        return error_of(step_task, Pipeline(task.make_layers(), "1f1b", M, square_loss, transport=wires), task)
+    errors = on_pipelines(2, task, lambda pipeline: error_of(step_task, pipeline, task))
 
-    for error in on_ranks(2, case):
-        assert isinstance(error, StepRefused)
-        assert f"has {rows} rows" in str(error)
-        assert "4 microbatches" in str(error)
+    assert_errors(errors, StepRefused, f"has {rows} rows", "4 microbatches")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -123,11 +117,7 @@ def test_a_ragged_batch_has_the_loss_and_the_gradients_of_the_whole(schedule):
     whole = square_loss(nn.Sequential(*layers)(*task.inputs), task.target)
     whole.backward()
 
-    def case(wires):
-        options = {"allow_ragged": True, "transport": wires}
-        return step_task(Pipeline(task.make_layers(), schedule, M, square_loss, **options), task)
-
-    for outcome in on_ranks(2, case):
+    for outcome in on_pipelines(2, task, lambda own: step_task(own, task), schedule, M, allow_ragged=True):
         assert torch.allclose(outcome.result.loss, whole, rtol=1e-12)
         for name, parameter in named(layers):
             if name in outcome.gradients:
@@ -138,20 +128,12 @@ def test_a_ragged_batch_has_the_loss_and_the_gradients_of_the_whole(schedule):
 @pytest.mark.parametrize("make_task", [lambda: task_of(8), lambda: token_task(9, FLOAT64)], ids=["mean", "tokens"])
 def test_gradients_of_two_steps_add_up_and_none_is_scaled_twice(schedule, make_task):
     task = make_task()
-    layers = task.make_layers()
-    for _ in range(2):
-        expected = reference_step(
-            layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=M, **task.options
-        )
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), schedule, M, task.loss, transport=wires, **task.options)
+    def two_steps(pipeline):
         step_task(pipeline, task)
         return step_task(pipeline, task)
 
-    found = on_ranks(2, case)
-
-    assert difference(found, (expected, gradients_of(named(layers)))) == []
+    assert difference(on_pipelines(2, task, two_steps, schedule, M), in_two_steps(task)) == []
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -250,10 +232,7 @@ def test_losses_are_those_of_their_microbatches_in_whatever_order_the_last_stage
     task = task_of(4)
     expected, _ = task.reference(2)
 
-    def case(wires):
-        return step_task(Pipeline(task.make_layers(), schedule, loss=square_loss, transport=wires), task)
-
-    for outcome in on_ranks(2, case):
+    for outcome in on_pipelines(2, task, lambda own: step_task(own, task), schedule, None):
         assert [float(loss) for loss in outcome.result.losses] == [float(loss) for loss in expected.losses]
         assert torch.equal(outcome.result.loss, expected.loss)
 
@@ -266,56 +245,14 @@ def test_an_action_is_read_whole_or_refused(text):
 
 # ---- schedules that cannot run
 
-LINE = Placement.line(2)
-WRONG_ORDERS = {
-    "a forward twice": ("0F0 0F0 0B0", "1F0 1B0", 1),
-    "a backward twice": ("0F0 0B0 0B0", "1F0 1B0", 1),
-    "a microbatch that is not there": ("0F7 0B7", "1F7 1B7", 1),
-    "other microbatches on another rank": ("0F0 0F1 0B0 0B1", "1F0 1F2 1B0 1B2", 2),
-    "a whole and a split backward": ("0F0 0B0 0I0 0W0", "1F0 1B0", 1),
-    "a backward before its forward": ("0B0 0F0", "1F0 1B0", 1),
-    "ranks that wait for each other": ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0", 2),
-    "no backward": ("0F0 0F1 0B0", "1F0 1F1 1B0 1B1", 2),
-}
 
-
-@pytest.mark.parametrize("wrong", WRONG_ORDERS)
-def test_an_order_that_cannot_run_is_refused_before_it_does(wrong):
-    *orders, num_microbatches = WRONG_ORDERS[wrong]
-
-    with pytest.raises(ScheduleError):
-        ps.check(drawn(LINE, num_microbatches, *orders))
-
-
-def program_rows(*rows):
-    return "\r\n".join(rows) + "\r\n"
-
-
-SOUND = ("0F0,0SEND_F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0")
-WRONG_MESSAGES = {
-    "a send is missing": ("0F0,0RECV_B0,0B0", SOUND[1]),
-    "a receive is missing": (SOUND[0], "1F0,1B0,1SEND_B0"),
-    "sends in another order than receives": (
-        "0F0,0F1,0SEND_F1,0SEND_F0,0RECV_B0,0B0,0RECV_B1,0B1",
-        "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1",
-    ),
-    "both wait for a receive": ("0RECV_B0,0F0,0SEND_F0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"),
-}
-
-
-def test_the_sound_program_that_the_wrong_ones_are_made_from_passes():
-    ps.check(ps.Program.from_csv(program_rows(*SOUND)))
-
-
-@pytest.mark.parametrize("wrong", WRONG_MESSAGES)
-def test_messages_that_do_not_meet_are_refused_before_they_hang(wrong):
-    with pytest.raises(ScheduleError):
-        ps.check(ps.Program.from_csv(program_rows(*WRONG_MESSAGES[wrong])), transport="all")
+SOUND = "0F0,0SEND_F0,0RECV_B0,0B0\r\n1RECV_F0,1F0,1B0,1SEND_B0\r\n"
 
 
 def test_a_program_is_not_taken_for_a_schedule():
+    ps.check(ps.Program.from_csv(SOUND))
     with pytest.raises(FormatError, match="the text has communication; expected actions alone"):
-        Schedule.from_csv(program_rows(*SOUND))
+        Schedule.from_csv(SOUND)
 
 
 def test_an_error_in_a_large_schedule_shows_its_place_and_not_the_whole_grid():
@@ -325,21 +262,6 @@ def test_an_error_in_a_large_schedule_shows_its_place_and_not_the_whole_grid():
         ps.check(Schedule.from_csv(text))
 
     assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_can_be_lowered_and_simulated(name):
-    program = ps.lower(ps.build(name, ranks=4, microbatches=8))
-
-    assert ps.simulate(program, ps.Costs.uniform()).makespan_s > 0
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
-def test_the_last_rank_of_1f1b_runs_every_forward_from_the_first(num_microbatches):
-    last = ps.build("1f1b", ranks=4, microbatches=num_microbatches)[3]
-
-    forwards = [action.microbatch for action in last if action.kind is Kind.FORWARD]
-    assert forwards == list(range(num_microbatches))
 
 
 # ---- ranks that were not started alike
@@ -374,9 +296,8 @@ def started_differently_on_gloo(rank, case):
 
 
 @pytest.mark.slow
-def test_processes_with_another_plan_end_in_seconds_and_not_in_minutes():
-    with RankPool(2) as pool:
-        answers = pool.run(started_differently_on_gloo, "microbatches")
+def test_processes_with_another_plan_end_in_seconds_and_not_in_minutes(two_ranks):
+    answers = two_ranks.run(started_differently_on_gloo, "microbatches")
 
     assert all(kind == "PipelineError" and took_s < 10.0 for kind, _, took_s in answers)
 
@@ -405,8 +326,7 @@ def test_after_a_caught_failure_any_number_of_steps_and_evaluations_are_right():
                     layer.breaks = number % 2 == 0 and stage.index == number
             if number % 2 == 0:
                 errors.append(error_of(step_task, pipeline, task))
-            for _, parameter in pipeline.named_parameters():
-                parameter.grad = None
+            zero(pipeline)
             if number % 2:
                 outcomes.append(step_task(pipeline, task))
                 outcomes.append(step_evaluated(pipeline, task, outcomes[-1]))
@@ -423,3 +343,13 @@ def step_evaluated(pipeline, task, outcome):
     """An evaluation, told like the step before it: the same losses, the gradients untouched."""
     result = pipeline.evaluate(*task.inputs, target=task.target)
     return Outcome(result, outcome.gradients)
+
+
+def in_two_steps(task):
+    """What one process computes in two steps, without zeroing in between."""
+    layers = task.make_layers()
+    for _ in range(2):
+        result = reference_step(
+            layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=M, **task.options
+        )
+    return result, gradients_of(named(layers))

@@ -174,6 +174,14 @@ def skipped_steps(expected):
     return [step for step, is_skipped in enumerate(expected[1], 1) if is_skipped]
 
 
+def assert_decided_as_on_one_process(case, name="1f1b", num_ranks=2, *, rtol=0.0):
+    """Require scales, skipped steps and weights of one process, which skips those steps in which it overflows."""
+    expected = on_one_process(case)
+    assert_alike(on_ranks(num_ranks, on_a_rank, name, case), expected, rtol=rtol)
+    assert skipped_steps(expected) == list(OVERFLOWS_IN)
+    return expected
+
+
 # ---- against one process
 
 
@@ -183,52 +191,35 @@ def skipped_steps(expected):
     [("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("gpipe", 4), ("interleaved-1f1b", 2), ("zb-h1", 2), ("zbv", 2)],
 )
 def test_an_overflow_on_one_stage_is_one_decision_of_all_ranks(name, num_ranks, layer):
-    case = Case(layer=layer)
+    scales, *_ = assert_decided_as_on_one_process(Case(layer=layer), name, num_ranks)
 
-    expected, found = on_one_process(case), on_ranks(num_ranks, on_a_rank, name, case)
-
-    assert_alike(found, expected)
-    assert skipped_steps(expected) == list(OVERFLOWS_IN)
-    assert len(set(expected[0])) == 3  # it grew and shrank
+    assert len(set(scales)) == 3  # it grew and shrank
 
 
 @pytest.mark.parametrize("layer", [0, 3])
 def test_both_copies_of_a_model_with_two_routes_skip_the_same_steps(layer):
-    case = Case(layer=layer, dtype=torch.float64)
-
-    expected = on_one_process(case)
-
-    assert_alike(on_ranks(2, on_a_rank, "dualpipe", case), expected, rtol=1e-12)
-    assert skipped_steps(expected) == list(OVERFLOWS_IN)
+    assert_decided_as_on_one_process(Case(layer=layer, dtype=torch.float64), "dualpipe", rtol=1e-12)
 
 
 @pytest.mark.parametrize("layer", [0, 3])
 def test_an_overflow_in_one_of_several_accumulated_steps_is_kept(layer):
-    case = Case(layer=layer, accumulate=3)
-
-    expected = on_one_process(case)
-
-    assert_alike(on_ranks(2, on_a_rank, "1f1b", case), expected)
-    assert skipped_steps(expected) == list(OVERFLOWS_IN)
+    assert_decided_as_on_one_process(Case(layer=layer, accumulate=3))
 
 
 def test_gradients_are_clipped_by_one_norm_after_they_are_unscaled():
-    case = Case(clip_norm=0.05)
+    expected = assert_decided_as_on_one_process(Case(clip_norm=0.05))
 
-    expected = on_one_process(case)
-
-    assert_alike(on_ranks(2, on_a_rank, "1f1b", case), expected)
     assert not torch.equal(expected[2]["0.1.weight"], on_one_process(Case())[2]["0.1.weight"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_under_autocast_the_scale_settles_where_it_does_on_one_process(dtype):
+@pytest.mark.parametrize(("dtype", "num_skipped"), [(torch.float16, 8), (torch.bfloat16, 0)])
+def test_under_autocast_the_scale_settles_where_it_does_on_one_process(dtype, num_skipped):
     case = Case(layer=None, autocast=dtype, init_scale=2.0**24)
 
     expected = on_one_process(case)
 
     assert_alike(on_ranks(2, on_a_rank, "1f1b", case), expected)
-    assert len(skipped_steps(expected)) == (8 if dtype is torch.float16 else 0)
+    assert len(skipped_steps(expected)) == num_skipped
 
 
 def with_embedding(dtype):
@@ -239,10 +230,7 @@ def with_embedding(dtype):
 def test_sparse_gradients_overflow_like_others(layer):
     case = Case(with_embedding, layer, batch=tokens, make_optimizer=partial(torch.optim.SGD, lr=0.1))
 
-    expected = on_one_process(case)
-
-    assert_alike(on_ranks(2, on_a_rank, "1f1b", case), expected)
-    assert skipped_steps(expected) == list(OVERFLOWS_IN)
+    assert_decided_as_on_one_process(case)
 
 
 def with_frozen(frozen, dtype):
@@ -257,10 +245,7 @@ def with_frozen(frozen, dtype):
 def test_a_rank_without_gradients_updates_its_scale_alone(frozen, layer, accumulate):
     case = Case(partial(with_frozen, frozen), layer, accumulate=accumulate, clip_norm=0.05)
 
-    expected = on_one_process(case)
-
-    assert_alike(on_ranks(2, on_a_rank, "1f1b", case), expected)
-    assert skipped_steps(expected) == list(OVERFLOWS_IN)
+    assert_decided_as_on_one_process(case)
 
 
 @pytest.mark.slow
@@ -300,15 +285,14 @@ def on_a_replica(rank, reduces_in_step):
 
 
 @pytest.mark.slow
-def test_replicas_that_sum_their_gradients_decide_as_one():
-    with RankPool(4) as pool:
-        for reduces_in_step in (True, False):
-            first, last, *others = pool.run(on_a_replica, reduces_in_step)
+def test_replicas_that_sum_their_gradients_decide_as_one(four_ranks):
+    for reduces_in_step in (True, False):
+        first, last, *others = four_ranks.run(on_a_replica, reduces_in_step)
 
-            assert skipped_steps(first) == list(OVERFLOWS_IN)
-            assert_alike([last], (*first[:2], last[2], first[3]))
-            for one, other in zip((first, last), others, strict=True):
-                assert_alike([other], one)
+        assert skipped_steps(first) == list(OVERFLOWS_IN)
+        assert_alike([last], (*first[:2], last[2], first[3]))
+        for one, other in zip((first, last), others, strict=True):
+            assert_alike([other], one)
 
 
 # ---- what else ranks may do

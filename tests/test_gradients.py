@@ -32,6 +32,7 @@ from tests.local_pipelines import (
     token_loss,
     values,
     visits_in_order,
+    zero,
 )
 from tests.ranks import RankPool
 from tests.strategies import feasible_schedules
@@ -129,8 +130,7 @@ def run_in(pipeline, task, num_steps=2):
     """Evaluate, then train: the second step knows all shapes and posts its receives ahead."""
     outcomes = [Outcome(pipeline.evaluate(*task.inputs, target=task.target, return_outputs=True), {})]
     for _ in range(0 if pipeline.schedule.is_forward_only else num_steps):
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
+        zero(pipeline)
         outcomes.append(step_task(pipeline, task))
     pipeline.close()
     return outcomes

@@ -31,8 +31,8 @@ from tests.local_pipelines import (
     square_loss,
     token_loss,
     values,
+    zero,
 )
-from tests.ranks import RankPool
 from tests.reference import reference_evaluate, reference_step
 
 FLOAT64 = torch.float64
@@ -201,6 +201,17 @@ def is_same(found, wanted, tolerance):
     return found.dtype == wanted.dtype and torch.allclose(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+def compared(make_layers, schedule, loss, batch, *, num_steps=1, tolerance=1e-12, **options):
+    """Require what one process computes; return what the ranks saw, and what one process did."""
+    found = on_ranks(
+        schedule.num_ranks,
+        lambda wires: run(wires, make_layers, schedule, loss, batch, num_steps=num_steps, options=options),
+    )
+    wanted = expected(make_layers, schedule.num_microbatches, loss, batch, num_steps=num_steps, options=options)
+    assert differences(found, wanted, tolerance) == []
+    return found, wanted
+
+
 # ---- every form under every order
 
 
@@ -209,15 +220,10 @@ def is_same(found, wanted, tolerance):
 def test_any_form_of_loss_beside_losses_of_layers_is_that_of_one_process(form, name, num_ranks, shape):
     loss, options = FORMS[form]
     schedule = build(name, ranks=num_ranks, microbatches=8, **shape)
-    make_layers, batch = partial(token_model, Routed, FLOAT64), tokens(16)
 
-    found = on_ranks(
-        num_ranks, lambda wires: run(wires, make_layers, schedule, loss, batch, num_steps=2, options=options)
-    )
+    _, wanted = compared(partial(token_model, Routed, FLOAT64), schedule, loss, tokens(16), num_steps=2, **options)
 
-    wanted = expected(make_layers, 8, loss, batch, num_steps=2, options=options)
     assert wanted.result.named_losses.keys() >= {"balance", "z_loss"}
-    assert differences(found, wanted, 1e-12) == []
 
 
 @pytest.mark.slow
@@ -225,15 +231,11 @@ def test_any_form_of_loss_beside_losses_of_layers_is_that_of_one_process(form, n
 def test_steps_that_are_not_zeroed_add_up_to_the_bits_of_one_process(form, name, num_ranks, shape):
     loss, options = FORMS[form]
     schedule = build(name, ranks=num_ranks, microbatches=4, **shape)
-    make_layers, batch = partial(token_model, Routed, torch.float32), tokens(8)
+    make_layers = partial(token_model, Routed, torch.float32)
 
-    found = on_ranks(
-        num_ranks, lambda wires: run(wires, make_layers, schedule, loss, batch, num_steps=3, options=options)
-    )
+    pair = compared(make_layers, schedule, loss, tokens(8), num_steps=3, tolerance=1e-6, **options)
 
-    wanted = expected(make_layers, 4, loss, batch, num_steps=3, options=options)
-    assert [each for each in differences(found, wanted) if not each.startswith("total")] == []
-    assert differences(found, wanted, 1e-6) == []
+    assert [each for each in differences(*pair) if not each.startswith("total")] == []
 
 
 @pytest.mark.slow
@@ -243,28 +245,21 @@ def test_slices_have_their_part_in_every_loss(num_ranks, form):
     loss, options = FORMS[form]
     schedule = build("seq1f1b", ranks=num_ranks, microbatches=4, slices=2)
     make_layers = partial(token_model, OnlySums if form == "sum" else OnlyMeans, FLOAT64)
-    batch = tokens(8)
     if form == "dict":  # a mean over all positions beside one over those that count cannot be both
         loss, options = (lambda output, target: {"size": output.square().mean(), "sign": output.mean()}), {}
 
-    found = on_ranks(
-        num_ranks, lambda wires: run(wires, make_layers, schedule, loss, batch, num_steps=2, options=options)
-    )
-
-    wanted = expected(make_layers, 4, loss, batch, num_steps=2, options=options)
-    assert differences(found, wanted, 1e-12) == []
+    compared(make_layers, schedule, loss, tokens(8), num_steps=2, **options)
 
 
 GLOO = [("1f1b", {}), ("dualpipe", {}), ("seq1f1b", {"slices": 2})]
 
 
 @pytest.mark.slow
-def test_it_is_the_same_on_gloo():
+def test_it_is_the_same_on_gloo(two_ranks):
     make_layers, batch = partial(token_model, OnlyMeans, FLOAT64), tokens(8)
     wanted = expected(make_layers, 4, typed, batch, options={"count": count_tokens})
 
-    with RankPool(2) as pool:
-        per_rank = pool.run(steps_on_gloo, timeout_s=90.0)
+    per_rank = two_ranks.run(steps_on_gloo, timeout_s=90.0)
 
     for found in zip(*per_rank, strict=True):
         assert differences(found, wanted, 1e-12) == []
@@ -295,15 +290,10 @@ def routed_model(dtype=FLOAT64, is_checkpointed=False):
 @pytest.mark.parametrize(("name", "num_ranks"), [("1f1b", 2), ("gpipe", 3), ("zbv", 2), ("dualpipe", 2), ("zb-h1", 2)])
 def test_what_a_checkpointed_layer_adds_counts_once(name, num_ranks):
     schedule = build(name, ranks=num_ranks, microbatches=4)
-    make_layers = partial(routed_model, is_checkpointed=True)
 
-    found = on_ranks(
-        num_ranks, lambda wires: run(wires, make_layers, schedule, square_loss, means(), num_steps=2, options={})
-    )
+    found, _ = compared(partial(routed_model, is_checkpointed=True), schedule, square_loss, means(), num_steps=2)
 
-    wanted = expected(make_layers, 4, square_loss, means(), num_steps=2, options={})
     plain = expected(routed_model, 4, square_loss, means(), num_steps=2, options={})
-    assert differences(found, wanted, 1e-12) == []
     assert differences(found, plain, 1e-12) == []
 
 
@@ -341,12 +331,8 @@ def test_layers_that_carry_and_skip_add_losses_as_others_do(name, shape):
         return [Putting(0, FLOAT64), *[Running(seed, FLOAT64) for seed in range(1, 6)], Getting(6, FLOAT64)]
 
     batch = [values(seed, 8, LENGTH, WIDTH, dtype=FLOAT64) for seed in (1, 2)]
-    schedule = build(name, ranks=2, microbatches=4, **shape)
 
-    found = on_ranks(2, lambda wires: run(wires, make_layers, schedule, square_loss, batch, num_steps=2, options={}))
-
-    wanted = expected(make_layers, 4, square_loss, batch, num_steps=2, options={})
-    assert differences(found, wanted, 1e-12) == []
+    compared(make_layers, build(name, ranks=2, microbatches=4, **shape), square_loss, batch, num_steps=2)
 
 
 def test_one_auxiliary_loss_may_serve_all_layers_of_threads():
@@ -391,40 +377,29 @@ class Watched(nn.Module):
 
 @pytest.mark.parametrize(("name", "num_ranks"), [("1f1b", 3), ("1f1b", 1), ("gpipe", 2), ("zbv", 2)])
 def test_a_stage_whose_output_needs_no_gradient_is_trained_by_what_it_adds(name, num_ranks):
-    schedule = build(name, ranks=num_ranks, microbatches=4)
-
     def make_layers():
         return [*[Watched(seed) for seed in range(NUM_LAYERS - 2)], block(7, FLOAT64), block(8, FLOAT64)]
 
-    found = on_ranks(num_ranks, lambda wires: run(wires, make_layers, schedule, square_loss, means(), options={}))
+    _, wanted = compared(make_layers, build(name, ranks=num_ranks, microbatches=4), square_loss, means())
 
-    wanted = expected(make_layers, 4, square_loss, means(), options={})
     assert float(wanted.gradients["0.probe.weight"].abs().sum()) > 0
     assert wanted.gradients["0.inner.1.weight"] is None
-    assert differences(found, wanted, 1e-12) == []
 
 
 def test_frozen_layers_only_report():
     def make_layers():
         return [layer.requires_grad_(index > 3) for index, layer in enumerate(routed_model())]
 
-    schedule = build("1f1b", ranks=2, microbatches=4)
+    found, _ = compared(make_layers, build("1f1b", ranks=2, microbatches=4), square_loss, means())
 
-    found = on_ranks(2, lambda wires: run(wires, make_layers, schedule, square_loss, means(), options={}))
-
-    wanted = expected(make_layers, 4, square_loss, means(), options={})
-    assert differences(found, wanted, 1e-12) == []
     assert all(grad is None for grad in found[0].gradients.values())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_of_a_ragged_batch_rows_weigh_what_layers_add(reduction):
-    options = {"allow_ragged": True, "reduction": reduction}
     schedule = build("1f1b", ranks=2, microbatches=3)
 
-    found = on_ranks(2, lambda wires: run(wires, routed_model, schedule, square_loss, means(7), options=options))
-
-    assert differences(found, expected(routed_model, 3, square_loss, means(7), options=options), 1e-12) == []
+    compared(routed_model, schedule, square_loss, means(7), allow_ragged=True, reduction=reduction)
 
 
 def test_each_has_a_weight_of_its_own_that_may_change_between_steps():
@@ -461,9 +436,7 @@ def test_evaluation_reports_what_layers_add_and_trains_nothing():
         assert differences([Seen(judged)], Seen(wanted), 1e-12) == []
         assert blind.loss is blind.total is None
         assert blind.losses == []
-        assert {name: float(loss) for name, loss in blind.named_losses.items()} == {
-            name: float(loss) for name, loss in judged.named_losses.items()
-        }
+        assert blind.named_losses == judged.named_losses
         assert set(gradients.values()) == {None}
 
 
@@ -490,8 +463,7 @@ def test_after_a_failed_step_nothing_is_left_and_the_next_one_is_right():
         inputs, target = means()
         error = error_of(pipeline.step, inputs, target=target)
         left = [layer.balance.take() for stage in pipeline.stages for layer in stage.layers.values()]
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
+        zero(pipeline)
         result = pipeline.step(inputs, target=target)
         return error, left, Seen(result, gradients_of(pipeline.named_parameters()))
 
@@ -519,20 +491,24 @@ def test_a_name_of_both_a_layer_and_the_loss_function_is_refused_on_every_rank()
 # ---- what is reported
 
 
+def reports(schedule, batch, num_steps=1):
+    """What the loss functions of two ranks report in the last of some steps."""
+
+    def case(wires):
+        pipeline = Pipeline(plain_model(), schedule, 4 if schedule == "1f1b" else None, telling, transport=wires)
+        return [pipeline.step(batch[0], target=batch[1]).reported for _ in range(num_steps)][-1]
+
+    return on_ranks(2, case)
+
+
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_what_a_loss_function_reports_comes_back_in_order_where_the_losses_are(num_steps):
-    def case(wires):
-        pipeline = Pipeline(plain_model(), "1f1b", 4, telling, transport=wires)
-        inputs, target = means()
-        return [pipeline.step(inputs, target=target).reported for _ in range(num_steps)][-1]
-
-    first, last = on_ranks(2, case)
+    first, last = reports("1f1b", means(), num_steps)
 
     assert first == []
-    assert len(last) == 4
     assert [float(each["first"]) for each in last] == [float(part[0, 0]) for part in means()[1].split(2)]
     assert not any(each["first"].requires_grad for each in last)
-    assert last[0]["rows"] == 2
+    assert [each["rows"] for each in last] == [2] * 4
 
 
 def plain_model():
@@ -547,17 +523,13 @@ def telling(output, target):
 def test_of_two_routes_each_rank_has_the_reports_of_its_own_microbatches():
     schedule = build("dualpipe", ranks=2, microbatches=8)
 
-    def case(wires):
-        pipeline = Pipeline(plain_model(), schedule, loss=telling, transport=wires)
-        inputs, target = means(16)
-        return [float(each["first"]) for each in pipeline.step(inputs, target=target).reported]
-
-    first, last = on_ranks(2, case)
+    first, last = ([float(each["first"]) for each in own] for own in reports(schedule, means(16)))
 
     everything = [float(part[0, 0]) for part in means(16)[1].split(2)]
-    routes = [schedule.route_of_microbatch[microbatch] for microbatch in range(8)]
-    assert last == [each for each, route in zip(everything, routes, strict=True) if route == 0]
-    assert first == [each for each, route in zip(everything, routes, strict=True) if route == 1]
+    for found, route in ((last, 0), (first, 1)):
+        assert found == [
+            each for each, own in zip(everything, schedule.route_of_microbatch, strict=True) if own == route
+        ]
 
 
 def test_of_slices_a_microbatch_has_a_list_of_reports():

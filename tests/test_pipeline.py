@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import ConfigError, PartitionError, PenstockWarning, PipelineError, StepRefused
@@ -17,23 +16,30 @@ from penstock.schedules import build
 from penstock.simulation import LayerCosts
 from tests.local_pipelines import (
     WIDTH,
+    Outcome,
     Task,
+    assert_errors,
+    assert_gradients,
     block,
     difference,
+    differences_on_gloo,
     error_of,
+    errors_before_a_right_step,
     float_layers,
     float_task,
     gradients_of,
     named,
+    on_pipelines,
     on_ranks,
+    pipeline_of,
     run_task,
     settle,
     square_loss,
     step_task,
     token_task,
     values,
+    zero,
 )
-from tests.ranks import RankPool
 from tests.reference import reference_evaluate, reference_step
 
 IN_ORDER = [("sequential", {}), ("gpipe", {}), ("1f1b", {}), ("1f1b", {"warmup": "eager"})]
@@ -80,53 +86,28 @@ def test_gradients_in_descending_order_are_equal_up_to_rounding():
     assert difference(outcomes, task.reference(8), tolerance=1e-12) == []
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [4, 3, 2])
-def test_a_step_on_gloo_is_bitwise_gradient_accumulation_on_one_process(pool, num_ranks):
+def test_a_step_on_gloo_is_bitwise_gradient_accumulation_on_one_process(request, num_ranks):
+    ranks = request.getfixturevalue({4: "four_ranks", 3: "three_ranks", 2: "two_ranks"}[num_ranks])
+
+    assert differences_on_gloo(ranks, cases_on_gloo) == [[]] * 12
+
+
+def cases_on_gloo():
     grid = [(name, options, m) for name, options in IN_ORDER for m in (1, 3, 4)]
-    tasks = [tasks_of(cell, m)[cell // 2 % 2] for cell, (_, _, m) in enumerate(grid)]
-
-    per_rank = pool.run(steps_on_gloo, num_ranks, grid, timeout_s=60.0)
-
-    outcomes = list(zip(*per_rank[:num_ranks], strict=True))
-    differences = [
-        difference(found, task.reference(m)) for found, task, (_, _, m) in zip(outcomes, tasks, grid, strict=True)
-    ]
-    assert differences == [[]] * len(grid)
-
-
-def steps_on_gloo(rank, num_ranks, grid):
-    group = dist.new_group(list(range(num_ranks)))
-    if rank >= num_ranks:
-        return []
-    outcomes = []
-    for cell, (name, options, num_microbatches) in enumerate(grid):
-        task = tasks_of(cell, num_microbatches)[cell // 2 % 2]
-        pipeline = Pipeline(
-            task.make_layers(), name, num_microbatches, task.loss, group=group, **task.options, **options
-        )
-        outcome = step_task(pipeline, task)
-        outcome.timeline = None
-        pipeline.close()
-        outcomes.append(outcome)
-    return outcomes
+    return [(tasks_of(cell, m)[cell // 2 % 2], name, m, options) for cell, (name, options, m) in enumerate(grid)]
 
 
 @pytest.mark.slow
-def test_tied_weights_on_gloo_get_the_gradient_of_one_weight(pool):
+def test_tied_weights_on_gloo_get_the_gradient_of_one_weight(four_ranks):
     task = token_task(9, torch.float64)
     layers = task.make_layers()
     layers[4].weight = layers[0].weight
     for _ in range(2):
         reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=4, **task.options)
 
-    first, *_, last = pool.run(tied_steps_on_gloo, timeout_s=60.0)
+    first, *_, last = four_ranks.run(tied_steps_on_gloo, timeout_s=60.0)
 
     assert torch.equal(first["0.weight"], last["4.weight"])
     torch.testing.assert_close(first["0.weight"], layers[0].weight.grad, rtol=1e-12, atol=1e-12)
@@ -156,39 +137,34 @@ def test_one_process_needs_neither_ranks_nor_transport():
 
 def test_outputs_are_merged_on_the_last_ranks_request_only():
     task = float_task(8)
-    whole = torch.cat(task.reference(4)[0].outputs)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
-        asked = pipeline.step(*task.inputs, target=task.target, return_outputs=True).outputs
-        return asked, pipeline.step(*task.inputs, target=task.target).outputs
+    def case(pipeline):
+        return [
+            pipeline.step(*task.inputs, target=task.target, return_outputs=asked).outputs for asked in (True, False)
+        ]
 
-    (first, not_asked), (last, not_asked_either) = on_ranks(2, case)
-    assert first is None
-    assert torch.equal(last, whole)
+    first, (last, not_asked) = on_pipelines(2, task, case)
+
+    assert first == [None, None]
+    assert torch.equal(last, torch.cat(task.reference(4)[0].outputs))
     assert not last.requires_grad
     assert not_asked is None
-    assert not_asked_either is None
 
 
 def test_two_steps_add_up_bit_for_bit_as_on_one_process():
-    first, second = float_task(8), float_task(12)  # another batch size, larger
-    third = float_task(4)
+    tasks = float_task(8), float_task(12), float_task(4)  # other batch sizes
 
-    def case(wires):
-        pipeline = Pipeline(first.make_layers(), "1f1b", 4, first.loss, transport=wires)
-        for task in (first, second, third):
+    def case(pipeline):
+        for task in tasks:
             step_task(pipeline, task)
         return gradients_of(pipeline.named_parameters())
 
-    found = on_ranks(3, case)
+    found = on_pipelines(3, tasks[0], case)
 
-    layers = first.make_layers()
-    for task in (first, second, third):
+    layers = tasks[0].make_layers()
+    for task in tasks:
         reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=4)
-    merged = {name: gradient for part in found for name, gradient in part.items()}
-    assert merged.keys() == gradients_of(named(layers)).keys()
-    assert all(torch.equal(merged[name], gradient) for name, gradient in gradients_of(named(layers)).items())
+    assert_gradients(found, layers)
 
 
 class Masked(nn.Module):
@@ -203,20 +179,19 @@ class Masked(nn.Module):
 
 
 def test_keywords_reach_every_layer_that_names_them_split_like_the_batch():
-    inputs, target = values(1, 6, WIDTH, dtype=torch.float64), values(2, 6, WIDTH, dtype=torch.float64)
     keywords = {"mask": torch.arange(6.0, dtype=torch.float64)[:, None], "scale": 0.5}
     layers = [Masked(0), block(1, torch.float64), Masked(2)]
+    task = float_task(6, torch.float64)
+    task.make_layers = lambda: copy.deepcopy(layers)
 
-    def case(wires):
-        pipeline = Pipeline(copy.deepcopy(layers), "1f1b", 3, square_loss, transport=wires)
-        pipeline.step(inputs, target=target, **keywords)
+    def case(pipeline):
+        pipeline.step(*task.inputs, target=task.target, **keywords)
         return gradients_of(pipeline.named_parameters())
 
-    first, second = on_ranks(2, case)
+    found = on_pipelines(2, task, case, "1f1b", 3)
 
-    reference_step(layers, (inputs,), keywords, target, loss=square_loss, num_microbatches=3)
-    merged = first | second
-    assert all(torch.equal(merged[name], gradient) for name, gradient in gradients_of(named(layers)).items())
+    reference_step(layers, task.inputs, keywords, task.target, loss=square_loss, num_microbatches=3)
+    assert_gradients(found, layers)
 
 
 # ---- what is left alone
@@ -336,34 +311,28 @@ def test_evaluate_builds_no_graph():
 def test_evaluate_gives_the_losses_of_one_process_in_evaluation_mode():
     task = token_task(9)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, **task.options)
+    def case(pipeline):
         before = pipeline.evaluate(*task.inputs, target=task.target, return_outputs=True)
-        assert all(parameter.grad is None for _, parameter in pipeline.named_parameters())
+        assert all(parameter.grad is None for parameter in pipeline.parameters())
         outcome = step_task(pipeline, task)
         return before, outcome, pipeline.evaluate(*task.inputs).loss
 
-    found = on_ranks(3, case)
+    before, outcomes, without_target = zip(*on_pipelines(3, task, case), strict=True)
 
-    expected = reference_evaluate(
-        task.make_layers(), task.inputs, {}, task.target, loss=task.loss, num_microbatches=4, **task.options
-    )
-    for before, _, without_target in found:
-        assert torch.equal(before.loss, expected.loss)
-        assert all(map(torch.equal, before.losses, expected.losses))
-        assert without_target is None
-    assert [before.outputs is None for before, _, _ in found] == [True, True, False]
-    assert difference([outcome for _, outcome, _ in found], task.reference(4)) == []
+    options = {"loss": task.loss, "num_microbatches": 4} | task.options
+    expected = reference_evaluate(task.make_layers(), task.inputs, {}, task.target, **options)
+    assert difference([Outcome(result, {}) for result in before], (expected, {})) == []
+    assert [result.outputs is None for result in before] == [True, True, False]
+    assert without_target == (None, None, None)
+    assert difference(outcomes, task.reference(4)) == []
 
 
 def test_modules_of_the_own_stages_are_used_in_place_and_the_others_never():
-    layers = float_layers(num_layers=4)
-    task = float_task(4)
+    task, layers = float_task(4), float_layers(num_layers=4)
 
     def case(wires):
         own = copy.deepcopy(layers)
-        pipeline = Pipeline(own, "gpipe", 2, task.loss, transport=wires)
-        step_task(pipeline, task)
+        step_task(Pipeline(own, "gpipe", 2, task.loss, transport=wires), task)
         return [all(parameter.grad is not None for parameter in layer.parameters()) for layer in own]
 
     assert on_ranks(2, case) == [[True, True, False, False], [False, False, True, True]]
@@ -371,12 +340,10 @@ def test_modules_of_the_own_stages_are_used_in_place_and_the_others_never():
 
 def test_the_callers_tensors_keep_their_values_and_get_their_own_gradients():
     task = float_task(8)
-    inputs = task.inputs[0].clone().requires_grad_()
-    alone = task.inputs[0].clone().requires_grad_()
+    inputs, alone = (task.inputs[0].clone().requires_grad_() for _ in range(2))
     reference_step(task.make_layers(), (alone,), {}, task.target, loss=task.loss, num_microbatches=4)
 
-    pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss)
-    pipeline.step(inputs, target=task.target)
+    pipeline_of(None, task).step(inputs, target=task.target)
 
     assert torch.equal(inputs, alone)
     assert torch.equal(inputs.grad, alone.grad)
@@ -384,7 +351,7 @@ def test_the_callers_tensors_keep_their_values_and_get_their_own_gradients():
 
 def test_a_step_updates_no_parameter():
     task = float_task(8)
-    pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss)
+    pipeline = pipeline_of(None, task)
     before = {name: parameter.detach().clone() for name, parameter in pipeline.named_parameters()}
 
     pipeline.step(*task.inputs, target=task.target)
@@ -403,7 +370,7 @@ def test_a_step_leaves_no_tensor_alive(name):
         gc.collect()
         return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
 
-    pipeline = Pipeline(task.make_layers(), name, 4, task.loss)
+    pipeline = pipeline_of(None, task, name)
     for _ in range(2):  # gradients and agreements exist from the first step on
         pipeline.step(*task.inputs, target=task.target)
     before = num_tensors()
@@ -415,47 +382,33 @@ def test_a_step_leaves_no_tensor_alive(name):
 
 def test_frozen_layers_get_no_gradient_and_the_others_the_same():
     task = float_task(8)
-
     make_layers = task.make_layers
 
     def frozen():
-        layers = make_layers()
-        for layer in (layers[0], layers[2]):
-            layer.requires_grad_(False)
-        return layers
+        return [layer.requires_grad_(index not in (0, 2)) for index, layer in enumerate(make_layers())]
 
-    layers = frozen()
-    result = reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=4)
-    reference = result, gradients_of(named(layers))
     task.make_layers = frozen
 
-    assert difference(on_ranks(5, run_with(task, "1f1b", 4)), reference) == []
+    assert difference(on_ranks(5, run_with(task, "1f1b", 4)), task.reference(4)) == []
 
 
 @pytest.mark.parametrize("variable_shapes", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
 def test_layers_may_be_frozen_and_unfrozen_between_steps(schedule, variable_shapes):
     task = float_task(4)
-    names = [name for name, _ in named(task.make_layers())]
     all_gradients = task.reference(2)[1]
 
-    def case(wires):
-        pipeline = Pipeline(
-            task.make_layers(), schedule, 2, task.loss, transport=wires, variable_shapes=variable_shapes
-        )
-        found = []
+    def case(pipeline):
         for num_frozen in (2, 2, 0, 0, 3, 0):
+            zero(pipeline)
             for name, parameter in pipeline.named_parameters():
-                parameter.grad = None
                 parameter.requires_grad_(int(name.partition(".")[0]) >= num_frozen)
             pipeline.evaluate(*task.inputs)
-            found.append((num_frozen, step_task(pipeline, task).gradients))
-        return found
+            for name, gradient in step_task(pipeline, task).gradients.items():
+                is_frozen = int(name.partition(".")[0]) < num_frozen
+                assert gradient is None if is_frozen else torch.equal(gradient, all_gradients[name])
 
-    for num_frozen, gradients in [step for steps in on_ranks(2, case) for step in steps]:
-        for name in names & gradients.keys():
-            wanted = all_gradients[name] if int(name.partition(".")[0]) >= num_frozen else None
-            assert torch.equal(gradients[name], wanted) if wanted is not None else gradients[name] is None
+    on_pipelines(2, task, case, schedule, 2, variable_shapes=variable_shapes)
 
 
 def test_a_batch_that_comes_to_need_a_gradient_may_follow_one_that_does_not():
@@ -463,21 +416,18 @@ def test_a_batch_that_comes_to_need_a_gradient_may_follow_one_that_does_not():
     task = Task(lambda: [nn.Tanh(), *float_layers(num_layers=3)], (values(1, 4, WIDTH),), values(2, 4, WIDTH))
     wanted = task.reference(2)[1]
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, transport=wires, split=(1, 3))
-        found = []
+    def case(pipeline):
+        has_gradient = []
         for needs_gradient in (False, True, False):
-            for _, parameter in pipeline.named_parameters():
-                parameter.grad = None
+            zero(pipeline)
             inputs = task.inputs[0].clone().requires_grad_(needs_gradient)
             pipeline.step(inputs, target=task.target)
-            found.append((inputs.grad is not None, gradients_of(pipeline.named_parameters())))
-        return found
+            has_gradient.append(inputs.grad is not None)
+            found = gradients_of(pipeline.named_parameters())
+            assert all(torch.equal(found[name], wanted[name]) for name in found)
+        return has_gradient
 
-    first, second = on_ranks(2, case)
-
-    assert [has_gradient for has_gradient, _ in first] == [False, True, False]
-    assert all(torch.equal(gradients[name], wanted[name]) for _, gradients in second for name in gradients)
+    assert on_pipelines(2, task, case, "gpipe", 2, split=(1, 3))[0] == [False, True, False]
 
 
 # ---- what is measured
@@ -487,51 +437,31 @@ def test_a_batch_that_comes_to_need_a_gradient_may_follow_one_that_does_not():
 def test_a_recorded_step_gives_every_rank_the_same_timeline(num_ranks):
     task = float_task(8)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
+    def case(pipeline):
         step_task(pipeline, task)
         assert pipeline.timeline is None
-        gradients = step_task(pipeline, task, record=True).gradients
-        return pipeline.timeline, gradients, pipeline.profile(*task.inputs, target=task.target)
+        step_task(pipeline, task, record=True)
+        return pipeline.timeline, pipeline.profile(*task.inputs, target=task.target)
 
-    found = on_ranks(num_ranks, case)
+    found = on_pipelines(num_ranks, task, case)
 
-    timelines = [timeline for timeline, _, _ in found]
-    for timeline in timelines:
+    for timeline, profile in found:
         assert isinstance(timeline, Timeline)
         assert timeline.source == "measured"
-        assert timeline.start_s.tolist() == timelines[0].start_s.tolist()
-        assert timeline.end_s.tolist() == timelines[0].end_s.tolist()
+        assert timeline.start_s.tolist() == found[0][0].start_s.tolist()
+        assert timeline.end_s.tolist() == found[0][0].end_s.tolist()
         assert 0.0 <= timeline.bubble_fraction <= 1.0
-    assert all(profile is not timeline for timeline, _, profile in found)
+        assert profile is not timeline
 
 
 # ---- hooks
 
 
-def test_a_step_computes_gradients_and_changes_no_weight():
-    task = float_task(4)
-    layers = task.make_layers()
-    before = [parameter.detach().clone() for layer in layers for parameter in layer.parameters()]
-    pipeline = Pipeline(layers, "gpipe", 2, task.loss)
-
-    step_task(pipeline, task)
-
-    after = [parameter for layer in layers for parameter in layer.parameters()]
-    assert all(map(torch.equal, before, after))
-    assert any(parameter.grad.any() for parameter in after)
-
-
 def test_hooks_run_in_a_training_step_only():
     calls = []
     task = float_task(4)
-    pipeline = Pipeline(
-        task.make_layers(),
-        build("gpipe", ranks=1, microbatches=2),
-        loss=task.loss,
-        reduce_stage=lambda stage: calls.append(stage),
-        optimizer_step=lambda: calls.append("step"),
-    )
+    options = {"reduce_stage": calls.append, "optimizer_step": lambda: calls.append("step")}
+    pipeline = pipeline_of(None, task, build("gpipe", ranks=1, microbatches=2), 2, **options)
 
     step_task(pipeline, task)
     pipeline.evaluate(*task.inputs, target=task.target)
@@ -560,30 +490,29 @@ def test_reduce_stage_is_called_in_the_last_of_several_steps_alone_if_the_others
 def test_a_rank_alone_within_no_sync_is_refused_and_named():
     task = float_task(4)
 
-    def run(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=wires)
-        with pipeline.no_sync() if wires.rank == 2 else nullcontext():
+    def case(pipeline):
+        with pipeline.no_sync() if pipeline.rank == 2 else nullcontext():
             return error_of(step_task, pipeline, task)
 
-    for error in on_ranks(3, run):
-        assert error.rank == 2
-        assert "rank 2 is within no_sync(), rank 0 is not; enter it on every rank for the same steps" in str(error)
+    errors = on_pipelines(3, task, case, "1f1b", 2)
+
+    assert {error.rank for error in errors} == {2}
+    text = "rank 2 is within no_sync(), rank 0 is not; enter it on every rank for the same steps"
+    assert_errors(errors, StepRefused, text)
 
 
 def test_no_sync_with_reduce_stage_and_tied_parameters_is_refused_with_a_way_out():
     task = float_task(4)
 
-    def run(wires):
-        options = {"reduce_stage": lambda stage: None, "tied": [("0.0.weight", "3.0.weight")]}
-        pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=wires, **options)
+    def case(pipeline):
         with pipeline.no_sync():
             error = error_of(step_task, pipeline, task)
         step_task(pipeline, task)
         return error
 
-    for error in on_ranks(2, run):
-        assert "no_sync() does not go with reduce_stage and parameters that are tied over ranks" in str(error)
-        assert "Average in every step" in str(error)
+    options = {"reduce_stage": lambda stage: None, "tied": [("0.0.weight", "3.0.weight")]}
+    text = "no_sync() does not go with reduce_stage and parameters that are tied over ranks"
+    assert_errors(on_pipelines(2, task, case, "1f1b", 2, **options), PipelineError, text, "Average in every step")
 
 
 def test_fewer_microbatches_than_stages_are_warned_of_once_and_run():
@@ -599,23 +528,19 @@ def test_fewer_microbatches_than_stages_are_warned_of_once_and_run():
 # ---- mistakes
 
 
-def two_ranks(wires, task, **options):
-    return Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, **options)
-
-
 def test_a_limit_in_bytes_is_proved_with_costs_per_layer_of_the_pipelines_own_split():
     """Five layers, of which rank 1 gets the heavier half unless the split says otherwise."""
     task = float_task(8)
     costs = LayerCosts(activation_bytes=[1, 1, 1, 1, 50], message_bytes=0)
 
-    def case(wires, **options):
-        two_ranks(wires, task, costs=costs, **options).close()
+    def made(wires, **options):
+        pipeline_of(wires, task, costs=costs, **options).close()
 
     def refusal(wires, **options):
-        return str(error_of(case, wires, **options))
+        return str(error_of(made, wires, **options))
 
-    on_ranks(2, lambda wires: case(wires, memory_limit="52 bytes"))
-    on_ranks(2, lambda wires: case(wires, memory_limit="51B", split=(3, 2)))
+    on_ranks(2, lambda wires: made(wires, memory_limit="52 bytes"))
+    on_ranks(2, lambda wires: made(wires, memory_limit="51B", split=(3, 2)))
     assert "the limit of rank 1 is 51" in on_ranks(2, lambda wires: refusal(wires, memory_limit=51, split=(2, 3)))[0]
     assert "the limit of rank 0 is 1" in on_ranks(2, lambda wires: refusal(wires, memory_limit="1 activation"))[1]
 
@@ -623,17 +548,12 @@ def test_a_limit_in_bytes_is_proved_with_costs_per_layer_of_the_pipelines_own_sp
 def test_step_on_one_rank_and_evaluate_on_another_are_refused_everywhere_and_do_no_harm():
     task = float_task(8)
 
-    def case(wires):
-        pipeline = two_ranks(wires, task)
-        call = pipeline.step if wires.rank else pipeline.evaluate
-        refusal = error_of(call, *task.inputs, target=task.target)
-        return refusal, step_task(pipeline, task)
+    def wrong(pipeline):
+        call = pipeline.step if pipeline.rank else pipeline.evaluate
+        call(*task.inputs, target=task.target)
 
-    found = on_ranks(2, case)
-
-    assert [type(error) for error, _ in found] == [StepRefused, StepRefused]
-    assert all("rank 0 runs evaluate, rank 1 runs step" in str(error) for error, _ in found)
-    assert difference([outcome for _, outcome in found], task.reference(4)) == []
+    errors = errors_before_a_right_step(2, task, wrong)
+    assert_errors(errors, StepRefused, "rank 0 runs evaluate, rank 1 runs step")
 
 
 @pytest.mark.parametrize(
@@ -642,27 +562,20 @@ def test_step_on_one_rank_and_evaluate_on_another_are_refused_everywhere_and_do_
     ids=["different", "ragged", "ragged on one"],
 )
 def test_batches_that_do_not_fit_are_refused_everywhere_and_do_no_harm(rows, message):
-    task = float_task(8)
+    bad = [float_task(number) for number in rows]
 
-    def case(wires):
-        pipeline = two_ranks(wires, task)
-        bad = float_task(rows[wires.rank])
-        refusal = error_of(pipeline.step, *bad.inputs, target=bad.target)
-        return refusal, step_task(pipeline, task)
+    def wrong(pipeline):
+        pipeline.step(*bad[pipeline.rank].inputs, target=bad[pipeline.rank].target)
 
-    found = on_ranks(2, case)
-
-    assert [type(error) for error, _ in found] == [StepRefused, StepRefused]
-    assert all(message in str(error) for error, _ in found)
-    assert difference([outcome for _, outcome in found], task.reference(4)) == []
+    assert_errors(errors_before_a_right_step(2, float_task(8), wrong), StepRefused, message)
 
 
 def test_a_first_stage_without_inputs_is_refused_everywhere():
     task = float_task(8)
 
-    found = on_ranks(2, lambda wires: error_of(two_ranks(wires, task).step, target=task.target))
+    found = on_pipelines(2, task, lambda pipeline: error_of(pipeline.step, target=task.target))
 
-    assert [type(error) for error in found] == [StepRefused, StepRefused]
+    assert_errors(found, StepRefused)
     assert "rank 0" in str(found[0])
     assert "no inputs" in str(found[1])
 
@@ -680,10 +593,10 @@ def test_a_first_stage_without_inputs_is_refused_everywhere():
 def test_ranks_that_were_set_up_differently_say_so_everywhere(field, options):
     task = float_task(8)
 
-    found = on_ranks(2, lambda wires: error_of(two_ranks, wires, task, **options[wires.rank]))
+    found = on_ranks(2, lambda wires: error_of(pipeline_of, wires, task, **options[wires.rank]))
 
     assert [type(error) for error in found] == [PipelineError, PipelineError]
-    assert all(f"disagree on {field}: rank 0 has" in str(error) and "rank 1 has" in str(error) for error in found)
+    assert_errors(found, PipelineError, f"disagree on {field}: rank 0 has", "rank 1 has")
 
 
 def test_ranks_with_different_layers_say_so_everywhere():
@@ -701,26 +614,18 @@ def test_a_loss_that_is_no_scalar_ends_the_step_on_every_rank_and_the_next_one_r
 
     def case(wires):
         is_right = []
-        pipeline = Pipeline(
-            task.make_layers(),
-            "1f1b",
-            4,
-            lambda output, target: task.loss(output, target) if is_right else loss(output, target),
-            transport=wires,
-            deadline_s=5.0,
-        )
+        own = lambda output, target: (square_loss if is_right else loss)(output, target)  # noqa: E731
+        pipeline = Pipeline(task.make_layers(), "1f1b", 4, own, transport=wires, deadline_s=5.0)
         error = error_of(step_task, pipeline, task)
         is_right.append(True)
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
+        zero(pipeline)
         return error, step_task(pipeline, task)
 
-    found = on_ranks(2, case)
+    errors, outcomes = zip(*on_ranks(2, case), strict=True)
 
-    assert all(isinstance(error, PipelineError) for error, _ in found)
-    assert all("without dimensions" in str(error) for error, _ in found)
-    assert found[1][0].rank == 1
-    assert difference([outcome for _, outcome in found], task.reference(4)) == []
+    assert_errors(errors, PipelineError, "without dimensions")
+    assert errors[1].rank == 1
+    assert difference(outcomes, task.reference(4)) == []
 
 
 class Shrinking(nn.Module):

@@ -16,15 +16,7 @@ from penstock.ir.program import Program
 from penstock.lowering import add_messages, assign_slots
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES
-from tests.local_pipelines import (
-    difference,
-    error_of,
-    float_layers,
-    float_task,
-    on_ranks,
-    run_task,
-    step_task,
-)
+from tests.local_pipelines import difference, error_of, float_layers, float_task, on_ranks, run_task, step_task, zero
 from tests.mutated_programs import REORDERINGS, mutated
 from tests.proofs.machine import verdict
 from tests.proofs.tables import edited, find, schedule_of
@@ -209,8 +201,7 @@ def test_a_tied_reduction_between_messages_gets_its_own_values(first, second):
     def run(wires):
         pipeline = Pipeline(task.make_layers(), with_reductions(first, second), loss=task.loss, transport=wires)
         step_task(pipeline, task)
-        for parameter in pipeline.parameters():
-            parameter.grad = None
+        zero(pipeline)
         return step_task(pipeline, task)
 
     outcomes = on_ranks(2, run)

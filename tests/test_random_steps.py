@@ -4,7 +4,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,10 +13,10 @@ from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.local_pipelines import (
     WIDTH,
-    Outcome,
     Task,
     block,
     difference,
+    differences_on_gloo,
     error_of,
     gradients_of,
     named,
@@ -27,7 +26,6 @@ from tests.local_pipelines import (
     values,
     visits_in_order,
 )
-from tests.ranks import RankPool
 from tests.reference import reference_step
 
 FLOAT64 = torch.float64
@@ -280,17 +278,14 @@ def test_what_is_no_seed_is_refused_at_once():
 
 
 @pytest.mark.slow
-def test_processes_draw_what_threads_do():
-    with RankPool(2) as pool:
-        found = pool.run(step_on_gloo, timeout_s=60.0)
-
-    assert difference(found, reference_of(task())) == []
+def test_processes_draw_what_threads_do(two_ranks):
+    assert differences_on_gloo(two_ranks, case_on_gloo, step_of_own_seed) == [[]]
 
 
-def step_on_gloo(rank):
-    own = task()
-    torch.manual_seed(rank)
-    pipeline = Pipeline(own.make_layers(), "1f1b", loss=own.loss, group=dist.group.WORLD, **own.options)
-    outcome = step_task(pipeline, own)
-    pipeline.close()
-    return Outcome(outcome.result, outcome.gradients)
+def case_on_gloo():
+    return [(task(), "1f1b", NUM_MICROBATCHES, {})]
+
+
+def step_of_own_seed(pipeline, own):
+    torch.manual_seed(pipeline.rank)
+    return step_task(pipeline, own)

@@ -13,8 +13,8 @@ from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
 from tests.exactness.combinations import schedule_of
 from tests.exactness.features import LOSSES, MODELS, batch, options
-from tests.local_pipelines import WIDTH, block, error_of, gradients_of, on_ranks, square_loss, values
-from tests.test_carried_steps import CarriedAttention, CarriedGRU, RunningSum, carrying_task, decoder_task, mistakes
+from tests.local_pipelines import WIDTH, block, error_of, gradients_of, mistakes, on_ranks, square_loss, values
+from tests.test_carried_steps import CarriedAttention, CarriedGRU, RunningSum, carrying_task, decoder_task
 
 TRAINING = [name for name in FAMILIES if name != "forward-only"]
 NUM_STEPS = 2

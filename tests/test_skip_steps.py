@@ -6,34 +6,34 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PipelineError
 from penstock.models import Carry, LayerSpec, Skip
-from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
 from tests.local_pipelines import (
+    NEARLY,
     WIDTH,
     Outcome,
     Task,
+    assert_errors,
     block,
     difference,
+    differences_on_gloo,
     error_of,
-    on_ranks,
-    square_loss,
+    mistakes,
+    on_pipelines,
+    second_step,
     step_task,
     values,
     visits_in_order,
 )
-from tests.ranks import RankPool
 from tests.reference import reference_evaluate
 from tests.strategies import feasible_schedules
 
 FLOAT64 = torch.float64
-NEARLY = {"tolerance": 1e-12, "loss_tolerance": 1e-12}
 LENGTH = 6
 TENSOR_BYTES = 2 * LENGTH * WIDTH * 8
 
@@ -116,19 +116,6 @@ def task(num_layers, num_microbatches, kind=Layer):
     return Task(partial(layers, kind, num_layers), (inputs,), target)
 
 
-def mistakes(own, schedule, **options):
-    """How two steps, the second on known shapes, differ from twice the model on one device."""
-
-    def case(wires):
-        pipeline = Pipeline(own.make_layers(), schedule, loss=own.loss, transport=wires, **options)
-        step_task(pipeline, own)
-        return step_task(pipeline, own)
-
-    result, gradients = own.reference(schedule.num_microbatches)
-    twice = {name: 2 * gradient for name, gradient in gradients.items()}
-    return difference(on_ranks(schedule.num_ranks, case), (result, twice), **NEARLY)
-
-
 def mistakes_of(shape, kind=Layer):
     schedule = build(**shape)
     return mistakes(task(len(schedule.placement.routes[0]) + 1, schedule.num_microbatches, kind), schedule)
@@ -192,7 +179,7 @@ def test_gradients_are_bitwise_equal_where_a_value_is_used_twice(name):
     schedule = build(name, ranks=3, microbatches=4)
     assert visits_in_order(schedule)
 
-    found = on_ranks(3, lambda wires: step_task(Pipeline(two_uses(), schedule, loss=own.loss, transport=wires), own))
+    found = on_pipelines(3, own, lambda pipeline: step_task(pipeline, own), schedule, None)
 
     assert difference(found, own.reference(4)) == []
 
@@ -224,7 +211,7 @@ def test_layers_that_are_built_apart_find_each_other_by_name():
     expected = own.reference(4)
     own.make_layers = specs
 
-    found = on_ranks(3, lambda wires: step_task(Pipeline(specs(), "1f1b", 4, own.loss, transport=wires), own))
+    found = on_pipelines(3, own, lambda pipeline: step_task(pipeline, own))
 
     assert difference(found, expected) == []
 
@@ -232,11 +219,10 @@ def test_layers_that_are_built_apart_find_each_other_by_name():
 def test_evaluation_hands_on_skips_and_keeps_nothing():
     own = task(5, 4)
 
-    def case(wires):
-        pipeline = Pipeline(own.make_layers(), "1f1b", 4, own.loss, transport=wires)
+    def case(pipeline):
         return Outcome(pipeline.evaluate(*own.inputs, target=own.target), {})
 
-    found = on_ranks(3, case)
+    found = on_pipelines(3, own, case)
 
     expected = reference_evaluate(own.make_layers(), own.inputs, {}, own.target, loss=own.loss, num_microbatches=4)
     assert difference(found, (expected, {})) == []
@@ -246,12 +232,11 @@ def message_bytes(make_layers):
     own = task(6, 2)
     own.make_layers = make_layers
 
-    def case(wires):
-        pipeline = Pipeline(own.make_layers(), "1f1b", 2, own.loss, transport=wires)
+    def case(pipeline):
         step_task(pipeline, own, record=True)
         return pipeline.recording.message_bytes
 
-    return on_ranks(3, case)[0]
+    return on_pipelines(3, own, case, "1f1b", 2)[0]
 
 
 def test_a_skip_within_a_stage_never_leaves_it():
@@ -286,14 +271,13 @@ def test_nothing_of_a_skip_stays_behind_a_step():
     seen = []
     own = task(5, 4, partial(Watched, seen=seen))
 
-    def case(wires):
-        pipeline = Pipeline(own.make_layers(), "1f1b", 4, own.loss, transport=wires)
+    def case(pipeline):
         for _ in range(2):
             step_task(pipeline, own)
             pipeline.evaluate(*own.inputs, target=own.target)
         return pipeline
 
-    pipelines = on_ranks(2, case)
+    pipelines = on_pipelines(2, own, case)
 
     gc.collect()
     assert len(pipelines) == 2
@@ -313,14 +297,11 @@ def test_nothing_of_a_skip_stays_behind_a_step():
 )
 def test_a_mistake_ends_the_step_on_all_ranks(make_layers, text):
     own = task(3, 3)
+    own.make_layers = make_layers
 
-    def case(wires):
-        return error_of(step_task, Pipeline(make_layers(), "1f1b", 3, own.loss, transport=wires), own)
+    errors = on_pipelines(3, own, lambda pipeline: error_of(step_task, pipeline, own), "1f1b", 3)
 
-    found = on_ranks(3, case)
-
-    assert all(isinstance(error, PipelineError) for error in found)
-    assert all(text in str(error) for error in found)
+    assert_errors(errors, PipelineError, text)
 
 
 class Silent(Layer):
@@ -331,28 +312,10 @@ class Silent(Layer):
 
 
 @pytest.mark.slow
-def test_skips_train_between_processes():
-    with RankPool(4) as pool:
-        per_rank = pool.run(steps_on_gloo, timeout_s=60.0)
-
-    for name, found in zip(ON_GLOO, zip(*per_rank, strict=True), strict=True):
-        schedule = build(name, ranks=4, microbatches=8)
-        own = task(len(schedule.placement.routes[0]) + 1, 8, TreeLayer)
-        assert difference(found, own.reference(8), **NEARLY) == []
+def test_skips_train_between_processes(four_ranks):
+    assert differences_on_gloo(four_ranks, cases_on_gloo, second_step, **NEARLY) == [[]] * 3
 
 
-ON_GLOO = ["1f1b", "zbv", "dualpipe"]
-
-
-def steps_on_gloo(rank):
-    found = []
-    for name in ON_GLOO:
-        schedule = build(name, ranks=4, microbatches=8)
-        own = task(len(schedule.placement.routes[0]) + 1, 8, TreeLayer)
-        pipeline = Pipeline(own.make_layers(), schedule, loss=square_loss, group=dist.group.WORLD)
-        step_task(pipeline, own)
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
-        found.append(step_task(pipeline, own))
-        pipeline.close()
-    return found
+def cases_on_gloo():
+    schedules = [build(name, ranks=4, microbatches=8) for name in ("1f1b", "zbv", "dualpipe")]
+    return [(task(len(each.placement.routes[0]) + 1, 8, TreeLayer), each, 8, {}) for each in schedules]

@@ -18,6 +18,8 @@ from tests.local_pipelines import (
     WIDTH,
     Outcome,
     Task,
+    assert_errors,
+    assert_gradients,
     block,
     count_tokens,
     difference,
@@ -25,12 +27,15 @@ from tests.local_pipelines import (
     float_layers,
     float_task,
     gradients_of,
+    named,
+    on_pipelines,
     on_ranks,
+    pipeline_of,
     square_loss,
     step_task,
     values,
+    zero,
 )
-from tests.ranks import RankPool
 from tests.reference import reference_step
 
 M = 4
@@ -47,12 +52,6 @@ def deep_task(num_microbatches):
 def pieces(task, num_microbatches=M):
     """The microbatches of a task's batch, as an iterator gives them."""
     return list(zip(*(tensor.chunk(num_microbatches) for tensor in (*task.inputs, task.target)), strict=True))
-
-
-def pipeline_of(wires, task, schedule="1f1b", num_microbatches=M, **options):
-    return Pipeline(
-        task.make_layers(), schedule, num_microbatches, task.loss, transport=wires, **task.options | options
-    )
 
 
 def needs_data(pipeline):
@@ -90,26 +89,28 @@ def write_by_numpy(buffer, tensor):
 def test_a_loader_may_fill_one_buffer_again_and_again(schedule, num_ranks, write):
     task = deep_task(M)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task, schedule)
+    def case(pipeline):
         result = pipeline.step(*stream_on(pipeline, refilled(pieces(task), write)), return_outputs=True)
         return outcome_of(pipeline, result)
 
-    assert difference(on_ranks(num_ranks, case), task.reference(M), tolerance=1e-12, loss_tolerance=1e-12) == []
+    found = on_pipelines(num_ranks, task, case, schedule)
+    assert difference(found, task.reference(M), tolerance=1e-12, loss_tolerance=1e-12) == []
 
 
 def outcome_of(pipeline, result):
     return Outcome(result, gradients_of(pipeline.named_parameters()))
 
 
-def streamed(wires, task, schedule="1f1b", num_microbatches=M, **options):
-    pipeline = pipeline_of(wires, task, schedule, num_microbatches, **options)
+def streamed(pipeline, task):
+    """What a step does with a task's batch, one microbatch after another."""
+    num_microbatches = pipeline.schedule.num_microbatches
     result = pipeline.step(*stream_on(pipeline, pieces(task, num_microbatches)), return_outputs=True)
     return outcome_of(pipeline, result)
 
 
-def whole(wires, task, schedule="1f1b", num_microbatches=M, **options):
-    return step_task(pipeline_of(wires, task, schedule, num_microbatches, **options), task)
+def halved(task):
+    """A task with half the inputs."""
+    return Task(task.make_layers, (task.inputs[0] * 0.5,), task.target)
 
 
 def same(ours, theirs):
@@ -134,9 +135,9 @@ def same_on_rank(one, other):
 def test_a_streamed_batch_gives_what_the_whole_one_gives_bit_for_bit(family, num_ranks):
     task = deep_task(8)
 
-    outcomes = on_ranks(num_ranks, streamed, task, family, 8)
+    outcomes, whole = both(num_ranks, task, family, 8)
 
-    assert same(outcomes, on_ranks(num_ranks, whole, task, family, 8))
+    assert same(outcomes, whole)
     assert difference(outcomes, task.reference(8), tolerance=1e-12, loss_tolerance=1e-12) == []
 
 
@@ -144,15 +145,12 @@ def test_a_streamed_batch_gives_what_the_whole_one_gives_bit_for_bit(family, num
 def test_a_streamed_batch_is_bitwise_gradient_accumulation_on_one_process(num_ranks):
     task = float_task(2 * M)
 
-    assert difference(on_ranks(num_ranks, streamed, task), task.reference(M)) == []
+    found = on_pipelines(num_ranks, task, lambda pipeline: streamed(pipeline, task))
+    assert difference(found, task.reference(M)) == []
 
 
 def test_streamed_microbatches_may_be_cut_into_slices():
-    task = deep_task(M)
-
-    outcomes = on_ranks(2, lambda wires: streamed(wires, task, "seq1f1b", slices=2))
-
-    assert same(outcomes, on_ranks(2, lambda wires: whole(wires, task, "seq1f1b", slices=2)))
+    assert same(*both(2, deep_task(M), "seq1f1b", slices=2))
 
 
 def train_on_gloo(rank, task):
@@ -166,29 +164,26 @@ def train_on_gloo(rank, task):
 
 
 @pytest.mark.slow
-def test_two_streamed_steps_on_gloo_add_up_bit_for_bit_and_a_third_finds_no_data():
+def test_two_streamed_steps_on_gloo_add_up_bit_for_bit_and_a_third_finds_no_data(three_ranks):
     task = float_task(2 * M)
     layers = task.make_layers()
     for _ in range(2):
         expected = reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=M)
-    named = {f"{index}.{name}": p for index, layer in enumerate(layers) for name, p in layer.named_parameters()}
 
-    with RankPool(3) as pool:
-        answers = pool.run(train_on_gloo, Task(float_layers, task.inputs, task.target))
+    answers = three_ranks.run(train_on_gloo, Task(float_layers, task.inputs, task.target))
 
-    assert difference([outcome for outcome, _ in answers], (expected, gradients_of(named.items()))) == []
+    assert difference([outcome for outcome, _ in answers], (expected, gradients_of(named(layers)))) == []
     assert [error for _, error in answers] == ["EndOfData"] * 3
 
 
 def test_evaluate_takes_a_stream_too():
     task = float_task(2 * M)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task)
+    def case(pipeline):
         streamed_result = pipeline.evaluate(*stream_on(pipeline, pieces(task)))
         return streamed_result.loss, pipeline.evaluate(*task.inputs, target=task.target).loss
 
-    for found, expected in on_ranks(2, case):
+    for found, expected in on_pipelines(2, task, case):
         assert torch.equal(found, expected)
 
 
@@ -202,59 +197,40 @@ class Masked(nn.Module):
 
 
 def test_keywords_come_with_the_parts_of_a_stream():
-    mask = values(5, 2 * M, 1)
-    task = Task(lambda: [Masked(seed) for seed in range(3)], float_task(2 * M).inputs, float_task(2 * M).target)
-    items = [
-        Part(inputs, target=target, mask=part)
-        for (inputs, target), part in zip(pieces(task), mask.chunk(M), strict=True)
-    ]
+    mask, task = values(5, 2 * M, 1), masked_task()
+    parts = zip(pieces(task), mask.chunk(M), strict=True)
+    items = [Part(inputs, target=target, mask=part) for (inputs, target), part in parts]
     layers = task.make_layers()
     reference_step(layers, task.inputs, {"mask": mask}, task.target, loss=square_loss, num_microbatches=M)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task)
-        return outcome_of(pipeline, pipeline.step(Stream(items)))
+    def case(pipeline):
+        pipeline.step(Stream(items))
+        return gradients_of(pipeline.named_parameters())
 
-    outcomes = on_ranks(3, case)
-
-    for index, outcome in enumerate(outcomes):
-        for name, parameter in layers[index].named_parameters():
-            assert torch.equal(outcome.gradients[f"{index}.{name}"], parameter.grad)
+    assert_gradients(on_pipelines(3, task, case), layers)
 
 
 def test_a_part_may_hold_what_has_no_batch_dimension():
-    table = values(6, WIDTH)
-    items = [Part(*piece[:1], target=piece[1], mask=table) for piece in pieces(float_task(2 * M))]
-    task = Task(lambda: [Masked(seed) for seed in range(3)], float_task(2 * M).inputs, float_task(2 * M).target)
-    specs = BatchSpec(kwargs=Replicate())
+    table, task = values(6, WIDTH), masked_task()
+    items = [Part(*piece[:1], target=piece[1], mask=table) for piece in pieces(task)]
+    options = {"specs": BatchSpec(kwargs=Replicate())}
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", M, square_loss, transport=wires, specs=specs)
-        return pipeline.step(Stream(items)).loss
+    found = on_pipelines(2, task, lambda pipeline: pipeline.step(Stream(items)).loss, **options)
 
-    for loss in on_ranks(2, case):
-        expected = reference_step(
-            task.make_layers(),
-            task.inputs,
-            {"mask": table},
-            task.target,
-            loss=square_loss,
-            num_microbatches=M,
-            specs=specs,
-        )
-        assert torch.equal(loss, expected.loss)
+    options |= {"loss": square_loss, "num_microbatches": M}
+    expected = reference_step(task.make_layers(), task.inputs, {"mask": table}, task.target, **options)
+    assert all(torch.equal(loss, expected.loss) for loss in found)
 
 
 def test_only_the_first_rank_may_stream_while_the_last_one_has_its_targets_as_a_whole():
     task = float_task(2 * M)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task)
-        if wires.rank == 0:
+    def case(pipeline):
+        if pipeline.rank == 0:
             return outcome_of(pipeline, pipeline.step(Stream(Part(piece[0]) for piece in pieces(task))))
         return outcome_of(pipeline, pipeline.step(target=task.target))
 
-    assert difference(on_ranks(2, case), task.reference(M)) == []
+    assert difference(on_pipelines(2, task, case), task.reference(M)) == []
 
 
 # ---- when data are pulled
@@ -311,24 +287,23 @@ def test_the_next_microbatch_is_pulled_while_the_rank_would_wait_and_none_for_th
 def test_a_rank_between_is_never_asked_for_data():
     task = float_task(2 * M)
 
-    def case(wires):
+    def case(pipeline):
         log = []
-        pipeline_of(wires, task).step(Stream(noted(log, pieces(task))))
+        pipeline.step(Stream(noted(log, pieces(task))))
         return len(log)
 
-    assert on_ranks(3, case) == [M, 0, M]
+    assert on_pipelines(3, task, case) == [M, 0, M]
 
 
 def test_a_schedule_that_takes_microbatches_out_of_order_pulls_each_once():
     task = deep_task(8)
 
-    def case(wires):
+    def case(pipeline):
         log = []
-        pipeline_of(wires, task, "dualpipe", 8).step(Stream(noted(log, pieces(task, 8))))
+        pipeline.step(Stream(noted(log, pieces(task, 8))))
         return log
 
-    for log in on_ranks(2, case):
-        assert log == [f"pull {index}" for index in range(8)]
+    assert on_pipelines(2, task, case, "dualpipe", 8) == [[f"pull {index}" for index in range(8)]] * 2
 
 
 # ---- how long data are held
@@ -358,13 +333,13 @@ class Counting:
 def test_a_microbatch_is_let_go_when_its_last_use_on_the_rank_is_over(schedule, most):
     task = float_task(16)
 
-    def case(wires):
+    def case(pipeline):
         source = Counting(pieces(task, 8))
-        pipeline_of(wires, task, schedule, 8).step(Stream(source))
+        pipeline.step(Stream(source))
         gc.collect()
         return source.alive, source.count()
 
-    (first, first_left), (last, last_left) = on_ranks(2, case)
+    (first, first_left), (last, last_left) = on_pipelines(2, task, case, schedule, 8)
 
     assert (first_left, last_left) == (0, 0)
     # What the backward of the first layer needs stays, which is its input; the target does not.
@@ -496,15 +471,12 @@ def test_prepared_items_give_what_items_that_were_ready_give():
     task = float_task(2 * M)
     raw = [{"x": piece[0] - 1, "y": piece[1]} for piece in pieces(task)]
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task)
+    def case(pipeline):
         stream = stream_on(pipeline, raw, preprocess=lambda item: (item["x"] + 1, item["y"]))
         return outcome_of(pipeline, pipeline.step(*stream))
 
-    shifted = [(raw_item["x"] + 1, raw_item["y"]) for raw_item in raw]
-    ready = Task(task.make_layers, (torch.cat([x for x, _ in shifted]),), task.target)
-
-    assert difference(on_ranks(2, case), ready.reference(M)) == []
+    ready = Task(task.make_layers, (torch.cat([item["x"] + 1 for item in raw]),), task.target)
+    assert difference(on_pipelines(2, task, case), ready.reference(M)) == []
 
 
 # ---- data that end, or go on
@@ -514,70 +486,41 @@ def test_prepared_items_give_what_items_that_were_ready_give():
 def test_data_that_end_inside_a_step_end_it_on_all_ranks_with_the_counts_and_new_data_go_on(num_items):
     task = float_task(2 * M)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task)
+    def case(pipeline):
         stream = stream_on(pipeline, pieces(task)[:num_items])
         errors = [error_of(pipeline.step, *stream) for _ in range(2)]
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
-        fresh = stream_on(pipeline, pieces(task))
-        return errors, outcome_of(pipeline, pipeline.step(*fresh))
+        zero(pipeline)
+        return *errors, streamed(pipeline, task)
 
-    answers = on_ranks(3, case)
+    inside, after, outcomes = zip(*on_pipelines(3, task, case), strict=True)
 
     text = rf"the data ended inside a step: the stream of rank [02] gave {num_items} of its 4 microbatches"
-    for (inside, after), _ in answers:
-        assert isinstance(inside, PipelineError)
-        assert not isinstance(inside, StepRefused)
-        assert re.search(text, str(inside))
-        assert isinstance(after, EndOfData)
-    assert difference([outcome for _, outcome in answers], task.reference(M)) == []
+    for error in inside:
+        assert isinstance(error, PipelineError)
+        assert not isinstance(error, StepRefused)
+        assert re.search(text, str(error))
+    assert_errors(after, EndOfData)
+    assert difference(outcomes, task.reference(M)) == []
 
 
 def test_what_a_step_does_not_take_stays_for_the_next_one():
     task = float_task(2 * M)
-    items = [(piece[0] * scale, piece[1]) for scale in (1.0, 0.5) for piece in pieces(task)]
-    second = Task(task.make_layers, (task.inputs[0] * 0.5,), task.target)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task)
-        stream = stream_on(pipeline, iter(items))
+    def case(pipeline):
+        stream = stream_on(pipeline, iter(two_batches(task)))
         pipeline.step(*stream)
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
+        zero(pipeline)
         return outcome_of(pipeline, pipeline.step(*stream)), error_of(pipeline.step, *stream)
 
-    answers = on_ranks(2, case)
+    outcomes, errors = zip(*on_pipelines(2, task, case), strict=True)
 
-    assert difference([outcome for outcome, _ in answers], second.reference(M)) == []
-    for _, error in answers:
-        assert isinstance(error, EndOfData)
-        assert "the stream of rank 0 had 8 microbatches, and all of them have been used" in str(error)
+    assert difference(outcomes, halved(task).reference(M)) == []
+    assert_errors(errors, EndOfData, "the stream of rank 0 had 8 microbatches, and all of them have been used")
 
 
 @pytest.mark.parametrize("fails_at", [0, 2])
 def test_after_data_that_could_not_be_prepared_all_ranks_go_on_with_the_same_microbatches(fails_at):
-    task = float_task(2 * M)
-    items = [(piece[0] * scale, piece[1]) for scale in (1.0, 0.5) for piece in pieces(task)]
-    second = Task(task.make_layers, (task.inputs[0] * 0.5,), task.target)
-
-    def case(wires):
-        def prepare(item):
-            if wires.rank == 0 and item is items[fails_at]:
-                raise OSError("planted")
-            return item
-
-        pipeline = pipeline_of(wires, task)
-        stream = stream_on(pipeline, items, preprocess=prepare)
-        error = error_of(pipeline.step, *stream)
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
-        return error, outcome_of(pipeline, pipeline.step(*stream))
-
-    answers = on_ranks(3, case)
-
-    assert all("OSError: planted" in str(error) for error, _ in answers)
-    assert difference([outcome for _, outcome in answers], second.reference(M)) == []
+    assert_errors(assert_all_go_on(float_layers, fails_at), PipelineError, "OSError: planted")
 
 
 class Failing(nn.Module):
@@ -596,55 +539,41 @@ class Failing(nn.Module):
 
 @pytest.mark.parametrize("fails_at", [1, 3])
 def test_after_a_failed_step_all_ranks_go_on_with_the_same_microbatches(fails_at):
-    task = float_task(2 * M)
-    items = [(piece[0] * scale, piece[1]) for scale in (1.0, 0.5) for piece in pieces(task)]
-    second = Task(lambda: [block(seed) for seed in range(3)], (task.inputs[0] * 0.5,), task.target)
-    expected, gradients = second.reference(M)
+    made = []
 
-    def case(wires):
-        layers = [Failing(seed, fails_at if seed == 1 else 0) for seed in range(3)]
-        pipeline = Pipeline(layers, "1f1b", M, square_loss, transport=wires)
-        stream = stream_on(pipeline, items)
-        error = error_of(pipeline.step, *stream)
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
-        result = pipeline.step(*stream)
-        found = {name.replace(".block", ""): p.grad for name, p in pipeline.named_parameters()}
-        return error, Outcome(result, found)
+    def make_layers():
+        layers = [Failing(seed, fails_at if seed == 1 and len(made) < 3 else 0) for seed in range(3)]
+        made.append(layers)
+        return layers
 
-    answers = on_ranks(3, case)
-
-    assert all("planted" in str(error) for error, _ in answers)
-    assert difference([outcome for _, outcome in answers], (expected, gradients)) == []
+    assert_errors(assert_all_go_on(make_layers), PipelineError, "planted")
 
 
 def test_a_refused_step_leaves_the_stream_where_it_was():
     task = float_task(2 * M)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task)
+    def case(pipeline):
         stream = stream_on(pipeline, pieces(task))
-        errors = [error_of(pipeline.evaluate if wires.rank else pipeline.step, *stream) for _ in range(2)]
-        return errors, outcome_of(pipeline, pipeline.step(*stream))
+        errors = [error_of(pipeline.evaluate if pipeline.rank else pipeline.step, *stream) for _ in range(2)]
+        return *errors, outcome_of(pipeline, pipeline.step(*stream))
 
-    answers = on_ranks(2, case)
+    *errors, outcomes = zip(*on_pipelines(2, task, case), strict=True)
 
-    assert all("rank 0 runs step, rank 1 runs evaluate" in str(each) for errors, _ in answers for each in errors)
-    assert difference([outcome for _, outcome in answers], task.reference(M)) == []
+    for each in errors:
+        assert_errors(each, StepRefused, "rank 0 runs step, rank 1 runs evaluate")
+    assert difference(outcomes, task.reference(M)) == []
 
 
 def test_streams_that_are_not_at_the_same_microbatch_are_refused_with_both_places():
     task = float_task(2 * M)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task)
+    def case(pipeline):
         stream = Stream(pieces(task) * 3)
         pipeline.step(stream)
-        return error_of(pipeline.step, stream if wires.rank else Stream(pieces(task)))
+        return error_of(pipeline.step, stream if pipeline.rank else Stream(pieces(task)))
 
-    for error in on_ranks(2, case):
-        assert isinstance(error, StepRefused)
-        assert "the stream of rank 0 is at microbatch 0, that of rank 1 at 4" in str(error)
+    text = "the stream of rank 0 is at microbatch 0, that of rank 1 at 4"
+    assert_errors(on_pipelines(2, task, case), StepRefused, text)
 
 
 # ---- microbatches that are not alike
@@ -658,66 +587,51 @@ def uneven(sizes):
     return [(values(seed, size, WIDTH), values(seed + 10, size, WIDTH)) for seed, size in enumerate(sizes)]
 
 
-def fails_with(items, **options):
-    def case(wires):
-        pipeline = pipeline_of(wires, Task(float_layers, (), None), **options)
-        return error_of(pipeline.step, *stream_on(pipeline, items))
-
-    return [str(error) for error in on_ranks(2, case)]
+def fails_with(items, *texts, **options):
+    errors = on_pipelines(
+        2, Task(float_layers, (), None), lambda own: error_of(own.step, *stream_on(own, items)), **options
+    )
+    assert_errors(errors, Exception, *texts)
 
 
 def test_a_microbatch_of_another_layout_is_an_error_with_both_layouts():
-    for text in fails_with(uneven([2, 2, 3, 2])):
-        assert "microbatch 2 of the stream is args[0] float32[3, 6], target float32[3, 6]" in text
-        assert "microbatch 0 of the step was args[0] float32[2, 6], target float32[2, 6]" in text
+    fails_with(
+        uneven([2, 2, 3, 2]),
+        "microbatch 2 of the stream is args[0] float32[3, 6], target float32[3, 6]",
+        "microbatch 0 of the step was args[0] float32[2, 6], target float32[2, 6]",
+    )
 
 
 def test_a_mean_needs_microbatches_of_one_size_and_says_why():
-    for text in fails_with(uneven([2, 2, 3, 2]), variable_shapes=True):
-        assert "microbatch 2 of the stream has 3 rows, microbatch 0 of the step had 2 rows" in text
-        assert "which must be known before the first backward" in text
-        assert "use reduction='sum'" in text
+    fails_with(
+        uneven([2, 2, 3, 2]),
+        "microbatch 2 of the stream has 3 rows, microbatch 0 of the step had 2 rows",
+        "which must be known before the first backward",
+        "use reduction='sum'",
+        variable_shapes=True,
+    )
 
 
 def test_a_sum_takes_microbatches_of_any_size():
-    items = uneven([2, 1, 3, 2])
-    layers = float_layers()
+    items, layers = uneven([2, 1, 3, 2]), float_layers()
     for inputs, target in items:
         reference_step(layers, (inputs,), {}, target, loss=sum_loss, num_microbatches=1, reduction="sum")
 
-    def case(wires):
-        task = Task(float_layers, (), None, sum_loss)
-        pipeline = pipeline_of(wires, task, reduction="sum", variable_shapes=True)
-        pipeline.step(*stream_on(pipeline, items))
-        return gradients_of(pipeline.named_parameters())
-
-    expected = {f"{index}.{name}": p.grad for index, layer in enumerate(layers) for name, p in layer.named_parameters()}
-    for found in on_ranks(2, case):
-        assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+    assert_gradients(streamed_gradients(items, sum_loss, reduction="sum"), layers)
 
 
 def test_a_mean_over_tokens_is_refused_because_it_needs_all_targets_at_once():
-    for text in fails_with(uneven([2] * M), count=count_tokens):
-        assert "count weighs microbatches by their targets" in text
-        assert "pass the batch whole" in text
+    texts = "count weighs microbatches by their targets", "pass the batch whole"
+    fails_with(uneven([2] * M), *texts, count=count_tokens)
 
 
 def test_sequences_may_differ_in_length_where_shapes_may():
-    items = [
-        (values(seed, 2, length, WIDTH), values(seed + 10, 2, length, WIDTH)) for seed, length in enumerate([3, 5])
-    ]
+    items = [tuple(values(at, 2, length, WIDTH) for at in (seed, seed + 10)) for seed, length in enumerate([3, 5])]
+    inputs, target = map(PreSplit, zip(*items, strict=True))
     layers = float_layers()
-    whole_inputs, whole_target = PreSplit([x for x, _ in items]), PreSplit([y for _, y in items])
-    reference_step(layers, (whole_inputs,), {}, whole_target, loss=square_loss, num_microbatches=2)
+    reference_step(layers, (inputs,), {}, target, loss=square_loss, num_microbatches=2)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, Task(float_layers, (), None), num_microbatches=2, variable_shapes=True)
-        pipeline.step(*stream_on(pipeline, items))
-        return gradients_of(pipeline.named_parameters())
-
-    expected = {f"{index}.{name}": p.grad for index, layer in enumerate(layers) for name, p in layer.named_parameters()}
-    for found in on_ranks(2, case):
-        assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+    assert_gradients(streamed_gradients(items), layers)
 
 
 # ---- wrong use
@@ -750,12 +664,11 @@ def test_a_stream_that_another_rank_uses_is_refused_on_all():
     stream = Stream(pieces(task))
     pipeline_of(None, task).step(stream)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task)
-        return error_of(pipeline.step, stream if wires.rank else Stream(pieces(task)))
+    def case(pipeline):
+        return error_of(pipeline.step, stream if pipeline.rank else Stream(pieces(task)))
 
-    for error in on_ranks(2, case):
-        assert "rank 1 was given the stream of rank 0; give each rank a Stream of its own" in str(error)
+    text = "rank 1 was given the stream of rank 0; give each rank a Stream of its own"
+    assert_errors(on_pipelines(2, task, case), StepRefused, text)
 
 
 def test_an_iterator_that_fails_ends_the_step_on_all_ranks_with_its_own_message():
@@ -765,10 +678,60 @@ def test_an_iterator_that_fails_ends_the_step_on_all_ranks_with_its_own_message(
         yield from pieces(task)[:2]
         raise OSError("the disk is gone")
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task)
-        return error_of(pipeline.step, *stream_on(pipeline, broken() if wires.rank == 0 else pieces(task)))
+    def case(pipeline):
+        return error_of(pipeline.step, *stream_on(pipeline, pieces(task) if pipeline.rank else broken()))
 
-    for error in on_ranks(2, case):
-        assert isinstance(error, PipelineError)
-        assert "OSError: the disk is gone" in str(error)
+    assert_errors(on_pipelines(2, task, case), PipelineError, "OSError: the disk is gone")
+
+
+def both(num_ranks, task, schedule="1f1b", num_microbatches=M, **options):
+    """What pipelines do with a streamed batch, and with the same one as a whole."""
+    return [
+        on_pipelines(num_ranks, task, lambda own, call=call: call(own, task), schedule, num_microbatches, **options)
+        for call in (streamed, step_task)
+    ]
+
+
+def two_batches(task):
+    """The microbatches of a task, and those of its half."""
+    return pieces(task) + pieces(halved(task))
+
+
+def masked_task():
+    return Task(lambda: [Masked(seed) for seed in range(3)], float_task(2 * M).inputs, float_task(2 * M).target)
+
+
+def assert_all_go_on(make_layers, fails_at=None):
+    """A step of three ranks fails, in layers or on item `fails_at`; the next one takes the microbatches behind."""
+    task = float_task(2 * M)
+    items = two_batches(task)
+
+    def case(wires):
+        def prepare(item):
+            if wires.rank == 0 and fails_at is not None and item is items[fails_at]:
+                raise OSError("planted")
+            return item
+
+        pipeline = Pipeline(make_layers(), "1f1b", M, square_loss, transport=wires)
+        stream = stream_on(pipeline, items, preprocess=prepare)
+        error = error_of(pipeline.step, *stream)
+        zero(pipeline)
+        return error, pipeline.step(*stream), gradients_of(pipeline.named_parameters())
+
+    errors, results, gradients = zip(*on_ranks(3, case), strict=True)
+
+    second = Task(make_layers, halved(task).inputs, task.target)
+    expected, wanted = second.reference(M)
+    assert difference(list(map(Outcome, results, gradients)), (expected, wanted)) == []
+    return errors
+
+
+def streamed_gradients(items, loss=square_loss, **options):
+    """The gradients on two ranks of a step with these microbatches, whose shapes differ."""
+
+    def case(pipeline):
+        pipeline.step(*stream_on(pipeline, items))
+        return gradients_of(pipeline.named_parameters())
+
+    task = Task(float_layers, (), None, loss)
+    return on_pipelines(2, task, case, "1f1b", len(items), variable_shapes=True, **options)

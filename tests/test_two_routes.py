@@ -33,6 +33,7 @@ from tests.local_pipelines import (
     token_task,
     two_routes,
     values,
+    zero,
 )
 from tests.reference import reference_step
 
@@ -282,8 +283,7 @@ def test_a_failed_step_keeps_the_gradients_of_the_step_before_and_the_next_one_r
         error = error_of(step_task, pipeline, task)
         kept = gradients_of(pipeline.named_parameters())
         is_failing.clear()
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
+        zero(pipeline)
         return error, all(torch.equal(before[name], kept[name]) for name in before), step_task(pipeline, task)
 
     found = on_ranks(2, case)
