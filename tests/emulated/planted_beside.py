@@ -14,9 +14,10 @@ from tests.emulated.planting import AHEAD, HOST_WAITS, RECORDED, does_nothing, t
 FAULTS, plant = table()
 EXCHANGE = "penstock.execute.losses.exchange:"
 STAGING = "penstock.checkpoints.staging:"
-THROTTLE = "penstock.execute.observing.run_ahead:"
+HELD_BACK = "throttled", "penstock.execute.observing.run_ahead:Throttle._holding_back", AHEAD, "0F", "0F"
 RECORDER = "penstock.execute.observing.recorder:DeviceRecorder."
 OFFLOADING = "penstock.execute.stages.offloading:"
+READ_EARLY, WRITTEN_EARLY = (PINNED, "copy to the host", "the host"), (PINNED, "copy to the device", "the host")
 
 
 def _side():
@@ -25,16 +26,14 @@ def _side():
 
 # ---- losses
 
-
-@plant(
+plant(
     "losses go to the device from memory that is not pinned",
     "following",
     f"{EXCHANGE}is_queued",
     HOST_WAITS,
     "copy to the device",
+    make=lambda original: lambda device: False,
 )
-def _(original):
-    return lambda device: False
 
 
 @plant("each loss is read by itself", "following", f"{EXCHANGE}_told", HOST_WAITS, "item")
@@ -50,9 +49,7 @@ def _(original):
     "the pinned memory of the losses is used again too early",
     "following",
     f"{EXCHANGE}LossExchange._combined",
-    PINNED,
-    "copy to the device",
-    "the host",
+    *WRITTEN_EARLY,
 )
 def _(original):
     buffers = {}
@@ -67,14 +64,7 @@ def _(original):
     return combined
 
 
-@plant(
-    "losses are read from pinned memory before they are there",
-    "following",
-    f"{EXCHANGE}_told",
-    PINNED,
-    "copy to the host",
-    "the host",
-)
+@plant("losses are read from pinned memory before they are there", "following", f"{EXCHANGE}_told", *READ_EARLY)
 def _(original):
     def told(own):
         for place, loss in own.computed.items():
@@ -88,27 +78,16 @@ def _(original):
 
 # ---- checkpoints
 
-
-@plant(
+plant(
     "a checkpoint is written before its copies are there",
     "saved_checkpoints",
     f"{STAGING}synchronize",
-    PINNED,
-    "copy to the host",
-    "the host",
+    *READ_EARLY,
+    make=does_nothing,
 )
-def _(original):
-    return does_nothing(original)
 
 
-@plant(
-    "a checkpoint waits for its first copy only",
-    "saved_checkpoints",
-    f"{STAGING}Staging.copy",
-    PINNED,
-    "copy to the host",
-    "the host",
-)
+@plant("a checkpoint waits for its first copy only", "saved_checkpoints", f"{STAGING}Staging.copy", *READ_EARLY)
 def _(original):
     def copy(staging, parts):
         staged = {}
@@ -163,15 +142,14 @@ def _(original):
     return copy
 
 
-@plant(
+plant(
     "checkpoints are copied to memory that is not pinned",
     "saved_checkpoints",
     f"{STAGING}has_queue",
     HOST_WAITS,
     "copy to the host",
+    make=lambda original: lambda tensor: False,
 )
-def _(original):
-    return lambda tensor: False
 
 
 # ---- how far the host is ahead
@@ -213,57 +191,27 @@ def _never(marker):
     yield
 
 
-@plant(
-    "the throttle's marker is recorded before its computation",
-    "throttled",
-    f"{THROTTLE}Throttle._holding_back",
-    AHEAD,
-    "0F",
-    "0F",
+plant(
+    "the throttle's marker is recorded before its computation", *HELD_BACK, make=lambda original: _holding_back(_before)
 )
-def _(original):
-    return _holding_back(_before)
 
+plant("the throttle's marker is never recorded", *HELD_BACK, make=lambda original: _holding_back(_never))
 
-@plant("the throttle's marker is never recorded", "throttled", f"{THROTTLE}Throttle._holding_back", AHEAD, "0F", "0F")
-def _(original):
-    return _holding_back(_never)
-
-
-@plant(
-    "the throttle's marker is recorded on another stream",
-    "throttled",
-    f"{THROTTLE}Throttle._holding_back",
-    AHEAD,
-    "0F",
-    "0F",
+plant(
+    "the throttle's marker is recorded on another stream", *HELD_BACK, make=lambda original: _holding_back(_elsewhere)
 )
-def _(original):
-    return _holding_back(_elsewhere)
 
-
-@plant(
+plant(
     "the throttle forgets a marker instead of waiting for it",
-    "throttled",
-    f"{THROTTLE}Throttle._holding_back",
-    AHEAD,
-    "0F",
-    "0F",
+    *HELD_BACK,
+    make=lambda original: _holding_back(_behind, lambda throttle: throttle._pending.popleft()),
 )
-def _(original):
-    return _holding_back(_behind, lambda throttle: throttle._pending.popleft())
 
-
-@plant(
+plant(
     "the throttle lets the stream wait, and not the host",
-    "throttled",
-    f"{THROTTLE}Throttle._holding_back",
-    AHEAD,
-    "0F",
-    "0F",
+    *HELD_BACK,
+    make=lambda original: _holding_back(_behind, lambda throttle: throttle._pending.popleft().wait()),
 )
-def _(original):
-    return _holding_back(_behind, lambda throttle: throttle._pending.popleft().wait())
 
 
 # ---- recorded times
@@ -280,19 +228,32 @@ def _timing(start_in, end_in):
     return timing
 
 
-@plant("the end of a computation is recorded before it", "recorded", f"{RECORDER}_timing", RECORDED, "0F")
-def _(original):
-    return _timing(_before, _before)
+plant(
+    "the end of a computation is recorded before it",
+    "recorded",
+    f"{RECORDER}_timing",
+    RECORDED,
+    "0F",
+    make=lambda original: _timing(_before, _before),
+)
 
+plant(
+    "the begin of a computation is recorded behind it",
+    "recorded",
+    f"{RECORDER}_timing",
+    RECORDED,
+    "0F",
+    make=lambda original: _timing(_behind, _behind),
+)
 
-@plant("the begin of a computation is recorded behind it", "recorded", f"{RECORDER}_timing", RECORDED, "0F")
-def _(original):
-    return _timing(_behind, _behind)
-
-
-@plant("the end of a computation is recorded on another stream", "recorded", f"{RECORDER}_timing", RECORDED, "")
-def _(original):
-    return _timing(_before, _elsewhere)
+plant(
+    "the end of a computation is recorded on another stream",
+    "recorded",
+    f"{RECORDER}_timing",
+    RECORDED,
+    "",
+    make=lambda original: _timing(_before, _elsewhere),
+)
 
 
 # ---- offloads
@@ -365,9 +326,7 @@ def _(original):
     "the pinned memory of activations is used again before they are back",
     "offloaded",
     f"{OFFLOADING}MovablePart.reload",
-    PINNED,
-    "copy to the device",
-    "the host",
+    *WRITTEN_EARLY,
 )
 def _(original):
     def reload(part):

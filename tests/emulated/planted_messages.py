@@ -13,6 +13,7 @@ from tests.emulated.planting import does_nothing, table
 
 FAULTS, plant = table()
 TRANSPORT = "penstock.execute.transport."
+NOT_RECEIVED = UNORDERED, "recv from", "addmm"
 
 
 def _is_data(tensor):
@@ -31,26 +32,16 @@ def _followed(queue, ticket, wait):
     queue._followed.append(_Followed(ticket, message, reached))
 
 
-@plant(
+plant(
     "the stream does not wait for a receive",
     "following",
     f"{TRANSPORT}device_queue:DeviceQueue.follow",
-    UNORDERED,
-    "recv from",
-    "addmm",
+    *NOT_RECEIVED,
+    make=lambda original: lambda queue, ticket: _followed(queue, ticket, lambda message: None),
 )
-def _(original):
-    return lambda queue, ticket: _followed(queue, ticket, lambda message: None)
 
 
-@plant(
-    "another stream waits for a receive",
-    "following",
-    f"{TRANSPORT}device_queue:DeviceQueue.follow",
-    UNORDERED,
-    "recv from",
-    "addmm",
-)
+@plant("another stream waits for a receive", "following", f"{TRANSPORT}device_queue:DeviceQueue.follow", *NOT_RECEIVED)
 def _(original):
     def wait(message):
         with torch.Stream("emu"):
@@ -60,12 +51,7 @@ def _(original):
 
 
 @plant(
-    "the stream waits for the receive before",
-    "following",
-    f"{TRANSPORT}device_queue:DeviceQueue.follow",
-    UNORDERED,
-    "recv from",
-    "addmm",
+    "the stream waits for the receive before", "following", f"{TRANSPORT}device_queue:DeviceQueue.follow", *NOT_RECEIVED
 )
 def _(original):
     def follow(queue, ticket):
@@ -129,26 +115,22 @@ def _(original):
 
 # ---- messages that the host waits for
 
-
-@plant(
+plant(
     "the host does not wait for a message",
     "host_waits_for_receives",
     f"{TRANSPORT}pending:QueuedMessage.wait",
-    UNORDERED,
-    "recv from",
-    "addmm",
+    *NOT_RECEIVED,
+    make=lambda original: (
+        lambda message, deadline_s: None if _is_data(message.tensor) else original(message, deadline_s)
+    ),
 )
-def _(original):
-    return lambda message, deadline_s: None if _is_data(message.tensor) else original(message, deadline_s)
 
 
 @plant(
     "a wait for a ticket only forgets it",
     "host_waits_for_receives",
     f"{TRANSPORT}torch_dist:TorchTransport.wait",
-    UNORDERED,
-    "recv from",
-    "addmm",
+    *NOT_RECEIVED,
 )
 def _(original):
     def wait(transport, ticket, limit_s=None):
@@ -182,9 +164,7 @@ def _(original):
     "the transport does not keep what it receives",
     "following",
     f"{TRANSPORT}torch_dist:TorchTransport._opened",
-    UNORDERED,
-    "recv from",
-    "addmm",
+    *NOT_RECEIVED,
 )
 def _(original):
     def opened(transport, ticket, pending):
@@ -214,14 +194,16 @@ def _(original):
     return queued
 
 
-@plant("one communicator carries both directions", "host_waits_for_receives", f"{TRANSPORT}links:Links.between", HANG)
-def _(original):
-    return lambda links, source, destination, tag: original(links, 0, 1, tag)
-
-
-@plant(
-    "messages arrive in one buffer", "following", f"{TRANSPORT}messages:empty_in_order", UNORDERED, "recv from", "addmm"
+plant(
+    "one communicator carries both directions",
+    "host_waits_for_receives",
+    f"{TRANSPORT}links:Links.between",
+    HANG,
+    make=lambda original: lambda links, source, destination, tag: original(links, 0, 1, tag),
 )
+
+
+@plant("messages arrive in one buffer", "following", f"{TRANSPORT}messages:empty_in_order", *NOT_RECEIVED)
 def _(original):
     buffers = {}
 
@@ -315,17 +297,15 @@ def _(original):
 
 # ---- tied parameters
 
-
-@plant(
+plant(
     "sums of tied gradients are read before they are there",
     "tied_layers",
     "penstock.execute.parameters.gradient_sums:_wait",
     UNORDERED,
     "recv from",
     "add",
+    make=does_nothing,
 )
-def _(original):
-    return does_nothing(original)
 
 
 @plant(

@@ -48,37 +48,32 @@ def _without_wait(original):
     return lambda exchange: exchange._then()
 
 
-@plant(
+plant(
     "gathered weights are used before they are there",
     "shards",
     "penstock.execute.replicas.lane:_OnDevice.complete",
     UNORDERED,
     "all_gather_into_tensor",
     "",
+    make=_without_wait,
 )
-def _(original):
-    return _without_wait(original)
 
-
-@plant(
+plant(
     "rows of a sum are used before they are there",
     "shards",
     "penstock.execute.replicas.lane:_OnDevice.complete",
     UNORDERED,
     "reduce_scatter_tensor",
     "",
+    make=_without_wait,
 )
-def _(original):
-    return _without_wait(original)
 
-
-@plant(
+plant(
     "rows of another replica are used before they are there",
     "exchanged_rows",
     "penstock.checkpoints.row_exchange:exchange_rows",
     UNORDERED,
     "recv from",
     "",
+    make=lambda original: lambda transport, *rest: original(WithoutWaits(transport, torch.uint8), *rest),
 )
-def _(original):
-    return lambda transport, *rest: original(WithoutWaits(transport, torch.uint8), *rest)

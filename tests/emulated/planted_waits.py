@@ -123,99 +123,84 @@ def _(original):
     return take_next
 
 
-@plant(
+plant(
     "copies of a parameter are compared before they are there",
     "checked_values",
     f"{OBSERVING}copies:_require_equal",
     UNORDERED,
     "recv from",
     "",
+    make=lambda original: lambda transport, *rest: original(WithoutWaits(transport, torch.float32), *rest),
 )
-def _(original):
-    return lambda transport, *rest: original(WithoutWaits(transport, torch.float32), *rest)
 
-
-@plant(
+plant(
     "the time of another host is read before it is there",
     "compared_clocks",
     f"{OBSERVING}clock:ask",
     UNORDERED,
     "recv from",
     "copy to the host",
+    make=lambda original: lambda transport, *rest: original(WithoutWaits(transport, torch.float64), *rest),
 )
-def _(original):
-    return lambda transport, *rest: original(WithoutWaits(transport, torch.float64), *rest)
 
-
-@plant(
+plant(
     "the state of another rank is read before it is there",
     "whole_state",
     "penstock.execute.stages.model_state:_receive",
     UNORDERED,
     "recv from",
     "",
+    make=lambda original: lambda transport, *rest: original(WithoutWaits(transport, torch.uint8), *rest),
 )
-def _(original):
-    return lambda transport, *rest: original(WithoutWaits(transport, torch.uint8), *rest)
 
-
-@plant(
+plant(
     "an average over replicas is used before it is there",
     "reductions",
     "penstock.execute.parameters.averaged:QueuedMessage",
     UNORDERED,
     "all_reduce",
     "mul",
+    make=lambda original: lambda work, tensor: SimpleNamespace(wait=lambda deadline_s: None),
 )
-def _(original):
-    return lambda work, tensor: SimpleNamespace(wait=lambda deadline_s: None)
 
-
-@plant(
+plant(
     "nobody waits for what a row has launched",
     "reductions",
     "penstock.execute.step:Step.wait_for",
     UNORDERED,
     "all_reduce",
     "mul",
+    make=lambda original: lambda step, row: step.tickets.pop(row),
 )
-def _(original):
-    return lambda step, row: step.tickets.pop(row)
 
-
-@plant(
+plant(
     "the time of a layer is read before the device has run it",
     "measured_layers",
     "penstock.train.measuring.measure:synchronize",
     RECORDED,
     "forward",
+    make=does_nothing,
 )
-def _(original):
-    return does_nothing(original)
 
-
-@plant(
+plant(
     "to synchronize with a device does nothing",
     "saved_checkpoints",
     "penstock.execute.accelerator:torch.accelerator.synchronize",
     PINNED,
     "copy to the host",
     "the host",
+    make=does_nothing,
 )
-def _(original):
-    return does_nothing(original)
 
-
-@plant(
+plant(
     "sums over replicas are used before they are there",
     "replicas",
     "penstock.execute.replicas.lane:_OnDevice.complete",
     UNORDERED,
     "all_reduce",
     "",
+    make=does_nothing,
 )
-def _(original):
-    return does_nothing(original)
 
 
 @plant(

@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 
 AHEAD, RECORDED, HOST_WAITS = "host too far ahead", "wrong recorded time", "more waits of the host"
@@ -45,16 +46,17 @@ class Fault:
 
 
 def table():
-    """Return an empty table of faults by name, and the decorator by which a fault comes in."""
+    """Return an empty table of faults by name, and what a fault comes in by: a decorator, where it gets no `make`."""
     faults = {}
 
-    def plant(name, scenario, place, kind, *operations, missed=""):
-        def add(make):
-            assert name not in faults, f"two faults are named {name!r}"
-            faults[name] = Fault(name, scenario, place, make, kind, operations, missed)
-            return make
+    def plant(name, scenario, place, kind, *operations, make=None, missed=""):
+        if make is None:
+            return partial(add, name, scenario, place, kind, operations, missed)
+        return add(name, scenario, place, kind, operations, missed, make)
 
-        return add
+    def add(name, scenario, place, kind, operations, missed, make):
+        assert name not in faults, f"two faults are named {name!r}"
+        faults[name] = Fault(name, scenario, place, make, kind, operations, missed)
 
     return faults, plant
 
