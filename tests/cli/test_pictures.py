@@ -65,13 +65,15 @@ def test_an_option_of_other_formats_is_refused_with_them():
     assert Output.of(asked("svg", theme="dark"), SUFFIXES, "grid", {"theme": CHARTS}) == Output("svg")
 
 
-def test_a_text_gets_its_last_line_end_and_no_screen_in_a_file(tmp_path):
+def test_a_text_gets_its_last_line_end_and_no_screen_in_a_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     output = Output(TABLE, tmp_path / "a.txt")
 
     output.write("one line")
 
     assert (tmp_path / "a.txt").read_text() == "one line\n"
     assert output.screen.width is None
+    assert Output(TABLE).screen.width
 
 
 def test_a_file_is_written_and_replaced_on_request_only(tmp_path):

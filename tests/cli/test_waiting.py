@@ -24,6 +24,7 @@ def run_timers():
     """Wait for timers that were started and not cancelled."""
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
+            assert thread.daemon, "it would keep a process from ending"
             thread.join(10)
             assert not thread.is_alive()
 

@@ -2,7 +2,7 @@
 
 from penstock.placement import Placement
 from penstock.searching.bounds import Route
-from penstock.searching.bounds.rank_stages import RankStages
+from penstock.searching.bounds.bound import RankStages
 from penstock.searching.bounds.rounds import rounds_of
 from penstock.simulation import Costs
 from tests.searching.cases import problem_of

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from penstock.searching.bounds.bound import Bound, Route
+from penstock.searching.bounds.bound import Bound, RankStages, Route
 from penstock.searching.bounds.busiest import work_of
 from penstock.searching.bounds.knapsack import Kinds, most_seconds
-from penstock.searching.bounds.rank_stages import RankStages
 from penstock.searching.bounds.rounds import Rounds, rounds_of
 
 

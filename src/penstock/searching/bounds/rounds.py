@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.searching.bounds.bound import Route
-from penstock.searching.bounds.rank_stages import RankStages
+from penstock.searching.bounds.bound import RankStages, Route
 from penstock.searching.problem import FORWARD, INPUT, NO_LIMIT, WEIGHT
 
 Seconds = NDArray[np.float64]
