@@ -43,7 +43,7 @@ from penstock.cli.failure import write_finished
 from penstock.cli.launch import connect_store, join_ranks, launch_ranks
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.compile.program import compile_program
-from penstock.execute.control.positions import boards_of_threads
+from penstock.execute.control.positions import PositionMemory
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.ops.context import CompileContext
@@ -57,6 +57,7 @@ from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
 from penstock.execute.transport import Ticket, TorchTransport
 from penstock.execute.transport.messages import Messenger
+from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.values.layouts import encode_layout
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
@@ -257,7 +258,8 @@ def instruction_times_s(name: str) -> list[float]:
     schedule = build(name, ranks=NUM_RANKS, microbatches=NUM_MICROBATCHES, stages_per_rank=family.stages_per_rank)
     tensor = torch.zeros(ROWS, WIDTH, requires_grad=True)
     transport: Any = InstantTransport(rank, NUM_RANKS, encode_layout(tensor))
-    board = boards_of_threads(NUM_RANKS)[rank]
+    with PositionMemory(RankNames.plain(NUM_RANKS)) as memory:
+        board = memory.board(rank, [""] * NUM_RANKS, [memory.path] * NUM_RANKS)
     messenger = Messenger(transport, torch.device("cpu"))
     placement = schedule.placement
     passes = {

@@ -94,11 +94,11 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def invariants(request, monkeypatch):
     """Have every step of ranks that are threads checked after every call, but for tests that claim what off costs."""
-    selection = sys.modules.get("penstock.execute.observing.selection")
-    if selection is not None and not any(map(request.node.get_closest_marker, ("alone", "as_users_run_it"))):
-        from tests.invariants import Invariants  # only here: it needs torch
+    joining = sys.modules.get("penstock.execute.joining")
+    if joining is not None and not any(map(request.node.get_closest_marker, ("alone", "as_users_run_it"))):
+        from tests.invariants import with_invariants  # only here: it needs torch
 
-        monkeypatch.setattr(selection, "OF_TESTS", [Invariants])
+        monkeypatch.setattr(joining, "split_options", with_invariants(joining.split_options))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ look at every step of ranks that are threads; elsewhere nothing of it is there.
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from penstock.execute.observing.observer import Observer
@@ -116,6 +117,16 @@ KINDS = {
 }
 CHANGES = {("checkpoint", "activation"), ("activation", "weight gradient inputs"), ("posted", "message")}
 """What a slot may hold after what, while it is filled."""
+
+
+def with_invariants(split_options):
+    """Return what splits the keywords of a pipeline and has its option `observers` begin with `Invariants`."""
+
+    def split(given):
+        own, others = split_options(given)
+        return replace(own, observers=[Invariants(), *own.observers]), others
+
+    return split
 
 
 class Rules:

@@ -149,6 +149,11 @@ class PipelineError(PenstockError):
         self.finding = finding
         super().__init__(message)
 
+    def blame(self, rank: int) -> None:
+        """Say that the error is of this rank, where it blames none."""
+        if self.rank is None:
+            self.rank = rank
+
 
 class StepRefused(PipelineError):
     """All ranks refuse a step alike, before anything ran: nothing has changed, and nothing needs to recover."""

@@ -110,7 +110,7 @@ class Pipeline(ModelPart):
         places = joined.places
         self.rank, self.replica, self.num_replicas = self._transport.rank, places.replica, places.num_replicas
         self._gradient_attribute, self._is_sharded = self.options.gradient_attribute, self.options.is_sharded
-        self._is_closed = False
+        self._is_closed, self._step_number = False, 0
         if self._control.rank == 0:
             self._advise()
 
@@ -248,11 +248,11 @@ class Pipeline(ModelPart):
 
         Set it, on all ranks alike, to go on where another pipeline stopped.
         """
-        return self._runner.step_number
+        return self._step_number
 
     @step_number.setter
     def step_number(self, number: int) -> None:
-        self._runner.step_number = number
+        self._step_number = number
 
     @property
     def layers_of_stage(self) -> Sequence[range]:
@@ -310,7 +310,9 @@ class Pipeline(ModelPart):
             self._require_trainable(mode)
         if self._is_closed:
             raise self._refusal("the pipeline is closed; make a new one")
-        return self._runner.run(mode, call, memory)
+        result = self._runner.run(mode, call, self._step_number, memory)
+        self._step_number += mode.is_training
+        return result
 
     def _refusal(self, text: str) -> PipelineError:
         places = self._control.places

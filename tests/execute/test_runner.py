@@ -9,7 +9,6 @@ from penstock.errors import PeerLost
 from penstock.execute.batch.admission import Call
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.handshake import Agreed, Found
-from penstock.execute.control.positions import boards_of_threads
 from penstock.execute.losses.loss import LossWeights
 from penstock.execute.options import PipelineOptions
 from penstock.execute.runner import Runner
@@ -20,6 +19,8 @@ from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.planning import prove_and_lower
 from penstock.schedules import build
+from tests.boards import boards_of_threads
+from tests.invariants import Invariants
 from tests.local_pipelines import error_of, float_task, on_ranks, square_loss, token_task
 
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def runner_of(task, planned, loss=square_loss):
         planned.append(mode)
         return prove_and_lower(schedule if mode.is_training else schedule.forward_only())
 
-    options = PipelineOptions()
+    options = PipelineOptions(observers=[Invariants()])
     return Runner(
         Places.of(transport),
         CPU,

@@ -115,14 +115,14 @@ class Runner:
             weigh=self._losses.weigh if places.num_replicas > 1 else None,
             read=options.clock.read,
         )
-        self.step_number = 0
-        """Training steps that have succeeded; another number is another draw of what layers draw at random."""
         self.recording: Recording | None = None
         """What was measured in the last recorded step, on every rank."""
         log_plan(schedule, transport.rank)
 
-    def run(self, mode: Mode, call: Call, memory: MemoryWatch | None = None) -> StepResult:
+    def run(self, mode: Mode, call: Call, number: int = 0, memory: MemoryWatch | None = None) -> StepResult:
         """Run one step; every rank calls it. `memory`, if any, looks at what this rank holds meanwhile.
+
+        What layers draw at random goes by the `number`, that of the training steps which came before.
 
         Raises:
             StepRefused: on every rank, before anything ran.
@@ -132,9 +132,9 @@ class Runner:
         compiled = self._programs.of(mode, self._num_microbatches)
         with self._failing_together():
             self._begin()  # 1 after a failed step, all ranks start afresh
-            batch = self._admit(mode, call, memory)  # 2 split the batch; one exchange, in which all ranks agree
+            batch = self._admit(mode, call, number, memory)  # 2 split the batch; one exchange, in which all ranks agree
             compiled = self._programs.of(mode, len(batch.microbatches), self._most_microbatches(batch))
-            step = self._make_step(mode, batch)
+            step = self._make_step(mode, batch, number)
             patience = self._compilations.in_step(batch.agreed, flatten((call.args, call.target))[0])
             del batch  # 3 from here on the step alone holds the data, and all that is made of them
             of_step = self._observers_of_step(compiled, call, memory)  # 4 what looks at this step alone
@@ -144,7 +144,6 @@ class Runner:
                     run_step(compiled, step, self._failures.board.note, compiled.bounds_with(of_step))  # 5 the loop
                 result = self._share(step, of_step)  # 6 every rank gets the losses
             self._failures.end()
-        self.step_number += mode.is_training
         return result
 
     @contextmanager
@@ -201,7 +200,7 @@ class Runner:
             self._admission.check_values_again()
         self._failures.begin(self._num_attempts)
 
-    def _admit(self, mode: Mode, call: Call, memory: MemoryWatch | None) -> Batch:
+    def _admit(self, mode: Mode, call: Call, number: int, memory: MemoryWatch | None) -> Batch:
         parameters, is_training = self.parameters, mode.is_training
         problem = parameters.refresh(is_synced=self._is_synced, sums_tied=self._sums_tied) if is_training else None
         batch = self._admission.admit(
@@ -209,7 +208,7 @@ class Runner:
             call,
             problem,
             attempt=self._num_attempts,
-            step_number=self.step_number if self._options.seed is not None and is_training else 0,
+            step_number=number if self._options.seed is not None and is_training else 0,
             trained=parameters.trained() if is_training else 0,
             scale=parameters.scale if is_training else 0.0,
             is_synced=self._is_synced,
@@ -232,13 +231,13 @@ class Runner:
         own = len(batch.microbatches)
         return own if batch.job is None or not self.parameters.is_sharded else batch.job.most_microbatches
 
-    def _make_step(self, mode: Mode, batch: Batch) -> Step:
+    def _make_step(self, mode: Mode, batch: Batch, number: int) -> Step:
         return Step(
             batch.slices,
             self._losses.of(batch, is_training=mode.is_training),
             output_rank(self._placement) in batch.agreed.wanting_outputs,
             prefetcher=batch.prefetcher,
-            number=self.step_number,
+            number=number,
             serial=batch.agreed.attempt,
             is_training=mode.is_training,
             is_frozen=batch.agreed.is_frozen,

@@ -36,6 +36,17 @@ def test_collectives_keep_their_order_in_whichever_order_messages_arrive(seed):
     assert on_ranks(3, case, order_seed=seed) == [[(3, [2, 0]), (6, [2, 1]), (9, [2, 2])]] * 3
 
 
+def test_a_collective_may_last_as_long_as_waits_may_when_it_begins():
+    def case(wires):
+        own, of_wires = Control(wires, limit_s=3.0), Control(wires)
+        usual_s = of_wires.limit_s
+        with wires.waiting(usual_s + 100):
+            longer = own.limit_s, of_wires.limit_s - usual_s
+        return longer, of_wires.limit_s - usual_s
+
+    assert on_ranks(1, case) == [((3.0, 100.0), 0.0)]
+
+
 class Noting:
     """Passes everything on to a transport, and notes of each message its peer, tag, bytes and device."""
 

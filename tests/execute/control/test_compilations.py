@@ -10,10 +10,11 @@ from torch import nn
 from penstock.errors import PenstockWarning
 from penstock.execute.control.agreement import AgreedStep, Mode, StepProposal
 from penstock.execute.control.compilations import COMPILE_DEADLINE_S, MANY, Compilations
-from penstock.execute.control.positions import State, boards_of_threads
+from penstock.execute.control.positions import State
 from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.agreed_layouts import MAX_LAYOUTS
 from penstock.execute.transport.places import Places
+from tests.boards import boards_of_threads
 
 DEADLINE_S = 3.0
 

@@ -22,13 +22,13 @@ from penstock.execute.control.positions import (
     PositionBoard,
     PositionMemory,
     State,
-    boards_of_threads,
     first_verdict,
     read_all,
 )
 from penstock.execute.control.watchdog import Watchdog
 from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.rank_names import RankNames
+from tests.boards import boards_of_threads
 from tests.ranks import run_ranks_with_deaths
 
 pytestmark = pytest.mark.alone

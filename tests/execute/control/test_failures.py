@@ -8,10 +8,10 @@ import torch
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.failures import FailureReporter
-from penstock.execute.control.positions import boards_of_threads
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.places import Places
+from tests.boards import boards_of_threads
 from tests.faults import DEADLINE_S, NUM_RANKS, Fault, FaultyRank, FaultyThreads, PlantedError, batch, is_right
 
 pytestmark = pytest.mark.alone

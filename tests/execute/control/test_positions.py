@@ -13,12 +13,12 @@ from penstock.execute.control.positions import (
     Failure,
     PositionMemory,
     State,
-    boards_of_threads,
     first_verdict,
     read_all,
 )
 from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.rank_names import RankNames
+from tests.boards import boards_of_threads
 from tests.ranks import run_ranks
 from tests.work import lines_run
 

@@ -3,8 +3,8 @@
 import threading
 import time
 
-from penstock.execute.control.positions import boards_of_threads
 from penstock.execute.control.watchdog import Watchdog, stack_of
+from tests.boards import boards_of_threads
 
 
 class Clock:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -300,6 +301,24 @@ def lonely_collective(transport):
 
 def test_a_single_rank_is_a_group_too(on_ranks):
     assert on_ranks(1, lonely_collective) == [["me"]]
+
+
+def limits_of_waits(transport):
+    def now():
+        found.append(transport.deadline_s)
+
+    found = []
+    with suppress(KeyError), transport.waiting(2 * PATIENCE_S):
+        now()
+        with transport.waiting(PATIENCE_S):
+            now()
+        raise KeyError
+    now()
+    return found
+
+
+def test_waits_may_last_longer_within_a_context_but_never_shorter(on_ranks):
+    assert on_ranks(1, limits_of_waits) == [[2 * PATIENCE_S, 2 * PATIENCE_S, PATIENCE_S]]
 
 
 # --- failures

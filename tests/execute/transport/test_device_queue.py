@@ -96,7 +96,7 @@ def queue_of(device, *works, notes=None):
     """A queue with receives from ranks 1, 2 ..."""
     posted = {10 * peer: QueuedMessage(work, torch.zeros(1)) for peer, work in enumerate(works, 1)}
     queue = DeviceQueue(Transport(), posted, device.marker, read_clock=lambda: device.now_s)
-    queue.observer = notes
+    queue.watch(notes)
     for peer, _ in enumerate(works, 1):
         queue.follow(Ticket(peer, False, 10 * peer))
     assert posted == {}

@@ -76,7 +76,7 @@ class Control:
     def __init__(self, transport: Transport, *, limit_s: float | None = None, places: Places | None = None) -> None:
         """`places` are those of a job with replicas, all of whose ranks take part then."""
         self.transport = transport
-        self.limit_s = transport.deadline_s if limit_s is None else limit_s
+        self._limit_s = limit_s
         self.places = places or Places.of(transport)
         self.names = self.places.names
         self.rank, self.num_ranks = self.places.index, len(self.names.numbers)
@@ -90,7 +90,12 @@ class Control:
     @property
     def within(self) -> "Control":
         """The collectives of the ranks of this rank's replica."""
-        return self if self.places.data is None else Control(self.transport, limit_s=self.limit_s)
+        return self if self.places.data is None else Control(self.transport, limit_s=self._limit_s)
+
+    @property
+    def limit_s(self) -> float:
+        """How long a collective may last that begins now."""
+        return self.transport.deadline_s if self._limit_s is None else self._limit_s
 
     def across(self, value: object) -> list[Any]:
         """Give every rank the plain values of the ranks that hold the same stages, one per replica."""
@@ -120,8 +125,8 @@ class Control:
             text = self._encoded(make())
         except Exception as error:  # whatever it is, the other ranks must hear of it
             own = error
-            if isinstance(error, PipelineError) and error.rank is None:
-                error.rank = self.names.numbers[self.rank]
+            if isinstance(error, PipelineError):
+                error.blame(self.names.numbers[self.rank])
             text = self._encoded({_FAILURE: [type(error).__name__, str(error), isinstance(error, PenstockError)]})
         everyone = [json.loads(theirs) for theirs in self._gather_texts(text)]
         failed = [rank for rank, theirs in enumerate(everyone) if isinstance(theirs, dict) and _FAILURE in theirs]

@@ -13,7 +13,7 @@ that runs it.
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,21 +63,15 @@ class Compilations:
     @contextmanager
     def in_step(self, agreed: AgreedStep, given: Sequence[Any]) -> Iterator[None]:
         """Run a step in here; tensors among what this rank was given are what a warning shows the shapes of."""
-        before_s, num_before = self._transports[0].deadline_s, self._num_begun
-        if self._may_compile(agreed):
-            self._limit_waits(max(before_s, COMPILE_DEADLINE_S))
-        stop = self._watch()
-        try:
+        num_before = self._num_begun
+        with ExitStack() as stack:
+            if self._may_compile(agreed):
+                for transport in self._transports:
+                    stack.enter_context(transport.waiting(COMPILE_DEADLINE_S))
+            stack.callback(self._watch())
             yield
-        finally:
-            self._limit_waits(before_s)
-            stop()
         if agreed.is_training:
             self._note_step(given, has_compiled=self._num_begun > num_before)
-
-    def _limit_waits(self, deadline_s: float) -> None:
-        for transport in self._transports:
-            transport.deadline_s = deadline_s
 
     def _may_compile(self, agreed: AgreedStep) -> bool:
         if not any(agreed.compilations):

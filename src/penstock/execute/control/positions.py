@@ -259,12 +259,6 @@ class PositionBoard:
         return None
 
 
-def boards_of_threads(num_ranks: int) -> list[PositionBoard]:
-    """Make the boards of ranks that are threads of this process."""
-    memory = mmap.mmap(-1, num_ranks * SLOT_BYTES)
-    return [PositionBoard(memory, rank, RankNames.plain(num_ranks)) for rank in range(num_ranks)]
-
-
 def read_all(board: PositionBoard) -> list[RankPosition]:
     """Tell where every rank is."""
     return [board.read(number) for number in board.names.numbers]

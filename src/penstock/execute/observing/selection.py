@@ -1,6 +1,5 @@
 """Which observers look at every step of a pipeline, as its options ask for (part 4 of a step); see `Observer`.
 
-    innermost   what tests add
     buffers     has the step changed a buffer that several ranks hold; only where there is one
     declared    debug="values": does each call take and leave what its row declares
     values      debug="values": are all values finite, and all copies equal
@@ -12,7 +11,7 @@
 Those of one step (a recording, the memory report, the log of messages) come before all of these.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -29,9 +28,6 @@ from penstock.execute.stages.assemble import Assembly
 from penstock.execute.transport.protocol import Messages, Transport
 from penstock.execute.transport.rank_names import rank_names
 
-OF_TESTS: list[Callable[[], Observer]] = []
-"""Makes what looks at the steps of every pipeline; only tests add to it."""
-
 
 def observers_for(
     control: Control,
@@ -46,7 +42,7 @@ def observers_for(
 ) -> list[Observer]:
     """Return the observers of one rank, the innermost first; the keywords are those of `Pipeline`."""
     transport = control.transport
-    found = [make() for make in OF_TESTS]
+    found: list[Observer] = []
     if assembly.shared_buffers:
         found.append(SharedBuffers(assembly.stages, assembly.shared_buffers))
     if debug == "values":

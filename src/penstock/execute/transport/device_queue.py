@@ -62,7 +62,11 @@ class DeviceQueue:
         self._held_up_since_s: float | None = None
         self._seen: tuple[_Followed, float] | None = None
         """What held the device up when another thread looked, and since when."""
-        self.observer: WaitObserver | None = None
+        self._observer: WaitObserver | None = None
+
+    def watch(self, observer: WaitObserver) -> None:
+        """Tell the observer for whom the device waits from now on."""
+        self._observer = observer
 
     def follow(self, ticket: Ticket) -> None:
         """Let what the current stream runs from now on wait for a receive; the host goes on. Raises: PeerLost."""
@@ -89,16 +93,16 @@ class DeviceQueue:
         self._require_peers()
         while self._followed and self._has_come(self._followed[0]):
             self._followed.popleft()
-            if self._held_up_since_s is not None and self.observer is not None:
-                self.observer.note_run()
+            if self._held_up_since_s is not None and self._observer is not None:
+                self._observer.note_run()
             self._held_up_since_s = None
         if not self._followed or not self._followed[0].reached.query():
             return False
         ticket = self._followed[0].ticket
         if self._held_up_since_s is None:
             self._held_up_since_s = self._read_clock()
-            if self.observer is not None:
-                self.observer.note_wait(ticket.peer)
+            if self._observer is not None:
+                self._observer.note_wait(ticket.peer)
         waited_s, deadline_s = self._waited_s(), self._transport.deadline_s
         if waited_s >= deadline_s:
             raise deadline_exceeded(self._names, self._transport.rank, ticket, waited_s, deadline_s)
@@ -130,7 +134,7 @@ class DeviceQueue:
 
     def _given_up_by_peer(self, waited_s: float) -> PeerLost | None:
         """Notice a peer that has given up the step: to abort a communicator wakes nobody at its other end."""
-        peer = None if self.observer is None else self.observer.gave_up()
+        peer = None if self._observer is None else self._observer.gave_up()
         if peer is None:
             return None
         own = self._names[self._transport.rank]

@@ -27,6 +27,7 @@ from penstock.execute.transport.protocol import (
     Tag,
     Ticket,
     WaitObserver,
+    WithDeadline,
     deadline_exceeded,
     missing_ranks,
     peer_lost,
@@ -161,14 +162,14 @@ class _Hub:
         self.changed.notify_all()
 
 
-class LocalTransport:
+class LocalTransport(WithDeadline):
     """One rank of a process; make all of them with `create`."""
 
     def __init__(self, hub: _Hub, rank: int, deadline_s: float) -> None:
+        super().__init__(deadline_s)
         self.rank = rank
         self.num_ranks = hub.num_ranks
         self.names = hub.names
-        self.deadline_s = deadline_s
         self._hub = hub
         self._observer: WaitObserver | None = None
         self._open: dict[int, tuple[_Channel, _Message]] = {}

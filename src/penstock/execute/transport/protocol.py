@@ -8,6 +8,8 @@ After an error (`PeerLost`, `DeadlineExceeded`) only `abort`, `recover` and `clo
 gets one calls `abort`, so that the ranks that wait for it fail too, then theirs, until no rank waits any more.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeGuard
 
@@ -89,6 +91,10 @@ class Transport(Messages, Protocol):
     deadline_s: float
     """Limit of every single wait and recovery, in seconds."""
 
+    def waiting(self, limit_s: float) -> AbstractContextManager[None]:
+        """Let every wait within last up to `limit_s` where that is longer than the deadline."""
+        ...
+
     def watch(self, observer: WaitObserver) -> None:
         """Tell the observer of every wait from now on."""
         ...
@@ -107,6 +113,22 @@ class Transport(Messages, Protocol):
     def close(self) -> None:
         """Release everything; calling it twice does no harm."""
         ...
+
+
+class WithDeadline:
+    """How long the waits of a transport may last; for transports to inherit."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+
+    @contextmanager
+    def waiting(self, limit_s: float) -> Iterator[None]:
+        usual_s = self.deadline_s
+        self.deadline_s = max(usual_s, limit_s)
+        try:
+            yield
+        finally:
+            self.deadline_s = usual_s
 
 
 _MEMBERS = [name for kind in (Messages, Transport) for name in (*kind.__annotations__, *vars(kind)) if name[0] != "_"]

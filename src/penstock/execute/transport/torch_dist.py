@@ -25,6 +25,7 @@ from penstock.execute.transport.protocol import (
     Tag,
     Ticket,
     WaitObserver,
+    WithDeadline,
     deadline_exceeded,
     peer_lost,
     require_contiguous,
@@ -44,7 +45,7 @@ _MESH = "mesh"
 """In the place of a kind of device: what follows is about meshes."""
 
 
-class TorchTransport:
+class TorchTransport(WithDeadline):
     """The rank of a process in a group of torch.distributed; peers are counted within that group.
 
     All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL. Between
@@ -64,6 +65,7 @@ class TorchTransport:
         names: RankNames | None = None,
         has_sums: bool = False,
     ) -> None:
+        super().__init__(deadline_s)
         own = group or dist.group.WORLD
         if own is None:
             raise PipelineError(
@@ -71,7 +73,6 @@ class TorchTransport:
             )
         self.rank, self.num_ranks = own.rank(), own.size()
         self.names = names or RankNames.plain(self.num_ranks)
-        self.deadline_s = deadline_s
         self._on_close = on_close
         self._device = torch.device(device)
         self._queued_tags = [Tag.DATA] if is_queued(self._device) else []
@@ -161,7 +162,7 @@ class TorchTransport:
     def watch(self, observer: WaitObserver) -> None:
         self._observer = observer
         if self.device_queue is not None:
-            self.device_queue.observer = observer
+            self.device_queue.watch(observer)
 
     def abort(self) -> None:
         self._sockets.close()
