@@ -379,7 +379,9 @@ def test_a_scale_that_one_rank_changed_is_refused_before_the_step_and_can_be_put
     for error, is_untouched in on_ranks(2, run):
         assert isinstance(error, StepRefused)
         assert (error.rank, is_untouched) == (1, True)
-        assert str(error).startswith("the GradScaler of rank 0 has the scale 1024, that of rank 1 has 3; call its upda")
+        assert str(error).startswith(
+            "the ranks disagree on scale: rank 0 has 1024.0, rank 1 has 3.0. It is that of the "
+        )
 
 
 def test_a_mean_over_steps_is_a_method_of_a_scaler_of_your_own():

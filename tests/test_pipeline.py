@@ -497,7 +497,7 @@ def test_a_rank_alone_within_no_sync_is_refused_and_named():
     errors = on_pipelines(3, task, case, "1f1b", 2)
 
     assert {error.rank for error in errors} == {2}
-    text = "rank 2 is within no_sync(), rank 0 is not; enter it on every rank for the same steps"
+    text = "disagree on no_sync: rank 0 has none, rank 2 has no_sync(). Enter no_sync() on every rank"
     assert_errors(errors, StepRefused, text)
 
 
@@ -553,12 +553,12 @@ def test_step_on_one_rank_and_evaluate_on_another_are_refused_everywhere_and_do_
         call(*task.inputs, target=task.target)
 
     errors = errors_before_a_right_step(2, task, wrong)
-    assert_errors(errors, StepRefused, "rank 0 runs evaluate, rank 1 runs step")
+    assert_errors(errors, StepRefused, "rank 0 has evaluate, rank 1 has step")
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
-    [((8, 12), "inputs of different shape"), ((7, 7), "do not divide evenly"), ((8, 7), "do not divide evenly")],
+    [((8, 12), "disagree on inputs: "), ((7, 7), "do not divide evenly"), ((8, 7), "do not divide evenly")],
     ids=["different", "ragged", "ragged on one"],
 )
 def test_batches_that_do_not_fit_are_refused_everywhere_and_do_no_harm(rows, message):

@@ -178,7 +178,7 @@ def test_ranks_that_went_on_at_different_numbers_are_told_and_evaluate_all_the_s
         return step_task(pipeline, own) if seed is None else error_of(step_task, pipeline, own)
 
     for found in on_ranks(2, case):
-        assert seed is None or "rank 0 is at step_number 4, rank 1 at 5" in str(found)
+        assert seed is None or "disagree on step_number: rank 0 has 4, rank 1 has 5" in str(found)
 
 
 def test_without_a_seed_nothing_is_set():

@@ -415,9 +415,9 @@ def within_no_sync(own, inputs, target):
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        (evaluation, "runs evaluate"),
-        (within_no_sync, "is within no_sync()"),
-        (freeze, "train other parameters"),
+        (evaluation, "has evaluate. Call"),
+        (within_no_sync, "has no_sync(). Enter"),
+        (freeze, "disagree on trained"),
         (lambda own, inputs, target: own.step(inputs[:7], target=target[:7]), "7"),
         (lambda own, inputs, target: own.step(inputs, target=target[:4]), "rows"),
         (lambda own, inputs, target: own.profile(inputs, target=target), "recording"),
@@ -436,7 +436,7 @@ def test_a_step_that_one_replica_cannot_run_is_refused_by_all_and_the_next_one_i
 def test_an_evaluation_with_a_target_on_one_replica_alone_is_refused():
     errors = errors_of(only_in(1, lambda own, inputs, target: own.evaluate(inputs), evaluation))
 
-    assert all("only one was given a target" in str(error) for error in errors)
+    assert all("disagree on has_target" in str(error) for error in errors)
 
 
 class Planted(nn.Module):

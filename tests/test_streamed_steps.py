@@ -560,7 +560,7 @@ def test_a_refused_step_leaves_the_stream_where_it_was():
     *errors, outcomes = zip(*on_pipelines(2, task, case), strict=True)
 
     for each in errors:
-        assert_errors(each, StepRefused, "rank 0 runs step, rank 1 runs evaluate")
+        assert_errors(each, StepRefused, "rank 0 has step, rank 1 has evaluate")
     assert difference(outcomes, task.reference(M)) == []
 
 
@@ -572,7 +572,7 @@ def test_streams_that_are_not_at_the_same_microbatch_are_refused_with_both_place
         pipeline.step(stream)
         return error_of(pipeline.step, stream if pipeline.rank else Stream(pieces(task)))
 
-    text = "the stream of rank 0 is at microbatch 0, that of rank 1 at 4"
+    text = "disagree on position: rank 0 has 0, rank 1 has 4"
     assert_errors(on_pipelines(2, task, case), StepRefused, text)
 
 

@@ -211,8 +211,7 @@ class Runner:
             step_number=number if self._options.seed is not None and is_training else 0,
             trained=parameters.trained() if is_training else 0,
             scale=parameters.scale if is_training else 0.0,
-            is_synced=self._is_synced,
-            sums_tied=self._sums_tied,
+            no_sync="none" if self._is_synced else "no_sync()" if self._sums_tied else "no_sync(tied=False)",
             extra=_extra_of(call, memory),
             num_compilations=self._compilations.told(),
         )

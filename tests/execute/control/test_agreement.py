@@ -33,7 +33,7 @@ def test_ranks_that_need_nothing_may_propose_nothing():
 
     for proposals in agreements(first, NOTHING, last):
         agreed = AgreedStep(proposals)
-        assert [each.inputs for each in proposals] == [11, 0, 0]
+        assert [each.inputs for each in proposals] == [11, None, None]
         assert (agreed.sizes, agreed.lengths) == ((2, 2), (3, 2))
         assert agreed.signature == "TRAIN 11 0 22 0"
 
@@ -62,6 +62,7 @@ def test_everything_that_is_proposed_survives_the_exchange():
         step_number=2**40,
         trained=large,
         extra=Extra.MEMORY,
+        no_sync="no_sync()",
         scale=1 / 3,
     )
 
@@ -72,15 +73,19 @@ def test_everything_that_is_proposed_survives_the_exchange():
 @pytest.mark.parametrize(
     ("second", "text"),
     [
-        ({"mode": Mode.EVALUATE}, "rank 0 runs step, rank 1 runs evaluate"),
-        ({"mode": Mode.TRAIN_SPLIT}, "rank 1 runs a step with split backwards"),
-        ({"inputs": 12}, "inputs of different shape"),
-        ({"target": 23}, "a target of different shape"),
-        ({"inputs": 0, "sizes": (3, 1)}, "microbatches of different shape"),
-        ({"lengths": (2, 1)}, "slices of different shape"),
-        ({"target": 0, "lengths": (), "takes_target": True}, "a target, rank 1 was not, but holds"),
+        ({"mode": Mode.EVALUATE}, "disagree on mode: rank 0 has step, rank 1 has evaluate. Call"),
+        ({"mode": Mode.TRAIN_SPLIT}, "rank 1 has a step with split backwards. Call the same"),
+        (
+            {"inputs": 12},
+            "inputs: rank 0 has 11, rank 1 has 12. These are digests of shapes and types: pass the same",
+        ),
+        ({"target": 23}, "disagree on target: rank 0 has 22, rank 1 has 23. These are digests"),
+        ({"inputs": None, "sizes": (3, 1)}, "sizes: rank 0 has [2, 2], rank 1 has [3, 1]. These are the rows of"),
+        ({"no_sync": "no_sync()"}, "disagree on no_sync: rank 0 has none, rank 1 has no_sync(). Enter no_sync() on"),
+        ({"lengths": (2, 1)}, "lengths: rank 0 has [3, 2], rank 1 has [2, 1]. These are the lengths of slices"),
+        ({"target": None, "lengths": None, "takes_target": True}, "a target, rank 1 was not, but holds"),
     ],
-    ids=["mode", "parts", "inputs", "target", "microbatches", "slices", "no target"],
+    ids=["mode", "parts", "inputs", "target", "microbatches", "no sync", "slices", "no target"],
 )
 def test_ranks_that_run_different_things_all_refuse(second, text):
     for error in refusals(GIVEN, replace(GIVEN, **second)):
@@ -98,13 +103,13 @@ def test_the_one_rank_that_differs_from_all_others_is_blamed_whichever_it_is(odd
     assert [error.rank for error in refusals(*proposals)] == [odd] * 4
 
 
-@pytest.mark.parametrize(("places", "is_refused"), [((9, 9), False), ((9, 0), False), ((9, 5), True)])
+@pytest.mark.parametrize(("places", "is_refused"), [((9, 9), False), ((0, None), False), ((0, 5), True)])
 def test_streams_that_are_not_at_one_place_are_refused(places, is_refused):
     proposals = [replace(GIVEN, position=place) for place in places]
 
     if is_refused:
         for error in refusals(*proposals):
-            assert "the stream of rank 0 is at microbatch 8, that of rank 1 at 4" in str(error)
+            assert "position: rank 0 has 0, rank 1 has 5. It is the microbatch at which the" in str(error)
     else:
         assert agreements(*proposals) == [proposals, proposals]
 
@@ -113,7 +118,7 @@ def test_ranks_that_would_draw_different_random_numbers_all_refuse_with_both_num
     for error in refusals(*(replace(GIVEN, step_number=number) for number in (5, 5, 3))):
         assert type(error) is StepRefused
         assert error.rank == 2
-        assert "rank 0 is at step_number 5, rank 2 at 3" in str(error)
+        assert "disagree on step_number: rank 0 has 5, rank 2 has 3. With a seed" in str(error)
         assert "set pipeline.step_number alike on all ranks" in str(error)
 
 
@@ -121,15 +126,21 @@ def test_ranks_whose_losses_and_gradients_would_be_scaled_differently_all_refuse
     for error in refusals(*(replace(GIVEN, scale=scale) for scale in (65536.0, 65536.0, 2.0**-3))):
         assert type(error) is StepRefused
         assert error.rank == 2
-        assert "rank 0 has the scale 65536, that of rank 2 has 0.125" in str(error)
+        assert "disagree on scale: rank 0 has 65536.0, rank 2 has 0.125. It is that of the GradScaler" in str(error)
 
 
 @pytest.mark.parametrize(
     ("extras", "text"),
     [
-        ((Extra.NOTHING, Extra.NOTHING, Extra.RECORDING), "nothing besides in this step, rank 2 for a recording (rec"),
-        ((Extra.RECORDING, Extra.RECORDING, Extra.MEMORY), "(record=True, profile) in this step, rank 2 for a memory"),
-        ((Extra.MEMORY, Extra.MEMORY, Extra.NOTHING), "a memory report (memory_report) in this step, rank 2 for noth"),
+        (
+            (Extra.NOTHING, Extra.NOTHING, Extra.RECORDING),
+            "0 has nothing besides, rank 2 has a recording (record=True",
+        ),
+        (
+            (Extra.RECORDING, Extra.RECORDING, Extra.MEMORY),
+            "0 has a recording (record=True, profile), rank 2 has a mem",
+        ),
+        ((Extra.MEMORY, Extra.MEMORY, Extra.NOTHING), "a memory report (memory_report), rank 2 has nothing besides"),
     ],
 )
 def test_ranks_that_would_gather_different_things_after_the_step_all_refuse(extras, text):
@@ -161,7 +172,7 @@ def test_ranks_that_have_tried_different_numbers_of_steps_go_on_at_the_larger_on
 
 
 def test_one_rank_that_refuses_is_enough_whatever_it_was_given():
-    refused = replace(GIVEN, inputs=0, target=0, takes_target=True, **refusing(StepRefused("cannot be split")))
+    refused = replace(GIVEN, inputs=None, target=None, takes_target=True, **refusing(StepRefused("cannot be split")))
 
     first, second, third = refusals(GIVEN, refused, GIVEN)
 

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import Agreed, Found, Setup, require_equal, told_of
+from penstock.execute.control.handshake import Agreed, Found, Setup, fixes_of, require_equal, told_of
 from tests.local_pipelines import error_of, on_ranks
 
 SETUP = Setup(**{field.name: "1" for field in fields(Setup)})
@@ -15,14 +15,15 @@ SETUP = Setup(**{field.name: "1" for field in fields(Setup)})
 @pytest.mark.parametrize("name", [field.name for field in fields(Setup)])
 def test_a_setup_that_differs_is_named_by_its_field_and_its_ranks_everywhere(name):
     def case(wires):
-        setup = replace(SETUP, **{name: "1, 2"}) if wires.rank else SETUP
+        setup = replace(SETUP, **{name: "1, 2"}) if wires.rank in (1, 3) else SETUP
         everyone = Control(wires).together(lambda: told_of(setup, Found()))
         return error_of(Agreed.of, everyone)
 
-    for error in on_ranks(3, case):
+    for error in on_ranks(5, case):
         assert type(error) is PipelineError
         assert error.rank == 1
-        assert f"disagree on {name}: rank 0 has 1, rank 1 has 1, 2 (and so do ranks 2)" in str(error)
+        assert f"disagree on {name}: rank 0 has 1, rank 1 has 1, 2 (and so do ranks 3). " in str(error)
+        assert str(error).endswith(fixes_of(Setup)[name])
 
 
 def test_ranks_that_do_not_use_a_setting_are_not_compared_in_it():

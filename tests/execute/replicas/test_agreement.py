@@ -50,13 +50,13 @@ def test_equal_batches_are_seen_where_they_were_read(digests, is_equal):
         (
             {"mode": Mode.EVALUATE},
             BatchWeight(8),
-            "rank 0 (pipeline 0, data 0) runs step, rank 2 (pipeline 0, data 1)",
+            "rank 0 (pipeline 0, data 0) has step, rank 2 (pipeline 0, data 1) has evaluate",
         ),
-        ({"step_number": 4}, BatchWeight(8), "is at step_number 0"),
-        ({"scale": 2.0}, BatchWeight(8), "has the scale 0"),
-        ({"trained": 9}, BatchWeight(8), "train other parameters"),
-        ({"target": 9}, BatchWeight(8), "only one was given a target"),
-        ({}, BatchWeight(), "only one was given rows"),
+        ({"step_number": 4}, BatchWeight(8), "disagree on step_number"),
+        ({"scale": 2.0}, BatchWeight(8), "disagree on scale"),
+        ({"trained": 9}, BatchWeight(8), "unfreeze parameters on all replicas alike"),
+        ({"target": 9}, BatchWeight(8), "disagree on has_target"),
+        ({}, BatchWeight(), "disagree on has_rows"),
     ],
 )
 def test_what_replicas_see_differently_is_refused_by_all_in_the_same_words(of_other, weight, words):

@@ -75,7 +75,8 @@ class _LocalBatch:
     inputs: int = 0
     keywords: int = 0
     target: int = 0
-    position: int = 0
+    position: int | None = None
+    """Where a stream stood; None without one."""
     reader: Reader | None = None
     data: Call | Part = Call()
     """What was given; of a stream, the first microbatch."""
@@ -132,9 +133,9 @@ class Admission:
         values = self._values(mode, given) if refusal is None else None
         own = StepProposal(
             mode=mode,
-            inputs=given.inputs,
-            keywords=given.keywords,
-            target=given.target,
+            inputs=given.inputs or None,
+            keywords=given.keywords or None,
+            target=given.target or None,
             sizes=_unless_zero([microbatch.size for microbatch in given.microbatches]),
             lengths=_unless_zero([each.length for row in given.slices for each in row]),
             takes_keywords=bool(self._needs.keywords),
@@ -233,7 +234,7 @@ class Admission:
             [replace(empty_slices[0], index=index, length=0) for index in range(num_microbatches)],
             [[replace(one, index=index) for one in empty_slices] for index in range(num_microbatches)],
             *_digests(rule, first, f"{num_microbatches} off a stream "),
-            stream.position + 1,
+            stream.position,
             reader,
             first,
         )
@@ -309,5 +310,5 @@ def _is_spent(value: object) -> bool:
     return isinstance(value, PreSplit) and value.is_consumed
 
 
-def _unless_zero(numbers: list[int]) -> list[int]:
-    return numbers if any(numbers) else []
+def _unless_zero(numbers: list[int]) -> list[int] | None:
+    return numbers if any(numbers) else None

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from penstock.errors import StepRefused
 from penstock.execute.batch.microbatch import PreSplit
-from penstock.execute.control.agreement import odd_one_out
 from penstock.execute.control.collectives import Control
+from penstock.execute.control.handshake import odd_one_out
 from penstock.execute.values.tree import flatten
 
 NUM_PARTS = 3

@@ -4,92 +4,102 @@ It ends the admission of a batch (part 2 of a step).
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from enum import IntEnum
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, cast
 
 from penstock.errors import EndOfData, PenstockError, StepRefused
 from penstock.execute.control.collectives import Control
+from penstock.execute.control.handshake import fix, fixes_of, require_equal
 from penstock.execute.transport.rank_names import RankNames
 
 _DIGEST_BYTES = 7
-"""Leaves 0 for "nothing given"."""
+_LAYOUT = "digests of shapes and types"
 ALL_FROZEN = 1
 """Stands for parameters of which none needs a gradient; smaller than what stands for others."""
 
 
-class Mode(IntEnum):
-    """What a rank was asked to run."""
+class Mode(StrEnum):
+    """What a rank was asked to run, and the call that asks for it."""
 
-    TRAIN = 1
-    EVALUATE = 2
-    TRAIN_SPLIT = 3
+    TRAIN = "step"
+    EVALUATE = "evaluate"
+    TRAIN_SPLIT = "a step with split backwards"
     """Train with every backward in two parts, to measure them."""
 
     @property
     def is_training(self) -> bool:
         return self is not Mode.EVALUATE
 
-    @property
-    def call(self) -> str:
-        """What asks for it."""
-        return ("step", "evaluate", "a step with split backwards")[self - 1]
 
-
-class Extra(IntEnum):
+class Extra(StrEnum):
     """What a rank was asked to find out about a step; all ranks gather it together when the step is over."""
 
-    NOTHING = 0
-    RECORDING = 1
-    MEMORY = 2
-    VALUES = 3
+    NOTHING = "nothing besides"
+    RECORDING = "a recording (record=True, profile)"
+    MEMORY = "a memory report (memory_report)"
+    VALUES = "a look at all values (find_not_finite)"
 
-    @property
-    def call(self) -> str:
-        """What asks for it."""
-        return (
-            "nothing besides",
-            "a recording (record=True, profile)",
-            "a memory report (memory_report)",
-            "a look at all values (find_not_finite)",
-        )[self]
+
+def _given(meaning: str) -> dict[str, str]:
+    return fix(f"These are {meaning}: pass the same batch on every rank, or nothing where a rank needs none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProposal:
-    """One rank's view of the step that begins; a digest of 0 means that the rank was given nothing."""
+    """One rank's view of the step that begins; fields with a fix must be equal on all ranks that do not have None."""
 
-    mode: Mode
-    inputs: int = 0
-    keywords: int = 0
-    target: int = 0
-    sizes: Sequence[int] = ()
-    """Rows of each microbatch; empty where the rank was given nothing to split."""
-    lengths: Sequence[int] = ()
-    """Per slice of each microbatch, its length; empty where the rank was given nothing to cut."""
+    mode: Mode = field(metadata=fix("Call the same on every rank"))
+    # If this differed, only some ranks would wait behind the step for what the others have to give.
+    extra: Extra = field(default=Extra.NOTHING, metadata=fix("Ask for the same in this step on every rank"))
+    step_number: int = field(
+        default=0,
+        metadata=fix(
+            "With a seed random numbers go by it: set pipeline.step_number alike on all ranks, to the training steps "
+            "that the run has had"
+        ),
+    )
+    """What the step draws its random numbers by; 0 where it draws none."""
+    scale: float = field(
+        default=0.0,
+        metadata=fix(
+            "It is that of the GradScaler: call its update() on every rank after each optimizer step, and change or "
+            "load its state on all ranks alike"
+        ),
+    )
+    """The scale of the rank's GradScaler; 0 where it has none."""
+    # If this differed, some stages would have the mean of all steps, others of the last one; or ranks would wait for
+    # gradients of tied parameters that nobody sends.
+    no_sync: str = field(default="none", metadata=fix("Enter no_sync() on every rank for the same steps"))
+    """Which `no_sync` the step is within; the text of its call."""
+    inputs: int | None = field(default=None, metadata=_given(_LAYOUT))
+    """A digest of their layout; None where the rank was given none. So are the next two."""
+    keywords: int | None = field(default=None, metadata=_given(_LAYOUT))
+    position: int | None = field(
+        default=None,
+        metadata=fix(
+            "It is the microbatch at which the stream of a rank stands: pass new streams over the same data on all "
+            "ranks"
+        ),
+    )
+    target: int | None = field(default=None, metadata=_given(_LAYOUT))
+    sizes: Sequence[int] | None = field(default=None, metadata=_given("the rows of microbatches"))
+    """None where the rank was given nothing to split."""
+    lengths: Sequence[int] | None = field(default=None, metadata=_given("the lengths of slices"))
+    """Of each microbatch; None where the rank was given nothing to cut."""
+
     takes_keywords: bool = False
     """Whether the rank has layers that a keyword argument can reach."""
     takes_target: bool = False
     """Whether the rank computes losses."""
     wants_outputs: bool = False
-    position: int = 0
-    """Where a rank's stream stands, counted from 1; 0 where it has none."""
     values: Sequence[int] = ()
     """Digests of the values of inputs, keyword arguments and target; empty where they are not compared."""
     attempt: int = 0
     """How many steps the rank had begun before, those that failed or were refused included."""
-    step_number: int = 0
-    """What the step draws its random numbers by; 0 where it draws none."""
     trained: int = 0
     """Stands for which of the rank's parameters need gradients; 0 without parameters, and where none is to get one."""
-    extra: Extra = Extra.NOTHING
-    scale: float = 0.0
-    """The scale of the rank's GradScaler; 0 where it has none."""
-    is_synced: bool = True
-    """Whether gradients are averaged over replicas; not within `no_sync()`."""
-    sums_tied: bool = True
-    """Whether gradients of tied parameters are summed over their ranks; not within `no_sync(tied=False)`."""
     num_compilations: int = 0
     """What it says of its compilations (`Compilations.told`); 0 where none of its layers are compiled."""
     refusal: str = ""
@@ -98,7 +108,9 @@ class StepProposal:
     """Whether it refuses the step because its stream is over."""
 
 
-_FIELDS = tuple(field.name for field in fields(StepProposal))
+_FIELDS = tuple(each.name for each in fields(StepProposal))
+FIXES = fixes_of(StepProposal)
+"""By field that must be equal on all ranks."""
 
 
 class AgreedStep:
@@ -116,7 +128,7 @@ class AgreedStep:
         """Stands for all parameters of all ranks that need gradients; 0 where none is to get one."""
         self.is_frozen = max(each.trained for each in proposals) == ALL_FROZEN
         """Whether a training step has parameters, but none on any rank that needs a gradient."""
-        given = [max(getattr(each, name) for each in proposals) for name in ("inputs", "keywords", "target")]
+        given = [max(getattr(each, name) or 0 for each in proposals) for name in ("inputs", "keywords", "target")]
         self.compilations = [each.num_compilations for each in proposals]
         """By rank."""
         self.is_training = proposals[0].mode.is_training
@@ -149,177 +161,58 @@ def agree_on_step(control: Control, own: StepProposal) -> list[StepProposal]:
         StepRefused: if the ranks run different things, or one refuses; the same on every rank, and no data has been
             sent yet.
     """
-    everyone = Proposals(
-        [_proposal(cast(dict[str, Any], theirs)) for theirs in control.all_gather_object(_told(own))], control.names
-    )
-    everyone.require_same()
-    everyone.require_given("inputs", "inputs")
-    everyone.require_given("keywords", "keyword arguments")
-    is_refused = any(each.refusal for each in everyone.of_rank)
-    if not is_refused:
-        everyone.require_where_taken("keywords", "keyword arguments", _ON_KEYWORDS)
-    everyone.require_streams_in_step()
-    everyone.require_given("target", "a target")
-    if not is_refused:
-        everyone.require_where_taken("target", "a target", _ON_TARGET)
-    everyone.require_given("sizes", "microbatches")
-    everyone.require_given("lengths", "slices")
-    everyone.refuse_together(control.rank)
-    return everyone.of_rank
+    told = {name: getattr(own, name) for name in _FIELDS}  # asdict would copy every value, deeply
+    everyone = cast(list[dict[str, Any]], control.all_gather_object(told))
+    require_equal(everyone, control.names, FIXES, StepRefused)
+    proposals = list(map(_proposal, everyone))
+    if not any(each.refusal for each in proposals):
+        for name, use in _USES.items():
+            _require_where_taken(proposals, name, use, control.names)
+    _refuse_together(proposals, control)
+    return proposals
 
 
-class Proposals:
-    """The proposals of all ranks, and the names by which their differences are told."""
-
-    def __init__(self, of_rank: list[StepProposal], names: RankNames) -> None:
-        self.of_rank = of_rank
-        self._names = names
-
-    def require_same(self) -> None:
-        """Refuse a step that the ranks see differently, batches aside. Raises: StepRefused."""
-        for name, told in _COMPARED.items():
-            ranks = odd_one_out({rank: getattr(each, name) for rank, each in enumerate(self.of_rank)})
-            if ranks is not None:
-                said = [Said(self._names[rank], self.of_rank[rank]) for rank in ranks]
-                raise StepRefused(told(*said), rank=self._names.numbers[ranks[1]])
-
-    def require_given(self, name: str, what: str) -> None:
-        """Refuse what differs between ranks that were given it. Raises: StepRefused."""
-        ranks = odd_one_out({rank: value for rank, each in enumerate(self.of_rank) if (value := getattr(each, name))})
-        if ranks is not None:
-            one, other = (self._names[rank] for rank in ranks)
-            raise StepRefused(
-                f"{one} and {other} were given {what} of different shape or type; "
-                "pass the same batch on every rank, or nothing where a rank needs none",
-                rank=self._names.numbers[ranks[1]],
-            )
-
-    def require_where_taken(self, name: str, what: str, use: str) -> None:
-        """Refuse what only some of the ranks got that have a use for it, `takes_...`. Raises: StepRefused."""
-        given = [rank for rank, each in enumerate(self.of_rank) if getattr(each, name)]
-        takes = f"takes_{name}"
-        lacking = [rank for rank, each in enumerate(self.of_rank) if getattr(each, takes) and not getattr(each, name)]
-        if given and lacking:
-            raise StepRefused(
-                f"{self._names[given[0]]} was given {what}, {self._names[lacking[0]]} was not, but {use}",
-                rank=self._names.numbers[lacking[0]],
-            )
-
-    def require_streams_in_step(self) -> None:
-        """Refuse streams of which one is ahead: their ranks would put together inputs and targets of different samples.
-
-        Raises: StepRefused.
-        """
-        positions = {rank: each.position for rank, each in enumerate(self.of_rank) if each.position}
-        ranks = odd_one_out(positions)
-        if ranks is not None:
-            one, other = ranks
-            raise StepRefused(
-                f"the stream of {self._names[one]} is at microbatch {positions[one] - 1}, that of {self._names[other]} "
-                f"at {positions[other] - 1}; pass new streams over the same data on all ranks",
-                rank=self._names.numbers[other],
-            )
-
-    def refuse_together(self, rank: int) -> None:
-        """Refuse the step where a rank does; the end of the data counts before other reasons. Raises: StepRefused."""
-        refusing_ranks = [(each, other) for other, each in enumerate(self.of_rank) if each.refusal]
-        for each, other in refusing_ranks:
-            if each.is_end_of_data:
-                raise EndOfData(each.refusal, rank=self._names.numbers[other])
-        if refusing_ranks:
-            each, other = refusing_ranks[0]
-            own = self.of_rank[rank].refusal
-            raise StepRefused(
-                own or f"{self._names[other]} refuses the step: {each.refusal}", rank=self._names.numbers[other]
-            )
+_USES = {
+    "keywords": ("keyword arguments", "its layers may take them; pass them on every rank"),
+    "target": (
+        "a target",
+        "holds a last stage and so computes losses; pass the target to every rank that holds the last stage of a route",
+    ),
+}
+"""By field: what it is, and why a rank that `takes_` it needs it where any rank was given it."""
 
 
-def _told(own: StepProposal) -> dict[str, object]:
-    return {name: getattr(own, name) for name in _FIELDS}  # asdict would copy every value, deeply
+def _require_where_taken(proposals: Sequence[StepProposal], name: str, use: tuple[str, str], names: RankNames) -> None:
+    """Refuse what only some of the ranks got that have a use for it. Raises: StepRefused."""
+    takes = f"takes_{name}"
+    given = [rank for rank, each in enumerate(proposals) if getattr(each, name) is not None]
+    lacking = [rank for rank, each in enumerate(proposals) if getattr(each, takes) and getattr(each, name) is None]
+    if given and lacking:
+        what, reason = use
+        raise StepRefused(
+            f"{names[given[0]]} was given {what}, {names[lacking[0]]} was not, but {reason}",
+            rank=names.numbers[lacking[0]],
+        )
+
+
+def _refuse_together(proposals: Sequence[StepProposal], control: Control) -> None:
+    """Refuse the step where a rank does; the end of the data counts before other reasons. Raises: StepRefused."""
+    refused = [rank for rank, each in enumerate(proposals) if each.refusal]
+    ended = [rank for rank in refused if proposals[rank].is_end_of_data]
+    if not refused:
+        return
+    rank = (ended or refused)[0]
+    text, number = proposals[rank].refusal, control.names.numbers[rank]
+    if ended:
+        raise EndOfData(text, rank=number)
+    own = proposals[control.rank].refusal
+    raise StepRefused(own or f"{control.names[rank]} refuses the step: {text}", rank=number)
 
 
 def _proposal(told: Mapping[str, Any]) -> StepProposal:
-    fields: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in told.items()}
-    return StepProposal(**fields | {"mode": Mode(told["mode"]), "extra": Extra(told["extra"])})
+    values = {name: tuple(each) if isinstance(each, list) else each for name, each in told.items()}
+    return StepProposal(**values | {"mode": Mode(told["mode"]), "extra": Extra(told["extra"])})
 
 
-def _first_given(views: Sequence[Sequence[int]]) -> Sequence[int]:
-    return next((view for view in views if any(view)), ())
-
-
-def odd_one_out(found: Mapping[int, object]) -> tuple[int, int] | None:
-    """Of what ranks have, return a rank that has what most have and the first one that has not; None if all agree."""
-    values = list(found.values())
-    if not values or values.count(values[0]) == len(values):
-        return None
-    usual = max(values, key=values.count)
-    one = next(rank for rank, value in found.items() if value == usual)
-    return one, next(rank for rank, value in found.items() if value != usual)
-
-
-class Said(NamedTuple):
-    """What one rank proposes."""
-
-    name: str
-    step: StepProposal
-
-
-def _on_modes(one: Said, other: Said) -> str:
-    return (
-        f"{one.name} runs {one.step.mode.call}, {other.name} runs {other.step.mode.call}; call the same on every rank"
-    )
-
-
-def _on_extras(one: Said, other: Said) -> str:
-    """After it only some ranks would wait for what the others have to give."""
-    return (
-        f"{one.name} was asked for {one.step.extra.call} in this step, {other.name} for {other.step.extra.call}; ask "
-        "for the same on every rank"
-    )
-
-
-def _on_draws(one: Said, other: Said) -> str:
-    """They would draw different random numbers."""
-    return (
-        f"{one.name} is at step_number {one.step.step_number}, {other.name} at {other.step.step_number}, but "
-        "with a seed random numbers go by it; set pipeline.step_number alike on all ranks, to the training steps that "
-        "the run has had"
-    )
-
-
-def _on_scales(one: Said, other: Said) -> str:
-    """Some would unscale gradients by another number than the losses are scaled by."""
-    return (
-        f"the GradScaler of {one.name} has the scale {one.step.scale:g}, that of {other.name} has "
-        f"{other.step.scale:g}; call its update() on every rank after each optimizer step, and change or load its "
-        "state on all ranks alike"
-    )
-
-
-def _on_sync(one: Said, other: Said) -> str:
-    """The replicas of some stages would have the mean of all steps, those of others only of the last."""
-    within, outside = (one, other) if other.step.is_synced else (other, one)
-    return f"{within.name} is within no_sync(), {outside.name} is not; enter it on every rank for the same steps"
-
-
-def _on_tied(one: Said, other: Said) -> str:
-    """Some would wait for gradients that the others do not send."""
-    within, outside = (one, other) if other.step.sums_tied else (other, one)
-    return f"{within.name} is within no_sync(tied=False), {outside.name} is not; enter it on every rank alike"
-
-
-_COMPARED: Mapping[str, Callable[[Said, Said], str]] = {
-    "mode": _on_modes,
-    "extra": _on_extras,
-    "step_number": _on_draws,
-    "scale": _on_scales,
-    "is_synced": _on_sync,
-    "sums_tied": _on_tied,
-}
-"""Fields of a proposal that are equal on all ranks, and what tells a difference."""
-_ON_KEYWORDS = "its layers may take them; pass them on every rank"
-"""Its layers would run on their defaults."""
-_ON_TARGET = (
-    "holds a last stage and so computes losses; pass the target to every rank that holds the last stage of a route"
-)
-"""The losses of the two ranks would differ in kind."""
+def _first_given(views: Sequence[Sequence[int] | None]) -> Sequence[int]:
+    return next((view for view in views if view is not None), ())

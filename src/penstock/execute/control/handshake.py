@@ -1,11 +1,12 @@
-"""The handshake of ranks that make a pipeline: what must be equal on all of them, and what each one contributes.
+"""What must be equal on all ranks, and the handshake by which the ranks that make a pipeline compare it.
 
-Setup, Found  what a rank says, once its layers are built
-Agreed        what all ranks know then
+require_equal  compares, field by field; a step is compared by it too (`agreement.py`)
+Setup, Found   what a rank says when it has built its layers
+Agreed         what all ranks know then
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from penstock.errors import PipelineError
@@ -15,39 +16,93 @@ Told = Mapping[str, Any]
 """What a rank says of itself, by name; plain values."""
 
 
+def fix(text: str) -> dict[str, str]:
+    """Return the metadata of a field that must be equal on all ranks: how a user makes it so.
+
+    The name of the field is what a mismatch is named by. A field that may be None must be equal on the ranks where it
+    is not: the others do not use what it describes.
+    """
+    return {"fix": text}
+
+
+SAME_START = fix("Start every rank with the same arguments and the same version")
+
+
+def fixes_of(kind: type) -> dict[str, str]:
+    """Return the names of a dataclass's fields that must be equal on all ranks, and the fix of each."""
+    return {each.name: each.metadata["fix"] for each in fields(kind) if each.metadata}
+
+
+def require_equal(
+    everyone: Sequence[Told],
+    names: RankNames | None = None,
+    fixes: Mapping[str, str] | None = None,
+    fails_as: type[PipelineError] = PipelineError,
+) -> None:
+    """Compare what the ranks say, name by name.
+
+    `names` are those of the ranks, where they are not their indices. `fixes` says which names are compared, by default
+    all that the first rank says.
+
+    Raises:
+        PipelineError: `fails_as`, naming what differs and the ranks; the same on every rank.
+    """
+    ranks = names or RankNames.plain(len(everyone))
+    for name, fix in (fixes or dict.fromkeys(everyone[0], SAME_START["fix"])).items():
+        found = [theirs.get(name, "nothing") for theirs in everyone]
+        said = {rank: value for rank, value in enumerate(found) if value is not None}
+        pair = odd_one_out(said)
+        if pair is None:
+            continue
+        one, odd = pair
+        alike = ", ".join(str(ranks.numbers[rank]) for rank in said if rank != odd and said[rank] == said[odd])
+        raise fails_as(
+            f"the ranks disagree on {name}: {ranks[one]} has {said[one]}, {ranks[odd]} has {said[odd]}"
+            f"{alike and f' (and so do ranks {alike})'}. {fix}",
+            rank=ranks.numbers[odd],
+        )
+
+
+def odd_one_out(found: Mapping[int, object]) -> tuple[int, int] | None:
+    """Of what ranks have, return a rank that has what most have and the first one that has not; None if all agree."""
+    values = list(found.values())
+    if not values or values.count(values[0]) == len(values):
+        return None
+    usual = max(values, key=values.count)
+    one = next(rank for rank, value in found.items() if value == usual)
+    return one, next(rank for rank, value in found.items() if value != usual)
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a rank was set up; each field must be equal on all ranks, and its name is what a mismatch is named by.
+    """How a rank was set up."""
 
-    A field that may be None must be equal on the ranks where it is not: the others do not use what it describes.
-    """
-
-    version: str
-    schedule: str
-    layers: str
-    split: str
-    loss: str
-    reduction: str
-    count: str | None
+    version: str = field(metadata=fix("Install one version of Penstock for all ranks"))
+    schedule: str = field(metadata=SAME_START)
+    layers: str = field(metadata=fix("Give every rank the layers of the whole model"))
+    split: str = field(metadata=SAME_START)
+    loss: str = field(metadata=SAME_START)
+    reduction: str = field(metadata=SAME_START)
+    count: str | None = field(metadata=SAME_START)
     """None where no loss is computed."""
-    scale_loss: str
-    allow_ragged: str
-    specs: str
-    slice_dim: str
-    slice_specs: str
-    tied: str
-    optimizer_step: str
-    seed: str
-    check_batches: str
-    variable_shapes: str
-    main_gradients: str
-    debug: str
-    deadline_s: str
-    device: str
+    scale_loss: str = field(metadata=SAME_START)
+    allow_ragged: str = field(metadata=SAME_START)
+    specs: str = field(metadata=SAME_START)
+    slice_dim: str = field(metadata=SAME_START)
+    slice_specs: str = field(metadata=SAME_START)
+    tied: str = field(metadata=SAME_START)
+    optimizer_step: str = field(metadata=SAME_START)
+    seed: str = field(metadata=SAME_START)
+    check_batches: str = field(metadata=SAME_START)
+    variable_shapes: str = field(metadata=SAME_START)
+    main_gradients: str = field(metadata=SAME_START)
+    debug: str = field(metadata=SAME_START)
+    deadline_s: str = field(metadata=SAME_START)
+    device: str = field(metadata=fix("Give the stages of all ranks devices of one kind"))
     """Its kind, such as cpu."""
-    mesh: str
+    mesh: str = field(metadata=SAME_START)
     """How many replicas there are, and of how many ranks."""
-    shard: str
+    shard: str = field(metadata=SAME_START)
     """What they share out, and how much of it is whole at once."""
 
 
@@ -82,7 +137,7 @@ class Agreed:
         Raises:
             PipelineError: naming the field and the ranks that differ; the same on every rank.
         """
-        require_equal([theirs["setup"] for theirs in everyone], names)
+        require_equal([theirs["setup"] for theirs in everyone], names, fixes_of(Setup))
         return cls([Found(**theirs["found"]) for theirs in everyone])
 
     @property
@@ -109,28 +164,3 @@ class Agreed:
 def told_of(setup: Setup, found: Found) -> Told:
     """Return what a rank says of itself, as plain values."""
     return {"setup": asdict(setup), "found": asdict(found)}
-
-
-def require_equal(everyone: Sequence[Told], names: RankNames | None = None) -> None:
-    """Compare what the ranks say, name by name; None need not be equal to what others say.
-
-    `names` are those of the ranks, where they are not their indices.
-
-    Raises:
-        PipelineError: naming what differs and the ranks; the same on every rank.
-    """
-    ranks = names or RankNames.plain(len(everyone))
-    for name in everyone[0]:
-        values = [theirs.get(name, "nothing") for theirs in everyone]
-        saying = [rank for rank, value in enumerate(values) if value is not None]
-        odd = [rank for rank in saying if values[rank] != values[saying[0]]]
-        if odd:
-            first = saying[0]
-            numbers = ", ".join(str(ranks.numbers[rank]) for rank in odd[1:])
-            others = f" (and so do ranks {numbers})" if len(odd) > 1 else ""
-            raise PipelineError(
-                f"the ranks disagree on {name}: {ranks[first]} has {values[first]}, {ranks[odd[0]]} has "
-                f"{values[odd[0]]}{others}. "
-                "Start every rank with the same arguments and the same version",
-                rank=ranks.numbers[odd[0]],
-            )

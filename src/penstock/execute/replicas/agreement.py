@@ -11,10 +11,17 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from penstock.errors import EndOfData, StepRefused
-from penstock.execute.control.agreement import AgreedStep, Extra, Mode, Proposals, StepProposal, digest
+from penstock.execute.control.agreement import FIXES, AgreedStep, StepProposal, digest
 from penstock.execute.control.collectives import Control
+from penstock.execute.control.handshake import require_equal
 
-_COMPARED = ("mode", "extra", "step_number", "scale", "is_synced", "sums_tied")
+_STEP = ("mode", "extra", "step_number", "scale", "no_sync")
+"""Fields of a proposal that are equal in all replicas."""
+_FIXES = {name: FIXES[name] for name in _STEP} | {
+    "trained": "These are digests of what needs gradients: freeze and unfreeze parameters on all replicas alike",
+    "has_target": "Pass a target to every replica, or to none",
+    "has_rows": "Pass every replica a batch of the same form, with rows to split",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +56,21 @@ def agree_across(
     Raises:
         StepRefused: on every rank alike, if a replica refuses the step, or they differ.
     """
-    told = {name: getattr(own, name) for name in _COMPARED} | {
+    told = {name: getattr(own, name) for name in _STEP} | {
         "attempt": agreed.attempt,
         "trained": agreed.trained,
         "compilations": agreed.compilations,
         "signature": agreed.signature,
         "has_target": bool(agreed.target),
+        "has_rows": weight.rows > 0,
         "values": list(values),
         "weight": [weight.rows, weight.count, weight.num_microbatches],
     }
     everyone = control.across(told)
     _refuse(everyone, None)
-    _Replicas(control, everyone).require_alike()
+    places = control.places
+    firsts = [places.replica_of(replica).start for replica in range(places.num_replicas)]
+    require_equal(everyone, control.names.select(firsts), _FIXES, StepRefused)  # the first ranks stand for replicas
     agreed.widen(
         attempt=max(theirs["attempt"] for theirs in everyone),
         compilations=[number for theirs in everyone for number in theirs["compilations"]],
@@ -101,44 +111,3 @@ def _refuse(everyone: Sequence[Mapping[str, Any]], own: StepRefused | None) -> N
     if refusals:
         first = (ends or refusals)[0]
         raise (EndOfData if ends else StepRefused)(first["refusal"], rank=first["rank"])
-
-
-class _Replicas:
-    """What each replica has agreed on, and the first ranks of all, which stand for them in messages."""
-
-    def __init__(self, control: Control, everyone: Sequence[Mapping[str, Any]]) -> None:
-        places = control.places
-        self._everyone = everyone
-        firsts = [places.replica_of(replica).start for replica in range(places.num_replicas)]
-        self._names = control.names.select(firsts)
-
-    def require_alike(self) -> None:
-        """Refuse a step that replicas see differently. Raises: StepRefused."""
-        steps = [
-            StepProposal(
-                **{name: theirs[name] for name in _COMPARED}
-                | {"mode": Mode(theirs["mode"]), "extra": Extra(theirs["extra"])}
-            )
-            for theirs in self._everyone
-        ]
-        Proposals(steps, self._names).require_same()
-        self._require(
-            [theirs["trained"] for theirs in self._everyone],
-            "train other parameters (requires_grad); freeze and unfreeze parameters on all replicas alike",
-        )
-        self._require(
-            [theirs["has_target"] for theirs in self._everyone],
-            "differ in that only one was given a target; pass one to every replica",
-        )
-        self._require(
-            [theirs["weight"][0] > 0 for theirs in self._everyone],
-            "differ in that only one was given rows to split; pass every replica a batch of the same form",
-        )
-
-    def _require(self, found: Sequence[object], problem: str) -> None:
-        for replica, theirs in enumerate(found):
-            if theirs != found[0]:
-                raise StepRefused(
-                    f"the replicas of {self._names[0]} and {self._names[replica]} {problem}",
-                    rank=self._names.numbers[replica],
-                )
