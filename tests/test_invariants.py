@@ -11,7 +11,7 @@ from tests.local_pipelines import error_of, float_task, on_ranks, step_task
 
 
 def invariants_of(pipeline):
-    [found] = [each for each in pipeline._runner._observers if isinstance(each, Invariants)]
+    [found] = [each for each in pipeline._runner._observers.of_all_steps if isinstance(each, Invariants)]
     return found
 
 

@@ -13,23 +13,28 @@ fail runs within the two exchanges, by which it fails on all ranks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from torch import nn
 
 from penstock.construction_plan import Plan, Request
 from penstock.execute.arguments import describe_function
+from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.handshake import Agreed, Told, require_equal, told_of
 from penstock.execute.control.positions import PositionMemory
 from penstock.execute.joining import Joined
 from penstock.execute.losses.grad_scaler import grad_scaler_of
+from penstock.execute.losses.loss import loss_scale
+from penstock.execute.losses.weighing import LossMaker
 from penstock.execute.own_parameters import refuse_hooks
 from penstock.execute.parameters.gradient_store import require_main_shapes
 from penstock.execute.parameters.tied import described_copies, refuse_renormalized, require_equal_kinds
-from penstock.execute.rank_parameters import Units, told_units, units_of
+from penstock.execute.rank_parameters import RankParameters, Units, told_units, units_of
 from penstock.execute.replicas.early import EarlyShards
 from penstock.execute.runner import Runner
+from penstock.execute.session import Session
 from penstock.execute.stages.assemble import Assembly, assemble, with_skips
 from penstock.execute.stages.carried import refuse_layers_that_look_back
 from penstock.execute.stages.compiled_layers import compile_layers
@@ -94,37 +99,21 @@ class Programs:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Construction:
     """A pipeline, as one rank has built it."""
 
     plan: Plan
-    assembly: Assembly
-    programs: Programs
     runner: Runner
-    parameter_counts: ParameterCounts = field(default_factory=ParameterCounts)
+    parameter_counts: ParameterCounts
     """Of the stages of all ranks."""
-    unsplittable: str = ""
+    unsplittable: str
     """Why backwards may not be split on some rank; empty where they may be on all."""
 
     @property
     def other_layers(self) -> OtherLayers:
         """The layers of other ranks that this rank has."""
         return OtherLayers(self.plan.layers, self.plan.layer_names, self.plan.built)
-
-    def told(self) -> Told:
-        """Return what the other ranks must hear of it."""
-        stages, copies = range(self.plan.schedule.num_stages), self.assembly.tied_copies
-        # A copy that is not averaged over replicas would spoil the sum of those that are.
-        reduce_stage = describe_function(self.plan.options.reduce_stage) if copies else None
-        is_sharded = self.plan.options.is_sharded
-        return {
-            "setup": {"tied": f"stages {self.assembly.tied_groups}", "reduce_stage": reduce_stage},
-            "copies": described_copies(copies),
-            "parameters": count_parameters(self.assembly),
-            "unsplittable": unsplittable(self.assembly.stages, stages, "split_backwards=True"),
-            "held": described_state(self.assembly.stages) if self.plan.num_replicas > 1 or is_sharded else {},
-        }
 
 
 def construct(joined: Joined, request: Request) -> Construction:
@@ -138,23 +127,22 @@ def construct(joined: Joined, request: Request) -> Construction:
     with PositionMemory(places.names) as memory:
         plan, everyone = _planned(joined, request, lambda plan: told_of(plan.setup(), plan.found(memory)))
         agreed = Agreed.of(everyone, places.names)
+        make: Callable[[], Assembly] = partial(_assembled, joined, plan, agreed)
+        units: Units = ()
         if plan.options.is_sharded:
-            assembly, everyone = joined.exchange(lambda: _assembled(joined, plan, agreed), told_units)
-            units = units_of(everyone)
-            made, everyone = joined.exchange(
-                lambda: _built(joined, plan, agreed, memory, assembly, units), Construction.told
-            )
-        else:
-            made, everyone = joined.exchange(
-                lambda: _built(joined, plan, agreed, memory, _assembled(joined, plan, agreed)), Construction.told
-            )
+            assembly, everyone = joined.exchange(make, told_units)
+            make, units = (lambda: assembly), units_of(everyone)
+        runner, everyone = joined.exchange(
+            lambda: Runner(_session(joined, plan, agreed, memory, make(), units)),
+            lambda runner: _told(plan, runner.session.assembly),
+        )
     require_equal([theirs["setup"] for theirs in everyone], places.names)
     require_equal_kinds([theirs["copies"] for theirs in everyone], places.names)
-    made.parameter_counts = ParameterCounts.of_ranks([theirs["parameters"] for theirs in everyone])
-    made.unsplittable = next((str(theirs["unsplittable"]) for theirs in everyone if theirs["unsplittable"]), "")
     if places.data is not None:
         require_equal_replicas([theirs["held"] for theirs in everyone], places)
-    made.runner.parameters.take_first_values()
+    runner.session.parameters.take_first_values()
+    counts = ParameterCounts.of_ranks([theirs["parameters"] for theirs in everyone])
+    made = Construction(plan, runner, counts, next(filter(None, (theirs["unsplittable"] for theirs in everyone)), ""))
     if plan.options.frees_other_stages:
         made.other_layers.free()
     return made
@@ -209,22 +197,37 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed) -> Assembly:
     return assembly
 
 
-def _built(
-    joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemory, assembly: Assembly, units: Units = ()
-) -> Construction:
-    """Make all that this rank runs; no message to another rank."""
-    places, options, schedule = joined.places, plan.options, plan.schedule
-    programs = Programs(plan, assembly.tied_groups, units)
-    runner = Runner(
-        places,
-        plan.device,
-        schedule,
-        assembly,
-        options,
-        agreed.select(places.replica_of(places.replica)),
-        memory.board(places.index, agreed.each("host"), agreed.each("positions")),
-        loss=plan.loss,
-        loss_weights=plan.loss_weights,
-        program_of=programs.of,
+def _session(
+    joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemory, assembly: Assembly, units: Units
+) -> Session:
+    """Put together all that this rank runs; no message to another rank."""
+    places, options, placement = joined.places, plan.options, plan.schedule.placement
+    return Session(
+        places=places,
+        device=plan.device,
+        options=options,
+        schedule=plan.schedule,
+        program_of=Programs(plan, assembly.tied_groups, units).of,
+        assembly=assembly,
+        parameters=RankParameters(joined.control, plan.device, assembly, options),
+        losses=LossMaker(plan.loss, plan.loss_weights, loss_scale(options.scale_loss), is_last=plan.computes_losses),
+        needs=InputNeeds.of(
+            assembly.keyword_names(), placement, agreed.keywords, plan.device, has_loss=plan.loss is not None
+        ),
+        agreed=agreed.select(places.replica_of(places.replica)),
+        board=memory.board(places.index, agreed.each("host"), agreed.each("positions")),
     )
-    return Construction(plan, assembly, programs, runner)
+
+
+def _told(plan: Plan, assembly: Assembly) -> Told:
+    """Return what the other ranks must hear of what this rank has built."""
+    stages, copies = range(plan.schedule.num_stages), assembly.tied_copies
+    # A copy that is not averaged over replicas would spoil the sum of those that are.
+    reduce_stage = describe_function(plan.options.reduce_stage) if copies else None
+    return {
+        "setup": {"tied": f"stages {assembly.tied_groups}", "reduce_stage": reduce_stage},
+        "copies": described_copies(copies),
+        "parameters": count_parameters(assembly),
+        "unsplittable": unsplittable(assembly.stages, stages, "split_backwards=True"),
+        "held": described_state(assembly.stages) if plan.num_replicas > 1 or plan.options.is_sharded else {},
+    }

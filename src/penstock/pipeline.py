@@ -17,7 +17,7 @@ from penstock.construction import construct
 from penstock.construction_plan import Request
 from penstock.errors import ConfigError, PenstockError, PipelineError, warn
 from penstock.execute.batch.admission import Call
-from penstock.execute.control.agreement import Mode
+from penstock.execute.control.agreement import Extra, Mode
 from penstock.execute.control.collectives import Control
 from penstock.execute.joining import join
 from penstock.execute.losses.loss import Loss
@@ -101,9 +101,11 @@ class Pipeline(ModelPart):
         )
         with joined.leaving_on_failure():
             self._made = construct(joined, request)
-        plan, self._runner, self._assembly = self._made.plan, self._made.runner, self._made.assembly
-        self.options, self.device, self.schedule = plan.options, plan.device, plan.schedule
-        self.program = self._made.programs.training
+        self._runner, session = self._made.runner, self._made.runner.session
+        self._assembly, self._parameters = session.assembly, session.parameters
+        self.options, self.device, self.schedule = session.options, session.device, session.schedule
+        number = self.schedule.num_microbatches
+        self.program = session.program_of(Mode.TRAIN, number, number)
         self.stages: list[Stage] = self._assembly.stages
         self._transport = joined.transport
         self._control = joined.control
@@ -153,7 +155,7 @@ class Pipeline(ModelPart):
             PipelineError: on every rank, if the step fails on any. The next step may be run after it; until then
                 gradients hold a part of the failed batch, so zero them.
         """
-        return self._run(Mode.TRAIN, Call(args, kwargs, target, return_outputs, record))
+        return self._run(Mode.TRAIN, Call(args, kwargs, target, return_outputs, _extra(record)))
 
     def no_sync(self, *, tied: bool = True) -> AbstractContextManager[None]:
         """Within it, steps add up gradients and reduce none over replicas: of a mesh, in DDP or in `reduce_stage`.
@@ -161,7 +163,7 @@ class Pipeline(ModelPart):
         For all steps before an optimizer step but the last; every rank enters it for the same steps. Without `tied`,
         those of tied parameters are not summed over their ranks either: for steps whose gradients are thrown away.
         """
-        return self._runner.no_sync(tied=tied)
+        return self._parameters.no_sync(tied=tied)
 
     def evaluate(
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
@@ -170,7 +172,7 @@ class Pipeline(ModelPart):
 
         A batch may have any number of rows: fewer than microbatches make a microbatch each.
         """
-        return self._run(Mode.EVALUATE, Call(args, kwargs, target, return_outputs, record))
+        return self._run(Mode.EVALUATE, Call(args, kwargs, target, return_outputs, _extra(record)))
 
     def refuse(self, error: PenstockError, mode: Mode = Mode.TRAIN) -> NoReturn:
         """Refuse the step that the other ranks begin now, because this rank cannot run it; they are told why.
@@ -187,7 +189,7 @@ class Pipeline(ModelPart):
         `split_backwards` runs every whole backward as its two parts, one right after the other, to measure them.
         """
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
-        self._run(mode, Call(args, kwargs, target, record=True))
+        self._run(mode, Call(args, kwargs, target, extra=Extra.RECORDING))
         if self.timeline is None:
             text = "the step ran, but was not recorded: the log (logger penstock) of a rank says why"
             raise self._refusal(text)
@@ -205,12 +207,12 @@ class Pipeline(ModelPart):
 
         `optimizer` is this rank's; `split_backwards` is that of `profile`. On a GPU, torch's peak counters are reset.
         """
-        queue, parameters = device_queue_of(self._transport), self._runner.parameters
+        queue, parameters = device_queue_of(self._transport), self._parameters
         memory = MemoryWatch(self.stages, self.device, optimizer, queue, parameters)
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
-        result = self._run(mode, Call(args, kwargs, target), memory)
+        result = self._run(mode, Call(args, kwargs, target, extra=Extra.MEMORY), memory)
         number = self.schedule.num_microbatches
-        program, layers = self._made.programs.of(mode, number, number), self.layers_of_stage
+        program, layers = self._runner.session.program_of(mode, number, number), self.layers_of_stage
         predict = partial(predict_peaks, program, layers, shards=self.num_replicas if self._is_sharded else 1)
         return gather_memory(self._transport, memory, result, predict)
 
@@ -225,7 +227,7 @@ class Pipeline(ModelPart):
             PipelineError: on every rank, if the step fails for another reason.
         """
         try:
-            self._run(Mode.TRAIN, Call(args, kwargs, target, checks_values=True))
+            self._run(Mode.TRAIN, Call(args, kwargs, target, extra=Extra.VALUES))
         except PipelineError as error:
             if not error.finding:
                 raise
@@ -277,7 +279,7 @@ class Pipeline(ModelPart):
     @property
     def units(self) -> Sequence[Unit]:
         """The parameters of this rank: those of each stage, of stages that share some together, and how they lie."""
-        return self._runner.parameters.units
+        return self._parameters.units
 
     def describe_split(self, *, width: int | None = None) -> str:
         """Draw which stage has which layers, its share of the weight, and its parameters, each once per rank.
@@ -325,3 +327,7 @@ class Pipeline(ModelPart):
             raise ConfigError(f"{self.schedule.name} has no backwards to train with; call evaluate", key="schedule")
         if mode is Mode.TRAIN_SPLIT and self._made.unsplittable:
             raise ConfigError(self._made.unsplittable)
+
+
+def _extra(record: bool) -> Extra:
+    return Extra.RECORDING if record else Extra.NOTHING

@@ -7,7 +7,7 @@ import torch
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import Stack, Sum
 from penstock.execute.losses.step_losses import StepLosses
-from penstock.execute.outputs import collect_outputs, merge_slices_and_microbatches, output_rank
+from penstock.execute.outputs import collect_outputs, merged_outputs, output_rank
 from penstock.execute.step import Step
 from penstock.execute.transport.messages import Messenger
 from penstock.ir.program import Program
@@ -37,6 +37,7 @@ def test_outputs_of_both_routes_meet_on_the_rank_of_the_first_routes_last_stage(
         messenger = Messenger(wires, CPU)
         messenger.begin("batch")
         step = step_of(4, 2)
+        step.keeps_outputs = True
         mine = {0: (1, 2), 1: (), 2: (0, 3)}[wires.rank]
         step.outputs.update({(b, q): {"y": torch.tensor([[b, q]]), "rank": wires.rank} for b in mine for q in range(2)})
         collect_outputs(messenger, step, Program.from_schedule(TWO_WAYS), wires.rank)
@@ -60,7 +61,7 @@ def outputs_of(*slices):
 
 
 def test_outputs_are_joined_along_the_sequence_and_then_along_the_samples():
-    merged = merge_slices_and_microbatches(outputs_of(torch.zeros(3, 2, 5), torch.ones(3, 1, 5)), None, None, 1)
+    merged = merged_outputs(outputs_of(torch.zeros(3, 2, 5), torch.ones(3, 1, 5)), None, None, 1)
 
     assert merged.shape == (6, 3, 5)
     assert merged[:, :, 0].tolist() == [[0.0, 0.0, 1.0]] * 6
@@ -72,7 +73,7 @@ def test_outputs_without_a_sequence_get_a_dimension_of_slices():
         {"rows": torch.ones(3), "n": 2, "one": torch.tensor(1.0)},
     )
 
-    merged = merge_slices_and_microbatches(step, None, None, 1)
+    merged = merged_outputs(step, None, None, 1)
 
     assert merged["rows"].tolist() == [[0.0, 1.0]] * 6
     assert merged["one"].tolist() == [0.0, 1.0, 0.0, 1.0]
@@ -82,9 +83,9 @@ def test_outputs_without_a_sequence_get_a_dimension_of_slices():
 def test_outputs_are_joined_by_the_rules_of_the_caller():
     step = outputs_of(torch.tensor([1.0]), torch.tensor([2.0]))
 
-    assert merge_slices_and_microbatches(step, Stack(), Sum(), 1).tolist() == [[3.0], [3.0]]
+    assert merged_outputs(step, Stack(), Sum(), 1).tolist() == [[3.0], [3.0]]
 
 
 def test_outputs_of_slices_that_differ_in_form_are_an_error():
     with pytest.raises(PipelineError, match="the output of slice 1 has the form"):
-        merge_slices_and_microbatches(outputs_of(torch.zeros(1, 1), (torch.zeros(1, 1),)), None, None, 1)
+        merged_outputs(outputs_of(torch.zeros(1, 1), (torch.zeros(1, 1),)), None, None, 1)

@@ -7,11 +7,16 @@ import torch
 
 from penstock.errors import PeerLost
 from penstock.execute.batch.admission import Call
+from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.control.agreement import Mode
+from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import Agreed, Found
 from penstock.execute.losses.loss import LossWeights
+from penstock.execute.losses.weighing import LossMaker
 from penstock.execute.options import PipelineOptions
+from penstock.execute.rank_parameters import RankParameters
 from penstock.execute.runner import Runner
+from penstock.execute.session import Session
 from penstock.execute.stages.assemble import assemble
 from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.places import Places
@@ -36,18 +41,21 @@ def runner_of(task, planned, loss=square_loss):
         planned.append(mode)
         return prove_and_lower(schedule if mode.is_training else schedule.forward_only())
 
-    options = PipelineOptions(observers=[Invariants()])
+    options, places = PipelineOptions(observers=[Invariants()]), Places.of(transport)
     return Runner(
-        Places.of(transport),
-        CPU,
-        schedule,
-        assembly,
-        options,
-        Agreed([Found()]),
-        boards_of_threads(1)[0],
-        loss=loss,
-        loss_weights=LossWeights(),
-        program_of=program_of,
+        Session(
+            places=places,
+            device=CPU,
+            options=options,
+            schedule=schedule,
+            program_of=program_of,
+            assembly=assembly,
+            parameters=RankParameters(Control.of(places), CPU, assembly, options),
+            losses=LossMaker(loss, LossWeights(), None, is_last=True),
+            needs=InputNeeds(inputs=True, target=True),
+            agreed=Agreed([Found()]),
+            board=boards_of_threads(1)[0],
+        )
     )
 
 

@@ -31,9 +31,10 @@ From below to above; a part imports those before it, and no others:
     own_parameters.py     what the modules of a rank hold now
     rank_parameters.py    the units of a rank: what shares parameters
     ops/             what each operation does           observing/  what looks at calls
-    compile/         rows -> bound calls
-    run.py           the loop                           overlap.py  overlapped pairs, by the caller's hook
+    overlap.py       overlapped pairs, by the caller's hook
     arguments.py     looks at what the caller passes    options.py  what `Pipeline` takes by keyword
+    session.py       what construction hands to the runner
+    compile/         rows -> bound calls                run.py      the loop
     joining.py       how a rank joins its group         model_part.py  what one rank holds, as a module
     outputs.py       outputs, on one rank
     runner.py        the way of a step

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.execute.batch.microbatch import merge_outputs
+from penstock.execute.control.error_notes import note_place
 from penstock.execute.step import Step
 from penstock.execute.transport.messages import Messenger
 from penstock.ir.program import Program
@@ -20,7 +21,9 @@ def output_rank(placement: Placement) -> int:
 
 
 def collect_outputs(messenger: Messenger, step: Step, program: Program, rank: int) -> None:
-    """Move the outputs of all routes to the output rank, one microbatch after another."""
+    """Move the outputs of all routes to the output rank, one microbatch after another, if they were asked for."""
+    if not step.keeps_outputs:
+        return
     holder_of_route = [program.placement.rank_of_stage[route[-1]] for route in program.placement.routes]
     receiver = holder_of_route[0]
     # One after another and in one order on all ranks: these messages go on the channels of the step, behind its own.
@@ -32,8 +35,16 @@ def collect_outputs(messenger: Messenger, step: Step, program: Program, rank: in
             step.outputs[place] = messenger.receiver.receive_described(holder)
 
 
-def merge_slices_and_microbatches(step: Step, merge: Any, merge_slices: Any, slice_dim: int) -> Any:
-    """Put the outputs of a step together: first those of the slices of a microbatch, then those of the microbatches."""
+def merged_outputs(step: Step, merge: Any, merge_slices: Any, slice_dim: int) -> Any:
+    """Put the outputs of a step together: of the slices of a microbatch, then of microbatches; None without any."""
+    try:
+        return _merged(step, merge, merge_slices, slice_dim) if step.outputs else None
+    except Exception as error:
+        note_place(error, "the merge of the outputs")
+        raise
+
+
+def _merged(step: Step, merge: Any, merge_slices: Any, slice_dim: int) -> Any:
     wholes = []
     for microbatch in range(step.losses.num_microbatches):
         parts = [step.outputs[microbatch, index] for index in range(step.losses.num_slices)]

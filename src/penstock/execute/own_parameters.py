@@ -23,7 +23,7 @@ class OwnParameters:
         """With `is_sharded`, none may be replaced."""
         self._assembly = assembly
         self._is_sharded = is_sharded
-        self._layers = [layer for stage in assembly.stages for layer in stage.modules]
+        self._layers = assembly.layers
         self.named = assembly.named_parameters()
         """Each once, with its name in the unsplit model."""
         self._snapshot, self._held = ModuleSnapshot(self._layers), self._look()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,8 @@ class RankParameters:
         attribute = options.gradient_attribute
         self._own = OwnParameters(assembly)
         self._trained = 0
+        self.is_synced = self.sums_tied = True
+        """Whether gradients are averaged over replicas, and those of tied parameters summed over ranks; see `Step`."""
         self.is_sharded = options.is_sharded
         self._mesh = control.places.mesh if options.is_sharded else None
         self._lane = lane_of(control.places, is_sharded=options.is_sharded)
@@ -145,17 +147,43 @@ class RankParameters:
         """That of the rank's GradScaler, 0 where it has none."""
         return 0.0 if self._scaler is None else self._scaler.scale
 
-    def refresh(self, *, is_synced: bool = True, sums_tied: bool = True) -> PenstockError | None:
-        """Take in parameters that were replaced; return why they cannot be trained in such a step, if they cannot."""
+    @contextmanager
+    def no_sync(self, *, tied: bool) -> Iterator[None]:
+        """Average no gradients over replicas in the steps within; without `tied`, sum none over ranks either."""
+        before = self.is_synced, self.sums_tied
+        self.is_synced, self.sums_tied = False, self.sums_tied and tied
+        try:
+            yield
+        finally:
+            self.is_synced, self.sums_tied = before
+
+    def proposed(self, *, is_training: bool) -> dict[str, Any]:
+        """Return the fields of a `StepProposal` that say which parameters a step trains, and how."""
+        no_sync = "none" if self.is_synced else "no_sync()" if self.sums_tied else "no_sync(tied=False)"
+        trained = {"trained": self.trained(), "scale": self.scale} if is_training else {}
+        return trained | {"no_sync": no_sync}
+
+    def refresh(self) -> PenstockError | None:
+        """Take in parameters that were replaced; return why they cannot be trained in the next step, if they cannot."""
         try:
             self._own.refresh()
             for copy in self.copies.values():
                 copy.refuse_hooks()
-            if not is_synced and sums_tied:
+            if not self.is_synced and self.sums_tied:
                 self._require_whole_sums()
         except PenstockError as error:
             return error
         return None
+
+    @property
+    def stores(self) -> dict[int, GradientStore]:
+        """By stage, where its backwards add gradients."""
+        return {stage: unit.gradients for stage, unit in self.unit_of.items()}
+
+    @property
+    def copied(self) -> dict[int, Callable[[Tensor], Tensor]]:
+        """By stage that is sharded, what makes a copy of a value that would change with gathered parameters."""
+        return {stage: unit.layout.copied for stage, unit in self.unit_of.items() if isinstance(unit.layout, Sharded)}
 
     def held(self) -> Held:
         """Return what is held now beside the parameters of the modules and their gradients."""

@@ -173,7 +173,7 @@ def test_an_error_between_instructions_names_the_rank_alone():
 
     error = reported.report(PlantedError("planted"))
 
-    assert (str(error), error.instruction, reported.has_failed) == ("rank 0: PlantedError: planted", "", True)
+    assert (str(error), error.instruction, reported._has_failed) == ("rank 0: PlantedError: planted", "", True)
 
 
 def test_one_rank_alone_fails_and_goes_on():

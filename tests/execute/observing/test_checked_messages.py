@@ -134,7 +134,7 @@ def test_a_swapped_order_is_told_with_both_actions_and_their_indices():
         pipeline = Pipeline(task.make_layers(), "gpipe", 4, task.loss, transport=wires, debug="messages")
         step_task(pipeline, task)
         if wires.rank == 0:
-            checked = pipeline._runner._message_transport
+            checked = pipeline._runner._observers.messages
             checked._transport = Swapping(checked._transport, 3)
         step_task(pipeline, task)
 

@@ -21,8 +21,8 @@ def test_what_is_off_costs_nothing():
     pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, run_ahead=3)
     compiled = pipeline._runner._programs.of(Mode.TRAIN, 2)
 
-    assert pipeline._runner._observers == []
-    assert pipeline._runner._message_transport is pipeline.transport
+    assert pipeline._runner._observers.of_all_steps == []
+    assert pipeline._runner._observers.messages is pipeline.transport
     assert all(bound is own for bound, own in zip(compiled.bounds, compiled.plain, strict=True))
 
 

@@ -77,7 +77,7 @@ def pipeline_of(program, said, calls, *, fails=False, **options):
     """Return a pipeline of one rank whose layouts launch; they are put in place before its first step."""
     layers = [Layer(said) for _ in range(program.num_stages)]
     pipeline = Pipeline(layers, program, loss=nn.functional.mse_loss, observers=[Calls(calls)], **options)
-    parameters = pipeline._runner.parameters
+    parameters = pipeline._runner.session.parameters
     for stage, unit in parameters.unit_of.items():
         object.__setattr__(unit, "layout", Launching(said, fails))
         assert parameters.unit_of[stage] is unit

@@ -15,6 +15,7 @@ from penstock.execute.batch.stream import Part, Reader, Stream, StreamRules
 from penstock.execute.batch.values import NUM_PARTS, BatchValues, refuse_other_values
 from penstock.execute.control.agreement import (
     AgreedStep,
+    Extra,
     Mode,
     StepProposal,
     agree_on_step,
@@ -50,6 +51,11 @@ class Batch:
     job: JobStep | None = None
     """With replicas, what all of them know of the step."""
 
+    def num_microbatches(self, *, is_sharded: bool) -> tuple[int, int]:
+        """Return how many there are, and how many a replica has that, with shards, gathers for most."""
+        own = len(self.microbatches)
+        return own, own if self.job is None or not is_sharded else self.job.most_microbatches
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
@@ -59,9 +65,7 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     target: Any = None
     return_outputs: bool = False
-    record: bool = False
-    checks_values: bool = False
-    """Whether all values of the step are looked at, and the first that is not finite ends it."""
+    extra: Extra = Extra.NOTHING
     refusal: PenstockError | None = None
     """Why this rank cannot run the step; then all ranks refuse it and are told."""
 
@@ -141,6 +145,7 @@ class Admission:
             takes_keywords=bool(self._needs.keywords),
             takes_target=self._needs.target,
             wants_outputs=call.return_outputs,
+            extra=call.extra,
             position=given.position,
             values=() if values is None else values.digests(),
             **({} if refusal is None else refusing(refusal)),

@@ -1,10 +1,17 @@
 """`CompiledPrograms`: what the modes of a pipeline run on one rank, each compiled when it first runs."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
-from penstock.execute.compile.program import CompiledProgram
+from penstock.execute.compile.features import compose_stages
+from penstock.execute.compile.program import CompiledProgram, compile_program
 from penstock.execute.control.agreement import Mode
-from penstock.execute.transport.places import Places
+from penstock.execute.observing.observer import Observer
+from penstock.execute.ops.context import CompileContext
+from penstock.execute.ops.rows import RankRows
+from penstock.execute.overlap import overlapping
+from penstock.execute.session import Session
+from penstock.execute.stages.randomness import Randomness, default_generators
+from penstock.execute.transport.messages import Messenger
 from penstock.ir.program import Program
 
 Key = tuple[Mode, int, int]
@@ -12,14 +19,16 @@ Key = tuple[Mode, int, int]
 
 
 class CompiledPrograms:
-    """The programs of one rank. `plan` says what a mode runs on so many microbatches; it is asked once for each."""
+    """The programs of one rank, looked at by observers in every step; what a mode runs is asked once."""
 
     def __init__(
-        self, places: Places, plan: Callable[[Mode, int, int], Program], make: Callable[[Program], CompiledProgram]
+        self, session: Session, messenger: Messenger, observers: Sequence[Observer], longest_wait_s: float
     ) -> None:
-        self._places = places
-        self._plan = plan
-        self._make = make
+        """`longest_wait_s` is how long a step of another rank of this process may keep the generators."""
+        self._session = session
+        self._messenger = messenger
+        self._observers = observers
+        self._longest_wait_s = longest_wait_s
         self._compiled: dict[Key, CompiledProgram] = {}
         self._active: Program | None = None
 
@@ -30,7 +39,7 @@ class CompiledPrograms:
         """
         key = mode, num_microbatches, num_microbatches if most is None else most
         if key not in self._compiled:
-            self._compiled[key] = self._make(self._plan(*key))
+            self._compiled[key] = self._compile(self._session.program_of(*key))
         self._active = self._compiled[key].program
         return self._compiled[key]
 
@@ -38,6 +47,34 @@ class CompiledPrograms:
         """Return the text of the instruction in a row of the rank with this number; empty behind the last one."""
         if self._active is None:
             return ""
-        rank = self._places.names.numbers.index(number) % self._places.pipeline.num_ranks
+        places = self._session.places
+        rank = places.names.numbers.index(number) % places.pipeline.num_ranks
         first, end = self._active.offsets[rank : rank + 2]
         return str(self._active.instruction(int(first) + row)) if row < end - first else ""
+
+    def _compile(self, program: Program) -> CompiledProgram:
+        session, options, places, parameters = (
+            self._session,
+            self._session.options,
+            self._session.places,
+            self._session.parameters,
+        )
+        randomness = Randomness(
+            options.seed,
+            default_generators(session.device),
+            places.replica * session.schedule.num_microbatches,
+            self._longest_wait_s,
+        )
+        rank, stages, skips = places.pipeline.rank, session.assembly.stages, session.assembly.skips
+        context = CompileContext(
+            program,
+            rank,
+            RankRows.of(program, rank),
+            compose_stages(program, stages, skips, randomness, parameters.stores, parameters.copied),
+            self._messenger,
+            parameters,
+            places.within_replica(session.board.row_of),
+        )
+        hook, note, first = options.overlap, session.board.note, int(program.offsets[rank])
+        changes = [] if hook is None else [overlapping(program, hook, session.device, lambda row: note(row - first))]
+        return compile_program(context, self._observers, changes)

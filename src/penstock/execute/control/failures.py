@@ -41,14 +41,24 @@ class FailureReporter:
         self._watchdog = Watchdog(board, places.pipeline.deadline_s, unblock=self._unblocking.look)
         # A pipeline that is dropped without close() takes its thread along.
         weakref.finalize(self, self._watchdog.stop)
-        self.has_failed = False
+        self._has_failed = False
         """Whether the ranks must recover before the next step."""
 
-    def begin(self, step: int) -> None:
-        """Note that a step begins on the calling thread."""
+    def begin(self, step: int) -> bool:
+        """Note that a step begins on the calling thread; return whether all ranks met again first, after a failure.
+
+        Raises:
+            DeadlineExceeded, PeerLost: if a rank does not come.
+        """
+        has_recovered = self._has_failed
+        if has_recovered:
+            self._places.recover()
+            self.board.begin_epoch()
+            self._has_failed = False
         self._unblocking.begin()
         self.board.note_step(step)
         self._watchdog.start()
+        return has_recovered
 
     def end(self) -> None:
         """Note that a step is over. Raises: PeerLost, DeadlineExceeded, where it has ended without its messages."""
@@ -57,23 +67,13 @@ class FailureReporter:
             raise error
         self.board.note_idle()
 
-    def recover(self) -> None:
-        """Meet all ranks again after a failure; every rank calls this.
-
-        Raises:
-            DeadlineExceeded, PeerLost: if a rank does not come.
-        """
-        self._places.recover()
-        self.board.begin_epoch()
-        self.has_failed = False
-
     def report(self, error: BaseException) -> PipelineError:
         """Return the error to raise: which rank is to blame, and where every rank was."""
         waited = _own_wait(error)
-        if self.has_failed and waited is not None:
+        if self._has_failed and waited is not None:
             return self._not_recovered(waited)
-        self.has_failed = True
-        # Whatever this rank came upon without its messages, the cause is why it has none.
+        self._has_failed = True
+        # Errors that come of missing messages are not the cause: that is why the messages were given up.
         error = self._unblocking.end() or error
         waited = _own_wait(error)
         position = self.board.read(self.board.rank)  # before the state becomes FAILED

@@ -1,4 +1,4 @@
-"""Which observers look at every step of a pipeline, as its options ask for (part 4 of a step); see `Observer`.
+"""Which observers look at the steps of a pipeline, as its options and calls ask for (part 4 of a step); see `Observer`.
 
     buffers     has the step changed a buffer that several ranks hold; only where there is one
     declared    debug="values": does each call take and leave what its row declares
@@ -8,56 +8,91 @@
     own         observers=[...]
     outermost   run_ahead=N: how far the host may be ahead of its device
 
-Those of one step (a recording, the memory report, the log of messages) come before all of these.
+Those of one step (a recording, the memory report, a look at all values, the log of messages) come before all of these.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
+from penstock.execute.control.agreement import Extra
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.checked_messages import CheckedMessages
 from penstock.execute.observing.checked_values import ValueChecks
+from penstock.execute.observing.clock import ClockComparison
 from penstock.execute.observing.copies import CopyChecks
 from penstock.execute.observing.declared_values import DeclaredValues
+from penstock.execute.observing.log import message_log
+from penstock.execute.observing.memory_report import MemoryWatch
 from penstock.execute.observing.observer import Observer
 from penstock.execute.observing.ranges import Ranges
+from penstock.execute.observing.recorder import StepRecording, recorder_for
 from penstock.execute.observing.run_ahead import throttle_for
 from penstock.execute.observing.shared_buffers import SharedBuffers
 from penstock.execute.stages.assemble import Assembly
-from penstock.execute.transport.protocol import Messages, Transport
+from penstock.execute.transport.messages import Messenger
+from penstock.execute.transport.protocol import Messages
 from penstock.execute.transport.rank_names import rank_names
+from penstock.ir.program import Program
 
 
-def observers_for(
-    control: Control,
-    device: torch.device,
-    assembly: Assembly,
-    *,
-    debug: str,
-    ranges: bool,
-    run_ahead: int | None,
-    own: Sequence[Observer],
-    gradient_attribute: str,
-) -> list[Observer]:
-    """Return the observers of one rank, the innermost first; the keywords are those of `Pipeline`."""
-    transport = control.transport
-    found: list[Observer] = []
-    if assembly.shared_buffers:
-        found.append(SharedBuffers(assembly.stages, assembly.shared_buffers))
-    if debug == "values":
-        found.append(DeclaredValues(transport.rank))
-        found.append(CopyChecks(control, assembly, gradient_attribute))
-        found.append(ValueChecks(transport.rank, assembly.stages, gradient_attribute, names=rank_names(transport)))
-    if debug != "off":
-        found.append(CheckedMessages(transport, device))
-    if ranges:
-        found.append(Ranges(device))
-    found += own
-    throttle = throttle_for(device, run_ahead, transport)
-    return found if throttle is None else [*found, throttle]
+class Observers:
+    """What looks at the steps of one rank."""
 
+    of_all_steps: Sequence[Observer]
+    """The innermost first."""
+    messages: Messages
+    """What the messages of a step go over: the observer that checks them, if any does."""
 
-def transport_of_messages(observers: Sequence[Observer], transport: Transport) -> Messages:
-    """Return what the messages of a step go over: the one that checks them, if any does."""
-    return next((each for each in observers if isinstance(each, CheckedMessages)), transport)
+    def __init__(
+        self,
+        control: Control,
+        device: torch.device,
+        assembly: Assembly,
+        *,
+        debug: str,
+        ranges: bool,
+        run_ahead: int | None,
+        own: Sequence[Observer],
+        gradient_attribute: str,
+        clocks: ClockComparison,
+    ) -> None:
+        """Most keywords are those of `Pipeline`; `clocks` are compared around a step that is recorded."""
+        transport = control.transport
+        self.messages = self._transport = transport
+        self._device, self._assembly, self._clocks = device, assembly, clocks
+        self._value_checks = partial(
+            ValueChecks, transport.rank, assembly.stages, gradient_attribute, names=rank_names(transport)
+        )
+        found: list[Observer] = []
+        if assembly.shared_buffers:
+            found.append(SharedBuffers(assembly.stages, assembly.shared_buffers))
+        if debug == "values":
+            found.append(DeclaredValues(transport.rank))
+            found.append(CopyChecks(control, assembly, gradient_attribute))
+            found.append(self._value_checks())
+        if debug != "off":
+            found.append(checked := CheckedMessages(transport, device))
+            self.messages = checked
+        if ranges:
+            found.append(Ranges(device))
+        throttle = throttle_for(device, run_ahead, transport)
+        self.of_all_steps = [*found, *own, *([] if throttle is None else [throttle])]
+
+    def of_step(
+        self, extra: Extra, program: Program, messenger: Messenger, memory: MemoryWatch | None = None
+    ) -> list[Observer]:
+        """Return what looks at one step besides, which was asked for an `extra`; `memory` if this is memory."""
+        found: list[Observer] = [*message_log(), *([] if memory is None else [memory])]
+        if extra is Extra.VALUES:
+            found.append(self._value_checks())
+        if extra is not Extra.RECORDING:
+            return found
+        transport, rank = self._transport, self._transport.rank
+        rows = range(*program.offsets[rank : rank + 2].tolist())
+        recorder = recorder_for(self._device, rows, self._clocks.clock, rank=rank, deadline_s=transport.deadline_s)
+        recording = StepRecording(
+            transport, program, recorder, self._clocks, messenger.layouts.output_bytes, self._assembly.early_weights
+        )
+        return [recording, recorder, *found]

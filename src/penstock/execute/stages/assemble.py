@@ -42,6 +42,11 @@ class Assembly:
     """Names of buffers of this rank that layers of other ranks hold too, each with a name there."""
 
     @property
+    def layers(self) -> list[nn.Module]:
+        """The layers of all stages of this rank."""
+        return [layer for stage in self.stages for layer in stage.modules]
+
+    @property
     def copied_names(self) -> frozenset[str]:
         """Names under which this rank holds parameters that belong to another name."""
         return frozenset(self.owner_names)

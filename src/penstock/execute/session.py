@@ -1,0 +1,37 @@
+"""`Session`: all that one rank has of a pipeline, as construction hands it to the `Runner`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from penstock.execute.batch.needs import InputNeeds
+from penstock.execute.control.agreement import Mode
+from penstock.execute.control.handshake import Agreed
+from penstock.execute.control.positions import PositionBoard
+from penstock.execute.losses.weighing import LossMaker
+from penstock.execute.options import PipelineOptions
+from penstock.execute.rank_parameters import RankParameters
+from penstock.execute.stages.assemble import Assembly
+from penstock.execute.transport.places import Places
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Session:
+    """What runs on one rank, with what, and over which connections; nothing of it changes from step to step."""
+
+    places: Places
+    device: torch.device
+    options: PipelineOptions
+    schedule: Schedule
+    program_of: Callable[[Mode, int, int], Program]
+    """What a mode runs on so many microbatches, where a replica has at most so many; asked once for each."""
+    assembly: Assembly
+    parameters: RankParameters
+    losses: LossMaker
+    needs: InputNeeds
+    agreed: Agreed
+    """What the ranks of this replica know of each other."""
+    board: PositionBoard
