@@ -28,7 +28,7 @@ from penstock.execute.control.positions import (
 from penstock.execute.control.watchdog import Watchdog
 from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.rank_names import RankNames
-from tests.boards import boards_of_threads
+from tests.boards import boards_of_threads, watching
 from tests.ranks import run_ranks_with_deaths
 
 pytestmark = pytest.mark.alone
@@ -38,6 +38,10 @@ DEADLINE_S = 0.6
 
 def describe(rank, row):
     return f"instruction {row} of rank {rank}"
+
+
+def text_of(verdict):
+    return f"{verdict.heading}\n\n{verdict.details}"
 
 
 def test_the_chain_of_waits_leads_to_the_rank_that_does_not_wait():
@@ -52,8 +56,8 @@ def test_the_chain_of_waits_leads_to_the_rank_that_does_not_wait():
 
     assert verdict.culprit == 2
     assert verdict.reason.startswith("it has been in instruction 5 of rank 2 for ")
-    assert verdict.text.startswith("rank 2 is the culprit: it has been in instruction 5 of rank 2 for ")
-    assert "line 3 in spin" in verdict.text
+    assert text_of(verdict).startswith("rank 2 is the culprit: it has been in instruction 5 of rank 2 for ")
+    assert "line 3 in spin" in text_of(verdict)
 
 
 def test_the_message_shows_every_rank_with_whom_it_waits_for_and_how_long():
@@ -63,7 +67,7 @@ def test_the_message_shows_every_rank_with_whom_it_waits_for_and_how_long():
     boards[0].note_wait(1)
     boards[1].note(2)
 
-    lines = diagnose(boards[0], describe).text.splitlines()
+    lines = text_of(diagnose(boards[0], describe)).splitlines()
 
     table = [re.sub(r"\d\.\d s", "? s", " ".join(line.split())) for line in lines[2:-1]]
     assert table == [
@@ -103,7 +107,7 @@ def test_the_first_failure_is_blamed_with_its_traceback():
     assert verdict.culprit == 2
     assert verdict.reason == "in instruction 6 of rank 2, in layer 3 (Linear), it raised ValueError: planted"
     assert verdict.finding == "where it is"
-    assert "rank 2 was here:\n  File model.py" in verdict.text
+    assert "rank 2 was here:\n  File model.py" in text_of(verdict)
     table = verdict.positions.splitlines()
     assert [line.split()[0] for line in table[:-1]] == ["rank", "0", "1", "2"]
     assert table[-1] == LEGEND
@@ -182,7 +186,7 @@ def test_a_rank_of_another_host_ends_the_chain():
 
     assert verdict.culprit == 1
     assert "another host" in verdict.reason
-    assert "unknown (other host)" in verdict.text
+    assert "unknown (other host)" in text_of(verdict)
 
 
 @pytest.fixture
@@ -257,7 +261,7 @@ def line_with_fault(rank, fault):
         Control(transport).all_gather_object("mapped")
     transport.deadline_s = DEADLINE_S
     begin_s = time.monotonic()
-    with Watchdog(board, DEADLINE_S):
+    with watching(Watchdog(board, DEADLINE_S)):
         board.note(20 + rank)
         if rank == 2:
             misbehave(fault, board)
@@ -294,6 +298,6 @@ def test_all_survivors_of_a_planted_fault_agree_on_the_culprit_in_time(fault):
     assert sorted(survivors) == [0, 1, 3]
     assert [verdict.culprit for verdict in verdicts] == [2, 2, 2]
     assert FAULTS[fault] in verdicts[0].reason
-    assert len({verdict.text for verdict in verdicts}) == 1
+    assert len({text_of(verdict) for verdict in verdicts}) == 1
     assert all(took_s < DEADLINE_S + 2 for _, took_s in survivors.values())
-    assert ("linger_in_layer" in verdicts[0].text) == (fault == "hang")
+    assert ("linger_in_layer" in text_of(verdicts[0])) == (fault == "hang")

@@ -4,7 +4,7 @@ import threading
 import time
 
 from penstock.execute.control.watchdog import Watchdog, stack_of
-from tests.boards import boards_of_threads
+from tests.boards import boards_of_threads, watching
 
 
 class Clock:
@@ -31,7 +31,7 @@ def poll(condition, limit_s=5.0):
 def test_a_stack_is_shown_after_a_quarter_of_the_deadline_and_not_before():
     (board,) = boards_of_threads(1)
     clock = Clock()
-    with Watchdog(board, 1000.0, clock=clock) as watchdog:
+    with watching(Watchdog(board, 1000.0, clock=clock)) as watchdog:
         board.note(0)
         clock.ahead_s = 240.0
         watchdog.look()
@@ -46,7 +46,7 @@ def test_a_stack_is_shown_after_a_quarter_of_the_deadline_and_not_before():
 def test_the_stack_is_taken_back_once_the_rank_goes_on():
     (board,) = boards_of_threads(1)
     clock = Clock()
-    with Watchdog(board, 1000.0, clock=clock) as watchdog:
+    with watching(Watchdog(board, 1000.0, clock=clock)) as watchdog:
         board.note(0)
         clock.ahead_s = 300.0
         watchdog.look()
@@ -59,7 +59,7 @@ def test_the_stack_is_taken_back_once_the_rank_goes_on():
 def test_an_idle_rank_is_not_slow():
     (board,) = boards_of_threads(1)
     clock = Clock()
-    with Watchdog(board, 1000.0, clock=clock) as watchdog:
+    with watching(Watchdog(board, 1000.0, clock=clock)) as watchdog:
         clock.ahead_s = 5000.0
         watchdog.look()
 
@@ -69,7 +69,7 @@ def test_an_idle_rank_is_not_slow():
 def test_a_rank_is_unblocked_only_in_an_instruction_that_lasts():
     (board,) = boards_of_threads(1)
     clock, calls = Clock(), []
-    with Watchdog(board, 1000.0, unblock=lambda: calls.append(clock.ahead_s), clock=clock) as watchdog:
+    with watching(Watchdog(board, 1000.0, unblock=lambda: calls.append(clock.ahead_s), clock=clock)) as watchdog:
         clock.ahead_s = 10.0
         watchdog.look()  # between steps
         clock.ahead_s = 0.0
@@ -82,7 +82,7 @@ def test_a_rank_is_unblocked_only_in_an_instruction_that_lasts():
 
 
 def hang_as_rank(board, is_over):
-    with Watchdog(board, 0.2):
+    with watching(Watchdog(board, 0.2)):
         board.note(0)
         linger_here(is_over)
 

@@ -77,11 +77,6 @@ class Verdict:
         return f"{self.positions}\n\n{self._culprit_name} was here:\n{self.stack}" if self.stack else self.positions
 
     @property
-    def text(self) -> str:
-        """The whole message."""
-        return f"{self.heading}\n\n{self.details}"
-
-    @property
     def _culprit_name(self) -> str:
         return self.name or f"rank {self.culprit}"
 

@@ -8,12 +8,12 @@ Guarantees: no error in it ends a step, and it ends with its process or with `st
 Python's lock to other threads from time to time; one that keeps it, as in a call into C, shows no stack.
 """
 
-import faulthandler
-import tempfile
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from traceback import walk_stack
 
 from penstock.execute.control.positions import PositionBoard, State
 
@@ -65,13 +65,6 @@ class Watchdog:
             self._thread.join(LONGEST_STOP_S)
         self._thread = None
 
-    def __enter__(self) -> "Watchdog":
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
     def look(self) -> None:
         """Write the watched thread's stack onto the board if its instruction is slow, and have it unblocked."""
         position = self._board.read(self._board.rank)
@@ -86,20 +79,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._is_over.wait(self._pause_s):
-            # A diagnosis must not break the run: no file handle left or a full disk only costs the stack, and what a
-            # device that has failed says to this, the rank's own thread hears too.
+            # A diagnosis must not break the run. The rank's own thread hears too when a device has failed.
             with suppress(OSError, ValueError, RuntimeError):
                 self.look()
 
 
 def stack_of(thread: int) -> str:
     """Return the Python stack of a thread (its `threading.get_ident()`), innermost call first; empty if it is over."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    for section in text.split("\n\n"):
-        heading, _, calls = section.partition("\n")
-        if f"0x{thread:016x}" in heading:
-            return calls.rstrip()
-    return ""
+    calls = walk_stack(frame) if (frame := sys._current_frames().get(thread)) else ()
+    return "\n".join(
+        f'  File "{call.f_code.co_filename}", line {line} in {call.f_code.co_name}' for call, line in calls
+    )
