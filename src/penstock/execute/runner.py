@@ -10,7 +10,7 @@ from dataclasses import replace
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.batch.admission import Admission, Batch, Call
 from penstock.execute.compile.programs import CompiledPrograms
-from penstock.execute.control.agreement import Extra, Mode
+from penstock.execute.control.agreement import AgreedStep, Extra, Mode
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.compilations import COMPILE_DEADLINE_S, Compilations
 from penstock.execute.control.failures import FailureReporter
@@ -76,7 +76,7 @@ class Runner:
     def run(self, mode: Mode, call: Call, number: int = 0, memory: MemoryWatch | None = None) -> StepResult:
         """Run one step; every rank calls it. `memory`, if any, looks at what this rank holds meanwhile.
 
-        What layers draw at random goes by the `number`, that of the training steps which came before.
+        `number` counts the training steps that came before: layers draw their random numbers by it.
 
         Raises:
             StepRefused: on every rank, before anything ran.
@@ -90,10 +90,11 @@ class Runner:
                 # A rank that tried a step by itself meanwhile has noted layouts that the others never saw.
                 self._messenger.reset()
                 self._admission.check_values_again()
-            batch = self._admit(mode, call, number)  # 2 split the batch; one exchange, in which all ranks agree
-            compiled = self._programs.of(mode, *batch.num_microbatches(is_sharded=options.is_sharded))
-            step = self._make_step(mode, batch, number)
-            compiling = self._compilations.in_step(batch.agreed, flatten((call.args, call.target))[0])
+            agreed, batch = self._admit(mode, call, number)  # 2 split the batch; one exchange, in which all agree
+            most = max(len(batch.microbatches), agreed.most_microbatches if options.is_sharded else 0)
+            compiled = self._programs.of(mode, len(batch.microbatches), most)
+            step = self._make_step(agreed, batch, number)
+            compiling = self._compilations.in_step(agreed, flatten((call.args, call.target))[0])
             del batch  # 3 from here on the step alone holds the data, and all that is made of them
             of_step = self._observers.of_step(call.extra, compiled.program, self._messenger, memory)  # 4 of it alone
             observed = observing([*of_step, *self._observers.of_all_steps], step)
@@ -118,9 +119,9 @@ class Runner:
         self._failures.close()
         self.session.places.close()
 
-    def _admit(self, mode: Mode, call: Call, number: int) -> Batch:
+    def _admit(self, mode: Mode, call: Call, number: int) -> tuple[AgreedStep, Batch]:
         parameters, options, is_training = self.session.parameters, self.session.options, mode.is_training
-        batch = self._admission.admit(
+        agreed, batch = self._admission.admit(
             mode,
             call,
             parameters.refresh() if is_training else None,
@@ -131,27 +132,26 @@ class Runner:
         )
         # From the largest of all ranks: one that tried a step alone is ahead, and its number must not come twice, or a
         # message of the step that failed could pass for one of this step.
-        self._num_attempts = batch.agreed.attempt + 1
+        self._num_attempts = agreed.attempt + 1
         if is_training:
-            parameters.agree_on_tied(batch.agreed.trained)
+            parameters.agree_on_tied(agreed.trained)
         # A recording needs the moments of arrivals, an overlapped pair its inputs before its own streams begin.
         is_ahead = options.run_ahead is not None and options.overlap is None and call.extra is not Extra.RECORDING
-        self._messenger.begin(batch.agreed.signature, follows=is_ahead)
-        return batch
+        self._messenger.begin(agreed.signature, follows=is_ahead)
+        return agreed, batch
 
-    def _make_step(self, mode: Mode, batch: Batch, number: int) -> Step:
-        session, agreed = self.session, batch.agreed
+    def _make_step(self, agreed: AgreedStep, batch: Batch, number: int) -> Step:
         return Step(
             batch.slices,
-            session.losses.of(batch, is_training=mode.is_training),
-            output_rank(session.schedule.placement) in agreed.wanting_outputs,
+            self.session.losses.of(batch, agreed),
+            output_rank(self.session.schedule.placement) in agreed.wanting_outputs,
             prefetcher=batch.prefetcher,
             number=number,
             serial=agreed.attempt,
-            is_training=mode.is_training,
+            is_training=agreed.is_training,
             is_frozen=agreed.is_frozen,
-            is_synced=session.parameters.is_synced,
-            sums_tied=session.parameters.sums_tied,
+            is_synced=self.session.parameters.is_synced,
+            sums_tied=self.session.parameters.sums_tied,
         )
 
     @contextmanager

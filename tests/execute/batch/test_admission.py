@@ -1,5 +1,7 @@
 """A batch comes in on all ranks or on none."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -18,7 +20,19 @@ def admit(wires, calls, *, keywords=frozenset(), keywords_of_all=frozenset({EVER
     needs = InputNeeds(wires.rank == 0, wires.rank in last_ranks, keywords, keywords_of_all)
     admission = Admission(Control(wires), BatchRule(**{"num_microbatches": 2} | rule), needs)
     call = calls[wires.rank]
-    return admission.admit(Mode.TRAIN, call if isinstance(call, Call) else Call(*call))
+    return found_by(admission, call if isinstance(call, Call) else Call(*call))
+
+
+def found_by(admission, call, **proposed):
+    """What a rank knows of a batch that was admitted for training: its own part, and what all agree on."""
+    agreed, batch = admission.admit(Mode.TRAIN, call, **proposed)
+    return SimpleNamespace(
+        agreed=agreed,
+        microbatches=batch.microbatches,
+        slices=batch.slices,
+        has_target=batch.has_target,
+        prefetcher=batch.prefetcher,
+    )
 
 
 def refuse(wires, calls, **options):
@@ -63,7 +77,7 @@ def test_all_ranks_know_by_the_batch_whether_one_of_them_trains_other_parameters
     def case(wires):
         admission = Admission(Control(wires), BatchRule(2), InputNeeds(inputs=True, target=False))
         steps = [(7, 8), (7, 8), (7, 9)]
-        return [admission.admit(Mode.TRAIN, Call((ROWS,)), trained=pair[wires.rank]) for pair in steps]
+        return [found_by(admission, Call((ROWS,)), trained=pair[wires.rank]) for pair in steps]
 
     first, second = on_ranks(2, case)
 
@@ -76,7 +90,7 @@ def test_all_ranks_know_by_the_batch_whether_one_of_them_trains_other_parameters
 def on_cpu(wires, call):
     """Admit a batch on ranks that hold both ends, and compute on the CPU."""
     needs = InputNeeds(inputs=True, target=True, device=torch.device("cpu"))
-    return Admission(Control(wires), BatchRule(2), needs).admit(Mode.TRAIN, call)
+    return found_by(Admission(Control(wires), BatchRule(2), needs), call)
 
 
 ELSEWHERE = torch.zeros(6, 2, device="meta")
@@ -217,7 +231,8 @@ def test_every_rank_with_a_last_stage_needs_the_target_where_another_has_it():
 def test_all_ranks_know_who_wants_outputs():
     def ask(wires):
         admission = Admission(Control(wires), BatchRule(2), InputNeeds(inputs=False, target=False))
-        return admission.admit(Mode.EVALUATE, Call((ROWS,), return_outputs=wires.rank == 1)).agreed.wanting_outputs
+        agreed, _ = admission.admit(Mode.EVALUATE, Call((ROWS,), return_outputs=wires.rank == 1))
+        return agreed.wanting_outputs
 
     assert on_ranks(3, ask) == [frozenset({1})] * 3
 
@@ -228,7 +243,7 @@ def streamed(wires, streams):
     admission = Admission(Control(wires), BatchRule(2), needs)
     batches = []
     for _ in range(2):
-        batch = admission.admit(Mode.TRAIN, Call((streams[wires.rank],)))
+        batch = found_by(admission, Call((streams[wires.rank],)))
         if batch.prefetcher is not None:
             batch.prefetcher.pull(1)
         batches.append(batch)

@@ -32,7 +32,7 @@ def test_ranks_that_need_nothing_may_propose_nothing():
     last = StepProposal(mode=Mode.TRAIN, target=22, sizes=(2, 2), lengths=(3, 2), takes_target=True)
 
     for proposals in agreements(first, NOTHING, last):
-        agreed = AgreedStep(proposals)
+        agreed = AgreedStep.of(proposals)
         assert [each.inputs for each in proposals] == [11, None, None]
         assert (agreed.sizes, agreed.lengths) == ((2, 2), (3, 2))
         assert agreed.signature == "TRAIN 11 0 22 0"
@@ -41,7 +41,7 @@ def test_ranks_that_need_nothing_may_propose_nothing():
 def test_equal_batches_have_one_signature_whoever_was_given_them():
     (whole, *_), (parts, *_) = agreements(GIVEN, GIVEN), agreements(GIVEN, NOTHING)
 
-    assert AgreedStep(whole).signature == AgreedStep(parts).signature
+    assert AgreedStep.of(whole).signature == AgreedStep.of(parts).signature
 
 
 def test_everything_that_is_proposed_survives_the_exchange():
@@ -153,7 +153,7 @@ def test_ranks_that_would_gather_different_things_after_the_step_all_refuse(extr
 def test_what_any_rank_trains_is_part_of_the_signature_and_the_same_for_all():
     trained = [(5, 2**56 - 1), (5, 6), (6, 5), (0, 0)]
     found = [agreements(*(replace(GIVEN, trained=each) for each in pair)) for pair in trained]
-    agreed = [[AgreedStep(proposals) for proposals in ranks] for ranks in found]
+    agreed = [[AgreedStep.of(proposals) for proposals in ranks] for ranks in found]
 
     assert all(first.signature == second.signature for first, second in agreed)
     assert len({first.signature for first, _ in agreed}) == len(trained)
@@ -168,7 +168,7 @@ def test_no_rank_needs_a_target_where_none_was_given():
 
 def test_ranks_that_have_tried_different_numbers_of_steps_go_on_at_the_larger_one():
     for proposals in agreements(replace(GIVEN, attempt=3), replace(GIVEN, attempt=5)):
-        assert AgreedStep(proposals).attempt == 5
+        assert AgreedStep.of(proposals).attempt == 5
 
 
 def test_one_rank_that_refuses_is_enough_whatever_it_was_given():

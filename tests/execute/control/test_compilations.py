@@ -63,7 +63,7 @@ class Ranks:
     def step(self, run=lambda: None, *, other=0, inputs=1, mode=Mode.TRAIN, given=()):
         """Run a step, in which `run` is called, and return the limit of its waits."""
         told = [self.own.told(), other]
-        agreed = AgreedStep([StepProposal(mode=mode, inputs=inputs, num_compilations=each) for each in told])
+        agreed = AgreedStep.of([StepProposal(mode=mode, inputs=inputs, num_compilations=each) for each in told])
         with self.own.in_step(agreed, given):
             run()
             return self.transport.deadline_s
@@ -163,7 +163,7 @@ def test_the_board_says_while_a_rank_compiles_and_where():
 def test_ranks_that_are_threads_do_not_count_for_each_other():
     (board, _), transports = boards_of_threads(2), LocalTransport.create(2, DEADLINE_S)
     own = Compilations(Places.of(transports[0]), board, [])
-    with own.in_step(AgreedStep([StepProposal(mode=Mode.TRAIN)]), ()):
+    with own.in_step(AgreedStep.of([StepProposal(mode=Mode.TRAIN)]), ()):
         other = threading.Thread(target=lambda: torch.compile(Layer(), backend="eager")(torch.ones(4)))
         other.start()
         other.join()

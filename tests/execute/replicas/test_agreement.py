@@ -3,17 +3,15 @@
 import pytest
 
 from penstock.errors import EndOfData, StepRefused
-from penstock.execute.control.agreement import AgreedStep, Mode, StepProposal
+from penstock.execute.control.agreement import AgreedStep, BatchWeight, Mode, StepProposal
 from penstock.execute.control.collectives import Control
-from penstock.execute.replicas.agreement import BatchWeight, agree_across, refuse_across
+from penstock.execute.replicas.agreement import agree_across, refuse_across
 from tests.local_pipelines import error_of
 from tests.mesh_pipelines import on_mesh
 
 
 def agreed_on(places, proposal, weight, values=()):
-    agreed = AgreedStep([proposal] * 2)
-    job = agree_across(Control.of(places), proposal, agreed, weight, values)
-    return agreed, job
+    return agree_across(Control.of(places), proposal, AgreedStep.of([proposal] * 2), weight, values)
 
 
 def test_weights_add_up_and_the_step_is_that_of_the_job():
@@ -24,12 +22,13 @@ def test_weights_add_up_and_the_step_is_that_of_the_job():
 
     ranks = on_mesh(2, 3, case)
 
-    for agreed, job in ranks:
-        assert job.weight == BatchWeight(27.0, 9.0, 12)
+    for agreed in ranks:
+        assert agreed.weight == BatchWeight(27.0, 9.0, 12)
+        assert agreed.most_microbatches == 4
         assert agreed.attempt == 2
         assert agreed.compilations == [1] * 6
-    assert len({agreed.job_signature for agreed, _ in ranks}) == 1
-    assert len({agreed.signature for agreed, _ in ranks}) == 3
+    assert len({agreed.job_signature for agreed in ranks}) == 1
+    assert len({agreed.signature for agreed in ranks}) == 3
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def test_weights_add_up_and_the_step_is_that_of_the_job():
 def test_equal_batches_are_seen_where_they_were_read(digests, is_equal):
     def case(places):
         proposal = StepProposal(mode=Mode.TRAIN)
-        return agreed_on(places, proposal, BatchWeight(), digests[places.replica])[1].has_equal_batches
+        return agreed_on(places, proposal, BatchWeight(), digests[places.replica]).has_equal_batches
 
     assert on_mesh(2, 2, case) == [is_equal] * 4
 

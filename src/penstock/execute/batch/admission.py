@@ -15,6 +15,7 @@ from penstock.execute.batch.stream import Part, Reader, Stream, StreamRules
 from penstock.execute.batch.values import NUM_PARTS, BatchValues, refuse_other_values
 from penstock.execute.control.agreement import (
     AgreedStep,
+    BatchWeight,
     Extra,
     Mode,
     StepProposal,
@@ -23,7 +24,7 @@ from penstock.execute.control.agreement import (
     refusing,
 )
 from penstock.execute.control.collectives import Control
-from penstock.execute.replicas.agreement import BatchWeight, JobStep, agree_across, refuse_across
+from penstock.execute.replicas.agreement import agree_across, refuse_across
 from penstock.execute.values.tree import flatten
 
 VALUES_EVERY = 100
@@ -32,29 +33,6 @@ steps and of evaluations apart."""
 
 _MEANT_AS_TARGET = frozenset({"y", "label", "labels", "targets"})
 """Keywords by which other libraries take the target."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """A batch that all ranks agreed on."""
-
-    microbatches: list[Microbatch]
-    """With the parts of the batch that this rank was given, and the sizes that hold for all."""
-    slices: list[list[Microbatch]]
-    """Per microbatch its slices; the microbatch itself where it is not cut."""
-    agreed: AgreedStep
-    has_target: bool = False
-    """Whether this rank was given a target."""
-    prefetcher: Prefetcher | None = None
-    """Of data that are pulled when needed, copied to the device, or let go after their use: it fills and empties
-    `slices`."""
-    job: JobStep | None = None
-    """With replicas, what all of them know of the step."""
-
-    def num_microbatches(self, *, is_sharded: bool) -> tuple[int, int]:
-        """Return how many there are, and how many a replica has that, with shards, gathers for most."""
-        own = len(self.microbatches)
-        return own, own if self.job is None or not is_sharded else self.job.most_microbatches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,22 +48,31 @@ class Call:
     """Why this rank cannot run the step; then all ranks refuse it and are told."""
 
 
-@dataclass(slots=True, eq=False)
-class _LocalBatch:
-    """What a rank was given, before the ranks have agreed on it; digests are 0 for nothing."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What this rank was given, cut; its sizes are those that hold for all ranks once they have agreed on it."""
 
     microbatches: list[Microbatch] = field(default_factory=list)
+    """With the parts of the batch that this rank was given."""
     slices: list[list[Microbatch]] = field(default_factory=list)
-    inputs: int = 0
-    keywords: int = 0
-    target: int = 0
+    """Per microbatch its slices; the microbatch itself where it is not cut."""
+    digests: tuple[int, int, int] = (0, 0, 0)
+    """Of the layouts of inputs, keyword arguments and target; 0 for what was not given."""
     position: int | None = None
     """Where a stream stood; None without one."""
     reader: Reader | None = None
     data: Call | Part = Call()
     """What was given; of a stream, the first microbatch."""
-    spent: list[PreSplit] = field(default_factory=list)
+    spent: Sequence[PreSplit] = ()
     """What releases its parts when they have been used."""
+    prefetcher: Prefetcher | None = None
+    """Of data that are pulled when needed, copied to the device, or let go after their use: it fills and empties
+    `slices`."""
+
+    @property
+    def has_target(self) -> bool:
+        """Whether this rank was given a target."""
+        return self.digests[2] > 0
 
 
 class Admission:
@@ -102,7 +89,7 @@ class Admission:
         *,
         stream_rules: StreamRules = StreamRules(),  # noqa: B008 (it cannot change)
         checks_values: bool = True,
-        weigh: Callable[[Batch], BatchWeight] | None = None,
+        weigh: Callable[[Batch, AgreedStep], BatchWeight] | None = None,
         read: Callable[[], float] = time.monotonic,
     ) -> None:
         self._control = control
@@ -117,7 +104,9 @@ class Admission:
         self._has_warned = False
         self._read = read
 
-    def admit(self, mode: Mode, call: Call, problem: PenstockError | None = None, **proposed: Any) -> Batch:
+    def admit(
+        self, mode: Mode, call: Call, problem: PenstockError | None = None, **proposed: Any
+    ) -> tuple[AgreedStep, Batch]:
         """Cut the batch and compare it with what the other ranks were given; one small gather.
 
         A `problem` of this rank refuses the step. `proposed` are further fields of a `StepProposal`.
@@ -126,7 +115,7 @@ class Admission:
             StepRefused: on every rank alike, if a batch cannot be cut, a rank has a problem, or the ranks differ.
         """
         refusal = problem or call.refusal
-        given = _LocalBatch()
+        given = Batch()
         stream: Stream | None = None
         try:
             stream = _stream_of(call)
@@ -137,9 +126,9 @@ class Admission:
         values = self._values(mode, given) if refusal is None else None
         own = StepProposal(
             mode=mode,
-            inputs=given.inputs or None,
-            keywords=given.keywords or None,
-            target=given.target or None,
+            inputs=given.digests[0] or None,
+            keywords=given.digests[1] or None,
+            target=given.digests[2] or None,
             sizes=_unless_zero([microbatch.size for microbatch in given.microbatches]),
             lengths=_unless_zero([each.length for row in given.slices for each in row]),
             takes_keywords=bool(self._needs.keywords),
@@ -152,9 +141,9 @@ class Admission:
             **proposed,
         )
         try:
-            batch = self._agree(own, given, values)
+            agreed, batch = self._agree(own, given, values)
             if self._weigh is not None:
-                batch = self._agree_across(own, batch, self._weigh, () if given.reader else own.values)
+                agreed = self._agree_across(own, agreed, self._weigh(batch, agreed), () if given.reader else own.values)
         except StepRefused as refused:
             if stream is not None:
                 stream.undo_begin()  # no rank runs the step, so the microbatch that was looked at is the next one still
@@ -165,7 +154,7 @@ class Admission:
         for presplit in given.spent:
             presplit.parts.clear()
         self._num_admitted[mode.is_training] += 1
-        return batch
+        return agreed, batch
 
     def check_values_again(self) -> None:
         """Compare the values of the next batch, as after a failure, on all ranks alike."""
@@ -176,55 +165,56 @@ class Admission:
         if self._copies is not None:
             self._copies.end(has_failed=has_failed)
 
-    def _agree(self, own: StepProposal, given: _LocalBatch, values: BatchValues | None) -> Batch:
+    def _agree(self, own: StepProposal, given: Batch, values: BatchValues | None) -> tuple[AgreedStep, Batch]:
         """Agree with the ranks of this replica. Raises: StepRefused."""
         try:
             proposals = agree_on_step(self._within, own)
             refuse_other_values(self._within, values, [each.values or (0,) * NUM_PARTS for each in proposals])
-            return self._agreed(given, AgreedStep(proposals))
+            agreed = AgreedStep.of(proposals)
+            return agreed, self._sized(given, agreed)
         except StepRefused as refused:
             if self._weigh is not None:
                 refuse_across(self._control, own, refused)
             raise
 
     def _agree_across(
-        self, own: StepProposal, batch: Batch, weigh: Callable[[Batch], BatchWeight], values: Sequence[int]
-    ) -> Batch:
+        self, own: StepProposal, agreed: AgreedStep, weight: BatchWeight, values: Sequence[int]
+    ) -> AgreedStep:
         """Agree with the other replicas. Raises: StepRefused."""
         is_due = self._is_due(own.mode) and own.mode.is_training
-        job = agree_across(self._control, own, batch.agreed, weigh(batch), values if is_due else ())
-        if job.has_equal_batches and not self._has_warned and self._control.rank == 0:
+        of_job = agree_across(self._control, own, agreed, weight, values if is_due else ())
+        if of_job.has_equal_batches and not self._has_warned and self._control.rank == 0:
             self._has_warned = True
             warn(
                 f"all {self._control.places.num_replicas} replicas were given one and the same batch, so each of its "
                 "rows counts several times; give each replica rows of its own, by pipeline.replica"
             )
-        return replace(batch, job=job)
+        return of_job
 
     def _is_due(self, mode: Mode) -> bool:
         """Whether the values of a batch are compared."""
         return self._num_admitted[mode.is_training] % VALUES_EVERY == 0
 
-    def _values(self, mode: Mode, given: _LocalBatch) -> BatchValues | None:
+    def _values(self, mode: Mode, given: Batch) -> BatchValues | None:
         """What the ranks compare beside shapes; tensors only now and then, so that it costs nothing to speak of."""
         if not self._checks_values:
             return None
         is_due = self._is_due(mode) and given.reader is None
         return BatchValues(given.data.args, given.data.kwargs, given.data.target, reads_all=is_due)
 
-    def _whole(self, call: Call, mode: Mode) -> _LocalBatch:
+    def _whole(self, call: Call, mode: Mode) -> Batch:
         self._check(call)
         rule = replace(self._rule, takes_any_size=not mode.is_training)
         microbatches = rule.microbatches(call.args, call.kwargs, call.target)
-        return _LocalBatch(
+        return Batch(
             microbatches,
             [self._rule.slices(microbatch) for microbatch in microbatches],
-            *_digests(self._rule, call),
+            _digests(self._rule, call),
             data=call,
             spent=[each for each in flatten((call.args, dict(call.kwargs), call.target))[0] if _is_spent(each)],
         )
 
-    def _streamed(self, stream: Stream) -> _LocalBatch:
+    def _streamed(self, stream: Stream) -> Batch:
         """Look at the first microbatch only: the others are to be like it."""
         num_microbatches = self._rule.num_microbatches
         if not (self._needs.inputs or self._needs.target or self._needs.keywords):
@@ -235,16 +225,16 @@ class Admission:
         self._check(first)
         rule = replace(self._rule, num_microbatches=1)
         empty_slices = [without_data(one) for one in slices]
-        return _LocalBatch(
+        return Batch(
             [replace(empty_slices[0], index=index, length=0) for index in range(num_microbatches)],
             [[replace(one, index=index) for one in empty_slices] for index in range(num_microbatches)],
-            *_digests(rule, first, f"{num_microbatches} off a stream "),
+            _digests(rule, first, f"{num_microbatches} off a stream "),
             stream.position,
             reader,
             first,
         )
 
-    def _agreed(self, given: _LocalBatch, agreed: AgreedStep) -> Batch:
+    def _sized(self, given: Batch, agreed: AgreedStep) -> Batch:
         width = self._rule.num_slices
         rows = agreed.sizes or (0,) * self._rule.num_microbatches
         num_microbatches = len(rows)  # an evaluation of few rows has fewer
@@ -259,11 +249,10 @@ class Admission:
             [_with_size(each, rows[each.index], lengths[each.index * width + each.slice]) for each in slices]
             for slices in given.slices[:num_microbatches]
         ]
-        return Batch(sized, parts, agreed, bool(given.target), self._prefetcher(given, sized, parts))
+        prefetcher = self._prefetcher(given, sized, parts)
+        return replace(given, microbatches=sized, slices=parts, prefetcher=prefetcher)
 
-    def _prefetcher(
-        self, given: _LocalBatch, wholes: list[Microbatch], slices: list[list[Microbatch]]
-    ) -> Prefetcher | None:
+    def _prefetcher(self, given: Batch, wholes: list[Microbatch], slices: list[list[Microbatch]]) -> Prefetcher | None:
         if given.reader is not None:
             return Prefetcher(slices, given.reader, copies=self._copies)
         if any(map(self._needs.on_host, wholes)):

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from penstock.errors import EndOfData, PenstockError, StepRefused
 from penstock.execute.control.collectives import Control
@@ -113,35 +113,67 @@ FIXES = fixes_of(StepProposal)
 """By field that must be equal on all ranks."""
 
 
+@dataclass(frozen=True, slots=True)
+class BatchWeight:
+    """What a batch weighs."""
+
+    rows: float = 0.0
+    count: float = 0.0
+    """What `count` says of its targets, where this rank computes losses; else 0."""
+    num_microbatches: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedStep:
     """What all ranks know of a step that they run."""
 
-    def __init__(self, proposals: Sequence[StepProposal]) -> None:
-        self.sizes = _first_given([each.sizes for each in proposals])
-        """Rows of each microbatch, from whichever rank knows them; empty if none does."""
-        self.lengths = _first_given([each.lengths for each in proposals])
-        """Lengths of the slices, likewise."""
-        self.wanting_outputs = frozenset(rank for rank, each in enumerate(proposals) if each.wants_outputs)
-        self.attempt = max(each.attempt for each in proposals)
-        """A number that no step of these ranks has had before."""
-        self.trained = digest(str([each.trained for each in proposals])) if any(e.trained for e in proposals) else 0
-        """Stands for all parameters of all ranks that need gradients; 0 where none is to get one."""
-        self.is_frozen = max(each.trained for each in proposals) == ALL_FROZEN
-        """Whether a training step has parameters, but none on any rank that needs a gradient."""
-        given = [max(getattr(each, name) or 0 for each in proposals) for name in ("inputs", "keywords", "target")]
-        self.compilations = [each.num_compilations for each in proposals]
-        """By rank."""
-        self.is_training = proposals[0].mode.is_training
-        self.signature = " ".join(map(str, (proposals[0].mode.name, *given, self.trained)))
-        """What all ranks know of the batch: equal signatures mean equal shapes on every stage."""
-        self.target = given[-1]
-        """The digest of the target's layout; 0 where no rank was given one."""
-        self.job_signature = self.signature
-        """With replicas, that of the batches of all."""
+    sizes: Sequence[int]
+    """Rows of each microbatch, from whichever rank knows them; empty if none does."""
+    lengths: Sequence[int]
+    """Lengths of the slices, likewise."""
+    wanting_outputs: frozenset[int]
+    attempt: int
+    """A number that no step of these ranks has had before."""
+    trained: int
+    """Stands for all parameters of all ranks that need gradients; 0 where none is to get one."""
+    is_frozen: bool
+    """Whether a training step has parameters, but none on any rank that needs a gradient."""
+    is_training: bool
+    compilations: Sequence[int]
+    """By rank."""
+    signature: str
+    """What all ranks know of the batch: equal signatures mean equal shapes on every stage."""
+    has_target: bool
+    """Whether any rank was given a target."""
+    job_signature: str
+    """With replicas, that of the batches of all."""
+    weight: BatchWeight | None = None
+    """With replicas, that of the batches of all."""
+    most_microbatches: int = 0
+    """Of any replica; an evaluation of few rows has fewer."""
+    has_equal_batches: bool = False
+    """Whether all replicas were given one batch, as far as they have compared it."""
 
-    def widen(self, *, attempt: int, compilations: Sequence[int], signature: str) -> None:
-        """Take in what the other replicas have agreed on."""
-        self.attempt, self.compilations, self.job_signature = attempt, list(compilations), signature
+    @classmethod
+    def of(cls, proposals: Sequence[StepProposal]) -> Self:
+        """Put together what the ranks of one pipeline have proposed."""
+        trained = digest(str([each.trained for each in proposals])) if any(e.trained for e in proposals) else 0
+        given = [max(getattr(each, name) or 0 for each in proposals) for name in ("inputs", "keywords", "target")]
+        mode = proposals[0].mode
+        signature = " ".join(map(str, (mode.name, *given, trained)))
+        return cls(
+            sizes=_first_given([each.sizes for each in proposals]),
+            lengths=_first_given([each.lengths for each in proposals]),
+            wanting_outputs=frozenset(rank for rank, each in enumerate(proposals) if each.wants_outputs),
+            attempt=max(each.attempt for each in proposals),
+            trained=trained,
+            is_frozen=max(each.trained for each in proposals) == ALL_FROZEN,
+            is_training=mode.is_training,
+            compilations=[each.num_compilations for each in proposals],
+            signature=signature,
+            has_target=given[-1] > 0,
+            job_signature=signature,
+        )
 
 
 def digest(text: str) -> int:

@@ -7,11 +7,11 @@ So weights are shares of the whole job before the first backward, and gradients 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from penstock.errors import EndOfData, StepRefused
-from penstock.execute.control.agreement import FIXES, AgreedStep, StepProposal, digest
+from penstock.execute.control.agreement import FIXES, AgreedStep, BatchWeight, StepProposal, digest
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import require_equal
 
@@ -24,32 +24,10 @@ _FIXES = {name: FIXES[name] for name in _STEP} | {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class BatchWeight:
-    """What a batch weighs."""
-
-    rows: float = 0.0
-    count: float = 0.0
-    """What `count` says of its targets, where this rank computes losses; else 0."""
-    num_microbatches: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class JobStep:
-    """What all replicas know of a step."""
-
-    weight: BatchWeight
-    """Of the batches of all replicas."""
-    most_microbatches: int
-    """Of any replica; an evaluation of few rows has fewer."""
-    has_equal_batches: bool
-    """Whether all replicas were given one batch, as far as they have compared it."""
-
-
 def agree_across(
     control: Control, own: StepProposal, agreed: AgreedStep, weight: BatchWeight, values: Sequence[int] = ()
-) -> JobStep:
-    """Agree with the other replicas on a step, whose `agreed` becomes that of the job; one small gather.
+) -> AgreedStep:
+    """Agree with the other replicas on a step that this one has `agreed` on; one small gather.
 
     `values` are the digests of this rank's batch, where it has read all of it.
 
@@ -61,7 +39,7 @@ def agree_across(
         "trained": agreed.trained,
         "compilations": agreed.compilations,
         "signature": agreed.signature,
-        "has_target": bool(agreed.target),
+        "has_target": agreed.has_target,
         "has_rows": weight.rows > 0,
         "values": list(values),
         "weight": [weight.rows, weight.count, weight.num_microbatches],
@@ -71,21 +49,20 @@ def agree_across(
     places = control.places
     firsts = [places.replica_of(replica).start for replica in range(places.num_replicas)]
     require_equal(everyone, control.names.select(firsts), _FIXES, StepRefused)  # the first ranks stand for replicas
-    agreed.widen(
-        attempt=max(theirs["attempt"] for theirs in everyone),
-        compilations=[number for theirs in everyone for number in theirs["compilations"]],
-        signature=str(digest(str([theirs["signature"] for theirs in everyone]))),
-    )
     weights = [BatchWeight(*theirs["weight"]) for theirs in everyone]
     digests = [theirs["values"] for theirs in everyone]
-    return JobStep(
-        BatchWeight(
+    return replace(
+        agreed,
+        attempt=max(theirs["attempt"] for theirs in everyone),
+        compilations=[number for theirs in everyone for number in theirs["compilations"]],
+        job_signature=str(digest(str([theirs["signature"] for theirs in everyone]))),
+        weight=BatchWeight(
             sum(each.rows for each in weights),
             sum(each.count for each in weights),
             sum(each.num_microbatches for each in weights),
         ),
-        max(each.num_microbatches for each in weights),
-        any(digests[0]) and all(each == digests[0] for each in digests),
+        most_microbatches=max(each.num_microbatches for each in weights),
+        has_equal_batches=any(digests[0]) and all(each == digests[0] for each in digests),
     )
 
 
