@@ -8,8 +8,8 @@
     exchange 2   which parameters are tied, and what their copies are like
     values       from the first replica, and of tied copies from their owners; sharded then
 
-What is wrong on one rank only, such as a layer that cannot be built there, must not let the others wait: all that can
-fail runs within the two exchanges, by which it fails on all ranks.
+An error on one rank only, such as a layer that cannot be built there, must not let the others wait: all that can fail
+runs within the two exchanges, by which it fails on all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,11 +57,11 @@ from penstock.planning import memory_demand, prove_and_lower_once
 from penstock.proofs import prove_weight_order
 
 _LOOKING_BACK = (nn.MultiheadAttention, nn.RNNBase)
-"""What is known to need more of the sequence than the slice at hand, and cannot carry it by itself."""
+"""Layers that need more of the sequence than the slice at hand, and cannot carry it by themselves."""
 
 
 class Programs:
-    """What each mode of a pipeline runs; lowered and proved when it is asked for."""
+    """The program of each mode of a pipeline; lowered and proved when it is asked for."""
 
     def __init__(self, plan: Plan, tied_groups: Sequence[Sequence[int]], units: Units) -> None:
         """Lower what training runs."""

@@ -1,4 +1,4 @@
-"""What one rank decides by itself before it hears of the others: what runs, and with which of its layers."""
+"""The plan of one rank, made before it hears of the others: what runs, and with which of its layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ from penstock.version import VERSION
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Request:
-    """What `Pipeline` was called with, beside its options."""
+    """The arguments of `Pipeline`, beside its options."""
 
     layers: Sequence[Layer]
     schedule: ScheduleLike
@@ -58,7 +58,7 @@ class Request:
 
 
 class Plan:
-    """What one rank decides by itself before it hears of the others: what runs, and with which of its layers."""
+    """The plan of one rank, made before it hears of the others: what runs, and with which of its layers."""
 
     def __init__(self, joined: Joined, request: Request) -> None:
         """Look at all that was given; no message to another rank."""

@@ -1,6 +1,6 @@
 """`Pipeline`: the object that a training loop holds; the same lines on one process and on many.
 
-What runs is planned once: the schedule is built (or read), proved, lowered and proved again before the first step. A
+The program is planned once: the schedule is built (or read), proved, lowered and proved again before the first step. A
 step is then one agreement between the ranks, one run of this rank's instructions, and one exchange of losses.
 """
 
@@ -241,7 +241,7 @@ class Pipeline(ModelPart):
 
     @property
     def recording(self) -> Recording | None:
-        """What was measured in the last recorded step, on every rank."""
+        """The measurements of the last recorded step, on every rank."""
         return self._runner.recording
 
     @property

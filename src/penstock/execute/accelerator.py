@@ -1,10 +1,10 @@
-"""What Penstock asks of a device: whether it queues its work, its events, its memory, its random numbers, its name.
+"""Asks a device whether it queues its work, and for its events, its memory, its random numbers and its name.
 
     CPU            has run what it was given when a call returns
     accelerator    queues it: the host goes on, and events say how far the device has come
 
 All of it is torch's interface to any accelerator, so no other file asks for one kind. A process has one kind at most.
-What a kind lacks is noted once in the log, and left out.
+A feature that a kind lacks is noted once in the log, and left out.
 """
 
 import logging
@@ -114,7 +114,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class AllocatorBytes(NamedTuple):
-    """What the allocator of a device has given out, and what it has taken from the device for that."""
+    """Bytes that the allocator of a device has given out, and bytes that it has taken from the device for that."""
 
     allocated: int
     reserved: int

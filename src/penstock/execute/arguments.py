@@ -189,7 +189,7 @@ def _why_no_layer(layer: Any) -> str:
 
 
 def _missing_arguments(build: Callable[..., Any]) -> str:
-    """What a callable cannot be called without; nothing where it does not say."""
+    """Name the arguments that a callable cannot be called without; nothing where it does not say."""
     if inspect.isbuiltin(build):  # those of torch say nothing, and none builds a module
         return "arguments"
     try:

@@ -35,7 +35,7 @@ class Joined:
     process_group: dist.ProcessGroup | None
     places: Places
     refusal: PenstockError | None
-    """What is wrong with this rank's options."""
+    """The error in this rank's options."""
     is_alone_on_purpose: bool = False
     """Whether the caller says that the model is this rank's own, and no part of one of several ranks."""
     has_mesh: bool = False
@@ -75,8 +75,8 @@ class Joined:
     def leaving_on_failure(self) -> Iterator[None]:
         """Leave the others if anything fails within, so that none waits for this rank and the group can be used again.
 
-        What all ranks refuse alike closes the connections that `join` made. Whatever else fails is this rank's alone,
-        and ends the waits of the others too.
+        An error that all ranks raise alike closes the connections that `join` made. Any other error is this rank's
+        alone, and ends the waits of the others too.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""What `Pipeline` takes by keyword, told apart from the options of its schedule's family."""
+"""The keywords of `Pipeline`, told apart from the options of its schedule's family."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -29,7 +29,7 @@ _FLAGS = ("allow_ragged", "check_batches", "variable_shapes", "main_gradients", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """What `Pipeline` takes by keyword beside the options of its schedule.
+    """The keywords of `Pipeline` beside the options of its schedule.
 
     Raises:
         ConfigError: an option is of another kind than is said here.
@@ -38,12 +38,12 @@ class PipelineOptions:
     weights: Sequence[float] | None = None
     """Relative cost per layer, for the split; default: the `weight` of a layer's spec, else 1."""
     reduction: str = "mean"
-    """What the loss function returns of a microbatch: its mean, or "sum"."""
+    """Whether the loss function returns the mean of a microbatch, or its "sum"."""
     count: Count | None = None
     """count(target) -> what the mean is taken over, such as tokens; default: rows of the batch. Ranks without a last
     stage need none."""
     scale_loss: float | Scale | None = None
-    """What every loss is multiplied by where its backward begins, those that layers add included: a number, or a
+    """The factor of every loss where its backward begins, those that layers add included: a number, or a
     function. Gradients are scaled then, what is reported is not. Where it is a method of a `torch.amp.GradScaler`, the
     scalers of all ranks take one decision."""
     compile: bool | str = False
@@ -84,11 +84,11 @@ class PipelineOptions:
     """Whether layers that other ranks run, if they are modules, are moved to the meta device: their memory is freed,
     and their state or gradients cannot be taken for the whole model's. None: they are kept, and rank 0 is warned."""
     transport: Transport | None = None
-    """What carries messages; default: torch.distributed where it is initialised, else this process alone."""
+    """The carrier of messages; default: torch.distributed where it is initialised, else this process alone."""
     data_warn_s: float | None = 1.0
     """A microbatch of a `Stream` that takes longer than this to pull is warned of, at most once a step; None: never."""
     clock: Clock = field(default_factory=Clock)
-    """What a recorded step is timed by."""
+    """The clock of recorded steps."""
     reduce_stage: Callable[[int], None] | None = None
     """Called with a stage's index when its gradients are whole: where data parallelism reduces. Of copies of a stage on
     one rank, once; of copies on several ranks, on each, before their gradients are summed."""
@@ -100,7 +100,7 @@ class PipelineOptions:
     it is. `reduce_stage` and `optimizer_step` find them there; zero them by setting `.main_grad` to None."""
 
     shard: str = "none"
-    """What the replicas of a mesh share out: nothing; or weights, gradients and optimizer state. Of these a rank
+    """Whether the replicas of a mesh share out nothing; or weights, gradients and optimizer state. Of these a rank
     gathers few stages at a time ("full"), or all for a step ("optimizer")."""
     residency: int | None = 2
     """With "full", how many stages of a rank may be whole at once, those being gathered included; None: all."""
@@ -116,7 +116,7 @@ class PipelineOptions:
     """On a GPU, how many computations the host may have queued that have not ended, receives then waited for by the
     stream; None: the host waits for each receive."""
     observers: Sequence[Observer] = ()
-    """What else looks at every step: subclasses of `penstock.Observer`."""
+    """Further observers of every step: subclasses of `penstock.Observer`."""
     overlap: Overlap | None = None
     """overlap(first, second): runs the two computations of an overlapped pair, each once; default: one by one."""
 
@@ -213,7 +213,7 @@ def _is_transport(value: object) -> bool:
 
 
 ARGUMENTS = ("schedule", "microbatches", "loss", "stages_per_rank", "split", "process_group", "group", "ranks", "mesh")
-"""What `Pipeline` takes beside its options; a misspelt one arrives here as an unknown option."""
+"""Arguments of `Pipeline` beside its options; a misspelt one arrives here as an unknown option."""
 
 
 def refuse_unknown(given: Mapping[str, Any], family: str, family_options: Collection[str]) -> None:

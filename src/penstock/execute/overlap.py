@@ -95,7 +95,7 @@ def _pair(program: Program, overlap: Overlap, device: torch.device, note: Note, 
 
 
 class _ThreadState:
-    """What torch keeps per thread and a computation depends on, as it is in the thread that made this."""
+    """The state of torch per thread that computations depend on, as it is in the thread that made this."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_grad_enabled = torch.is_grad_enabled()

@@ -14,7 +14,7 @@ from penstock.execute.undocumented_modules import ModuleSnapshot
 class OwnParameters:
     """The parameters of one rank as its modules hold them now, since a caller may put others in their place.
 
-    `load_state_dict(assign=True)` and `layer.weight = nn.Parameter(...)` do that. What was made for the parameters
+    `load_state_dict(assign=True)` and `layer.weight = nn.Parameter(...)` do that. Everything made for the parameters
     before, above all the exchange of tied gradients, would go on with the old ones, and the copies of a tied parameter
     drift apart.
     """

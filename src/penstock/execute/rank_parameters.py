@@ -50,7 +50,7 @@ class Unit:
 
 
 class TrainingOptions(Protocol):
-    """What the caller wants done with gradients; `PipelineOptions` says more."""
+    """Options that say what is done with gradients; `PipelineOptions` says more."""
 
     @property
     def gradient_attribute(self) -> str: ...
@@ -70,7 +70,7 @@ class TrainingOptions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What layouts hold beside the parameters of the modules and their gradients."""
+    """Tensors that layouts hold beside the parameters of the modules and their gradients."""
 
     parameters: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
     """By the first stage of a unit."""

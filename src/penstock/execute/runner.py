@@ -70,7 +70,7 @@ class Runner:
         self._auxiliary: list[Auxiliary] = modules_with(layers, Auxiliary)
         self._num_attempts = 0  # steps that have begun, also those that failed; the ranks agree on it with each
         self.recording: Recording | None = None
-        """What was measured in the last recorded step, on every rank."""
+        """The measurements of the last recorded step, on every rank."""
         log_plan(session.schedule, places.pipeline.rank)
 
     def run(self, mode: Mode, call: Call, number: int = 0, memory: MemoryWatch | None = None) -> StepResult:

@@ -20,18 +20,18 @@ from penstock.ir.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Session:
-    """What runs on one rank, with what, and over which connections; nothing of it changes from step to step."""
+    """The programs, parameters and connections of one rank; nothing here changes from step to step."""
 
     places: Places
     device: torch.device
     options: PipelineOptions
     schedule: Schedule
     program_of: Callable[[Mode, int, int], Program]
-    """What a mode runs on so many microbatches, where a replica has at most so many; asked once for each."""
+    """The program of a mode on so many microbatches, where a replica has at most so many; asked once for each."""
     assembly: Assembly
     parameters: RankParameters
     losses: LossMaker
     needs: InputNeeds
     agreed: Agreed
-    """What the ranks of this replica know of each other."""
+    """Facts that the ranks of this replica know of each other."""
     board: PositionBoard

@@ -1,7 +1,7 @@
 """`Step`: all that one step of one rank works on (part 3 of a step), and `Bound`: one call of it.
 
 Every call of a step gets the `Step`, and nothing of it lives elsewhere. Each wait of a row is a call of its own, before
-the work. What takes part in a step, such as the hook for overlapped pairs, changes the list of calls when a program is
+the work. A part of a step, such as the hook for overlapped pairs, changes the list of calls when a program is
 compiled, and observers put a context around each (`observing.observer`): so nothing is asked per call, and what is off
 costs nothing.
 """
@@ -49,7 +49,7 @@ class Step:
     """Whether those of tied parameters are summed over ranks; not within `Pipeline.no_sync(tied=False)`."""
 
     values: dict[int, Any] = field(default_factory=dict)
-    """What rows leave for later rows, by the numbers of `ops.keys`."""
+    """Values that rows leave for later rows, by the numbers of `ops.keys`."""
     carried: dict[tuple[int, int], Any] = field(default_factory=dict)
     """Per stage and microbatch, what slices carry to later slices."""
     tickets: dict[int, Ticket] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What torch's documentation does not promise; torch.compile, modules and torch.distributed have such files too.
+"""Uses of torch that its docs do not promise; torch.compile, modules and torch.distributed have such files too.
 
 The rest of the package reaches these things through such files alone (a house test looks). Each has a test of its
 own in tests/execute/test_undocumented.py, so that a new torch that changes one fails there first, and says which.
@@ -152,7 +152,7 @@ def _raw_names(kind: type[Node]) -> tuple[str, ...]:
 
 
 class Metadata(NamedTuple):
-    """What the gradient that arrives at an edge must be like."""
+    """The shape and type of the gradient that arrives at an edge."""
 
     shape: torch.Size
     dtype: torch.dtype

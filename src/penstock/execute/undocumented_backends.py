@@ -1,4 +1,4 @@
-"""What torch does not document of the backends of torch.distributed, which carry messages without a process group."""
+"""Undocumented backends of torch.distributed, which carry messages without a process group."""
 
 import os
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 _REGISTERED = attrgetter("_plugins")
 """Of `dist.Backend`: what makes a backend, by its name, where it is not part of torch."""
 _BACKEND_OPTIONS = attrgetter("distributed_c10d._DistributedBackendOptions")(dist)
-"""What a backend is made of that was registered with `extended_api`."""
+"""Options of a backend that was registered with `extended_api`."""
 _GATHER, _SCATTERED_SUM = attrgetter("_allgather_base"), attrgetter("_reduce_scatter_base")
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 """A backend of NCCL reads it when it is made."""
 
 
 class Backend(Protocol):
-    """What is used of a backend without the process group around it."""
+    """The methods of a backend that are used without the process group around it."""
 
     def send(self, tensors: list[Tensor], destination: int, tag: int, /) -> dist.Work: ...
     def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...

@@ -1,4 +1,4 @@
-"""What torch does not document of modules: where they hold parameters and submodules, and what wraps one, as DDP."""
+"""Undocumented facts of modules: where they hold parameters and submodules, and what wraps one, as DDP."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -14,7 +14,7 @@ _TABLES = (attrgetter("_parameters"), attrgetter("_modules"))
 class ModuleSnapshot:
     """The modules and parameters that some layers held at one moment.
 
-    To see that a walk over the modules would find the same takes a quarter of the time of the walk. Whatever changes is
+    To see that a walk over the modules would find the same takes a quarter of the time of the walk. Any change is
     seen: what was added, removed, renamed or replaced, also without `setattr`.
     """
 

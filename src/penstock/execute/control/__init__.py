@@ -1,1 +1,1 @@
-"""What ranks do together beside their messages: they agree, share results, and find out why a step stands still."""
+"""Ranks do this together beside their messages: they agree, share results, and find out why a step stands still."""

@@ -21,7 +21,7 @@ ALL_FROZEN = 1
 
 
 class Mode(StrEnum):
-    """What a rank was asked to run, and the call that asks for it."""
+    """The kind of step that a rank was asked to run, and the call that asks for it."""
 
     TRAIN = "step"
     EVALUATE = "evaluate"
@@ -34,7 +34,7 @@ class Mode(StrEnum):
 
 
 class Extra(StrEnum):
-    """What a rank was asked to find out about a step; all ranks gather it together when the step is over."""
+    """An account of a step that a rank was asked for; all ranks gather it together when the step is over."""
 
     NOTHING = "nothing besides"
     RECORDING = "a recording (record=True, profile)"
@@ -60,7 +60,7 @@ class StepProposal:
             "that the run has had"
         ),
     )
-    """What the step draws its random numbers by; 0 where it draws none."""
+    """The step draws its random numbers by it; 0 where it draws none."""
     scale: float = field(
         default=0.0,
         metadata=fix(
@@ -101,7 +101,7 @@ class StepProposal:
     trained: int = 0
     """Stands for which of the rank's parameters need gradients; 0 without parameters, and where none is to get one."""
     num_compilations: int = 0
-    """What it says of its compilations (`Compilations.told`); 0 where none of its layers are compiled."""
+    """How often it has compiled (`Compilations.told`); 0 where none of its layers are compiled."""
     refusal: str = ""
     """Why the rank cannot run the step."""
     is_end_of_data: bool = False
@@ -115,17 +115,17 @@ FIXES = fixes_of(StepProposal)
 
 @dataclass(frozen=True, slots=True)
 class BatchWeight:
-    """What a batch weighs."""
+    """The weight of a batch among those of all replicas."""
 
     rows: float = 0.0
     count: float = 0.0
-    """What `count` says of its targets, where this rank computes losses; else 0."""
+    """The sum of `count` over its targets, where this rank computes losses; else 0."""
     num_microbatches: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedStep:
-    """What all ranks know of a step that they run."""
+    """A step that all ranks run, as each of them knows it."""
 
     sizes: Sequence[int]
     """Rows of each microbatch, from whichever rank knows them; empty if none does."""
@@ -142,7 +142,7 @@ class AgreedStep:
     compilations: Sequence[int]
     """By rank."""
     signature: str
-    """What all ranks know of the batch: equal signatures mean equal shapes on every stage."""
+    """Stands for the batch of all ranks: equal signatures mean equal shapes on every stage."""
     has_target: bool
     """Whether any rank was given a target."""
     job_signature: str

@@ -37,7 +37,7 @@ _FAILURE = "penstock.failure"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What failed on this rank, or on the first rank that failed."""
+    """A failure of this rank, or of the first rank that failed."""
 
     rank: int
     """Its number."""

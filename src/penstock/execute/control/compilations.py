@@ -33,7 +33,7 @@ MANY = 4
 
 
 class Compilations:
-    """What is known of compilations on all ranks; the same on each of them."""
+    """The compilations of all ranks, as far as they are known; the same on each of them."""
 
     def __init__(self, places: Places, board: PositionBoard, layers: Sequence[nn.Module]) -> None:
         self.has_compiled_layers = any(map(_holds_compiled, layers))

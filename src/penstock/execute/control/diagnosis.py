@@ -1,4 +1,4 @@
-"""Who is to blame when a step stands still: one verdict, the same on every rank.
+"""Names the rank to blame when a step stands still: one verdict, the same on every rank.
 
 In this order: a verdict that another rank has written down; the rank whose own work raised first; a rank whose process
 is gone; one whose process is stopped; else whoever the chain of waits leads to, or the cycle that it closes.
@@ -28,7 +28,7 @@ Describe = Callable[[int, int], str]
 
 
 class Cause(Enum):
-    """What kind of reason a verdict gives."""
+    """The kind of reason that a verdict gives."""
 
     RAISED = "raised"
     """The culprit's own work raised an error, which says more than anybody else can."""

@@ -1,4 +1,4 @@
-"""What a rank does when a step fails: finds out why, tells the others, and makes a fresh start possible.
+"""A rank whose step fails finds out why, tells the others, and makes a fresh start possible.
 
 Each step begins here, afresh if the one before failed (part 1 of a step).
 
@@ -119,7 +119,7 @@ class FailureReporter:
         )
 
     def _own_words(self, error: BaseException, instruction: str, verdict: Verdict) -> str:
-        """What this rank's own work raised; the rank to blame also says where all ranks were."""
+        """Quote the error of this rank's own work; the rank to blame also says where all ranks were."""
         rank, place = self.board.rank, noted_place(error)
         where = [
             self.board.name,
@@ -134,7 +134,7 @@ class FailureReporter:
         return "\n".join(lines)
 
     def _not_recovered(self, error: PeerLost | DeadlineExceeded) -> PipelineError:
-        """What the ranks found at the failure before is no explanation now: say who is missing, and where all are."""
+        """Say who is missing, and where all are: the verdict on the failure before is no explanation now."""
         table = position_table(read_all(self.board), self._describe)
         return type(error)(
             "\n".join(["after a failed step the ranks could not start afresh", str(error), "", *table]),

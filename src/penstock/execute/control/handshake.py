@@ -1,4 +1,4 @@
-"""What must be equal on all ranks, and the handshake by which the ranks that make a pipeline compare it.
+"""Compares fields that must be equal on all ranks, in the handshake of a construction and in each step.
 
 require_equal  compares, field by field; a step is compared by it too (`agreement.py`)
 Setup, Found   what a rank says when it has built its layers
@@ -13,7 +13,7 @@ from penstock.errors import PipelineError
 from penstock.execute.transport.rank_names import RankNames
 
 Told = Mapping[str, Any]
-"""What a rank says of itself, by name; plain values."""
+"""A rank's report of itself: plain values, by name."""
 
 
 def fix(text: str) -> dict[str, str]:
@@ -103,12 +103,12 @@ class Setup:
     mesh: str = field(metadata=SAME_START)
     """How many replicas there are, and of how many ranks."""
     shard: str = field(metadata=SAME_START)
-    """What they share out, and how much of it is whole at once."""
+    """Whether they share out parameters, and how many stages are whole at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one rank contributes to what all ranks know."""
+    """One rank's contribution to the facts that all ranks know."""
 
     keywords: Sequence[str] = ()
     """That its layers take."""
@@ -126,7 +126,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks know, once they have found their setups equal; fields are those of `Found`."""
+    """The facts that all ranks know once they have found their setups equal; fields are those of `Found`."""
 
     of_rank: Sequence[Found]
 

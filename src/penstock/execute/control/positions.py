@@ -2,7 +2,7 @@
 
 Each rank writes only its own slot, without locks; readers may see a slot in the middle of a change, which does no harm
 to a rank that stands still. The memory is anonymous (`memfd_create` of Linux): no disk stalls a rank that writes, and
-nothing stays behind, however a rank ends. What a rank wrote stays readable after its death.
+nothing stays behind, however a rank ends. The slot of a rank stays readable after its death.
 
     slot of one rank:  pid epoch step | state row peer since | moment of the verdict | failure | stack | verdict
 
@@ -45,7 +45,7 @@ SEPARATOR = "\x1f"
 
 
 class State(IntEnum):
-    """What a rank does."""
+    """The activity of a rank."""
 
     UNKNOWN = 0
     """Nothing can be seen, because the rank is on another host."""
@@ -68,7 +68,7 @@ WAITING = int(State.WAITING)
 
 
 class Failure(NamedTuple):
-    """What a rank's own work raised."""
+    """An error that a rank's own work raised."""
 
     summary: str
     """One line."""
