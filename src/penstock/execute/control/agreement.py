@@ -242,7 +242,7 @@ def _refuse_together(proposals: Sequence[StepProposal], control: Control) -> Non
 
 
 def _proposal(told: Mapping[str, Any]) -> StepProposal:
-    values = {name: tuple(each) if isinstance(each, list) else each for name, each in told.items()}
+    values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in told.items()}
     return StepProposal(**values | {"mode": Mode(told["mode"]), "extra": Extra(told["extra"])})
 
 
