@@ -96,7 +96,7 @@ class Runner:
             step = self._make_step(agreed, batch, number)
             compiling = self._compilations.in_step(agreed, flatten((call.args, call.target))[0])
             del batch  # 3 from here on the step alone holds the data, and all that is made of them
-            of_step = self._observers.of_step(call.extra, compiled.program, self._messenger, memory)  # 4 of it alone
+            of_step = self._observers.of_step(call.extra, compiled.program, self._messenger, memory)  # 4 what looks on
             observed = observing([*of_step, *self._observers.of_all_steps], step)
             evaluation = evaluating(session.assembly.stages) if mode is Mode.EVALUATE else nullcontext()
             with compiling, step, keeping_what_is_lost(session.device):
