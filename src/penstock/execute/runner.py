@@ -112,7 +112,7 @@ class Runner:
                 result = self._exchange.share(step.losses)  # 6 every rank gets the losses
             self._failures.end()
         self.recording = next((each.recording for each in of_step if isinstance(each, StepRecording)), self.recording)
-        return replace(result, outputs=outputs, data_times=step.prefetcher and step.prefetcher.times)
+        return replace(result, outputs=outputs, data_times=None if step.prefetcher is None else step.prefetcher.times)
 
     def close(self) -> None:
         """Leave the others; no step can be run any more."""
