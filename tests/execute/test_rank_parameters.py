@@ -132,6 +132,8 @@ def test_the_end_of_a_program_calls_the_callers_step(is_given):
     assert called == ["step"] * is_given
 
 
-def test_without_a_scaler_there_is_no_scale():
-    assert gradients_of([nn.Linear(2, 2)]).scale == 0.0
-    assert gradients_of([nn.Linear(2, 2)], scale_loss=torch.amp.GradScaler("cpu", init_scale=8.0).scale).scale == 8.0
+@pytest.mark.parametrize(("init_scale", "expected"), [(None, 0.0), (8.0, 8.0)])
+def test_the_scale_of_a_step_is_that_of_the_scaler_and_0_without_one(init_scale, expected):
+    scale = None if init_scale is None else torch.amp.GradScaler("cpu", init_scale=init_scale).scale
+
+    assert gradients_of([nn.Linear(2, 2)], scale_loss=scale).proposed(is_training=True)["scale"] == expected

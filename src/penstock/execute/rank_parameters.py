@@ -20,7 +20,7 @@ from penstock.execute.parameters.averaged import Averaged, wrapped
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore, StoredGradients, have_main
 from penstock.execute.parameters.layout import ParameterLayout, Replicated
 from penstock.execute.parameters.shard_gradients import ShardGradients
-from penstock.execute.parameters.tied import agree_on_copies
+from penstock.execute.parameters.tied import TiedCopy, agree_on_copies
 from penstock.execute.replicas.early import early_rows
 from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.replicas.lane import lane_of
@@ -142,11 +142,6 @@ class RankParameters:
         for stage in stages:
             stage.parameters()  # what it has noted of the modules holds whole parameters alive
 
-    @property
-    def scale(self) -> float:
-        """That of the rank's GradScaler, 0 where it has none."""
-        return 0.0 if self._scaler is None else self._scaler.scale
-
     @contextmanager
     def no_sync(self, *, tied: bool) -> Iterator[None]:
         """Average no gradients over replicas in the steps within; without `tied`, sum none over ranks either."""
@@ -160,7 +155,8 @@ class RankParameters:
     def proposed(self, *, is_training: bool) -> dict[str, Any]:
         """Return the fields of a `StepProposal` that say which parameters a step trains, and how."""
         no_sync = "none" if self.is_synced else "no_sync()" if self.sums_tied else "no_sync(tied=False)"
-        trained = {"trained": self.trained(), "scale": self.scale} if is_training else {}
+        scale = 0.0 if self._scaler is None else self._scaler.scale
+        trained = {"trained": self.trained(), "scale": scale} if is_training else {}
         return trained | {"no_sync": no_sync}
 
     def refresh(self) -> PenstockError | None:
@@ -170,20 +166,10 @@ class RankParameters:
             for copy in self.copies.values():
                 copy.refuse_hooks()
             if not self.is_synced and self.sums_tied:
-                self._require_whole_sums()
+                _require_whole_sums(self.copies, self.reduce_stage)
         except PenstockError as error:
             return error
         return None
-
-    @property
-    def stores(self) -> dict[int, GradientStore]:
-        """By stage, where its backwards add gradients."""
-        return {stage: unit.gradients for stage, unit in self.unit_of.items()}
-
-    @property
-    def copied(self) -> dict[int, Callable[[Tensor], Tensor]]:
-        """By stage that is sharded, what makes a copy of a value that would change with gathered parameters."""
-        return {stage: unit.layout.copied for stage, unit in self.unit_of.items() if isinstance(unit.layout, Sharded)}
 
     def held(self) -> Held:
         """Return what is held now beside the parameters of the modules and their gradients."""
@@ -277,15 +263,6 @@ class RankParameters:
         made.append(layout)
         return Unit(stages, gradients, layout, groups, shared)
 
-    def _require_whole_sums(self) -> None:
-        if self.copies and self.reduce_stage is not None:
-            raise ConfigError(
-                "no_sync() does not go with reduce_stage and parameters that are tied over ranks: while a step runs, "
-                "their gradients of the steps before are set aside, so reduce_stage would not see them. Average in "
-                "every step, or average after the last step instead of in reduce_stage",
-                key="reduce_stage",
-            )
-
 
 def sharing(stages: Iterable[Stage]) -> list[list[Stage]]:
     """Put together the stages of a rank that share parameters."""
@@ -310,3 +287,13 @@ def units_of(everyone: Sequence[Told]) -> Units:
 def _parameters(stages: Iterable[Stage]) -> list[nn.Parameter]:
     """The parameters that some stages hold now, each once."""
     return list({id(each): each for stage in stages for each in stage.parameters()}.values())
+
+
+def _require_whole_sums(copies: Mapping[int, TiedCopy], reduce_stage: Callable[[int], None] | None) -> None:
+    if copies and reduce_stage is not None:
+        raise ConfigError(
+            "no_sync() does not go with reduce_stage and parameters that are tied over ranks: while a step runs, "
+            "their gradients of the steps before are set aside, so reduce_stage would not see them. Average in "
+            "every step, or average after the last step instead of in reduce_stage",
+            key="reduce_stage",
+        )

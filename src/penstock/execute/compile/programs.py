@@ -9,6 +9,7 @@ from penstock.execute.observing.observer import Observer
 from penstock.execute.ops.context import CompileContext
 from penstock.execute.ops.rows import RankRows
 from penstock.execute.overlap import overlapping
+from penstock.execute.replicas.sharded import Sharded
 from penstock.execute.session import Session
 from penstock.execute.stages.randomness import Randomness, default_generators
 from penstock.execute.transport.messages import Messenger
@@ -66,11 +67,14 @@ class CompiledPrograms:
             self._longest_wait_s,
         )
         rank, stages, skips = places.pipeline.rank, session.assembly.stages, session.assembly.skips
+        units = parameters.unit_of.items()
+        stores = {stage: unit.gradients for stage, unit in units}
+        copied = {stage: unit.layout.copied for stage, unit in units if isinstance(unit.layout, Sharded)}
         context = CompileContext(
             program,
             rank,
             RankRows.of(program, rank),
-            compose_stages(program, stages, skips, randomness, parameters.stores, parameters.copied),
+            compose_stages(program, stages, skips, randomness, stores, copied),
             self._messenger,
             parameters,
             places.within_replica(session.board.row_of),
