@@ -114,10 +114,10 @@ LOOPED = lower(build("looped-bfs", ranks=3, microbatches=1, stages_per_rank=2))
 @pytest.mark.parametrize(
     ("program", "passing"),
     [
-        (LOOPED, {"posted", "rendezvous", "buffered(1)", "buffered(2)", "pair_fifo"}),
-        (HEAD_TO_HEAD, {"posted", "buffered(1)", "buffered(2)", "coalesced"}),
-        (TWO_HEAD_TO_HEAD, {"posted", "buffered(2)"}),
-        (APART, {"posted", "buffered(1)", "buffered(2)"}),
+        (LOOPED, {"posted", "rendezvous", "pair_fifo"}),
+        (HEAD_TO_HEAD, {"posted", "coalesced"}),
+        (TWO_HEAD_TO_HEAD, {"posted"}),
+        (APART, {"posted"}),
         (SEND_TOO_LATE, set()),
     ],
     ids=["looped", "head to head", "two head to head", "apart", "a send too late"],
