@@ -269,7 +269,7 @@ def test_the_fix_names_the_lowering_and_the_transports_that_the_program_is_fit_f
     (violation, *_) = refusal(APART, transport="pair_fifo").violations
 
     assert violation.fix == (
-        "Lower its schedule with transport='pair_fifo'; as it is, the program passes under posted, buffered(1)"
+        "Lower its schedule with transport='pair_fifo'; as it is, the program passes under posted"
     )
 
 

@@ -18,7 +18,7 @@ from penstock.execute.accelerator import is_queued, make_event
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.device_queue import await_device, held_up_of
-from penstock.execute.transport.pending import never
+from penstock.execute.transport.links import never
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.operations import IS_COMPUTE
 from penstock.ir.program import Program

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import DeadlineExceeded, PeerLost
-from penstock.execute.transport.pending import Pending, QueuedMessage, never
+from penstock.execute.transport.backend_links import QueuedMessage
+from penstock.execute.transport.links import Pending, never
 from penstock.execute.transport.protocol import (
     Messages,
     Ticket,
@@ -61,7 +62,7 @@ class DeviceQueue:
         self._followed: deque[_Followed] = deque()
         self._held_up_since_s: float | None = None
         self._seen: tuple[_Followed, float] | None = None
-        """What held the device up when another thread looked, and since when."""
+        """The receive that held the device up when another thread looked, and since when."""
         self.observer: WaitObserver | None = None
 
     def follow(self, ticket: Ticket) -> None:
