@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 
 import penstock as ps
 from penstock.ir.operations import Op
-from tests.local_wires import ordered
 from tests.local_pipelines import PATIENCE_S, WIDTH, block, settle, values
+from tests.local_wires import ordered
 from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, layers_of, on_mesh, on_pipelines, pipeline_of, train
 from tests.sharded_pipelines import (
     ALL,

@@ -195,7 +195,10 @@ def _(original):
 
 
 @plant(
-    "one communicator carries both directions", "host_waits_for_receives", f"{TRANSPORT}torch_dist:connect_devices", HANG
+    "one communicator carries both directions",
+    "host_waits_for_receives",
+    f"{TRANSPORT}torch_dist:connect_devices",
+    HANG,
 )
 def _(original):
     def connect(*place, **options):

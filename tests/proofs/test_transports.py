@@ -268,9 +268,7 @@ def test_a_collective_says_which_member_has_not_come(model):
 def test_the_fix_names_the_lowering_and_the_transports_that_the_program_is_fit_for():
     (violation, *_) = refusal(APART, transport="pair_fifo").violations
 
-    assert violation.fix == (
-        "Lower its schedule with transport='pair_fifo'; as it is, the program passes under posted"
-    )
+    assert violation.fix == ("Lower its schedule with transport='pair_fifo'; as it is, the program passes under posted")
 
 
 def test_every_model_that_fails_is_told():

@@ -53,7 +53,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """What `step` or `evaluate` was called with on this rank."""
+    """The arguments of `step` or `evaluate` on this rank."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class _LocalBatch:
-    """What a rank was given, before the ranks have agreed on it; digests are 0 for nothing."""
+    """The batch of one rank before the ranks have agreed on it; digests are 0 for nothing."""
 
     microbatches: list[Microbatch] = field(default_factory=list)
     slices: list[list[Microbatch]] = field(default_factory=list)
@@ -78,9 +78,9 @@ class _LocalBatch:
     position: int = 0
     reader: Reader | None = None
     data: Call | Part = Call()
-    """What was given; of a stream, the first microbatch."""
+    """As it was given; of a stream, the first microbatch."""
     spent: list[PreSplit] = field(default_factory=list)
-    """What releases its parts when they have been used."""
+    """Those that release their parts when they have been used."""
 
 
 class Admission:
@@ -200,7 +200,7 @@ class Admission:
         return self._num_admitted[mode.is_training] % VALUES_EVERY == 0
 
     def _values(self, mode: Mode, given: _LocalBatch) -> BatchValues | None:
-        """What the ranks compare beside shapes; tensors only now and then, so that it costs nothing to speak of."""
+        """Return the values that the ranks compare; tensors only now and then, so that it costs nothing to speak of."""
         if not self._checks_values:
             return None
         is_due = self._is_due(mode) and given.reader is None
@@ -292,7 +292,7 @@ def _stream_of(call: Call) -> Stream | None:
 
 
 def _digests(rule: BatchRule, call: Call | Part, kind: str = "") -> tuple[int, int, int]:
-    """What stands for the layouts of inputs, keyword arguments and target; 0 for what was not given."""
+    """Digest the layouts of inputs, keyword arguments and target; 0 stands for nothing given."""
     return (
         digest(kind + rule.signature(call.args, {}, None)) if call.args else 0,
         digest(kind + rule.signature((), call.kwargs, None)) if call.kwargs else 0,

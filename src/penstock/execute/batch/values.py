@@ -23,7 +23,7 @@ _MAX_SHOWN = 5
 
 
 class BatchValues:
-    """What one rank was given for a step; only for as long as the ranks compare it.
+    """The values that one rank was given for a step; only for as long as the ranks compare them.
 
     Whole numbers are compared in every step, which costs next to nothing; with `reads_all`, tensors and floats too.
     """

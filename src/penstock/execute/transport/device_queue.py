@@ -31,6 +31,8 @@ from penstock.execute.transport.rank_names import rank_names
 from penstock.running_time import pause, running_s
 
 PAUSE_S = 50e-6
+WaitForDevice = Callable[[Callable[[], bool]], None]
+"""Lets the host wait until its device has come somewhere, as `await_device` does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -117,7 +117,7 @@ class TorchTransport:
             # No name for the link: an error keeps this frame, and a link kept alive keeps its sockets open.
             pending = self._links.get((peer, tag), CLOSED).send(sent)
         except RuntimeError as error:
-            raise self._not_posted(Ticket(peer, True, self._next_serial), error) from error.with_traceback(None)
+            raise _not_posted(self, Ticket(peer, True, self._next_serial), error) from error.with_traceback(None)
         return self._opened(Ticket(peer, True, self._next_serial, pending is None), pending)
 
     def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
@@ -126,7 +126,7 @@ class TorchTransport:
         try:
             pending = self._links.get((peer, tag), CLOSED).receive(tensor)
         except RuntimeError as error:
-            raise self._not_posted(ticket, error) from error.with_traceback(None)
+            raise _not_posted(self, ticket, error) from error.with_traceback(None)
         return self._opened(ticket, pending)
 
     def post_exchange(self, held: Tensor, begin: Callable[[Backend], dist.Work]) -> Ticket:
@@ -141,7 +141,7 @@ class TorchTransport:
                 raise LinkClosed("this rank has aborted or closed its connections")
             work = begin(self._sums)
         except RuntimeError as error:
-            raise self._not_posted(ticket, error) from error.with_traceback(None)
+            raise _not_posted(self, ticket, error) from error.with_traceback(None)
         return self._opened(ticket, QueuedMessage(work, held, self.is_device_held_up))
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
@@ -268,17 +268,18 @@ class TorchTransport:
     def _on_device(self, work: dist.Work, tensor: Tensor) -> QueuedMessage:
         return QueuedMessage(work, tensor, self.is_device_held_up)
 
-    def _not_posted(self, ticket: Ticket, error: RuntimeError) -> PeerLost:
-        """Say that no link has taken a message; raise what the device has failed with, if it has."""
-        if self.device_queue is not None and not isinstance(error, LinkClosed):
-            self.device_queue.require_device()
-        return peer_lost(self.names, self.rank, ticket, 0.0, str(error))
-
     def _opened(self, ticket: Ticket, pending: Pending | None) -> Ticket:
         if pending is not None:
             self._open[ticket.serial] = pending
         self._next_serial += 1
         return ticket
+
+
+def _not_posted(transport: TorchTransport, ticket: Ticket, error: RuntimeError) -> PeerLost:
+    """Say that no link has taken a message; raise what the device has failed with, if it has."""
+    if transport.device_queue is not None and not isinstance(error, LinkClosed):
+        transport.device_queue.require_device()
+    return peer_lost(transport.names, transport.rank, ticket, 0.0, str(error))
 
 
 def _close_sockets_in_forks(transport: TorchTransport) -> None:
