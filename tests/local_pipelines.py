@@ -29,9 +29,9 @@ IGNORED = -100
 NEARLY = {"tolerance": 1e-12, "loss_tolerance": 1e-12}
 
 
-def on_ranks(num_ranks, case, *args, deadline_s=PATIENCE_S, order_seed=None):
+def on_ranks(num_ranks, case, *args, deadline_s=PATIENCE_S, connect=LocalTransport.create):
     """Return what `case(transport, *args)` returned on every rank; raise the error of the rank that is to blame."""
-    transports = LocalTransport.create(num_ranks, deadline_s, order_seed=order_seed)
+    transports = connect(num_ranks, deadline_s)
     with ThreadPoolExecutor(num_ranks) as threads:
         futures = [threads.submit(_run, case, transport, args) for transport in transports]
     errors = [error for future in futures if (error := future.exception())]

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock import PreSplit
 from penstock.errors import DeadlineExceeded, PeerLost
 from penstock.execute.replicas.mesh import local_mesh
+from penstock.execute.transport import LocalTransport
 from penstock.execute.values.tensors import is_dtensor, local_part
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import PATIENCE_S, WIDTH, float_layers, named, square_loss, values
@@ -22,9 +23,9 @@ MICROBATCHES = 4
 TOLERANCE = 1e-12
 
 
-def on_mesh(pipeline, data, case, *args, deadline_s=PATIENCE_S, order_seed=None):
+def on_mesh(pipeline, data, case, *args, deadline_s=PATIENCE_S, connect=LocalTransport.create):
     """Return what `case(places, *args)` returned on every rank, one replica after another; or raise its error."""
-    mesh = local_mesh(pipeline=pipeline, data=data, deadline_s=deadline_s, order_seed=order_seed)
+    mesh = local_mesh(pipeline=pipeline, data=data, deadline_s=deadline_s, connect=connect)
     with ThreadPoolExecutor(len(mesh)) as threads:
         futures = [threads.submit(_run, case, places, args) for places in mesh]
     errors = [error for future in futures if (error := future.exception())]

@@ -24,7 +24,7 @@ from tests.lowering.programs import groups
 from tests.proofs.machine import verdicts
 from tests.strategies import ends, one_of_each_rank
 
-MODELS = ("posted", "rendezvous", "buffered(1)", "buffered(2)", "pair_fifo", "coalesced")
+MODELS = ("posted", "rendezvous", "pair_fifo", "coalesced")
 COLUMN_NAMES = ("op", "stage", "microbatch", "slice", "peer", "slot")
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.execute.batch.stream import Stream
-from penstock.execute.transport import LocalTransport
 from penstock.models.emulated import EmulatedLayer
 from penstock.pipeline import Pipeline
 from penstock.searching.what_if import Setting
 from penstock.train.settings.sections import OptimizerSection
 from penstock.train.step import Trainer
+from tests.local_wires import slow
 
 OPTIONS = OptimizerSection(learning_rate=1e-3, warmup_steps=0)
 FORWARD_S, BACKWARD_S = 0.003, 0.006
@@ -44,9 +44,8 @@ class Planted:
 
     def record(self):
         """Return one recorded step, as a run records it: the machine may plant causes of its own."""
-        transports = LocalTransport.create(
-            self.num_ranks, PATIENCE_S, delay_s=lambda *ends: self.slow_channels.get(ends, 0.0)
-        )
+        connect = slow(lambda *ends, num_bytes: self.slow_channels.get(ends, 0.0))
+        transports = connect(self.num_ranks, PATIENCE_S)
         with ThreadPoolExecutor(self.num_ranks) as threads:
             recorded, *_ = [rank.result() for rank in [threads.submit(self._run, wires) for wires in transports]]
         return recorded

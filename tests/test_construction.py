@@ -13,6 +13,7 @@ from penstock.execute.batch.microbatch import BatchSpec, Replicate, Split
 from penstock.execute.control.collectives import Control
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import error_of, float_layers, float_task, on_ranks, square_loss, step_task, token_task
+from tests.local_wires import ordered
 
 CASES = {
     "a line": ("1f1b", {}),
@@ -202,7 +203,7 @@ def test_a_pipeline_is_equal_to_one_process_in_whichever_order_messages_arrive()
             pipeline.close()
             return outcomes[0]
 
-        found = on_ranks(3, case, order_seed=seed)
+        found = on_ranks(3, case, connect=ordered(seed))
         assert all(torch.equal(outcome.result.loss, expected.loss) for outcome in found), f"order_seed={seed}"
         for outcome in found:
             for name in outcome.gradients:

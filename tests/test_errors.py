@@ -14,6 +14,7 @@ from penstock.errors import (
     Violation,
     count_of,
     described,
+    listed,
     nearest,
 )
 
@@ -106,3 +107,11 @@ def test_a_wrong_value_is_shown_short_and_with_its_type(value, text):
 )
 def test_a_number_stands_with_its_noun(number, noun, text):
     assert count_of(number, noun) == text
+
+
+def test_names_are_listed_up_to_a_number_with_the_count_of_the_others():
+    names = [f"n{number}" for number in range(12)]
+
+    assert listed(names[:10]) == "n0, n1, n2, n3, n4, n5, n6, n7, n8, n9"
+    assert listed(names) == "n0, n1, n2, n3, n4, n5, n6, n7, n8, n9 and 2 more"
+    assert listed(names[:3], 2, separator=" ", quoted=repr) == "'n0' 'n1' and 1 more"

@@ -29,6 +29,7 @@ from tests.local_pipelines import (
     values,
     zero,
 )
+from tests.local_wires import ordered
 from tests.mesh_pipelines import (
     FLOAT,
     MICROBATCHES,
@@ -94,7 +95,7 @@ def test_two_routes_and_folded_ones_train_as_in_one_process(schedule, setting):
 @pytest.mark.parametrize("seed", range(4))
 def test_messages_in_any_order_give_the_same(seed, setting):
     job = Job([8, 8])
-    ranks = on_mesh(2, 2, lambda places: train(places, job, "zbv", 2), order_seed=seed)
+    ranks = on_mesh(2, 2, lambda places: train(places, job, "zbv", 2), connect=ordered(seed))
 
     assert difference(ranks, train_alone(job, 2), num_replicas=2) == []
 

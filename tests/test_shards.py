@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 import penstock as ps
 from penstock.ir.operations import Op
 from tests.local_pipelines import PATIENCE_S, WIDTH, block, settle, values
+from tests.local_wires import ordered
 from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, layers_of, on_mesh, on_pipelines, pipeline_of, train
 from tests.sharded_pipelines import (
     ALL,
@@ -91,7 +92,7 @@ def test_messages_in_any_order_give_the_same(seed):
     job = Job([8, 8, 8])
 
     def gradients(order_seed):
-        ranks = on_mesh(2, 3, lambda at: train(at, job, "zbv", 2, adamw, **ONE), order_seed=order_seed)
+        ranks = on_mesh(2, 3, lambda at: train(at, job, "zbv", 2, adamw, **ONE), connect=ordered(order_seed))
         return [own.weights for own in ranks]
 
     for one, other in zip(gradients(None), gradients(seed), strict=True):

@@ -19,7 +19,7 @@ A message says where, what, what was expected, and the fix.
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -212,6 +212,14 @@ def hint_of_limit(reason: str) -> str:
 def described(value: object) -> str:
     """Return a value as a message about a wrong one names it: shortened, and with its type."""
     return "None" if value is None else f"{shortened(value)} of type {type(value).__name__}"
+
+
+def listed(
+    names: Sequence[str], most: int = MAX_SHOWN, *, separator: str = ", ", quoted: Callable[[str], str] = str
+) -> str:
+    """Return the first names one after the other, and how many more there are: `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{separator.join(map(quoted, names[:most]))}{more}"
 
 
 def count_of(number: int, noun: str) -> str:

@@ -5,8 +5,8 @@ Each function under `plant` takes what the name stands for, and returns what it 
 
 import torch
 
+from penstock.execute.transport.backend_links import QueuedMessage
 from penstock.execute.transport.device_queue import _Followed
-from penstock.execute.transport.pending import QueuedMessage
 from penstock.execute.values.layouts import decode_layout
 from tests.emulated.checker import FREED, HANG, UNORDERED
 from tests.emulated.planting import does_nothing, table
@@ -118,7 +118,7 @@ def _(original):
 plant(
     "the host does not wait for a message",
     "host_waits_for_receives",
-    f"{TRANSPORT}pending:QueuedMessage.wait",
+    f"{TRANSPORT}backend_links:QueuedMessage.wait",
     *NOT_RECEIVED,
     make=lambda original: (
         lambda message, deadline_s: None if _is_data(message.tensor) else original(message, deadline_s)
@@ -179,28 +179,33 @@ def _(original):
 @plant(
     "messages are posted on a stream that waits for nothing",
     "following",
-    f"{TRANSPORT}torch_dist:TorchTransport._queued",
+    f"{TRANSPORT}backend_links:BackendLink.send",
     UNORDERED,
     "addmm",
     "send to",
 )
 def _(original):
-    def queued(transport, ticket, tensor, tag):
-        if not (ticket.is_send and _is_data(tensor)):
-            return original(transport, ticket, tensor, tag)
+    def send(link, tensor):
+        if not _is_data(tensor):
+            return original(link, tensor)
         with torch.Stream("emu"):
-            return original(transport, ticket, tensor, tag)
+            return original(link, tensor)
 
-    return queued
+    return send
 
 
-plant(
+@plant(
     "one communicator carries both directions",
     "host_waits_for_receives",
-    f"{TRANSPORT}links:Links.between",
+    f"{TRANSPORT}torch_dist:connect_devices",
     HANG,
-    make=lambda original: lambda links, source, destination, tag: original(links, 0, 1, tag),
 )
+def _(original):
+    def connect(*place, **options):
+        upward, _, *sums = original(*place, **options)
+        return [upward, upward, *sums]
+
+    return connect
 
 
 @plant("messages arrive in one buffer", "following", f"{TRANSPORT}messages:empty_in_order", *NOT_RECEIVED)

@@ -10,7 +10,7 @@ from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from tests.proofs.tables import schedule_of, with_orders
 
-DEFAULT_ORDER = ("posted", "rendezvous", "buffered(1)", "pair_fifo")
+DEFAULT_ORDER = ("posted", "rendezvous", "pair_fifo")
 """The transports that share one lowering."""
 
 

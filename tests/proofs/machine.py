@@ -50,8 +50,7 @@ def machine(program, orders, model):
         return PairQueues(program, orders)
     if model == "coalesced":
         return Groups(program, orders)
-    capacities = {"posted": 10**9, "rendezvous": 0}
-    return Channels(program, orders, capacities[model] if model in capacities else int(model[len("buffered(") : -1]))
+    return Channels(program, orders, {"posted": 10**9, "rendezvous": 0}[model])
 
 
 # ---- what must be there

@@ -18,7 +18,7 @@ from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.held import Held, held_of
 from penstock.checkpoints.optimizer_state import OptimizerContent, optimizer_content
 from penstock.checkpoints.shards import ITEM_BYTES, dtype_name
-from penstock.errors import MAX_SHOWN, CheckpointError, NotSaved, nearest
+from penstock.errors import CheckpointError, NotSaved, listed, nearest
 from penstock.execute.model_part import ModelPart
 from penstock.execute.transport.places import Places
 from penstock.pipeline import Pipeline
@@ -191,15 +191,13 @@ def require_same_names(where: Path, found: Collection[str], wanted: Collection[s
     """Refuse tensors whose names are not those of the model, of all ranks together. Raises: CheckpointError."""
     if missing := sorted(set(wanted) - set(found)):
         raise CheckpointError(
-            f"{where}: is of another model: it has no {_listed(missing)}.{nearest(missing[0], found)} {SAME_MODEL}"
+            f"{where}: is of another model: it has no {listed(missing, quoted=repr)}."
+            f"{nearest(missing[0], found)} {SAME_MODEL}"
         )
     if strange := sorted(set(found) - set(wanted)):
-        raise CheckpointError(f"{where}: is of another model, which also has {_listed(strange)}. {SAME_MODEL}")
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return f"{', '.join(map(repr, names[:MAX_SHOWN]))}{more}"
+        raise CheckpointError(
+            f"{where}: is of another model, which also has {listed(strange, quoted=repr)}. {SAME_MODEL}"
+        )
 
 
 def _description(name: str, held: Held) -> tuple[str, list[int]]:

@@ -20,7 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--transport",
         metavar="MODEL",
-        help="prove the program under posted (default), rendezvous, buffered(n), pair_fifo, coalesced, or all; a "
+        help="prove the program under posted (default), rendezvous, pair_fifo, coalesced, or all; a "
         "schedule is lowered for it first",
     )
     parser.add_argument("--costs", metavar="COSTS", help="how large activations and all else are, for a limit in bytes")

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import numpy as np
 
 from penstock.cli.conclusion import busy_line, headline, next_step, options_of, who_of
-from penstock.errors import MAX_SHOWN
+from penstock.errors import listed
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import split_text
 from penstock.searching.advice import Advice, advice_of
@@ -133,7 +133,7 @@ def _idle_table(diagnosis: Diagnosis, screen: Screen) -> str:
 def _early_weights_table(diagnosis: Diagnosis, screen: Screen) -> Iterator[str]:
     """One row per stage that computes a notable share of its weight gradients in I; nothing where none does."""
     rows = [
-        [str(stage), format_share(1 - early.share), _shares(early.rungs), _listed(early.names)]
+        [str(stage), format_share(1 - early.share), _shares(early.rungs), listed(early.names)]
         for stage, early in sorted(diagnosis.recorded.early_weights.items())
         if early.share >= SMALLEST_EARLY_SHARE
     ]
@@ -152,11 +152,6 @@ def _shares(rungs: Mapping[str, float]) -> str:
     """The shares of weights by what their gradients wait, the largest first."""
     ordered = sorted(rungs.items(), key=lambda item: -item[1])
     return ", ".join(f"{rung} {share:.0%}" for rung, share in ordered)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return ", ".join(names[:MAX_SHOWN]) + more
 
 
 def _changes_tables(diagnosis: Diagnosis, advice: Advice, screen: Screen) -> Iterator[str]:

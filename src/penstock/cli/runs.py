@@ -1,12 +1,12 @@
 """`penstock runs`: runs side by side, as a table or as curves."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from typing import Any
 
 from penstock.cli.output import complain
 from penstock.cli.pictures import TABLE, Output, add_result_arguments
 from penstock.cli.status import ExitStatus
+from penstock.errors import listed
 from penstock.tables import Column, Screen, table_text
 
 SUMMARY = "List runs side by side, or draw their losses."
@@ -69,7 +69,7 @@ def _table(runs: Any, screen: Screen) -> str:
             _shown(each.tokens_per_s, ",.0f"),
             _shown(each.last("bubble_fraction"), ".1%"),
             format_bytes(int(max(each.peak_bytes))) if each.peak_bytes else "-",
-            _shortened(settings),
+            listed(settings, MOST_SHOWN, separator=" "),
         ]
         for each, settings in zip(runs, found, strict=True)
     ]
@@ -80,11 +80,6 @@ def _table(runs: Any, screen: Screen) -> str:
 
 def _shown(value: float | None, format: str) -> str:
     return "-" if value is None else f"{value:{format}}"
-
-
-def _shortened(settings: Sequence[str]) -> str:
-    more = f" and {len(settings) - MOST_SHOWN} more" if len(settings) > MOST_SHOWN else ""
-    return " ".join(settings[:MOST_SHOWN]) + more
 
 
 def _json(runs: Any) -> str:
@@ -117,7 +112,11 @@ def _curves(runs: Any, arguments: Namespace, format: str) -> bytes:
 
     curves = [
         RunCurve(
-            each.name, each.curve("loss"), each.curve("held_out_loss"), each.curve("tokens_per_s"), _shortened(own)
+            each.name,
+            each.curve("loss"),
+            each.curve("held_out_loss"),
+            each.curve("tokens_per_s"),
+            listed(own, MOST_SHOWN, separator=" "),
         )
         for each, own in zip(runs, differences(runs), strict=True)
     ]

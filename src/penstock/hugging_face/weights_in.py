@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.checkpoints.shards import DTYPES
-from penstock.errors import MAX_SHOWN, CheckpointError, described, nearest
+from penstock.errors import CheckpointError, described, listed, nearest
 from penstock.hugging_face.model_folder import stored_in_folder
 from penstock.hugging_face.stored import Stored
 from penstock.hugging_face.undocumented import (
@@ -237,6 +237,4 @@ def _other_shape(
 
 
 def _listed(names: Iterable[str], quoted: Callable[[str], str] = repr) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return f"{', '.join(map(quoted, names[:MAX_SHOWN]))}{more}"
+    return listed(sorted(names), quoted=quoted)

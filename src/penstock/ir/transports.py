@@ -4,15 +4,12 @@ In every model a computation waits for the messages that it consumes, and a tied
 for all their ranks. A channel is the in-order queue of messages from one rank to one other.
 """
 
-import re
 from dataclasses import dataclass
 
 from penstock.errors import ConfigError, described, nearest, shortened
 
 ALL = "all"
 """Stands for every model."""
-_BUFFERED = re.compile(r"buffered\b(.*)", re.DOTALL)
-_CAPACITY = re.compile(r"\(([1-9][0-9]{0,8})\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +20,6 @@ class TransportModel:
     meaning: str
     backend: str
     """Which backend obeys it."""
-    capacity: int | None = None
-    """How many messages of a channel may be sent ahead of their receives; None where sends never block."""
 
     def __str__(self) -> str:
         return self.name
@@ -39,7 +34,6 @@ RENDEZVOUS = TransportModel(
     "rendezvous",
     "A send blocks until its receive is posted.",
     "MPI's MPI_Ssend, and MPI_Send for large messages",
-    capacity=0,
 )
 PAIR_FIFO = TransportModel(
     "pair_fifo",
@@ -55,18 +49,9 @@ COALESCED = TransportModel(
 )
 
 
-def buffered(capacity: int) -> TransportModel:
-    """Return the model in which a channel holds `capacity` messages whose receives are not posted yet."""
-    return TransportModel(
-        f"buffered({capacity})",
-        "A send blocks while n messages of its channel are sent and no receive is posted for them.",
-        "MPI_Send for small messages, and any queue with room for n messages",
-        capacity=capacity,
-    )
-
-
-MODELS = (POSTED, RENDEZVOUS, buffered(1), PAIR_FIFO, COALESCED)
-"""Every model. What passes `rendezvous` passes every `buffered(n)` and `posted`: a buffer only takes waits away."""
+MODELS = (POSTED, RENDEZVOUS, PAIR_FIFO, COALESCED)
+"""Every model. A program that passes `rendezvous` passes with any buffer, and `posted`: a buffer only takes waits away.
+"""
 
 
 def find_transports(name: str) -> tuple[TransportModel, ...]:
@@ -82,19 +67,11 @@ def find_transports(name: str) -> tuple[TransportModel, ...]:
         return MODELS
     if name in known:
         return (known[name],)
-    sized = _BUFFERED.match(name)
-    if sized is None:
-        hint = nearest(name, [*known, ALL])
-        raise ConfigError(f"unknown transport {shortened(name)}; known: {_names()}.{hint}", key="transport")
-    capacity = _CAPACITY.fullmatch(sized[1])
-    if capacity is None:
-        raise ConfigError(
-            f"{shortened(name)}; expected a number of messages from 1 to 999999999, as in 'buffered(2)'. "
-            "Without a buffer the transport is 'rendezvous'",
-            key="transport",
-        )
-    return (buffered(int(capacity[1])),)
+    hint = nearest(name, [*known, ALL])
+    if name.startswith("buffered"):
+        hint = " Use 'rendezvous': a program that passes it passes with any buffer"
+    raise ConfigError(f"unknown transport {shortened(name)}; known: {_names()}.{hint}", key="transport")
 
 
 def _names() -> str:
-    return ", ".join([*(model.name.replace("(1)", "(n)") for model in MODELS), ALL])
+    return ", ".join([*(model.name for model in MODELS), ALL])

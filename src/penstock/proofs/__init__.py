@@ -100,7 +100,7 @@ def check(
     """Prove that a schedule or program can run; return what was learnt on the way.
 
     A program is proved under the model `transport` of how messages travel (`ir.transports`): `posted`, `rendezvous`,
-    `buffered(n)`, `pair_fifo`, `coalesced`, or `all` of them. `memory_limit` is what a rank may hold, for all ranks or
+    `pair_fifo`, `coalesced`, or `all` of them. `memory_limit` is what a rank may hold, for all ranks or
     one per rank: bytes, as `"20GiB"` or a number, for which `costs` say how large activations are;
     `"6 microbatches"`, of which each leaves an activation for every stage and slice that a rank runs of it; or
     `"12 activations"`. Bytes that costs do not give count as 0, and those of messages are counted in programs alone.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from penstock.ir.deps import NONE
 from penstock.ir.operations import IS_SEND, Op
 from penstock.ir.program import Program
-from penstock.ir.transports import COALESCED, MODELS, PAIR_FIFO, TransportModel
+from penstock.ir.transports import COALESCED, MODELS, PAIR_FIFO, RENDEZVOUS, TransportModel
 from penstock.ir.walk import NOT_RUN, Walk, walk
 from penstock.proofs.channels import Messages, find_exchanges
 from penstock.proofs.collectives import Barrier
@@ -63,7 +63,7 @@ class Machine:
         is_queued = model in (PAIR_FIFO, COALESCED)
         self._keep(subject.program, traffic.barriers, sends_block=not is_queued)
         if not is_queued:
-            self._add_channels(model.capacity)
+            self._add_channels(sends_block=model == RENDEZVOUS)
             ends = np.empty((0, 2), np.int64)
         elif model == PAIR_FIFO:
             ends = self._add_pair_queues()
@@ -115,22 +115,14 @@ class Machine:
         self.joined = np.concatenate([self.joined, np.zeros(len(waits), np.bool_)])
         self.offsets = np.concatenate([self.offsets, first + np.cumsum(lengths)])
 
-    def _add_channels(self, capacity: int | None) -> None:
-        """Let consumers wait for their send, and a send for the receive of the message that is `capacity` before it."""
+    def _add_channels(self, *, sends_block: bool) -> None:
+        """Let consumers wait for their send, and a send that blocks until its receive is reached."""
         messages = self.messages
-        self._wait(messages.consumer, self.lane_row[messages.send])
-        if capacity is None:
-            return
-        index = np.arange(len(messages.send))
-        gate = index - capacity
-        channel = messages.channel(self.subject)
-        gated = gate >= 0
-        # Messages are sorted by channel: the gate counts only if it is on the same one.
-        gated[gated] = channel[gate[gated]] == channel[index[gated]]
-        receives = messages.receive[gate[gated]]
-        sends = self.lane_row[messages.send[gated]]
-        self.waits[sends, 0] = self.last_before(receives)
-        self.ends[sends, 0] = receives
+        sends = self.lane_row[messages.send]
+        self._wait(messages.consumer, sends)
+        if sends_block:
+            self.waits[sends, 0] = self.last_before(messages.receive)
+            self.ends[sends, 0] = messages.receive
 
     def _add_pair_queues(self) -> Places:
         """Add a lane per pair of ranks, whose n-th row is the match of the n-th entries; return those of exchanges.

@@ -11,6 +11,7 @@ from penstock.execute.control.collectives import HEAD_BYTES, LENGTH, Control
 from penstock.execute.transport.protocol import Tag
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import error_of, float_task, on_ranks, step_task
+from tests.local_wires import ordered
 from tests.mesh_pipelines import on_mesh
 
 ROOM = HEAD_BYTES - LENGTH.size
@@ -33,7 +34,7 @@ def test_collectives_keep_their_order_in_whichever_order_messages_arrive(seed):
             found.append((total, control.all_gather_object(["y" * 2000, wires.rank, number])[2][1:]))
         return found
 
-    assert on_ranks(3, case, order_seed=seed) == [[(3, [2, 0]), (6, [2, 1]), (9, [2, 2])]] * 3
+    assert on_ranks(3, case, connect=ordered(seed)) == [[(3, [2, 0]), (6, [2, 1]), (9, [2, 2])]] * 3
 
 
 def test_a_collective_may_last_as_long_as_waits_may_when_it_begins():

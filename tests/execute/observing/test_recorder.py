@@ -15,12 +15,14 @@ from penstock.execute.observing.clock import Clock
 from penstock.execute.observing.observer import observed
 from penstock.execute.observing.recorder import DeviceRecorder, Recorder, recorder_for
 from penstock.execute.step import Bound
+from penstock.execute.transport.device_queue import await_device
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, float_task, on_ranks, step_task
 
 FAR_S = 1000.0
+WAIT = partial(await_device, rank=0, deadline_s=20.0)
 
 
 def run(recorder, row, call, awaits=None):
@@ -186,7 +188,7 @@ class EventStandIn:
 
 
 def recorder_of(device, num_rows):
-    return DeviceRecorder(range(num_rows), Clock(device.read, "host"), device.event, rank=0, deadline_s=20.0)
+    return DeviceRecorder(range(num_rows), Clock(device.read, "host"), device.event, WAIT)
 
 
 def test_work_is_measured_when_the_device_does_it_and_not_when_the_host_queues_it():
@@ -222,7 +224,7 @@ def test_a_device_without_timed_events_leaves_the_recording_out():
     def lacks():
         raise RuntimeError("mps does not support timing")
 
-    recorder = DeviceRecorder(range(1), Clock(), lacks, rank=0, deadline_s=20.0)
+    recorder = DeviceRecorder(range(1), Clock(), lacks, WAIT)
 
     recorder.attempt(recorder.begin, None)
 

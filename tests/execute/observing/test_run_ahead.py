@@ -1,5 +1,7 @@
 """The host runs at most so many computations ahead of its device, and does not wait for ever."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from penstock.execute.observing.observer import observed
 from penstock.execute.observing.run_ahead import Throttle, throttle_for
 from penstock.execute.step import Bound
 from penstock.execute.transport import LocalTransport
+from penstock.execute.transport.device_queue import await_device
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
@@ -49,8 +52,10 @@ class Place:
         return self.device.num_done >= self.place
 
 
-def throttled(device, limit, program, **options):
-    throttle = Throttle(limit, device.marker, read_clock=lambda: device.now_s, pause=device.pause, **options)
+def throttled(device, limit, program, rank=0, deadline_s=60.0, **options):
+    options |= {"read_clock": lambda: device.now_s, "pause": device.pause}
+    wait = partial(await_device, rank=rank, deadline_s=deadline_s, **options)
+    throttle = Throttle(limit, device.marker, wait)
     bounds = [Bound(row, device.compute) for row in range(int(program.offsets[1]))]
     return throttle, observed([throttle], program, bounds)
 

@@ -1,6 +1,7 @@
 """A send takes what was left for it, and releases those before it that were used; a receive is only posted."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import penstock
 from penstock.errors import PipelineError
 from penstock.execute.ops import HANDLERS
 from penstock.execute.ops.messages import send_backward, send_forward
-from penstock.execute.transport import TorchTransport, links
+from penstock.execute.transport import TorchTransport
 from penstock.execute.values.version_guard import VersionGuard
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
@@ -137,8 +138,9 @@ def test_a_send_over_gloo_is_no_more_frames_from_the_loop():
 
 def over_gloo(rank):
     transport, task = TorchTransport(deadline_s=30.0, is_direct=False), float_task(4)
-    link = Looking(transport._links.upward)
-    transport._links = links.Links(link, link, link)
+    link = Looking(transport._backends[0])
+    for key, found in transport._links.items():
+        transport._links[key] = replace(found, outgoing=link)
     pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=transport)
     step_task(pipeline, task)
     link.seen.clear()

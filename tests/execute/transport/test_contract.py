@@ -19,6 +19,7 @@ from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport import LocalTransport, TorchTransport
 from tests.local_pipelines import error_of
+from tests.local_wires import ordered, slow
 from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
 
 pytestmark = pytest.mark.alone
@@ -627,7 +628,7 @@ def exchange_in_any_order(transport, log):
 
 
 def log_of(order_seed):
-    transports = LocalTransport.create(3, PATIENCE_S, order_seed=order_seed)
+    transports = ordered(order_seed)(3, PATIENCE_S)
     logs = [[] for _ in transports]
     with ThreadPoolExecutor(3) as threads:
         for future in [threads.submit(exchange_in_any_order, *each) for each in zip(transports, logs, strict=True)]:
@@ -645,7 +646,7 @@ def test_an_order_seed_alone_decides_in_which_order_local_messages_arrive():
 
 
 def test_a_failure_names_the_order_seed_and_a_rank_that_is_gone_holds_nobody_up():
-    left, right = LocalTransport.create(2, 0.3, order_seed=17)
+    left, right = ordered(17)(2, 0.3)
     sent, received = left.post_send(1, torch.ones(1)), torch.zeros(1)
     right.wait(right.post_receive(0, received))  # rank 0 does not wait
     left.wait(sent)
@@ -669,7 +670,7 @@ def test_local_ends_that_disagree_on_shape_fail_on_both_sides():
 @pytest.mark.slow
 def test_whoever_waits_when_a_slow_message_is_posted_gets_it_when_it_comes():
     """Nothing else happens on the wires that could wake the receiver."""
-    left, right = LocalTransport.create(2, 5.0, delay_s=lambda source, destination: 0.3)
+    left, right = slow(lambda *ends, num_bytes: 0.3)(2, 5.0)
     received = torch.zeros(1)
     is_waiting = threading.Event()
 
@@ -689,15 +690,15 @@ def test_whoever_waits_when_a_slow_message_is_posted_gets_it_when_it_comes():
 
 
 def test_a_slow_local_channel_delays_only_its_own_messages():
-    left, right = LocalTransport.create(2, 1.0, delay_s=lambda source, destination: 0.1 if source == 0 else 0.0)
+    left, right = slow(lambda source, destination, num_bytes: 0.1 if source == 0 else 0.0)(2, 1.0)
     begin_s = time.monotonic()
     left.post_send(1, torch.tensor([1.0]))
     right.post_send(0, torch.tensor([2.0]))
 
     fast = receive(left, 1, torch.zeros(1))
     fast_s = time.monotonic() - begin_s
-    slow = receive(right, 0, torch.zeros(1))
-    slow_s = time.monotonic() - begin_s
+    late = receive(right, 0, torch.zeros(1))
+    late_s = time.monotonic() - begin_s
 
-    assert (fast.item(), slow.item()) == (2.0, 1.0)
-    assert fast_s < 0.1 <= slow_s
+    assert (fast.item(), late.item()) == (2.0, 1.0)
+    assert fast_s < 0.1 <= late_s

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from penstock.errors import DeadlineExceeded, PeerLost
-from penstock.execute.transport import Ticket, TorchTransport, links, torch_dist
+from penstock.execute.transport import Ticket, TorchTransport
+from penstock.execute.transport.backend_links import BackendLink, QueuedMessage
 from penstock.execute.transport.device_queue import DeviceQueue, await_device, device_queue_of
-from penstock.execute.transport.pending import QueuedMessage
 from penstock.execute.transport.protocol import Tag
 from penstock.execute.transport.rank_names import RankNames
 from penstock.pipeline import Pipeline
@@ -327,7 +327,7 @@ class Together(Link):
 def abort_of_two(rank):
     transport, aborts = TorchTransport(deadline_s=DEADLINE_S), threading.Barrier(2)
     up, down = Together(aborts), Together(aborts)
-    transport._links, transport._sockets = links.Links(up, down, None), torch_dist.NO_SOCKETS
+    transport._backends = [up, down]
     transport.abort()
     return aborts.broken
 
@@ -340,7 +340,7 @@ def with_stand_in(rank):
     device, link, transport = Device(), Link(), TorchTransport(deadline_s=DEADLINE_S)
     transport.names = RankNames.plain(9)
     transport._device, transport._queued_tags = torch.device("cuda"), [Tag.DATA]
-    transport._links, transport._sockets = links.Links(link, link, link), torch_dist.NO_SOCKETS
+    transport._links[3, Tag.DATA] = BackendLink(3, Tag.DATA, link, link, transport._on_device)
     transport.device_queue = queue = DeviceQueue(
         transport, transport._open, device.marker, read_clock=lambda: device.now_s
     )

@@ -1,20 +1,198 @@
-"""Which backend carries a message; `test_contract.py` and tests/emulated have them between ranks."""
+"""The contract of links: every test here runs on packets, shared memory, gloo, and NCCL where there are two GPUs."""
 
-from penstock.execute.transport.links import NO_LINKS, Links
+import gc
+import socket
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.execute.transport.backend_links import BackendLink, GlooWaiter, QueuedMessage
+from penstock.execute.transport.links import CLOSED, BySize, LinkClosed, MessageLate
 from penstock.execute.transport.protocol import Tag
+from penstock.execute.transport.shared_memory import ROOM_BYTES
+from penstock.execute.transport.sockets import DirectSocket
+from penstock.execute.undocumented_backends import device_backend, gloo, is_timeout
+from tests.execute.transport.test_sockets import through_memory
+
+PATIENCE_S = 20.0
+SOON_S = 5.0
+KINDS = ["packets", "shared memory", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 
 
-def test_data_has_a_communicator_for_each_direction_and_control_one_of_its_own():
-    links = Links("up", "down", "control", "sums")
+class Pair:
+    """Both ends of one link, their devices, and what ends one."""
 
-    assert links.between(0, 2, Tag.DATA) == "up"
-    assert links.between(2, 0, Tag.DATA) == "down"
-    assert links.between(0, 2, Tag.CONTROL) == links.between(2, 0, Tag.CONTROL) == "control"
+    def __init__(self, kind):
+        self.kind = kind
+        self.devices = [torch.device("cuda", end) if kind == "nccl" else torch.device("cpu") for end in (0, 1)]
+        self.closes = []
+        self.ends = SOCKETS[kind](self) if kind in SOCKETS else over_backends(self, kind)
+
+    def close(self, end):
+        self.closes[end]()
+        self.closes[end] = lambda: None
+        self.ends[end] = None  # gloo's sockets close when nobody holds the backend
+
+    def on(self, end, value):
+        return torch.as_tensor(value).to(self.devices[end])
 
 
-def test_each_backend_is_listed_once_to_be_closed():
-    gloo = object()
+def over_sockets(make):
+    def ends(pair):
+        made = make(*socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        pair.closes = [end.close for end in made]
+        return made
 
-    assert Links(gloo, gloo, gloo).distinct() == [gloo]
-    assert len(Links(object(), object(), None, object()).distinct()) == 3
-    assert NO_LINKS.distinct() == []
+    return ends
+
+
+SOCKETS = {
+    "packets": over_sockets(lambda *connections: [DirectSocket(each) for each in connections]),
+    "shared memory": over_sockets(through_memory),
+}
+
+
+def over_backends(pair, kind):
+    if kind == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL connects two GPUs")
+    store = dist.HashStore()
+
+    def connect(end):
+        if kind == "nccl":
+            backend = device_backend(pair.devices[end], store, end, 2, timedelta(seconds=PATIENCE_S))
+            return backend, QueuedMessage
+        return gloo(store, end, 2, PATIENCE_S), GlooWaiter().message
+
+    with ThreadPoolExecutor(2) as threads:
+        made = [future.result() for future in [threads.submit(connect, end) for end in (0, 1)]]
+    pair.closes = [backend.abort for backend, _ in made]
+    return [BackendLink(1 - end, Tag.DATA, backend, backend, message) for end, (backend, message) in enumerate(made)]
+
+
+@pytest.fixture(params=KINDS)
+def pair(request):
+    made = Pair(request.param)
+    yield made
+    for end in (0, 1):
+        made.close(end)
+
+
+def wait(*posted):
+    for each in posted:
+        if each is not None:
+            each.wait(PATIENCE_S)
+
+
+VALUES = [
+    torch.tensor([True, False, True]),
+    torch.tensor([-(2**40), 7]),
+    torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    torch.tensor(3.25),
+    torch.arange(10_000.0),
+    torch.zeros(0, 4),
+    torch.arange(100_000.0),
+]
+NOT_CARRIED = {"packets": 100_000, "shared memory": 0}
+"""The elements of the value that goes over the other of both, by its size (`BySize`)."""
+
+
+def test_messages_of_every_type_and_size_arrive_in_the_order_of_posting_both_ways(pair):
+    for source in (0, 1):
+        sent = [pair.on(source, value) for value in VALUES if value.numel() != NOT_CARRIED.get(pair.kind)]
+        received = [torch.zeros_like(value, device=pair.devices[1 - source]) for value in sent]
+
+        arriving = [pair.ends[1 - source].receive(room) for room in received]
+        leaving = [pair.ends[source].send(value) for value in sent]
+        wait(*reversed(arriving), *leaving)
+
+        assert all(torch.equal(got.cpu(), value.cpu()) for got, value in zip(received, sent, strict=True))
+
+
+def test_a_message_is_over_once_it_was_waited_for_and_a_second_wait_returns(pair):
+    room = torch.zeros(2, device=pair.devices[1])
+    arriving, leaving = pair.ends[1].receive(room), pair.ends[0].send(pair.on(0, [1.0, 2.0]))
+
+    wait(arriving, leaving)
+
+    assert room.tolist() == [1.0, 2.0]
+
+
+def test_a_tensor_lives_until_it_has_left(pair):
+    sent = pair.on(0, torch.full((10_000,), 7.0))
+    alive = weakref.ref(sent)
+    leaving = pair.ends[0].send(sent)
+    del sent
+    gc.collect()
+    assert leaving is None or alive() is not None or hasattr(leaving, "tensor")
+    torch.full((10_000,), -1.0)
+    room = torch.zeros(10_000, device=pair.devices[1])
+
+    wait(pair.ends[1].receive(room), leaving)
+
+    assert room.unique().tolist() == [7.0]
+
+
+def test_a_tensor_with_a_graph_is_sent_by_value(pair):
+    room = torch.zeros(2, device=pair.devices[1])
+    arriving = pair.ends[1].receive(room)
+
+    wait(arriving, pair.ends[0].send(pair.on(0, torch.ones(2)).requires_grad_() * 3))
+
+    assert room.tolist() == [3.0, 3.0]
+    assert not room.requires_grad
+
+
+def test_a_message_that_does_not_come_ends_the_wait_at_its_limit(pair):
+    arriving = pair.ends[1].receive(torch.zeros(1, device=pair.devices[1]))
+    begin_s = time.monotonic()
+
+    with pytest.raises(RuntimeError) as caught:
+        arriving.wait(0.2)
+
+    assert 0.2 <= time.monotonic() - begin_s < SOON_S
+    assert isinstance(caught.value, MessageLate) or is_timeout(caught.value)
+
+
+def test_a_wait_ends_soon_when_the_peer_has_gone(pair):
+    arriving = pair.ends[1].receive(torch.zeros(1, device=pair.devices[1]))
+    begin_s = time.monotonic()
+    threading.Timer(0.1, pair.close, (0,)).start()
+
+    with pytest.raises(RuntimeError):
+        arriving.wait(PATIENCE_S)
+
+    assert time.monotonic() - begin_s < SOON_S
+
+
+# ---- which link a message takes
+
+
+class Noting:
+    def __init__(self, name):
+        self.name = name
+
+    def send(self, tensor):
+        return f"{self.name} sends {tensor.nbytes}"
+
+    def receive(self, tensor):
+        return f"{self.name} receives {tensor.nbytes}"
+
+
+@pytest.mark.parametrize(("num_bytes", "name"), [(0, "small"), (64, "small"), (65, "large"), (2 * ROOM_BYTES, "large")])
+def test_size_alone_decides_at_both_ends_which_link_a_message_takes(num_bytes, name):
+    link, tensor = BySize(Noting("small"), Noting("large"), 64), torch.empty(num_bytes, dtype=torch.uint8)
+
+    assert link.send(tensor) == f"{name} sends {num_bytes}"
+    assert link.receive(tensor) == f"{name} receives {num_bytes}"
+
+
+def test_a_rank_that_has_aborted_has_no_link():
+    for post in (CLOSED.send, CLOSED.receive):
+        with pytest.raises(LinkClosed, match="this rank has aborted or closed its connections"):
+            post(torch.zeros(1))

@@ -16,9 +16,11 @@ import torch
 from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport import TorchTransport, rendezvous, shared_memory
+from penstock.execute.transport.links import CLOSED
+from penstock.execute.transport.protocol import Tag
 from penstock.execute.transport.rendezvous import MAX_PACKET_BYTES, Listener, SocketKey, connect_all
 from penstock.pipeline import Pipeline
-from tests.ranks import RankPool
+from tests.ranks import RankPool, run_ranks
 
 PATIENCE_S = 20.0
 TAGS = (0, 1)
@@ -59,10 +61,9 @@ def connect(rank, exchange):
 
 
 def read(end, like):
-    arriving = end.post(torch.empty_like(like))
-    while not end.has_arrived(arriving):
-        end.wait_readable(PATIENCE_S)
-    return arriving.tensor
+    room = torch.empty_like(like)
+    end.receive(room).wait(PATIENCE_S)
+    return room
 
 
 def close_all(ranks):
@@ -92,10 +93,10 @@ def test_size_decides_which_way_a_message_takes():
     left, right = connected(2)
 
     assert left.max_packet_bytes == right.max_packet_bytes == MAX_PACKET_BYTES
-    assert left.of(1, 0, MAX_PACKET_BYTES) is left.by_key[1, 0, False]
-    assert left.of(1, 0, MAX_PACKET_BYTES + 1) is left.by_key[1, 0, True]
-    assert left.of(1, 0, 10 * shared_memory.ROOM_BYTES) is left.by_key[1, 0, True]
-    assert left.of(1, 0, 0) is left.by_key[1, 0, False]
+    link = left.link(1, 0, CLOSED)
+    assert link.small is left.by_key[1, 0, False]
+    assert link.large is left.by_key[1, 0, True]
+    assert link.max_small_bytes == MAX_PACKET_BYTES
     assert left.is_complete
     assert right.is_complete
     close_all([left, right])
@@ -114,6 +115,7 @@ def test_a_system_without_such_memory_has_packets_only(monkeypatch):
     assert set(right.by_key) == {SocketKey(0, tag, False) for tag in TAGS}
     assert not left.is_complete
     assert not right.is_complete
+    assert left.link(1, 0, CLOSED).large is CLOSED
     close_all([left, right])
 
 
@@ -133,6 +135,7 @@ def test_a_listener_of_another_user_gets_no_connection(monkeypatch):
     left, right = connected(2)
 
     assert left.by_key == right.by_key == {}
+    assert left.link(1, 0, CLOSED) is CLOSED
     assert not left.is_complete
     assert not right.is_complete
 
@@ -249,13 +252,47 @@ def test_a_rank_without_direct_sockets_stays_with_gloo(pool, how):
     assert pool.run(all_sizes, *how) == [(values, 2 * len(SIZES)) for values, _ in VALUES]
 
 
+def on_two_hosts(rank):
+    """Rank 2 is on a host of its own: no socket reaches it."""
+    family = socket.AF_UNIX
+    socket.AF_UNIX = -1 if rank == 2 else family
+    try:
+        transport = TorchTransport(deadline_s=PATIENCE_S)
+    finally:
+        socket.AF_UNIX = family
+    peers = [peer for peer in range(3) if peer != rank]
+    found = []
+    for tag in Tag:
+        rooms = {peer: torch.zeros(2) for peer in peers}
+        receives = {peer: transport.post_receive(peer, rooms[peer], tag) for peer in peers}
+        sends = [transport.post_send(peer, torch.full((2,), float(10 * rank + tag)), tag) for peer in peers]
+        by_gloo = [peer for peer in peers if hasattr(transport._open[receives[peer].serial], "work")]
+        for ticket in (*receives.values(), *sends):
+            transport.wait(ticket)
+        found.append((by_gloo, [room.tolist() for room in rooms.values()]))
+    transport.close()
+    return found
+
+
+@pytest.mark.slow
+def test_each_peer_has_the_link_of_its_own_for_every_tag():
+    """A rank may have peers on its own host, and others."""
+    found = run_ranks(3, on_two_hosts, timeout_s=PATIENCE_S)
+
+    for rank, by_tag in enumerate(found):
+        peers = [peer for peer in range(3) if peer != rank]
+        for tag, (by_gloo, values) in enumerate(by_tag):
+            assert by_gloo == [peer for peer in peers if 2 in (rank, peer)]
+            assert values == [[10.0 * peer + tag] * 2 for peer in peers]
+
+
 def backends_of(rank):
     made = []
     for is_direct in (True, False):
         transport = TorchTransport(deadline_s=PATIENCE_S, is_direct=is_direct)
-        made.append(len(transport._links.distinct()))
+        made.append(len(transport._backends))
         transport.recover()
-        made.append(len(transport._links.distinct()))
+        made.append(len(transport._backends))
         transport.close()
     return made
 

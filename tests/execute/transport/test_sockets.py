@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from penstock.execute.transport import shared_memory
+from penstock.execute.transport.links import LinkClosed, MessageLate, SizesDiffer
 from penstock.execute.transport.shared_memory import SharedMemory
-from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesDiffer, SocketClosed
+from penstock.execute.transport.sockets import DirectSocket
 
 PATIENCE_S = 20.0
 SIZES = {"packets": 2**14, "shared memory": 2**20}
@@ -46,10 +47,9 @@ def through_memory(*connections):
 
 
 def read(end, like):
-    arriving = end.post(torch.empty_like(like))
-    while not end.has_arrived(arriving):
-        end.wait_readable(PATIENCE_S)
-    return arriving.tensor
+    room = torch.empty_like(like)
+    end.receive(room).wait(PATIENCE_S)
+    return room
 
 
 def test_what_there_is_no_room_for_leaves_later_in_order_and_nobody_waits(pair, size):
@@ -99,37 +99,39 @@ def test_waiting_for_room_ends_when_the_peer_is_gone(pair, size):
 
     pair[1].close()
 
-    with pytest.raises(SocketClosed):
+    with pytest.raises(LinkClosed):
         leaving.wait(PATIENCE_S)
-    with pytest.raises(SocketClosed):
+    with pytest.raises(LinkClosed):
         pair[0].send(torch.zeros(1)).wait(PATIENCE_S)
 
 
 def test_messages_may_be_asked_for_in_another_order_than_they_come(pair):
     sender, receiver = pair
-    first, second = receiver.post(torch.zeros(1)), receiver.post(torch.zeros(2))
+    rooms = [torch.zeros(1), torch.zeros(2)]
+    first, second = map(receiver.receive, rooms)
     sender.send(torch.tensor([1.0]))
 
-    assert not receiver.has_arrived(second)
-    assert first.is_done
+    assert not second.is_over()
+    assert rooms[0].tolist() == [1.0]
     sender.send(torch.tensor([2.0, 3.0]))
-    assert receiver.has_arrived(second)
-    assert (first.tensor.tolist(), second.tensor.tolist()) == ([1.0], [2.0, 3.0])
+    assert second.is_over()
+    assert first.is_over()
+    assert [room.tolist() for room in rooms] == [[1.0], [2.0, 3.0]]
 
 
 def test_a_tensor_without_elements_is_a_message_like_any_other():
     sender, receiver = [DirectSocket(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
-    empty = receiver.post(torch.empty(0))
-    assert not receiver.has_arrived(empty)
+    empty = receiver.receive(torch.empty(0))
+    assert not empty.is_over()
 
     sender.send(torch.empty(0, 3))
     sender.send(torch.tensor([2.0]))
 
-    assert receiver.has_arrived(empty)
+    assert empty.is_over()
     assert read(receiver, torch.zeros(1)).item() == 2.0
     sender.send(torch.tensor([2.0]))
     with pytest.raises(SizesDiffer, match="it sent 4 bytes, expected 0"):
-        receiver.has_arrived(receiver.post(torch.empty(0)))
+        receiver.receive(torch.empty(0)).is_over()
     for end in (sender, receiver):
         end.close()
 
@@ -139,7 +141,7 @@ def test_a_message_of_another_size_is_an_error_with_both_sizes(pair, expected):
     pair[0].send(torch.zeros(2))
 
     with pytest.raises(SizesDiffer, match=f"it sent 8 bytes, expected {4 * expected}"):
-        pair[1].has_arrived(pair[1].post(torch.zeros(expected)))
+        pair[1].receive(torch.zeros(expected)).is_over()
 
 
 def test_what_was_sent_before_the_end_still_arrives(pair):
@@ -147,7 +149,7 @@ def test_what_was_sent_before_the_end_still_arrives(pair):
     pair[0].close()
 
     assert read(pair[1], torch.zeros(1)).item() == 7.0
-    with pytest.raises(SocketClosed):
-        pair[1].has_arrived(pair[1].post(torch.zeros(1)))
-    with pytest.raises(SocketClosed):
+    with pytest.raises(LinkClosed):
+        pair[1].receive(torch.zeros(1)).is_over()
+    with pytest.raises(LinkClosed):
         pair[1].send(torch.zeros(1))

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from penstock.execute.transport import LocalTransport, TorchTransport
+from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.protocol import Tag
 from penstock.placement import Placement
 from penstock.train.measuring.channels import NUM_TRIPS, SMALL_BYTES, channels_of, measure_channels
 from tests.local_pipelines import on_ranks
+from tests.local_wires import slow
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -22,23 +23,14 @@ def test_channels_are_the_ways_of_outputs_and_gradients_between_ranks():
     assert channels_of(Placement.line(1)) == []
 
 
-class SlowForLarge(LocalTransport):
-    """Wires on which a large message takes a while, and a small one none."""
-
-    def post_send(self, peer, tensor, tag=Tag.DATA):
-        delay_s = WIRE_S if tensor.nbytes > SMALL_BYTES else 0.0
-        self._hub.delay_s = lambda source, destination: delay_s
-        return super().post_send(peer, tensor, tag)
-
-
 @pytest.mark.slow
 @pytest.mark.alone
 def test_bandwidth_is_what_a_large_message_takes_longer_than_a_small_one():
     def case(wires):
-        wires.__class__ = SlowForLarge
         return measure_channels(wires, [(0, 1)], LARGE_BYTES, CPU)
 
-    [speed], [same] = on_ranks(2, case)
+    slow_for_large = slow(lambda *ends, num_bytes: WIRE_S if num_bytes > SMALL_BYTES else 0.0)
+    [speed], [same] = on_ranks(2, case, connect=slow_for_large)
 
     assert speed == same
     assert (speed.sender, speed.receiver) == (0, 1)

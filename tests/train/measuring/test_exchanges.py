@@ -13,6 +13,7 @@ from penstock.simulation.costs.replicas import of_replicas
 from penstock.simulation.costs.writing import costs_to_toml
 from penstock.train.measuring.exchanges import NUM_ROUNDS, NUM_WARM_UP_ROUNDS, Exchanges, measure_exchanges
 from penstock.train.profiling import profile_pipeline
+from tests.local_wires import slow
 from tests.mesh_pipelines import Job, on_mesh, pipeline_of
 from tests.train.local_ranks import small_layers
 from tests.train.test_profiling import dataset
@@ -71,10 +72,8 @@ def test_a_step_behind_it_is_that_of_a_pipeline_that_was_not_measured():
 def test_seconds_are_those_of_the_way_between_replicas(shard, gathers, ways):
     """A message takes a while. A sum has two, one after the other."""
 
-    def slow(pipeline):
-        pipeline.control.places.data._hub.delay_s = lambda source, destination: WIRE_S
-
-    found = on_mesh(1, 2, lambda places: measure(places, shard, slow))[0][0]
+    connect = slow(lambda *ends, num_bytes: WIRE_S)
+    found = on_mesh(1, 2, lambda places: measure(places, shard), connect=connect)[0][0]
 
     assert found.latency_s == pytest.approx(WIRE_S, rel=0.3)
     for seconds, expected in ((found.unshard_s, gathers * WIRE_S), (found.reduce_s, ways * WIRE_S)):

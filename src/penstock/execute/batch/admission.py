@@ -37,7 +37,7 @@ _MEANT_AS_TARGET = frozenset({"y", "label", "labels", "targets"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """What `step` or `evaluate` was called with on this rank."""
+    """The arguments of `step` or `evaluate` on this rank."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What this rank was given, cut; its sizes are those that hold for all ranks once they have agreed on it."""
+    """The cut batch of this rank; its sizes are those that hold for all ranks once they have agreed on it."""
 
     microbatches: list[Microbatch] = field(default_factory=list)
     """With the parts of the batch that this rank was given."""
@@ -62,9 +62,9 @@ class Batch:
     """Where a stream stood; None without one."""
     reader: Reader | None = None
     data: Call | Part = Call()
-    """What was given; of a stream, the first microbatch."""
+    """As it was given; of a stream, the first microbatch."""
     spent: Sequence[PreSplit] = ()
-    """What releases its parts when they have been used."""
+    """Those that release their parts when they have been used."""
     prefetcher: Prefetcher | None = None
     """Of data that are pulled when needed, copied to the device, or let go after their use: it fills and empties
     `slices`."""
@@ -196,7 +196,7 @@ class Admission:
         return self._num_admitted[mode.is_training] % VALUES_EVERY == 0
 
     def _values(self, mode: Mode, given: Batch) -> BatchValues | None:
-        """What the ranks compare beside shapes; tensors only now and then, so that it costs nothing to speak of."""
+        """Return the values that the ranks compare; tensors only now and then, so that it costs nothing to speak of."""
         if not self._checks_values:
             return None
         is_due = self._is_due(mode) and given.reader is None
@@ -287,7 +287,7 @@ def _stream_of(call: Call) -> Stream | None:
 
 
 def _digests(rule: BatchRule, call: Call | Part, kind: str = "") -> tuple[int, int, int]:
-    """What stands for the layouts of inputs, keyword arguments and target; 0 for what was not given."""
+    """Digest the layouts of inputs, keyword arguments and target; 0 stands for nothing given."""
     return (
         digest(kind + rule.signature(call.args, {}, None)) if call.args else 0,
         digest(kind + rule.signature((), call.kwargs, None)) if call.kwargs else 0,

@@ -73,7 +73,7 @@ class BatchRule:
         """Cut a microbatch into consecutive slices.
 
         With `allow_ragged` the first (length mod slices) slices are longer by one; without, the length must divide
-        evenly. What has no such dimension is passed whole to every slice, and so is what every microbatch gets whole.
+        evenly. Every slice gets the whole of a value that has no such dimension, or that microbatches get whole.
 
         Raises:
             PipelineError: lengths disagree, do not divide or are too short; the target has no sequence; a spec does not

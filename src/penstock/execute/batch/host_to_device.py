@@ -28,7 +28,7 @@ from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.batch.stream import copied
 from penstock.execute.transport.device_queue import await_device, held_up_of
-from penstock.execute.transport.pending import never
+from penstock.execute.transport.links import never
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.values.tree import map_leaves
 

@@ -1,4 +1,4 @@
-"""What the stages of a rank take of a batch, and where its tensors may be."""
+"""The parts of a batch that the stages of a rank take, and where its tensors may be."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from penstock.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class InputNeeds:
-    """What a rank's stages take of a batch."""
+    """The parts of a batch that a rank's stages take."""
 
     inputs: bool
     target: bool
     keywords: frozenset[str] = frozenset()
     keywords_of_all: frozenset[str] = frozenset({EVERY})
-    """What the layers of any rank take, `EVERY` among them if one may take any."""
+    """Those that the layers of any rank take, `EVERY` among them if one may take any."""
     device: torch.device | None = None
     """Where the stages compute; None: not known, so that batches are not asked for it."""
 

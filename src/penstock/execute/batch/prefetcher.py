@@ -30,11 +30,11 @@ class Prefetcher:
         self._num_pulled = 0 if source is not None else len(slices)
         self._copies = copies
         self._wholes = dict(enumerate(wholes))
-        """What may still have to go to the device."""
+        """Those that may still have to go to the device."""
         if copies is not None:
             copies.begin(len(slices), wholes)
         self.times = DataTimes() if source is None else source.times
-        """What the data have cost so far."""
+        """The cost of the data so far."""
         self.waits: Sequence[DataWait] = () if source is None else source.waits
         """When this rank waited for the data so far, on the clock of its stream's times."""
 

@@ -23,7 +23,7 @@ CopyLeaf = Callable[[Any], Any]
 
 
 class Part:
-    """What a stream yields for one microbatch, as `Pipeline.step` takes it: `ps.Part(tokens, mask=mask, target=t)`."""
+    """One microbatch of a stream, as `Pipeline.step` takes it: `ps.Part(tokens, mask=mask, target=t)`."""
 
     __slots__ = ("args", "kwargs", "target")
 
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(slots=True)
 class DataTimes:
-    """What a rank's data cost it in one step, in seconds."""
+    """The seconds that a rank's data cost it in one step."""
 
     waited_s: float = 0.0
     """Until the iterator had given what was asked of it."""
@@ -80,8 +80,8 @@ class Stream:
             pipeline.step(stream)                 takes the next `microbatches` of them
 
     The iterator gives one microbatch at a time: a tuple or list `(input, ..., target)`, or a `ps.Part`, which may have
-    keywords, or no target. `preprocess`, if any, is called with each and returns one of these. What a step does not
-    take stays for the next one. A rank with neither a first nor a last stage, nor layers that take keywords, needs
+    keywords, or no target. `preprocess`, if any, is called with each and returns one of these. A step leaves the rest
+    for the next one. A rank with neither a first nor a last stage, nor layers that take keywords, needs
     none. Its tensors are copied, so the iterator may fill the same ones again.
 
     A stream is one rank's: ranks that are threads of one process need one each. After a step that failed, what is left
@@ -210,7 +210,7 @@ def as_part(item: Any) -> Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRules:
-    """What a pipeline asks of the microbatches of a stream."""
+    """The demands of a pipeline on the microbatches of a stream."""
 
     has_variable_shapes: bool = False
     is_sum: bool = False

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import StepRefused
+from penstock.errors import StepRefused, listed
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import odd_one_out
@@ -23,7 +23,7 @@ _MAX_SHOWN = 5
 
 
 class BatchValues:
-    """What one rank was given for a step; only for as long as the ranks compare it.
+    """The values that one rank was given for a step; only for as long as the ranks compare them.
 
     Whole numbers are compared in every step, which costs next to nothing; with `reads_all`, tensors and floats too.
     """
@@ -63,11 +63,11 @@ def refuse_other_values(control: Control, own: BatchValues | None, digests: Sequ
         return
     everyone = control.all_gather_object({} if own is None else own.by_place())
     one, other, places = _difference([theirs if isinstance(theirs, dict) else {} for theirs in everyone])
-    shown = ", ".join(places[:_MAX_SHOWN]) + f" and {len(places) - _MAX_SHOWN} more" * (len(places) > _MAX_SHOWN)
     raise StepRefused(
-        f"{control.names[one]} and {control.names[other]} were given different values in {shown}; pass the same batch "
-        "on every rank, or nothing where a rank needs none. A loader that shuffles needs the same seed on all "
-        "ranks. If values differ on purpose, create the pipeline with check_batches=False",
+        f"{control.names[one]} and {control.names[other]} were given different values in "
+        f"{listed(places, _MAX_SHOWN)}; pass the same batch on every rank, or nothing where a rank needs none. "
+        "A loader that shuffles needs the same seed on all ranks. If values differ on purpose, create the pipeline "
+        "with check_batches=False",
         rank=control.names.numbers[other],
     )
 

@@ -1,1 +1,1 @@
-"""What can be seen of a step: times, memory, messages, values."""
+"""Observers look at a step: its times, memory, messages and values."""

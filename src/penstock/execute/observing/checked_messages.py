@@ -39,7 +39,7 @@ _NOTHING = -1
 
 
 class _Header(NamedTuple):
-    """What goes in front of a message, and up to `position`, what both ends know of it from their own instruction."""
+    """Goes in front of a message; both ends know the fields up to `position` from their own instruction."""
 
     op: int = _NO_OP
     """Of the sending instruction; `_NO_OP` beside all instructions."""
@@ -83,7 +83,7 @@ class _Awaited:
 
 @dataclass(slots=True, eq=False)
 class _Channel:
-    """What is to come from one rank, in order."""
+    """The messages that are to come from one rank, in order."""
 
     awaited: deque[_Awaited] = field(default_factory=deque)
     announced: deque[_Header] = field(default_factory=deque)

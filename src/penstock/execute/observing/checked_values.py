@@ -3,7 +3,7 @@
     forward     every input of a stage, every output of a layer or of a module within it, every loss
     backward    every gradient of a layer's input, then those of the stage's parameters
 
-What comes from another rank was looked at there, so that the rank which made it is the one that is named. Each look
+A value from another rank was looked at there, so that the rank which made it is the one that is named. Each look
 waits for the device; this is for finding out, not for training.
 
 Guarantees: a value is reported with the action whose thread made it, also where two computations overlap.
@@ -43,7 +43,7 @@ _ADVICE = (
 _Place = tuple[int, int, int]
 """Stage, microbatch, slice."""
 _Action = Instruction | str
-"""What ran, or "before the step" and "after the step"."""
+"""An instruction that ran, or "before the step" and "after the step"."""
 
 
 class ValueChecks(Observer):
@@ -156,8 +156,11 @@ class ValueChecks(Observer):
                 self._check(tensor, action, f"the output of layer {name!r}")
 
     def _action(self) -> Instruction | None:
-        """What runs; None in a function that is being compiled, and where torch runs a backward in a thread of its own,
-        which may compute a forward again."""
+        """Return the instruction that runs.
+
+        None in a function that is being compiled, and where torch runs a backward in a thread of its own, which may
+        compute a forward again.
+        """
         if torch.compiler.is_compiling():
             return None
         return getattr(self._here, "action", None)

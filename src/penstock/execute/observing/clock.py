@@ -24,7 +24,7 @@ NUM_PINGS = 16
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What a rank reads the time from; ranks whose `host` is equal read the same clock."""
+    """The clock of a rank; ranks whose `host` is equal read the same one."""
 
     read: Callable[[], float] = time.monotonic
     """Seconds."""
@@ -67,7 +67,7 @@ class ClockComparison:
     """Compares the clocks of all ranks, which make it, and call `begin` and `end`, together, no message under way."""
 
     def __init__(self, transport: Transport, device: torch.device, clock: Clock, hosts: Sequence[str]) -> None:
-        """`hosts` are those of all ranks' clocks: who has an equal one shares a clock."""
+        """`hosts` are those of all ranks' clocks: ranks with an equal one share a clock."""
         self.clock = clock
         self._transport = transport
         self._device = device

@@ -2,7 +2,7 @@
 
     0F1 declares that it takes what 0RECV_F1 brought, keeps an activation, and makes what 0SEND_F1 sends
 
-What a row declares is in the columns of `ir.operations`; it is compared with the keys of `Step.values` after each call.
+The columns of `ir.operations` say it; they are compared with the keys of `Step.values` after each call.
 An activation that nobody takes would stay for the rest of the step; one that is gone too early fails at a later row.
 
 Guarantees: what a call leaves is found behind that call, or behind its overlapped pair.
@@ -68,7 +68,7 @@ class DeclaredValues(Observer):
 
 
 class Declared:
-    """What the rows of one rank declare of the values that live between rows."""
+    """The values that the rows of one rank declare to take and to leave."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.keys = program, Keys(program, rank)

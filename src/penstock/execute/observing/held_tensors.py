@@ -1,4 +1,4 @@
-"""What is held between I and W besides what the parts of a backward keep themselves, for whoever counts memory.
+"""Finds the tensors that are held between I and W besides those that the parts of a backward keep themselves.
 
 graphs     the nodes from a product to its parameters have saved tensors, such as those of a parametrization
 functions  that layers leave for W hold tensors in their closures, or take them from a queue of the layer
@@ -47,7 +47,7 @@ def saved_behind(roots: Sequence[GradientEdge]) -> list[Tensor]:
 
 @dataclass(slots=True)
 class Reached:
-    """What something leads to by references."""
+    """The tensors and layers that something leads to by references."""
 
     tensors: list[Tensor] = field(default_factory=list)
     """Without parameters."""

@@ -1,6 +1,6 @@
-"""What a pipeline says through Python's logging, logger `penstock`: its plan at INFO, every message at DEBUG.
+"""Logs a pipeline's plan at INFO and every message at DEBUG, by Python's logger `penstock`.
 
-Nothing is set up here: who wants to read it gives the logger a handler and a level. A step asks once whether messages
+Nothing is set up here: the user gives the logger a handler and a level. A step asks once whether messages
 are wanted; if not, nothing is asked for any of them.
 """
 

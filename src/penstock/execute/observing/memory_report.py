@@ -1,9 +1,9 @@
-"""What the ranks hold in memory during a step: counted tensor by tensor, so that it says which stage holds what.
+"""Counts the memory of the ranks during a step, tensor by tensor, so that it says which stage holds what.
 
 A storage counts once, under the first of: parameters and buffers, gradients, contexts for weight gradients,
-activations, received messages, unsent messages. It is looked at between instructions. What an instruction takes and
-gives back by itself is not seen here, nor are the batch and the losses; on an accelerator, torch's own counters beside
-these figures have them.
+activations, received messages, unsent messages. It is looked at between instructions. Memory
+that an instruction takes and gives back by itself is not seen here, nor are the batch and the losses; on an
+accelerator, torch's own counters beside these figures have them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,14 +53,14 @@ from penstock.ir.units import format_bytes
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MemoryReport:
-    """What all ranks held during one training step; the same on every rank but for `result`. `print` shows tables."""
+    """The memory of all ranks in one training step; the same on every rank but for `result`. `print` shows tables."""
 
     ranks: tuple[RankMemory, ...]
     result: StepResult
     """Of the step that was looked at."""
     layer_bytes: LayerBytes
-    """What each layer made and kept of a microbatch, by the fields of `LayerCosts`; 0 for what the step did not make,
-    such as contexts where no backward was split."""
+    """Made and kept by each layer of a microbatch, by the fields of `LayerCosts`; 0 where the step made none, such as
+    contexts where no backward was split."""
     predicted_bytes: tuple[int, ...]
     """Per rank, the peak that the one model of memory has for these sizes, gradients and optimizer state included, with
     the buffers that are kept."""
@@ -184,7 +184,7 @@ class MemoryWatch(Observer):
         return MemoryPoint(moment, sample.counted_bytes, allocated, reserved)
 
     def _by_kind(self, step: Step) -> list[dict[int, Any]]:
-        """What stages keep, messages, and what rows made."""
+        """Return the values that stages keep, messages, and those that rows made."""
         kinds = [range(0)] * 3 if self._keys is None else [self._keys.kept, self._keys.messages, self._keys.made]
         return [{key: value for key, value in step.values.items() if key in kind} for kind in kinds]
 
@@ -220,7 +220,7 @@ class MemoryWatch(Observer):
 
 
 def _inputs_in(kept: Any) -> list[Any]:
-    """What a stage keeps of a forward, without what autograd holds in its own way."""
+    """Return the tensors that a stage keeps of a forward, without those that autograd holds in its own way."""
     match kept:
         case Checkpoint():
             return [kept.arguments, kept.keywords]

@@ -4,8 +4,8 @@
     begin(step)             before the first call of a step
     end(step, failed)       behind the last call, or behind the failure
 
-Guarantees: without observers the calls of a step are those that were compiled. Each call runs once, whatever an
-observer does around it. An observer that raises is removed and reported once, and the step goes on. Each `begin` has
+Guarantees: without observers the calls of a step are those that were compiled. Each call runs once, with any
+observers around it. An observer that raises is removed and reported once, and the step goes on. Each `begin` has
 its `end`, and each context that was entered is left, in the thread that entered it.
 Relies on: overlapped computations may run in two threads at once, so what an observer keeps between entering and
 leaving belongs to the call (or the thread), not to the observer.
@@ -40,7 +40,7 @@ class Observer:
     needs_all_ranks: ClassVar[bool] = False
     """Whether it exchanges messages, so that the other ranks would wait for one that is removed."""
     failure: Exception | None = None
-    """What it was removed for."""
+    """The error for which it was removed."""
 
     def begin(self, step: Step) -> None:
         """Prepare for a step."""

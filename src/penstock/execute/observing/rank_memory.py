@@ -1,4 +1,4 @@
-"""What a rank held in memory during one training step, and the tables that show it for all ranks."""
+"""The memory that a rank held during one training step, and the tables that show it for all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """What one stage holds, when its rank holds most."""
+    """The bytes of one stage, when its rank holds most."""
 
     stage: int
     parameter_bytes: int
@@ -32,7 +32,7 @@ class StageMemory:
     num_activations: int
     """Microbatches (or slices) between their forward and the end of their backward."""
     activation_bytes: int
-    """What autograd keeps of them, inputs of the stage included."""
+    """Kept of them by autograd, inputs of the stage included."""
     context_bytes: int
     """Of those whose backward has run its first part, what the weight gradients wait for."""
 
@@ -44,7 +44,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """What a rank holds at one moment of a step."""
+    """The bytes of a rank at one moment of a step."""
 
     name: Moment
     counted_bytes: int
@@ -55,15 +55,15 @@ class MemoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What one rank held during a step."""
+    """The memory that one rank held during a step."""
 
     rank: int = -1
     stages: tuple[StageMemory, ...] = ()
     received_bytes: int = 0
     """Buffers of receives, and what has arrived and is not used yet; at the peak."""
     unsent_bytes: int = 0
-    """What was made for another stage and has not been sent, or forwarded within the rank; on an accelerator, also what
-    was sent and is not known to have left. At the peak."""
+    """Made for another stage and not sent, or forwarded within the rank, at the peak. On an accelerator, also those
+    that were sent and are not known to have left."""
     optimizer_bytes: int | None = None
     """Of its state on the device of the parameters; None where no optimizer was given."""
     peak_activations: int = 0
@@ -74,7 +74,7 @@ class RankMemory:
 
     @property
     def counted_bytes(self) -> int:
-        """What was counted at the peak, the optimizer's state apart."""
+        """All bytes that were counted at the peak, the optimizer's state apart."""
         return sum(stage.counted_bytes for stage in self.stages) + self.received_bytes + self.unsent_bytes
 
 

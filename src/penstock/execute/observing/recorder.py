@@ -16,7 +16,7 @@ from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.split.plan import EarlyWeights
 from penstock.execute.step import Bound, Step
-from penstock.execute.transport.device_queue import await_device
+from penstock.execute.transport.device_queue import WaitForDevice, await_device
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
@@ -54,15 +54,12 @@ class Recorder(Observer):
 class DeviceRecorder(Recorder):
     """The same of an accelerator, where the host only queues what is to run: by events in the device's queue.
 
-    What the host waits for is the host's time. A step begins while the device has nothing to do, or soon has done it.
+    Waits of the host are the host's time. A step begins while the device has nothing to do, or soon has done it.
     """
 
-    def __init__(
-        self, rows: range, clock: Clock, make_event: Callable[[], torch.Event], *, rank: int, deadline_s: float
-    ) -> None:
+    def __init__(self, rows: range, clock: Clock, make_event: Callable[[], torch.Event], wait: WaitForDevice) -> None:
         super().__init__(rows, clock)
-        self._make_event = make_event
-        self._await = partial(await_device, rank=rank, deadline_s=deadline_s)
+        self._make_event, self._await = make_event, wait
         self._events: dict[int, tuple[torch.Event, torch.Event]] = {}
 
     def begin(self, step: Step) -> None:
@@ -97,7 +94,8 @@ def recorder_for(device: torch.device, rows: range, clock: Clock, *, rank: int, 
     """Return what measures a step on this device."""
     if not is_queued(device):
         return Recorder(rows, clock)
-    return DeviceRecorder(rows, clock, partial(make_event, device, timing=True), rank=rank, deadline_s=deadline_s)
+    wait = partial(await_device, rank=rank, deadline_s=deadline_s)
+    return DeviceRecorder(rows, clock, partial(make_event, device, timing=True), wait)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +133,7 @@ class StepRecording(Observer):
     ) -> None:
         """`output_bytes` and `early_weights` give those of this rank's stages, behind a step."""
         self.recording: Recording | None = None
-        """What was measured; None if the recorder of any rank has failed."""
+        """The measurement; None if the recorder of any rank has failed."""
         self._transport = transport
         self._program = program
         self._recorder = recorder

@@ -17,33 +17,19 @@ import torch
 from penstock.execute.accelerator import is_queued, make_event
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Bound, Step
-from penstock.execute.transport.device_queue import await_device, held_up_of
-from penstock.execute.transport.pending import never
+from penstock.execute.transport.device_queue import WaitForDevice, await_device, held_up_of
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.operations import IS_COMPUTE
 from penstock.ir.program import Program
-from penstock.running_time import pause, running_s
 
 
 class Throttle(Observer):
     """Lets at most `limit` computations of one rank be queued and not ended."""
 
-    def __init__(
-        self,
-        limit: int,
-        make_marker: Callable[[], torch.Event],
-        *,
-        rank: int = 0,
-        deadline_s: float = 60.0,
-        is_held_up: Callable[[], bool] = never,
-        read_clock: Callable[[], float] = running_s,
-        pause: Callable[[float], None] = pause,
-    ) -> None:
+    def __init__(self, limit: int, make_marker: Callable[[], torch.Event], wait: WaitForDevice) -> None:
         self._limit = limit
         self._make_marker = make_marker
-        self._await = partial(
-            await_device, rank=rank, deadline_s=deadline_s, is_held_up=is_held_up, read_clock=read_clock, pause=pause
-        )
+        self._await = wait
         self._pending: deque[torch.Event] = deque()
 
     def begin(self, step: Step) -> None:
@@ -68,5 +54,5 @@ def throttle_for(device: torch.device, limit: int | None, transport: Transport) 
     if limit is None or not is_queued(device):
         return None
     rank, deadline_s = transport.rank, transport.deadline_s
-    make_marker = partial(make_event, device)
-    return Throttle(limit, make_marker, rank=rank, deadline_s=deadline_s, is_held_up=held_up_of(transport))
+    wait = partial(await_device, rank=rank, deadline_s=deadline_s, is_held_up=held_up_of(transport))
+    return Throttle(limit, partial(make_event, device), wait)

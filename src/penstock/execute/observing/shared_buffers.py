@@ -89,8 +89,8 @@ class SharedBuffers(Observer):
             return
         for name, buffer in self._buffers():
             kept = self._kept.get(name)
-            # What `.data` changes has its old version. So values are compared once in any case; DistributedDataParallel
-            # and second routes copy what is equal, which has a new one.
+            # A change through `.data` leaves the version as it is. So values are compared once in any case.
+            # DistributedDataParallel and second routes copy equal values, and the version rises.
             is_same = kept is not None and kept.buffer is buffer and kept.version == version_of(buffer)
             if kept is not None and (self._is_first or not is_same) and not _is_equal(buffer, kept.values):
                 raise PipelineError(

@@ -20,8 +20,7 @@ from penstock.errors import PipelineError
 from penstock.execute.accelerator import has_queue
 from penstock.execute.parameters.gradient_store import GradientStore, dense_gradient
 from penstock.execute.parameters.layout import Replicated
-from penstock.execute.transport.pending import GlooMessage, QueuedMessage
-from penstock.execute.transport.sockets import MessageLate
+from penstock.execute.transport.backend_links import GlooWaiter, QueuedMessage
 from penstock.execute.undocumented_modules import averaged_parameters, averages, broadcast_buffers
 from penstock.running_time import running_s
 
@@ -45,6 +44,7 @@ class Averaged(Replicated):
         """By id of a module, whether the caller wants this step's gradients averaged."""
         self._reduced_anyway: Collection[int] = ()
         self._not_reducing = ExitStack()
+        self._waiter = GlooWaiter()
 
     def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None:
         """Keep DDP from reducing by itself until the step is over; `reduce` averages if `is_synced`."""
@@ -107,10 +107,10 @@ class Averaged(Replicated):
         end_s = running_s() + limit_s
         works = [collective(tensor, group=group, async_op=True) for tensor in tensors]
         for work, tensor in zip(works, tensors, strict=True):
-            pending = (QueuedMessage if has_queue(tensor) else GlooMessage)(work, tensor)
+            pending = (QueuedMessage if has_queue(tensor) else self._waiter.message)(work, tensor)
             try:
                 pending.wait(end_s - running_s())
-            except (RuntimeError, MessageLate) as error:
+            except RuntimeError as error:
                 raise PipelineError(
                     f"stage {stage}: its gradients were not averaged over ranks "
                     f"{', '.join(map(str, dist.get_process_group_ranks(group)))} within {limit_s:g} s "

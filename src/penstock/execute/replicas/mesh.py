@@ -175,17 +175,21 @@ def _compare(everyone: Sequence[dict[str, Any]], own: ConfigError | None) -> Non
 
 
 def local_mesh(
-    *, pipeline: int = 1, data: int = 1, deadline_s: float = 60.0, order_seed: int | None = None
+    *,
+    pipeline: int = 1,
+    data: int = 1,
+    deadline_s: float = 60.0,
+    connect: Callable[..., list[LocalTransport]] = LocalTransport.create,
 ) -> list[Places]:
-    """Connect ranks that are threads of this process, one replica after another: what each passes as `mesh`.
+    """Connect ranks that are threads of this process, one replica after another: each passes its own as `mesh`.
 
-    Each rank passes layers of its own. `order_seed` is that of `LocalTransport`.
+    Each rank passes layers of its own.
     """
     ranks = MeshRanks([[replica * pipeline + place for place in range(pipeline)] for replica in range(data)])
     names = ranks.names()
 
     def transports(indices: range) -> list[LocalTransport]:
-        return LocalTransport.create(len(indices), deadline_s, order_seed=order_seed, names=names.select(indices))
+        return connect(len(indices), deadline_s, names=names.select(indices))
 
     pipelines = [transports(range(replica * pipeline, (replica + 1) * pipeline)) for replica in range(data)]
     along_data = [transports(range(place, data * pipeline, pipeline)) for place in range(pipeline)]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from penstock.errors import MAX_SHOWN, ConfigError, nearest
+from penstock.errors import ConfigError, listed, nearest
 from penstock.execute.control.collectives import Control
 from penstock.execute.stages.names import full_name, part_of_state
 from penstock.execute.stages.stage import Stage
@@ -114,15 +114,15 @@ def require_fitting(given: Any, wanted: Iterable[Entry], known: Iterable[Entry],
         return
     if missing := [name for name in shapes if name not in given]:
         raise ConfigError(
-            f"it lacks {_listed(missing)}.{nearest(missing[0], map(str, given))} Load a state of the same model, or "
-            "pass strict=False to leave what is missing as it is",
+            f"it lacks {listed(missing, quoted=repr)}.{nearest(missing[0], map(str, given))} Load a state of the same "
+            "model, or pass strict=False to leave what is missing as it is",
             key=KEY,
         )
     names = {entry.name for entry in known}
     if strange := [str(name) for name, value in given.items() if name not in names and isinstance(value, Tensor)]:
         raise ConfigError(
-            f"nothing in the model is named {_listed(strange)}.{nearest(strange[0], names)} Load a state of the same "
-            "model, or pass strict=False to leave out what is unknown",
+            f"nothing in the model is named {listed(strange, quoted=repr)}.{nearest(strange[0], names)} Load a state "
+            "of the same model, or pass strict=False to leave out what is unknown",
             key=KEY,
         )
 
@@ -145,8 +145,3 @@ def _receive(transport: Transport, peer: int, entry: Entry, device: torch.device
     if content.numel():
         transport.wait(transport.post_receive(peer, content))
     return value
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return f"{', '.join(map(repr, names[:MAX_SHOWN]))}{more}"

@@ -1,7 +1,7 @@
-"""What the ranks have agreed on about the messages of a step, by the layout of its batch.
+"""The layouts of messages on which the ranks have agreed, by the layout of a step's batch.
 
-The first time that a batch layout runs, every message brings its own description. What came and what was produced then
-is remembered under the batch's signature, which is equal on all ranks, and holds for each later batch of this layout.
+The first time that a batch layout runs, every message brings its own description. The layouts of inputs and outputs are
+remembered under the batch's signature, which is equal on all ranks, and hold for each later batch of this layout.
 """
 
 from typing import Any

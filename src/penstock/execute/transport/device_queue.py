@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import DeadlineExceeded, PeerLost
-from penstock.execute.transport.pending import Pending, QueuedMessage, never
+from penstock.execute.transport.backend_links import QueuedMessage
+from penstock.execute.transport.links import Pending, never
 from penstock.execute.transport.protocol import (
     Messages,
     Ticket,
@@ -30,6 +31,8 @@ from penstock.execute.transport.rank_names import rank_names
 from penstock.running_time import pause, running_s
 
 PAUSE_S = 50e-6
+WaitForDevice = Callable[[Callable[[], bool]], None]
+"""Lets the host wait until its device has come somewhere, as `await_device` does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +64,7 @@ class DeviceQueue:
         self._followed: deque[_Followed] = deque()
         self._held_up_since_s: float | None = None
         self._seen: tuple[_Followed, float] | None = None
-        """What held the device up when another thread looked, and since when."""
+        """The receive that held the device up when another thread looked, and since when."""
         self._observer: WaitObserver | None = None
 
     def watch(self, observer: WaitObserver) -> None:

@@ -1,66 +1,87 @@
-"""The backends of torch.distributed that carry what sockets do not: gloo between CPUs, NCCL between GPUs."""
+"""`Link`: how the messages of one tag get to one peer and back, whatever carries them.
+
+    packets of a socket     small messages between ranks of one host      `sockets.py`
+    shared memory           large ones                                    `shared_memory.py`
+    gloo                    between CPUs of several hosts                 `backend_links.py`
+    NCCL and its like       between accelerators                          `backend_links.py`
+
+A transport has one link per peer and tag, since its peers may be on its own host and on others. A link knows nothing
+of ranks' names, tickets, deadlines of steps or recovery: those are once, in the transport.
+
+Guarantees: no post waits, and messages arrive in the order of posting. Relies on: a link is used by one thread; nobody
+changes or frees the memory of a message before it has left, or has arrived.
+"""
 
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
-from torch.distributed.distributed_c10d import Store
-
-from penstock.execute.accelerator import is_queued
-from penstock.execute.transport.device_links import connect_devices
-from penstock.execute.transport.protocol import Tag
-from penstock.execute.undocumented_backends import Backend, gloo
+from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
-    """The backends that carry messages: data to a higher rank, data to a lower rank, and control.
-
-    Gloo matches messages in order per direction and tag, so one backend is all three. An NCCL communicator is one queue
-    for both directions and knows no tags: a receive posted ahead would block the sends behind it. There it takes two
-    for data, and control goes over gloo.
-    """
-
-    upward: Backend | None = None
-    downward: Backend | None = None
-    control: Backend | None = None
-    """None where every message of control goes over a socket, and so with data."""
-    sums: Backend | None = None
-    """Between accelerators, for sums over all ranks, which run beside the messages."""
-
-    def between(self, source: int, destination: int, tag: Tag) -> Backend | None:
-        if tag is Tag.CONTROL:
-            return self.control
-        return self.upward if source < destination else self.downward
-
-    def distinct(self) -> list[Backend]:
-        links = (self.upward, self.downward, self.control, self.sums)
-        return list({id(link): link for link in links if link is not None}.values())
+class MessageLate(RuntimeError):
+    """Nothing came, or could leave, in time."""
 
 
-NO_LINKS = Links()
+class LinkClosed(RuntimeError):
+    """The peer is gone, or this rank has closed the link."""
+
+
+class SizesDiffer(Exception):
+    """The peer sent a message of another size than this rank expects."""
+
+
+class Pending(Protocol):
+    """A message that has been posted and is not over."""
+
+    def is_over(self) -> bool:
+        """Look, without blocking, whether it has been sent or received; False where that cannot be seen."""
+        ...
+
+    def wait(self, deadline_s: float) -> None:
+        """Block until it is. Raises: RuntimeError, of which `LinkClosed` and `MessageLate` are kinds; SizesDiffer."""
+        ...
+
+
+class Link(Protocol):
+    """Carries contiguous tensors to one peer and from it."""
+
+    def send(self, tensor: Tensor) -> Pending | None:
+        """Send a tensor without blocking; None where it has left. Raises: RuntimeError."""
+        ...
+
+    def receive(self, tensor: Tensor) -> Pending:
+        """Let the next message fill this tensor, without blocking. Raises: RuntimeError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ends:
-    """One rank among those that connect."""
+class BySize:
+    """Carries small messages over one link and large ones over another; both ends know the size, and look alike."""
 
-    store: Store
-    """Of this connection alone."""
-    rank: int
-    num_ranks: int
-    device: torch.device
-    deadline_s: float
+    small: Link
+    large: Link
+    max_small_bytes: int
+
+    def send(self, tensor: Tensor) -> Pending | None:
+        return (self.small if tensor.nbytes <= self.max_small_bytes else self.large).send(tensor)
+
+    def receive(self, tensor: Tensor) -> Pending:
+        return (self.small if tensor.nbytes <= self.max_small_bytes else self.large).receive(tensor)
 
 
-def connect_links(ends: Ends, *, needs_control: bool, has_sums: bool = False) -> Links:
-    """Connect what sockets do not carry: control where `needs_control`, and the data of accelerators.
+class Closed:
+    """The link to every peer between an abort and the next recovery."""
 
-    `has_sums`: whether these sum over all ranks, too. Raises: RuntimeError.
-    """
-    control = gloo(ends.store, ends.rank, ends.num_ranks, ends.deadline_s) if needs_control else None
-    if not is_queued(ends.device):
-        return Links(control, control, control)
-    upward, downward, *sums = connect_devices(
-        ends.store, ends.rank, ends.num_ranks, ends.device, ends.deadline_s, has_sums=has_sums
-    )
-    return Links(upward, downward, control, *sums)
+    def send(self, tensor: Tensor) -> Pending | None:
+        raise LinkClosed("this rank has aborted or closed its connections")
+
+    def receive(self, tensor: Tensor) -> Pending:
+        raise LinkClosed("this rank has aborted or closed its connections")
+
+
+CLOSED = Closed()
+
+
+def never() -> bool:
+    """The answer of a device that waits for no peer by itself."""
+    return False

@@ -34,7 +34,7 @@ class _Leaving:
     """Counts the messages of the step to this peer, from 0."""
     tickets: list[Ticket]
     outputs: VersionGuard
-    """What the tickets carry of a stage's outputs."""
+    """Of a stage's outputs, those that the tickets carry."""
     key: Key
 
 

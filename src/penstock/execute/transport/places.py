@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.execute.transport.device_links import abort_all
+from penstock.execute.transport.backend_links import abort_all
 from penstock.execute.transport.protocol import Transport, WaitObserver
 from penstock.execute.transport.rank_names import RankNames, rank_names
 

@@ -1,8 +1,8 @@
-"""What a pipeline asks of a transport: messages between its ranks, and nothing else.
+"""The protocol of a transport: messages between the ranks of a pipeline, and nothing else.
 
 Messages travel on channels: one in-order channel per ordered pair of ranks and tag. Only shapes and types that both
-ends agreed on before travel here; a transport does not describe what it carries. What ranks exchange beside the data of
-a step (`control.collectives`) has a tag of its own, so that receives posted ahead for the pipeline never catch it.
+ends agreed on before travel here; a transport does not describe what it carries. Ranks exchange texts beside
+the data of a step (`control.collectives`) under a tag of their own, so that receives posted ahead never catch them.
 
 After an error (`PeerLost`, `DeadlineExceeded`) only `abort`, `recover` and `close` have a defined outcome. A rank that
 gets one calls `abort`, so that the ranks that wait for it fail too, then theirs, until no rank waits any more.
@@ -20,7 +20,7 @@ from penstock.execute.transport.rank_names import RankNames
 
 
 class Tag(IntEnum):
-    """What a message is for."""
+    """The purpose of a message."""
 
     DATA = 0
     """Of a step, on the pipeline's device."""
@@ -86,7 +86,7 @@ class Messages(Protocol):
 
 
 class Transport(Messages, Protocol):
-    """What carries the messages of one rank, and can give them up and start afresh."""
+    """Carries the messages of one rank, and can give them up and start afresh."""
 
     deadline_s: float
     """Limit of every single wait and recovery, in seconds."""

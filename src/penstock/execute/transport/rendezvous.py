@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PeerLost
 from penstock.execute.transport import shared_memory
+from penstock.execute.transport.links import BySize, Link
 from penstock.execute.transport.protocol import missing_ranks
 from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.shared_memory import SharedMemory
@@ -36,7 +37,7 @@ from penstock.running_time import pause, running_s
 MAX_PACKET_BYTES = 65536
 """Of a small message: of larger ones too few would have room at once in what systems give a socket."""
 BUFFER_BYTES = 2**20
-"""What is asked of the system for messages on their way; it may give less."""
+"""Asked of the system for messages on their way; it may give less."""
 MIN_MESSAGES_IN_FLIGHT = 3
 HELLO = struct.Struct("<q16s")
 """Rank and the listener's secret."""
@@ -132,13 +133,26 @@ class DirectSockets:
     is_complete: bool = False
     """Whether every rank of the group has all sockets to all others, so that nothing needs another way."""
 
-    def of(self, peer: int, tag: int, num_bytes: int) -> DirectSocket | None:
-        """Return the socket for a message, or None where it must go another way."""
-        return self.by_key.get(SocketKey(peer, tag, num_bytes > self.max_packet_bytes))
+    def link(self, peer: int, tag: int, other: Link) -> Link:
+        """Return the link for the messages of a tag to a peer; what no socket carries goes over the other link."""
+        packets = self.by_key.get(SocketKey(peer, tag, False))
+        if packets is None:
+            return other
+        memory = self.by_key.get(SocketKey(peer, tag, True))
+        return BySize(packets, memory or other, self.max_packet_bytes)
 
     def close(self) -> None:
         for each in self.by_key.values():
             each.close()
+
+    def close_copies(self) -> None:
+        """Close a forked process's copies.
+
+        A forked process, such as a loader of data, must not keep sockets open: the peers of a killed rank would see no
+        end of file until it has ended too.
+        """
+        for each in self.by_key.values():
+            each.close_copy()
 
 
 NO_SOCKETS = DirectSockets({}, 0)

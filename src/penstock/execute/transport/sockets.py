@@ -6,13 +6,11 @@ as packets of the socket, larger ones through memory that both ends see (`shared
 takes is decided by its size alone, which both ends know, so both look for it in the same place; each way keeps its own
 order. How ranks find each other stands in `rendezvous.py`.
 
-Guarantees: no post waits, and the messages of a socket arrive in the order of posting; a thread sends those for which
-there was no room. Relies on: a socket is used by one thread besides that one, which writes only while messages wait for
-room; nobody changes or frees the memory of a message before it has left, or has arrived.
+Guarantees: as `links.py` says; a thread sends the messages for which there was no room. Relies on: a socket is used by
+one thread besides that one, which writes only while messages wait for room.
 """
 
 import ctypes
-import os
 import select
 import socket
 from collections import deque
@@ -21,11 +19,11 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Thread
 from typing import Protocol
-from weakref import WeakSet
 
 from torch import Tensor
 
-from penstock.running_time import wait_in_parts
+from penstock.execute.transport.links import LinkClosed, MessageLate, SizesDiffer
+from penstock.running_time import running_s, wait_in_parts
 
 SEND_FLAGS = int(socket.MSG_DONTWAIT)
 RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_TRUNC)
@@ -35,29 +33,26 @@ EMPTY = b"\0"
 """The packet of a tensor without elements: a packet without bytes would look like the end of the connection."""
 
 
-class SocketClosed(Exception):
-    """The peer is gone."""
-
-
-class MessageLate(Exception):
-    """Nothing came, or could leave, in time."""
-
-
-class SizesDiffer(Exception):
-    """The peer sent a message of another size than this rank expects."""
-
-
 @dataclass(slots=True, eq=False)
 class Arriving:
-    """A message to be read; those of one socket come in the order of posting."""
+    """A message that is to come."""
 
-    tensor: Tensor
-    is_done: bool = False
+    socket: "DirectSocket"
+    number: int
+    """Counts the messages that were asked for, from 0."""
+
+    def is_over(self) -> bool:
+        return self.socket.has_arrived(self.number)
+
+    def wait(self, deadline_s: float) -> None:
+        end_s = running_s() + deadline_s
+        while not self.socket.has_arrived(self.number):
+            self.socket.wait_readable(max(end_s - running_s(), 0.0))
 
 
 @dataclass(slots=True, eq=False)
 class Leaving:
-    """A message for which there was no room yet; a transport waits for it as for any other (`pending.Pending`)."""
+    """A message for which there was no room yet."""
 
     overflow: "_Overflow"
     tensor: Tensor
@@ -67,7 +62,6 @@ class Leaving:
         return self.is_done
 
     def wait(self, deadline_s: float) -> None:
-        """Block until it has left. Raises: SocketClosed, MessageLate."""
         self.overflow.wait(self, deadline_s)
 
 
@@ -118,17 +112,15 @@ class DirectSocket:
         """Use packets unless there is another carrier."""
         self._connection = connection
         self._carrier = carrier or Packets(connection)
-        self._arriving: deque[Arriving] = deque()
+        self._expected: deque[Tensor] = deque()
+        """The next messages fill these."""
+        self._num_arrived = 0
         self._overflow = _Overflow(self._carrier)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
-        _OPEN.add(self)
 
     def send(self, tensor: Tensor) -> Leaving | None:
-        """Send a contiguous tensor without blocking; what is returned, if anything, must be waited for.
-
-        Raises: SocketClosed.
-        """
+        """Send a contiguous tensor without blocking; what is returned, if anything, must be waited for."""
         # Behind what waits for room already, even if there is room by now: a channel keeps its order.
         if not self._overflow.is_empty:
             return self._overflow.add(tensor)
@@ -137,29 +129,28 @@ class DirectSocket:
         except BlockingIOError:
             return self._overflow.add(tensor)
         except OSError as error:
-            raise SocketClosed(str(error)) from error
+            raise LinkClosed(str(error)) from error
         return None
 
-    def post(self, tensor: Tensor) -> Arriving:
+    def receive(self, tensor: Tensor) -> Arriving:
         """Let the next message fill this tensor."""
-        arriving = Arriving(tensor)
-        self._arriving.append(arriving)
-        return arriving
+        self._expected.append(tensor)
+        return Arriving(self, self._num_arrived + len(self._expected) - 1)
 
-    def has_arrived(self, arriving: Arriving) -> bool:
-        """Read what is there, up to this message; tell whether it was there. Raises: SocketClosed, SizesDiffer."""
-        waiting = self._arriving
-        while not arriving.is_done:
-            first = waiting[0].tensor
+    def has_arrived(self, number: int) -> bool:
+        """Read what is there, up to this message; tell whether it was there. Raises: LinkClosed, SizesDiffer."""
+        while self._num_arrived <= number:
+            first = self._expected[0]
             try:
                 num_bytes = self._carrier.read(first)
             except BlockingIOError:
                 return False
             except OSError as error:
-                raise SocketClosed(str(error)) from error
+                raise LinkClosed(str(error)) from error
             if num_bytes != first.nbytes:
                 raise SizesDiffer(f"it sent {num_bytes} bytes, expected {first.nbytes}")
-            waiting.popleft().is_done = True
+            self._expected.popleft()
+            self._num_arrived += 1
         return True
 
     def wait_readable(self, deadline_s: float) -> None:
@@ -171,13 +162,13 @@ class DirectSocket:
         return self._poll.poll(limit_s * 1000)
 
     def close(self) -> None:
-        """Close the socket, which wakes whoever waits at either end."""
+        """Close the socket, which wakes those who wait at either end."""
         with suppress(OSError):  # the peer may have closed it before
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def close_copy(self) -> None:
-        """Close this process's end of a socket that another process goes on using."""
+        """Close a forked process's copy of this end, which its parent goes on using."""
         self._connection.close()
 
     def __del__(self) -> None:
@@ -211,7 +202,7 @@ class _Overflow:
             is_over = wait_in_parts(has_ended, deadline_s)
             if leaving.is_done:
                 return
-            raise SocketClosed(self._problem) if is_over else MessageLate
+            raise LinkClosed(self._problem) if is_over else MessageLate
 
     def _drain(self) -> None:
         while True:
@@ -233,17 +224,3 @@ class _Overflow:
 def _memory_of(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":
     """The bytes of a contiguous tensor on the CPU, of whichever type; valid as long as the tensor."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-
-
-_OPEN: WeakSet[DirectSocket] = WeakSet()
-
-
-def _close_in_forked_child() -> None:
-    """A forked process, such as a loader of data, must not keep sockets open: the peers of a killed rank would see no
-    end of file until it has ended too."""
-    for each in list(_OPEN):
-        each.close_copy()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_forked_child)

@@ -1,14 +1,18 @@
-"""A transport over torch.distributed: gloo between CPUs, NCCL between GPUs; control messages always between CPUs.
+"""A transport over torch.distributed: tickets, deadlines, abort and recovery in front of one link per peer and tag.
 
-The transport makes its own connections in the store of the given group and never uses the group itself, so that it
-can drop and remake them after a failure. What gloo needs (torch 2.13): a `Work` that is dropped may lose its message; a
-wait that runs out of time makes the connection unusable; the sockets close, and so wake the peers, only when the
-backend and every `Work` of it are gone. Hence tickets hold no `Work`, and errors leave none behind in their traceback.
+Control messages always go between CPUs. The transport makes its own connections in the store of the given group and
+never uses the group itself, so that it can drop and remake them after a failure. Gloo (torch 2.13) demands care: a
+`Work` that is dropped may lose its message; a wait that runs out of time makes the connection unusable; the sockets
+close, and so wake the peers, only when the backend and every `Work` of it are gone. Hence tickets hold no `Work`, and
+errors leave none behind in their traceback.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -17,10 +21,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import ConfigError, PeerLost, PipelineError, hint_of_limit
 from penstock.execute.accelerator import is_queued, make_event
-from penstock.execute.transport.device_links import abort_all
+from penstock.execute.transport.backend_links import (
+    BackendLink,
+    GlooWaiter,
+    QueuedMessage,
+    abort_all,
+    connect_devices,
+)
 from penstock.execute.transport.device_queue import DeviceQueue, held_up_of
-from penstock.execute.transport.links import NO_LINKS, Ends, connect_links
-from penstock.execute.transport.pending import DirectReceive, GlooMessage, Pending, QueuedMessage
+from penstock.execute.transport.links import CLOSED, Link, LinkClosed, MessageLate, Pending, SizesDiffer
 from penstock.execute.transport.protocol import (
     Tag,
     Ticket,
@@ -32,13 +41,12 @@ from penstock.execute.transport.protocol import (
 )
 from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvous, connect_all
-from penstock.execute.transport.sockets import DirectSocket, MessageLate, SizesDiffer, SocketClosed
-from penstock.execute.undocumented_backends import Backend, is_timeout, store_of
+from penstock.execute.undocumented_backends import Backend, gloo, is_timeout, store_of
 from penstock.execute.values.tensors import written_out
 from penstock.running_time import running_s
 
 ADDRESSES, CONNECTED, LINKED = "addresses", "connected", "linked"
-"""What the ranks exchange in a round of their rendezvous; the last one only where there are backends."""
+"""The rounds of texts in a rendezvous of the ranks; the last one only where there are backends."""
 _ROUNDS = "penstock"
 """Where the ranks of a group meet in its store."""
 _MESH = "mesh"
@@ -78,8 +86,14 @@ class TorchTransport(WithDeadline):
         self._queued_tags = [Tag.DATA] if is_queued(self._device) else []
         """Of messages that are in a queue of an accelerator."""
         self._direct_tags = [tag for tag in Tag if is_direct and tag not in self._queued_tags]
-        self._links = NO_LINKS  # also from an abort to the next recovery
+        # None of these from an abort to the next recovery.
+        self._links: dict[tuple[int, int], Link] = {}
+        """By peer and tag."""
         self._sockets = NO_SOCKETS
+        self._backends: list[Backend] = []
+        self._sums: Backend | None = None
+        """Between accelerators, for sums over all ranks, which run beside the messages."""
+        self._gloo_waiter = GlooWaiter()
         self._observer: WaitObserver | None = None
         self._open: dict[int, Pending] = {}
         self.device_queue: DeviceQueue | None = None
@@ -92,6 +106,7 @@ class TorchTransport(WithDeadline):
         """Looks whether a message holds up the device, so that nothing behind it has begun."""
         self._next_serial = 0
         self._first_serial = 0
+        _close_sockets_in_forks(self)
         store = self._connect(Rendezvous(PrefixStore(_ROUNDS, store_of(own)), self.rank, self.names))
         self._recoveries = Rendezvous(PrefixStore("recoveries", store), self.rank, self.names)
 
@@ -99,34 +114,35 @@ class TorchTransport(WithDeadline):
         sent = written_out(tensor)
         if not sent.is_contiguous():
             sent = sent.detach().contiguous()
-        direct = self._sockets.of(peer, tag, sent.nbytes)
-        if direct is not None:
-            return self._send_directly(direct, peer, sent)
-        return self._queued(Ticket(peer, True, self._next_serial), sent.detach(), tag)
+        try:
+            # No name for the link: an error keeps this frame, and a link kept alive keeps its sockets open.
+            pending = self._links.get((peer, tag), CLOSED).send(sent)
+        except RuntimeError as error:
+            raise _not_posted(self, Ticket(peer, True, self._next_serial), error) from error.with_traceback(None)
+        return self._opened(Ticket(peer, True, self._next_serial, pending is None), pending)
 
     def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
         ticket = Ticket(peer, False, self._next_serial)
         require_contiguous(self.rank, ticket, tensor)
-        direct = self._sockets.of(peer, tag, tensor.nbytes)
-        if direct is not None:
-            return self._opened(ticket, DirectReceive(direct, direct.post(tensor)))
-        return self._queued(ticket, tensor.detach(), tag)
+        try:
+            pending = self._links.get((peer, tag), CLOSED).receive(tensor)
+        except RuntimeError as error:
+            raise _not_posted(self, ticket, error) from error.with_traceback(None)
+        return self._opened(ticket, pending)
 
     def post_exchange(self, held: Tensor, begin: Callable[[Backend], dist.Work]) -> Ticket:
         """Begin a collective of all ranks on their accelerators, such as a sum, without blocking. Raises: PeerLost.
 
-        What it writes, `held`, lives until its ticket is waited for. Which rank is late cannot be seen: the
+        Its result, `held`, lives until its ticket is waited for. Which rank is late cannot be seen: the
         ticket names the next one, which waits for the one behind it if it waits.
         """
         ticket = Ticket((self.rank + 1) % self.num_ranks, True, self._next_serial)
-        link = self._links.sums
-        if link is None:
-            raise _without_links(self, ticket)
         try:
-            work = begin(link)
+            if self._sums is None:
+                raise LinkClosed("this rank has aborted or closed its connections")
+            work = begin(self._sums)
         except RuntimeError as error:
-            del link
-            raise _not_posted(self, ticket, error) from error
+            raise _not_posted(self, ticket, error) from error.with_traceback(None)
         return self._opened(ticket, QueuedMessage(work, held, self.is_device_held_up))
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
@@ -147,7 +163,7 @@ class TorchTransport(WithDeadline):
         except SizesDiffer as error:
             own, peer, number = self.names[self.rank], self.names[ticket.peer], self.names.numbers[self.rank]
             raise PipelineError(f"{own}: message of {peer}: {error}", rank=number) from error
-        except (RuntimeError, SocketClosed, MessageLate) as error:
+        except RuntimeError as error:
             del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
             error.with_traceback(None)
             if self.device_queue is not None:
@@ -174,22 +190,23 @@ class TorchTransport(WithDeadline):
 
     def close(self) -> None:
         self._sockets.close()
-        for link in self._forget():
-            link.shutdown()
+        for backend in self._forget():
+            backend.shutdown()
+        self._gloo_waiter.close()
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
 
     def _forget(self) -> list[Backend]:
         """Drop all messages and connections; once the result is dropped too, the sockets close."""
-        links = self._links.distinct()
-        self._links = NO_LINKS
-        self._sockets = NO_SOCKETS
+        backends = self._backends
+        self._backends, self._sums, self._sockets = [], None, NO_SOCKETS
+        self._links.clear()
         self._open.clear()
         if self.device_queue is not None:
             self.device_queue.forget()
         self._first_serial = self._next_serial
-        return links
+        return backends
 
     def _connect(self, rendezvous: Rendezvous) -> Store:
         begin_s, store = running_s(), rendezvous.enter()
@@ -206,13 +223,8 @@ class TorchTransport(WithDeadline):
                 self._sockets = connect_all(
                     self.rank, self._direct_tags, listener, addresses, exchange, self.deadline_s
                 )
-                needs_control = not self._sockets.is_complete
-                self._links = connect_links(
-                    Ends(store, self.rank, self.num_ranks, self._device, self.deadline_s),
-                    needs_control=needs_control,
-                    has_sums=self.sums_on_devices,
-                )
-                if self._links.distinct():
+                self._connect_backends(store)
+                if self._backends:
                     # Gloo has one end of a pair ready before the other, and a rank that closed at once would break it.
                     exchange(LINKED, "")
         except ConfigError:  # the same on all ranks, none of which waits
@@ -233,48 +245,55 @@ class TorchTransport(WithDeadline):
             raise
         return store
 
-    def _queued(self, ticket: Ticket, tensor: Tensor, tag: Tag) -> Ticket:
-        """Post a message that a backend carries."""
-        source, destination = (self.rank, ticket.peer) if ticket.is_send else (ticket.peer, self.rank)
-        link = self._links.between(source, destination, tag)
-        if link is None:
-            raise _without_links(self, ticket)
-        try:
-            work = (link.send if ticket.is_send else link.recv)([tensor], ticket.peer, tag)
-        except RuntimeError as error:
-            del link  # the traceback keeps this frame, and a link kept alive keeps its sockets open
-            raise _not_posted(self, ticket, error) from error
-        if self.device_queue is not None and tag in self._queued_tags:
-            return self._opened(ticket, QueuedMessage(work, tensor, self.is_device_held_up))
-        return self._opened(ticket, GlooMessage(work, tensor))
+    def _connect_backends(self, store: Store) -> None:
+        """Connect what sockets do not carry, and choose the link of each peer and tag."""
+        place = store, self.rank, self.num_ranks
+        others = [peer for peer in range(self.num_ranks) if peer != self.rank]
+        if not self._sockets.is_complete:  # so it is on all ranks, or on none
+            backend = gloo(*place, self.deadline_s)
+            self._backends = [backend]
+            for peer, tag in product(others, Tag):
+                self._links[peer, tag] = BackendLink(peer, tag, backend, backend, self._gloo_waiter.message)
+        if self._queued_tags:
+            upward, downward, *sums = connect_devices(
+                *place, self._device, self.deadline_s, has_sums=self.sums_on_devices
+            )
+            self._backends += [upward, downward, *sums]
+            self._sums = sums[0] if sums else None
+            for peer in others:
+                both = (upward, downward) if self.rank < peer else (downward, upward)
+                self._links[peer, Tag.DATA] = BackendLink(peer, Tag.DATA, *both, self._on_device)
+        for peer, tag in product(others, self._direct_tags):
+            self._links[peer, tag] = self._sockets.link(peer, tag, self._links.get((peer, tag), CLOSED))
 
-    def _send_directly(self, direct: DirectSocket, peer: int, sent: Tensor) -> Ticket:
-        ticket = Ticket(peer, True, self._next_serial, is_over=True)
-        try:
-            leaving = direct.send(sent)
-        except SocketClosed as error:
-            raise peer_lost(self.names, self.rank, ticket, 0.0, str(error)) from error
-        if leaving is not None:
-            return self._opened(ticket._replace(is_over=False), leaving)
+    def _on_device(self, work: dist.Work, tensor: Tensor) -> QueuedMessage:
+        return QueuedMessage(work, tensor, self.is_device_held_up)
+
+    def _opened(self, ticket: Ticket, pending: Pending | None) -> Ticket:
+        if pending is not None:
+            self._open[ticket.serial] = pending
         self._next_serial += 1
         return ticket
-
-    def _opened(self, ticket: Ticket, pending: Pending) -> Ticket:
-        self._open[ticket.serial] = pending
-        self._next_serial += 1
-        return ticket
-
-
-def _without_links(transport: TorchTransport, ticket: Ticket) -> PeerLost:
-    reason = "this rank has aborted or closed its connections"
-    return peer_lost(transport.names, transport.rank, ticket, 0.0, reason)
 
 
 def _not_posted(transport: TorchTransport, ticket: Ticket, error: RuntimeError) -> PeerLost:
-    """Say that a backend has not taken a message; raise what the device has failed with, if it has."""
-    if transport.device_queue is not None:
+    """Say that no link has taken a message; raise what the device has failed with, if it has."""
+    if transport.device_queue is not None and not isinstance(error, LinkClosed):
         transport.device_queue.require_device()
     return peer_lost(transport.names, transport.rank, ticket, 0.0, str(error))
+
+
+def _close_sockets_in_forks(transport: TorchTransport) -> None:
+    """Let forked processes close their copies of a transport's sockets; the system offers no way to take this back."""
+    found = ref(transport)
+
+    def close() -> None:
+        own = found()
+        if own is not None:
+            own._sockets.close_copies()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=close)
 
 
 def meet_with_meshes(own: str, deadline_s: float) -> list[str]:

@@ -37,7 +37,7 @@ _FIX = "Start every rank with torchrun, or unset RANK and WORLD_SIZE to train in
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launcher tells one of its processes."""
+    """The variables that a launcher sets for one of its processes."""
 
     rank: int
     num_ranks: int

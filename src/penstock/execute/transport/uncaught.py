@@ -1,4 +1,4 @@
-"""What a rank prints about an error of Penstock or a Ctrl-C that nobody caught: one rank does, without our own frames.
+"""Prints an error of Penstock or a Ctrl-C that nobody caught, on one rank alone and without our own frames.
 
 Installed by a pipeline that joins the ranks of torchrun, since the process is its own then. Errors of other kinds go to
 the hook that was there before. The whole traceback is kept: in the file that torchrun names in its table, and in the

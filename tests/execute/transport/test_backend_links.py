@@ -1,0 +1,289 @@
+"""Backends, told with stand-ins for them: when a message is over, what ends a wait, and how accelerators connect."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.execute.transport import backend_links
+from penstock.execute.transport.backend_links import (
+    BackendLink,
+    GlooWaiter,
+    QueuedMessage,
+    abort_all,
+    connect_devices,
+)
+from penstock.execute.transport.links import MessageLate
+from penstock.execute.transport.protocol import Tag
+from penstock.running_time import running_s
+
+DEADLINE_S = 0.3
+SLACK_S = 2.0
+
+
+class QueueStandIn:
+    """A work whose message arrives after so many looks; `wait` may be called only then, since it would not block."""
+
+    def __init__(self, num_looks, problem=None):
+        self.num_looks_left = num_looks
+        self.is_followed = False
+        self._problem = problem
+
+    def is_completed(self):
+        self.num_looks_left -= 1
+        return self.num_looks_left < 0
+
+    def wait(self):
+        assert self.num_looks_left < 0, "the current stream, not the host, would wait"
+        if self._problem is not None:
+            raise self._problem
+        self.is_followed = True
+
+    def get_future_result(self):
+        raise RuntimeError("this backend does not know it")
+
+
+def message(work):
+    return QueuedMessage(work, torch.zeros(1))
+
+
+def test_a_message_on_its_way_is_not_over_and_blocks_nobody():
+    work = QueueStandIn(1)
+
+    assert not message(work).is_over()
+    assert message(work).is_over()
+    assert work.is_followed
+
+
+def test_the_host_waits_until_the_message_is_there_and_the_stream_goes_on_behind_it():
+    work = QueueStandIn(5)
+
+    message(work).wait(20.0)
+
+    assert work.is_followed
+
+
+def test_a_message_that_does_not_come_ends_the_wait_at_the_deadline():
+    begin_s = time.monotonic()
+
+    with pytest.raises(MessageLate):
+        message(QueueStandIn(10**9)).wait(0.02)
+
+    assert time.monotonic() - begin_s >= 0.02
+
+
+def test_what_went_wrong_with_a_message_is_raised_where_it_is_waited_for():
+    with pytest.raises(RuntimeError, match="remote process exited"):
+        message(QueueStandIn(2, RuntimeError("NCCL: remote process exited"))).wait(20.0)
+
+
+class Message:
+    """A message that has ended, well or not, or of a backend that does not tell."""
+
+    def __init__(self, has_failed):
+        self.has_failed, self.calls = has_failed, []
+
+    def is_completed(self):
+        return True
+
+    def get_future_result(self):
+        if self.has_failed is None:
+            raise RuntimeError("this backend does not know it")
+        future = torch.futures.Future()
+        if self.has_failed:
+            future.set_result(2)
+        return future
+
+    def wait(self):
+        self.calls.append("wait")
+
+    def block_current_stream(self):
+        self.calls.append("block_current_stream")
+
+
+@pytest.mark.parametrize(("has_failed", "calls"), [(False, ["block_current_stream"]), (None, ["wait"])])
+def test_behind_a_message_that_has_ended_well_the_stream_goes_on(has_failed, calls):
+    message = Message(has_failed)
+
+    QueuedMessage(message, torch.zeros(1)).is_over()
+
+    assert message.calls == calls
+
+
+def test_of_a_message_that_has_failed_no_wait_aborts_its_backend_alone():
+    message = Message(True)
+
+    with pytest.raises(RuntimeError, match="NCCL has lost the connection"):
+        QueuedMessage(message, torch.zeros(1)).is_over()
+
+    assert message.calls == []
+
+
+class Directed:
+    """A backend that notes what is asked of it."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def send(self, tensors, destination, tag):
+        return f"{self.name} sends to {destination} with {tag:d}"
+
+    def recv(self, tensors, source, tag):
+        return f"{self.name} receives from {source} with {tag:d}"
+
+
+def test_each_direction_of_a_link_has_a_backend_of_its_own():
+    link = BackendLink(2, Tag.DATA, Directed("up"), Directed("down"), lambda work, tensor: (work, tensor.shape))
+
+    assert link.send(torch.zeros(3)) == ("up sends to 2 with 0", (3,))
+    assert link.receive(torch.zeros(4)) == ("down receives from 2 with 0", (4,))
+
+
+# ---- gloo in the main thread
+
+
+class GlooStandIn:
+    """A work that ends when its test says."""
+
+    def __init__(self, problem=None):
+        self.may_end, self.problem, self.waited_by = threading.Event(), problem, None
+
+    def wait(self, limit):
+        self.waited_by = threading.current_thread().name
+        self.may_end.wait(limit.total_seconds())
+        if self.problem is not None:
+            raise self.problem
+
+
+def test_the_main_thread_waits_for_gloo_through_another_one_which_serves_again():
+    waiter, works = GlooWaiter(), [GlooStandIn(), GlooStandIn(RuntimeError("Timed out"))]
+    for work in works:
+        work.may_end.set()
+
+    waiter.message(works[0], torch.zeros(1)).wait(SLACK_S)
+    with pytest.raises(RuntimeError, match="Timed out"):
+        waiter.message(works[1], torch.zeros(1)).wait(SLACK_S)
+
+    assert [work.waited_by for work in works] == ["penstock: waits for gloo"] * 2
+
+
+def num_waiting():
+    return sum(thread.name == "penstock: waits for gloo" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("drop", [GlooWaiter.close, lambda waiter: None], ids=["closed", "dropped"])
+def test_the_thread_ends_with_its_waiter(drop):
+    before, waiter, work = num_waiting(), GlooWaiter(), GlooStandIn()
+    work.may_end.set()
+    waiter.message(work, torch.zeros(1)).wait(SLACK_S)
+    assert num_waiting() == before + 1
+
+    drop(waiter)
+    del waiter
+
+    end_s = time.monotonic() + SLACK_S
+    while num_waiting() > before and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert num_waiting() == before
+
+
+# ---- how the accelerators of a group connect
+
+
+class AcceptedWork:
+    def __init__(self, is_there=True):
+        self.is_there = is_there
+
+    def is_completed(self):
+        return self.is_there
+
+    def wait(self):
+        pass
+
+    def get_future_result(self):
+        raise RuntimeError("this backend does not know it")
+
+
+class Backend:
+    """Posts messages as its test says; aborts end only while others run."""
+
+    def __init__(self, post, aborts):
+        self._post, self._aborts, self.posted = post, aborts, []
+
+    def send(self, tensors, destination, tag):
+        self.posted.append(("send", destination))
+        return self._post()
+
+    def recv(self, tensors, source, tag):
+        self.posted.append(("recv", source))
+        return self._post()
+
+    def abort(self):
+        self._aborts.wait(SLACK_S)
+
+
+def connect(monkeypatch, post, rank=1, num_ranks=3):
+    """Connect one rank; return its backends, and the barrier of their aborts."""
+    aborts, made = threading.Barrier(2), []
+
+    def make(*arguments):
+        made.append(Backend(post, aborts))
+        return made[-1]
+
+    monkeypatch.setattr(backend_links, "device_backend", make)
+    return made, aborts, lambda: connect_devices(dist.HashStore(), rank, num_ranks, torch.device("cpu"), DEADLINE_S)
+
+
+def test_a_number_goes_over_every_channel_of_a_rank_in_the_order_of_all(monkeypatch):
+    made, _, run = connect(monkeypatch, AcceptedWork)
+
+    assert run() == made
+    upward, downward = made
+    assert upward.posted == [("recv", 0), ("send", 2)]
+    assert downward.posted == [("send", 0), ("recv", 2)]
+
+
+def never_there():
+    return AcceptedWork(is_there=False)
+
+
+def blocks_for_ever():
+    threading.Event().wait()
+
+
+def fails():
+    raise RuntimeError("NCCL error")
+
+
+@pytest.mark.parametrize(
+    ("post", "text"),
+    [
+        (never_there, "a first message did not come within 0.3 s"),
+        (blocks_for_ever, "a rank did not connect its device within 0.3 s"),
+        (fails, "NCCL error"),
+    ],
+)
+def test_where_a_rank_does_not_come_all_is_undone_at_once_and_in_time(monkeypatch, post, text):
+    _, aborts, run = connect(monkeypatch, post)
+    begin_s = running_s()
+
+    with pytest.raises(RuntimeError, match=text):
+        run()
+
+    assert running_s() - begin_s < DEADLINE_S + SLACK_S / 2
+    assert not aborts.broken
+
+
+class Hangs:
+    def abort(self):
+        blocks_for_ever()
+
+
+def test_an_abort_that_does_not_come_back_is_left_behind_in_time():
+    begin_s = running_s()
+
+    abort_all([Hangs(), Hangs()], DEADLINE_S)
+
+    assert DEADLINE_S <= running_s() - begin_s < DEADLINE_S + SLACK_S / 2
