@@ -40,8 +40,8 @@ from penstock.execute.ops.rows import RankRows
 from penstock.execute.options import PipelineOptions
 from penstock.execute.outputs import collect_outputs, merge_slices_and_microbatches, output_rank
 from penstock.execute.overlap import overlapping
+from penstock.execute.parameters.sharded import Sharded
 from penstock.execute.rank_parameters import RankParameters
-from penstock.execute.replicas.sharded import Sharded
 from penstock.execute.run import run_step
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.auxiliary import Auxiliary

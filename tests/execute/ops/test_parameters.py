@@ -7,7 +7,7 @@ from torch import nn
 from penstock.errors import PipelineError
 from penstock.execute.observing.observer import Observer
 from penstock.execute.ops.parameters import optimizer_step, reduce, reduce_tied, reshard, unshard
-from penstock.execute.parameters.layout import Replicated
+from penstock.execute.parameters.layout import ParameterLayout
 from penstock.execute.stages.stage import Stage
 from penstock.ir.collectives import REDUCES_REPLICAS
 from penstock.ir.program import Program
@@ -82,7 +82,7 @@ def test_its_hook_is_called_once():
 GATHERED = Program.from_csv("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD", name="gathered")
 
 
-class Launching(Replicated):
+class Launching(ParameterLayout):
     """Notes what it launches, and when that is waited for."""
 
     launches = True

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from penstock.execute.parameters.layout import StageParts
+from penstock.execute.parameters.sharded import Sharded
 from penstock.execute.replicas.lane import ReplicaLane
-from penstock.execute.replicas.sharded import Sharded
-from penstock.execute.replicas.summed import StageParts
 from penstock.execute.stages.outliving import OutlivingPart, as_it_is
 from penstock.execute.transport import LocalTransport
 from penstock.execute.undocumented_backends import mesh_without_groups

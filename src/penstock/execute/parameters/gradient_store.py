@@ -110,6 +110,13 @@ class StoredGradients:
         dtype = parameter.dtype if self.attribute == "grad" else main_type(parameter)
         return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
 
+    def by_type(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Put together those whose gradients have one type."""
+        found: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            found.setdefault(self.like(parameter).dtype, []).append(parameter)
+        return list(found.values())
+
 
 class GradientStore(StoredGradients):
     """The gradients that backwards add to."""

@@ -6,7 +6,7 @@
 So weights are shares of the whole job before the first backward, and gradients are summed, never divided.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,6 +15,21 @@ from penstock.execute.control.agreement import AgreedStep, Extra, Mode, Proposal
 from penstock.execute.control.collectives import Control
 
 _COMPARED = ("mode", "extra", "step_number", "scale", "is_synced", "sums_tied")
+_DIFFERENCES: Sequence[tuple[Callable[[Mapping[str, Any]], object], str]] = (
+    (
+        lambda theirs: theirs["trained"],
+        "train other parameters (requires_grad); freeze and unfreeze parameters on all replicas alike",
+    ),
+    (
+        lambda theirs: theirs["has_target"],
+        "differ in that only one was given a target; pass one to every replica",
+    ),
+    (
+        lambda theirs: theirs["weight"][0] > 0,
+        "differ in that only one was given rows to split; pass every replica a batch of the same form",
+    ),
+)
+"""What replicas must have alike besides, and what is said where they have not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +75,17 @@ def agree_across(
     }
     everyone = control.across(told)
     _refuse(everyone, None)
-    _Replicas(control, everyone).require_alike()
+    _require_alike(control, everyone)
     agreed.widen(
         attempt=max(theirs["attempt"] for theirs in everyone),
         compilations=[number for theirs in everyone for number in theirs["compilations"]],
         signature=str(digest(str([theirs["signature"] for theirs in everyone]))),
     )
-    weights = [BatchWeight(*theirs["weight"]) for theirs in everyone]
+    rows, counts, nums_microbatches = zip(*(theirs["weight"] for theirs in everyone), strict=True)
     digests = [theirs["values"] for theirs in everyone]
     return JobStep(
-        BatchWeight(
-            sum(each.rows for each in weights),
-            sum(each.count for each in weights),
-            sum(each.num_microbatches for each in weights),
-        ),
-        max(each.num_microbatches for each in weights),
+        BatchWeight(sum(rows), sum(counts), sum(nums_microbatches)),
+        max(nums_microbatches),
         any(digests[0]) and all(each == digests[0] for each in digests),
     )
 
@@ -103,42 +114,17 @@ def _refuse(everyone: Sequence[Mapping[str, Any]], own: StepRefused | None) -> N
         raise (EndOfData if ends else StepRefused)(first["refusal"], rank=first["rank"])
 
 
-class _Replicas:
-    """What each replica has agreed on, and the first ranks of all, which stand for them in messages."""
-
-    def __init__(self, control: Control, everyone: Sequence[Mapping[str, Any]]) -> None:
-        places = control.places
-        self._everyone = everyone
-        firsts = [places.replica_of(replica).start for replica in range(places.num_replicas)]
-        self._names = control.names.select(firsts)
-
-    def require_alike(self) -> None:
-        """Refuse a step that replicas see differently. Raises: StepRefused."""
-        steps = [
-            StepProposal(
-                **{name: theirs[name] for name in _COMPARED}
-                | {"mode": Mode(theirs["mode"]), "extra": Extra(theirs["extra"])}
-            )
-            for theirs in self._everyone
-        ]
-        Proposals(steps, self._names).require_same()
-        self._require(
-            [theirs["trained"] for theirs in self._everyone],
-            "train other parameters (requires_grad); freeze and unfreeze parameters on all replicas alike",
-        )
-        self._require(
-            [theirs["has_target"] for theirs in self._everyone],
-            "differ in that only one was given a target; pass one to every replica",
-        )
-        self._require(
-            [theirs["weight"][0] > 0 for theirs in self._everyone],
-            "differ in that only one was given rows to split; pass every replica a batch of the same form",
-        )
-
-    def _require(self, found: Sequence[object], problem: str) -> None:
+def _require_alike(control: Control, everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a step that replicas see differently; messages name the first rank of each. Raises: StepRefused."""
+    places = control.places
+    names = control.names.select([places.replica_of(replica).start for replica in range(places.num_replicas)])
+    compared = ({name: theirs[name] for name in _COMPARED} for theirs in everyone)
+    steps = [StepProposal(**each | {"mode": Mode(each["mode"]), "extra": Extra(each["extra"])}) for each in compared]
+    Proposals(steps, names).require_same()
+    for has, problem in _DIFFERENCES:
+        found = list(map(has, everyone))
         for replica, theirs in enumerate(found):
             if theirs != found[0]:
                 raise StepRefused(
-                    f"the replicas of {self._names[0]} and {self._names[replica]} {problem}",
-                    rank=self._names.numbers[replica],
+                    f"the replicas of {names[0]} and {names[replica]} {problem}", rank=names.numbers[replica]
                 )

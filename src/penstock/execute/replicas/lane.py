@@ -17,7 +17,6 @@ Between accelerators the backend does it by itself, on a communicator of its own
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,20 +40,7 @@ Serial = int
 """Stands for an exchange; whoever has it does not hold the buffers."""
 
 
-class _Exchange(Protocol):
-    """One gather or reduction."""
-
-    def buffers(self) -> Sequence[Tensor]:
-        """Return what it holds."""
-        ...
-
-    def add_up(self) -> None:
-        """Do all of a sum that needs no more than the values of the others; a second time does nothing."""
-        ...
-
-    def complete(self) -> None:
-        """Wait for its end. Raises: PeerLost, DeadlineExceeded."""
-        ...
+def _nothing(results: Sequence[Tensor]) -> None: ...
 
 
 class ReplicaLane:
@@ -96,12 +82,15 @@ class ReplicaLane:
 
     # ---- exchanges
 
-    def sum(self, buffers: Sequence[Tensor]) -> Serial:
-        """Begin to sum buffers of `room_for` in place; they are the exchange's until it is complete."""
+    def sum(self, buffers: Sequence[Tensor], then: Then = _nothing) -> Serial:
+        """Begin to sum buffers of `room_for` in place; they are the exchange's until it is complete.
+
+        `then` is called with them when they are the sums.
+        """
         if self._is_on_device:
             tickets = [self._post(buffer, partial(sum_in_place, tensor=buffer)) for buffer in buffers]
-            return self._launch(_OnDevice(self.transport, tickets, buffers))
-        return self._launch(_Sum(self.transport, buffers))
+            return self._launch(_OnDevice(self.transport, tickets, buffers, lambda: then(buffers)))
+        return self._launch(_Sum(self.transport, buffers, lambda: then(buffers)))
 
     def gather(self, parts: Sequence[Tensor], then: Then) -> Serial:
         """Begin to gather the parts of all replicas: each [part], which nobody writes to meanwhile, becomes [D x part].
@@ -145,7 +134,7 @@ class ReplicaLane:
         ticket: Ticket = self.transport.post_exchange(held, begin)  # type: ignore[attr-defined]
         return ticket
 
-    def _launch(self, exchange: _Exchange) -> Serial:
+    def _launch(self, exchange: "_Exchange") -> Serial:
         self._num_launched += 1
         self._launched[self._num_launched] = exchange
         return self._num_launched
@@ -169,60 +158,50 @@ def lane_of(places: Places, *, is_sharded: bool) -> ReplicaLane | None:
     return ReplicaLane(LocalTransport.create(1, places.pipeline.deadline_s)[0]) if is_sharded else None
 
 
-def _nothing() -> None: ...
+class _Exchange:
+    """One gather or reduction; `then` is called when it is over."""
 
-
-class _OnDevice:
-    def __init__(
-        self,
-        transport: Transport,
-        tickets: Sequence[Ticket],
-        held: Sequence[Tensor],
-        then: Callable[[], None] = _nothing,
-    ) -> None:
-        self._transport, self._tickets, self._held, self._then = transport, tickets, held, then
+    def __init__(self, transport: Transport, held: Sequence[Tensor], then: Callable[[], None]) -> None:
+        self._transport, self._held, self._then = transport, held, then
+        self._others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
 
     def buffers(self) -> Sequence[Tensor]:
+        """Return what it holds."""
         return self._held
 
-    def add_up(self) -> None: ...
+    def add_up(self) -> None:
+        """Do all of a sum that needs no more than the values of the others; a second time does nothing."""
 
     def complete(self) -> None:
-        for ticket in self._tickets:
-            self._transport.wait(ticket)
-        self._then()
-
-
-class _Messages:
-    """What exchanges made of messages have in common."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
-        self._leaving: list[Ticket] = []
-        self._coming: list[Ticket] = []
-
-    def add_up(self) -> None: ...
+        """Wait for its end. Raises: PeerLost, DeadlineExceeded."""
+        raise NotImplementedError
 
     def _wait(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
             self._transport.wait(ticket)
 
 
-class _Gather(_Messages):
+class _OnDevice(_Exchange):
+    def __init__(
+        self, transport: Transport, tickets: Sequence[Ticket], held: Sequence[Tensor], then: Callable[[], None]
+    ) -> None:
+        super().__init__(transport, held, then)
+        self._tickets = tickets
+
+    def complete(self) -> None:
+        self._wait(self._tickets)
+        self._then()
+
+
+class _Gather(_Exchange):
     def __init__(
         self, transport: Transport, wholes: Sequence[Tensor], parts: Sequence[Tensor], then: Callable[[], None]
     ) -> None:
-        super().__init__(transport)
-        self._then = then
+        super().__init__(transport, wholes, then)
         self._rooms = [whole.view(transport.num_ranks, -1) for whole in wholes]
         self._parts = parts
-        self._wholes = wholes
         self._leaving = [transport.post_send(rank, part) for part in parts for rank in self._others]
         self._coming = [transport.post_receive(rank, room[rank]) for room in self._rooms for rank in self._others]
-
-    def buffers(self) -> Sequence[Tensor]:
-        return self._wholes
 
     def complete(self) -> None:
         for room, part in zip(self._rooms, self._parts, strict=True):
@@ -232,11 +211,10 @@ class _Gather(_Messages):
         self._wait(self._leaving)
 
 
-class _ScatteredSum(_Messages):
-    def __init__(self, transport: Transport, buffers: Sequence[Tensor], then: Callable[[], None] = _nothing) -> None:
-        super().__init__(transport)
-        self._then = then
+class _ScatteredSum(_Exchange):
+    def __init__(self, transport: Transport, buffers: Sequence[Tensor], then: Callable[[], None]) -> None:
         self._parts = [buffer.view(transport.num_ranks, -1) for buffer in buffers]
+        super().__init__(transport, self._parts, then)
         self._sent = [[transport.post_send(rank, parts[rank]) for rank in self._others] for parts in self._parts]
         """By buffer, as all that follows."""
         self._theirs = [
@@ -285,6 +263,8 @@ class _Sum(_ScatteredSum):
         if self._is_added_up:
             return
         self._is_added_up = True
+        self._coming: list[Ticket] = []
+        self._leaving: list[Ticket] = []
         own, transport = self._transport.rank, self._transport
         for place, parts in enumerate(self._parts):
             # One buffer after the other: what was added up is still in a cache, and others go on with it.
@@ -294,5 +274,5 @@ class _Sum(_ScatteredSum):
 
     def complete(self) -> None:
         self.add_up()
-        self._wait(self._coming)
-        self._wait(self._leaving)
+        self._wait([*self._coming, *self._leaving])
+        self._then()
