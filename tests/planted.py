@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bench.emulated_layer import EmulatedLayer
 from penstock.execute.batch.stream import Stream
 from penstock.execute.transport import LocalTransport
-from penstock.models.emulated import EmulatedLayer
 from penstock.pipeline import Pipeline
 from penstock.searching.what_if import Setting
 from penstock.train.settings.sections import OptimizerSection
