@@ -26,7 +26,7 @@ from penstock.execute.control.positions import PositionBoard
 from penstock.execute.losses.exchange import LossExchange
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
 from penstock.execute.losses.results import StepResult
-from penstock.execute.losses.weighing import LossMaker
+from penstock.execute.losses.step_losses import LossMaker
 from penstock.execute.lost_device import keeping_what_is_lost
 from penstock.execute.observing.checked_values import ValueChecks
 from penstock.execute.observing.clock import ClockComparison
