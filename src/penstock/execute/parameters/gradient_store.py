@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
 from penstock.execute.parameters.gradient_sums import added
-from penstock.execute.values.tensors import memory_of
+from penstock.execute.values.tensors import in_pieces, memory_of
 
 MAIN_GRAD = "main_grad"
 """Of a parameter: the sum in float32 (float64 stays float64), or None."""
@@ -44,7 +44,7 @@ class WeightEntry(Protocol):
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """What the weights are made of, often themselves; none where the entry writes gradients by itself."""
+        """The parameters that weights are made of, often themselves; none where the entry writes their gradients."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class WeightEntry(Protocol):
 
 @dataclass(slots=True, eq=False)
 class WeightInputs:
-    """What one I leaves for its W."""
+    """The entries that one I leaves for its W."""
 
     entries: list[WeightEntry]
     """In the order in which a whole backward would come to them; those that write by themselves last."""
@@ -191,8 +191,8 @@ class GradientStore(StoredGradients):
             return
         own = [entry for entry in entries if not entry.parameters]
         with inputs.around():
-            for group in _batches(_by_parameter([entry for entry in entries if entry.parameters])):
-                _add_group(group)
+            for groups in in_pieces(_by_parameter([each for each in entries if each.parameters]), _size, _GROUP_BYTES):
+                _add_group([entry for group in groups for entry in group])
         entries.clear()
         with torch.no_grad():
             while own:
@@ -318,15 +318,5 @@ def _by_parameter(entries: Sequence[WeightEntry]) -> Iterable[list[WeightEntry]]
     return {id(group): group for group in groups.values()}.values()
 
 
-def _batches(groups: Iterable[list[WeightEntry]]) -> Iterator[list[WeightEntry]]:
-    batch: list[WeightEntry] = []
-    num_bytes = 0
-    for group in groups:
-        own_bytes = sum([parameter.nbytes for each in group for parameter in each.parameters])
-        if batch and num_bytes + own_bytes > _GROUP_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-        batch = batch + group
-        num_bytes += own_bytes
-    if batch:
-        yield batch
+def _size(group: Sequence[WeightEntry]) -> int:
+    return sum([parameter.nbytes for each in group for parameter in each.parameters])

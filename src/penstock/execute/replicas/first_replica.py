@@ -1,4 +1,4 @@
-"""What all replicas take from the first one: parameters and buffers when a pipeline is made, buffers after a step."""
+"""All replicas take from the first one: parameters and buffers when a pipeline is made, buffers after a step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.execute.transport.protocol import Ticket, Transport
+from penstock.execute.values.tensors import in_pieces
 
 PIECE_BYTES = 2**24
 """Of what a message has at most, which is held once more for as long."""
@@ -52,7 +53,7 @@ class Share:
 
 def share_all(transport: Transport, tensors: Iterable[Tensor]) -> None:
     """Give all replicas what the first one has in these tensors, piece by piece. Raises: PeerLost, DeadlineExceeded."""
-    for piece in _pieces(tensors):
+    for piece in in_pieces(tensors, lambda tensor: tensor.nbytes, PIECE_BYTES):
         Share(transport, piece).wait()
 
 
@@ -76,17 +77,3 @@ class SavedBuffers:
 
 def _room_of(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Put consecutive tensors together while they are small; a large one has a message of its own."""
-    piece: list[Tensor] = []
-    num_bytes = 0
-    for tensor in tensors:
-        if piece and num_bytes + tensor.nbytes > PIECE_BYTES:
-            yield piece
-            piece, num_bytes = [], 0
-        piece.append(tensor)
-        num_bytes += tensor.nbytes
-    if piece:
-        yield piece

@@ -33,7 +33,7 @@ _DTYPES = {str(found).removeprefix("torch."): found for found in vars(torch).val
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What two ranks must agree on about one tensor."""
+    """All that two ranks must agree on about one tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -85,7 +85,7 @@ class Layout:
 
     @cached_property
     def numbers(self) -> "PlainNumbers | None":
-        """What may have other values in each message."""
+        """The leaves that may have other values in each message."""
         return PlainNumbers.of(self)
 
     @property
