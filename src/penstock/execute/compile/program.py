@@ -1,4 +1,4 @@
-"""Compiles the rows of one rank to bound calls, once per program. What an operation does is for its handler in `ops/`.
+"""Compiles the rows of one rank to bound calls, once per program. The handlers in `ops/` know the operations.
 
 It does not know which schedule it compiles.
 """
