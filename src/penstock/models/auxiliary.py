@@ -87,13 +87,13 @@ class AuxiliaryLoss(nn.Module):
         self._begun.pop(threading.get_ident(), None)
 
     def _collection(self) -> "_Collection | None":
-        """What this thread adds to; None where it is called while other threads collect."""
+        """The sum that this thread adds to; None where it is called while other threads collect."""
         return self._begun.get(threading.get_ident(), None if self._begun else self._alone)
 
 
 @dataclass(slots=True, eq=False)
 class _Collection:
-    """What was added by one thread."""
+    """The sum of one thread."""
 
     values: list[Tensor] = field(default_factory=list)
     is_open: bool = True
