@@ -1,4 +1,4 @@
-"""What each operation does: one handler per row of `ir.operations`.
+"""The operations: one handler per row of `ir.operations`.
 
 A handler makes the calls of one row, once per program: each wait is a call of its own, then comes the work. It is the
 only code that knows what its operation does. `compile/` finds it here and runs it for the rows of a rank.

@@ -1,4 +1,4 @@
-"""What is done to the parameters of a stage: UNSHARD and RESHARD, REDUCE_GRAD and REDUCE_TIED, and STEP.
+"""The operations on parameters of a stage: UNSHARD and RESHARD, REDUCE_GRAD and REDUCE_TIED, and STEP.
 
 The layout of a unit may launch a gather of weights, or a reduction of gradients, which goes on until a row needs it.
 The waits for it are made here too.

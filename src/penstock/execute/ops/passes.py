@@ -1,4 +1,4 @@
-"""What a stage computes: F, R, B, I and W; and OFFLOAD and RELOAD, which move what it keeps between its passes.
+"""The passes of a stage: F, R, B, I and W; and OFFLOAD and RELOAD, which move what it keeps between them.
 
 A forward works on the batch, on a message, or on what another stage of this rank made. It keeps its activation, its
 inputs where it runs again, and nothing in an evaluation. A backward takes what was kept, and gradients from the same
@@ -24,7 +24,7 @@ Take = Callable[[Step], Any]
 
 
 def forward(context: CompileContext, row: int) -> Iterator[Bound]:
-    """Handle F: run a stage. What it saves waits for the backward, and its outputs for the next stage."""
+    """Handle F: run a stage. Its saved tensors wait for the backward, its outputs for the next stage."""
     value, place = context.rows.keeps(row), context.place(row)
     run = (context.recomputation_of if value == Value.CHECKPOINT else context.passes_of)(row).forward
     microbatch, index = place

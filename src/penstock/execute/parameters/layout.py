@@ -45,7 +45,7 @@ class Launched:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageParts:
-    """What a stage holds."""
+    """The parameters and modules of a stage."""
 
     parameters: Callable[[], Sequence[nn.Parameter]]
     """Those that it holds now."""

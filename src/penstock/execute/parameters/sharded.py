@@ -8,8 +8,8 @@
     the last one's    adds these rows to the gradients of the shards
     RESHARD           lets the modules hold shards, and frees the memory of the whole parameters
 
-So layers and autograd see ordinary parameters, the same objects in every step. What waits for W refers to them while
-their memory is gone; it is gathered again before W reads it.
+So layers and autograd see ordinary parameters, the same objects in every step. Weight gradients that wait for W refer
+to them while their memory is gone; it is gathered again before W reads it.
 
 Gradients of a replica add up whole, in their own type; the parts of all replicas are added in the order of replicas.
 How many replicas have a gradient of a parameter is summed with the gradients, behind each part. One that none has used

@@ -29,22 +29,22 @@ _DIFFERENCES: Sequence[tuple[Callable[[Mapping[str, Any]], object], str]] = (
         "differ in that only one was given rows to split; pass every replica a batch of the same form",
     ),
 )
-"""What replicas must have alike besides, and what is said where they have not."""
+"""Further values that replicas must have alike, and the words for those who have not."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchWeight:
-    """What a batch weighs."""
+    """The weight of a batch."""
 
     rows: float = 0.0
     count: float = 0.0
-    """What `count` says of its targets, where this rank computes losses; else 0."""
+    """By `count`, of its targets, where this rank computes losses; else 0."""
     num_microbatches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class JobStep:
-    """What all replicas know of a step."""
+    """A step, as all replicas know it."""
 
     weight: BatchWeight
     """Of the batches of all replicas."""

@@ -8,9 +8,8 @@ Nothing is waited for when one is launched. A rank sends (D-1)/D of the bytes fo
 that for a sum. These are messages of Penstock's own. The order of the additions is that of the replicas, so all get the
 same bits, with any number of threads and in any order of arrival.
 
-Replicas run one program, so they launch and wait in one order, and their messages need no names. Whoever waits for one
-exchange knows that those launched before it are over, and they are completed too. The first wait for a sum adds up all
-that was launched before that wait.
+Replicas run one program, so they launch and wait in one order, and their messages need no names. A wait for one
+exchange completes those launched before it too. The first wait for a sum adds up all that was launched before it.
 
 Between accelerators the backend does it by itself, on a communicator of its own, beside computations and messages.
 """
@@ -73,7 +72,7 @@ class ReplicaLane:
 
     @property
     def kept_bytes(self) -> int:
-        """What it keeps now in buffers for later exchanges."""
+        """The bytes that it keeps now in buffers for later exchanges."""
         return sum(each.nbytes for each in self._kept)
 
     def buffers(self) -> list[Tensor]:
@@ -225,7 +224,7 @@ class _ScatteredSum(_Exchange):
             ]
             for parts, tickets in zip(self._parts, self._sent, strict=True)
         ]
-        """What the others have of this rank's part."""
+        """The others' terms of this rank's part."""
         self._come = [
             [transport.post_receive(rank, room) for rank, room in zip(self._others, rooms, strict=True)]
             for rooms in self._theirs
