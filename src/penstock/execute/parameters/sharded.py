@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.execute.parameters.gathered import Block, GatheredParameter, blocks_of, require_unchanged
 from penstock.execute.parameters.gradient_store import GradientStore, StoredGradients
-from penstock.execute.parameters.gradient_sums import added
+from penstock.execute.parameters.gradient_sums import added, dense
 from penstock.execute.parameters.layout import Launched, ParameterLayout, StageParts
 from penstock.execute.replicas.first_replica import SavedBuffers, Share
 from penstock.execute.replicas.lane import ReplicaLane, Serial
@@ -185,8 +185,7 @@ class PackedParts:
                     parts[:, place] = 0
                     parts[:, self._uses.start + index] = 0
                 else:
-                    dense = gradient.to_dense() if gradient.is_sparse else gradient
-                    each.rows.share_out(dense, parts[:, place])
+                    each.rows.share_out(dense(gradient), parts[:, place])
                     self._gradients.release(each.whole)
         return buffer
 

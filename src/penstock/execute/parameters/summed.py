@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.execute.parameters.gradient_store import GradientStore
+from penstock.execute.parameters.gradient_sums import dense
 from penstock.execute.parameters.layout import Launched, ParameterLayout, StageParts
 from penstock.execute.replicas.first_replica import SavedBuffers, Share
 from penstock.execute.replicas.lane import ReplicaLane
@@ -145,7 +146,7 @@ class _Packed:
             place.zero_()
             self._uses[index] = 0
         else:
-            place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            place.copy_(dense(gradient))
 
     def _of_large(self, parameter: nn.Parameter, index: int) -> Tensor:
         """Return the gradient itself, where it can be summed in place, or a copy."""
@@ -159,8 +160,8 @@ class _Packed:
     def _put(self, parameter: nn.Parameter, total: Tensor) -> None:
         own = self._gradients.of(parameter)
         if own is None or own.is_sparse:
-            dense = torch.empty_like(parameter, dtype=total.dtype, requires_grad=False)
-            self._gradients.put(parameter, dense.copy_(total))
+            room = torch.empty_like(parameter, dtype=total.dtype, requires_grad=False)
+            self._gradients.put(parameter, room.copy_(total))
         elif own.data_ptr() != total.data_ptr():
             own.detach().copy_(total)
 

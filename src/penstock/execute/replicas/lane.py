@@ -88,7 +88,7 @@ class ReplicaLane:
         """
         if self._is_on_device:
             tickets = [self._post(buffer, partial(sum_in_place, tensor=buffer)) for buffer in buffers]
-            return self._launch(_OnDevice(self.transport, tickets, buffers, lambda: then(buffers)))
+            return self._launch(_Exchange(self.transport, buffers, lambda: then(buffers), tickets))
         return self._launch(_Sum(self.transport, buffers, lambda: then(buffers)))
 
     def gather(self, parts: Sequence[Tensor], then: Then) -> Serial:
@@ -100,7 +100,7 @@ class ReplicaLane:
         if self._is_on_device:
             pairs = zip(wholes, parts, strict=True)
             tickets = [self._post(whole, partial(gather_into, whole=whole, part=part)) for whole, part in pairs]
-            return self._launch(_OnDevice(self.transport, tickets, wholes, lambda: then(wholes)))
+            return self._launch(_Exchange(self.transport, wholes, lambda: then(wholes), tickets))
         return self._launch(_Gather(self.transport, wholes, parts, lambda: self._give(wholes, wholes, then)))
 
     def scatter(self, buffers: Sequence[Tensor], then: Then) -> Serial:
@@ -112,7 +112,7 @@ class ReplicaLane:
             parts = [buffer.new_empty(buffer.numel() // self.transport.num_ranks) for buffer in buffers]
             pairs = zip(parts, buffers, strict=True)
             tickets = [self._post(part, partial(sum_into, part=part, whole=buffer)) for part, buffer in pairs]
-            return self._launch(_OnDevice(self.transport, tickets, [*buffers, *parts], lambda: then(parts)))
+            return self._launch(_Exchange(self.transport, [*buffers, *parts], lambda: then(parts), tickets))
         parts = [buffer.view(self.transport.num_ranks, -1)[self.transport.rank] for buffer in buffers]
         return self._launch(_ScatteredSum(self.transport, buffers, lambda: self._give(parts, buffers, then)))
 
@@ -158,10 +158,13 @@ def lane_of(places: Places, *, is_sharded: bool) -> ReplicaLane | None:
 
 
 class _Exchange:
-    """One gather or reduction; `then` is called when it is over."""
+    """One gather or reduction; `then` is called when it is over. This one is over with its tickets."""
 
-    def __init__(self, transport: Transport, held: Sequence[Tensor], then: Callable[[], None]) -> None:
+    def __init__(
+        self, transport: Transport, held: Sequence[Tensor], then: Callable[[], None], tickets: Sequence[Ticket] = ()
+    ) -> None:
         self._transport, self._held, self._then = transport, held, then
+        self._tickets = list(tickets)
         self._others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
 
     def buffers(self) -> Sequence[Tensor]:
@@ -173,23 +176,12 @@ class _Exchange:
 
     def complete(self) -> None:
         """Wait for its end. Raises: PeerLost, DeadlineExceeded."""
-        raise NotImplementedError
+        self._wait(self._tickets)
+        self._then()
 
     def _wait(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
             self._transport.wait(ticket)
-
-
-class _OnDevice(_Exchange):
-    def __init__(
-        self, transport: Transport, tickets: Sequence[Ticket], held: Sequence[Tensor], then: Callable[[], None]
-    ) -> None:
-        super().__init__(transport, held, then)
-        self._tickets = tickets
-
-    def complete(self) -> None:
-        self._wait(self._tickets)
-        self._then()
 
 
 class _Gather(_Exchange):
