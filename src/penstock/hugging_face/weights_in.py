@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoints.shards import DTYPES
 from penstock.errors import MAX_SHOWN, CheckpointError, described, nearest
-from penstock.hugging_face.model_folder import stored_in_folder
-from penstock.hugging_face.stored import Stored
+from penstock.hugging_face.stored import Stored, stored_in_folder
 from penstock.hugging_face.undocumented import (
     Conversion,
     conversions,
