@@ -54,8 +54,8 @@ class TensorInfo:
 class Layout:
     """A tree in which each tensor is replaced by its `TensorInfo`; other leaves are plain values.
 
-    What is asked of it for every message is worked out once. Python calls 1, 1.0 and True equal, so compare two layouts
-    by what `encode_layout` returns.
+    The properties that every message asks for are worked out once. Python calls 1, 1.0 and True equal, so compare two
+    layouts by what `encode_layout` returns.
     """
 
     spec: TreeSpec
