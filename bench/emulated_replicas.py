@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from emulated_layer import EmulatedLayer
 from on_ranks import REST_S, SEED
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock.execute.replicas.mesh import connect_mesh
 from penstock.execute.transport.protocol import Tag, Ticket, Transport
 from penstock.ir.timeline import Timeline
-from penstock.models.emulated import EmulatedLayer
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate

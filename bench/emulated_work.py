@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from emulated_layer import EmulatedLayer
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.models.emulated import EmulatedLayer
 
 
 class Branch(nn.Module):

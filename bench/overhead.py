@@ -49,7 +49,7 @@ from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.ops.context import CompileContext
 from penstock.execute.ops.rows import RankRows
 from penstock.execute.parameters.gradient_store import GradientStore, WeightInputs
-from penstock.execute.parameters.layout import Replicated
+from penstock.execute.parameters.layout import ParameterLayout
 from penstock.execute.rank_parameters import Unit
 from penstock.execute.run import run_step
 from penstock.execute.stages.passes import PassOptions, SavedForward, StagePasses
@@ -245,7 +245,8 @@ class NoParameters:
 
     def __init__(self, passes: Mapping[int, StagePasses]) -> None:
         self.unit_of = {
-            stage: Unit([own.stage], own.gradients, Replicated(), (), own.gradients) for stage, own in passes.items()
+            stage: Unit([own.stage], own.gradients, ParameterLayout(), (), own.gradients)
+            for stage, own in passes.items()
         }
 
     def step_optimizer(self) -> None:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from emulated_layer import EmulatedLayer
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from penstock.models import DecoderConfig, LayerSpec, cross_entropy_loss, decoder_layers
-from penstock.models.emulated import EmulatedLayer
 
 NUM_BLOCKS, NUM_HEADS = 8, 4
 VOCABULARY = 256

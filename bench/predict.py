@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
+from emulated_layer import EmulatedLayer
 from on_ranks import (
     NUM_WARM_UP_ROUNDS,
     REST_S,
@@ -38,7 +39,6 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
-from penstock.models.emulated import EmulatedLayer
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build

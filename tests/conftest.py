@@ -106,7 +106,7 @@ def setting(request, monkeypatch):
     """The options with which a mesh shares parameters; "in place" is for replicas that sum all gradients in place."""
     if request.param != "in place":
         return request.param
-    from penstock.execute.replicas import summed  # only here: it needs torch
+    from penstock.execute.parameters import summed  # only here: it needs torch
 
     monkeypatch.setattr(summed, "LARGE_BYTES", 0)
     return {"shard": "none"}

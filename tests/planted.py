@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bench.emulated_layer import EmulatedLayer
 from penstock.execute.batch.stream import Stream
-from penstock.models.emulated import EmulatedLayer
 from penstock.pipeline import Pipeline
 from penstock.searching.what_if import Setting
 from penstock.train.settings.sections import OptimizerSection

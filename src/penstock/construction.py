@@ -38,9 +38,8 @@ from penstock.execute.session import Session
 from penstock.execute.stages.assemble import Assembly, assemble, with_skips
 from penstock.execute.stages.carried import refuse_layers_that_look_back
 from penstock.execute.stages.compiled_layers import compile_layers
-from penstock.execute.stages.held_state import described_state, require_equal_replicas
+from penstock.execute.stages.held_state import count_parameters, described_state, require_equal_replicas
 from penstock.execute.stages.other_layers import OtherLayers
-from penstock.execute.stages.parameter_counts import count_parameters
 from penstock.execute.stages.shared_builders import build_early, refuse_shared_objects
 from penstock.execute.stages.wrappers import (
     averages_gradients,

@@ -51,7 +51,7 @@ def _without_wait(original):
 plant(
     "gathered weights are used before they are there",
     "shards",
-    "penstock.execute.replicas.lane:_OnDevice.complete",
+    "penstock.execute.replicas.lane:_Exchange.complete",
     UNORDERED,
     "all_gather_into_tensor",
     "",
@@ -61,7 +61,7 @@ plant(
 plant(
     "rows of a sum are used before they are there",
     "shards",
-    "penstock.execute.replicas.lane:_OnDevice.complete",
+    "penstock.execute.replicas.lane:_Exchange.complete",
     UNORDERED,
     "reduce_scatter_tensor",
     "",

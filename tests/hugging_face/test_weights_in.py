@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from penstock.errors import CheckpointError
-from penstock.hugging_face.model_folder import INDEX, WHOLE
-from penstock.hugging_face.stored import Stored
+from penstock.hugging_face.stored import INDEX, WHOLE, Stored
 from penstock.hugging_face.weights_in import PretrainedWeights
 from tests.hugging_face.tiny_models import FAMILIES, saved_model
 

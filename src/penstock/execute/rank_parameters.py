@@ -18,14 +18,13 @@ from penstock.execute.losses.loss import Scale
 from penstock.execute.own_parameters import OwnParameters
 from penstock.execute.parameters.averaged import Averaged, wrapped
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore, StoredGradients, have_main
-from penstock.execute.parameters.layout import ParameterLayout, Replicated
-from penstock.execute.parameters.shard_gradients import ShardGradients
+from penstock.execute.parameters.layout import ParameterLayout, StageParts
+from penstock.execute.parameters.sharded import Sharded, ShardGradients
+from penstock.execute.parameters.summed import Summed
 from penstock.execute.parameters.tied import TiedCopy, agree_on_copies
 from penstock.execute.replicas.early import early_rows
 from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.replicas.lane import lane_of
-from penstock.execute.replicas.sharded import Sharded
-from penstock.execute.replicas.summed import StageParts, Summed
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.held_state import held_tensors
 from penstock.execute.stages.stage import Stage
@@ -248,7 +247,7 @@ class RankParameters:
         elif any(modules.values()):
             layout = Averaged(modules, gradients, is_tied, lambda: self._control.transport.deadline_s)
         else:
-            layout = Replicated()
+            layout = ParameterLayout()
         return Unit(stages, gradients, layout, groups, gradients)
 
     def _sharded_unit(

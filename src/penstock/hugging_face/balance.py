@@ -25,7 +25,7 @@ NAME = "experts"
 
 
 class Balance:
-    """What the layers of one model know of its experts."""
+    """The experts of one model, as its layers know them."""
 
     def __init__(self, whole: Any, blocks: list[str]) -> None:
         """`blocks` are the names of the model's blocks. Raises: ConfigError, if no rule for its loss is known."""

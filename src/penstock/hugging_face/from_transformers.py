@@ -8,7 +8,7 @@ Each layer runs a part of the model's own forward (`models/cutting/`), so nothin
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,13 @@ from penstock.hugging_face.weights_in import PretrainedWeights
 from penstock.models.cutting.cut import held_by, multiplications, segments
 from penstock.models.cutting.frame import Template
 from penstock.models.cutting.order import in_order_of_calls
-from penstock.models.cutting.part import CutForward, Part, Segment, part_class
+from penstock.models.cutting.part import CutForward, Part, PartCall, Segment, part_class
 from penstock.models.cutting.placeholders import tensors_in, without_values
 from penstock.models.cutting.points import cut_model
 from penstock.models.layer import LayerSpec
 
 KEYWORDS = ("attention_mask", "position_ids", "token_type_ids")
-"""What a batch may have beside tokens, where the model takes it."""
+"""The keywords that a batch may have beside tokens, where the model takes them."""
 
 
 def from_transformers(
@@ -56,7 +56,7 @@ def from_transformers(
     blocks = sources.blocks_of(whole)
     entry, complete = _Entry(whole), partial(make_unsaved_buffers, whole)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
-    trial = partial(entry.call, inputs=(tokens,), keywords={}, is_first=True)
+    trial = partial(entry.call, given=PartCall((tokens,), {}, is_first=True))
     cut = in_order_of_calls(whole, cut_model(whole, [f"{blocks}.*"]), f"{blocks}.", complete, trial)
     forward = CutForward(Template(whole, cut, complete), entry)
     parts = segments(cut, [name for name in cut.points if name.startswith(f"{blocks}.")][-1])
@@ -131,28 +131,16 @@ class _Entry:
     def __init__(self, whole: Any) -> None:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(whole.forward).parameters
         self.keywords = [parameters[name] for name in KEYWORDS if name in parameters]
-        # What balances experts is made of what the blocks compute (balance.py), and not in the forward of the model.
+        # The loss that balances experts is made of results of the blocks (balance.py), not in the model's forward.
         self._quiet = {"output_router_logits": False} if "output_router_logits" in parameters else {}
         self._width = whole.get_input_embeddings().embedding_dim
 
-    def call(
-        self,
-        model: nn.Module,
-        inputs: tuple[Any, ...],
-        keywords: Mapping[str, Any],
-        *,
-        is_first: bool,
-        is_dense: bool = False,
-    ) -> Any:
-        if is_first and len(inputs) == 1:
-            batch: dict[str, Any] = {"input_ids": inputs[0]}
+    def call(self, model: nn.Module, given: PartCall) -> Any:
+        if given.is_first and len(given.inputs) == 1:
+            batch: dict[str, Any] = {"input_ids": given.inputs[0]}
         else:
-            hidden = _first(tensors_in(inputs))
+            hidden = next(iter(tensors_in(given.inputs)))
             bare = torch.empty((*hidden.shape[:2], self._width), dtype=hidden.dtype, device="meta")
-            batch = {"inputs_embeds": without_values(bare, hidden.device, is_dense=is_dense)}
+            batch = {"inputs_embeds": without_values(bare, hidden.device, is_dense=given.is_dense)}
         # With a cache, transformers no longer sees where packed sequences end.
-        return model(**batch, **keywords, use_cache=False, return_dict=True, **self._quiet).logits
-
-
-def _first(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    return next(iter(tensors))
+        return model(**batch, **given.keywords, use_cache=False, return_dict=True, **self._quiet).logits

@@ -41,8 +41,8 @@ def save_pretrained(pipeline: Pipeline, folder: Path, model: Any, source: Path |
     """Write the weights of all ranks into a folder as transformers saves `model`, which has no values of its own.
 
     Every rank calls it, and all of them see the folder, which is made where it is missing. The pipeline has the
-    parameters and saved buffers of `model`, under its names. Tokenizer files are copied from `source`. What is there
-    already is replaced when all is written, or not at all.
+    parameters and saved buffers of `model`, under its names. Tokenizer files are copied from `source`. Files that
+    are there already are replaced when all is written, or not at all.
 
     Raises:
         NotSaved: on every rank, if a file cannot be written, or the pipeline is not of this model.
@@ -102,7 +102,7 @@ class PretrainedFormat:
     source: Path | None
     """Where its tokenizer files are."""
     where: Path = Path("the pipeline")
-    """What messages say about wrong names or shapes."""
+    """The words of messages about wrong names or shapes."""
 
     @property
     def stem(self) -> str:

@@ -19,13 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoints.shards import DTYPES
-from penstock.errors import CheckpointError, shortened
+from penstock.checkpoints.pretrained import weight_map
+from penstock.checkpoints.shards import DTYPES, pickles_in
+from penstock.errors import CheckpointError, nearest, shortened
 
 LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library, so that a damaged length allocates no memory."""
 METADATA = "__metadata__"
+WHOLE = "model.safetensors"
+INDEX = f"{WHOLE}.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +127,41 @@ def _read_into(file: Any, content: memoryview) -> None:
 
 def _unreadable(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{path}: cannot be read as a safetensors file: {reason}. Get or save the file anew")
+
+
+def stored_in_folder(folder: Path) -> tuple[dict[str, Stored], int]:
+    """Return the tensors of a folder's files by name, and the bytes of all headers, which are all that is read.
+
+    Raises: CheckpointError: no such folder, no weights in it, or a file is not as the index says.
+    """
+    listed = _listed_files(folder)
+    headers: dict[str, dict[str, Stored]] = {}
+    total = 0
+    for file in sorted(set(listed.values())):
+        headers[file], num_bytes = stored_in(folder / file)
+        total += num_bytes
+    found = {name: stored for header in headers.values() for name, stored in header.items()}
+    for name, file in listed.items() if listed.keys() != {WHOLE} else ():
+        if name not in headers[file]:
+            raise CheckpointError(
+                f"{folder / file}: has no {name!r}, which {INDEX} lists there.{nearest(name, headers[file])} Get both "
+                "files anew, of the same model"
+            )
+        found[name] = headers[file][name]
+    return found, total
+
+
+def _listed_files(folder: Path) -> dict[str, str]:
+    """Return the file of every tensor that the index of a folder lists; of a folder without one, its only file."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder; expected one with {WHOLE}, or with {INDEX}")
+    if (folder / WHOLE).is_file():
+        return {WHOLE: WHOLE}
+    if (folder / INDEX).is_file():
+        return weight_map(folder / INDEX)
+    pickles = pickles_in(folder)
+    hint = f"Its {pickles[0]} is not read: a pickle can run any code. " if pickles else ""
+    raise CheckpointError(
+        f"{folder}: holds no weights; expected {WHOLE}, or {INDEX}. {hint}Save the model with `save_pretrained` of "
+        "transformers 5, or name a folder that it wrote"
+    )

@@ -1,4 +1,4 @@
-"""What the documentation of transformers does not promise: first values, routers, and tensors of files.
+"""Uses of transformers that its documentation does not promise: first values, routers, and tensors of files.
 
 Each function has a test in tests/hugging_face/test_undocumented.py that says which fact changed.
 

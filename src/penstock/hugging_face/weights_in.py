@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoints.shards import DTYPES
 from penstock.errors import CheckpointError, described, listed, nearest
-from penstock.hugging_face.model_folder import stored_in_folder
-from penstock.hugging_face.stored import Stored
+from penstock.hugging_face.stored import Stored, stored_in_folder
 from penstock.hugging_face.undocumented import (
     Conversion,
     conversions,
@@ -28,7 +27,7 @@ from penstock.hugging_face.undocumented import (
 )
 
 SAME_MODEL = "Take the config.json that belongs to these files, or files of this model"
-"""What to do about weights of another model."""
+"""The fix for weights of another model."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +84,7 @@ class PretrainedWeights:
         """Copy tensors into the parameters and saved buffers of a module, each cast to the type that it has there.
 
         `names` gives the model's name of each that is to be filled; without it, the module has the model's names. One
-        tensor of the model is in memory at a time, and its sources. What the files may lack stays as it is.
+        tensor of the model is in memory at a time, and its sources. Tensors that the files may lack stay as they are.
 
         Raises: CheckpointError: the module has no such tensor, or one of another shape; or as `read`.
         """

@@ -22,12 +22,12 @@ class AuxiliaryLoss(nn.Module):
             scores = self.router(features)
             self.z_loss.add(scores.logsumexp(-1).square().mean())
 
-    What is trained is `weight` x the value; what is reported under `name` is the value. `weight` may be changed between
-    steps, and 0 only reports. Losses of one name are added up, whichever layers they come from.
+    `weight` x the value is trained; the value is reported under `name`. `weight` may be changed between steps, and 0
+    only reports. Losses of one name are added up, whichever layers they come from.
 
     The model stays one for a single device: after a forward, `take` returns what was added, for the caller to train.
-    Whoever runs forwards again in the backward (activation checkpointing) calls `begin` before each forward: then only
-    what comes between `begin` and `take` counts. `end` goes back to counting everything.
+    Code that runs forwards again in the backward (activation checkpointing) calls `begin` before each forward: then
+    only what comes between `begin` and `take` counts. `end` goes back to counting everything.
 
     Raises:
         ConfigError: no name, or a weight that is not finite.
@@ -87,13 +87,13 @@ class AuxiliaryLoss(nn.Module):
         self._begun.pop(threading.get_ident(), None)
 
     def _collection(self) -> "_Collection | None":
-        """What this thread adds to; None where it is called while other threads collect."""
+        """The sum that this thread adds to; None where it is called while other threads collect."""
         return self._begun.get(threading.get_ident(), None if self._begun else self._alone)
 
 
 @dataclass(slots=True, eq=False)
 class _Collection:
-    """What was added by one thread."""
+    """The sum of one thread."""
 
     values: list[Tensor] = field(default_factory=list)
     is_open: bool = True

@@ -22,7 +22,7 @@ class Carry(nn.Module):
             return sums
 
     The model stays one for a single device: where sequences are whole, `get` returns None and `put` does nothing.
-    Whoever cuts sequences calls `begin_slice` and `end_slice` around each forward, and takes the gradients back.
+    Code that cuts sequences calls `begin_slice` and `end_slice` around each forward, and takes the gradients back.
     """
 
     def __init__(self) -> None:

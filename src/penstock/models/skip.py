@@ -44,7 +44,7 @@ class Skip(nn.Module):
     Of all layers that hold a `Skip` of one name, the first puts, once in its forward, and each of the others may get.
     The value is a tensor or a tree of tensors and plain values; gradients of all that got it add up.
 
-    Whoever runs a model in parts brings the value past all parts between, whose messages grow by its bytes each, and
+    Code that runs a model in parts brings the value past all parts between, whose messages grow by its bytes each, and
     calls `begin_skips` and `end_skips` around each forward. On a single device the model runs as it is if its layers
     hold one and the same object, or once `connect_skips` was called; a value then stays until the next is put. A
     layer that is checkpointed gets it again in the backward, so run that before the next forward.

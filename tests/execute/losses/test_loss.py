@@ -18,8 +18,12 @@ def of_sizes(*sizes, targets=None):
     return [Microbatch(index, (), {}, targets[index], size) for index, size in enumerate(sizes)]
 
 
+def shares_of(weights, microbatches, slices):
+    return weights.shares_of(weights.measure(microbatches, slices))
+
+
 def microbatch_weights(microbatches, reduction="mean", count=None):
-    return LossWeights(reduction, count).shares(microbatches, [[each] for each in microbatches]).weights
+    return shares_of(LossWeights(reduction, count), microbatches, [[each] for each in microbatches]).weights
 
 
 @given(st.integers(1, 500), st.integers(1, 64))
@@ -138,13 +142,13 @@ def whole_and_slices(lengths, targets=None):
 
 
 def test_a_slice_weighs_by_its_length():
-    assert LossWeights().shares(*whole_and_slices([2, 1, 1])) == LossShares([1.0], [[0.5, 0.25, 0.25]])
+    assert shares_of(LossWeights(), *whole_and_slices([2, 1, 1])) == LossShares([1.0], [[0.5, 0.25, 0.25]])
 
 
 def test_a_slice_weighs_by_what_its_target_counts():
     targets = [torch.tensor([1, 0, 1]), torch.tensor([0, 0]), torch.tensor([1, 1])]
 
-    shares = LossWeights(count=torch.sum).shares(*whole_and_slices([3, 2, 2], targets))
+    shares = shares_of(LossWeights(count=torch.sum), *whole_and_slices([3, 2, 2], targets))
 
     assert shares.fractions == [[0.5, 0.0, 0.5]]
 
@@ -152,33 +156,33 @@ def test_a_slice_weighs_by_what_its_target_counts():
 def test_counts_are_kept_for_loss_functions_that_give_a_weight():
     targets = [torch.tensor([1, 0, 1]), torch.tensor([0, 0])]
 
-    cut = LossWeights(count=torch.sum).shares(*whole_and_slices([3, 2], targets))
-    whole = LossWeights(count=torch.sum).shares(*whole_and_slices([3], targets[:1]))
+    cut = shares_of(LossWeights(count=torch.sum), *whole_and_slices([3, 2], targets))
+    whole = shares_of(LossWeights(count=torch.sum), *whole_and_slices([3], targets[:1]))
 
     assert [cut.count(0, index) for index in range(2)] == [2.0, 0.0]
     assert whole.count(0, 0) == 2.0
-    assert LossWeights().shares(*whole_and_slices([3, 2])).count(0, 1) is None
+    assert shares_of(LossWeights(), *whole_and_slices([3, 2])).count(0, 1) is None
 
 
 def test_losses_of_layers_weigh_by_rows_and_lengths_whatever_counts():
     weights = LossWeights(count=lambda target: 0 / 0)
     microbatches = of_sizes(3, 1)
 
-    shares = weights.of_rows.shares(microbatches, [[each] for each in microbatches])
+    shares = shares_of(weights.of_rows, microbatches, [[each] for each in microbatches])
 
     assert shares == LossShares([0.75, 0.25], [[1.0], [1.0]])
-    assert weights.of_rows.shares(*whole_and_slices([3, 1])).fractions == [[0.75, 0.25]]
-    assert LossWeights("sum").of_rows.shares(microbatches, [[each] for each in microbatches]).weights == [1.0, 1.0]
+    assert shares_of(weights.of_rows, *whole_and_slices([3, 1])).fractions == [[0.75, 0.25]]
+    assert shares_of(LossWeights("sum").of_rows, microbatches, [[each] for each in microbatches]).weights == [1.0, 1.0]
 
 
 def test_a_slice_of_a_sum_and_a_microbatch_that_is_not_cut_weigh_one():
-    assert LossWeights("sum").shares(*whole_and_slices([2, 1])).fractions == [[1.0, 1.0]]
-    assert LossWeights().shares(*whole_and_slices([3])).fractions == [[1.0]]
+    assert shares_of(LossWeights("sum"), *whole_and_slices([2, 1])).fractions == [[1.0, 1.0]]
+    assert shares_of(LossWeights(), *whole_and_slices([3])).fractions == [[1.0]]
 
 
 @pytest.mark.parametrize("count", [None, lambda target: 0], ids=["no length", "no tokens"])
 def test_slices_that_count_nothing_weigh_all_the_same(count):
-    shares = LossWeights(count=count).shares(*whole_and_slices([0, 0]))
+    shares = shares_of(LossWeights(count=count), *whole_and_slices([0, 0]))
 
     assert shares.fractions == [[0.5, 0.5]]
     assert shares.factor(0, 1) == (0.5 if count is None else 0.0)
@@ -188,7 +192,7 @@ def test_a_count_that_slices_do_not_share_is_refused():
     targets = [torch.zeros(3), torch.zeros(2)]
 
     with pytest.raises(PipelineError, match=r"microbatch 0: count returned 1 .* but \[1.0, 1.0\] for .* its slices"):
-        LossWeights(count=lambda target: 1).shares(*whole_and_slices([3, 2], targets))
+        shares_of(LossWeights(count=lambda target: 1), *whole_and_slices([3, 2], targets))
 
 
 def test_the_factor_of_a_slice_is_its_part_of_the_microbatchs_part():

@@ -8,9 +8,13 @@ from torch.nn import functional
 
 from penstock import LossOutput
 from penstock.errors import PipelineError
-from penstock.execute.losses.loss import LossShares
+from penstock.execute.batch.admission import Batch
+from penstock.execute.batch.microbatch import Microbatch
+from penstock.execute.control.agreement import AgreedStep, Mode, StepProposal
+from penstock.execute.losses.loss import LossShares, LossWeights
 from penstock.execute.losses.output import LossName
-from penstock.execute.losses.step_losses import StepLosses
+from penstock.execute.losses.step_losses import LossMaker, StepLosses
+from penstock.execute.replicas.agreement import BatchWeight, JobStep
 
 NAME = LossName("balance", True, torch.float32)
 
@@ -164,3 +168,61 @@ def test_what_is_named_and_reported_is_noted_and_the_count_is_compared():
     assert float(losses.computed[PLACE]) == 2.0
     assert {name.name: float(losses[PLACE]) for name, losses in losses.named.items()} == {"a": 1.0, "b": 1.0}
     assert losses.reported == {PLACE: "x"}
+
+
+def total(output, target):
+    return output.sum()
+
+
+def batch(sizes, job=None, mode=Mode.TRAIN, has_target=True):
+    parts = [Microbatch(index, (), {}, target, size) for index, (size, target) in enumerate(sizes)]
+    agreed = AgreedStep([StepProposal(mode=mode)])
+    return Batch(parts, [[part] for part in parts], agreed, has_target, job=job)
+
+
+def test_without_replicas_the_weights_are_shares_of_the_batch():
+    own = LossMaker(total, LossWeights(), None, is_last=True).of(batch([(3, None), (1, None)]), is_training=True)
+
+    assert own.shares.weights == own.auxiliary_shares.weights == [0.75, 0.25]
+
+
+def test_with_replicas_they_are_shares_of_the_job_and_count_is_asked_once():
+    asked = []
+    maker = LossMaker(total, LossWeights(count=lambda target: asked.append(target) or target), None, is_last=True)
+    own = batch([(3, 5), (1, 7)])
+
+    assert maker.weigh(own) == BatchWeight(4, 12.0, 2)
+    job = JobStep(BatchWeight(8, 48.0, 4), 4, False)
+    found = maker.of(batch([(3, 5), (1, 7)], job), is_training=True)
+
+    assert asked == [5, 7]
+    assert found.shares.weights == [5 / 48, 7 / 48]
+    assert found.shares.counts == [[5], [7]]
+    assert found.auxiliary_shares.weights == [3 / 8, 1 / 8]
+
+
+def test_a_rank_without_a_last_stage_counts_nothing():
+    maker = LossMaker(total, LossWeights(count=lambda target: 1 / 0), None, is_last=False)
+
+    assert maker.weigh(batch([(3, None)])) == BatchWeight(3, 3, 1)
+    assert maker.of(batch([(3, None)], JobStep(BatchWeight(6, 9, 2), 4, False)), is_training=True).shares.weights == []
+
+
+def test_batches_without_rows_weigh_alike_and_sums_are_not_weighed():
+    job = JobStep(BatchWeight(0, 0, 4), 4, False)
+    maker = LossMaker(total, LossWeights(), None, is_last=True)
+    maker.weigh(batch([(0, None)] * 2))
+    assert maker.of(batch([(0, None)] * 2, job), is_training=True).shares.weights == [0.25, 0.25]
+
+    maker = LossMaker(total, LossWeights("sum"), None, is_last=True)
+    maker.weigh(batch([(3, None)] * 2))
+    job = JobStep(BatchWeight(9, 9, 4), 4, False)
+    assert maker.of(batch([(3, None)] * 2, job), is_training=True).shares.weights == [1, 1]
+
+
+def test_an_evaluation_without_a_target_has_no_loss():
+    maker = LossMaker(total, LossWeights(), None, is_last=True)
+
+    found = maker.of(batch([(3, None)], mode=Mode.EVALUATE, has_target=False), is_training=False)
+
+    assert found.loss is None

@@ -1,17 +1,14 @@
-"""Parameters that every replica holds as a whole need nothing done about them."""
+"""Parameters that every replica holds as a whole need nothing done about them; a ticket waits for both of its parts."""
 
-import inspect
+from types import SimpleNamespace
 
-from penstock.execute.parameters.averaged import Averaged
-from penstock.execute.parameters.layout import ParameterLayout, Replicated
+import pytest
 
-
-def methods(kind):
-    return {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
+from penstock.execute.parameters.layout import Launched, ParameterLayout
 
 
 def test_whole_parameters_launch_nothing():
-    layout = Replicated()
+    layout = ParameterLayout()
 
     layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
 
@@ -19,5 +16,12 @@ def test_whole_parameters_launch_nothing():
     assert (layout.unshard(), layout.reduce(0, is_last=True), layout.reshard()) == (None, None, None)
 
 
-def test_every_layout_has_the_methods_of_the_protocol():
-    assert methods(ParameterLayout) <= methods(Replicated) & methods(Averaged)
+@pytest.mark.parametrize("exchange", [None, 3])
+@pytest.mark.parametrize("has_buffers", [False, True])
+def test_a_ticket_waits_for_its_exchange_and_then_for_the_buffers(exchange, has_buffers):
+    said = []
+    buffers = SimpleNamespace(wait=lambda: said.append("buffers")) if has_buffers else None
+
+    Launched(SimpleNamespace(complete=said.append), exchange, buffers).wait()
+
+    assert said == [exchange] * (exchange is not None) + ["buffers"] * has_buffers

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from penstock.execute.replicas import first_replica
-from penstock.execute.replicas.first_replica import SavedBuffers, share, share_all
+from penstock.execute.replicas.first_replica import SavedBuffers, Share, share_all
 from tests.local_pipelines import on_ranks, values
 
 
@@ -32,7 +32,7 @@ def assert_are_the_first(found):
 def test_all_kinds_of_tensors_arrive_in_one_message():
     def case(transport):
         own = tensors_of(transport.rank)
-        share(transport, own).wait()
+        Share(transport, own).wait()
         return own
 
     assert_are_the_first(on_ranks(3, case))
@@ -53,7 +53,7 @@ def test_large_tensors_come_piece_by_piece(monkeypatch):
 
 
 def test_nothing_is_sent_where_there_is_nothing():
-    on_ranks(2, lambda transport: share(transport, [torch.empty(0)]).wait())
+    on_ranks(2, lambda transport: Share(transport, [torch.empty(0)]).wait())
 
 
 def test_the_saved_buffers_are_those_that_modules_hold_now():

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from penstock.execute.control.collectives import Control
-from penstock.execute.replicas.gathered import blocks_of
+from penstock.execute.parameters.gathered import blocks_of
 from penstock.execute.replicas.mesh import local_mesh
 from penstock.execute.replicas.whole_state import WholeState, deal_out, send_rows
 from penstock.execute.values.tensors import is_dtensor, local_part

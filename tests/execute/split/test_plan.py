@@ -7,12 +7,12 @@ from torch.overrides import has_torch_function
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import penstock as ps
+from bench.emulated_layer import EmulatedLayer
 from penstock.errors import PipelineError
 from penstock.execute.split import plan as plan_module
 from penstock.execute.split.graph_search import search
 from penstock.execute.split.plan import SMALL, SplitPlan
 from penstock.execute.split.weight_grad_mode import RecomputeMismatch
-from penstock.models.emulated import EmulatedLayer
 from tests.local_pipelines import values
 from tests.one_stage import run_weight_part
 

@@ -11,7 +11,6 @@ from torch import nn
 from penstock.errors import ConfigError
 from penstock.execute.stages.carried import Carrying, begin_slice, refuse_layers_that_look_back
 from penstock.execute.stages.feature import modules_with
-from penstock.execute.stages.outliving import as_it_is
 from penstock.execute.stages.stage import Stage
 from penstock.models import Carry
 from tests.local_pipelines import error_of, values
@@ -44,7 +43,7 @@ class Slices:
     def __init__(self, layer, **options):
         stage = Stage(4, {"0": layer})
         self.modules = modules_with(stage.modules, Carrying)
-        feature = partial(begin_slice, 4, self.modules, NUM_SLICES, as_it_is)
+        feature = partial(begin_slice, 4, self.modules, NUM_SLICES, None)
         self.one = OneStage(stage, features=[feature], step=step_of(num_slices=NUM_SLICES), **options)
         self.carried = self.one.step.carried
         self.saved = {}

@@ -5,10 +5,15 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from penstock.execute.parameters.layout import StageParts
+from penstock.execute.parameters.sharded import Sharded
+from penstock.execute.replicas.lane import ReplicaLane
 from penstock.execute.stages.auxiliary import Auxiliary
 from penstock.execute.stages.carried import Carrying
-from penstock.execute.stages.feature import has_methods
+from penstock.execute.stages.feature import OutlivingPart, has_methods
 from penstock.execute.stages.skips import Skipping
+from penstock.execute.transport import LocalTransport
+from penstock.execute.undocumented_backends import mesh_without_groups
 from penstock.models import AuxiliaryLoss, Carry, Skip
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, on_ranks, square_loss
@@ -54,3 +59,22 @@ def test_a_layer_with_spectral_norm_begins_as_without_a_pipeline():
     Pipeline([layer], "gpipe", 2, square_loss)
 
     assert torch.equal(layer.parametrizations.weight[0]._u, before)
+
+
+def test_views_of_gathered_weights_are_copied_with_their_graph():
+    (transport,) = LocalTransport.create(1)
+    layer = nn.Linear(3, 3)
+    unit = Sharded(
+        {0: StageParts(lambda: [], [layer])}, None, None, ReplicaLane(transport), mesh_without_groups("data", 1, 0)
+    )
+    unit.shard()
+    unit.unshard().wait()
+    other, view = torch.ones(2), layer.weight[:2]
+
+    outputs = OutlivingPart(unit.copied).leave({"other": other, "view": view, "name": "x"})
+
+    assert outputs["other"] is other
+    assert torch.equal(outputs["view"], view)
+    assert outputs["view"].untyped_storage().data_ptr() != layer.weight.untyped_storage().data_ptr()
+    outputs["view"].sum().backward()
+    assert layer.weight.grad.sum() == 6

@@ -12,7 +12,6 @@ from torch import nn
 from penstock.errors import PipelineError
 from penstock.execute.stages.carried import begin_slice
 from penstock.execute.stages.offloading import begin_movable, is_on_host, movable, noting_saved, saved_in
-from penstock.execute.stages.outliving import as_it_is
 from penstock.execute.stages.recompute import Recomputation
 from penstock.execute.stages.stage import Stage
 from penstock.execute.values.tree import tensors_of
@@ -225,7 +224,7 @@ class TakesFirst(nn.Module):
 def test_what_a_slice_takes_of_earlier_ones_stays_where_it_is():
     layer, step = TakesFirst(), step_of(num_slices=3)
     places = {(0, 0): False, (0, 1): False}
-    features = [partial(begin_movable, places, False), partial(begin_slice, 0, [layer.carry], 3, as_it_is)]
+    features = [partial(begin_movable, places, False), partial(begin_slice, 0, [layer.carry], 3, None)]
     stage = OneStage(Stage(0, {"0": layer}), features=features, step=step)
     kept = [stage.passes.forward(step, (0, index), (inputs(),), {})[1] for index in (0, 1)]
     taken = kept[1].inputs[-1]

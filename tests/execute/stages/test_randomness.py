@@ -102,6 +102,20 @@ def test_without_a_seed_a_forward_that_runs_again_and_its_loss_draw_what_they_dr
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("first_microbatch", [0, 3])
+def test_with_a_seed_a_forward_that_runs_again_draws_the_same_on_every_replica(first_microbatch):
+    part = RandomPart(seeded(7, first_microbatch=first_microbatch), 2, (1, 0))
+    drawn = []
+
+    for each in (part, part.again()):
+        with each.around_forward():
+            each.before_layer(0)
+            drawn.append(torch.rand(4))
+
+    assert torch.equal(*drawn)
+    assert torch.equal(drawn[0], draw(seeded(7), (1 + first_microbatch, 0), 0, step=2))
+
+
 def test_threads_take_turns_at_the_one_generator():
     expected = [draw(seeded(7), (microbatch, 0), 0) for microbatch in range(2)]
     found = {}

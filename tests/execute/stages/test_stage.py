@@ -21,10 +21,3 @@ def test_training_mode_reaches_all_layers(is_training):
     stage.set_training(is_training)
 
     assert [m.training for layer in stage.layers.values() for m in layer.modules()] == [is_training] * 3
-
-
-def test_a_stage_is_trainable_if_any_of_its_parameters_is():
-    layers = {"a": nn.Linear(2, 2).requires_grad_(False), "b": nn.Linear(2, 2)}
-
-    assert Stage(0, layers).is_trainable
-    assert not Stage(0, {"a": layers["a"]}).is_trainable

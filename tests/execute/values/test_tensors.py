@@ -11,6 +11,7 @@ from penstock.errors import PipelineError
 from penstock.execute.values.tensors import (
     empty_in_order,
     in_own_memory,
+    in_pieces,
     is_dtensor,
     is_order,
     local_part,
@@ -109,3 +110,17 @@ def test_the_gradient_of_an_input_is_copied_only_where_others_hold_its_memory():
     assert in_own_memory(alone) is alone
     assert in_own_memory(held) is not held
     assert in_own_memory(held).untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pieces"),
+    [
+        ([], []),
+        ([4], [[4]]),
+        ([9, 1, 9], [[9], [1], [9]]),
+        ([2, 2, 1, 1, 3], [[2, 2, 1], [1, 3]]),
+        ([5, 0, 0], [[5, 0, 0]]),
+    ],
+)
+def test_small_things_go_together_and_a_large_one_by_itself(sizes, pieces):
+    assert list(in_pieces(sizes, int, 5)) == pieces

@@ -7,9 +7,8 @@ from types import MappingProxyType
 from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.stages.auxiliary import AddedLossPart, Auxiliary
 from penstock.execute.stages.carried import Carrying, begin_slice
-from penstock.execute.stages.feature import StageFeature, modules_with
+from penstock.execute.stages.feature import Copied, OutlivingPart, StageFeature, modules_with
 from penstock.execute.stages.offloading import begin_movable, offloaded_places
-from penstock.execute.stages.outliving import Copied, OutlivingPart, as_it_is
 from penstock.execute.stages.passes import PassOptions, StagePasses
 from penstock.execute.stages.randomness import Randomness, RandomPart
 from penstock.execute.stages.skips import SkipPart, StageSkips
@@ -58,7 +57,7 @@ def _features(
         yield lambda step, place: AddedLossPart(adding, step.losses, place)
     carrying = modules_with(stage.modules, Carrying) if program.num_slices > 1 else []
     if carrying:
-        yield partial(begin_slice, stage.index, carrying, program.num_slices, copied or as_it_is)
+        yield partial(begin_slice, stage.index, carrying, program.num_slices, copied)
     if skips is not None:
         yield lambda step, place: SkipPart(skips)
     runs_again = any(RUNS_FORWARD[op] and not BEGINS_KEEPING[op] for op in program.ops)

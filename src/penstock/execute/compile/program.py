@@ -1,4 +1,4 @@
-"""Compiles the rows of one rank to bound calls, once per program. What an operation does is for its handler in `ops/`.
+"""Compiles the rows of one rank to bound calls, once per program. The handlers in `ops/` know the operations.
 
 It does not know which schedule it compiles.
 """
@@ -11,7 +11,7 @@ from penstock.execute.observing.observer import Observer, observed
 from penstock.execute.ops import HANDLERS
 from penstock.execute.ops.context import CompileContext
 from penstock.execute.ops.keys import Keys
-from penstock.execute.ops.launched import awaited_of, waits_at_end, waits_for_launched
+from penstock.execute.ops.parameters import awaited_of, waits_for_launched
 from penstock.execute.stages.passes import StagePasses
 from penstock.execute.step import Bound, Change
 from penstock.ir.operations import Op
@@ -50,9 +50,9 @@ def compile_program(
     bounds = [
         bound
         for row in rows
-        for bound in (*waits_for_launched(row, awaited), *HANDLERS[Op(int(program.op[row]))](context, row))
+        for bound in (*waits_for_launched(context, row, awaited), *HANDLERS[Op(int(program.op[row]))](context, row))
     ]
-    bounds += waits_at_end(context, awaited)
+    bounds += waits_for_launched(context, rows.stop, awaited)
     stages = {index: passes.stage for index, passes in context.passes.items()}
     return CompiledProgram(
         program,

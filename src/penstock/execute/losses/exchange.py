@@ -5,6 +5,7 @@ other ranks with the same bits. Names, types and shares travel with the losses.
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple, cast
 
@@ -82,10 +83,14 @@ class LossExchange:
     def _of_job(self, main: "dict[str, _Column]", named: "dict[str, _Column]") -> dict[str, "_Losses"]:
         """Put together the losses of each column; those of the batch are the sums over the replicas, in their order."""
         columns = main | named
-        found = dict(zip(columns, self._combined(list(columns.values())), strict=True))
+        exact = self._on_device([each.losses for each in columns.values()])
+        found = dict(zip(columns, map(_losses_of, columns.values(), exact), strict=True))
         if self._control.places.num_replicas == 1:
             return found
-        own = {name: (_weighted(column), _DTYPES.index(_widest(column.dtypes))) for name, column in columns.items()}
+        own = {
+            name: (_weighted(column), _DTYPES.index(reduce(torch.promote_types, column.dtypes)))
+            for name, column in columns.items()
+        }
         totals: dict[str, float] = {}
         types: dict[str, torch.dtype] = {}
         for name, (loss, dtype) in (item for theirs in self._control.across(own) for item in theirs.items()):
@@ -97,13 +102,8 @@ class LossExchange:
             for name, values in zip(totals, exact, strict=True)
         }
 
-    def _combined(self, columns: "Sequence[_Column]") -> list[_Losses]:
-        """Bring all losses to the device at once, and put together each of them there."""
-        exact = self._on_device([each.losses for each in columns])
-        return [_losses_of(column, values) for column, values in zip(columns, exact, strict=True)]
-
     def _on_device(self, losses: Sequence[Sequence[float]]) -> Sequence[Tensor]:
-        """[losses] -> one tensor each, on the device."""
+        """[losses] -> one tensor each, on the device, to which all are brought at once."""
         if not losses:
             return []
         # Pinned, so that the copy to a device is queued: from other memory the host would wait for all that was queued.
@@ -128,7 +128,7 @@ class _Column(NamedTuple):
 
 
 def _main(rows: Sequence[Sequence[Any]], own: StepLosses) -> _Column | None:
-    """What the loss function gave, of rows by place; None where it was not called."""
+    """The losses of the loss function, of rows by place; None where it was not called."""
     if len(rows) < own.num_microbatches * own.num_slices:
         return None
     _, _, losses, dtypes, weights, fractions = zip(*rows, strict=True)
@@ -148,25 +148,18 @@ def _losses_of(column: _Column, exact: Tensor) -> _Losses:
 
 
 def _weighted(column: _Column) -> float:
-    """What a replica's losses are together in the loss of the job, in float64."""
+    """The share of a replica's losses in the loss of the job, in float64."""
     shares, total = column.shares, 0.0
     rows = zip(_by_microbatch(column.losses, len(shares.fractions[0])), shares.fractions, shares.weights, strict=True)
     for losses, fractions, weight in rows:
-        # What weighs nothing may be the mean of no tokens, and so not a number.
+        # A loss that weighs nothing may be the mean of no tokens, and so not a number.
         parts = [loss * fraction for loss, fraction in zip(losses, fractions, strict=True) if fraction]
         total += sum(parts) * weight if weight else 0.0
     return total
 
 
-def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    widest = dtypes[0]
-    for dtype in dtypes[1:]:
-        widest = torch.promote_types(widest, dtype)
-    return widest
-
-
 def _told(own: StepLosses) -> dict[str, object]:
-    """What a rank tells the others: the losses that it has computed.
+    """Return the losses that a rank has computed, for the others.
 
     One of the loss function is (microbatch, slice, loss, index of its type, weight, fraction).
     """

@@ -47,7 +47,7 @@ class SharedScaler:
 
     @property
     def scale(self) -> float:
-        """What losses are multiplied by now."""
+        """The factor that losses are multiplied by now."""
         return self._scaler.get_scale()
 
     def share(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -30,7 +30,7 @@ REDUCTIONS = ("mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class LossShares:
-    """What part each loss has in the loss of the batch."""
+    """The part that each loss has in the loss of the batch."""
 
     weights: Sequence[float]
     """Per microbatch, its factor in the loss of the batch."""
@@ -50,7 +50,7 @@ class LossShares:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the losses of a batch are weighed by: its rows and lengths, or what `count` says of its targets."""
+    """The numbers that losses of a batch are weighed by: its rows and lengths, or what `count` says of its targets."""
 
     wholes: Sequence[float]
     """Per microbatch."""
@@ -61,7 +61,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class LossWeights:
-    """What the loss function returns: the mean over the rows (or over what `count` counts), or the sum.
+    """How the loss function reduces: by the mean over the rows (or over what `count` counts), or by the sum.
 
     Raises:
         ConfigError: an unknown reduction, or a sum with a `count`.
@@ -108,17 +108,13 @@ class LossWeights:
         weights = self._parts_of(total, num_microbatches, measured.wholes) if total else [0.0] * len(measured.wholes)
         return LossShares(weights, fractions, measured.slices)
 
-    def shares(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> LossShares:
-        """Measure a batch that is whole, and return the factors of its losses. Raises: as `measure`."""
-        return self.shares_of(self.measure(microbatches, slices))
-
     @property
     def of_rows(self) -> "LossWeights":
         """The weights of losses that no target counts for, which every rank knows: by rows and lengths."""
         return LossWeights(self.reduction)
 
     def _parts_of(self, total: float, num_parts: int, shares: Sequence[float]) -> list[float]:
-        """What the parts of a whole with these shares make up of it, for a mean; parts without any share are alike."""
+        """Return the fractions of a whole that parts with these shares make up, for a mean; alike without shares."""
         if self.reduction == "sum":
             return [1.0] * len(shares)
         return [share / total for share in shares] if total else [1.0 / num_parts] * len(shares)

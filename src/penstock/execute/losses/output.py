@@ -1,4 +1,4 @@
-"""What a loss function may return, and how it is read.
+"""The forms of a loss: values that a loss function may return, and how they are read.
 
 tensor                                 the loss, without dimensions or of shape [1]
 {"name": tensor, ...}                  named losses; their sum is trained
@@ -21,13 +21,13 @@ from penstock.execute.values.tree import detached
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
-    """What a loss function returns that has more to say than one number."""
+    """The result of a loss function that has more to say than one number."""
 
     loss: Tensor | Mapping[str, Tensor]
-    """What is trained: one loss, or named ones whose sum is."""
+    """The loss that is trained, or named ones whose sum is."""
     weight: float | Tensor | None = None
-    """What `loss` is a sum over, such as the number of tokens; then the loss is `loss` / `weight`, and `weight` is what
-    the pipeline's `count` says of the target. None: `loss` is what it is."""
+    """The number that `loss` is a sum over, such as that of tokens; then the loss is `loss` / `weight`, and the
+    pipeline's `count` says the same of the target. None: `loss` is what it is."""
     reported: Any = None
     """Any tree of values; comes back, detached and in order of the microbatches, as `StepResult.reported`."""
 
@@ -49,7 +49,7 @@ class LossName:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossParts:
-    """What a loss function said of one microbatch or slice."""
+    """The losses of one microbatch or slice, as a loss function returned them."""
 
     loss: Tensor
     """0-dim, with its graph."""

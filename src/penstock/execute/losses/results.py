@@ -1,4 +1,4 @@
-"""What a step gives back."""
+"""The results of a step."""
 
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -38,7 +38,7 @@ class NamedLosses(dict[str, _Loss]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What a step gives back, on every rank alike but for the outputs."""
+    """The result of a step, on every rank alike but for the outputs."""
 
     loss: Tensor | None
     """0-dim, the loss of the whole batch as the loss function has it; None without a loss function."""
@@ -55,10 +55,10 @@ class StepResult:
     total: Tensor | None = None
     """0-dim, what the gradients are of: `loss` plus each auxiliary loss times its own weight; None without a loss."""
     reported: list[Any] = field(default_factory=list)
-    """What the loss function reported (`LossOutput`), one value per microbatch in order (where microbatches are cut, a
-    list with one per slice), on the rank that computed their losses; empty elsewhere, and where nothing was."""
+    """The values that the loss function reported (`LossOutput`), one per microbatch in order (where microbatches are
+    cut, a list with one per slice), on the rank that computed their losses; empty elsewhere, and where nothing was."""
     data_times: DataTimes | None = None
-    """What the data of a `Stream` cost this rank in this step; None for a batch that was there as a whole."""
+    """The time that the data of a `Stream` cost this rank in this step; None for a batch that was there as a whole."""
 
 
 def reported_by_microbatch(losses: StepLosses) -> list[Any]:

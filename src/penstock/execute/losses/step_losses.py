@@ -1,4 +1,7 @@
-"""`StepLosses`: computes the losses of one step, notes them, and makes them the beginnings of backwards."""
+"""`StepLosses`: computes the losses of one step, notes them, and makes them the beginnings of backwards.
+
+`LossMaker` makes those of each step, and weighs its batch.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -7,10 +10,12 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
+from penstock.execute.batch.admission import Batch
 from penstock.execute.batch.microbatch import Place
 from penstock.execute.control.error_notes import note_place, without_target
-from penstock.execute.losses.loss import Loss, LossShares, Scale, apply_scale
-from penstock.execute.losses.output import LossName, LossParts, read_loss
+from penstock.execute.losses.loss import Loss, LossShares, LossWeights, Measured, Scale, apply_scale
+from penstock.execute.losses.output import LossName, LossParts, read_loss, takes_weight
+from penstock.execute.replicas.agreement import BatchWeight
 from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import needing_gradient
 
@@ -35,11 +40,11 @@ class StepLosses:
     scale: Scale | None = None
     """Applied where backwards begin."""
     computed: dict[Place, Tensor] = field(default_factory=dict)
-    """What the loss function returned; filled on the ranks of last stages."""
+    """The loss that the loss function returned; filled on the ranks of last stages."""
     named: dict[LossName, dict[Place, Tensor]] = field(default_factory=dict)
     """0-dim, in float64: the losses that have a name, of the layers and losses of this rank."""
     reported: dict[Place, Any] = field(default_factory=dict)
-    """What the loss function had to say besides; filled on the ranks of last stages."""
+    """The values that the loss function reported; filled on the ranks of last stages."""
 
     def compute(self, place: Place, outputs: Any, target: Any, *, is_training: bool) -> Tensor | None:
         """Compute and note the loss of a microbatch or slice; return where its backward begins, None without one.
@@ -92,6 +97,51 @@ class StepLosses:
             note_place(error, without_target("the loss function", target))
             raise
         return read_loss(value, place[0], self.shares.count(*place))
+
+
+class LossMaker:
+    """The rules of one rank for its losses: weighs each batch, with replicas as a share of the job.
+
+    `is_last`: whether the rank holds a last stage, and so computes some.
+    """
+
+    def __init__(self, loss: Loss | None, weights: LossWeights, scale: Scale | None, *, is_last: bool) -> None:
+        self._loss = loss
+        self._weights = weights
+        self._scale = scale
+        self._is_last = is_last
+        self._takes_weight = loss is not None and takes_weight(loss)
+        self._measured: tuple[Measured, Measured] | None = None
+        """Of the batch that was weighed last, by rows and by what its losses are weighed by."""
+
+    def weigh(self, batch: Batch) -> BatchWeight:
+        """Return what a batch weighs against those of the other replicas. Raises: PipelineError, as `count` does."""
+        rows, own = self._measured = self._measure(batch, is_training=batch.agreed.is_training)
+        return BatchWeight(sum(rows.wholes), sum(own.wholes), len(rows.wholes))
+
+    def of(self, batch: Batch, *, is_training: bool) -> StepLosses:
+        """Return the losses of a step, which are still to be computed. Raises: PipelineError, as `count` does."""
+        (rows, own), self._measured = self._measured or self._measure(batch, is_training=is_training), None
+        of_job = of_rows = None
+        if batch.job is not None:
+            job = batch.job.weight
+            of_job, of_rows = (job.count, job.num_microbatches), (job.rows, job.num_microbatches)
+        loss, weights = self._loss if is_training or batch.has_target else None, self._weights
+        return StepLosses(
+            len(batch.slices),
+            len(batch.slices[0]),
+            loss,
+            NO_SHARES if loss is None or not self._is_last else weights.shares_of(own, of_job),
+            weights.of_rows.shares_of(rows, of_rows),
+            takes_weight=self._takes_weight,
+            scale=self._scale,
+        )
+
+    def _measure(self, batch: Batch, *, is_training: bool) -> tuple[Measured, Measured]:
+        rows = self._weights.of_rows.measure(batch.microbatches, batch.slices)
+        # The other ranks may have no target to count.
+        is_counting = self._is_last and self._loss is not None and (is_training or batch.has_target)
+        return rows, self._weights.measure(batch.microbatches, batch.slices) if is_counting else rows
 
 
 def _in_own_memory(loss: Tensor) -> Tensor:

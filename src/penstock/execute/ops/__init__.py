@@ -1,22 +1,19 @@
-"""What each operation does: one handler per row of `ir.operations`, in one file per operation.
+"""The operations: one handler per row of `ir.operations`.
 
 A handler makes the calls of one row, once per program: each wait is a call of its own, then comes the work. It is the
 only code that knows what its operation does. `compile/` finds it here and runs it for the rows of a rank.
+
+    passes.py        forwards, backwards and their parts; what they keep moves to the host and back
+    parameters.py    weights are gathered and freed, gradients reduced, the optimizer steps
+    messages.py      sends and receives
 """
 
 from collections.abc import Mapping
 
-from penstock.execute.ops.backward import backward, backward_input
 from penstock.execute.ops.context import Handler
-from penstock.execute.ops.forward import forward
 from penstock.execute.ops.messages import receive_backward, receive_forward, send_backward, send_forward
-from penstock.execute.ops.offload import offload, reload
-from penstock.execute.ops.recompute import recompute
-from penstock.execute.ops.reduce import reduce
-from penstock.execute.ops.step import optimizer_step
-from penstock.execute.ops.tied import reduce_tied
-from penstock.execute.ops.unshard import reshard, unshard
-from penstock.execute.ops.weight import weight
+from penstock.execute.ops.parameters import optimizer_step, reduce, reduce_tied, reshard, unshard
+from penstock.execute.ops.passes import backward, backward_input, forward, offload, recompute, reload, weight
 from penstock.ir.operations import Op
 
 HANDLERS: Mapping[Op, Handler] = {

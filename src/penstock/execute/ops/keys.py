@@ -4,8 +4,8 @@
     message     a receive that is posted, then what it has brought
     made        what a row made for its send, or for another stage of this rank
 
-An integer is looked up in a sixth of the time that a tuple with an enum takes. What a number stands for is for errors
-and checks.
+An integer is looked up in a sixth of the time that a tuple with an enum takes. Errors and checks ask
+what a number stands for.
 """
 
 import numpy as np

@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.errors import PipelineError
 from penstock.execute.accelerator import has_queue
 from penstock.execute.parameters.gradient_store import GradientStore, dense_gradient
-from penstock.execute.parameters.layout import Replicated
+from penstock.execute.parameters.layout import ParameterLayout
 from penstock.execute.transport.backend_links import GlooWaiter, QueuedMessage
 from penstock.execute.undocumented_modules import averaged_parameters, averages, broadcast_buffers
 from penstock.running_time import running_s
 
 
-class Averaged(Replicated):
+class Averaged(ParameterLayout):
     """Parameters of which some are in DDP modules; their gradients are averaged over the replicas."""
 
     def __init__(

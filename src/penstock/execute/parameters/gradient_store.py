@@ -31,8 +31,8 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
-from penstock.execute.parameters.gradient_sums import added
-from penstock.execute.values.tensors import memory_of
+from penstock.execute.parameters.gradient_sums import added, dense
+from penstock.execute.values.tensors import in_pieces, memory_of
 
 MAIN_GRAD = "main_grad"
 """Of a parameter: the sum in float32 (float64 stays float64), or None."""
@@ -44,7 +44,7 @@ class WeightEntry(Protocol):
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """What the weights are made of, often themselves; none where the entry writes gradients by itself."""
+        """The parameters that weights are made of, often themselves; none where the entry writes their gradients."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class WeightEntry(Protocol):
 
 @dataclass(slots=True, eq=False)
 class WeightInputs:
-    """What one I leaves for its W."""
+    """The entries that one I leaves for its W."""
 
     entries: list[WeightEntry]
     """In the order in which a whole backward would come to them; those that write by themselves last."""
@@ -107,8 +107,15 @@ class StoredGradients:
 
     def like(self, parameter: nn.Parameter) -> Tensor:
         """Return what has the shape and type of a dense gradient, and no memory."""
-        dtype = parameter.dtype if self.attribute == "grad" else main_type(parameter)
+        dtype = _type_of(parameter, self.attribute)
         return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+
+    def by_type(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Put together those whose gradients have one type."""
+        found: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            found.setdefault(self.like(parameter).dtype, []).append(parameter)
+        return list(found.values())
 
 
 class GradientStore(StoredGradients):
@@ -183,9 +190,13 @@ class GradientStore(StoredGradients):
         if not entries:
             return
         own = [entry for entry in entries if not entry.parameters]
+        # The entries are in the order in which a whole backward comes to them. All that share a parameter are in one
+        # group, in that order, and a group is never cut: so one call of autograd sums all gradients of a parameter, in
+        # the order of its roots, and hooks see the sum once, as in a whole backward. Groups share no parameter, hence
+        # no gradient: in which calls they come bounds the memory, and changes no bits.
         with inputs.around():
-            for group in _batches(_by_parameter([entry for entry in entries if entry.parameters])):
-                _add_group(group)
+            for groups in in_pieces(_by_parameter([each for each in entries if each.parameters]), _size, _GROUP_BYTES):
+                _add_group([entry for group in groups for entry in group])
         entries.clear()
         with torch.no_grad():
             while own:
@@ -245,9 +256,13 @@ def dense_gradient(parameter: nn.Parameter, attribute: str) -> Tensor:
     """Return a parameter's gradient, or zeros where it has none; `attribute` says where it is."""
     gradient: Tensor | None = getattr(parameter, attribute)
     if gradient is not None:
-        return gradient.to_dense() if gradient.is_sparse else gradient
-    dtype = parameter.dtype if attribute == "grad" else main_type(parameter)
+        return dense(gradient)
+    dtype = _type_of(parameter, attribute)
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _type_of(parameter: Tensor, attribute: str) -> torch.dtype:
+    return parameter.dtype if attribute == "grad" else main_type(parameter)
 
 
 @contextmanager
@@ -275,8 +290,7 @@ def _take(parameter: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     if gradient is None:
         return  # a function of the user's has returned None, for which torch calls hooks, too
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
+    gradient = dense(gradient)
     total = getattr(parameter, MAIN_GRAD)
     if total is None:
         setattr(parameter, MAIN_GRAD, gradient.to(main_type(parameter), copy=True))  # its memory may be another's, too
@@ -311,15 +325,5 @@ def _by_parameter(entries: Sequence[WeightEntry]) -> Iterable[list[WeightEntry]]
     return {id(group): group for group in groups.values()}.values()
 
 
-def _batches(groups: Iterable[list[WeightEntry]]) -> Iterator[list[WeightEntry]]:
-    batch: list[WeightEntry] = []
-    num_bytes = 0
-    for group in groups:
-        own_bytes = sum([parameter.nbytes for each in group for parameter in each.parameters])
-        if batch and num_bytes + own_bytes > _GROUP_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-        batch = batch + group
-        num_bytes += own_bytes
-    if batch:
-        yield batch
+def _size(group: Sequence[WeightEntry]) -> int:
+    return sum([parameter.nbytes for each in group for parameter in each.parameters])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.execute.transport.protocol import Messages, Ticket
+from penstock.execute.values.tensors import in_pieces
 
 _ABSENT = -2
 _DENSE = -1
@@ -28,8 +29,8 @@ def sum_over(
 ) -> Iterator[tuple[int, Tensor | None]]:
     """Yield the index and the sum of each gradient; a collective of `ranks`, which hold as many in the same order.
 
-    `likes` have the shape and type of dense gradients, and need no memory. Whoever takes a sum releases its gradient:
-    `gradients` is emptied on the way.
+    `likes` have the shape and type of dense gradients, and need no memory. Each sum takes the place of its
+    gradient: `gradients` is emptied on the way.
     """
     gradients[:] = [_settled(gradient) for gradient in gradients]
     sizes = _exchange_sizes(transport, ranks, gradients, likes[0].device)
@@ -72,7 +73,7 @@ def _settled(gradient: Tensor | None) -> Tensor | None:
 def _exchange_sizes(
     transport: Messages, ranks: Sequence[int], gradients: Sequence[Tensor | None], device: torch.device
 ) -> list[list[int]]:
-    """What each holder tells of its gradients: `_ABSENT`, `_DENSE`, or how many rows a sparse one has."""
+    """Return, per holder, of its gradients: `_ABSENT`, `_DENSE`, or how many rows a sparse one has."""
     own = torch.tensor([_size_of(gradient) for gradient in gradients], device=device)
     rooms = [own if rank == transport.rank else torch.empty_like(own) for rank in ranks]
     _exchange(transport, ranks, [[room] for room in rooms])
@@ -123,7 +124,8 @@ def _sums_of_dense(
     if position == 0:
         # All at once, so that later holders add up one group while the sum of the one before is on its way back.
         leaving = [transport.post_send(ranks[1], _or_zeros(gradients[index], likes[index])) for index in indices]
-    for group in _groups(indices, likes):
+    # Together while they take no more memory than the largest parameter does.
+    for group in in_pieces(indices, lambda index: likes[index].nbytes, max(like.nbytes for like in likes)):
         # New memory: that of a gradient may be another's too, as autograd forwards views of one tensor.
         sums = [likes[index].new_empty(likes[index].shape) for index in group]
         if position > 0:
@@ -136,7 +138,7 @@ def _sums_of_dense(
             if position > 0:
                 _wait(transport, [transport.post_send(ranks[position + 1], total) for total in sums])
             _wait(transport, [transport.post_receive(last, total) for total in sums])
-        # What left is released by the transport only when it was waited for.
+        # The transport releases a sent tensor only when it was waited for.
         _wait(transport, leaving[: len(group)])
         del leaving[: len(group)]
         for index, total in zip(group, sums, strict=True):
@@ -150,26 +152,6 @@ def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
 
 def _add(total: Tensor, own: Tensor | None) -> None:
     torch.add(total, 0 if own is None else dense(own), out=total)  # -0.0 + 0 is 0, as with zeros
-
-
-def _groups(indices: Iterable[int], likes: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Put consecutive parameters together while they take no more memory than the largest one."""
-    largest = max(likes, key=_num_bytes)
-    group: list[int] = []
-    room = _num_bytes(largest)
-    for index in indices:
-        needed = _num_bytes(likes[index])
-        if group and needed > room:
-            yield group
-            group, room = [], _num_bytes(largest)
-        group.append(index)
-        room -= needed
-    if group:
-        yield group
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _wait(transport: Messages, tickets: Iterable[Ticket]) -> None:

@@ -5,7 +5,14 @@ REDUCE_GRAD    launches a reduction; REDUCE_TIED, STEP and the end of the progra
 RESHARD        drops what was gathered
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+from torch import nn
+
+from penstock.execute.replicas.first_replica import Share
+from penstock.execute.replicas.lane import ReplicaLane, Serial
 
 
 class Ticket(Protocol):
@@ -20,52 +27,56 @@ class Ticket(Protocol):
         ...
 
 
-class ParameterLayout(Protocol):
-    """The parameters of a unit: of one stage, or of stages that share some."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Launched:
+    """An exchange between replicas that is under way, and the buffers of modules that go with it."""
 
-    @property
-    def launches(self) -> bool:
-        """Whether `unshard` and `reduce` return tickets; else they are done when they return."""
-        ...
+    lane: ReplicaLane
+    exchange: Serial | None
+    buffers: Share | None = None
+
+    def wait(self) -> None:
+        """Return when both are over. Raises: PeerLost, DeadlineExceeded."""
+        if self.exchange is not None:
+            self.lane.complete(self.exchange)
+        if self.buffers is not None:
+            self.buffers.wait()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageParts:
+    """The parameters and modules of a stage."""
+
+    parameters: Callable[[], Sequence[nn.Parameter]]
+    """Those that it holds now."""
+    modules: Sequence[nn.Module]
+
+
+class ParameterLayout:
+    """The parameters of a unit: of one stage, or of stages that share some.
+
+    Here every replica holds them as a whole, and nobody reduces. Other layouts say what they do besides.
+    """
+
+    launches = False
+    """Whether `unshard` and `reduce` return tickets; else they are done when they return."""
 
     def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None:
         """Begin a step; unless `is_synced`, replicas reduce none but those of tied parameters, if these are summed."""
-        ...
 
     def unshard(self) -> Ticket | None:
         """Make the parameters whole."""
-        ...
+        return None
 
     def reshard(self) -> None:
         """Go back to this rank's part."""
-        ...
 
     def reduce(self, stage: int, *, is_last: bool) -> Ticket | None:
         """Add up over the replicas what has come to the gradients of a stage; nothing comes behind the last one."""
-        ...
+        return None
 
     def after_step(self) -> None:
         """End a step that has succeeded."""
-        ...
 
     def end_failed_step(self) -> None:
         """Leave nothing of a step behind."""
-        ...
-
-
-class Replicated:
-    """Parameters that every replica holds as a whole, and nobody reduces."""
-
-    launches = False
-
-    def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None: ...
-
-    def unshard(self) -> None: ...
-
-    def reshard(self) -> None: ...
-
-    def reduce(self, stage: int, *, is_last: bool) -> None: ...
-
-    def after_step(self) -> None: ...
-
-    def end_failed_step(self) -> None: ...

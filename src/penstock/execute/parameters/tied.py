@@ -87,7 +87,7 @@ class TiedCopy:
                 transport.wait(ticket)
             return
         for value in values:
-            received = _room_for(value)
+            received = torch.empty_like(value, memory_format=torch.contiguous_format)
             transport.wait(transport.post_receive(owner, received))
             value.copy_(received)
 
@@ -162,10 +162,6 @@ def _describe(tensor: Tensor) -> str:
         return _LAZY
     state = "trained" if tensor.requires_grad else "frozen"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}, {state}"
-
-
-def _room_for(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _saved_buffers(layer: nn.Module) -> list[Tensor]:

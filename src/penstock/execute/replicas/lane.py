@@ -8,16 +8,14 @@ Nothing is waited for when one is launched. A rank sends (D-1)/D of the bytes fo
 that for a sum. These are messages of Penstock's own. The order of the additions is that of the replicas, so all get the
 same bits, with any number of threads and in any order of arrival.
 
-Replicas run one program, so they launch and wait in one order, and their messages need no names. Whoever waits for one
-exchange knows that those launched before it are over, and they are completed too. The first wait for a sum adds up all
-that was launched before that wait.
+Replicas run one program, so they launch and wait in one order, and their messages need no names. A wait for one
+exchange completes those launched before it too. The first wait for a sum adds up all that was launched before it.
 
 Between accelerators the backend does it by itself, on a communicator of its own, beside computations and messages.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,20 +39,7 @@ Serial = int
 """Stands for an exchange; whoever has it does not hold the buffers."""
 
 
-class _Exchange(Protocol):
-    """One gather or reduction."""
-
-    def buffers(self) -> Sequence[Tensor]:
-        """Return what it holds."""
-        ...
-
-    def add_up(self) -> None:
-        """Do all of a sum that needs no more than the values of the others; a second time does nothing."""
-        ...
-
-    def complete(self) -> None:
-        """Wait for its end. Raises: PeerLost, DeadlineExceeded."""
-        ...
+def _nothing(results: Sequence[Tensor]) -> None: ...
 
 
 class ReplicaLane:
@@ -87,7 +72,7 @@ class ReplicaLane:
 
     @property
     def kept_bytes(self) -> int:
-        """What it keeps now in buffers for later exchanges."""
+        """The bytes that it keeps now in buffers for later exchanges."""
         return sum(each.nbytes for each in self._kept)
 
     def buffers(self) -> list[Tensor]:
@@ -96,12 +81,15 @@ class ReplicaLane:
 
     # ---- exchanges
 
-    def sum(self, buffers: Sequence[Tensor]) -> Serial:
-        """Begin to sum buffers of `room_for` in place; they are the exchange's until it is complete."""
+    def sum(self, buffers: Sequence[Tensor], then: Then = _nothing) -> Serial:
+        """Begin to sum buffers of `room_for` in place; they are the exchange's until it is complete.
+
+        `then` is called with them when they are the sums.
+        """
         if self._is_on_device:
             tickets = [self._post(buffer, partial(sum_in_place, tensor=buffer)) for buffer in buffers]
-            return self._launch(_OnDevice(self.transport, tickets, buffers))
-        return self._launch(_Sum(self.transport, buffers))
+            return self._launch(_Exchange(self.transport, buffers, lambda: then(buffers), tickets))
+        return self._launch(_Sum(self.transport, buffers, lambda: then(buffers)))
 
     def gather(self, parts: Sequence[Tensor], then: Then) -> Serial:
         """Begin to gather the parts of all replicas: each [part], which nobody writes to meanwhile, becomes [D x part].
@@ -112,7 +100,7 @@ class ReplicaLane:
         if self._is_on_device:
             pairs = zip(wholes, parts, strict=True)
             tickets = [self._post(whole, partial(gather_into, whole=whole, part=part)) for whole, part in pairs]
-            return self._launch(_OnDevice(self.transport, tickets, wholes, lambda: then(wholes)))
+            return self._launch(_Exchange(self.transport, wholes, lambda: then(wholes), tickets))
         return self._launch(_Gather(self.transport, wholes, parts, lambda: self._give(wholes, wholes, then)))
 
     def scatter(self, buffers: Sequence[Tensor], then: Then) -> Serial:
@@ -124,7 +112,7 @@ class ReplicaLane:
             parts = [buffer.new_empty(buffer.numel() // self.transport.num_ranks) for buffer in buffers]
             pairs = zip(parts, buffers, strict=True)
             tickets = [self._post(part, partial(sum_into, part=part, whole=buffer)) for part, buffer in pairs]
-            return self._launch(_OnDevice(self.transport, tickets, [*buffers, *parts], lambda: then(parts)))
+            return self._launch(_Exchange(self.transport, [*buffers, *parts], lambda: then(parts), tickets))
         parts = [buffer.view(self.transport.num_ranks, -1)[self.transport.rank] for buffer in buffers]
         return self._launch(_ScatteredSum(self.transport, buffers, lambda: self._give(parts, buffers, then)))
 
@@ -145,7 +133,7 @@ class ReplicaLane:
         ticket: Ticket = self.transport.post_exchange(held, begin)  # type: ignore[attr-defined]
         return ticket
 
-    def _launch(self, exchange: _Exchange) -> Serial:
+    def _launch(self, exchange: "_Exchange") -> Serial:
         self._num_launched += 1
         self._launched[self._num_launched] = exchange
         return self._num_launched
@@ -169,60 +157,42 @@ def lane_of(places: Places, *, is_sharded: bool) -> ReplicaLane | None:
     return ReplicaLane(LocalTransport.create(1, places.pipeline.deadline_s)[0]) if is_sharded else None
 
 
-def _nothing() -> None: ...
+class _Exchange:
+    """One gather or reduction; `then` is called when it is over. This one is over with its tickets."""
 
-
-class _OnDevice:
     def __init__(
-        self,
-        transport: Transport,
-        tickets: Sequence[Ticket],
-        held: Sequence[Tensor],
-        then: Callable[[], None] = _nothing,
+        self, transport: Transport, held: Sequence[Tensor], then: Callable[[], None], tickets: Sequence[Ticket] = ()
     ) -> None:
-        self._transport, self._tickets, self._held, self._then = transport, tickets, held, then
+        self._transport, self._held, self._then = transport, held, then
+        self._tickets = list(tickets)
+        self._others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
 
     def buffers(self) -> Sequence[Tensor]:
+        """Return what it holds."""
         return self._held
 
-    def add_up(self) -> None: ...
+    def add_up(self) -> None:
+        """Do all of a sum that needs no more than the values of the others; a second time does nothing."""
 
     def complete(self) -> None:
-        for ticket in self._tickets:
-            self._transport.wait(ticket)
+        """Wait for its end. Raises: PeerLost, DeadlineExceeded."""
+        self._wait(self._tickets)
         self._then()
-
-
-class _Messages:
-    """What exchanges made of messages have in common."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
-        self._leaving: list[Ticket] = []
-        self._coming: list[Ticket] = []
-
-    def add_up(self) -> None: ...
 
     def _wait(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
             self._transport.wait(ticket)
 
 
-class _Gather(_Messages):
+class _Gather(_Exchange):
     def __init__(
         self, transport: Transport, wholes: Sequence[Tensor], parts: Sequence[Tensor], then: Callable[[], None]
     ) -> None:
-        super().__init__(transport)
-        self._then = then
+        super().__init__(transport, wholes, then)
         self._rooms = [whole.view(transport.num_ranks, -1) for whole in wholes]
         self._parts = parts
-        self._wholes = wholes
         self._leaving = [transport.post_send(rank, part) for part in parts for rank in self._others]
         self._coming = [transport.post_receive(rank, room[rank]) for room in self._rooms for rank in self._others]
-
-    def buffers(self) -> Sequence[Tensor]:
-        return self._wholes
 
     def complete(self) -> None:
         for room, part in zip(self._rooms, self._parts, strict=True):
@@ -232,11 +202,10 @@ class _Gather(_Messages):
         self._wait(self._leaving)
 
 
-class _ScatteredSum(_Messages):
-    def __init__(self, transport: Transport, buffers: Sequence[Tensor], then: Callable[[], None] = _nothing) -> None:
-        super().__init__(transport)
-        self._then = then
+class _ScatteredSum(_Exchange):
+    def __init__(self, transport: Transport, buffers: Sequence[Tensor], then: Callable[[], None]) -> None:
         self._parts = [buffer.view(transport.num_ranks, -1) for buffer in buffers]
+        super().__init__(transport, self._parts, then)
         self._sent = [[transport.post_send(rank, parts[rank]) for rank in self._others] for parts in self._parts]
         """By buffer, as all that follows."""
         self._theirs = [
@@ -247,7 +216,7 @@ class _ScatteredSum(_Messages):
             ]
             for parts, tickets in zip(self._parts, self._sent, strict=True)
         ]
-        """What the others have of this rank's part."""
+        """The others' terms of this rank's part."""
         self._come = [
             [transport.post_receive(rank, room) for rank, room in zip(self._others, rooms, strict=True)]
             for rooms in self._theirs
@@ -285,6 +254,8 @@ class _Sum(_ScatteredSum):
         if self._is_added_up:
             return
         self._is_added_up = True
+        self._coming: list[Ticket] = []
+        self._leaving: list[Ticket] = []
         own, transport = self._transport.rank, self._transport
         for place, parts in enumerate(self._parts):
             # One buffer after the other: what was added up is still in a cache, and others go on with it.
@@ -294,5 +265,5 @@ class _Sum(_ScatteredSum):
 
     def complete(self) -> None:
         self.add_up()
-        self._wait(self._coming)
-        self._wait(self._leaving)
+        self._wait([*self._coming, *self._leaving])
+        self._then()

@@ -7,9 +7,8 @@ A mesh of some ranks of the default group skips the meeting: the others may be i
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +74,16 @@ def read_mesh(mesh: object) -> MeshRanks:
     if names is None:
         raise ConfigError(f"its dimensions have no names; make it with mesh_dim_names={DIMENSIONS}", key=MESH)
     for name in names:
-        _require_known(name)
+        if name in NOT_YET:
+            raise ConfigError(
+                f"the dimension {name!r} cannot be used yet; the dimensions are {DATA!r} and {PIPELINE!r}", key=MESH
+            )
+        if name not in DIMENSIONS:
+            raise ConfigError(
+                f"the dimension {name!r} is unknown.{nearest(name, DIMENSIONS)} The dimensions are {DATA!r}, the "
+                f"replicas, and {PIPELINE!r}, the ranks of each",
+                key=MESH,
+            )
     if mesh.get_coordinate() is None:
         raise ConfigError(
             f"rank {dist.get_rank()} is not in it: its ranks are {mesh.mesh.flatten().tolist()}; call Pipeline on "
@@ -88,20 +96,6 @@ def read_mesh(mesh: object) -> MeshRanks:
     elif names[0] == PIPELINE:
         ranks = ranks.t()
     return MeshRanks(ranks.tolist())
-
-
-def _require_known(name: str) -> None:
-    if name in DIMENSIONS:
-        return
-    if name in NOT_YET:
-        raise ConfigError(
-            f"the dimension {name!r} cannot be used yet; the dimensions are {DATA!r} and {PIPELINE!r}", key=MESH
-        )
-    raise ConfigError(
-        f"the dimension {name!r} is unknown.{nearest(name, DIMENSIONS)} The dimensions are {DATA!r}, the replicas, and "
-        f"{PIPELINE!r}, the ranks of each",
-        key=MESH,
-    )
 
 
 def connect_mesh(
@@ -144,7 +138,12 @@ def connect_mesh(
 def _meet(mesh: object, deadline_s: float) -> MeshRanks:
     """Return the ranks of a mesh that all ranks have alike. Raises: ConfigError, PeerLost, DeadlineExceeded."""
     join_default_group(torch.device("cpu"), deadline_s)
-    ranks, refusal = _read(partial(read_mesh, mesh))
+    ranks: MeshRanks | None = None
+    refusal: ConfigError | None = None
+    try:
+        ranks = read_mesh(mesh)
+    except ConfigError as error:
+        refusal = error
     if not (dist.is_available() and dist.is_initialized()):
         raise refusal or ConfigError("there is no process group; call init_device_mesh on every rank", key=MESH)
     is_whole = ranks is None or len(ranks.names().numbers) == dist.get_world_size()
@@ -154,13 +153,6 @@ def _meet(mesh: object, deadline_s: float) -> MeshRanks:
     if ranks is None:
         raise refusal or ConfigError("it cannot be read", key=MESH)
     return ranks
-
-
-def _read(read: Callable[[], MeshRanks]) -> tuple[MeshRanks | None, ConfigError | None]:
-    try:
-        return read(), None
-    except ConfigError as error:
-        return None, error
 
 
 def _compare(everyone: Sequence[dict[str, Any]], own: ConfigError | None) -> None:

@@ -56,7 +56,7 @@ def send_rows(own: Mapping[str, Any], data: Transport) -> None:
 def deal_out(control: Control, own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Fill this replica's shards in `own` from what the first replica was given; return what is no shard.
 
-    What it was given is a whole tensor, or a shard like its own, as every replica was then. Every rank calls it.
+    The first replica was given a whole tensor, or a shard like its own, as every replica was then. Every rank calls it.
 
     Raises: PeerLost, DeadlineExceeded.
     """

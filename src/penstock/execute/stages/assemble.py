@@ -26,7 +26,7 @@ from penstock.placement import Placement
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
-    """What one rank holds of the model, and which parameters are tied over ranks."""
+    """The part of the model that one rank holds, and which parameters are tied over ranks."""
 
     stages: list[Stage]
     tied_groups: tuple[tuple[int, ...], ...]

@@ -6,7 +6,6 @@ gradient, it is there from the start. So every schedule and both ways of running
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -38,17 +37,16 @@ class Auxiliary(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AddedLosses:
-    """What the layers of a stage added in one forward."""
+Added = tuple[Mapping[LossName, Tensor], Tensor | None]
+"""The losses that layers of a stage added in one forward: the values by name, and the sum of weight x value, if any.
 
-    values: Mapping[LossName, Tensor]
-    """0-dim, detached, before their weights; added up in float64, so that the split into stages matters little."""
-    total: Tensor | None
-    """0-dim, with its graph: the sum of weight x value; None where nothing was added."""
+Values are 0-dim, detached, before their weights, and added up in float64, so that the split into stages matters little.
+The sum has its graph.
+"""
+_NONE: Added = ({}, None)
 
 
-def take_all(modules: Sequence[Auxiliary]) -> AddedLosses:
+def take_all(modules: Sequence[Auxiliary]) -> Added:
     """Take what was added since the modules' `begin`."""
     values: dict[LossName, Tensor] = {}
     total: Tensor | None = None
@@ -59,7 +57,7 @@ def take_all(modules: Sequence[Auxiliary]) -> AddedLosses:
         values[name] = values[name] + exact if name in values else exact
         weighted = value * module.weight
         total = weighted if total is None else total + weighted
-    return AddedLosses(values, total)
+    return values, total
 
 
 class AddedLossPart(ForwardPart):
@@ -71,7 +69,7 @@ class AddedLossPart(ForwardPart):
         self._modules = modules
         self._losses = losses
         self._place = place
-        self._added = AddedLosses({}, None)
+        self._added = _NONE
         self._roots: tuple[list[GradientEdge], list[Tensor]] = ([], [])
 
     @contextmanager
@@ -84,14 +82,15 @@ class AddedLossPart(ForwardPart):
             self._added = take_all(self._modules)
 
     def leave(self, outputs: Any) -> Any:
-        added, losses, self._added = self._added, self._losses, AddedLosses({}, None)
-        if added.total is None:
+        (values, total), self._added = self._added, _NONE
+        if total is None:
             return outputs
-        for name, value in added.values.items():
+        losses = self._losses
+        for name, value in values.items():
             losses.note(name, self._place, value)
-        losses.note(LossName(ALL_TOGETHER, True, added.total.dtype), self._place, added.total.detach())
-        if added.total.requires_grad:
-            root = losses.root_of(added.total, losses.auxiliary_shares.factor(*self._place))
+        losses.note(LossName(ALL_TOGETHER, True, total.dtype), self._place, total.detach())
+        if total.requires_grad:
+            root = losses.root_of(total, losses.auxiliary_shares.factor(*self._place))
             if root is not None:
                 self._roots = [get_gradient_edge(root)], [torch.ones_like(root)]
         return outputs

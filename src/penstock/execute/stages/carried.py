@@ -1,15 +1,16 @@
-"""What the layers of a stage carry from slice to slice of a microbatch, and the gradients that come back for it.
+"""State that the layers of a stage carry from slice to slice of a microbatch, and the gradients that come back for it.
 
     forward    slice 0 --left--> slice 1 --left--> slice 2
     backward   slice 0 <--grad-- slice 1 <--grad-- slice 2
 
-What a slice takes are further inputs of its graph, detached leaves as those from another stage; what it leaves are
-further outputs. A schedule runs the backward of a slice after those of all later ones, so by then their gradients are
+A slice takes further inputs of its graph, detached leaves as those from another stage, and leaves further outputs. A
+schedule runs the backward of a slice after those of all later ones, so by then their gradients are
 there.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,8 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import ConfigError
 from penstock.execute.batch.microbatch import Place
-from penstock.execute.stages.feature import ForwardPart, has_methods
-from penstock.execute.stages.outliving import Copied
+from penstock.execute.stages.feature import Copied, ForwardPart, has_methods
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
 from penstock.execute.values.tree import as_graph_leaves, needing_gradient
@@ -39,7 +39,7 @@ class Carrying(Protocol):
 
 @dataclass(slots=True, eq=False)
 class CarriedOut:
-    """What a slice left in one module."""
+    """A value that a slice left in one module."""
 
     value: Any
     """Detached; None as soon as no later slice can take it."""
@@ -55,53 +55,38 @@ class CarriedOut:
         self.gradients = list(gradients)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CarriedIn:
-    """What a slice took of what earlier ones had left in one module."""
-
-    source: CarriedOut
-    value: Any
-    leaves: list[Tensor]
-    """Of the value, the tensors that need a gradient."""
-
-
 Latest = list[CarriedOut | None]
 """Per module, what the slices of one microbatch have left last; `Step.carried` has it until the last slice has run."""
 
 
 def begin_slice(
-    stage: int, modules: Sequence[Carrying], num_slices: int, copied: Copied, step: Step, place: Place
+    stage: int, modules: Sequence[Carrying], num_slices: int, copied: Copied | None, step: Step, place: Place
 ) -> "CarryPart":
     """Return what to do in the forward of one slice; `modules` are those of the stage that carry something.
 
-    `copied` copies what would not live until later slices.
+    `copied`, if any, copies what would not live until later slices.
     """
     key = stage, place[0]
     latest: Latest = step.carried.setdefault(key, [None] * len(modules))
     is_last = place[1] == num_slices - 1
     if is_last:
         del step.carried[key]
-    taken = [None if left is None else CarriedIn(left, left.value, needing_gradient(left.value)) for left in latest]
-    return CarryPart(modules, taken, latest, copied, is_last=is_last)
+    return CarryPart(modules, latest, copied, is_last=is_last)
 
 
 class CarryPart(ForwardPart):
     """One slice at work: its layers find what earlier slices left, and gradients for that go back."""
 
-    def __init__(
-        self,
-        modules: Sequence[Carrying],
-        taken: Sequence[CarriedIn | None],
-        latest: Latest,
-        copied: Copied,
-        *,
-        is_last: bool,
-    ) -> None:
+    def __init__(self, modules: Sequence[Carrying], latest: Latest, copied: Copied | None, *, is_last: bool) -> None:
         self._modules = modules
         self._copied = copied
-        self._taken = taken
         self._latest = latest
         self._is_last = is_last
+        self._runs_again = False
+        self._sources = list(latest)
+        """Per module, what its value comes from, if anything."""
+        self._values = [None if source is None else source.value for source in latest]
+        self._leaves = list(map(needing_gradient, self._values))
         self._found: list[Any] = []
         self.left: list[CarriedOut | None] = []
         """Per module, what this slice left."""
@@ -116,7 +101,13 @@ class CarryPart(ForwardPart):
 
     def leave(self, outputs: Any) -> Any:
         """Put what this slice left in the place of what was there, of which only the gradients are still needed."""
-        found, self._found = list(map(self._copied, self._found)), []
+        found, self._found = self._found, []
+        if self._runs_again:
+            for left, value in zip(self.left, found, strict=True):
+                if left is not None:
+                    left.edges = _edges_of(value)  # the gradients of later slices enter the graph that was made now
+            return outputs
+        found = found if self._copied is None else list(map(self._copied, found))
         self.left = [None if value is None else CarriedOut(as_graph_leaves(value), _edges_of(value)) for value in found]
         for index, (new, old) in enumerate(zip(self.left, self._latest, strict=True)):
             # No later slice takes the old value now, and the slices that took it hold it themselves. From here on `old`
@@ -128,7 +119,7 @@ class CarryPart(ForwardPart):
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [leaf for taken in self._taken if taken is not None for leaf in taken.leaves]
+        return [leaf for leaves in self._leaves for leaf in leaves]
 
     def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         left = [each for each in self.left if each is not None and each.gradients]
@@ -145,30 +136,22 @@ class CarryPart(ForwardPart):
     def take_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Give the gradients of what this slice took to those that left it."""
         remaining = iter(gradients)
-        for taken in self._taken:
-            if taken is not None:
-                taken.source.add_gradients([next(remaining) for _ in taken.leaves])
+        for source, leaves in zip(self._sources, self._leaves, strict=True):
+            if source is not None:
+                source.add_gradients([next(remaining) for _ in leaves])
 
     def again(self) -> ForwardPart:
-        return _CarryAgain(self._modules, self._taken, self.left, self._copied, is_last=self._is_last)
+        """Return the part for the same slice: it takes what it took, and what it leaves is there already."""
+        part = copy(self)
+        part._runs_again = True
+        return part
 
     def _begin(self, *, keeps: bool) -> None:
-        for module, taken in zip(self._modules, self._taken, strict=True):
-            module.begin_slice(None if taken is None else taken.value, keeps=keeps)
+        for module, value in zip(self._modules, self._values, strict=True):
+            module.begin_slice(value, keeps=keeps)
 
     def _end(self) -> list[Any]:
         return [module.end_slice() for module in self._modules]
-
-
-class _CarryAgain(CarryPart):
-    """The same slice when its forward runs again: it takes what it took, and gradients enter the new graph."""
-
-    def leave(self, outputs: Any) -> Any:
-        found, self._found, self.left = self._found, [], self._latest
-        for left, value in zip(self.left, found, strict=True):
-            if left is not None:
-                left.edges = _edges_of(value)  # the gradients of later slices are to enter the graph that was made now
-        return outputs
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -177,7 +160,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def refuse_layers_that_look_back(stages: Sequence[Stage], kinds: tuple[type[nn.Module], ...]) -> None:
     """Refuse modules that need what earlier slices left behind and do not carry it.
 
-    Who calls such a module may carry for it: the module that holds both it and what carries.
+    The parent of such a module may carry for it, if it holds both it and a module that carries.
 
     Raises:
         ConfigError: naming a layer.

@@ -1,4 +1,4 @@
-"""What a stage may do beside running its layers: the protocol of skips, carried state, added losses, random numbers.
+"""Features of a stage, beside running its layers: the protocol of skips, carried state, added losses, random numbers.
 
     forward    begin -> arrive -> around_forward(layers) -> leave -> around_loss(loss function)
     backward   roots -> around_backward(autograd) -> take_gradients
@@ -21,17 +21,19 @@ from penstock.execute.step import Step
 
 BeforeLayer = Callable[[int], None]
 """Takes the place of a layer in the unsplit model."""
+Copied = Callable[[Any], Any]
+"""Returns a value with copies of its tensors that lie in gathered weights."""
 
 
 class ForwardPart:
-    """What a feature does in one forward, kept until its backward has run. Every default does nothing."""
+    """A feature in one forward, kept until its backward has run. Every default does nothing."""
 
     begins_backwards = False
     """Whether a backward may begin here, whatever becomes of the stage's outputs."""
 
     @property
     def before_layer(self) -> BeforeLayer | None:
-        """What to call before each layer, if anything; at most one feature of a stage has it."""
+        """A function to call before each layer, if any; at most one feature of a stage has it."""
         return None
 
     def arrive(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -73,6 +75,20 @@ class ForwardPart:
     def again(self) -> "ForwardPart":
         """Return the part for the same forward when it runs again (`recompute`); called when it has run."""
         return self
+
+
+class OutlivingPart(ForwardPart):
+    """One forward of a stage whose weights are gathered: copies what leaves it in their memory, which is freed soon.
+
+    A layer may return a view of a weight, put it as a skip, or leave it for a later slice. This is the outermost
+    feature, which sees all that leaves.
+    """
+
+    def __init__(self, copied: Copied) -> None:
+        self._copied = copied
+
+    def leave(self, outputs: Any) -> Any:
+        return self._copied(outputs)
 
 
 StageFeature = Callable[[Step, Place], ForwardPart]

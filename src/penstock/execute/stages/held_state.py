@@ -1,12 +1,14 @@
-"""The parameters and buffers of a rank's stages, which replicas take from the first one, and whether they can."""
+"""The parameters and buffers of a rank's stages: whether replicas hold the same, and how many parameters there are."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
 from penstock.execute.control.agreement import digest
+from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.names import full_name
 from penstock.execute.stages.stage import Stage, distinct
 from penstock.execute.transport.places import Places
@@ -43,6 +45,30 @@ def require_equal_replicas(everyone: Sequence[Mapping[str, int]], places: Places
                 )
 
 
+def count_parameters(assembly: Assembly) -> dict[str, list[list[int]]]:
+    """Return the fields of `partition.split.ParameterCounts` for the stages of this rank, as values for JSON.
+
+    A parameter without a shape before its first input counts nothing.
+    """
+    counts: Counter[tuple[int, ...]] = Counter()
+    shared: Counter[tuple[int, ...]] = Counter()
+    copied: Counter[tuple[int, ...]] = Counter()
+    counted_in: dict[int, int] = {}  # by id of a parameter, its stage
+    for stage in sorted(assembly.stages, key=lambda each: each.first_layer):
+        counts[stage.index,] = 0
+        for _, parameter in stage.named_parameters():
+            first = counted_in.setdefault(id(parameter), stage.index)
+            if first == stage.index:
+                counts[first,] += _size(parameter)
+            else:
+                shared[stage.index, first] += _size(parameter)
+    for group, copy in assembly.tied_copies.items():
+        owner = assembly.tied_groups[group][0]
+        for parameter in () if (owner,) in counts else copy.parameters.values():
+            copied[counted_in[id(parameter)], owner] += _size(parameter)
+    return {"of_stage": _rows(counts), "shared": _rows(shared), "copied": _rows(copied)}
+
+
 def _named(stage: Stage) -> list[tuple[str, Tensor]]:
     return [
         (full_name(layer, module, name), tensor)
@@ -60,3 +86,11 @@ def _described(name: str, tensor: Tensor) -> str:
             key="layers",
         )
     return f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+
+
+def _rows(numbers: Mapping[tuple[int, ...], int]) -> list[list[int]]:
+    return [[*stages, number] for stages, number in numbers.items()]
+
+
+def _size(parameter: nn.Parameter) -> int:
+    return 0 if is_lazy(parameter) else parameter.numel()

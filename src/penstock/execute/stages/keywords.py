@@ -17,9 +17,9 @@ _IN_PLACE = (
     "on a clone(), or move the border between the stages"
 )
 _KEYWORD = "keyword argument"
-"""What Python says of a keyword that a function does not take."""
+"""Python's words for a keyword that a function does not take."""
 _TOO_MANY = " were given"
-"""What Python says of more positional arguments than a function takes."""
+"""Python's words for more positional arguments than a function takes."""
 _TARGET = (
     "a {layer} fails with: {error}. The first layer gets all positional arguments of the call, here {number}. Pass "
     "what the loss compares the output with as target=, as in step(x, target=y)"

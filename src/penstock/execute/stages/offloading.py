@@ -72,7 +72,7 @@ class SavedTensor:
 
 
 class MovablePart(ForwardPart):
-    """What one forward keeps, where its program moves that to the host."""
+    """The tensors that one forward keeps, where its program moves them to the host."""
 
     def __init__(self, *, is_checkpoint: bool, is_first: bool) -> None:
         """`is_checkpoint`: it keeps its inputs alone; `is_first`: these are the batch, which belongs to the caller."""

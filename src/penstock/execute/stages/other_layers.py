@@ -2,7 +2,7 @@
 
 Freed ones are on the meta device, where tensors have shapes but no memory. Two mistakes then are errors, which with
 kept ones give wrong results without a message: the state of the whole model taken from one rank, and gradients clipped
-by their norm on one rank. What layers of this rank use too stays as it is.
+by their norm on one rank. Tensors that layers of this rank use too stay as they are.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -73,17 +73,21 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    raise ConfigError(
-        f"the layer at {prefix.rstrip('.') or 'the top'!r} is another rank's, which freed it here: this rank does not "
-        "have the state of the whole model. Call pipeline.state_dict(on_rank=0) on every rank; it returns the whole "
-        "state on rank 0",
-        key="frees_other_stages",
+    raise _freed(
+        prefix,
+        "which freed it here: this rank does not have the state of the whole model. Call "
+        "pipeline.state_dict(on_rank=0) on every rank; it returns the whole state on rank 0",
     )
 
 
 def _refuse_loading(module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
-    raise ConfigError(
-        f"the layer at {prefix.rstrip('.') or 'the top'!r} is another rank's, and was freed here, so it cannot be "
-        "loaded. Call pipeline.load_state_dict(state) on every rank; each takes its part",
-        key="frees_other_stages",
+    raise _freed(
+        prefix,
+        "and was freed here, so it cannot be loaded. Call pipeline.load_state_dict(state) on every rank; each takes "
+        "its part",
     )
+
+
+def _freed(prefix: str, problem: str) -> ConfigError:
+    layer = prefix.rstrip(".") or "the top"
+    return ConfigError(f"the layer at {layer!r} is another rank's, {problem}", key="frees_other_stages")

@@ -35,7 +35,7 @@ Keywords = Mapping[str, Any]
 
 @dataclass(slots=True)
 class SavedForward:
-    """What a forward leaves behind for its backward."""
+    """A forward, as its backward needs it."""
 
     inputs: list[Tensor]
     """The input leaves that need a gradient."""
@@ -46,7 +46,7 @@ class SavedForward:
     deferred: DeferredWeights | None = None
     """Of a forward whose backward is to run in two parts, what the first leaves for the second."""
     parts: Sequence[ForwardPart] = ()
-    """What the stage's features keep."""
+    """Those of the stage's features."""
 
     def take_weight_inputs(self) -> WeightInputs:
         """Return what is left for the second part of a backward, and keep it no longer."""
@@ -56,7 +56,7 @@ class SavedForward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOptions:
-    """What a program makes of a stage."""
+    """The role of a stage in a program."""
 
     is_first: bool = False
     """Whether its inputs are the batch, which belongs to the caller: its gradients, if any, are the caller's too."""
@@ -196,7 +196,7 @@ class StagePasses:
                 "all parameters of the model are frozen, on all ranks, and the loss needs no gradient either, so that "
                 "the step would train nothing; set requires_grad_(True) for what is to be trained, or call evaluate"
             )
-        if is_idle and (saved.inputs or self.stage.is_trainable):
+        if is_idle and (saved.inputs or any(each.requires_grad for each in self.stage.parameters())):
             raise PipelineError(
                 f"stage {self.stage.index}: its outputs need no gradient, so that nothing would be trained, though its "
                 "inputs or its parameters do; let the last layers run without detach(), item() or no_grad(), or "

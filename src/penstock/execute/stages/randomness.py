@@ -17,6 +17,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -46,7 +47,7 @@ def generator_seed(seed: int, step: int, layer: int, place: Place) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Randomness:
-    """What the layers of a rank and its loss function draw from while they run forward in training."""
+    """The generators that the layers of a rank and its loss function draw from while they run forward in training."""
 
     seed: int | None
     """Without one, a forward that runs again draws what it drew at first, and nothing else is changed."""
@@ -60,12 +61,13 @@ class Randomness:
 class RandomPart(ForwardPart):
     """Where the generators stand when the layers, and the loss function, of one forward begin."""
 
-    def __init__(self, randomness: Randomness, step: int, place: Place, first: "RandomPart | None" = None) -> None:
-        """`step` is the number of one; `first` is the part of a forward that runs again."""
+    def __init__(self, randomness: Randomness, step: int, place: Place) -> None:
+        """`step` is the number of one."""
         self._randomness = randomness
         self._step = step
         self._place = randomness.first_microbatch + place[0], place[1]
-        self._first = first
+        self._first: RandomPart | None = None
+        """Of a forward that runs again, the part of its first run."""
         self._states: dict[str, list[Tensor]] = {}
 
     @property
@@ -86,7 +88,9 @@ class RandomPart(ForwardPart):
         return generator_lock(self._randomness.patience_s)
 
     def again(self) -> ForwardPart:
-        return RandomPart(self._randomness, self._step, self._place, self)
+        part = copy(self)
+        part._first, part._states = self, {}
+        return part
 
     @contextmanager
     def _drawing(self, what: str) -> Iterator[None]:

@@ -4,11 +4,10 @@
                                                its nodes would save is dropped at once
     R   the same inputs ──> layers ──> graph   saved as a forward's is; the outputs are dropped
 
-So R is the forward of any stage, with its skips, losses and slices, and the backward never knows. What the first run
-has noted, such as losses, is not noted again; buffers that layers change, such as the vectors of a spectral norm,
-change once, since R runs on copies, which have the values that F began with. Inputs that a layer changes in place are
-refused, and so is a target that the loss function changes. Without a seed for the step (`randomness`), R sets the
-generators back to where F began.
+So R is the forward of any stage, with its skips, losses and slices, and the backward never knows. R notes no loss or
+output a second time. Buffers that layers change, such as the vectors of a spectral norm, change once: R runs on copies,
+which have the values that F began with. Inputs that a layer changes in place are refused, and so is a target that the
+loss function changes. Without a seed for the step (`randomness`), R sets the generators back to where F began.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,10 +49,10 @@ Copies = dict[Where, BufferCopy]
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """What a forward keeps that runs again: everything that it was called with, and the buffers as it read them."""
+    """The arguments of a forward that runs again, and the buffers as it read them."""
 
     parts: Sequence[ForwardPart]
-    """What the stage's features do in the second run."""
+    """Those of the stage's features, for the second run."""
     arguments: Inputs
     keywords: Keywords
     buffers: Copies

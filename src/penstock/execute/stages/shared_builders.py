@@ -108,7 +108,7 @@ def _named_parameters(module: Any, layer: str) -> Iterator[tuple[str, nn.Paramet
 
 
 def _glance(layer: Any) -> Any:
-    """What a layer of another rank would hold; nothing of its own is allocated. None where that cannot be found out."""
+    """A layer as another rank would build it, without allocating anything. None where that cannot be found out."""
     if isinstance(layer, nn.Module):
         return layer
     try:
@@ -133,7 +133,7 @@ def _may_share(builder: Any) -> bool:
 
 
 def _referred_to(found: Any) -> Iterable[Any]:
-    """What an object uses when it is called: what a function closes over or names, the attributes of an object."""
+    """The objects that one uses when it is called: those that a function closes over or names, or its attributes."""
     match found:
         case FunctionType():
             cells = [cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell)]

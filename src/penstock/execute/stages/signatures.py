@@ -87,7 +87,7 @@ def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def _behind(module: nn.Module, own: Callable[..., Any]) -> list[TakenKeywords] | None:
-    """What the modules take that get a forward's `**kwargs`; None if the forward may use them itself."""
+    """The keywords of the modules that get a forward's `**kwargs`; None if the forward may use them itself."""
     forward = inspect.unwrap(own)
     while isinstance(forward, partial):
         forward = inspect.unwrap(forward.func)
@@ -114,7 +114,7 @@ def _behind(module: nn.Module, own: Callable[..., Any]) -> list[TakenKeywords] |
 
 
 def _taken_in(call: ast.AST, bag: str, callee: Callable[[str], TakenKeywords | None]) -> TakenKeywords | None:
-    """What is taken by a callee that gets `**kwargs`, directly or by a function for checkpointing."""
+    """The keywords of a callee that gets `**kwargs`, directly or by a function for checkpointing."""
     if not isinstance(call, ast.Call):
         return None
     if not any(each.arg is None and ast.unparse(each.value) == bag for each in call.keywords):
@@ -133,7 +133,7 @@ def _taken_in(call: ast.AST, bag: str, callee: Callable[[str], TakenKeywords | N
 
 
 def _callee(owner: nn.Module, forward: Callable[..., Any], self_name: str, text: str) -> TakenKeywords | None:
-    """What is taken by what a forward calls: a submodule, or the forward of its base class."""
+    """The keywords of a callee: a submodule, or the forward of the base class."""
     if text == "super().forward":
         function = getattr(forward, "__func__", forward)
         classes: list[Any] = [each for each in type(owner).__mro__ if "forward" in vars(each)]

@@ -28,7 +28,7 @@ class Stage:
         self.modules = list(self.layers.values())
         self.names = list(self.layers)
         self.taken_keywords = list(map(taken_keywords, self.modules))
-        # What split backwards have learned of the layers; it holds for every program that splits them.
+        # Split backwards have learned it of the layers; it holds for every program that splits them.
         self.split_plan = SplitPlan(self.modules)
         self.own_weight_gradients = OwnWeightGradients(self.modules)
         self._snapshot: ModuleSnapshot | None = None  # not yet: tied parameters are put in place after this
@@ -46,11 +46,6 @@ class Stage:
     def keyword_names(self) -> set[str]:
         """Return the keyword arguments that the layers can take; `EVERY` among them if one may take any."""
         return {name for taken in self.taken_keywords for name in taken.names()}
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether any parameter needs a gradient."""
-        return any(parameter.requires_grad for module in self.modules for parameter in module.parameters())
 
     def set_training(self, is_training: bool) -> None:
         """Switch all layers between training and evaluation."""

@@ -33,7 +33,7 @@ _DTYPES = {str(found).removeprefix("torch."): found for found in vars(torch).val
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What two ranks must agree on about one tensor."""
+    """All that two ranks must agree on about one tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -54,8 +54,8 @@ class TensorInfo:
 class Layout:
     """A tree in which each tensor is replaced by its `TensorInfo`; other leaves are plain values.
 
-    What is asked of it for every message is worked out once. Python calls 1, 1.0 and True equal, so compare two layouts
-    by what `encode_layout` returns.
+    The properties that every message asks for are worked out once. Python calls 1, 1.0 and True equal, so compare two
+    layouts by what `encode_layout` returns.
     """
 
     spec: TreeSpec
@@ -85,7 +85,7 @@ class Layout:
 
     @cached_property
     def numbers(self) -> "PlainNumbers | None":
-        """What may have other values in each message."""
+        """The leaves that may have other values in each message."""
         return PlainNumbers.of(self)
 
     @property

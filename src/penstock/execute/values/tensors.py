@@ -1,6 +1,6 @@
-"""What a tensor's memory holds: in which order its dimensions lie, and which part of it if it is spread over ranks.
+"""The memory of a tensor: in which order its dimensions lie, and which part of it if it is spread over ranks.
 
-What crosses between ranks keeps the order of its dimensions in memory: channels last, say.
+A tensor that crosses between ranks keeps the order of its dimensions in memory: channels last, say.
 
 An order lists the dimensions from the outermost in memory to the innermost; the empty one is the order in which they
 are written. A tensor with gaps or repeated elements (a slice of a wider one, an expanded one) has none to keep: it
@@ -10,9 +10,9 @@ DTensors are told by their methods, and torch.distributed.tensor is imported whe
 which a model without them need not pay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.errors import PipelineError
 from penstock.execute.undocumented import num_holders
 
+T = TypeVar("T")
 Order = tuple[int, ...]
 _DTENSORS = "torch.distributed.tensor"
 
@@ -122,3 +123,18 @@ def in_own_memory(gradient: Tensor) -> Tensor:
     # Of subclasses, such as DTensor, nobody knows who holds their parts.
     is_alone = type(gradient) is Tensor and (gradient.layout is not torch.strided or num_holders(gradient) == 1)
     return gradient if is_alone else gradient.clone()
+
+
+def in_pieces(items: Iterable[T], bytes_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Put consecutive items together while they have at most so many bytes; one that has more is by itself."""
+    piece: list[T] = []
+    num_bytes = 0
+    for item in items:
+        own = bytes_of(item)
+        if piece and num_bytes + own > most:
+            yield piece
+            piece, num_bytes = [], 0
+        piece.append(item)
+        num_bytes += own
+    if piece:
+        yield piece

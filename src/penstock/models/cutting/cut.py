@@ -1,7 +1,7 @@
 """`ps.cut`: the layers of a module of one's own, for a pipeline."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.cutting.frame import Template, tensor_of
-from penstock.models.cutting.part import CutForward, Part, Segment, part_class
+from penstock.models.cutting.part import CutForward, Part, PartCall, Segment, part_class
 from penstock.models.cutting.points import CutModel, cut_model
 from penstock.models.cutting.undocumented import is_compiled
 
@@ -91,7 +91,7 @@ def segments(parts: CutModel, last: str = "") -> dict[str, Segment]:
 
 
 def _begin_name(parts: CutModel) -> str:
-    """What the names of all that runs before the first point have in common, else the first of them."""
+    """The begin that the names of all that runs before the first point have in common, else the first of them."""
     names = [*(name.split(".") for name in parts.before), *(name.split(".")[:-1] for name in parts.tensors)]
     common = []
     for steps in zip(*names, strict=False):
@@ -112,21 +112,13 @@ class _ByName:
         ]
         self._name = type(model).__name__
 
-    def call(
-        self,
-        model: nn.Module,
-        inputs: tuple[Any, ...],
-        keywords: Mapping[str, Any],
-        *,
-        is_first: bool,
-        is_dense: bool = False,
-    ) -> Any:
+    def call(self, model: nn.Module, given: PartCall) -> Any:
         named = [each for each in self.keywords if each.kind is not each.VAR_KEYWORD]
-        missing = [each.name for each in named if each.default is each.empty and each.name not in keywords]
-        if (is_first and inputs) or missing:
+        missing = [each.name for each in named if each.default is each.empty and each.name not in given.keywords]
+        if (given.is_first and given.inputs) or missing:
             name = missing[0] if missing else self.keywords[0].name
             raise PenstockError(
                 f"every stage runs a part of the forward of {self._name}, which needs {name!r}; pass the batch by the "
                 f"names of its arguments, as in step({name}={name}, target=target)"
             )
-        return model(**keywords)
+        return model(**given.keywords)

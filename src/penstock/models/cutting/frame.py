@@ -4,7 +4,7 @@
     part `blocks.1`  stand-in ...   stand-in ...   the block  ──► stop: what norm would get is the part's output
 
 The forward is the module's own, so masks, positions and whatever else a part is given are made as the module makes
-them. What a stand-in returns has no values (placeholders.py), and needs no gradient.
+them. A stand-in returns tensors without values (placeholders.py), which need no gradient.
 """
 
 import copy
@@ -22,7 +22,7 @@ from penstock.models.cutting.placeholders import Placeholder, is_bare, on_meta, 
 from penstock.models.cutting.points import CutModel
 
 ALIASED = "single memory location"
-"""What torch says of a change in place of a tensor that is one number, expanded."""
+"""torch's words for a change in place of a tensor that is one number, expanded."""
 Call = Callable[[nn.Module], Any]
 """Runs the forward of the module that it gets."""
 
@@ -36,7 +36,7 @@ class _Stopped(BaseException):
 
 @dataclass(slots=True)
 class Course:
-    """What one run of the forward does where it meets stand-ins."""
+    """One run of the forward, and how it goes on where it meets stand-ins."""
 
     points: Mapping[str, int]
     """The places of the points in the forward."""
@@ -48,7 +48,7 @@ class Course:
     lent: Mapping[str, nn.Module]
     """The modules of the part."""
     arrived: Any = None
-    """What the part got, which takes the place of what its first module would get."""
+    """The input of the part, which takes the place of what its first module would get."""
     is_dense: bool = False
     missing: Missing | None = None
     """Finds what is computed from values that are not there, if that is wanted."""
@@ -57,7 +57,7 @@ class Course:
     at_first_point: Callable[[], None] = field(default=lambda: None)
     """Called where the forward meets its first point."""
     notes: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-    """What each point was given besides its first argument, if that is wanted."""
+    """The arguments of each point besides the first one, if that is wanted."""
     met: list[str] | None = None
     """The modules that the forward has called, if that is wanted."""
     straight: set[str] = field(default_factory=set)
@@ -219,8 +219,8 @@ class Frame:
     def run(self, call: Call, course: Course, tensors: Mapping[str, Tensor], *, is_training: bool) -> Any:
         """Run the forward between two points.
 
-        `tensors` are those of the part that the modules around the points hold. What the forward draws before the part
-        begins, as of a dropout on another stage, leaves torch's generators as they were. Raises: PenstockError, where
+        `tensors` are those of the part that the modules around the points hold. Draws of the forward before the part
+        begins, as of a dropout on another stage, leave torch's generators as they were. Raises: PenstockError, where
         the forward is not what the cut says.
         """
         before = ExitStack()
@@ -299,7 +299,7 @@ def _generators_kept(device: torch.device) -> AbstractContextManager[None]:
 
 
 class Template:
-    """What all copies of a frame are made from."""
+    """The module that all copies of a frame are made from."""
 
     def __init__(
         self, model: nn.Module, cut: CutModel, complete: Callable[[nn.Module, torch.device], None] | None = None

@@ -16,9 +16,9 @@ from penstock.models.cutting.points import CutModel
 def in_order_of_calls(model: nn.Module, cut: CutModel, first: str, complete: Any, call: Call) -> CutModel:
     """Return a cut whose points are in the order in which a forward, run with stand-ins alone, calls them.
 
-    `first` is the pattern's part before the numbers of the blocks, such as `model.layers.`; these stay points. What is
-    called before the first of them, or never, begins the forward. A forward that raises, or calls one twice, leaves the
-    cut as it is.
+    `first` is the pattern's part before the numbers of the blocks, such as `model.layers.`; these stay points. The
+    modules that are called before the first of them, or never, begin the forward. A forward that raises, or calls one
+    twice, leaves the cut as it is.
     """
     blocks = tuple(name for name in cut.points if name.startswith(first))
     others = (*cut.before, *(name for name in cut.points if name not in blocks))

@@ -1,8 +1,8 @@
 """`Part`: one layer of a cut module. It holds submodules, and runs the module's forward from there to the next point.
 
 Where a part passes what its one submodule returns straight on, as the blocks of a transformer do, later forwards call
-that submodule alone. What it gets beside its input (masks, positions) is then noted for all points in one run of the
-frame, by the first part of a stage that asks; that run also says whether the part passes on in this microbatch, which
+that submodule alone. Its other arguments (masks, positions) are then noted for all points in one run of the frame,
+by the first part of a stage that asks; that run also says whether the part passes on in this microbatch, which
 may depend on the batch and on the mode.
 """
 
@@ -23,25 +23,27 @@ from penstock.models.cutting.placeholders import tensors_in
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class PartCall:
+    """The arguments with which a part calls the forward of the whole model."""
+
+    inputs: tuple[Any, ...]
+    """All that came to the part."""
+    keywords: Mapping[str, Any]
+    """Those of the batch."""
+    is_first: bool
+    is_dense: bool = False
+    """Whether the forward may change in place what takes the place of tensors that are not there."""
+
+
 class Entry(Protocol):
     """How the forward of the whole model is called, on any stage."""
 
     keywords: list[inspect.Parameter]
     """The keywords of a batch that it takes."""
 
-    def call(
-        self,
-        model: nn.Module,
-        inputs: tuple[Any, ...],
-        keywords: Mapping[str, Any],
-        *,
-        is_first: bool,
-        is_dense: bool = False,
-    ) -> Any:
-        """Call the forward, with what came to a part and the keywords of the batch; return the model's output.
-
-        With `is_dense`, the forward may change in place what takes the place of tensors that are not there.
-        """
+    def call(self, model: nn.Module, given: PartCall) -> Any:
+        """Call the forward for a part; return the model's output."""
         ...
 
 
@@ -57,7 +59,7 @@ class Segment:
 
 @dataclass(slots=True)
 class _Notes:
-    """What the points of a model are given for one microbatch; each is taken once.
+    """The arguments of a model's points for one microbatch; each is taken once.
 
     Where the batch has no keywords, it follows from the shapes, and serves all microbatches of these.
     """
@@ -82,7 +84,7 @@ class _Notes:
 
 @dataclass(slots=True)
 class _Here:
-    """What one thread has of a cut model."""
+    """The frames and notes that one thread has of a cut model."""
 
     frames: dict[torch.device, Frame] = field(default_factory=dict)
     notes: _Notes | None = None
@@ -160,7 +162,7 @@ class CutForward:
         is_training: bool,
     ) -> Any:
         def call(model: nn.Module) -> Any:
-            return self.entry.call(model, inputs, keywords, is_first=course.start is None, is_dense=course.is_dense)
+            return self.entry.call(model, PartCall(inputs, keywords, course.start is None, course.is_dense))
 
         while True:
             course.restart(is_dense=self._is_dense)

@@ -1,4 +1,4 @@
-"""What a stand-in returns: tensors of the right shape and type whose values are not there.
+"""The results of stand-ins: tensors of the right shape and type whose values are not there.
 
 They are NaN, so that whatever is computed from them by mistake is found. Such a tensor is one number, expanded.
 """

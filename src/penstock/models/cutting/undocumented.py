@@ -1,4 +1,4 @@
-"""What torch does not document: how often a tensor was changed in place, and what torch.compile returns."""
+"""Uses of torch that it does not document: the count of changes in place, and the result of torch.compile."""
 
 from torch import Tensor, nn
 

@@ -209,7 +209,7 @@ class _LayerWork:
             output = self._module(*args, **self._keywords)
         value = self._finish(output)
         put = self._buffer.take(self._own_skips)
-        added = take_all(self._auxiliary).total
+        _, added = take_all(self._auxiliary)
         self._buffer.close()
         self.output, self.put = as_graph_leaves((output, put))
         return [leaf for leaf in flatten((value, put, added))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]

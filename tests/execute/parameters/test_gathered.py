@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PipelineError
-from penstock.execute.replicas.gathered import blocks_of, require_unchanged
+from penstock.execute.parameters.gathered import blocks_of, require_unchanged
 from penstock.execute.undocumented_backends import mesh_without_groups
 from penstock.execute.values.tensors import is_dtensor, local_part
 from tests.local_pipelines import error_of, settle

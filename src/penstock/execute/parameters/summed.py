@@ -19,46 +19,28 @@ none has used gets none.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from penstock.execute.replicas.first_replica import SavedBuffers, Share, share
-from penstock.execute.replicas.lane import ReplicaLane, Serial
+from penstock.execute.parameters.gradient_store import GradientStore
+from penstock.execute.parameters.gradient_sums import dense
+from penstock.execute.parameters.layout import Launched, ParameterLayout, StageParts
+from penstock.execute.replicas.first_replica import SavedBuffers, Share
+from penstock.execute.replicas.lane import ReplicaLane
 
 LARGE_BYTES = 2**20
 """From here on, a gradient is summed where it is."""
 
 
-class Gradients(Protocol):
-    """Where the gradients are; `GradientStore` says more."""
-
-    def of(self, parameter: nn.Parameter) -> Tensor | None: ...
-
-    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None: ...
-
-    def like(self, parameter: nn.Parameter) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StageParts:
-    """What a stage holds."""
-
-    parameters: Callable[[], Sequence[nn.Parameter]]
-    """Those that it holds now."""
-    modules: Sequence[nn.Module]
-
-
-class Summed:
+class Summed(ParameterLayout):
     """The layout of a unit."""
 
     launches = True
 
     def __init__(
-        self, stages: Mapping[int, StageParts], gradients: Gradients, tied: Collection[int], lane: ReplicaLane
+        self, stages: Mapping[int, StageParts], gradients: GradientStore, tied: Collection[int], lane: ReplicaLane
     ) -> None:
         """`stages` are those of the unit; `tied` are ids of parameters that other ranks of the pipeline hold too."""
         self._stages = stages
@@ -89,11 +71,7 @@ class Summed:
             self._leave_sums_to_first(each for parameters in held for each in parameters if id(each) not in self._tied)
         self._holds_parts = not is_synced
 
-    def unshard(self) -> None: ...
-
-    def reshard(self) -> None: ...
-
-    def reduce(self, stage: int, *, is_last: bool) -> "_SumTicket | None":
+    def reduce(self, stage: int, *, is_last: bool) -> Launched | None:
         """Start to sum what the replicas have of a stage's gradients; return None where there is nothing to sum."""
         if not is_last:
             return None
@@ -104,14 +82,15 @@ class Summed:
             for each in parameters
             if self._missing[id(each)] == 0 and (self._is_synced or id(each) in self._reduced_anyway)
         ]
-        packed = [_Packed(own, self._gradients, self._lane) for own in _by_kind(due, self._gradients)]
+        packed = [_Packed(own, self._gradients, self._lane) for own in self._gradients.by_type(due)]
         buffers = self._buffers[stage].now() if self._is_synced else []
         if not packed and not buffers:
             return None
-        exchange = self._lane.sum([buffer for each in packed for buffer in each.buffers]) if packed else None
-        return _SumTicket(self._lane, exchange, packed, share(self._lane.transport, buffers))
-
-    def after_step(self) -> None: ...
+        exchange = None
+        if packed:
+            summed = [buffer for each in packed for buffer in each.buffers]
+            exchange = self._lane.sum(summed, lambda sums: _unpack(packed))
+        return Launched(self._lane, exchange, Share(self._lane.transport, buffers))
 
     def end_failed_step(self) -> None:
         self._lane.forget()
@@ -133,7 +112,7 @@ class _Packed:
     `buffers` are what is to be summed.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Gradients, lane: ReplicaLane) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], gradients: GradientStore, lane: ReplicaLane) -> None:
         self._gradients = gradients
         self._lane = lane
         like = gradients.like(parameters[0])
@@ -167,7 +146,7 @@ class _Packed:
             place.zero_()
             self._uses[index] = 0
         else:
-            place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            place.copy_(dense(gradient))
 
     def _of_large(self, parameter: nn.Parameter, index: int) -> Tensor:
         """Return the gradient itself, where it can be summed in place, or a copy."""
@@ -181,8 +160,8 @@ class _Packed:
     def _put(self, parameter: nn.Parameter, total: Tensor) -> None:
         own = self._gradients.of(parameter)
         if own is None or own.is_sparse:
-            dense = torch.empty_like(parameter, dtype=total.dtype, requires_grad=False)
-            self._gradients.put(parameter, dense.copy_(total))
+            room = torch.empty_like(parameter, dtype=total.dtype, requires_grad=False)
+            self._gradients.put(parameter, room.copy_(total))
         elif own.data_ptr() != total.data_ptr():
             own.detach().copy_(total)
 
@@ -201,27 +180,6 @@ def _is_large(parameter: nn.Parameter, like: Tensor, num_replicas: int) -> bool:
     return num_elements * like.element_size() >= LARGE_BYTES and num_elements % num_replicas == 0
 
 
-class _SumTicket:
-    """A reduction that is under way."""
-
-    def __init__(self, lane: ReplicaLane, exchange: Serial | None, packed: Sequence[_Packed], buffers: Share) -> None:
-        self._lane = lane
-        self._exchange = exchange
-        self._packed = packed
-        self._shared_buffers = buffers
-
-    def wait(self) -> None:
-        """Return when the gradients are the sums. Raises: PeerLost, DeadlineExceeded."""
-        if self._exchange is not None:
-            self._lane.complete(self._exchange)
-            for packed in self._packed:
-                packed.unpack()
-        self._shared_buffers.wait()
-
-
-def _by_kind(parameters: Sequence[nn.Parameter], gradients: Gradients) -> list[list[nn.Parameter]]:
-    """Put together those whose gradients have one type."""
-    found: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(gradients.like(parameter).dtype, []).append(parameter)
-    return list(found.values())
+def _unpack(packed: Sequence[_Packed]) -> None:
+    for each in packed:
+        each.unpack()

@@ -4,8 +4,9 @@ import torch
 from torch import nn
 
 from penstock.execute.parameters.gradient_store import GradientStore
+from penstock.execute.parameters.layout import StageParts
+from penstock.execute.parameters.summed import Summed
 from penstock.execute.replicas.lane import ReplicaLane
-from penstock.execute.replicas.summed import StageParts, Summed
 from tests.local_pipelines import on_ranks, settle
 
 
@@ -15,9 +16,9 @@ def layout_of(transport, modules_of_stage, tied=(), launched=None):
     if launched is not None:
         launch = lane.sum
 
-        def noting(buffers):
+        def noting(buffers, then):
             launched.append([buffer.dtype for buffer in buffers])
-            return launch(buffers)
+            return launch(buffers, then)
 
         lane.sum = noting
     parts = {

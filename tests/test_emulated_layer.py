@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
+from bench.emulated_layer import EmulatedLayer
 from penstock.execute.stages.stage import Stage
-from penstock.models.emulated import EmulatedLayer
 from tests.one_stage import OneStage
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 class EmulatedLayer(nn.Module):
-    """Sleeps in forward and backward, and hands its input on; its one weight, a factor of 1, makes it trainable.
+    """Sleeps in forward and backward, and returns its input; its one weight, a factor of 1, makes it trainable.
 
     `weight_s` is how much of `backward_s` the gradient of the weight takes. In a split backward W sleeps for it, and I
     for the rest, whether or not the input needs a gradient.
@@ -28,18 +28,18 @@ class EmulatedLayer(nn.Module):
         return _sleep(product, self.forward_s, self.backward_s - self.weight_s)
 
 
-def _sleep(handed_on: Tensor, forward_s: float, backward_s: float) -> Tensor:
-    result: Tensor = _Sleep.apply(handed_on, forward_s, backward_s)  # type: ignore[no-untyped-call]
+def _sleep(inputs: Tensor, forward_s: float, backward_s: float) -> Tensor:
+    result: Tensor = _Sleep.apply(inputs, forward_s, backward_s)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handed_on: Tensor, forward_s: float, backward_s: float) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, forward_s: float, backward_s: float) -> Tensor:
         ctx.backward_s = backward_s
         if forward_s:
             time.sleep(forward_s)
-        return handed_on.clone()  # no view: torch's own split of a backward refuses those as outputs
+        return inputs.clone()  # no view: torch's own split of a backward refuses those as outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

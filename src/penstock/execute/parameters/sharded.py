@@ -8,15 +8,15 @@
     the last one's    adds these rows to the gradients of the shards
     RESHARD           lets the modules hold shards, and frees the memory of the whole parameters
 
-So layers and autograd see ordinary parameters, the same objects in every step. What waits for W refers to them while
-their memory is gone; it is gathered again before W reads it.
+So layers and autograd see ordinary parameters, the same objects in every step. Weight gradients that wait for W refer
+to them while their memory is gone; it is gathered again before W reads it.
 
 Gradients of a replica add up whole, in their own type; the parts of all replicas are added in the order of replicas.
 How many replicas have a gradient of a parameter is summed with the gradients, behind each part. One that none has used
 gets none.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,16 +24,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.execute.replicas.first_replica import SavedBuffers, Share, share
-from penstock.execute.replicas.gathered import Block, GatheredParameter, blocks_of, require_unchanged
+from penstock.execute.parameters.gathered import Block, GatheredParameter, blocks_of, require_unchanged
+from penstock.execute.parameters.gradient_store import GradientStore, StoredGradients
+from penstock.execute.parameters.gradient_sums import added, dense
+from penstock.execute.parameters.layout import Launched, ParameterLayout, StageParts
+from penstock.execute.replicas.first_replica import SavedBuffers, Share
 from penstock.execute.replicas.lane import ReplicaLane, Serial
-from penstock.execute.replicas.packed_parts import PackedParts, WholeGradients, parts_by_type
-from penstock.execute.replicas.summed import StageParts
-from penstock.execute.values.tensors import memory_of
+from penstock.execute.values.tensors import local_part, memory_of, part_like
 from penstock.execute.values.tree import map_leaves
 
 
-class Sharded:
+class Sharded(ParameterLayout):
     """The layout of a unit; its parameters are whole until `shard`."""
 
     launches = True
@@ -41,7 +42,7 @@ class Sharded:
     def __init__(
         self,
         stages: Mapping[int, StageParts],
-        gradients: WholeGradients,
+        gradients: GradientStore,
         add_rows: Callable[[nn.Parameter, Tensor], None],
         lane: ReplicaLane,
         mesh: DeviceMesh,
@@ -94,12 +95,14 @@ class Sharded:
             return
         trained = [each for block in self._blocks for each in block.parameters if each.whole.requires_grad]
         if trained != self._trained:
-            self._trained, self._packed = trained, parts_by_type(trained, self._gradients, self._lane)
+            self._trained, own = trained, {each.whole: each for each in trained}
+            kinds = [[own[whole] for whole in kind] for kind in self._gradients.by_type(own)]
+            self._packed = [PackedParts(kind, self._gradients, self._lane) for kind in kinds]
 
-    def unshard(self) -> "_Launched":
+    def unshard(self) -> Launched:
         """Launch a gather of the unit."""
         self._gathering = self._lane.gather([block.own for block in self._blocks], self._fill)
-        return _Launched(self._lane, self._gathering)
+        return Launched(self._lane, self._gathering)
 
     def reshard(self) -> None:
         """Drop the whole parameters. Raises: PipelineError, where a layer has changed one, which would be lost."""
@@ -108,15 +111,13 @@ class Sharded:
         require_unchanged(self._blocks, self._stages)
         self._drop()
 
-    def reduce(self, stage: int, *, is_last: bool) -> "_Launched":
+    def reduce(self, stage: int, *, is_last: bool) -> Launched:
         """Launch the sum of what has come to the gradients of the unit, and drop them."""
         exchange = None
         if self._packed:
             packed = [each.pack() for each in self._packed]
             exchange = self._lane.scatter(packed, partial(self._take_sums, is_last=is_last))
-        return _Launched(self._lane, exchange, share(self._lane.transport, self._buffers.now() if is_last else []))
-
-    def after_step(self) -> None: ...
+        return Launched(self._lane, exchange, Share(self._lane.transport, self._buffers.now() if is_last else []))
 
     def end_failed_step(self) -> None:
         self._lane.forget()
@@ -151,17 +152,75 @@ class Sharded:
             self._sums = []
 
 
-class _Launched:
-    """A gather or a reduction that is under way, and the buffers that go with it."""
+class PackedParts:
+    """Whole gradients of one type in one buffer, so that each replica gets the sum of its rows of all.
 
-    def __init__(self, lane: ReplicaLane, exchange: Serial | None, buffers: Share | None = None) -> None:
-        self._lane, self._exchange, self._shared_buffers = lane, exchange, buffers
+    part of replica 0                           part of replica 1
+    rows of a | rows of b | uses of a, of b     rows of a | rows of b | uses of a, of b
+    """
 
-    def wait(self) -> None:
-        if self._exchange is not None:
-            self._lane.complete(self._exchange)
-        if self._shared_buffers is not None:
-            self._shared_buffers.wait()
+    def __init__(self, parameters: Sequence[GatheredParameter], gradients: GradientStore, lane: ReplicaLane) -> None:
+        self._parameters = parameters
+        self._gradients = gradients
+        self._lane = lane
+        self._like = gradients.like(parameters[0].whole)
+        self._places: list[slice] = []
+        begin = 0
+        for each in parameters:
+            self._places.append(slice(begin, begin + each.rows.part_elements))
+            begin += each.rows.part_elements
+        self._uses = slice(begin, begin + len(parameters))
+        """How many replicas have a gradient of each."""
+
+    def pack(self) -> Tensor:
+        """Return a buffer of the lane with all gradients, which are dropped: [D x part]."""
+        num_replicas = self._lane.transport.num_ranks
+        buffer = self._lane.room_for(num_replicas * self._uses.stop, self._like)
+        parts = buffer.view(num_replicas, -1)
+        found = [self._gradients.of(each.whole) for each in self._parameters]
+        with torch.no_grad():
+            parts[:, self._uses] = 1  # a fill: for a copy from the host, it would wait for its device
+            for index, (each, place, gradient) in enumerate(zip(self._parameters, self._places, found, strict=True)):
+                if gradient is None:
+                    parts[:, place] = 0
+                    parts[:, self._uses.start + index] = 0
+                else:
+                    each.rows.share_out(dense(gradient), parts[:, place])
+                    self._gradients.release(each.whole)
+        return buffer
+
+    def unpacked(self, total: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Return the shard of each parameter that any replica has used, and its rows in the sum: a view of [part]."""
+        replica = self._lane.transport.rank
+        for each, place, num_uses in zip(self._parameters, self._places, total[self._uses].tolist(), strict=True):
+            if num_uses:
+                yield each.shard, each.rows.own_in(total[place], replica)
+
+
+class ShardGradients(StoredGradients):
+    """The gradients of the shards of one unit: DTensors that lie as the shards do.
+
+    All tensors that are passed and returned are this rank's rows.
+    """
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        gradient = super().of(parameter)
+        return None if gradient is None else local_part(gradient)
+
+    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        super().put(parameter, None if gradient is None else part_like(parameter, gradient))
+
+    def add(self, parameter: nn.Parameter, rows: Tensor) -> None:
+        """Add the rows of a sum over the replicas, whose memory becomes the gradient's where there is none."""
+        before = self.of(parameter)
+        if before is None:
+            self.put(parameter, rows)
+        else:
+            added(before, rows)
+
+    def like(self, parameter: nn.Parameter) -> Tensor:
+        whole = super().like(parameter)
+        return whole.new_empty(()).expand(local_part(parameter).shape)
 
 
 def _lies_in(leaf: object, memory: Collection[int]) -> bool:

@@ -1,4 +1,4 @@
-"""What a layout launches goes on until a row needs it: a gather, the stage's computation; a reduction, what follows."""
+"""Handlers ask layouts, tied copies and the optimizer; what a layout launches goes on until a row needs it."""
 
 import pytest
 import torch
@@ -6,18 +6,83 @@ from torch import nn
 
 from penstock.errors import PipelineError
 from penstock.execute.observing.observer import Observer
-from penstock.execute.parameters.layout import Replicated
+from penstock.execute.ops.parameters import optimizer_step, reduce, reduce_tied, reshard, unshard
+from penstock.execute.parameters.layout import ParameterLayout
+from penstock.execute.stages.stage import Stage
 from penstock.ir.collectives import REDUCES_REPLICAS
 from penstock.ir.program import Program
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
+from tests.compiled import context_of, row_of, run_calls, step_for
 from tests.local_pipelines import error_of
+from tests.one_stage import passes_of
+
+PROGRAM = lower(build("1f1b", ranks=2, microbatches=2))
+
+
+def test_its_layout_reduces_once():
+    said = []
+    context = context_of(PROGRAM, 1, said)
+
+    run_calls(reduce(context, row_of(PROGRAM, "1REDUCE_GRAD", 1)), step_for(context))
+
+    assert said == [("reduce stage", 1)]
+
+
+def test_copies_of_a_stage_on_one_rank_are_reduced_once_behind_the_later_one():
+    program, said, layer = Program.from_csv("0F0,0B0,1F0,1B0,0REDUCE_GRAD,1REDUCE_GRAD"), [], nn.Linear(2, 2)
+    passes = {stage: passes_of(Stage(stage, {"0": layer})) for stage in (0, 1)}
+    context = context_of(program, 0, said, passes=passes)
+
+    for text in ("0REDUCE_GRAD", "1REDUCE_GRAD"):
+        run_calls(reduce(context, row_of(program, text)), step_for(context))
+
+    assert said == [("reduce stage", 1)]
+
+
+TIED = lower(build("1f1b", ranks=2, microbatches=2), tied_groups=[(0, 1)])
+
+
+def test_its_copy_is_reduced_once():
+    said = []
+    context = context_of(TIED, 1, said)
+
+    run_calls(reduce_tied(context, row_of(TIED, "1REDUCE_TIED0", 1)), step_for(context))
+
+    assert said == [("reduce tied", "wires", "store")]
+
+
+SHARDED = Program.from_csv("0UNSHARD,0F0,0B0,0RESHARD", name="gathered")
+
+
+def test_the_layout_gathers_and_drops():
+    said = []
+    context = context_of(SHARDED, 0, said)
+    step = step_for(context)
+
+    run_calls([*unshard(context, row_of(SHARDED, "0UNSHARD")), *reshard(context, row_of(SHARDED, "0RESHARD"))], step)
+
+    assert said == [("unshard",), ("reshard",)]
+    assert step.values == {}
+
+
+STEPPING = lower(build("1f1b", ranks=2, microbatches=2), optimizer_step=True)
+
+
+def test_its_hook_is_called_once():
+    said = []
+    context = context_of(STEPPING, 1, said)
+
+    run_calls(optimizer_step(context, row_of(STEPPING, "1STEP", 1)), step_for(context))
+
+    assert said == [("optimizer step",)]
+
 
 GATHERED = Program.from_csv("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD", name="gathered")
 
 
-class Launching(Replicated):
+class Launching(ParameterLayout):
     """Notes what it launches, and when that is waited for."""
 
     launches = True

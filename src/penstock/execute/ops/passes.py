@@ -1,0 +1,147 @@
+"""The passes of a stage: F, R, B, I and W; and OFFLOAD and RELOAD, which move what it keeps between them.
+
+A forward works on the batch, on a message, or on what another stage of this rank made. It keeps its activation, its
+inputs where it runs again, and nothing in an evaluation. A backward takes what was kept, and gradients from the same
+three places; I leaves for W what W needs.
+
+No name in a call holds what is kept: a frame that an error or a log keeps would keep activations alive.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from penstock.execute.ops.context import CompileContext
+from penstock.execute.stages.offloading import movable
+from penstock.execute.step import Bound, Step
+from penstock.execute.transport.messages import Incoming
+from penstock.execute.values.version_guard import VersionGuard
+from penstock.ir.deps import NONE
+from penstock.ir.keeps import NOTHING
+from penstock.ir.operations import Value
+
+Take = Callable[[Step], Any]
+"""Gets what a row works on."""
+
+
+def forward(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Handle F: run a stage. Its saved tensors wait for the backward, its outputs for the next stage."""
+    value, place = context.rows.keeps(row), context.place(row)
+    run = (context.recomputation_of if value == Value.CHECKPOINT else context.passes_of)(row).forward
+    microbatch, index = place
+    kept, made, take = context.keys.kept_by(row), context.keys.made_by(row), _take_inputs(context, row)
+    key, action, note_outputs = context.key(row), context.text(row), context.messenger.layouts.note_outputs
+    is_last = context.program.placement.next_stage[key[0]] == NONE
+
+    def run_forward(step: Step) -> None:
+        if value == NOTHING:
+            outputs, _ = run(step, place, take(step), step.slices[microbatch][index].kwargs)
+        else:
+            outputs, step.values[kept] = run(step, place, take(step), step.slices[microbatch][index].kwargs)
+        if not is_last:
+            note_outputs(key, outputs, action)
+            step.values[made] = VersionGuard.detached(outputs)
+
+    yield from wait_for_message(context, row, context.messenger.receiver.take_tree)
+    yield Bound(row, run_forward)
+
+
+def recompute(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Handle R: run a forward again; its activation takes the place of the inputs that the first run kept."""
+    run, place, kept = context.recomputation_of(row).run_again, context.place(row), context.keys.kept_by(row)
+
+    def run_again(step: Step) -> None:
+        step.values[kept] = run(step, place, step.values[kept])
+
+    yield Bound(row, run_again)
+
+
+def backward(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Handle B."""
+    run, take, is_first = context.passes_of(row).backward, _take_gradients(context, row), _is_first(context, row)
+    kept, made = context.keys.kept_by(row), context.keys.made_by(row)
+
+    def run_backward(step: Step) -> None:
+        gradients = run(step, step.values.pop(kept), take(step))
+        if not is_first:
+            step.values[made] = gradients
+
+    yield from wait_for_message(context, row, context.messenger.receiver.take_gradients)
+    yield Bound(row, run_backward)
+
+
+def backward_input(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Handle I: the part of a backward that computes the gradients of inputs."""
+    run, take, is_first = context.passes_of(row).backward_input, _take_gradients(context, row), _is_first(context, row)
+    kept, made = context.keys.kept_by(row), context.keys.made_by(row)
+
+    def run_backward_input(step: Step) -> None:
+        gradients, step.values[kept] = run(step, step.values.pop(kept), take(step))
+        if not is_first:
+            step.values[made] = gradients
+
+    yield from wait_for_message(context, row, context.messenger.receiver.take_gradients)
+    yield Bound(row, run_backward_input)
+
+
+def weight(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Handle W: the part of a backward that computes the gradients of weights, from what I has left."""
+    run, kept = context.passes_of(row).gradients.add, context.keys.kept_by(row)
+    yield Bound(row, lambda step: run(step.values.pop(kept)))
+
+
+def offload(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Handle OFFLOAD: what a forward keeps goes to the memory of the host, at once: a device waits for its copies."""
+    kept = context.keys.kept_by(row)
+    yield Bound(row, lambda step: movable(step.values[kept]).offload(step.values[kept]))
+
+
+def reload(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Handle RELOAD: it comes back, likewise, before it is read."""
+    kept = context.keys.kept_by(row)
+    yield Bound(row, lambda step: movable(step.values[kept]).reload())
+
+
+def wait_for_message(context: CompileContext, row: int, take: Callable[[Incoming], Any]) -> Iterator[Bound]:
+    """Make the wait for the message that a row works on, if any; it releases the sent ones that have arrived by then.
+
+    `take` gets the message, which then waits for the row.
+    """
+    receive = context.rows.awaits(row)
+    if receive == NONE:
+        return
+    key, release = context.keys.message_of(receive), context.messenger.sender.release
+    peer, num_arrived = context.rows.arrived[receive]
+
+    def wait(step: Step) -> None:
+        step.values[key] = take(step.values[key])
+        release(peer, num_arrived)
+
+    yield Bound(row, wait, receive)
+
+
+def _take_inputs(context: CompileContext, row: int) -> Take:
+    """Return what gets the inputs of a stage, as a tuple."""
+    receive, source = context.rows.awaits(row), context.rows.source(row)
+    if receive != NONE:
+        message = context.keys.message_of(receive)
+        return lambda step: (step.values.pop(message),)
+    if source == NONE:
+        microbatch, index = context.place(row)
+        return lambda step: step.slices[microbatch][index].args
+    action, made = context.text(source), context.keys.made_by(source)
+    return lambda step: (step.values.pop(made).checked(action),)
+
+
+def _take_gradients(context: CompileContext, row: int) -> Take:
+    """Return what gets the gradients of a stage's outputs."""
+    receive, source = context.rows.awaits(row), context.rows.source(row)
+    if receive == source == NONE:
+        return lambda step: ()  # a last stage begins at its loss
+    # Taken out as it is read: else it would live as long as the step, not as its stage needs it.
+    key = context.keys.message_of(receive) if receive != NONE else context.keys.made_by(source)
+    return lambda step: step.values.pop(key)
+
+
+def _is_first(context: CompileContext, row: int) -> bool:
+    """Whether nobody waits for the gradients of the stage's inputs."""
+    return context.program.placement.previous_stage[int(context.program.stage[row])] == NONE

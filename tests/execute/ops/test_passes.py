@@ -1,0 +1,280 @@
+"""A pass takes what it works on, leaves what later rows need, and waits for messages in calls of their own."""
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.errors import PipelineError
+from penstock.execute.accelerator import allocator_bytes, reset_peak
+from penstock.execute.observing.memory_report import MemoryWatch
+from penstock.execute.ops.passes import backward, backward_input, forward, recompute, weight
+from penstock.ir.operations import Op
+from penstock.lowering import lower
+from penstock.placement import Placement
+from penstock.schedules import build
+from tests.compiled import SayingPasses, context_of, row_of, run_calls, step_for
+from tests.execute.test_run import drawn
+from tests.local_pipelines import WIDTH, on_ranks, settle, square_loss, values
+
+
+def test_a_forward_of_the_batch_saves_and_puts_its_outputs_out():
+    program, said = lower(build("1f1b", ranks=2, microbatches=3)), []
+    context = context_of(program, 0, said)
+    step, row = step_for(context), row_of(program, "0F1")
+
+    [bound] = forward(context, row)
+    bound.call(step)
+
+    assert said[0] == ("forward", (1, 0), ("data 1.0",), {"mask": 1})
+    assert step.values[context.keys.kept_by(row)] == "saved"
+    assert step.values[context.keys.made_by(row)].value == "outputs"
+
+
+def test_a_forward_of_a_message_waits_for_it_in_a_call_of_its_own():
+    program, said = lower(build("1f1b", ranks=2, microbatches=3)), []
+    context = context_of(program, 1, said)
+    step, receive = step_for(context), row_of(program, "1RECV_F0", 1)
+    step.values[context.keys.message_of(receive)] = "posted"
+
+    wait, compute = forward(context, row_of(program, "1F0", 1))
+    assert (wait.awaits, compute.awaits) == (receive, None)
+    wait.call(step)
+    assert said[0] == ("take_tree", "posted")
+    compute.call(step)
+
+    assert said[-1] == ("forward", (0, 0), ("take_tree",), {"mask": 0})
+    assert step.values == {context.keys.kept_by(row_of(program, "1F0", 1)): "saved"}  # a last stage sends nothing
+
+
+LOCAL = lower(drawn(Placement.explicit([0, 0]), "0F0 1F0 1B0 0B0"))
+
+
+class Giving(SayingPasses):
+    """Returns the same outputs from every forward."""
+
+    def __init__(self, outputs, said):
+        super().__init__(said)
+        self._outputs = outputs
+
+    def forward(self, step, place, inputs, keywords):
+        super().forward(step, place, inputs, keywords)
+        return self._outputs, "saved"
+
+
+def local_stages(outputs):
+    """Return what compiles rows of `LOCAL` whose stages return these outputs, what runs them, and what is said."""
+    said = []
+    passes = Giving(outputs, said)
+    context = context_of(LOCAL, 0, said, passes={0: passes, 1: passes})
+    step = step_for(context)
+
+    def run_row(handler, text):
+        run_calls(handler(context, row_of(LOCAL, text)), step)
+
+    return run_row, step, said
+
+
+def test_outputs_and_gradients_of_a_stage_on_this_rank_stay_here():
+    value = torch.ones(2, requires_grad=True)
+    run_row, step, said = local_stages(value)
+
+    run_row(forward, "0F0")
+    assert said[1:] == [("note_outputs", (0, 0, 0), value, "0F0")]
+    run_row(forward, "1F0")
+    [(_, _, [found], _)] = said[2:]
+    assert (found.is_leaf, found.requires_grad) == (True, True)
+    assert torch.equal(found, value)
+
+    # A last stage has nobody to make outputs for, and nothing comes to its backward.
+    assert list(step.values.values()) == ["saved", "saved"]
+    run_row(backward, "1B0")
+    run_row(backward, "0B0")
+    assert said[3:] == [("backward", "saved", ()), ("backward", "saved", "gradients")]
+    assert step.values == {}  # nor has a first stage anybody to make gradients for
+
+
+def test_an_output_that_was_changed_meanwhile_is_refused():
+    value = torch.ones(2)
+    run_row, _, _ = local_stages(value)
+    run_row(forward, "0F0")
+
+    value += 1
+
+    with pytest.raises(PipelineError, match="0F0: a tensor of its output was changed in place"):
+        run_row(forward, "1F0")
+
+
+class Checkpointing:
+    def forward(self, step, place, inputs, keywords):
+        return "outputs", "checkpoint"
+
+
+def test_a_forward_that_runs_again_keeps_its_inputs_and_another_its_activation():
+    program = lower(ps.with_recompute(build("1f1b", ranks=2, microbatches=1), stages=[0]))
+    for rank, kept in enumerate(("checkpoint", "saved")):
+        context = context_of(program, rank)
+        context.recomputations[0] = Checkpointing()
+        step, row = step_for(context), row_of(program, f"{rank}F0", rank)
+        *_, call = forward(context, row)
+        if rank:
+            step.values[context.keys.message_of(row_of(program, "1RECV_F0", 1))] = "inputs"
+        call.call(step)
+        assert step.values[context.keys.kept_by(row)] == kept
+
+
+def test_a_forward_of_an_evaluation_keeps_nothing():
+    context = context_of(lower(build("1f1b", ranks=1, microbatches=1, forward_only=True)))
+    step = step_for(context)
+
+    run_calls(forward(context, row_of(context.program, "0F0")), step)
+
+    assert step.values == {}
+
+
+def test_a_whole_backward_frees_its_activation_when_it_has_run():
+    program, said = lower(build("1f1b", ranks=2, microbatches=2)), []
+    context = context_of(program, 1, said)
+    step, row = step_for(context), row_of(program, "1B0", 1)
+    step.values[context.keys.kept_by(row)] = "saved"
+
+    run_calls(backward(context, row), step)
+
+    assert said == [("backward", "saved", ())]
+    assert step.values == {context.keys.made_by(row): "gradients"}
+
+
+def test_the_part_for_the_inputs_leaves_what_was_saved_for_the_weights():
+    program, said = lower(build("zb-h1", ranks=2, microbatches=2)), []
+    context = context_of(program, 1, said)
+    step, row = step_for(context), row_of(program, "1I0", 1)
+    step.values[context.keys.kept_by(row)] = "saved"
+
+    run_calls(backward_input(context, row), step)
+
+    assert said == [("backward input", "saved", ())]
+    assert step.values == {context.keys.kept_by(row): "left", context.keys.made_by(row): "gradients"}
+
+
+def test_a_message_that_has_come_is_taken_once_and_releases_what_has_arrived():
+    program, said = lower(build("1f1b", ranks=2, microbatches=2)), []
+    context = context_of(program, 0, said)
+    step, receive, row = step_for(context), row_of(program, "0RECV_B1"), row_of(program, "0B1")
+    step.values[context.keys.message_of(receive)] = "posted"
+    step.values[context.keys.kept_by(row)] = "saved"
+
+    wait, compute = backward(context, row)
+    wait.call(step)
+    assert said == [("take_gradients", "posted"), ("release", 1, 2)]
+    compute.call(step)
+
+    assert said[2:] == [("backward", "saved", "take_gradients")]
+    assert step.values == {}
+
+
+class Again:
+    def run_again(self, step, place, checkpoint):
+        return place, checkpoint
+
+
+def test_a_recomputation_puts_the_activation_in_the_place_of_the_checkpoint():
+    program = lower(ps.with_recompute(build("1f1b", ranks=1, microbatches=2)))
+    context = context_of(program)
+    context.recomputations[0] = Again()
+    step, row = step_for(context), row_of(program, "0R1")
+    step.values[context.keys.kept_by(row)] = "checkpoint"
+
+    run_calls(recompute(context, row), step)
+
+    assert step.values == {context.keys.kept_by(row): ((1, 0), "checkpoint")}
+
+
+def test_the_second_part_of_a_backward_frees_what_the_first_has_left():
+    program, said = lower(build("zb-h1", ranks=2, microbatches=2)), []
+    context = context_of(program, 1, said)
+    step, row = step_for(context), row_of(program, "1W0", 1)
+    step.values[context.keys.kept_by(row)] = "saved"
+
+    run_calls(weight(context, row), step)
+
+    assert said == [("backward weight", "saved")]
+    assert step.values == {}
+
+
+ROWS = 4
+CHANGE = {Op.FORWARD: 1, Op.OFFLOAD: -1, Op.RELOAD: 1, Op.BACKWARD: -1}
+"""Of the activations on the device."""
+
+
+def layer(seed):
+    """Its output is not saved: behind F it is on its way, and would stay."""
+    return nn.Sequential(nn.Tanh(), settle(nn.Linear(WIDTH, WIDTH), seed))
+
+
+@pytest.fixture
+def samples(monkeypatch):
+    """What memory reports have counted behind each call, by stage."""
+    found, look = {0: [], 1: [], 2: []}, MemoryWatch._look
+
+    def noting(self, step, moment=None):
+        look(self, step, moment)
+        if moment is None:
+            (stage,) = self._sample(step).stages
+            found[stage.stage].append((stage.num_activations, stage.activation_bytes))
+
+    monkeypatch.setattr(MemoryWatch, "_look", noting)
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_the_bytes_of_a_stage_follow_the_program(samples, name):
+    """Of the middle stage: an activation is the input, which waits for its gradient, and the tanh."""
+    schedule = ps.build(name, ranks=3, microbatches=6)
+    program = ps.lower(schedule, offload=[0, 1, 2])
+
+    def case(wires):
+        pipeline = ps.Pipeline([layer(seed) for seed in range(3)], program, loss=square_loss, transport=wires)
+        report = pipeline.memory_report(values(1, 6 * ROWS, WIDTH), target=values(2, 6 * ROWS, WIDTH))
+        pipeline.close()
+        return report.ranks[1].peak_activations
+
+    peak, *_ = on_ranks(3, case)
+
+    ops = [Op(op) for op in program.op[slice(*program.offsets[1:3])].tolist()]
+    alive, expected = 0, []
+    for op in ops:
+        alive += CHANGE.get(op, 0)
+        # The wait for a message is a call of its own.
+        expected += [alive - CHANGE.get(op, 0)] * (op in (Op.FORWARD, Op.BACKWARD)) + [alive]
+    one = 2 * 4 * ROWS * WIDTH
+    assert ops.count(Op.OFFLOAD) == ops.count(Op.RELOAD) > 0
+    assert samples[1] == [(count, count * one) for count in expected]
+    assert peak == ps.check(program).peak_activations[1]
+
+
+def allocator_gets_the_memory_back(device):
+    width, microbatches = 1024 if device.type == "cuda" else 64, 6
+
+    def peak(offload):
+        program = ps.lower(ps.build("gpipe", ranks=1, microbatches=microbatches), offload=offload)
+        layers = [settle(nn.Linear(width, width), seed).to(device) for seed in range(4)]
+        layers = [module for each in layers for module in (each, nn.Tanh())]
+        pipeline = ps.Pipeline(layers, program, loss=square_loss, device=device)
+        x, y = (values(seed, microbatches * width, width).to(device) for seed in (1, 2))
+        pipeline.step(x, target=y)
+        before = allocator_bytes(device).allocated  # what is left of an earlier pipeline, too
+        reset_peak(device)
+        result = pipeline.step(x, target=y)
+        gradients = [parameter.grad.clone() for parameter in pipeline.parameters()]
+        return allocator_bytes(device, peak=True).allocated - before, result.losses, gradients
+
+    (most, losses, gradients), (fewer, moved_losses, moved_gradients) = peak([]), peak([0])
+
+    of_microbatch = 4 * 4 * width * width  # four tanhs; the input is a part of the batch
+    assert most - fewer >= (microbatches - 3) * of_microbatch
+    assert all(map(torch.equal, losses, moved_losses))
+    assert all(map(torch.equal, gradients, moved_gradients))
+
+
+def test_the_allocator_of_a_device_gets_the_memory_back(on_device):
+    on_device(allocator_gets_the_memory_back)
