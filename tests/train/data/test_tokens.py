@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.train.data import corpus as corpus_module
 from penstock.train.data.corpus import TextFiles, find_documents
 from penstock.train.data.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.data.tokens import tokenize
@@ -175,36 +174,12 @@ def test_ends_say_where_each_document_ends(corpus, tmp_path):
     assert all(found.tokens()[end - 1] == 0 for end in found.ends())
 
 
-def test_a_tokenization_that_is_interrupted_goes_on_where_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 64)
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(3):
-        (folder / f"{number}.txt").write_text(f"line of {number}\n" * 40)
-    whole = bytes(tokenize(documents_of(folder), BYTES, tmp_path / "whole").tokens())
-    calls = []
-
-    def stop(what, num_done, num_all):
-        if what == "tokenizing" and num_done > num_all / 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tokenize(documents_of(folder), BYTES, tmp_path / "cache", tell=stop)
-    found = tokenize(documents_of(folder), counting_tokenizer(calls), tmp_path / "cache")
-
-    assert bytes(found.tokens()) == whole
-    assert 0 < sum(map(len, calls)) < len(whole) / 2
-    assert len(os.listdir(tmp_path / "cache")) == 3
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from penstock.train.data import corpus, unfinished
+from penstock.train.data import corpus
 from penstock.train.data.tokenizer import load_tokenizer
 from penstock.train.data.tokens import tokenize
-
-unfinished.SECONDS_BETWEEN_PLACES = 0.0
 
 def die(what, num_done, num_all):
     if what == "tokenizing" and num_done > num_all / 2:
@@ -216,17 +191,20 @@ tokenize(files, load_tokenizer("bytes"), Path(sys.argv[2]), tell=die)
 
 
 @pytest.mark.slow
-def test_a_tokenization_that_is_killed_goes_on_where_it_was(tmp_path):
-    path = tmp_path / "a.txt"
+def test_a_tokenization_that_is_killed_leaves_nothing_that_counts_and_begins_again(tmp_path):
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
     path.write_text("a line of some length\n" * 400_000)
 
-    done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(tmp_path / "cache")])
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(cache)])
+    left = [os.path.splitext(name)[1] for name in os.listdir(cache)]
     calls = []
-    found = tokenize(documents_of(path), counting_tokenizer(calls), tmp_path / "cache")
+    found = tokenize(documents_of(path), counting_tokenizer(calls), cache)
 
     assert done.returncode == -signal.SIGKILL
+    assert left == [".unfinished"]
     assert bytes(found.tokens()) == path.read_bytes() + b"\0"
-    assert 0 < sum(map(len, calls)) < path.stat().st_size * 0.6
+    assert sum(map(len, calls)) == path.stat().st_size
+    assert sorted(name.split(".")[1] for name in os.listdir(cache)) == ["ends", "json", "tokens"]
 
 
 MEASURED = """

@@ -89,8 +89,7 @@ def tokenize(
 
     The documents are in the order of their content's hash: a fixed order that mixes what lies together in folders and
     does not depend on where the files lie. Equal documents are kept once, so that none is both in the training part and
-    in the held-out part. One piece of a document at a time is held in memory. A process that was killed while it made
-    the file is continued. `tell` is called after each piece.
+    in the held-out part. One piece of a document at a time is held in memory. `tell` is called after each piece.
 
     Raises:
         ConfigError: a document cannot be read or is not UTF-8, the corpus is empty, or the cache cannot be created.
@@ -143,21 +142,19 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, cache: Path, key: str, tell: Te
         )
     path = cache / f"{key}.tokens"
     item_type = _item_type(tokenizer.vocabulary)
-    digest = _digest_of(sources, tokenizer)
-    with unfinished_tokens(cache, key, digest=digest, item_bytes=item_type.itemsize) as writer:
+    with unfinished_tokens(cache, key) as writer:
         _write_tokens(corpus, sources, tokenizer, writer, tell)
-        if not writer.place.num_tokens:
+        if not writer.num_tokens:
             raise ConfigError(
                 f"the corpus is empty: its {len(corpus)} files have no tokens; name files with text", key=FILES_KEY
             )
-        num_tokens = writer.place.num_tokens
         writer.finish(path, _ends_path(path))
     manifest = Manifest(
         key=key,
-        digest=digest,
+        digest=_digest_of(sources, tokenizer),
         vocabulary=tokenizer.vocabulary,
         item_bytes=item_type.itemsize,
-        num_tokens=num_tokens,
+        num_tokens=writer.num_tokens,
         num_documents=len(sources),
         num_duplicates=len(corpus) - len(sources),
     )
@@ -189,20 +186,18 @@ def _write_tokens(
     """Read again, so that memory never holds more than a piece; what changed in between is refused."""
     item_type = _item_type(tokenizer.vocabulary)
     num_all = int(sources.sizes_bytes.sum())
-    num_done = int(sources.sizes_bytes[: writer.place.document].sum()) + writer.place.offset
-    for number in range(writer.place.document, len(sources)):
-        index, size, done = int(sources.indices[number]), int(sources.sizes_bytes[number]), writer.place.offset
+    num_done = 0
+    for number in range(len(sources)):
+        index, size = int(sources.indices[number]), int(sources.sizes_bytes[number])
         content, offset = hashlib.sha256(), 0
         for piece in corpus.pieces(index):
             content.update(piece)
             begin, offset = offset, offset + len(piece)
-            if offset <= done:
-                continue  # tokenized before this process was interrupted
             is_last = offset == size
             if offset > size or (is_last and content.hexdigest() != sources.digest(number)):
                 raise _changed(corpus.name(index))
             ids = tokenizer.encode_piece(piece, is_first=begin == 0, is_last=is_last).astype(item_type)
-            writer.write(ids, len(piece), is_last=is_last)
+            writer.write(ids, is_last=is_last)
             num_done += len(piece)
             tell("tokenizing", num_done, num_all)
         if offset != size:

@@ -125,11 +125,6 @@ class RunConfig(Section):
         return min(self.run.record_step, self.run.steps)
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step sees, behind the ramp-up."""
-        return self.batch.size * self.batch.length * self.batch_plan.full
-
-    @property
     def batch_plan(self) -> BatchPlan:
         """Which batches each optimizer step adds up."""
         batch = self.batch
