@@ -40,7 +40,7 @@ from penstock.train.step_runner import StepRunner
 from penstock.train.stopping import StopRequest
 from penstock.train.together import same_words
 from penstock.train.watching.metrics import MetricsWriter
-from penstock.train.watching.progress import screen_of
+from penstock.train.watching.progress import screen_of, write_line
 from penstock.train.watching.recorded_step import RecordedStep, recorded_step_to_json
 from penstock.train.watching.report import Outcome, predict_again, write_report
 from penstock.train.watching.utilization import utilization_of
@@ -105,13 +105,13 @@ def train(
             folder = RunFolder(Path(config.run.folder))
             stack.enter_context(joined(folder.path))
             # The tokens and the folder are there, for all ranks, or all of them end here.
-            _say(output, device_line(config))
-            _say(output, "preparing the text ...")
+            write_line(output, device_line(config))
+            write_line(output, "preparing the text ...")
             dataset = prepare_together(config, folder, transport, output)
             prompt = sample_prompt(config)
             _begin_together(config, folder, transport, output, is_forced=start is Start.FORCE)
             stack.enter_context(run_log(folder.path, transport.rank, config.debug.log))
-            _say(output, "building the model ...")
+            write_line(output, "building the model ...")
             layers = build_layers(config, dataset.vocabulary)
             rule = choose_split(config, layers, dataset, folder, transport)
             with warnings.catch_warnings():
@@ -126,17 +126,11 @@ def train(
         if pipeline.control.rank == 0:
             _report(config, result, folder, output, duration_s=time.monotonic() - begin_s)
         if prompt:
-            _say(output, f"\nsample:\n{config.sample.prompt}", end="")
+            write_line(output, f"\nsample:\n{config.sample.prompt}", end="")
             for piece in sample(config, pipeline, prompt):
-                _say(output, piece, end="")
-            _say(output, "")
+                write_line(output, piece, end="")
+            write_line(output, "")
         return result
-
-
-def _say(output: TextIO, what: str, end: str = "\n") -> None:
-    """Say at once what is begun, before it takes its time."""
-    output.write(f"{what}{end}")
-    output.flush()
 
 
 def _begin_together(
@@ -164,20 +158,19 @@ def _run_steps(
     first_step = progress.step + 1
     runner.continue_recording(first_step)
     peak_bytes: Sequence[int] = ()
-    _say(output, "first step ...")
+    write_line(output, "first step ...")
     with ExitStack() as stack:
         writer = None
         if pipeline.control.rank == 0:
             folder.write(SCHEDULE, pipeline.schedule.to_csv().encode())
-            writer = stack.enter_context(
-                MetricsWriter(
-                    folder.path,
-                    config.metrics,
-                    num_steps=config.run.steps,
-                    output=output,
-                    first_step=first_step,
-                    utilization=utilization_of(config, dataset.vocabulary, pipeline.device),
-                )
+            writer = MetricsWriter(
+                stack,
+                folder.path,
+                config.metrics,
+                num_steps=config.run.steps,
+                output=output,
+                first_step=first_step,
+                utilization=utilization_of(config, dataset.vocabulary, pipeline.device),
             )
         stack.enter_context(runner.reading(first_step))
         stack.enter_context(stop.watched(2 * config.run.deadline_s))
@@ -193,7 +186,7 @@ def _run_steps(
             progress = Progress(step, metrics.loss, metrics.held_out_loss)
             checkpoints.after_step(progress, is_last=is_last)
             if is_last and step < config.run.steps:
-                _say(output, f"stopped early: {early_stop.describe()}")
+                write_line(output, f"stopped early: {early_stop.describe()}")
                 break
         checkpoints.finish(progress)
     assert progress.loss is not None, "a run has at least one step"

@@ -38,7 +38,7 @@ from penstock.train.settings.sections import PipelineSection
 from penstock.train.settings.user_function import load_function
 from penstock.train.step import Trainer, scale_over
 from penstock.train.together import Beat, same_words, working_together
-from penstock.train.watching.progress import ShareLines
+from penstock.train.watching.progress import ShareLines, write_line
 from penstock.train.world import check_ranks, replicas_of, require_same_layout
 
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
@@ -86,7 +86,7 @@ def prepare_together(
     """
     dataset: Dataset | None = None
     for turn in (transport.rank == 0, transport.rank != 0):
-        work = partial(_open_dataset, config, folder, ShareLines(output), may_be_small) if turn else None
+        work = partial(_open_dataset, config, folder, output, may_be_small) if turn else None
         dataset = working_together(Control(transport, limit_s=config.run.deadline_s), work) or dataset
     assert dataset is not None
     digests = Control(transport).all_gather_object(dataset.digest)
@@ -98,7 +98,9 @@ def prepare_together(
     return dataset
 
 
-def _open_dataset(config: RunConfig, folder: RunFolder, lines: ShareLines, may_be_small: bool, beat: Beat) -> Dataset:
+def _open_dataset(config: RunConfig, folder: RunFolder, output: TextIO, may_be_small: bool, beat: Beat) -> Dataset:
+    lines = ShareLines(output)
+
     def tell(what: str, num_done: int, num_all: int) -> None:
         beat()
         lines.tell(what, num_done, num_all)
@@ -111,7 +113,7 @@ def _open_dataset(config: RunConfig, folder: RunFolder, lines: ShareLines, may_b
             others = folder.other_tokens
             dataset = open_dataset(config, folder.tokens, others=others, tell=tell, may_be_small=may_be_small)
         if config.run.evaluate_batches and not dataset.held_out_batches(1):
-            lines.say(f"note: nothing is evaluated, since {config.data.source} takes no parameter `split`")
+            write_line(output, f"note: nothing is evaluated, since {config.data.source} takes no parameter `split`")
     return dataset
 
 

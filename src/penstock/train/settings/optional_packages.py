@@ -6,7 +6,9 @@ A package that is missed only where it is first used ends a run at its first sav
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
+from penstock.errors import ConfigError
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.rules import Problem, config_error
 
@@ -17,7 +19,7 @@ class OptionalPackage:
 
     name: str
     module: str
-    """What is imported of it."""
+    """The part of it that is imported."""
     extra: str
     """Of Penstock, which installs it."""
     key: str
@@ -35,24 +37,32 @@ class OptionalPackage:
             return f"needs the {self.name} package ({error}): {install}, or {self.alternative}"
         return ""
 
+    def load(self) -> Any:
+        """Return the module. Raises: ConfigError, as `problem` says."""
+        if problem := self.problem():
+            raise ConfigError(problem, key=self.key)
+        return import_module(self.module)
 
+
+TENSORBOARD = OptionalPackage(
+    "tensorboard",
+    "torch.utils.tensorboard",
+    "tensorboard",
+    "metrics.tensorboard",
+    lambda config: config.metrics.tensorboard,
+    "set metrics.tensorboard = false",
+)
+WANDB = OptionalPackage(
+    "wandb",
+    "wandb",
+    "wandb",
+    "metrics.wandb",
+    lambda config: config.metrics.wandb != "off",
+    "set metrics.wandb = 'off'",
+)
 OPTIONAL_PACKAGES = (
-    OptionalPackage(
-        "tensorboard",
-        "torch.utils.tensorboard",
-        "tensorboard",
-        "metrics.tensorboard",
-        lambda config: config.metrics.tensorboard,
-        "set metrics.tensorboard = false",
-    ),
-    OptionalPackage(
-        "wandb",
-        "wandb",
-        "wandb",
-        "metrics.wandb",
-        lambda config: config.metrics.wandb != "off",
-        "set metrics.wandb = 'off'",
-    ),
+    TENSORBOARD,
+    WANDB,
     OptionalPackage(
         "tokenizers",
         "tokenizers",
@@ -78,7 +88,7 @@ OPTIONAL_PACKAGES = (
         "save the texts as files",
     ),
 )
-"""Whoever adds a setting that needs another package adds a line."""
+"""A setting that needs another package has an entry here."""
 PICTURES = OptionalPackage(
     "matplotlib",
     "matplotlib.figure",

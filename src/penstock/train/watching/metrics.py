@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median, median_high
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 import orjson
 
@@ -17,7 +16,7 @@ from penstock.errors import FormatError
 from penstock.files import naming_storage
 from penstock.train.folder.run_folder import METRICS, TENSORBOARD
 from penstock.train.settings.sections import MetricsSection
-from penstock.train.watching.progress import SECONDS_BETWEEN_LINES, Display, Pace, StepMetrics, open_display
+from penstock.train.watching.progress import SECONDS_BETWEEN_LINES, Pace, StepMetrics, open_display
 from penstock.train.watching.sinks import Sink, open_jsonl, open_tensorboard, open_wandb
 from penstock.train.watching.utilization import Utilization
 
@@ -31,7 +30,7 @@ ROW_BEGIN = b'{"step":'
 
 
 class MetricsWriter:
-    """Writes every step to the sinks that the configuration asks for; use it in a `with` block, on one rank.
+    """Writes every step to the sinks that the configuration asks for, on one rank; they end with a stack.
 
     Files: `metrics.jsonl` and `tensorboard/` in `folder`. They are only appended to: for a step that a run which was
     interrupted has written, too, the last line counts. `first_step` is the first that is written now. Lines for people
@@ -44,6 +43,7 @@ class MetricsWriter:
 
     def __init__(
         self,
+        stack: ExitStack,
         folder: Path,
         options: MetricsSection,
         *,
@@ -64,32 +64,17 @@ class MetricsWriter:
         self._bubble_fraction: float | None = None
         self._peak_bytes: Sequence[int] = ()
         self._recent: deque[StepMetrics] = deque(maxlen=NUM_RECENT_STEPS)
-        self._stack = ExitStack()
-        self._sinks: list[Sink] = []
-        self._display: Display | None = None
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            with naming_storage(self._folder):
-                self._folder.mkdir(parents=True, exist_ok=True)
-            self._sinks = [stack.enter_context(sink) for sink in self._wanted_sinks()]
-            self._display = stack.enter_context(open_display(self._output, self._num_steps))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._display = None
-        self._stack.__exit__(kind, error, trace)
+        with naming_storage(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._sinks = [stack.enter_context(sink) for sink in self._wanted_sinks()]
+        self._display = stack.enter_context(open_display(output, num_steps))
 
     def write(self, metrics: StepMetrics) -> None:
         """Write one finished step; the files have it when this returns (TensorBoard within seconds)."""
-        assert self._display is not None, "used outside its with block"
         pace = self._pace(metrics)
         numbers = _numbers(metrics, pace)
         for sink in self._sinks:
-            sink.write(metrics.step, numbers)
+            sink(metrics.step, numbers)
         shown = self._with_last_measured(metrics)
         self._display.update(shown, pace)
         if self._is_shown(metrics):
@@ -98,7 +83,6 @@ class MetricsWriter:
 
     def say(self, line: str) -> None:
         """Show people a line at once."""
-        assert self._display is not None, "used outside its with block"
         self._display.say(line)
 
     def _wanted_sinks(self) -> Iterator[AbstractContextManager[Sink]]:
