@@ -16,8 +16,8 @@ from penstock.simulation.prologue import with_first_waits
 from penstock.train.evaluation import mean_loss
 from penstock.train.optimizing.optim import build_optimizer
 from penstock.train.optimizing.precision import LossScaler
-from penstock.train.settings.learning_rate import learning_rate_at
 from penstock.train.settings.sections import OptimizerSection
+from penstock.train.settings.steps import learning_rate_at
 from penstock.train.step import Trainer, scale_over
 from tests.reference import reference_step
 from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline

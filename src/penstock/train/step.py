@@ -18,8 +18,8 @@ from penstock.train.data.batches import Batch
 from penstock.train.evaluation import mean_loss
 from penstock.train.optimizing.precision import Precision
 from penstock.train.optimizing.update import Update
-from penstock.train.settings.learning_rate import learning_rate_at
 from penstock.train.settings.sections import OptimizerSection
+from penstock.train.settings.steps import learning_rate_at
 from penstock.train.watching.recorded_step import RecordedStep
 
 

@@ -62,7 +62,7 @@ def test_missing_tensorboard_says_how_to_install_it(tmp_path, monkeypatch):
 
 
 class StandIn:
-    """The part of W&B that is used: `init` gives a run, which is logged to and finished; `failing` is the call to fail."""
+    """The part of W&B that is used: `init` gives a run, logged to and finished; `failing` is the call to fail."""
 
     def __init__(self, failing=""):
         self.calls = []
