@@ -5,7 +5,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -14,13 +13,11 @@ from penstock.errors import PenstockWarning
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import default_transport
-from penstock.ir.timeline import Timeline
 from penstock.pipeline import Pipeline
 from penstock.train.claim import Start, claimed_together, joined
 from penstock.train.data.batches import Dataset
 from penstock.train.data.tokenizer import tokenizer_of
-from penstock.train.folder.run_folder import SCHEDULE, TIMELINE, RunFolder
-from penstock.train.folder.run_log import run_log
+from penstock.train.folder.run_folder import SCHEDULE, TIMELINE, RunFolder, run_log
 from penstock.train.generation import sample, sample_prompt
 from penstock.train.measuring.split import choose_split
 from penstock.train.model_source import build_layers
@@ -41,35 +38,13 @@ from penstock.train.stopping import StopRequest
 from penstock.train.together import same_words
 from penstock.train.watching.metrics import MetricsWriter
 from penstock.train.watching.progress import screen_of, write_line
-from penstock.train.watching.recorded_step import RecordedStep, recorded_step_to_json
-from penstock.train.watching.report import Outcome, predict_again, write_report
+from penstock.train.watching.recorded_step import recorded_step_to_json
+from penstock.train.watching.report import TrainingResult, write_report
 from penstock.train.watching.utilization import utilization_of
 
 PREPARING_DEADLINE_S = 3600.0
 """How long ranks wait for what rank 0 does alone before the first step, such as measuring layers. They wait for the
 text as long as it is read and tokenized."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingResult:
-    """What a run came to, on every rank alike."""
-
-    num_steps: int
-    """Optimizer steps of the whole run."""
-    loss: float
-    """Of the last step, in nats per token."""
-    held_out_loss: float | None
-    """After the last step, in nats per token; None where it was not asked for."""
-    recorded: RecordedStep | None
-    """What was measured at the step to record, of this rank's replica; None where none was."""
-    peak_bytes: Sequence[int] = ()
-    """The most memory of each rank of the first replica; empty where it was not gathered."""
-    num_earlier: int = 0
-    """Steps that ran before this run was continued."""
-
-    @property
-    def timeline(self) -> Timeline | None:
-        return None if self.recorded is None else self.recorded.timeline
 
 
 def train(
@@ -124,7 +99,9 @@ def train(
         result = _run_steps(config, pipeline, dataset, folder, output, stop or StopRequest())
         save_weights(folder.path, pipeline)
         if pipeline.control.rank == 0:
-            _report(config, result, folder, output, duration_s=time.monotonic() - begin_s)
+            screen = screen_of(output)
+            for line in write_report(folder, result, time.monotonic() - begin_s, screen):
+                output.write(f"{screen.wrapped(line)}\n")
         if prompt:
             write_line(output, f"\nsample:\n{config.sample.prompt}", end="")
             for piece in sample(config, pipeline, prompt):
@@ -193,19 +170,3 @@ def _run_steps(
     return TrainingResult(
         progress.step, progress.loss, progress.held_out_loss, runner.recorded, peak_bytes, first_step - 1
     )
-
-
-def _report(config: RunConfig, result: TrainingResult, folder: RunFolder, output: TextIO, *, duration_s: float) -> None:
-    recorded_step = 0 if result.recorded is None else result.recorded.step
-    outcome = Outcome(
-        num_steps=result.num_steps,
-        num_earlier=result.num_earlier,
-        duration_s=duration_s,
-        loss=result.loss,
-        held_out_loss=result.held_out_loss,
-        recorded_step=recorded_step,
-        peak_bytes=result.peak_bytes,
-    )
-    screen = screen_of(output)
-    for line in write_report(folder, outcome, predict_again(result.timeline), screen):
-        output.write(f"{screen.wrapped(line)}\n")

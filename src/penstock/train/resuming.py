@@ -23,8 +23,7 @@ from penstock.files import naming_storage
 from penstock.pipeline import Pipeline
 from penstock.show.text import format_bytes
 from penstock.train.data.batches import Dataset
-from penstock.train.folder.held_folder import HeldFolder
-from penstock.train.folder.run_folder import CONFIG, RunFolder, next_folder
+from penstock.train.folder.run_folder import CONFIG, HeldFolder, RunFolder, next_folder
 from penstock.train.optimizing.early_stop import EarlyStop
 from penstock.train.settings.config import RunConfig, load_config
 from penstock.train.step import Trainer

@@ -18,9 +18,10 @@ from penstock.show import page
 from penstock.simulation import Costs, simulate
 from penstock.tables import Screen
 from penstock.train.folder.run_folder import RunFolder
-from penstock.train.watching.report import Outcome, predict_again, write_report
+from penstock.train.watching.recorded_step import RecordedStep
+from penstock.train.watching.report import TrainingResult, predict_again, write_report
 
-OUTCOME = Outcome(num_steps=40, duration_s=65.0, loss=1.5, held_out_loss=1.75, recorded_step=20)
+RESULT = TrainingResult(num_steps=40, loss=1.5, held_out_loss=1.75, recorded=None)
 
 
 def measured_timeline():
@@ -29,8 +30,9 @@ def measured_timeline():
     return Timeline(program, "measured", played.start_s, played.end_s, played.sizes)
 
 
-def report_lines(folder, outcome=OUTCOME, measured=None):
-    return list(write_report(RunFolder(folder), outcome, predict_again(measured)))
+def report_lines(folder, result=RESULT, measured=None, **options):
+    recorded = measured and RecordedStep(20, measured, (), (), (), ())
+    return list(write_report(RunFolder(folder), replace(result, recorded=recorded), 65.0, **options))
 
 
 def uncertainty_lines(measured):
@@ -114,9 +116,9 @@ def table_in(lines):
 
 def test_a_row_per_rank_tells_what_it_took(tmp_path):
     measured = measured_timeline()
-    outcome = replace(OUTCOME, peak_bytes=(1 << 20, 3 << 20))
+    result = replace(RESULT, peak_bytes=(1 << 20, 3 << 20))
 
-    heading, _, *rows = table_in(report_lines(tmp_path, outcome, measured))
+    heading, _, *rows = table_in(report_lines(tmp_path, result, measured))
 
     assert heading == ["rank", "computing", "bubble", "predicted", "most", "memory"]
     # 12 ms of 15.4 ms, in which the other rank has a pair to itself, and four transfers
@@ -127,14 +129,14 @@ def test_a_row_per_rank_tells_what_it_took(tmp_path):
 
 
 def test_a_table_has_what_was_measured_also_of_other_ranks_and_fits_the_terminal(tmp_path):
-    outcome = replace(OUTCOME, peak_bytes=(1 << 20, 3 << 20, 2 << 20))
+    result = replace(RESULT, peak_bytes=(1 << 20, 3 << 20, 2 << 20))
 
     assert table_in(report_lines(tmp_path)) == []
-    assert [row[0] for row in table_in(report_lines(tmp_path, outcome))][2:] == ["0", "1", "2"]
-    assert table_in(report_lines(tmp_path, outcome, measured_timeline()))[-1] == ["2", "2.00", "MiB"]
+    assert [row[0] for row in table_in(report_lines(tmp_path, result))][2:] == ["0", "1", "2"]
+    assert table_in(report_lines(tmp_path, result, measured_timeline()))[-1] == ["2", "2.00", "MiB"]
     [table] = [
         line
-        for line in write_report(RunFolder(tmp_path), outcome, predict_again(measured_timeline()), Screen(30))
+        for line in report_lines(tmp_path, result, measured_timeline(), screen=Screen(30))
         if line.startswith("\nrank")
     ]
     assert max(map(len, table.splitlines())) <= 30
@@ -159,7 +161,7 @@ def test_without_matplotlib_one_line_says_what_is_missing_and_how_to_get_it(tmp_
 
 
 def test_without_a_recorded_step_there_is_a_summary_only(tmp_path):
-    text = "\n".join(report_lines(tmp_path, Outcome(4, 1.0, 1.5, None, 0)))
+    text = "\n".join(report_lines(tmp_path, replace(RESULT, held_out_loss=None)))
 
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
     assert json.loads((tmp_path / "summary.json").read_text())["timelines"] == {}
@@ -172,6 +174,6 @@ def test_a_report_that_cannot_be_written_names_the_file(tmp_path):
 
 
 def test_a_continued_run_counts_the_steps_that_took_the_time(tmp_path):
-    continued = replace(OUTCOME, num_earlier=15)
+    continued = replace(RESULT, num_earlier=15)
 
     assert "loss 1.5000, 25 of 40 steps in 1:05" in "\n".join(report_lines(tmp_path, continued))
