@@ -9,7 +9,7 @@
 
     claim         which folder a run begins in            setup, model_source     what is built of the settings
     world                                                 how many processes, and the place of each
-    step_runner, step, evaluation                         one step, and what it was like
+    step_runner, step                                     one step, and what it was like
     resuming, stopping                                    checkpoints, signals
     generation, profiling                                 the other two commands that run a model
 

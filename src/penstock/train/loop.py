@@ -22,7 +22,6 @@ from penstock.train.generation import sample, sample_prompt
 from penstock.train.measuring.split import choose_split
 from penstock.train.model_source import build_layers
 from penstock.train.opening import device_line, opening_lines
-from penstock.train.optimizing.early_stop import EarlyStop
 from penstock.train.resuming import Progress, RunCheckpoints, begin_with_weights
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.optional_packages import require_packages
@@ -34,7 +33,7 @@ from penstock.train.setup import (
     with_digests,
 )
 from penstock.train.step_runner import StepRunner
-from penstock.train.stopping import StopRequest
+from penstock.train.stopping import EarlyStop, StopRequest
 from penstock.train.together import same_words
 from penstock.train.watching.metrics import MetricsWriter
 from penstock.train.watching.progress import screen_of, write_line

@@ -28,8 +28,7 @@ from penstock.simulation.costs.fit import costs_from_timelines
 from penstock.train.data.batches import Batch, Dataset, Wants
 from penstock.train.folder.run_folder import RunFolder, run_path
 from penstock.train.loop import PREPARING_DEADLINE_S
-from penstock.train.measuring.channels import ChannelSpeed, channels_of, measure_channels
-from penstock.train.measuring.exchanges import Exchanges, measure_exchanges
+from penstock.train.measuring.exchanges import ChannelSpeed, Exchanges, channels_of, measure_channels, measure_exchanges
 from penstock.train.measuring.measure import LayerTimes
 from penstock.train.measuring.split import choose_split, times_of_layers
 from penstock.train.model_source import build_layers

@@ -24,10 +24,9 @@ from penstock.pipeline import Pipeline
 from penstock.show.text import format_bytes
 from penstock.train.data.batches import Dataset
 from penstock.train.folder.run_folder import CONFIG, HeldFolder, RunFolder, next_folder
-from penstock.train.optimizing.early_stop import EarlyStop
 from penstock.train.settings.config import RunConfig, load_config
 from penstock.train.step import Trainer
-from penstock.train.stopping import StopRequest
+from penstock.train.stopping import EarlyStop, StopRequest
 from penstock.train.together import same_words, working_together
 
 

@@ -19,7 +19,6 @@ from penstock.execute.transport.world import default_transport
 from penstock.train.data.batches import Batch, Dataset, Wants
 from penstock.train.data.dataset import TokenDataset, whole_text
 from penstock.train.data.tokenizer import tokenizer_of
-from penstock.train.evaluation import mean_loss
 from penstock.train.folder.run_folder import RunFolder, run_path
 from penstock.train.loop import PREPARING_DEADLINE_S
 from penstock.train.measuring.split import choose_split
@@ -27,6 +26,7 @@ from penstock.train.model_source import build_layers
 from penstock.train.optimizing.precision import Precision
 from penstock.train.settings.config import RunConfig
 from penstock.train.setup import build_pipeline, check_together, prepare_together
+from penstock.train.step import mean_loss
 from penstock.train.together import same_words
 
 MAX_EXPONENT = 700.0

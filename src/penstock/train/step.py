@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, cast
@@ -15,7 +15,6 @@ from penstock.execute.losses.results import StepResult
 from penstock.pipeline import Pipeline
 from penstock.simulation.prologue import Prologue
 from penstock.train.data.batches import Batch
-from penstock.train.evaluation import mean_loss
 from penstock.train.optimizing.precision import Precision
 from penstock.train.optimizing.update import Update
 from penstock.train.settings.sections import OptimizerSection
@@ -272,3 +271,22 @@ def advice_on(learning_rate: float, clip_norm: float) -> str:
     clip = f"lower optimizer.clip_norm, which is {clip_norm:g}" if clip_norm else "clip with optimizer.clip_norm = 1.0"
     rate = f"The learning rate was {learning_rate:g}: lower optimizer.learning_rate, raise optimizer.warmup_steps"
     return f"{rate}, or {clip}"
+
+
+def mean_loss(
+    pipeline: Pipeline, batches: Iterable[Batch | tuple[Tensor, Tensor]], weights: Sequence[float] | None = None
+) -> float:
+    """Return the mean of the pipeline's loss over batches, without gradients; the same on every rank.
+
+    `weights` are what each loss is the mean of; by default they are equal.
+    """
+    total = 0.0
+    if not weights:
+        batches = list(batches)
+        weights = [1.0] * len(batches)
+    for each, weight in zip(batches, weights, strict=True):
+        batch = as_part(each)
+        result = pipeline.evaluate(*batch.args, target=batch.target, **batch.kwargs)
+        assert result.loss is not None, "the pipeline has a loss and got a target"
+        total += result.loss.item() * weight
+    return total / sum(weights)
