@@ -15,13 +15,12 @@ from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import default_transport
 from penstock.pipeline import Pipeline
 from penstock.train.claim import Start, claimed_together, joined
-from penstock.train.data.batches import Dataset
 from penstock.train.data.tokenizer import tokenizer_of
+from penstock.train.data.user_data import Dataset
 from penstock.train.folder.run_folder import SCHEDULE, TIMELINE, RunFolder, run_log
 from penstock.train.generation import sample, sample_prompt
 from penstock.train.measuring.split import choose_split
 from penstock.train.model_source import build_layers
-from penstock.train.opening import device_line, opening_lines
 from penstock.train.resuming import Progress, RunCheckpoints, begin_with_weights
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.optional_packages import require_packages
@@ -38,7 +37,7 @@ from penstock.train.together import same_words
 from penstock.train.watching.metrics import MetricsWriter
 from penstock.train.watching.progress import screen_of, write_line
 from penstock.train.watching.recorded_step import recorded_step_to_json
-from penstock.train.watching.report import TrainingResult, write_report
+from penstock.train.watching.report import TrainingResult, device_line, opening_lines, write_report
 from penstock.train.watching.utilization import utilization_of
 
 PREPARING_DEADLINE_S = 3600.0

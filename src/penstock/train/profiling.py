@@ -25,7 +25,8 @@ from penstock.pipeline import Pipeline
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import VALUE_BYTES
 from penstock.simulation.costs.fit import costs_from_timelines
-from penstock.train.data.batches import Batch, Dataset, Wants
+from penstock.train.data.batches import Batch, Wants
+from penstock.train.data.user_data import Dataset
 from penstock.train.folder.run_folder import RunFolder, run_path
 from penstock.train.loop import PREPARING_DEADLINE_S
 from penstock.train.measuring.exchanges import ChannelSpeed, Exchanges, channels_of, measure_channels, measure_exchanges

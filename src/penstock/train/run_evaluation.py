@@ -16,9 +16,10 @@ from penstock.checkpoints.verification import newest_readable
 from penstock.errors import CheckpointError, ConfigError, NotFinite, PenstockWarning
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.world import default_transport
-from penstock.train.data.batches import Batch, Dataset, Wants
+from penstock.train.data.batches import Batch, Wants
 from penstock.train.data.dataset import TokenDataset, whole_text
 from penstock.train.data.tokenizer import tokenizer_of
+from penstock.train.data.user_data import Dataset
 from penstock.train.folder.run_folder import RunFolder, run_path
 from penstock.train.loop import PREPARING_DEADLINE_S
 from penstock.train.measuring.split import choose_split

@@ -23,10 +23,9 @@ from penstock.schedules import FAMILIES, is_family_name
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.file import read_costs
 from penstock.train.activation_checkpoints import kinds_of_layers, with_checkpointing
-from penstock.train.data.batches import Dataset
 from penstock.train.data.dataset import open_dataset
 from penstock.train.data.tokenizer import tokenizer_digest, tokenizer_of
-from penstock.train.data.user_data import UserDataset
+from penstock.train.data.user_data import Dataset, UserDataset
 from penstock.train.devices import device_of_rank
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.measuring.split import SplitRule
@@ -154,7 +153,7 @@ def _require_shardable(config: RunConfig, plan: Schedule | Program) -> None:
     try:
         lower(plan, **asdict(sharding))
     except ConfigError as error:
-        raise ConfigError(str(error).removeprefix(f"{error.key}: "), key=f"parallel.{error.key}") from error
+        raise ConfigError(error.problem, key=f"parallel.{error.key}") from error
 
 
 def _require_weights(config: RunConfig) -> None:
@@ -253,9 +252,8 @@ def build_plan(config: RunConfig) -> Schedule | Program:
 
 def _under_its_full_key(error: ConfigError, pipeline: PipelineSection) -> ConfigError:
     """Name the setting as it stands in the file: the planner knows `warmup`, the file `pipeline.options.warmup`."""
-    problem = str(error).removeprefix(f"{error.key}: ")
     section = "pipeline.options" if error.key in pipeline.options else "pipeline"
-    return ConfigError(problem, key=f"{section}.{error.key or 'schedule'}")
+    return ConfigError(error.problem, key=f"{section}.{error.key or 'schedule'}")
 
 
 def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, vocabulary: int) -> Pipeline:

@@ -10,7 +10,8 @@ from typing import cast
 
 from penstock.errors import PenstockError
 from penstock.execute.undocumented_compiler import watch_compilations
-from penstock.train.data.batches import Batch, BatchReader, Dataset, Wants
+from penstock.train.data.batches import Batch, BatchReader, Wants
+from penstock.train.data.user_data import Dataset
 from penstock.train.devices import peak_bytes
 from penstock.train.settings.config import RunConfig
 from penstock.train.step import StepOutcome, Trainer, advice_on, require_finite

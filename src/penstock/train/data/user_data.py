@@ -23,6 +23,7 @@ from penstock.execute.batch.stream import Part, as_part
 from penstock.models.decoder import IGNORED_TARGET, count_target_tokens
 from penstock.schedules.third_party import run_third_party
 from penstock.train.data.batches import Batch, Wants
+from penstock.train.data.dataset import TokenDataset
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.user_function import load_function
@@ -70,11 +71,6 @@ class UserDataset:
     def num_train_tokens(self) -> int | None:
         """Unknown: a source may have no end."""
         return None
-
-    @property
-    def position(self) -> "UserDataset":
-        """The place of a run in the data."""
-        return self
 
     @property
     def is_stateful(self) -> bool:
@@ -147,6 +143,10 @@ class UserDataset:
             for step in sorted(self._states)[: -self._num_ahead - 2]:
                 del self._states[step]
         return batch
+
+
+Dataset = TokenDataset | UserDataset
+"""The batches of a run, by their numbers from 0. Of a user's function, they are found in order alone."""
 
 
 def _wanted(batch: Batch, wants: Wants) -> Batch:

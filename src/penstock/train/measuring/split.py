@@ -17,7 +17,8 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.models import LayerSpec
 from penstock.show.text import format_seconds
-from penstock.train.data.batches import Batch, Dataset, Wants
+from penstock.train.data.batches import Batch, Wants
+from penstock.train.data.user_data import Dataset
 from penstock.train.devices import device_of_rank
 from penstock.train.folder.run_folder import LAYER_TIMES, RunFolder
 from penstock.train.measuring.measure import LayerTimes, measure_layers

@@ -93,8 +93,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except ConfigError as error:
         if not error.key:
             raise ConfigError(f"{path}: {error}") from error
-        problem = str(error).removeprefix(f"{error.key}: ")
-        raise ConfigError(f"{problem} (in {path} and its overrides)", key=error.key) from error
+        raise ConfigError(f"{error.problem} (in {path} and its overrides)", key=error.key) from error
 
 
 def config_from_table(table: Mapping[str, object]) -> RunConfig:

@@ -18,15 +18,25 @@ class OptionalPackage:
     """A package that only some settings need."""
 
     name: str
-    module: str
-    """The part of it that is imported."""
-    extra: str
-    """Of Penstock, which installs it."""
     key: str
     """The setting that asks for it."""
     is_needed: Callable[[RunConfig], bool]
     alternative: str
     """The setting that does without it."""
+    other_module: str = ""
+    """Is imported in place of the one of its name."""
+    other_extra: str = ""
+    """The extra that installs it, where it has another name."""
+
+    @property
+    def module(self) -> str:
+        """The module that is imported."""
+        return self.other_module or self.name
+
+    @property
+    def extra(self) -> str:
+        """The extra of Penstock that installs it."""
+        return self.other_extra or self.name
 
     def problem(self) -> str:
         """Say why it cannot be imported, and how to install it; empty where it can."""
@@ -46,56 +56,38 @@ class OptionalPackage:
 
 TENSORBOARD = OptionalPackage(
     "tensorboard",
-    "torch.utils.tensorboard",
-    "tensorboard",
     "metrics.tensorboard",
     lambda config: config.metrics.tensorboard,
     "set metrics.tensorboard = false",
+    other_module="torch.utils.tensorboard",
 )
 WANDB = OptionalPackage(
-    "wandb",
-    "wandb",
-    "wandb",
-    "metrics.wandb",
-    lambda config: config.metrics.wandb != "off",
-    "set metrics.wandb = 'off'",
+    "wandb", "metrics.wandb", lambda config: config.metrics.wandb != "off", "set metrics.wandb = 'off'"
 )
-OPTIONAL_PACKAGES = (
-    TENSORBOARD,
-    WANDB,
-    OptionalPackage(
-        "tokenizers",
-        "tokenizers",
-        "tokenizers",
-        "data.tokenizer",
-        lambda config: config.data.tokenizer != "bytes",
-        "set data.tokenizer = 'bytes'",
-    ),
-    OptionalPackage(
-        "transformers",
-        "transformers",
-        "transformers",
-        "model.transformers",
-        lambda config: bool(config.model.transformers),
-        "leave it out to train the decoder",
-    ),
-    OptionalPackage(
-        "datasets",
-        "datasets",
-        "datasets",
-        "data.corpus",
-        lambda config: any(source.corpus == "datasets" for source in config.data.all_sources),
-        "save the texts as files",
-    ),
+TOKENIZERS = OptionalPackage(
+    "tokenizers", "data.tokenizer", lambda config: config.data.tokenizer != "bytes", "set data.tokenizer = 'bytes'"
 )
+TRANSFORMERS = OptionalPackage(
+    "transformers",
+    "model.transformers",
+    lambda config: bool(config.model.transformers),
+    "leave it out to train the decoder",
+)
+DATASETS = OptionalPackage(
+    "datasets",
+    "data.corpus",
+    lambda config: any(source.corpus == "datasets" for source in config.data.all_sources),
+    "save the texts as files",
+)
+OPTIONAL_PACKAGES = (TENSORBOARD, WANDB, TOKENIZERS, TRANSFORMERS, DATASETS)
 """A setting that needs another package has an entry here."""
 PICTURES = OptionalPackage(
     "matplotlib",
-    "matplotlib.figure",
-    "plot",
     "run.record_step",
     lambda config: config.recorded_step > 0,
     "set run.record_step = 0",
+    other_module="matplotlib.figure",
+    other_extra="plot",
 )
 """No run needs it: without it, one has no picture of its recorded step."""
 

@@ -159,7 +159,10 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if _is_cut_off(line):
             continue
-        row = _loaded(line)
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            row = None
         if not _is_row(row):
             raise FormatError("not the numbers of a step; remove the line", file=str(path), line=number)
         rows[row["step"]] = {key: value for key, value in row.items() if value is not None}
@@ -169,13 +172,6 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 def _is_cut_off(line: bytes) -> bool:
     """Whether a process was killed while it wrote this line."""
     return line.startswith(ROW_BEGIN[: len(line)]) and not line.endswith(b"}")
-
-
-def _loaded(line: bytes) -> Any:
-    try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None
 
 
 def _is_row(row: Any) -> bool:

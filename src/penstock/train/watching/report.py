@@ -1,4 +1,8 @@
-"""The end of a run, to look at: its timeline, measured and predicted, a summary, and where to find all that."""
+"""The first and the last lines of a run, and the files that it leaves to look at.
+
+First: where it computes, what is trained on how much text, and how the model is split. Last: its losses, its timeline
+measured and predicted, and where to find all that.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +13,9 @@ import orjson
 from penstock.errors import ConfigError, count_of
 from penstock.files import naming_storage
 from penstock.ir.timeline import Timeline
+from penstock.models import LayerSpec, count_parameters
+from penstock.pipeline import Pipeline
+from penstock.planning import few_microbatches
 from penstock.show.chart import draw_overlay
 from penstock.show.figures import describe_shape
 from penstock.show.page import to_page
@@ -17,7 +24,11 @@ from penstock.show.trace import to_trace
 from penstock.simulation import simulate
 from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
+from penstock.train.devices import describe_devices, device_of_rank
 from penstock.train.folder.run_folder import MEANING, PAGE, PICTURE, SUMMARY, TENSORBOARD, TRACE, RunFolder
+from penstock.train.optimizing.precision import Precision, note_on_speed
+from penstock.train.settings.config import RunConfig
+from penstock.train.settings.optional_packages import describe_missing_pictures
 from penstock.train.watching.progress import duration_text
 from penstock.train.watching.recorded_step import RecordedStep
 
@@ -51,6 +62,45 @@ class TrainingResult:
         """Say how many steps this run took: `80 steps`, or `60 of 80 steps` of a run that was continued."""
         of_all = count_of(self.num_steps, "step")
         return f"{self.num_steps - self.num_earlier} of {of_all}" if self.num_earlier else of_all
+
+
+def device_line(config: RunConfig) -> str:
+    """Say where a run computes, and in which types. Raises: ConfigError; see `device_of_rank`."""
+    precision = Precision(config.precision).describe(config.model)
+    return describe_devices(device_of_rank(config), config.num_processes, precision)
+
+
+def opening_lines(
+    config: RunConfig,
+    layers: Sequence[LayerSpec],
+    num_tokens: int | None,
+    pipeline: Pipeline,
+    note: str,
+    screen: Screen,
+) -> Iterator[str]:
+    """Yield what is said when the pipeline is made; `note` says where its split comes from, if there is one."""
+    yield screen.wrapped(_first_line(config, count_parameters(layers), num_tokens))
+    yield pipeline.describe_split(width=screen.width).removesuffix("\n")
+    if note:
+        yield screen.wrapped(note)
+    slow_type = note_on_speed(Precision(config.precision), pipeline.device)
+    for advice in filter(None, (few_microbatches(pipeline.program), slow_type)):
+        yield screen.wrapped(f"note: {advice}")
+    missing = describe_missing_pictures(config)
+    if missing:
+        yield screen.wrapped(missing)
+
+
+def _first_line(config: RunConfig, num_parameters: int, num_tokens: int | None) -> str:
+    pipeline, data = config.pipeline, config.parallel.data
+    replicas = f"{data} replicas of " if data > 1 else ""
+    ranks = f"{replicas}{count_of(pipeline.ranks, 'rank')}"
+    tokens = f"data of {config.data.source}" if num_tokens is None else f"{num_tokens:,} tokens to train on"
+    return (
+        f"{num_parameters:,} parameters, {tokens}, "
+        f"{pipeline.schedule} on {ranks}, "
+        f"{pipeline.microbatches} microbatches, {config.run.steps} steps"
+    )
 
 
 def predict_again(measured: Timeline | None) -> Timelines:
