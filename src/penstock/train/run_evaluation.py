@@ -36,7 +36,7 @@ MAX_EXPONENT = 700.0
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation found, on every rank alike but for `rank`."""
+    """The result of an evaluation, on every rank alike but for `rank`."""
 
     rank: int
     weights: Path
@@ -65,8 +65,8 @@ def evaluate_run(config: RunConfig, output: TextIO, *, is_whole: bool) -> Evalua
     """Evaluate the weights that `checkpoint.load` names as one of the ranks of a run.
 
     `is_whole` takes all that is not held out of the text, every sequence once; otherwise `run.evaluate_batches` batches
-    of the held-out part, as the run did. No file of the run changes, but for a cache of tokens. What is under way goes
-    to `output`. torch.distributed is initialized where there are several ranks.
+    of the held-out part, as the run did. No file of the run changes, but for a cache of tokens. Lines on what is under
+    way go to `output`. torch.distributed is initialized where there are several ranks.
 
     Raises:
         CheckpointError: there are no weights, or they are of another model.

@@ -282,7 +282,7 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, 
         costs=load_costs(config),
         run_ahead=config.pipeline.run_ahead or None,
         compile=config.pipeline.compile,
-        # What layers draw at random, too, is the same on any number of ranks and replicas. The decoder draws nothing.
+        # Random numbers of layers, too, are the same on any number of ranks and replicas. The decoder draws nothing.
         seed=config.run.seed if config.model.place else None,
         **replicas_of(config, device),
     )

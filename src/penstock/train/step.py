@@ -24,7 +24,7 @@ from penstock.train.watching.recorded_step import RecordedStep
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What an optimizer step was like, on every rank alike."""
+    """The outcome of an optimizer step, on every rank alike."""
 
     loss: float
     """Mean of the pipeline's losses over the batches."""
@@ -32,7 +32,7 @@ class StepOutcome:
     """Over all ranks, before clipping; None in a dry run, in which no gradient is whole."""
     learning_rate: float
     recorded: RecordedStep | None = None
-    """What was measured in the last pipeline step, if it was to be recorded."""
+    """The last pipeline step as it was measured, if it was to be recorded."""
     named_losses: Mapping[str, float] = field(default_factory=dict)
     """Mean over the batches of every loss that has a name, those that layers add before their weights."""
     is_updated: bool = True
@@ -67,8 +67,8 @@ class Trainer:
     """A pipeline with its optimizer; every rank holds one and calls it alike.
 
     For steps of several batches the pipeline's `scale_loss` is `scale_over` of their number; where that number changes,
-    or losses are scaled against underflow, it is `scale_mean` of a `LossScaler`. What a checkpoint needs of the updates
-    is `update.optimizer.state_dict()` and `update.state()`.
+    or losses are scaled against underflow, it is `scale_mean` of a `LossScaler`. A checkpoint needs
+    `update.optimizer.state_dict()` and `update.state()` of the updates.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Trainer:
 
 @dataclass(slots=True, eq=False)
 class _Losses:
-    """What the pipeline steps of one optimizer step reported, added up."""
+    """The losses that the pipeline steps of one optimizer step reported, added up."""
 
     total: float = 0.0
     weights: float = 0.0

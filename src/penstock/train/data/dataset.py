@@ -20,9 +20,8 @@ from penstock.errors import ConfigError
 from penstock.models.decoder import IGNORED_TARGET
 from penstock.train.data.batches import Batch, Wants
 from penstock.train.data.corpus import FILES_KEY, Corpus, TextFiles, find_documents, find_standard_library
-from penstock.train.data.mixture import Mixture
 from penstock.train.data.saved_dataset import SavedDataset, id_tokenizer
-from penstock.train.data.sequences import Source, Span, Spans
+from penstock.train.data.sequences import Mixture, Source, Span, Spans
 from penstock.train.data.tokenizer import Tokenizer, tokenizer_of
 from penstock.train.data.tokens import Tell, TokenFile, tokenize
 from penstock.train.settings.config import RunConfig

@@ -1,4 +1,4 @@
-"""What decides the split of a run's model; where that is measured seconds, they stay in the run folder.
+"""The rule that splits a run's model; where it is measured seconds, they stay in the run folder.
 
 They are measured once for a model, a microbatch and a kind of device. So a run that goes on, a profile of it and the
 next run in the folder are split alike, although no two measurements are equal.
@@ -47,7 +47,7 @@ class _Document(BaseModel):
 
 
 class Subject(_Document):
-    """What layers were measured of; the split of another subject needs times of its own."""
+    """The subject of a measurement; the split of another one needs times of its own."""
 
     model: dict[str, Any]
     """The section of the configuration."""
@@ -59,7 +59,7 @@ class Subject(_Document):
 
 
 class StoredTimes(_Document):
-    """What each layer took."""
+    """The seconds of each layer."""
 
     format: Literal["penstock-layer-times"] = "penstock-layer-times"
     version: Literal[1] = 1
