@@ -33,7 +33,6 @@ from penstock.train.model_source import build_layers, loss_of, source_digest
 from penstock.train.optimizing.optim import check_optimizer
 from penstock.train.optimizing.precision import Precision, loss_scaler
 from penstock.train.settings.config import RunConfig
-from penstock.train.settings.sections import PipelineSection
 from penstock.train.settings.user_function import load_function
 from penstock.train.step import Trainer, scale_over
 from penstock.train.together import Beat, same_words, working_together
@@ -126,7 +125,8 @@ def check_plan(config: RunConfig) -> None:
     if config.data.source:
         load_function(config.data.source, "data.source")
     if config.checkpoint.load:
-        _require_weights(config)
+        saved = build_layers(config, vocabulary=config.model.vocabulary or tokenizer_of(config).vocabulary)
+        require_weights(Path(config.checkpoint.load), saved_shapes(saved))
     loss_of(config, _some_vocabulary(config))
     num_layers = len(build_layers(config, _some_vocabulary(config)))
     _require_layers(config, num_layers)
@@ -154,12 +154,6 @@ def _require_shardable(config: RunConfig, plan: Schedule | Program) -> None:
         lower(plan, **asdict(sharding))
     except ConfigError as error:
         raise ConfigError(error.problem, key=f"parallel.{error.key}") from error
-
-
-def _require_weights(config: RunConfig) -> None:
-    """Compare the weights to begin with with the model. Raises: CheckpointError, ConfigError."""
-    layers = build_layers(config, vocabulary=config.model.vocabulary or tokenizer_of(config).vocabulary)
-    require_weights(Path(config.checkpoint.load), saved_shapes(layers))
 
 
 def memory_limit(config: RunConfig) -> Limit | None:
@@ -239,7 +233,9 @@ def build_plan(config: RunConfig) -> Schedule | Program:
             options=pipeline.options | slices,
         )
     except ConfigError as error:
-        raise _under_its_full_key(error, pipeline) from error
+        # The planner knows the setting as `warmup`, the file as `pipeline.options.warmup`.
+        section = "pipeline.options" if error.key in pipeline.options else "pipeline"
+        raise ConfigError(error.problem, key=f"{section}.{error.key or 'schedule'}") from error
     if pipeline.slices not in (0, plan.num_slices):
         raise ConfigError(
             f"{pipeline.slices}, but {plan.name} is for {plan.num_slices} slices; make them equal",
@@ -248,12 +244,6 @@ def build_plan(config: RunConfig) -> Schedule | Program:
     if plan.actions().is_forward_only:
         raise ConfigError(f"{plan.name} has no backwards, so nothing would be learned", key="pipeline.schedule")
     return plan
-
-
-def _under_its_full_key(error: ConfigError, pipeline: PipelineSection) -> ConfigError:
-    """Name the setting as it stands in the file: the planner knows `warmup`, the file `pipeline.options.warmup`."""
-    section = "pipeline.options" if error.key in pipeline.options else "pipeline"
-    return ConfigError(error.problem, key=f"{section}.{error.key or 'schedule'}")
 
 
 def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, vocabulary: int) -> Pipeline:

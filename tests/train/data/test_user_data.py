@@ -315,7 +315,7 @@ def test_a_state_is_of_json_values(source_of):
 
     assert [source.is_stateful, strange.is_stateful, plain.is_stateful] == [True, True, False]
     assert source.state() == {"at": 3}
-    source.load_state({"at": 9})
+    source.begin({"at": 9})
     assert source.next(0).args[0].unique().tolist() == [9]
     with pytest.raises(ConfigError, match=r"the state_dict of mine\.py:Strange is not of numbers, texts, lists"):
         strange.state()

@@ -171,7 +171,8 @@ class TokenDataset:
         """Read some sequences, as much of them as is wanted."""
         keywords: dict[str, Any] = {}
         if self._options.packing == "documents":
-            keywords[self._options.positions] = self._positions(spans)
+            positions = np.stack([source.positions(span) for source, span in spans])
+            keywords[self._options.positions] = torch.from_numpy(positions)
         if not (wants.inputs or wants.target):
             return Batch(**keywords)
         length = self._options.length
@@ -183,9 +184,6 @@ class TokenDataset:
         target = tokens[:, 1:].copy()
         target[np.arange(1, length + 1) >= counts[:, None]] = IGNORED_TARGET
         return Batch(*inputs, target=torch.from_numpy(target) if wants.target else None, **keywords)
-
-    def _positions(self, spans: Sequence[tuple[Source, Span]]) -> torch.Tensor:
-        return torch.from_numpy(np.stack([source.positions(span) for source, span in spans]))
 
     def _named(self, number: int) -> str:
         return "the corpus" if len(self.sources) == 1 else f"data.sources[{number}]"

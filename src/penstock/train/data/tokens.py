@@ -163,7 +163,7 @@ def tokenize(
             "Choose a run.folder that can be written"
         ) from error
     remove_abandoned(cache, now_s=time.time())
-    return _write(corpus, tokenizer, cache, key, tell or _tell_nobody)
+    return _write(corpus, tokenizer, cache, key, tell or (lambda what, num_done, num_all: None))
 
 
 def _key_of(corpus: Corpus, tokenizer: Tokenizer) -> str:
@@ -183,10 +183,6 @@ def _find_in_cache(cache: Path, key: str) -> TokenFile | None:
     if ends_bytes != manifest.num_documents * END_TYPE.itemsize:
         return None
     return TokenFile(path, manifest)
-
-
-def _tell_nobody(what: str, num_done: int, num_all: int) -> None:
-    pass
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, cache: Path, key: str, tell: Tell) -> TokenFile:

@@ -124,7 +124,7 @@ class UserDataset:
         self._step, self._states = step + 1, {}
         end = self._plan.begin(step + 1)
         if state is not None and self.is_stateful:
-            self._source.load_state(state)
+            self._source.begin(state)
             self._following = end
             return ""
         while self._following < end:
@@ -194,9 +194,11 @@ class UserSource:
         """Whether the function has a split to evaluate on."""
         return SPLIT in self._parameters
 
-    def begin(self) -> None:
-        """Call the function and begin with its first batch. Raises: ConfigError."""
+    def begin(self, state: Any = None) -> None:
+        """Call the function and begin with its first batch, or behind that of a state. Raises: ConfigError."""
         self._iterable = self._called("train")
+        if state is not None:
+            self._run(lambda: self._iterable.load_state_dict(state))
         self._items = self._iterated(self._iterable)
 
     def next(self, number: int) -> Batch:
@@ -234,12 +236,6 @@ class UserSource:
                 f"them: {error}",
                 key=KEY,
             ) from error
-
-    def load_state(self, state: Any) -> None:
-        """Begin behind the batch that a state is of. Raises: ConfigError."""
-        self._iterable = self._called("train")
-        self._run(lambda: self._iterable.load_state_dict(state))
-        self._items = self._iterated(self._iterable)
 
     def _called(self, split: str) -> Any:
         batch = self._config.batch

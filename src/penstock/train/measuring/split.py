@@ -111,8 +111,11 @@ def _measured_split(
             weights=times.weights, note=f"{_told(times)} when they were measured: {path}; delete it to measure anew"
         )
     times = _measured_times(config, layers, dataset, transport)
-    stored = _stored(subject, times).model_dump_json(indent=2).encode()
-    Control(transport).on_rank_0(lambda: folder.write(LAYER_TIMES, stored), same_words)
+    stored = StoredTimes(
+        of=subject, names=list(times.names), forward_s=list(times.forward_s), backward_s=list(times.backward_s)
+    )
+    content = stored.model_dump_json(indent=2).encode()
+    Control(transport).on_rank_0(lambda: folder.write(LAYER_TIMES, content), same_words)
     return SplitRule(weights=times.weights, note=f"{_told(times)}, measured now: {path}")
 
 
@@ -184,12 +187,6 @@ def _read(path: Path) -> StoredTimes | None:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "$"
         raise FormatError(f"{place}: {first['msg']}; delete it to measure the layers anew", file=str(path)) from None
-
-
-def _stored(subject: Subject, times: LayerTimes) -> StoredTimes:
-    return StoredTimes(
-        of=subject, names=list(times.names), forward_s=list(times.forward_s), backward_s=list(times.backward_s)
-    )
 
 
 def _told(times: LayerTimes) -> str:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median, median_high
 from typing import Any, TextIO
@@ -16,7 +17,7 @@ from penstock.errors import FormatError
 from penstock.files import naming_storage
 from penstock.train.folder.run_folder import METRICS, TENSORBOARD
 from penstock.train.settings.sections import MetricsSection
-from penstock.train.watching.progress import SECONDS_BETWEEN_LINES, Pace, StepMetrics, open_display
+from penstock.train.watching.progress import SECONDS_BETWEEN_LINES, Pace, StepMetrics, open_display, write_line
 from penstock.train.watching.sinks import Sink, open_jsonl, open_tensorboard, open_wandb
 from penstock.train.watching.utilization import Utilization
 
@@ -91,10 +92,7 @@ class MetricsWriter:
         if self._options.jsonl:
             yield open_jsonl(self._folder / METRICS)
         if self._options.wandb != "off":
-            yield open_wandb(self._folder, self._options, self._tell)
-
-    def _tell(self, problem: str) -> None:
-        self._output.write(f"{problem}\n")
+            yield open_wandb(self._folder, self._options, partial(write_line, self._output))
 
     def _pace(self, metrics: StepMetrics) -> Pace:
         """Expect each remaining step to be like the middle one of the last steps: a slow one counts little.

@@ -128,7 +128,10 @@ def write_report(
     if result.recorded is not None:
         folder.write(TRACE, to_trace(timelines))
         yield from _draw(folder, timelines)
-        yield from _write_page(folder, timelines, result.recorded.step)
+        try:
+            folder.write(PAGE, page_of_step(timelines, result.recorded.step))
+        except ConfigError as error:
+            yield f"{PAGE} was not made: {error}"
     yield f"\nIn {folder.path}:"
     yield from _listing(folder)
 
@@ -154,13 +157,6 @@ def page_of_step(timelines: Timelines, step: int, *, theme: str | None = None) -
     title = f"{describe_shape(timelines['measured'].program)}, step {step}: measured above predicted"
     shown = {name: timelines[name] for name in ("measured", "predicted")}
     return to_page(shown, main="measured", title=title, theme=theme)
-
-
-def _write_page(folder: RunFolder, timelines: Timelines, step: int) -> Iterator[str]:
-    try:
-        folder.write(PAGE, page_of_step(timelines, step))
-    except ConfigError as error:
-        yield f"{PAGE} was not made: {error}"
 
 
 def _findings(result: TrainingResult, duration_s: float, timelines: Timelines) -> Iterator[str]:
