@@ -90,10 +90,10 @@ class FormatError(PenstockError):
 
 
 class ConfigError(PenstockError):
-    """A setting cannot be used; `key` is its dotted name."""
+    """A setting cannot be used; `key` is its dotted name, and `problem` what is wrong with it."""
 
     def __init__(self, problem: str, *, key: str = "") -> None:
-        self.key = key
+        self.key, self.problem = key, problem
         super().__init__(f"{cut(key, MAX_KEY_CHARACTERS)}: {problem}" if key else problem)
 
 

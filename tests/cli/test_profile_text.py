@@ -11,7 +11,7 @@ from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import Channel, Spread
-from penstock.train.measuring.channels import ChannelSpeed
+from penstock.train.measuring.exchanges import ChannelSpeed
 from penstock.train.profiling import Profile
 
 COSTS = Costs(

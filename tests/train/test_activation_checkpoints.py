@@ -1,4 +1,4 @@
-"""What layers keep for their backward."""
+"""The tensors that layers keep for their backward."""
 
 from collections import Counter
 

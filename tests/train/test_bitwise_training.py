@@ -6,8 +6,8 @@ import torch
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.models import count_target_tokens, cross_entropy_loss
 from penstock.train.optimizing.optim import build_optimizer
-from penstock.train.settings.learning_rate import learning_rate_at
 from penstock.train.settings.sections import OptimizerSection
+from penstock.train.settings.steps import learning_rate_at
 from penstock.train.step import Trainer
 from tests.reference import reference_step
 from tests.train.local_ranks import on_ranks, random_batch, small_layers, small_pipeline

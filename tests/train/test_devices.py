@@ -1,11 +1,14 @@
 """Where ranks compute, on machines that are made up."""
 
+import resource
+
+import numpy as np
 import pytest
 import torch
 
 from penstock.errors import ConfigError
 from penstock.train import devices
-from penstock.train.devices import Machine, choose_device, describe_devices, device_of_rank, look
+from penstock.train.devices import Machine, choose_device, describe_devices, device_of_rank, look, peak_bytes
 from penstock.train.settings.config import config_from_table
 
 
@@ -118,3 +121,29 @@ def test_a_line_says_where_a_run_computes():
 
     assert describe_devices(cpu, 1, "float32") == "1 rank on CPU; precision float32"
     assert describe_devices(cpu, 2, "bfloat16") == "2 ranks on CPU, backend gloo; precision bfloat16"
+
+
+def test_on_a_cpu_it_is_what_the_process_had_in_memory_at_most():
+    before = peak_bytes(torch.device("cpu"))
+    held = np.ones(32 * 2**20 + max(before - current_bytes(), 0) // 8)  # beyond any earlier peak
+    grown = peak_bytes(torch.device("cpu"))
+    del held
+
+    assert grown >= before + 200 * 2**20
+    assert peak_bytes(torch.device("cpu")) >= grown
+
+
+def current_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def peak_is_what_tensors_took(device):
+    before = peak_bytes(device)
+    held = torch.zeros(before + 2**20, dtype=torch.uint8, device=device)
+
+    assert peak_bytes(device) >= held.nbytes
+
+
+def test_on_a_device_it_is_what_tensors_took(on_device):
+    on_device(peak_is_what_tensors_took)

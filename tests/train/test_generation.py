@@ -11,15 +11,16 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.models import DecoderConfig, decoder_layers
 from penstock.pipeline import Pipeline
 from penstock.train.data.tokenizer import Tokenizer, load_tokenizer
-from penstock.train.generation import Sampling, as_text, generate, load_trained, prompt_tokens
+from penstock.train.generation import as_text, draw, generate, load_trained, prompt_tokens
 from penstock.train.settings.config import config_from_table
+from penstock.train.settings.sections import SampleSection
 from tests.local_pipelines import on_ranks
 
 BYTES = load_tokenizer("bytes")
 ENDLESS = replace(BYTES, end_of_document=None)
 LENGTH = 8
 SHAPE = DecoderConfig(width=16, layers=6, heads=2, key_value_heads=1, hidden=16, vocabulary=256, length=LENGTH)
-GREEDY = Sampling(temperature=0)
+GREEDY, DRAWN = SampleSection(tokens=12, temperature=0), SampleSection(tokens=12)
 PROMPT = list(b"pipe")
 
 
@@ -39,9 +40,9 @@ def one_process(num_tokens):
     return text[len(PROMPT) :]
 
 
-def generated(wires, schedule, microbatches, sampling, options):
+def generated(wires, schedule, microbatches, section, options, seed=0):
     pipeline = Pipeline(layers(), schedule, microbatches, transport=wires, **options)
-    return list(generate(pipeline, PROMPT, ENDLESS, num_tokens=12, length=LENGTH, sampling=sampling))
+    return list(generate(pipeline, PROMPT, ENDLESS, section, length=LENGTH, seed=seed))
 
 
 @pytest.mark.parametrize(
@@ -63,35 +64,35 @@ def test_the_likeliest_tokens_are_those_of_the_modules_alone_beyond_the_models_l
 
 
 def test_draws_are_the_same_on_any_ranks_and_others_with_another_seed():
-    [alone] = on_ranks(1, generated, "gpipe", 1, Sampling(seed=1), {})
+    [alone] = on_ranks(1, generated, "gpipe", 1, DRAWN, {}, 1)
 
-    assert on_ranks(2, generated, "1f1b", 4, Sampling(seed=1), {}) == [alone, alone]
-    assert on_ranks(1, generated, "gpipe", 1, Sampling(seed=2), {}) != [alone]
+    assert on_ranks(2, generated, "1f1b", 4, DRAWN, {}, 1) == [alone, alone]
+    assert on_ranks(1, generated, "gpipe", 1, DRAWN, {}, 2) != [alone]
 
 
 # ---- one draw
 
 
-def draws(sampling, logits, num_draws=4000):
+def draws(section, logits, num_draws=4000):
     generator = torch.Generator().manual_seed(0)
-    counts = Counter(sampling.draw(torch.tensor(logits), generator) for _ in range(num_draws))
+    counts = Counter(draw(section, torch.tensor(logits), generator) for _ in range(num_draws))
     return [counts[token] / num_draws for token in range(len(logits))]
 
 
 @pytest.mark.parametrize(
-    ("sampling", "odds"),
+    ("section", "odds"),
     [
-        (Sampling(temperature=1), [1, 2, 4]),
-        (Sampling(temperature=0.5), [1, 4, 16]),
-        (Sampling(temperature=1, top_k=2), [0, 2, 4]),
-        (Sampling(temperature=1, top_k=9), [1, 2, 4]),
-        (Sampling(temperature=0), [0, 0, 1]),
+        (SampleSection(temperature=1), [1, 2, 4]),
+        (SampleSection(temperature=0.5), [1, 4, 16]),
+        (SampleSection(temperature=1, top_k=2), [0, 2, 4]),
+        (SampleSection(temperature=1, top_k=9), [1, 2, 4]),
+        (SampleSection(temperature=0), [0, 0, 1]),
     ],
 )
-def test_tokens_are_drawn_as_often_as_temperature_and_top_k_say(sampling, odds):
+def test_tokens_are_drawn_as_often_as_temperature_and_top_k_say(section, odds):
     logits = torch.tensor([1.0, 2.0, 4.0]).log().tolist()
 
-    assert draws(sampling, logits) == pytest.approx([each / sum(odds) for each in odds], abs=0.03)
+    assert draws(section, logits) == pytest.approx([each / sum(odds) for each in odds], abs=0.03)
 
 
 # ---- tokens and text
@@ -115,14 +116,14 @@ class Likes(torch.nn.Module):
 def test_the_end_of_a_document_ends_the_text():
     for end, expected in ((2, []), (None, [2, 2, 2])):
         pipeline, tokenizer = always(2, end)
-        found = list(generate(pipeline, [1], tokenizer, num_tokens=3, length=4, sampling=GREEDY))
+        found = list(generate(pipeline, [1], tokenizer, SampleSection(tokens=3, temperature=0), length=4))
         assert found == expected
 
 
 def test_a_token_that_the_tokenizer_does_not_have_is_never_taken():
     pipeline, tokenizer = always(5, None)
 
-    assert list(generate(pipeline, [1], tokenizer, num_tokens=1, length=4, sampling=GREEDY)) == [0]
+    assert list(generate(pipeline, [1], tokenizer, SampleSection(tokens=1, temperature=0), length=4)) == [0]
 
 
 def test_a_character_of_several_tokens_is_shown_when_it_is_whole():

@@ -11,8 +11,8 @@ from penstock.models import cross_entropy_loss, embedding_names
 from penstock.train.optimizing.main_weights import MAIN
 from penstock.train.optimizing.optim import build_optimizer
 from penstock.train.optimizing.precision import Precision, loss_scaler
-from penstock.train.settings.learning_rate import learning_rate_at
 from penstock.train.settings.sections import OptimizerSection, PrecisionSection
+from penstock.train.settings.steps import learning_rate_at
 from penstock.train.step import Trainer
 from tests.train.local_ranks import on_ranks, random_batch, small_layers, small_pipeline
 

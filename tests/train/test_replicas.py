@@ -132,7 +132,7 @@ def train_rank(rank, table, stop=None):
 
 
 def numbers_of(folder):
-    """What each step was like, and the weights."""
+    """Return the outcome of each step, and the weights."""
     names = ("step", "loss", "gradient_norm", "held_out_loss", "num_tokens", "learning_rate", "num_skipped")
     rows = [{name: row[name] for name in names if name in row} for row in read_metrics(folder / "metrics.jsonl")]
     return rows, load_file(folder / "weights.safetensors")

@@ -1,4 +1,4 @@
-"""What a run continues from, and that it then comes to the same end."""
+"""A run continues from its checkpoints, and then comes to the same end."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What a configuration is turned into, and what is refused before training, on all ranks alike."""
+"""A configuration is turned into a pipeline, or refused before training, on all ranks alike."""
 
 import io
 import json

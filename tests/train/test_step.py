@@ -13,12 +13,11 @@ from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.models import AuxiliaryLoss, LayerSpec, count_target_tokens, cross_entropy_loss
 from penstock.models.decoder import IGNORED_TARGET
 from penstock.simulation.prologue import with_first_waits
-from penstock.train.evaluation import mean_loss
 from penstock.train.optimizing.optim import build_optimizer
 from penstock.train.optimizing.precision import LossScaler
-from penstock.train.settings.learning_rate import learning_rate_at
 from penstock.train.settings.sections import OptimizerSection
-from penstock.train.step import Trainer, scale_over
+from penstock.train.settings.steps import learning_rate_at
+from penstock.train.step import Trainer, mean_loss, scale_over
 from tests.reference import reference_step
 from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline
 
@@ -355,3 +354,32 @@ def test_a_step_of_uneven_batches_is_that_of_the_mean_over_all_tokens_for_any_sp
         assert found[0][0] == pytest.approx(losses, rel=1e-12)
         for _, others, _ in found:
             assert all(torch.allclose(weights[name], others[name], rtol=1e-9, atol=1e-12) for name in others)
+
+
+def evaluate(transport, batches, weights=None):
+    pipeline = small_pipeline(transport)
+    before = {name: parameter.clone() for name, parameter in pipeline.named_parameters()}
+    loss = mean_loss(pipeline, batches, weights)
+    pipeline.close()
+    for name, parameter in pipeline.named_parameters():
+        assert parameter.grad is None
+        assert parameter.equal(before[name])
+    return loss
+
+
+def test_the_loss_is_the_mean_over_the_batches_on_every_rank():
+    batches = [random_batch(seed) for seed in range(3)]
+
+    [first], [second], [third] = (on_ranks(1, evaluate, [batch]) for batch in batches)
+    losses = on_ranks(2, evaluate, batches)
+
+    assert losses[0] == losses[1] == pytest.approx((first + second + third) / 3, rel=1e-12)
+    assert first != second
+
+
+def test_weights_say_what_each_loss_is_the_mean_of():
+    batches = [random_batch(seed) for seed in range(2)]
+
+    [first], [second] = (on_ranks(1, evaluate, [batch]) for batch in batches)
+
+    assert on_ranks(1, evaluate, batches, [1.0, 3.0]) == [pytest.approx((first + 3 * second) / 4, rel=1e-12)]

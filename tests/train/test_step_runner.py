@@ -1,9 +1,10 @@
-"""The steps of a run: which are recorded, and which are evaluated."""
+"""The steps of a run: which are recorded, which are evaluated, and which compile."""
 
 import time
 from contextlib import ExitStack, closing
 
 import pytest
+import torch
 
 from penstock.models import cross_entropy_loss
 from penstock.pipeline import Pipeline
@@ -12,7 +13,7 @@ from penstock.train.folder.run_folder import CONFIG, TIMELINE
 from penstock.train.model_source import build_layers
 from penstock.train.settings.config import config_from_table
 from penstock.train.setup import build_trainer
-from penstock.train.step_runner import StepRunner
+from penstock.train.step_runner import StepRunner, telling_compilation
 from penstock.train.watching.recorded_step import recorded_step_to_json
 
 STEPS = 6
@@ -170,3 +171,36 @@ def test_a_run_that_records_nothing_or_has_not_come_to_it_keeps_to_that(text, pi
 
     recorded = [step for step in range(first_step, STEPS + 1) if runner.run(step).bubble_fraction is not None]
     assert recorded == ([record_step] if record_step else [])
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_compiled():
+    yield
+    torch.compiler.reset()
+
+
+def test_the_first_compilation_of_a_block_is_told_when_it_begins():
+    told = []
+    functions = [torch.compile(function, backend="eager") for function in (torch.tanh, torch.sigmoid)]
+
+    with telling_compilation("step 1", told.append) as first:
+        told.append("begun")
+        for function in functions:
+            function(torch.ones(2))
+            told.append("compiled")
+    with telling_compilation("step 2", told.append) as second:
+        functions[0](torch.ones(2))
+
+    line = "step 1 compiles the layers; that takes a while"
+    assert told == ["begun", line, "compiled", "compiled"]
+    assert (first, second) == ([line], [])
+
+
+def test_a_compilation_after_a_block_that_failed_is_not_told():
+    told = []
+
+    with pytest.raises(ZeroDivisionError), telling_compilation("step 1", told.append):
+        raise ZeroDivisionError
+    torch.compile(torch.tanh, backend="eager")(torch.ones(2))
+
+    assert told == []

@@ -1,4 +1,4 @@
-"""What stops one rank stops all of them."""
+"""A failure that stops one rank stops all of them."""
 
 import time
 from functools import partial

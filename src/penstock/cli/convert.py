@@ -104,7 +104,7 @@ def convert_to_pretrained(source: Path, target: Path, like: Path, *, is_forced: 
     try:
         model = sources.on_meta(like, sources.folder_of(like))
     except ConfigError as error:
-        raise ConfigError(str(error).removeprefix(f"{error.key}: "), key="--like") from error
+        raise ConfigError(error.problem, key="--like") from error
     is_new = not target.exists()
     target.mkdir(exist_ok=True)
     try:

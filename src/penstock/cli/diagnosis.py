@@ -17,8 +17,7 @@ from penstock.simulation.causes import NAME_OF_CAUSE, Cause
 from penstock.simulation.costs.layer_costs import split_sizes
 from penstock.simulation.costs.variation import largest_variation
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
-from penstock.train.watching.diagnosis import Diagnosis
-from penstock.train.watching.replica_waits import ReplicaWaits
+from penstock.train.watching.diagnosis import Diagnosis, ReplicaWaits
 
 SMALLEST_SHARE = 0.001
 """Of the step, or of the idle time: what costs less is not worth a line."""

@@ -39,7 +39,7 @@ def given_costs(arguments: Namespace, text: str) -> AnyCosts:
     try:
         return replace(costs, split=read_split(arguments.split))
     except ConfigError as error:
-        raise ConfigError(str(error).removeprefix(f"{error.key}: "), key=SPLIT) from None
+        raise ConfigError(error.problem, key=SPLIT) from None
 
 
 def read_split(text: str) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ def sharding_of(arguments: Namespace) -> Sharding:
     try:
         sharding.passes  # noqa: B018  # it refuses an unknown way to shard
     except ConfigError as error:
-        raise ConfigError(str(error).removeprefix(f"{error.key}: "), key="--shard") from None
+        raise ConfigError(error.problem, key="--shard") from None
     return sharding
 
 

@@ -1,15 +1,15 @@
 """Training from a run file. `loop.py` reads from top to bottom; each rank runs it.
 
-    settings/     what a run is told: sections of keys, rules between them, and what follows from them by arithmetic
+    settings/     sections of keys, rules between them, and what follows from them by arithmetic
     data/         from files to the batch of any step
-    folder/       what lies in a run folder, who holds it, and its log
+    folder/       the names in a run folder, its log, and the processes that hold it
     optimizing/   optimizer, precision, and the update of the weights
-    watching/     what is shown, written and found out about steps
-    measuring/    what layers and channels take, and the split that follows
+    watching/     steps shown, written and diagnosed
+    measuring/    seconds of layers and channels, and the split that follows
 
     claim         which folder a run begins in            setup, model_source     what is built of the settings
     world                                                 how many processes, and the place of each
-    step_runner, step, evaluation                         one step, and what it was like
+    step_runner, step                                     one step, and what it was like
     resuming, stopping                                    checkpoints, signals
     generation, profiling                                 the other two commands that run a model
 

@@ -1,9 +1,11 @@
-"""Where the ranks of a run compute: on a GPU each, or on CPUs; and whether the machine can do it.
+"""Where the ranks of a run compute: on a GPU each, or on CPUs; whether the machine can do it, and the memory it takes.
 
 A GPU is any accelerator that this torch is built for. Too few are an error that names the choices, never a silent run
 on CPUs.
 """
 
+import resource
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from penstock.errors import ConfigError, count_of
 from penstock.execute.accelerator import (
     accelerator_type,
+    allocator_bytes,
     has_bfloat16,
     is_queued,
     name_of,
@@ -23,11 +26,13 @@ from penstock.train.settings.config import RunConfig
 
 KEY = "run.device"
 AUTO, CPU = "auto", "cpu"
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes; getrusage counts in these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process sees of its machine."""
+    """The machine, as this process sees it."""
 
     kind: str | None
     """Of accelerator that this torch is built for."""
@@ -100,3 +105,11 @@ def device_of_rank(config: RunConfig) -> torch.device:
             "this GPU does not compute in bfloat16; use 'float16', or 'model' for float32", key="precision.compute"
         )
     return device
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes so far: of tensors on an accelerator, else those that the process had in memory."""
+    most = allocator_bytes(device, peak=True)
+    if most is not None:
+        return most.allocated
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT

@@ -6,7 +6,6 @@ its end to one length, so that the ranks agree on its shapes once: no position r
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,29 +20,20 @@ from penstock.train.devices import device_of_rank
 from penstock.train.model_source import build_layers
 from penstock.train.optimizing.precision import Precision
 from penstock.train.settings.config import RunConfig
+from penstock.train.settings.sections import SampleSection
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 PADDING = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is drawn."""
-
-    temperature: float = 0.8
-    """Divides the logits; 0 takes the likeliest token."""
-    top_k: int = 0
-    """Of how many of the likeliest tokens one is drawn; 0: of all."""
-    seed: int = 0
-
-    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Return a token of [vocabulary] logits."""
-        if self.temperature == 0:
-            return int(logits.argmax())
-        scores = logits.cpu().double() / self.temperature
-        if 0 < self.top_k < len(scores):
-            scores[scores < scores.topk(self.top_k).values[-1]] = -torch.inf
-        return int(torch.multinomial(scores.softmax(0), 1, generator=generator))
+def draw(section: SampleSection, logits: Tensor, generator: torch.Generator) -> int:
+    """Return a token of [vocabulary] logits, as `temperature` and `top_k` say."""
+    if section.temperature == 0:
+        return int(logits.argmax())
+    scores = logits.cpu().double() / section.temperature
+    if 0 < section.top_k < len(scores):
+        scores[scores < scores.topk(section.top_k).values[-1]] = -torch.inf
+    return int(torch.multinomial(scores.softmax(0), 1, generator=generator))
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str, *, key: str) -> list[int]:
@@ -58,27 +48,27 @@ def generate(
     pipeline: Pipeline,
     prompt: Sequence[int],
     tokenizer: Tokenizer,
+    section: SampleSection,
     *,
-    num_tokens: int,
     length: int,
-    sampling: Sampling,
+    seed: int = 0,
     precision: Precision | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that follow a prompt, at most `num_tokens`, up to the end of the document.
+    """Yield the tokens that follow a prompt, at most as many as the section says, up to the end of the document.
 
     Every rank iterates to the end, and gets the same tokens. `length` is the most that the model reads at once: of a
     longer text, the last so many tokens.
     """
-    text, generator = list(prompt), torch.Generator().manual_seed(sampling.seed)
+    text, generator = list(prompt), torch.Generator().manual_seed(seed)
     precision = precision or Precision()
-    for _ in range(num_tokens):
+    for _ in range(section.tokens):
         context = text[-length:]
         rows = torch.tensor([context + [PADDING] * (length - len(context))], device=pipeline.device)
         with precision.region(pipeline.device):
             outputs = pipeline.evaluate(rows, return_outputs=True).outputs
         drawn = -1
         if outputs is not None:  # on one rank
-            drawn = sampling.draw(outputs[0, len(context) - 1, : tokenizer.vocabulary], generator)
+            drawn = draw(section, outputs[0, len(context) - 1, : tokenizer.vocabulary], generator)
         token = max(cast("list[int]", pipeline.control.all_gather_object(drawn)))
         if token == tokenizer.end_of_document:
             return
@@ -128,18 +118,9 @@ def sample(config: RunConfig, pipeline: Pipeline, prompt: Sequence[int]) -> Iter
     obstacle = obstacle_to_sampling(config, pipeline)
     if obstacle:
         return iter([f" ... the model of {config.model.place} writes no text: {obstacle}"])
-    tokenizer, section = tokenizer_of(config), config.sample
-    sampling = Sampling(section.temperature, section.top_k, config.run.seed)
-    length = config.batch.length  # of the sequences that it was trained on
-    tokens = generate(
-        pipeline,
-        prompt,
-        tokenizer,
-        num_tokens=section.tokens,
-        length=length,
-        sampling=sampling,
-        precision=Precision(config.precision),
-    )
+    tokenizer, length = tokenizer_of(config), config.batch.length  # of the sequences that it was trained on
+    seed, precision = config.run.seed, Precision(config.precision)
+    tokens = generate(pipeline, prompt, tokenizer, config.sample, length=length, seed=seed, precision=precision)
     return as_text(tokens, tokenizer.decode)
 
 

@@ -5,7 +5,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -14,18 +13,14 @@ from penstock.errors import PenstockWarning
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import default_transport
-from penstock.ir.timeline import Timeline
 from penstock.pipeline import Pipeline
 from penstock.train.claim import Start, claimed_together, joined
-from penstock.train.data.batches import Dataset
 from penstock.train.data.tokenizer import tokenizer_of
-from penstock.train.folder.run_folder import SCHEDULE, TIMELINE, RunFolder
-from penstock.train.folder.run_log import run_log
+from penstock.train.data.user_data import Dataset
+from penstock.train.folder.run_folder import SCHEDULE, TIMELINE, RunFolder, run_log
 from penstock.train.generation import sample, sample_prompt
 from penstock.train.measuring.split import choose_split
 from penstock.train.model_source import build_layers
-from penstock.train.opening import device_line, opening_lines
-from penstock.train.optimizing.early_stop import EarlyStop
 from penstock.train.resuming import Progress, RunCheckpoints, begin_with_weights
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.optional_packages import require_packages
@@ -37,39 +32,17 @@ from penstock.train.setup import (
     with_digests,
 )
 from penstock.train.step_runner import StepRunner
-from penstock.train.stopping import StopRequest
+from penstock.train.stopping import EarlyStop, StopRequest
 from penstock.train.together import same_words
 from penstock.train.watching.metrics import MetricsWriter
-from penstock.train.watching.progress import screen_of
-from penstock.train.watching.recorded_step import RecordedStep, recorded_step_to_json
-from penstock.train.watching.report import Outcome, predict_again, write_report
+from penstock.train.watching.progress import screen_of, write_line
+from penstock.train.watching.recorded_step import recorded_step_to_json
+from penstock.train.watching.report import TrainingResult, device_line, opening_lines, write_report
 from penstock.train.watching.utilization import utilization_of
 
 PREPARING_DEADLINE_S = 3600.0
 """How long ranks wait for what rank 0 does alone before the first step, such as measuring layers. They wait for the
 text as long as it is read and tokenized."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingResult:
-    """What a run came to, on every rank alike."""
-
-    num_steps: int
-    """Optimizer steps of the whole run."""
-    loss: float
-    """Of the last step, in nats per token."""
-    held_out_loss: float | None
-    """After the last step, in nats per token; None where it was not asked for."""
-    recorded: RecordedStep | None
-    """What was measured at the step to record, of this rank's replica; None where none was."""
-    peak_bytes: Sequence[int] = ()
-    """The most memory of each rank of the first replica; empty where it was not gathered."""
-    num_earlier: int = 0
-    """Steps that ran before this run was continued."""
-
-    @property
-    def timeline(self) -> Timeline | None:
-        return None if self.recorded is None else self.recorded.timeline
 
 
 def train(
@@ -105,13 +78,13 @@ def train(
             folder = RunFolder(Path(config.run.folder))
             stack.enter_context(joined(folder.path))
             # The tokens and the folder are there, for all ranks, or all of them end here.
-            _say(output, device_line(config))
-            _say(output, "preparing the text ...")
+            write_line(output, device_line(config))
+            write_line(output, "preparing the text ...")
             dataset = prepare_together(config, folder, transport, output)
             prompt = sample_prompt(config)
             _begin_together(config, folder, transport, output, is_forced=start is Start.FORCE)
             stack.enter_context(run_log(folder.path, transport.rank, config.debug.log))
-            _say(output, "building the model ...")
+            write_line(output, "building the model ...")
             layers = build_layers(config, dataset.vocabulary)
             rule = choose_split(config, layers, dataset, folder, transport)
             with warnings.catch_warnings():
@@ -124,19 +97,15 @@ def train(
         result = _run_steps(config, pipeline, dataset, folder, output, stop or StopRequest())
         save_weights(folder.path, pipeline)
         if pipeline.control.rank == 0:
-            _report(config, result, folder, output, duration_s=time.monotonic() - begin_s)
+            screen = screen_of(output)
+            for line in write_report(folder, result, time.monotonic() - begin_s, screen):
+                output.write(f"{screen.wrapped(line)}\n")
         if prompt:
-            _say(output, f"\nsample:\n{config.sample.prompt}", end="")
+            write_line(output, f"\nsample:\n{config.sample.prompt}", end="")
             for piece in sample(config, pipeline, prompt):
-                _say(output, piece, end="")
-            _say(output, "")
+                write_line(output, piece, end="")
+            write_line(output, "")
         return result
-
-
-def _say(output: TextIO, what: str, end: str = "\n") -> None:
-    """Say at once what is begun, before it takes its time."""
-    output.write(f"{what}{end}")
-    output.flush()
 
 
 def _begin_together(
@@ -164,20 +133,19 @@ def _run_steps(
     first_step = progress.step + 1
     runner.continue_recording(first_step)
     peak_bytes: Sequence[int] = ()
-    _say(output, "first step ...")
+    write_line(output, "first step ...")
     with ExitStack() as stack:
         writer = None
         if pipeline.control.rank == 0:
             folder.write(SCHEDULE, pipeline.schedule.to_csv().encode())
-            writer = stack.enter_context(
-                MetricsWriter(
-                    folder.path,
-                    config.metrics,
-                    num_steps=config.run.steps,
-                    output=output,
-                    first_step=first_step,
-                    utilization=utilization_of(config, dataset.vocabulary, pipeline.device),
-                )
+            writer = MetricsWriter(
+                stack,
+                folder.path,
+                config.metrics,
+                num_steps=config.run.steps,
+                output=output,
+                first_step=first_step,
+                utilization=utilization_of(config, dataset.vocabulary, pipeline.device),
             )
         stack.enter_context(runner.reading(first_step))
         stack.enter_context(stop.watched(2 * config.run.deadline_s))
@@ -193,26 +161,10 @@ def _run_steps(
             progress = Progress(step, metrics.loss, metrics.held_out_loss)
             checkpoints.after_step(progress, is_last=is_last)
             if is_last and step < config.run.steps:
-                _say(output, f"stopped early: {early_stop.describe()}")
+                write_line(output, f"stopped early: {early_stop.describe()}")
                 break
         checkpoints.finish(progress)
     assert progress.loss is not None, "a run has at least one step"
     return TrainingResult(
         progress.step, progress.loss, progress.held_out_loss, runner.recorded, peak_bytes, first_step - 1
     )
-
-
-def _report(config: RunConfig, result: TrainingResult, folder: RunFolder, output: TextIO, *, duration_s: float) -> None:
-    recorded_step = 0 if result.recorded is None else result.recorded.step
-    outcome = Outcome(
-        num_steps=result.num_steps,
-        num_earlier=result.num_earlier,
-        duration_s=duration_s,
-        loss=result.loss,
-        held_out_loss=result.held_out_loss,
-        recorded_step=recorded_step,
-        peak_bytes=result.peak_bytes,
-    )
-    screen = screen_of(output)
-    for line in write_report(folder, outcome, predict_again(result.timeline), screen):
-        output.write(f"{screen.wrapped(line)}\n")

@@ -103,7 +103,7 @@ def _layers_of_transformers(config: RunConfig, vocabulary: int) -> list[LayerSpe
     try:
         layers = from_transformers(model.transformers, dtype=model.torch_dtype, seed=config.run.seed)
     except ConfigError as error:
-        raise ConfigError(str(error).removeprefix(f"{error.key}: "), key=TRANSFORMERS) from error
+        raise ConfigError(error.problem, key=TRANSFORMERS) from error
     if layers.config.vocab_size < vocabulary:
         raise ConfigError(
             f"{model.transformers} is for {layers.config.vocab_size} token ids, but the tokenizer has {vocabulary}; "

@@ -25,11 +25,11 @@ from penstock.pipeline import Pipeline
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import VALUE_BYTES
 from penstock.simulation.costs.fit import costs_from_timelines
-from penstock.train.data.batches import Batch, Dataset, Wants
+from penstock.train.data.batches import Batch, Wants
+from penstock.train.data.user_data import Dataset
 from penstock.train.folder.run_folder import RunFolder, run_path
 from penstock.train.loop import PREPARING_DEADLINE_S
-from penstock.train.measuring.channels import ChannelSpeed, channels_of, measure_channels
-from penstock.train.measuring.exchanges import Exchanges, measure_exchanges
+from penstock.train.measuring.exchanges import ChannelSpeed, Exchanges, channels_of, measure_channels, measure_exchanges
 from penstock.train.measuring.measure import LayerTimes
 from penstock.train.measuring.split import choose_split, times_of_layers
 from penstock.train.model_source import build_layers
@@ -48,7 +48,7 @@ ADAMW = OptimizerSection()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """What was measured, on every rank of a replica alike but for `rank`; seconds of replicas differ a little."""
+    """The measurements, on every rank of a replica alike but for `rank`; seconds of replicas differ a little."""
 
     rank: int
     """Among those of all replicas."""
@@ -61,7 +61,7 @@ class Profile:
     channels: tuple[ChannelSpeed, ...]
     """Channels by themselves, while nothing else ran."""
     memory: tuple[RankMemory, ...] = ()
-    """What each rank held during a step, without an optimizer."""
+    """The bytes that each rank held during a step, without an optimizer."""
     predicted_bytes: tuple[int, ...] = ()
     """Per rank, the peak of that step as the model of memory has it."""
     exchanges: Exchanges | None = None
@@ -120,7 +120,7 @@ def profile_pipeline(
         costs = replace(costs, unshard_s=(0.0,), reduce_s=(0.0,))
     source = f"{pipeline.program!r}, {num_steps} recorded steps"
     shared = (times.forward_s, times.backward_s) if times else (pipeline.layer_weights,) * 2
-    # What was measured is of a slice, where the sequence is cut; costs per layer are of whole microbatches.
+    # The measurements are of a slice, where the sequence is cut; costs per layer are of whole microbatches.
     num_slices = pipeline.schedule.num_slices
     per_layer = LayerCosts.from_stages(costs.of_share(num_slices), pipeline.layers_of_stage, *shared)
     sizes = _layer_bytes(pipeline, batches(0), report, optimizer)
@@ -167,7 +167,7 @@ def _measure_memory(pipeline: Pipeline, batch: Batch, *, split_backwards: bool =
 
 
 def _layer_bytes(pipeline: Pipeline, batch: Batch, report: MemoryReport, optimizer: OptimizerSection) -> dict[str, Any]:
-    """What was measured of each layer, with the contexts of split backwards and the state of an optimizer."""
+    """Return the measured bytes of each layer, with the contexts of split backwards and the state of an optimizer."""
     # Only from the second such step on do custom functions and layers that run again leave their weights for later.
     split = [_measure_memory(pipeline, batch, split_backwards=_runs_wholes(pipeline)) for _ in range(2)][-1]
     has_main_weights = pipeline.options.main_gradients

@@ -22,13 +22,11 @@ from penstock.errors import CheckpointError, NotSaved, PenstockError
 from penstock.files import naming_storage
 from penstock.pipeline import Pipeline
 from penstock.show.text import format_bytes
-from penstock.train.data.batches import Dataset
-from penstock.train.folder.held_folder import HeldFolder
-from penstock.train.folder.run_folder import CONFIG, RunFolder, next_folder
-from penstock.train.optimizing.early_stop import EarlyStop
+from penstock.train.data.user_data import Dataset, UserDataset
+from penstock.train.folder.run_folder import CONFIG, HeldFolder, RunFolder, next_folder
 from penstock.train.settings.config import RunConfig, load_config
 from penstock.train.step import Trainer
-from penstock.train.stopping import StopRequest
+from penstock.train.stopping import EarlyStop, StopRequest
 from penstock.train.together import same_words, working_together
 
 
@@ -214,21 +212,18 @@ class RunCheckpoints:
 
     def _source_state(self, step: int) -> Any:
         """Return the state of the data behind a step, where they have one; a collective there."""
-        position = self._data.position
-        if position is None or not position.is_stateful:
+        if not isinstance(self._data, UserDataset) or not self._data.is_stateful:
             return None
-        states = self._pipeline.control.all_gather_object(position.state(step))
+        states = self._pipeline.control.all_gather_object(self._data.state(step))
         return next((state for state in states if state is not None), None)
 
     def _resume_data(self, step: int, state: Any) -> None:
         """Go on in the data where a checkpoint was; passing over batches may take any time."""
-        position = self._data.position
-        if position is None:
-            return
-        control = self._pipeline.control
-        note = working_together(control, partial(position.resume, step, state))
-        if note and control.rank == 0:
-            self._output.write(f"{note}\n")
+        if isinstance(self._data, UserDataset):
+            control = self._pipeline.control
+            note = working_together(control, partial(self._data.resume, step, state))
+            if note and control.rank == 0:
+                self._output.write(f"{note}\n")
 
     def _finish_stopped(self, progress: Progress) -> None:
         is_saved = self._writer.finish(limit_s=self._limit_s) and self._options.every > 0

@@ -16,10 +16,10 @@ from penstock.checkpoints.verification import newest_readable
 from penstock.errors import CheckpointError, ConfigError, NotFinite, PenstockWarning
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.world import default_transport
-from penstock.train.data.batches import Batch, Dataset, Wants
+from penstock.train.data.batches import Batch, Wants
 from penstock.train.data.dataset import TokenDataset, whole_text
 from penstock.train.data.tokenizer import tokenizer_of
-from penstock.train.evaluation import mean_loss
+from penstock.train.data.user_data import Dataset
 from penstock.train.folder.run_folder import RunFolder, run_path
 from penstock.train.loop import PREPARING_DEADLINE_S
 from penstock.train.measuring.split import choose_split
@@ -27,6 +27,7 @@ from penstock.train.model_source import build_layers
 from penstock.train.optimizing.precision import Precision
 from penstock.train.settings.config import RunConfig
 from penstock.train.setup import build_pipeline, check_together, prepare_together
+from penstock.train.step import mean_loss
 from penstock.train.together import same_words
 
 MAX_EXPONENT = 700.0
@@ -35,7 +36,7 @@ MAX_EXPONENT = 700.0
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation found, on every rank alike but for `rank`."""
+    """The result of an evaluation, on every rank alike but for `rank`."""
 
     rank: int
     weights: Path
@@ -64,8 +65,8 @@ def evaluate_run(config: RunConfig, output: TextIO, *, is_whole: bool) -> Evalua
     """Evaluate the weights that `checkpoint.load` names as one of the ranks of a run.
 
     `is_whole` takes all that is not held out of the text, every sequence once; otherwise `run.evaluate_batches` batches
-    of the held-out part, as the run did. No file of the run changes, but for a cache of tokens. What is under way goes
-    to `output`. torch.distributed is initialized where there are several ranks.
+    of the held-out part, as the run did. No file of the run changes, but for a cache of tokens. Lines on what is under
+    way go to `output`. torch.distributed is initialized where there are several ranks.
 
     Raises:
         CheckpointError: there are no weights, or they are of another model.

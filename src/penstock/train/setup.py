@@ -23,10 +23,9 @@ from penstock.schedules import FAMILIES, is_family_name
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.file import read_costs
 from penstock.train.activation_checkpoints import kinds_of_layers, with_checkpointing
-from penstock.train.data.batches import Dataset
 from penstock.train.data.dataset import open_dataset
 from penstock.train.data.tokenizer import tokenizer_digest, tokenizer_of
-from penstock.train.data.user_data import UserDataset
+from penstock.train.data.user_data import Dataset, UserDataset
 from penstock.train.devices import device_of_rank
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.measuring.split import SplitRule
@@ -34,11 +33,10 @@ from penstock.train.model_source import build_layers, loss_of, source_digest
 from penstock.train.optimizing.optim import check_optimizer
 from penstock.train.optimizing.precision import Precision, loss_scaler
 from penstock.train.settings.config import RunConfig
-from penstock.train.settings.sections import PipelineSection
 from penstock.train.settings.user_function import load_function
 from penstock.train.step import Trainer, scale_over
 from penstock.train.together import Beat, same_words, working_together
-from penstock.train.watching.progress import ShareLines
+from penstock.train.watching.progress import ShareLines, write_line
 from penstock.train.world import check_ranks, replicas_of, require_same_layout
 
 SET_ELSEWHERE = ("ranks", "microbatches", "slices", "stages_per_rank")
@@ -86,7 +84,7 @@ def prepare_together(
     """
     dataset: Dataset | None = None
     for turn in (transport.rank == 0, transport.rank != 0):
-        work = partial(_open_dataset, config, folder, ShareLines(output), may_be_small) if turn else None
+        work = partial(_open_dataset, config, folder, output, may_be_small) if turn else None
         dataset = working_together(Control(transport, limit_s=config.run.deadline_s), work) or dataset
     assert dataset is not None
     digests = Control(transport).all_gather_object(dataset.digest)
@@ -98,7 +96,9 @@ def prepare_together(
     return dataset
 
 
-def _open_dataset(config: RunConfig, folder: RunFolder, lines: ShareLines, may_be_small: bool, beat: Beat) -> Dataset:
+def _open_dataset(config: RunConfig, folder: RunFolder, output: TextIO, may_be_small: bool, beat: Beat) -> Dataset:
+    lines = ShareLines(output)
+
     def tell(what: str, num_done: int, num_all: int) -> None:
         beat()
         lines.tell(what, num_done, num_all)
@@ -111,7 +111,7 @@ def _open_dataset(config: RunConfig, folder: RunFolder, lines: ShareLines, may_b
             others = folder.other_tokens
             dataset = open_dataset(config, folder.tokens, others=others, tell=tell, may_be_small=may_be_small)
         if config.run.evaluate_batches and not dataset.held_out_batches(1):
-            lines.say(f"note: nothing is evaluated, since {config.data.source} takes no parameter `split`")
+            write_line(output, f"note: nothing is evaluated, since {config.data.source} takes no parameter `split`")
     return dataset
 
 
@@ -125,7 +125,8 @@ def check_plan(config: RunConfig) -> None:
     if config.data.source:
         load_function(config.data.source, "data.source")
     if config.checkpoint.load:
-        _require_weights(config)
+        saved = build_layers(config, vocabulary=config.model.vocabulary or tokenizer_of(config).vocabulary)
+        require_weights(Path(config.checkpoint.load), saved_shapes(saved))
     loss_of(config, _some_vocabulary(config))
     num_layers = len(build_layers(config, _some_vocabulary(config)))
     _require_layers(config, num_layers)
@@ -152,13 +153,7 @@ def _require_shardable(config: RunConfig, plan: Schedule | Program) -> None:
     try:
         lower(plan, **asdict(sharding))
     except ConfigError as error:
-        raise ConfigError(str(error).removeprefix(f"{error.key}: "), key=f"parallel.{error.key}") from error
-
-
-def _require_weights(config: RunConfig) -> None:
-    """Compare the weights to begin with with the model. Raises: CheckpointError, ConfigError."""
-    layers = build_layers(config, vocabulary=config.model.vocabulary or tokenizer_of(config).vocabulary)
-    require_weights(Path(config.checkpoint.load), saved_shapes(layers))
+        raise ConfigError(error.problem, key=f"parallel.{error.key}") from error
 
 
 def memory_limit(config: RunConfig) -> Limit | None:
@@ -238,7 +233,9 @@ def build_plan(config: RunConfig) -> Schedule | Program:
             options=pipeline.options | slices,
         )
     except ConfigError as error:
-        raise _under_its_full_key(error, pipeline) from error
+        # The planner knows the setting as `warmup`, the file as `pipeline.options.warmup`.
+        section = "pipeline.options" if error.key in pipeline.options else "pipeline"
+        raise ConfigError(error.problem, key=f"{section}.{error.key or 'schedule'}") from error
     if pipeline.slices not in (0, plan.num_slices):
         raise ConfigError(
             f"{pipeline.slices}, but {plan.name} is for {plan.num_slices} slices; make them equal",
@@ -247,13 +244,6 @@ def build_plan(config: RunConfig) -> Schedule | Program:
     if plan.actions().is_forward_only:
         raise ConfigError(f"{plan.name} has no backwards, so nothing would be learned", key="pipeline.schedule")
     return plan
-
-
-def _under_its_full_key(error: ConfigError, pipeline: PipelineSection) -> ConfigError:
-    """Name the setting as it stands in the file: the planner knows `warmup`, the file `pipeline.options.warmup`."""
-    problem = str(error).removeprefix(f"{error.key}: ")
-    section = "pipeline.options" if error.key in pipeline.options else "pipeline"
-    return ConfigError(problem, key=f"{section}.{error.key or 'schedule'}")
 
 
 def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, vocabulary: int) -> Pipeline:
@@ -282,7 +272,7 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, 
         costs=load_costs(config),
         run_ahead=config.pipeline.run_ahead or None,
         compile=config.pipeline.compile,
-        # What layers draw at random, too, is the same on any number of ranks and replicas. The decoder draws nothing.
+        # Random numbers of layers, too, are the same on any number of ranks and replicas. The decoder draws nothing.
         seed=config.run.seed if config.model.place else None,
         **replicas_of(config, device),
     )

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, cast
@@ -15,17 +15,16 @@ from penstock.execute.losses.results import StepResult
 from penstock.pipeline import Pipeline
 from penstock.simulation.prologue import Prologue
 from penstock.train.data.batches import Batch
-from penstock.train.evaluation import mean_loss
 from penstock.train.optimizing.precision import Precision
 from penstock.train.optimizing.update import Update
-from penstock.train.settings.learning_rate import learning_rate_at
 from penstock.train.settings.sections import OptimizerSection
+from penstock.train.settings.steps import learning_rate_at
 from penstock.train.watching.recorded_step import RecordedStep
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What an optimizer step was like, on every rank alike."""
+    """The outcome of an optimizer step, on every rank alike."""
 
     loss: float
     """Mean of the pipeline's losses over the batches."""
@@ -33,7 +32,7 @@ class StepOutcome:
     """Over all ranks, before clipping; None in a dry run, in which no gradient is whole."""
     learning_rate: float
     recorded: RecordedStep | None = None
-    """What was measured in the last pipeline step, if it was to be recorded."""
+    """The last pipeline step as it was measured, if it was to be recorded."""
     named_losses: Mapping[str, float] = field(default_factory=dict)
     """Mean over the batches of every loss that has a name, those that layers add before their weights."""
     is_updated: bool = True
@@ -68,8 +67,8 @@ class Trainer:
     """A pipeline with its optimizer; every rank holds one and calls it alike.
 
     For steps of several batches the pipeline's `scale_loss` is `scale_over` of their number; where that number changes,
-    or losses are scaled against underflow, it is `scale_mean` of a `LossScaler`. What a checkpoint needs of the updates
-    is `update.optimizer.state_dict()` and `update.state()`.
+    or losses are scaled against underflow, it is `scale_mean` of a `LossScaler`. A checkpoint needs
+    `update.optimizer.state_dict()` and `update.state()` of the updates.
     """
 
     def __init__(
@@ -234,7 +233,7 @@ class Trainer:
 
 @dataclass(slots=True, eq=False)
 class _Losses:
-    """What the pipeline steps of one optimizer step reported, added up."""
+    """The losses that the pipeline steps of one optimizer step reported, added up."""
 
     total: float = 0.0
     weights: float = 0.0
@@ -272,3 +271,22 @@ def advice_on(learning_rate: float, clip_norm: float) -> str:
     clip = f"lower optimizer.clip_norm, which is {clip_norm:g}" if clip_norm else "clip with optimizer.clip_norm = 1.0"
     rate = f"The learning rate was {learning_rate:g}: lower optimizer.learning_rate, raise optimizer.warmup_steps"
     return f"{rate}, or {clip}"
+
+
+def mean_loss(
+    pipeline: Pipeline, batches: Iterable[Batch | tuple[Tensor, Tensor]], weights: Sequence[float] | None = None
+) -> float:
+    """Return the mean of the pipeline's loss over batches, without gradients; the same on every rank.
+
+    `weights` are what each loss is the mean of; by default they are equal.
+    """
+    total = 0.0
+    if not weights:
+        batches = list(batches)
+        weights = [1.0] * len(batches)
+    for each, weight in zip(batches, weights, strict=True):
+        batch = as_part(each)
+        result = pipeline.evaluate(*batch.args, target=batch.target, **batch.kwargs)
+        assert result.loss is not None, "the pipeline has a loss and got a target"
+        total += result.loss.item() * weight
+    return total / sum(weights)

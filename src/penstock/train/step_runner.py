@@ -1,7 +1,7 @@
 """`StepRunner`: runs the steps of a run one by one, and says what each was like."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import cast
 
 from penstock.errors import PenstockError
-from penstock.train.data.batches import Batch, BatchReader, Dataset, Wants
+from penstock.execute.undocumented_compiler import watch_compilations
+from penstock.train.data.batches import Batch, BatchReader, Wants
+from penstock.train.data.user_data import Dataset
+from penstock.train.devices import peak_bytes
 from penstock.train.settings.config import RunConfig
 from penstock.train.step import StepOutcome, Trainer, advice_on, require_finite
 from penstock.train.stopping import refusing_exit
-from penstock.train.watching.compilation import CompilationWatch, Say
 from penstock.train.watching.profiler_window import ProfilerWindow
 from penstock.train.watching.progress import StepMetrics
-from penstock.train.watching.rank_memory import peak_bytes
 from penstock.train.watching.recorded_step import RecordedStep, recorded_before
 from penstock.train.watching.report import predict_again
+
+Say = Callable[[str], None]
+"""Shows a line to people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class StepRunner:
         """Read what is evaluated; training batches follow in `reading`."""
         self.trainer = trainer
         self.recorded: RecordedStep | None = None
-        """What was measured in the step to record, once it has run."""
+        """The step to record as it was measured, once it has run."""
         self._recorded_step = config.recorded_step
         self._config = config
         self._dataset = dataset
@@ -55,7 +59,6 @@ class StepRunner:
         self._held_out = dataset.held_out_batches(num_held_out, self._wants) if num_held_out else []
         self._held_out_weights = dataset.held_out_weights(num_held_out) if num_held_out else None
         self._reader: BatchReader | None = None
-        self._compilation = CompilationWatch()
 
     def continue_recording(self, first_step: int) -> None:
         """Keep what the run recorded before `first_step`, unless it ran otherwise then: with other ranks, for example.
@@ -95,8 +98,8 @@ class StepRunner:
         self._reader.begin(plan.begin(step))
         batches = _Batches(self._reader, plan.begin(step), plan.count(step))
         is_recorded = self._is_recorded(step)
-        compilation = self._compilation.around(f"step {step}", say)
-        with refusing_exit(f"step {step}"), self._profiler.around(step), compilation:
+        compilation = telling_compilation(f"step {step}", say)
+        with refusing_exit(f"step {step}"), self._profiler.around(step), compilation as compiled:
             begin_s = time.monotonic()
             outcome = self.trainer.step(
                 step,
@@ -106,7 +109,6 @@ class StepRunner:
                 skip_update=self._config.run.skip_updates,
             )
             duration_s = time.monotonic() - begin_s
-        has_compiled = self._compilation.has_begun
         if step == self._recorded_step:
             self.recorded = outcome.recorded
         return StepMetrics(
@@ -124,7 +126,7 @@ class StepRunner:
             data_wait_s=outcome.data_wait_s,
             peak_bytes=self._peak_bytes(step),
             is_slowed=is_recorded or self._profiler.has(step),
-            has_compiled=has_compiled,
+            has_compiled=bool(compiled),
         )
 
     def _is_recorded(self, step: int) -> bool:
@@ -154,9 +156,29 @@ class StepRunner:
         is_due = step == self._config.run.steps or (every > 0 and step % every == 0)
         if not (self._held_out and is_due):
             return None
-        with self._compilation.around(f"the evaluation after step {step}", say):
+        with telling_compilation(f"the evaluation after step {step}", say):
             loss = self.trainer.evaluate(self._held_out, self._held_out_weights)
         require_finite(
             "the held-out loss", loss, step, advice_on(outcome.learning_rate, self._config.optimizer.clip_norm)
         )
         return loss
+
+
+@contextmanager
+def telling_compilation(what: str, say: Say) -> Iterator[list[str]]:
+    """Say once that this process compiles layers in a block, if it does; yields a list that gets the line.
+
+    A first compilation may take a minute, and looks like a step that hangs.
+    """
+    said: list[str] = []
+
+    def begin() -> None:
+        if not said:
+            said.append(f"{what} compiles the layers; that takes a while")
+            say(said[0])
+
+    stop = watch_compilations(begin, lambda: None)
+    try:
+        yield said
+    finally:
+        stop()

@@ -1,4 +1,6 @@
-"""A wish that training stops, from a signal: it is fulfilled between two steps, when a checkpoint can be saved.
+"""Why training stops before its last step: a signal, or a held-out loss that does not fall any more.
+
+A signal is a wish. It is fulfilled between two steps, when a checkpoint can be saved.
 
 User code that ends the process in the midst of a run is no such wish, but a failure.
 """
@@ -6,9 +8,10 @@ User code that ends the process in the midst of a run is no such wish, but a fai
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Event
 
-from penstock.errors import PipelineError, shortened
+from penstock.errors import PipelineError, count_of, shortened
 
 
 @contextmanager
@@ -54,3 +57,28 @@ class StopRequest:
             yield
         finally:
             self._limit_s = None
+
+
+@dataclass(slots=True)
+class EarlyStop:
+    """Counts the evaluations since the lowest held-out loss; every rank counts alike."""
+
+    patience: int
+    """Evaluations in a row without a lower loss that end a run; 0: none does."""
+    lowest: float | None = None
+    num_since: int = 0
+    """Evaluations since the lowest."""
+
+    def note(self, held_out_loss: float | None) -> bool:
+        """Take in a step, which may not have been evaluated; return whether the run ends with it."""
+        if held_out_loss is None or not self.patience:
+            return False
+        if self.lowest is None or held_out_loss < self.lowest:
+            self.lowest, self.num_since = held_out_loss, 0
+            return False
+        self.num_since += 1
+        return self.num_since >= self.patience
+
+    def describe(self) -> str:
+        """Say why the run ends."""
+        return f"{count_of(self.num_since, 'evaluation')} in a row without a held-out loss below {self.lowest:.4f}"

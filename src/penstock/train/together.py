@@ -1,7 +1,6 @@
 """Failing together: what stops one rank stops all of them, with the same words. Long work of one does not stop any."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 from penstock.errors import PeerLost, PenstockError
@@ -35,22 +34,13 @@ def working_together(control: Control, work: Callable[[Beat], T] | None) -> T | 
         PeerLost, DeadlineExceeded: a rank is lost.
     """
     if control.num_ranks == 1:
-        return None if work is None else work(_go_on)
+        return None if work is None else work(lambda: None)  # an interruption reaches the work by itself
     heartbeat = Heartbeat()
-    own: Callable[[], T | None] = partial(work or _nothing, heartbeat.beat)
     return work_together(
         control,
-        own,
+        lambda: None if work is None else work(heartbeat.beat),
         limit_s=STALLED_AFTER_S,
         stalled=PenstockError(f"the text: no rank has read or written any of it for {STALLED_AFTER_S:g} s"),
         fails_as=same_words,
         heartbeat=heartbeat,
     )
-
-
-def _go_on() -> None:
-    """Do nothing: an interruption reaches the work by itself."""
-
-
-def _nothing(beat: Beat) -> None:
-    """Have no work, as a rank that waits for the others."""

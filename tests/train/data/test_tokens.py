@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from penstock.errors import ConfigError
-from penstock.train.data import corpus as corpus_module
+from penstock.errors import ConfigError, PenstockError
 from penstock.train.data.corpus import TextFiles, find_documents
 from penstock.train.data.tokenizer import Tokenizer, load_tokenizer
-from penstock.train.data.tokens import tokenize
+from penstock.train.data.tokens import tokenize, unfinished_tokens
 
 BYTES = load_tokenizer("bytes")
+IDS = np.arange(4, dtype="<u2")
 
 
 @pytest.fixture
@@ -175,36 +175,12 @@ def test_ends_say_where_each_document_ends(corpus, tmp_path):
     assert all(found.tokens()[end - 1] == 0 for end in found.ends())
 
 
-def test_a_tokenization_that_is_interrupted_goes_on_where_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 64)
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(3):
-        (folder / f"{number}.txt").write_text(f"line of {number}\n" * 40)
-    whole = bytes(tokenize(documents_of(folder), BYTES, tmp_path / "whole").tokens())
-    calls = []
-
-    def stop(what, num_done, num_all):
-        if what == "tokenizing" and num_done > num_all / 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tokenize(documents_of(folder), BYTES, tmp_path / "cache", tell=stop)
-    found = tokenize(documents_of(folder), counting_tokenizer(calls), tmp_path / "cache")
-
-    assert bytes(found.tokens()) == whole
-    assert 0 < sum(map(len, calls)) < len(whole) / 2
-    assert len(os.listdir(tmp_path / "cache")) == 3
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from penstock.train.data import corpus, unfinished
+from penstock.train.data import corpus
 from penstock.train.data.tokenizer import load_tokenizer
 from penstock.train.data.tokens import tokenize
-
-unfinished.SECONDS_BETWEEN_PLACES = 0.0
 
 def die(what, num_done, num_all):
     if what == "tokenizing" and num_done > num_all / 2:
@@ -216,17 +192,20 @@ tokenize(files, load_tokenizer("bytes"), Path(sys.argv[2]), tell=die)
 
 
 @pytest.mark.slow
-def test_a_tokenization_that_is_killed_goes_on_where_it_was(tmp_path):
-    path = tmp_path / "a.txt"
+def test_a_tokenization_that_is_killed_leaves_nothing_that_counts_and_begins_again(tmp_path):
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
     path.write_text("a line of some length\n" * 400_000)
 
-    done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(tmp_path / "cache")])
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(cache)])
+    left = [os.path.splitext(name)[1] for name in os.listdir(cache)]
     calls = []
-    found = tokenize(documents_of(path), counting_tokenizer(calls), tmp_path / "cache")
+    found = tokenize(documents_of(path), counting_tokenizer(calls), cache)
 
     assert done.returncode == -signal.SIGKILL
+    assert left == [".unfinished"]
     assert bytes(found.tokens()) == path.read_bytes() + b"\0"
-    assert 0 < sum(map(len, calls)) < path.stat().st_size * 0.6
+    assert sum(map(len, calls)) == path.stat().st_size
+    assert sorted(name.split(".")[1] for name in os.listdir(cache)) == ["ends", "json", "tokens"]
 
 
 MEASURED = """
@@ -261,3 +240,87 @@ def test_a_document_that_is_larger_than_the_memory_it_may_take_is_tokenized(tmp_
     done = subprocess.run(command, capture_output=True, text=True, check=True)
 
     assert int(done.stdout) < allowed_mib
+
+
+def fail_with(error, cache):
+    """Write into a token file until an error or an interruption comes."""
+    with unfinished_tokens(cache, "key") as writer:
+        writer.write(IDS, is_last=True)
+        raise error
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """The folder of a process that was killed between two documents, and had not written all of its last line."""
+    folder = tmp_path / "key.unfinished"
+    folder.mkdir()
+    for name in ("tokens", "ends"):
+        (folder / name).write_bytes(b"torn and much longer than what follows")
+    return folder
+
+
+def test_the_next_process_begins_again_in_the_folder_of_one_that_was_killed(tmp_path, killed):
+    with unfinished_tokens(tmp_path, "key") as writer:
+        assert writer.folder == killed
+        writer.write(IDS, is_last=True)
+        writer.write(IDS[:2], is_last=False)
+        writer.write(IDS[2:], is_last=True)
+        assert not [name for name in os.listdir(tmp_path) if name.endswith((".tokens", ".ends"))]
+        writer.finish(tmp_path / "a.tokens", tmp_path / "a.ends")
+
+    assert np.fromfile(tmp_path / "a.tokens", dtype="<u2").tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert np.fromfile(tmp_path / "a.ends", dtype="<i8").tolist() == [4, 8]
+    assert sorted(os.listdir(tmp_path)) == ["a.ends", "a.tokens"]
+
+
+def test_a_second_process_writes_into_a_folder_of_its_own(tmp_path):
+    with unfinished_tokens(tmp_path, "key") as first, unfinished_tokens(tmp_path, "key") as second:
+        first.write(IDS, is_last=True)
+        second.write(IDS, is_last=True)
+        assert first.folder != second.folder
+        second.finish(tmp_path / "b.tokens", tmp_path / "b.ends")
+        first.finish(tmp_path / "a.tokens", tmp_path / "a.ends")
+
+    assert (tmp_path / "a.tokens").read_bytes() == (tmp_path / "b.tokens").read_bytes() == IDS.tobytes()
+    assert sorted(os.listdir(tmp_path)) == ["a.ends", "a.tokens", "b.ends", "b.tokens"]
+
+
+def test_a_folder_that_goes_while_a_process_makes_it_is_not_missed(tmp_path, monkeypatch):
+    def make(path, **options):
+        if options.get("exist_ok"):
+            raise FileExistsError(path)  # it was there, and was no more when pathlib looked whether it is a folder
+        os.mkdir(path)
+
+    monkeypatch.setattr(type(tmp_path), "mkdir", make)
+
+    with unfinished_tokens(tmp_path, "key") as writer:
+        writer.write(IDS, is_last=True)
+        writer.finish(tmp_path / "a.tokens", tmp_path / "a.ends")
+
+    assert (tmp_path / "a.tokens").read_bytes() == IDS.tobytes()
+
+
+def test_an_error_removes_what_is_written(tmp_path):
+    with pytest.raises(PenstockError, match="cannot be written: No space left"):
+        fail_with(OSError(28, "No space left on device"), tmp_path)
+
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interruption_removes_what_is_written(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fail_with(KeyboardInterrupt(), tmp_path)
+
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_left_is_removed_after_an_hour_but_for_that_of_the_key(tmp_path, killed):
+    for name in ("other.unfinished", "key.1234.unfinished", "new.unfinished"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokens").touch()
+        if name != "new.unfinished":
+            os.utime(tmp_path / name / "tokens", (0, 0))
+    os.utime(killed / "tokens", (0, 0))
+
+    with unfinished_tokens(tmp_path, "key"):
+        assert sorted(os.listdir(tmp_path)) == ["key.unfinished", "new.unfinished"]

@@ -1,12 +1,16 @@
 """The run folder is there and writable before a run begins, and files of earlier runs are kept apart."""
 
+import gc
+import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.train.folder.run_folder import RunFolder, numbered_folders, run_path
+from penstock.execute.observing.log import LOG
+from penstock.train.folder.run_folder import HeldFolder, RunFolder, numbered_folders, run_log, run_path
 from penstock.train.settings.config import config_from_table, config_to_toml, load_config
 from tests.test_files import largest_file
 
@@ -189,3 +193,76 @@ def test_written_files_hold_their_content(tmp_path):
     RunFolder(tmp_path).write("a.txt", b"text")
 
     assert (tmp_path / "a.txt").read_bytes() == b"text"
+
+
+def test_a_folder_that_was_renamed_is_found(tmp_path):
+    (tmp_path / "run").mkdir()
+    held = HeldFolder(tmp_path / "run")
+    assert held.is_in_place
+    assert held.found() == tmp_path / "run"
+
+    (tmp_path / "run").rename(tmp_path / "kept")
+    (tmp_path / "run").mkdir()  # another one
+
+    assert not held.is_in_place
+    assert held.found() == tmp_path / "kept"
+
+
+def test_a_folder_that_was_removed_is_not_found(tmp_path):
+    (tmp_path / "run").mkdir()
+    held = HeldFolder(tmp_path / "run")
+
+    (tmp_path / "run").rmdir()
+
+    assert held.found() is None
+
+
+def opened():
+    """Where the open files of this process are; other tests may leave some that are closed at any time."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one by which the list is read
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+    return found
+
+
+def test_nothing_stays_open(tmp_path):
+    held = HeldFolder(tmp_path)
+    assert str(tmp_path) in opened()
+
+    del held
+    gc.collect()
+
+    assert str(tmp_path) not in opened()
+
+
+def said(folder):
+    LOG.debug("a message")
+    LOG.info("the plan")
+    return [line.split(" ", 2)[2] for path in folder.glob("*.log") for line in path.read_text().splitlines()]
+
+
+def test_a_level_writes_what_is_at_least_as_grave(tmp_path):
+    (tmp_path / "info").mkdir()
+    (tmp_path / "debug").mkdir()
+
+    with run_log(tmp_path / "info", 0, "info"):
+        info = said(tmp_path / "info")
+    with run_log(tmp_path / "debug", 3, "debug"):
+        debug = said(tmp_path / "debug")
+
+    assert info == ["INFO the plan"]
+    assert debug == ["DEBUG a message", "INFO the plan"]
+    assert (tmp_path / "debug" / "rank3.log").exists()
+
+
+def test_off_writes_nothing_and_nothing_is_left_behind(tmp_path):
+    handlers, level = list(LOG.handlers), LOG.level
+
+    with run_log(tmp_path, 0, "off"):
+        pass
+    with run_log(tmp_path, 1, "debug"):
+        assert LOG.isEnabledFor(logging.DEBUG)
+
+    assert (list(LOG.handlers), LOG.level) == (handlers, level)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank1.log"]

@@ -96,7 +96,7 @@ def test_a_holder_on_another_host_is_named_with_its_host(tmp_path, hold):
 
 
 def test_a_lock_file_that_was_removed_meanwhile_is_not_held(tmp_path, monkeypatch):
-    """Whoever removes the file holds it, and another process may have opened it before."""
+    """The process that removes the file holds it, and another process may have opened it before."""
 
     def lock_late(file, operation, flock=fcntl.flock):
         monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""What the split uses: measured once, kept in the run folder, the same on every rank and in every later start."""
+"""Seconds that the split uses: measured once, kept in the run folder, the same on every rank and in later starts."""
 
 import io
 import json

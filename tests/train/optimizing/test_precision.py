@@ -1,4 +1,4 @@
-"""What a precision makes of layers, losses and regions."""
+"""A precision changes layers, losses and regions."""
 
 import pytest
 import torch

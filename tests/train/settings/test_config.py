@@ -55,7 +55,7 @@ def test_the_defaults_are_a_valid_run():
     config = config_from_table(MINIMAL)
 
     assert config.max_length == config.batch.length
-    assert config.tokens_per_step == config.batch.size * config.batch.length
+    assert config.batch_plan.full == 1
     assert config_from_table(table_with(model={"length": 512})).max_length == 512
 
 

@@ -15,7 +15,7 @@ from penstock.train.settings.optional_packages import (
     require_packages,
 )
 
-# What each package's line of the table is asked by.
+# The settings that ask for each package.
 ASKED = {
     "tensorboard": {"metrics": {"tensorboard": True}},
     "wandb": {"metrics": {"wandb": "offline"}},

@@ -120,7 +120,7 @@ def test_how_many_batches_a_step_adds_up_may_be_said_in_three_ways(batch):
     config = config_from_table(table_with(batch={**batch, "ramp_from": 1, "ramp_steps": 4}))
 
     assert [config.batch_plan.count(step) for step in range(1, 6)] == [1, 1, 2, 2, 3]
-    assert config.tokens_per_step == 6144
+    assert config.batch.size * config.batch.length * config.batch_plan.full == 6144
 
 
 def test_a_ragged_batch_is_allowed_on_request():

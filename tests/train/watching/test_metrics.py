@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,9 @@ def step_of(step, duration_s=0.5, **optional):
 
 def write_all(folder, steps, num_steps=10, **options):
     output = io.StringIO()
-    with MetricsWriter(folder, MetricsSection(**options), num_steps=num_steps, output=output) as writer:
+    own = {name: options.pop(name) for name in ("utilization", "clock") if name in options}
+    with ExitStack() as stack:
+        writer = MetricsWriter(stack, folder, MetricsSection(**options), num_steps=num_steps, output=output, **own)
         for step in steps:
             writer.write(step)
     return output.getvalue()
@@ -91,7 +94,8 @@ def test_nothing_is_left_after_a_last_step_that_compiled(tmp_path):
 
 def test_a_line_is_shown_between_steps(tmp_path):
     output = io.StringIO()
-    with MetricsWriter(tmp_path, MetricsSection(), num_steps=2, output=output) as writer:
+    with ExitStack() as stack:
+        writer = MetricsWriter(stack, tmp_path, MetricsSection(), num_steps=2, output=output)
         writer.say("step 1 compiles the layers; that takes a while")
 
         assert output.getvalue() == "step 1 compiles the layers; that takes a while\n"
@@ -99,9 +103,7 @@ def test_a_line_is_shown_between_steps(tmp_path):
 
 def test_utilization_follows_from_tokens_per_second(tmp_path):
     utilization = Utilization(flops_per_token=6.0, flops_per_s=2400.0)
-    writer = MetricsWriter(tmp_path, MetricsSection(), num_steps=2, output=io.StringIO(), utilization=utilization)
-    with writer:
-        writer.write(step_of(1))
+    write_all(tmp_path, [step_of(1)], num_steps=2, utilization=utilization)
 
     [row] = objects_of(tmp_path)
     assert row["model_flops_utilization"] == 0.5
@@ -114,7 +116,8 @@ def test_people_see_the_last_memory_that_was_gathered(tmp_path):
 
 
 def test_a_line_is_in_the_file_before_the_next_step(tmp_path):
-    with MetricsWriter(tmp_path, MetricsSection(), num_steps=2, output=io.StringIO()) as writer:
+    with ExitStack() as stack:
+        writer = MetricsWriter(stack, tmp_path, MetricsSection(), num_steps=2, output=io.StringIO())
         writer.write(step_of(1))
 
         assert [each["step"] for each in objects_of(tmp_path)] == [1]
@@ -144,15 +147,16 @@ def test_terminal_shows_first_last_due_and_evaluated_steps(tmp_path):
 
 def test_a_pipe_gets_a_line_every_few_seconds(tmp_path):
     """Steps of 0.5 s: the first, every tenth after it, the last."""
-    output, now_s = io.StringIO(), [0.0]
+    now_s = [0.0]
 
-    writer = MetricsWriter(tmp_path, MetricsSection(), num_steps=35, output=output, clock=lambda: now_s[0])
-    with writer:
+    def steps():
         for step in range(1, 36):
             now_s[0] += 0.5
-            writer.write(step_of(step))
+            yield step_of(step)
 
-    assert [int(line.split()[1].split("/")[0]) for line in output.getvalue().splitlines()] == [1, 11, 21, 31, 35]
+    shown = write_all(tmp_path, steps(), num_steps=35, clock=lambda: now_s[0])
+
+    assert [int(line.split()[1].split("/")[0]) for line in shown.splitlines()] == [1, 11, 21, 31, 35]
 
 
 def test_nothing_is_written_to_the_folder_when_nothing_is_asked_for(tmp_path):
@@ -238,14 +242,10 @@ def test_a_failure_inside_the_block_comes_out_as_it_is(tmp_path):
 
 
 def test_people_see_the_last_measured_bubble_and_the_files_only_what_was_measured(tmp_path):
-    output = io.StringIO()
     steps = [step_of(1), step_of(2, bubble_fraction=0.25), step_of(3)]
 
-    with MetricsWriter(tmp_path, MetricsSection(tensorboard=False, every=1), num_steps=3, output=output) as writer:
-        for step in steps:
-            writer.write(step)
+    lines = write_all(tmp_path, steps, num_steps=3, every=1).splitlines()
 
-    lines = output.getvalue().splitlines()
     assert [("bubble     -" in line, "bubble 25.0%" in line) for line in lines] == [(True, False), *[(False, True)] * 2]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert ["bubble_fraction" in row for row in rows] == [False, True, False]

@@ -1,8 +1,9 @@
-"""The report: figures, trace, picture, and lines that say where they are."""
+"""The first lines of a run, and its report: figures, trace, picture, and lines that say where they are."""
 
 import json
 import re
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,14 +14,18 @@ from penstock.errors import PenstockError
 from penstock.ir.instruction import Op
 from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
+from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from penstock.show import page
 from penstock.simulation import Costs, simulate
-from penstock.tables import Screen
+from penstock.tables import NO_SCREEN, Screen
 from penstock.train.folder.run_folder import RunFolder
-from penstock.train.watching.report import Outcome, predict_again, write_report
+from penstock.train.settings.config import config_from_table
+from penstock.train.watching.recorded_step import RecordedStep
+from penstock.train.watching.report import TrainingResult, device_line, opening_lines, predict_again, write_report
+from tests.train.local_ranks import on_ranks, small_layers, small_pipeline
 
-OUTCOME = Outcome(num_steps=40, duration_s=65.0, loss=1.5, held_out_loss=1.75, recorded_step=20)
+RESULT = TrainingResult(num_steps=40, loss=1.5, held_out_loss=1.75, recorded=None)
 
 
 def measured_timeline():
@@ -29,8 +34,9 @@ def measured_timeline():
     return Timeline(program, "measured", played.start_s, played.end_s, played.sizes)
 
 
-def report_lines(folder, outcome=OUTCOME, measured=None):
-    return list(write_report(RunFolder(folder), outcome, predict_again(measured)))
+def report_lines(folder, result=RESULT, measured=None, **options):
+    recorded = measured and RecordedStep(20, measured, (), (), (), ())
+    return list(write_report(RunFolder(folder), replace(result, recorded=recorded), 65.0, **options))
 
 
 def uncertainty_lines(measured):
@@ -114,9 +120,9 @@ def table_in(lines):
 
 def test_a_row_per_rank_tells_what_it_took(tmp_path):
     measured = measured_timeline()
-    outcome = replace(OUTCOME, peak_bytes=(1 << 20, 3 << 20))
+    result = replace(RESULT, peak_bytes=(1 << 20, 3 << 20))
 
-    heading, _, *rows = table_in(report_lines(tmp_path, outcome, measured))
+    heading, _, *rows = table_in(report_lines(tmp_path, result, measured))
 
     assert heading == ["rank", "computing", "bubble", "predicted", "most", "memory"]
     # 12 ms of 15.4 ms, in which the other rank has a pair to itself, and four transfers
@@ -127,14 +133,14 @@ def test_a_row_per_rank_tells_what_it_took(tmp_path):
 
 
 def test_a_table_has_what_was_measured_also_of_other_ranks_and_fits_the_terminal(tmp_path):
-    outcome = replace(OUTCOME, peak_bytes=(1 << 20, 3 << 20, 2 << 20))
+    result = replace(RESULT, peak_bytes=(1 << 20, 3 << 20, 2 << 20))
 
     assert table_in(report_lines(tmp_path)) == []
-    assert [row[0] for row in table_in(report_lines(tmp_path, outcome))][2:] == ["0", "1", "2"]
-    assert table_in(report_lines(tmp_path, outcome, measured_timeline()))[-1] == ["2", "2.00", "MiB"]
+    assert [row[0] for row in table_in(report_lines(tmp_path, result))][2:] == ["0", "1", "2"]
+    assert table_in(report_lines(tmp_path, result, measured_timeline()))[-1] == ["2", "2.00", "MiB"]
     [table] = [
         line
-        for line in write_report(RunFolder(tmp_path), outcome, predict_again(measured_timeline()), Screen(30))
+        for line in report_lines(tmp_path, result, measured_timeline(), screen=Screen(30))
         if line.startswith("\nrank")
     ]
     assert max(map(len, table.splitlines())) <= 30
@@ -159,7 +165,7 @@ def test_without_matplotlib_one_line_says_what_is_missing_and_how_to_get_it(tmp_
 
 
 def test_without_a_recorded_step_there_is_a_summary_only(tmp_path):
-    text = "\n".join(report_lines(tmp_path, Outcome(4, 1.0, 1.5, None, 0)))
+    text = "\n".join(report_lines(tmp_path, replace(RESULT, held_out_loss=None)))
 
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
     assert json.loads((tmp_path / "summary.json").read_text())["timelines"] == {}
@@ -172,6 +178,74 @@ def test_a_report_that_cannot_be_written_names_the_file(tmp_path):
 
 
 def test_a_continued_run_counts_the_steps_that_took_the_time(tmp_path):
-    continued = replace(OUTCOME, num_earlier=15)
+    continued = replace(RESULT, num_earlier=15)
 
     assert "loss 1.5000, 25 of 40 steps in 1:05" in "\n".join(report_lines(tmp_path, continued))
+
+
+def config_of(**sections):
+    run = {"folder": "run", "steps": 6, "device": "cpu", "record_step": 0}
+    return config_from_table(
+        {"run": run, "data": {"corpus": "stdlib"}, "pipeline": {"ranks": 1, "microbatches": 4}} | sections
+    )
+
+
+def lines_of(config=None, note="", screen=NO_SCREEN, **options):
+    layers = small_layers()
+    with closing(Pipeline(layers, microbatches=4, **options)) as pipeline:
+        return list(opening_lines(config or config_of(), layers, 1234, pipeline, note, screen))
+
+
+def parameters_drawn(split):
+    rows = [line.split() for line in split.splitlines()]
+    return sum(int(row[3].replace(",", "")) for row in rows if row[0].isdecimal())
+
+
+def test_the_device_line_names_device_and_precision():
+    assert device_line(config_of()) == "1 rank on CPU; precision float32"
+
+
+def test_the_lines_tell_model_text_and_split():
+    summary, split = lines_of()
+
+    assert summary.endswith("parameters, 1,234 tokens to train on, 1f1b on 1 rank, 4 microbatches, 6 steps")
+    assert "heaviest: stage 0" in split
+
+
+def test_the_parameters_of_the_stages_add_up_to_those_of_the_first_line():
+    layers = small_layers(tied_head=True)
+
+    def case(transport):
+        with closing(small_pipeline(transport, layers, stages_per_rank=2, schedule="interleaved-1f1b")) as pipeline:
+            return list(opening_lines(config_of(), layers, 1234, pipeline, "", NO_SCREEN))[:2]
+
+    (summary, on_one), *_ = on_ranks(1, case)
+    (_, on_two), *_ = on_ranks(2, case)
+
+    total = summary.split(" parameters")[0]
+    assert f"{parameters_drawn(on_one):,}" == total
+    assert on_one.endswith("tied on one rank: 512 parameters of stage 0 in stage 1, counted once")
+    assert f"{parameters_drawn(on_two) - 512:,}" == total
+    assert on_two.endswith(f"512 parameters of stage 0 in stage 3, counted in each\nwithout copies: {total} parameters")
+
+
+def test_notes_follow_the_split_and_fit_the_terminal(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    recorded = config_of(run={"folder": "run", "record_step": 2})
+
+    *_, note, missing = lines_of(recorded, note="the split uses measured seconds", screen=Screen(40))
+
+    assert note == "the split uses measured seconds"
+    assert missing.startswith("note: there will be no picture of step\n2: ")
+    assert max(map(len, missing.splitlines())) <= 40
+
+
+def test_a_type_that_this_cpu_emulates_is_noted(monkeypatch):
+    seconds_of = {"torch.float32": 1.0, "torch.bfloat16": 4.0}
+    name = "penstock.train.optimizing.precision._product_s"
+    monkeypatch.setattr(name, lambda dtype: seconds_of[str(dtype)])
+
+    *_, note = lines_of(config_of(precision={"compute": "bfloat16"}))
+
+    assert note.startswith("note: bfloat16 is slower than float32 on this CPU: 4.0 times")
+    assert len(lines_of()) == 2

@@ -17,16 +17,16 @@ from tests.test_files import largest_file
 
 
 def test_a_line_is_in_the_file_when_it_is_written(tmp_path):
-    with open_jsonl(tmp_path / "metrics.jsonl") as sink:
-        sink.write(3, {"loss": 2.5})
+    with open_jsonl(tmp_path / "metrics.jsonl") as write:
+        write(3, {"loss": 2.5})
         assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 3, "loss": 2.5}
 
 
 def test_a_line_that_a_killed_process_began_is_ended(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step":1,"lo')
 
-    with open_jsonl(tmp_path / "metrics.jsonl") as sink:
-        sink.write(2, {"loss": 2.5})
+    with open_jsonl(tmp_path / "metrics.jsonl") as write:
+        write(2, {"loss": 2.5})
 
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step":1,"lo\n{"step":2,"loss":2.5}\n'
 
@@ -35,17 +35,17 @@ def test_a_full_disk_is_named(tmp_path):
     with (
         largest_file(10),
         pytest.raises(PenstockError, match="File too large"),
-        open_jsonl(tmp_path / "metrics.jsonl") as sink,
+        open_jsonl(tmp_path / "metrics.jsonl") as write,
     ):
-        sink.write(1, {"loss": 2.5})
+        write(1, {"loss": 2.5})
 
 
 @pytest.mark.slow
 def test_in_tensorboard_a_step_that_is_written_again_counts_once(tmp_path):
     for first_step, loss in ((1, 3.0), (2, 2.0)):
-        with open_tensorboard(tmp_path / "tensorboard", first_step) as sink:
+        with open_tensorboard(tmp_path / "tensorboard", first_step) as write:
             for step in range(first_step, 4):
-                sink.write(step, {"loss": loss})
+                write(step, {"loss": loss})
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (2, 2.0), (3, 2.0)]
@@ -62,7 +62,7 @@ def test_missing_tensorboard_says_how_to_install_it(tmp_path, monkeypatch):
 
 
 class StandIn:
-    """What is used of W&B: `init` gives a run, which is logged to and finished; `failing` names the call that fails."""
+    """The part of W&B that is used: `init` gives a run, logged to and finished; `failing` is the call to fail."""
 
     def __init__(self, failing=""):
         self.calls = []
@@ -84,9 +84,9 @@ def write_to(monkeypatch, stand_in, folder, **options):
     """Return what is told while two steps are written."""
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     told = []
-    with open_wandb(folder, MetricsSection(wandb="offline", **options), told.append) as sink:
+    with open_wandb(folder, MetricsSection(wandb="offline", **options), told.append) as write:
         for step in (3, 4):
-            sink.write(step, {"loss": 2.0})
+            write(step, {"loss": 2.0})
     return told
 
 
@@ -143,8 +143,8 @@ def test_missing_wandb_says_how_to_install_it(tmp_path, monkeypatch):
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 def test_offline_wandb_writes_into_the_folder_without_a_network(tmp_path):
     told = []
-    with open_wandb(tmp_path, MetricsSection(wandb="offline"), told.append) as sink:
-        sink.write(1, {"loss": 2.0})
+    with open_wandb(tmp_path, MetricsSection(wandb="offline"), told.append) as write:
+        write(1, {"loss": 2.0})
 
     assert told == []
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))

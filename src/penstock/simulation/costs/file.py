@@ -147,8 +147,7 @@ def _from_table(table: Table, file: str) -> AnyCosts:
             return _make(LayerCosts, members, "", source=file)
         return _make(Costs, members, "", source=file)
     except ConfigError as error:
-        problem = str(error).removeprefix(f"{error.key}: ")
-        raise ConfigError(f"{problem} (in {file})", key=error.key) from None
+        raise ConfigError(f"{error.problem} (in {file})", key=error.key) from None
 
 
 def _make(made: type[Made], table: Table, place: str, **given: Any) -> Made:
@@ -169,8 +168,7 @@ def _make(made: type[Made], table: Table, place: str, **given: Any) -> Made:
         return made(**{known[name].name: value for name, value in found.items()}, **given)
     except ConfigError as error:
         field = key_of(made, error.key.rpartition(".")[2])
-        problem = str(error).removeprefix(f"{error.key}: ")
-        raise ConfigError(problem, key=path_of.get(field, error.key)) from None
+        raise ConfigError(error.problem, key=path_of.get(field, error.key)) from None
 
 
 def key_of(made: type[Any], name: str) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition, Thread
-from typing import Any, Protocol
 
 from penstock.errors import PenstockError
 from penstock.execute.batch.stream import Part
@@ -61,62 +60,6 @@ class Wants:
         each, more = divmod(size, self.num_replicas)
         first = self.replica * each + min(self.replica, more)
         return slice(first, first + each + (self.replica < more))
-
-
-class Position(Protocol):
-    """Where a run is in data that are read one after another; a checkpoint keeps it."""
-
-    @property
-    def is_stateful(self) -> bool:
-        """Whether there is a state, the same on every rank that reads."""
-        ...
-
-    def state(self, step: int) -> Any:
-        """Return the state behind the batches of an optimizer step, of JSON's values; None on a rank that has none."""
-        ...
-
-    def resume(self, step: int, state: Any, beat: Callable[[], None]) -> str:
-        """Go on behind an optimizer step; return a line on how, or nothing. Raises: ConfigError."""
-        ...
-
-
-class Dataset(Protocol):
-    """The batches of a run, by their numbers from 0."""
-
-    vocabulary: int
-    """Bounds the token ids."""
-    digest: str
-    """Equal on two machines that have the same data."""
-
-    @property
-    def num_train_tokens(self) -> int | None:
-        """None where it is not known."""
-        ...
-
-    @property
-    def position(self) -> Position | None:
-        """None where every batch is found by its number."""
-        ...
-
-    def batch(self, number: int, wants: Wants = ...) -> Batch:
-        """Return as much of a batch as a rank wants. Raises: PenstockError."""
-        ...
-
-    def num_targets(self, number: int) -> int:
-        """Return how many tokens the loss of a batch is the mean of, without reading it."""
-        ...
-
-    def shares(self, first: int, count: int) -> list[float] | None:
-        """Return the part of each of some batches in the loss of their step; None: they are equal."""
-        ...
-
-    def held_out_batches(self, num_batches: int, wants: Wants = ...) -> list[Batch]:
-        """Return what is evaluated, always the same. Raises: ConfigError."""
-        ...
-
-    def held_out_weights(self, num_batches: int) -> list[float] | None:
-        """Return what the loss of each of these is the mean of; None: they are equal."""
-        ...
 
 
 class BatchReader:

@@ -74,17 +74,17 @@ class TextFiles:
 
     def pieces(self, index: int) -> Iterator[bytes]:
         path, begin = self.documents[index].path, 0
-        check = _Utf8Check(str(path))
+        decoder = codecs.getincrementaldecoder("utf-8")()
         try:
             with path.open("rb") as file:
                 while piece := _cut(file.read(PIECE_BYTES)):
-                    check.add(piece)
+                    _require_utf8(decoder, piece, path, begin)
                     yield piece
                     begin += len(piece)
                     file.seek(begin)
         except OSError as error:
             raise _unreadable(path, error) from error
-        check.finish()
+        _require_utf8(decoder, b"", path, begin)
 
 
 def find_documents(files: Sequence[str], suffixes: Sequence[str]) -> tuple[Document, ...]:
@@ -115,33 +115,20 @@ def find_standard_library() -> tuple[Document, ...]:
     return tuple(_inspect(path) for path in sorted(_walk(root, (".py",), without=NOT_THE_LIBRARY)))
 
 
-class _Utf8Check:
-    """Proves piece by piece that a document is UTF-8; a character may be cut between two pieces."""
+def _require_utf8(decoder: codecs.IncrementalDecoder, piece: bytes, path: Path, begin: int) -> None:
+    """Prove that a document is UTF-8 up to the end of its next piece, at whose end a character may be cut.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._num_bytes = 0
-
-    def add(self, piece: bytes) -> None:
-        """Look at the next piece. Raises: ConfigError, with the offset of the first wrong byte."""
-        self._decode(piece, is_last=False)
-
-    def finish(self) -> None:
-        """See that no character is cut off at the end. Raises: ConfigError."""
-        self._decode(b"", is_last=True)
-
-    def _decode(self, piece: bytes, *, is_last: bool) -> None:
-        try:
-            self._decoder.decode(piece, is_last)
-        except UnicodeDecodeError as error:
-            offset = self._num_bytes + len(piece) - len(error.object) + error.start
-            raise ConfigError(
-                f"{self._name}: byte 0x{error.object[error.start]:02x} at offset {offset} is not UTF-8; "
-                "convert the file to UTF-8, or leave it out",
-                key=FILES_KEY,
-            ) from error
-        self._num_bytes += len(piece)
+    The last piece is an empty one. Raises: ConfigError, with the offset of the first wrong byte.
+    """
+    try:
+        decoder.decode(piece, not piece)
+    except UnicodeDecodeError as error:
+        offset = begin + len(piece) - len(error.object) + error.start
+        raise ConfigError(
+            f"{path}: byte 0x{error.object[error.start]:02x} at offset {offset} is not UTF-8; "
+            "convert the file to UTF-8, or leave it out",
+            key=FILES_KEY,
+        ) from error
 
 
 def _cut(content: bytes) -> bytes:

@@ -18,11 +18,10 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.models.decoder import IGNORED_TARGET
-from penstock.train.data.batches import Batch, Position, Wants
+from penstock.train.data.batches import Batch, Wants
 from penstock.train.data.corpus import FILES_KEY, Corpus, TextFiles, find_documents, find_standard_library
-from penstock.train.data.mixture import Mixture
 from penstock.train.data.saved_dataset import SavedDataset, id_tokenizer
-from penstock.train.data.sequences import Source, Span, Spans
+from penstock.train.data.sequences import Mixture, Source, Span, Spans
 from penstock.train.data.tokenizer import Tokenizer, tokenizer_of
 from penstock.train.data.tokens import Tell, TokenFile, tokenize
 from penstock.train.settings.config import RunConfig
@@ -30,7 +29,7 @@ from penstock.train.settings.sections import SourceKeys
 
 EVERYTHING = Wants()
 POSITIONS = {False: "positions", True: "position_ids"}
-"""What a model calls positions: whether it is one of transformers."""
+"""The name of positions, by whether the model is one of transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class BatchOptions:
     packing: str = "windows"
     """See `data.packing`."""
     positions: str = "positions"
-    """What the model calls them."""
+    """Their name in the model."""
 
 
 class TokenDataset:
@@ -69,7 +68,6 @@ class TokenDataset:
             ConfigError: a source has nothing to train on, or all of them do not fill a batch.
         """
         self.sources = list(sources)
-        self.position: Position | None = None
         self.vocabulary = vocabulary
         self.digest = digest
         self.batch_size = options.batch_size
@@ -78,7 +76,7 @@ class TokenDataset:
         for number, source in enumerate(self.sources):
             if not len(source.train):
                 raise ConfigError(
-                    f"{self._named('the corpus', number)} has {source.num_train_tokens} tokens to train on, but one "
+                    f"{self._named(number)} has {source.num_train_tokens} tokens to train on, but one "
                     f"sequence of batch.length = {options.length} needs {options.length + 1}; name more text, or lower "
                     "batch.length",
                     key=FILES_KEY,
@@ -98,6 +96,7 @@ class TokenDataset:
 
     @property
     def num_train_tokens(self) -> int:
+        """Of all sources."""
         return sum(source.num_train_tokens for source in self.sources)
 
     @property
@@ -113,7 +112,7 @@ class TokenDataset:
         """Return how many tokens the loss of a batch is the mean of; no token is read for it."""
         if self.has_even_batches:
             return self._options.batch_size * self._options.length
-        return sum(end - begin - 1 for _, (begin, end) in self._spans(number))
+        return _num_targets(self._spans(number))
 
     def shares(self, first: int, count: int) -> list[float] | None:
         """Return the part of each batch in the mean over the tokens of some batches; None where these are equal."""
@@ -136,7 +135,7 @@ class TokenDataset:
         """Return how many targets each of these batches has; None where they have equally many."""
         if self.has_even_batches:
             return None
-        return [float(sum(end - begin - 1 for _, (begin, end) in each)) for each in self._held_out_spans(num_batches)]
+        return [float(_num_targets(spans)) for spans in self._held_out_spans(num_batches)]
 
     def _spans(self, number: int) -> list[tuple[Source, Span]]:
         first = number * self._options.batch_size
@@ -157,7 +156,7 @@ class TokenDataset:
         for number, (source, count) in enumerate(zip(self.sources, counts, strict=True)):
             if count and not len(source.held_out):
                 raise ConfigError(
-                    f"the held-out part of {self._named('the corpus', number)} is shorter than one sequence; name more "
+                    f"the held-out part of {self._named(number)} is shorter than one sequence; name more "
                     "text, or raise data.held_out_fraction",
                     key="data.held_out_fraction",
                 )
@@ -172,7 +171,8 @@ class TokenDataset:
         """Read some sequences, as much of them as is wanted."""
         keywords: dict[str, Any] = {}
         if self._options.packing == "documents":
-            keywords[self._options.positions] = self._positions(spans)
+            positions = np.stack([source.positions(span) for source, span in spans])
+            keywords[self._options.positions] = torch.from_numpy(positions)
         if not (wants.inputs or wants.target):
             return Batch(**keywords)
         length = self._options.length
@@ -185,11 +185,12 @@ class TokenDataset:
         target[np.arange(1, length + 1) >= counts[:, None]] = IGNORED_TARGET
         return Batch(*inputs, target=torch.from_numpy(target) if wants.target else None, **keywords)
 
-    def _positions(self, spans: Sequence[tuple[Source, Span]]) -> torch.Tensor:
-        return torch.from_numpy(np.stack([source.positions(span) for source, span in spans]))
+    def _named(self, number: int) -> str:
+        return "the corpus" if len(self.sources) == 1 else f"data.sources[{number}]"
 
-    def _named(self, what: str, number: int) -> str:
-        return what if len(self.sources) == 1 else f"data.sources[{number}]"
+
+def _num_targets(spans: Sequence[tuple[Source, Span]]) -> int:
+    return sum(end - begin - 1 for _, (begin, end) in spans)
 
 
 def _own(spans: Sequence[tuple[Source, Span]], wants: Wants) -> Sequence[tuple[Source, Span]]:
@@ -202,7 +203,7 @@ def whole_text(dataset: TokenDataset, wants: Wants = EVERYTHING) -> tuple[Iterat
     The last batch may be smaller. A batch is read when it is asked for.
     """
     spans = [(source, source.train) for source in dataset.sources]
-    counts = [float(sum(end - begin - 1 for _, (begin, end) in each)) for each in _cut(spans, dataset.batch_size)]
+    counts = [float(_num_targets(each)) for each in _cut(spans, dataset.batch_size)]
     return (dataset.gather(each, wants) for each in _cut(spans, dataset.batch_size)), counts
 
 
@@ -240,12 +241,12 @@ def open_dataset(
         )
     vocabulary = config.model.vocabulary or tokenizer.vocabulary
     corpora = [_corpus(each) for each in data.all_sources]
-    tokenizers = [_tokenizer_for(corpus, tokenizer, vocabulary) for corpus in corpora]
-    pairs = list(zip(corpora, tokenizers, strict=True))
-    files = [tokenize(corpus, own, cache, others=others, tell=tell) for corpus, own in pairs]
-    sources = [
-        _source(config, file, own, number) for number, (file, own) in enumerate(zip(files, tokenizers, strict=True))
-    ]
+    sources, digests = [], []
+    for number, corpus in enumerate(corpora):
+        own = _tokenizer_for(corpus, tokenizer, vocabulary)
+        file = tokenize(corpus, own, cache, others=others, tell=tell)
+        sources.append(_source(config, file, own, number))
+        digests.append(file.manifest.digest)
     weights = [each.weight for each in data.all_sources]
     num_sequences = sum(len(source.train) for source in sources)
     size = min(config.batch.size, max(num_sequences, 1)) if may_be_small else config.batch.size
@@ -256,7 +257,7 @@ def open_dataset(
         ),
         weights=weights,
         vocabulary=vocabulary,
-        digest=_digest([file.manifest.digest for file in files], weights),
+        digest=_digest(digests, weights),
     )
 
 

@@ -1,20 +1,21 @@
-"""One source of text cut into sequences: which of its tokens each has, found in constant time.
+"""Training sequences by their numbers: the source of each, its place there, and its tokens, found in constant time.
+
+A `Mixture` says from which source a sequence is, `permuted` shuffles the sequences of a source, and a `Source` is cut:
 
     windows     tokens:  a b c 0 d e 0 f g h i 0      windows of batch.length, one after another
                          └─────┴─────┴─────┴          neighbours share a token: the last target, the first input
     none        tokens:  a b c 0 d e 0 f g h i 0      a document each, as much of it as batch.length takes
                          └─────┘ └───┘ └─────┘
 
-The end of the tokens is held out. What is trained on is shuffled anew in every epoch.
+The end of the tokens is held out. The rest is shuffled anew in every epoch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from penstock.train.data.permutation import permuted
 
 MOST_EPOCHS = 1 << 32
 SEED_OF_SOURCE = 1 << 20
@@ -23,6 +24,12 @@ LOOK_AT_ONCE = 1 << 20
 Ids = NDArray[np.unsignedinteger]
 Span = tuple[int, int]
 """The first token of a sequence, and the end behind its last target."""
+NUM_ROUNDS = 6
+WORD_MASK = (1 << 64) - 1
+PATTERN_LENGTH = 1 << 16
+"""About the number of sequences after which the pattern repeats: shares are exact to so small a part."""
+OFFSETS = 1 << 10
+"""In how many places the sequences of a source may begin, by seed."""
 
 
 class Spans(Protocol):
@@ -138,3 +145,76 @@ def _rest_of_document(tokens: Ids, end: int | None) -> int:
         if len(ends):
             return first + int(ends[0]) + 1
     return 0
+
+
+def permuted(index: int, size: int, *, seed: int) -> int:
+    """Return where a shuffle of `range(size)` puts `index`, in constant time and memory; each seed gives another one.
+
+    A balanced Feistel network permutes the numbers below a power of four, whatever its round function does; numbers
+    that fall outside the wanted size are sent through it again until they fall inside (cycle walking; Black and
+    Rogaway, 2002). The power of four is less than four times the size, so that takes fewer than four passes on average.
+
+    Raises:
+        IndexError: the index is not in `range(size)`.
+    """
+    if not 0 <= index < size:
+        raise IndexError(f"index {index} is not in range({size})")
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    keys = [_mix(seed * NUM_ROUNDS + turn) for turn in range(NUM_ROUNDS)]
+    while True:
+        index = _feistel(index, half_bits, keys)
+        if index < size:
+            return index
+
+
+def _feistel(value: int, half_bits: int, keys: list[int]) -> int:
+    mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return (left << half_bits) | right
+
+
+def _mix(value: int) -> int:
+    """Spread every input bit over the 64 output bits (the finalizer of SplitMix64)."""
+    value = (value + 0x9E3779B97F4A7C15) & WORD_MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & WORD_MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & WORD_MASK
+    return value ^ (value >> 31)
+
+
+class Mixture:
+    """The pattern of some weights, which are above 0; a seed chooses where each source begins in it.
+
+    The pattern repeats. In it the sequences of each source are spread evenly, so that any stretch has about the shares
+    of the weights, as in weights 2 and 1:
+
+        sequence   0  1  2  3  4  5  6 ...
+        source     0  1  0  0  1  0  0 ...      number within the source   0  0  1  2  1  3  4 ...
+    """
+
+    def __init__(self, weights: Sequence[float], *, seed: int = 0) -> None:
+        total = sum(weights)
+        self._counts = [max(1, round(PATTERN_LENGTH * weight / total)) for weight in weights]
+        if len(weights) == 1:
+            self._counts = [1]
+        moments = [
+            (np.arange(count) + (permuted(number % OFFSETS, OFFSETS, seed=seed) + 0.5) / OFFSETS) / count
+            for number, count in enumerate(self._counts)
+        ]
+        # A stable sort: of equal moments the first source's comes first, on every machine.
+        order = np.argsort(np.concatenate(moments), kind="stable")
+        self._sources = np.repeat(np.arange(len(weights)), self._counts)[order]
+        self._numbers = np.concatenate([np.arange(count) for count in self._counts])[order]
+
+    def locate(self, sequence: int) -> tuple[int, int]:
+        """Return the source of a sequence, and the sequence's number within that source."""
+        turn, place = divmod(sequence, len(self._sources))
+        source = int(self._sources[place])
+        return source, turn * self._counts[source] + int(self._numbers[place])
+
+    def counts(self, num_sequences: int) -> list[int]:
+        """Return how many of the first sequences come from each source."""
+        turns, rest = divmod(num_sequences, len(self._sources))
+        found = np.bincount(self._sources[:rest], minlength=len(self._counts))
+        return [turns * count + int(more) for count, more in zip(self._counts, found, strict=True)]

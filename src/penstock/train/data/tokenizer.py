@@ -20,7 +20,7 @@ END_OF_DOCUMENT = 0
 PROBE = b"a"
 """A text by which a tokenizer shows what it adds to each."""
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-"""What tokenizer files call the end of a document, as GPT-2, Llama 3, Llama 2, Gemma and others do."""
+"""The names of the end of a document in tokenizer files: of GPT-2, Llama 3, Llama 2, Gemma and others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,30 +3,46 @@
 The cache folder gets three files per corpus: `<key>.tokens`, `<key>.ends` (per document, the number of tokens up to its
 end) and `<key>.json` (the manifest). All appear whole, the manifest last, and any two writers of a key write the same
 bytes; so processes may race for them. Documents are read twice, piece by piece: for their hashes, and for their tokens.
+
+A token file in the making is in a folder that one process alone writes to:
+
+    <key>.unfinished/tokens   the ids so far
+    <key>.unfinished/ends     per document, the number of tokens up to its end
+
+The folder of a process that was killed is taken over by the next one, which begins again. A file lock tells it from one
+that is still written to. Another process that comes meanwhile makes a folder of its own.
 """
 
+import fcntl
 import hashlib
 import json
+import os
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import ConfigError
-from penstock.files import atomic_file, remove_abandoned
+from penstock.files import ABANDONED_AFTER_S, atomic_file, naming_storage, remove_abandoned
 from penstock.train.data.corpus import FILES_KEY, PIECE_BYTES, Corpus
 from penstock.train.data.tokenizer import Tokenizer
-from penstock.train.data.unfinished import END_TYPE, UnfinishedTokens, unfinished_tokens
 
 FORMAT_VERSION = 1
+SUFFIX = ".unfinished"
+TOKENS, ENDS = "tokens", "ends"
+END_TYPE = np.dtype("<i8")
 
 
 class Manifest(BaseModel):
-    """What a token file holds, and from what it was made."""
+    """The content of a token file, and from what it was made."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -56,6 +72,45 @@ class TokenFile:
     def ends(self) -> NDArray[np.signedinteger]:
         """Map into memory, per document, the number of tokens up to its end; read-only."""
         return np.memmap(_ends_path(self.path), dtype=END_TYPE, mode="r")
+
+
+@dataclass(slots=True, eq=False)
+class UnfinishedTokens:
+    """Takes the ids of one document after another."""
+
+    folder: Path
+    _tokens: BinaryIO
+    _ends: BinaryIO
+    num_tokens: int = 0
+
+    def write(self, ids: NDArray[np.unsignedinteger], *, is_last: bool) -> None:
+        """Add ids; `is_last` ends the document. Raises: OSError."""
+        self._tokens.write(ids.tobytes())
+        self.num_tokens += len(ids)
+        if is_last:
+            self._ends.write(np.array([self.num_tokens], dtype=END_TYPE).tobytes())
+
+    def finish(self, tokens: Path, ends: Path) -> None:
+        """Move both files to their final names, when the disk holds them. Raises: OSError."""
+        for file in (self._tokens, self._ends):
+            file.flush()
+            os.fsync(file.fileno())
+        self._set_aside()
+        os.replace(self.folder / ENDS, ends)
+        os.replace(self.folder / TOKENS, tokens)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what is left."""
+        with suppress(OSError):
+            self._set_aside()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _set_aside(self) -> None:
+        """Give the folder another name first: a process that comes now shall not write into a folder that goes."""
+        aside = _new_name(self.folder)
+        os.rename(self.folder, aside)
+        self.folder = aside
 
 
 Tell = Callable[[str, int, int], None]
@@ -89,8 +144,7 @@ def tokenize(
 
     The documents are in the order of their content's hash: a fixed order that mixes what lies together in folders and
     does not depend on where the files lie. Equal documents are kept once, so that none is both in the training part and
-    in the held-out part. One piece of a document at a time is held in memory. A process that was killed while it made
-    the file is continued. `tell` is called after each piece.
+    in the held-out part. One piece of a document at a time is held in memory. `tell` is called after each piece.
 
     Raises:
         ConfigError: a document cannot be read or is not UTF-8, the corpus is empty, or the cache cannot be created.
@@ -109,7 +163,7 @@ def tokenize(
             "Choose a run.folder that can be written"
         ) from error
     remove_abandoned(cache, now_s=time.time())
-    return _write(corpus, tokenizer, cache, key, tell or _tell_nobody)
+    return _write(corpus, tokenizer, cache, key, tell or (lambda what, num_done, num_all: None))
 
 
 def _key_of(corpus: Corpus, tokenizer: Tokenizer) -> str:
@@ -131,10 +185,6 @@ def _find_in_cache(cache: Path, key: str) -> TokenFile | None:
     return TokenFile(path, manifest)
 
 
-def _tell_nobody(what: str, num_done: int, num_all: int) -> None:
-    pass
-
-
 def _write(corpus: Corpus, tokenizer: Tokenizer, cache: Path, key: str, tell: Tell) -> TokenFile:
     sources = _distinct(corpus, tell)
     if not len(sources):
@@ -143,21 +193,19 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, cache: Path, key: str, tell: Te
         )
     path = cache / f"{key}.tokens"
     item_type = _item_type(tokenizer.vocabulary)
-    digest = _digest_of(sources, tokenizer)
-    with unfinished_tokens(cache, key, digest=digest, item_bytes=item_type.itemsize) as writer:
+    with unfinished_tokens(cache, key) as writer:
         _write_tokens(corpus, sources, tokenizer, writer, tell)
-        if not writer.place.num_tokens:
+        if not writer.num_tokens:
             raise ConfigError(
                 f"the corpus is empty: its {len(corpus)} files have no tokens; name files with text", key=FILES_KEY
             )
-        num_tokens = writer.place.num_tokens
         writer.finish(path, _ends_path(path))
     manifest = Manifest(
         key=key,
-        digest=digest,
+        digest=_digest_of(sources, tokenizer),
         vocabulary=tokenizer.vocabulary,
         item_bytes=item_type.itemsize,
-        num_tokens=num_tokens,
+        num_tokens=writer.num_tokens,
         num_documents=len(sources),
         num_duplicates=len(corpus) - len(sources),
     )
@@ -189,20 +237,18 @@ def _write_tokens(
     """Read again, so that memory never holds more than a piece; what changed in between is refused."""
     item_type = _item_type(tokenizer.vocabulary)
     num_all = int(sources.sizes_bytes.sum())
-    num_done = int(sources.sizes_bytes[: writer.place.document].sum()) + writer.place.offset
-    for number in range(writer.place.document, len(sources)):
-        index, size, done = int(sources.indices[number]), int(sources.sizes_bytes[number]), writer.place.offset
+    num_done = 0
+    for number in range(len(sources)):
+        index, size = int(sources.indices[number]), int(sources.sizes_bytes[number])
         content, offset = hashlib.sha256(), 0
         for piece in corpus.pieces(index):
             content.update(piece)
             begin, offset = offset, offset + len(piece)
-            if offset <= done:
-                continue  # tokenized before this process was interrupted
             is_last = offset == size
             if offset > size or (is_last and content.hexdigest() != sources.digest(number)):
                 raise _changed(corpus.name(index))
             ids = tokenizer.encode_piece(piece, is_first=begin == 0, is_last=is_last).astype(item_type)
-            writer.write(ids, len(piece), is_last=is_last)
+            writer.write(ids, is_last=is_last)
             num_done += len(piece)
             tell("tokenizing", num_done, num_all)
         if offset != size:
@@ -234,3 +280,59 @@ def _item_type(vocabulary: int) -> np.dtype[np.unsignedinteger]:
     if vocabulary <= 1 << 8:
         return np.dtype("<u1")
     return np.dtype("<u2") if vocabulary <= 1 << 16 else np.dtype("<u4")
+
+
+@contextmanager
+def unfinished_tokens(cache: Path, key: str) -> Iterator[UnfinishedTokens]:
+    """Write the tokens of a key from the first one on; an error or an interruption removes them.
+
+    Raises:
+        PenstockError: no space, no permission, or another storage failure.
+    """
+    with naming_storage(cache):
+        _remove_abandoned(cache, key, now_s=time.time())
+        folder, tokens = _open_own(cache, key)
+    with naming_storage(folder), tokens, (folder / ENDS).open("wb") as ends:
+        tokens.truncate(0)
+        writer = UnfinishedTokens(folder, tokens, ends)
+        try:
+            yield writer
+        except BaseException:
+            writer.discard()
+            raise
+
+
+def _open_own(cache: Path, key: str) -> tuple[Path, BinaryIO]:
+    """Return a folder that this process alone writes to, and its file of tokens, locked."""
+    shared = cache / f"{key}{SUFFIX}"
+    with suppress(FileNotFoundError, FileExistsError):  # another process has just finished, and taken the folder away
+        shared.mkdir(exist_ok=True)
+        file = (shared / TOKENS).open("ab")
+        if _lock(file, shared / TOKENS):
+            return shared, file
+        file.close()
+    own = _new_name(shared)
+    own.mkdir()
+    return own, (own / TOKENS).open("ab")
+
+
+def _lock(file: BinaryIO, path: Path) -> bool:
+    """Return whether this process alone writes to the file; a file system without locks cannot say so."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except OSError:
+        return False
+
+
+def _remove_abandoned(cache: Path, key: str, *, now_s: float) -> None:
+    """Remove what is left of other keys, and of writers that had a folder of their own, after an hour."""
+    for folder in cache.glob(f"*{SUFFIX}"):
+        with suppress(OSError):
+            is_old = now_s - (folder / TOKENS).stat().st_mtime > ABANDONED_AFTER_S
+            if is_old and folder.name != f"{key}{SUFFIX}":
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_name(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name.split('.')[0]}.{uuid4().hex}{SUFFIX}")

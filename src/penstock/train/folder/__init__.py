@@ -1,1 +1,1 @@
-"""The folder of a run: what lies in it, who holds it, and its log."""
+"""The folder of a run: what lies in it, and who holds it."""

@@ -1,8 +1,10 @@
-"""The folder of a run: what lies in it under which name."""
+"""The folder of a run: what lies in it under which name, and the log of each rank."""
 
+import logging
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from pathlib import Path
 from penstock.checkpoints.folder import CheckpointFolder
 from penstock.checkpoints.weight_files import INDEX, SHARDS, WHOLE
 from penstock.errors import ConfigError, PenstockError
+from penstock.execute.observing.log import LOG as LOGGER
 from penstock.files import PARTIAL_SUFFIX, atomic_file, naming_storage, remove_abandoned
 from penstock.train.settings.config import RunConfig, config_to_toml, load_config
 
@@ -36,34 +39,36 @@ TENSORBOARD = "tensorboard"
 WANDB = "wandb"
 """Where W&B keeps files of its own, whatever they are."""
 LAYER_TIMES = "layer_times.json"
-"""What a split by measured seconds uses; runs in the folder share it."""
+"""The seconds of a measured split; runs in the folder share them."""
 COSTS = "costs.toml"
 """Of `penstock profile`, which a run leaves alone."""
 LOCK = ".lock"
 EARLIER = "earlier"
 """Where Penstock 0.1 moved the files of unfinished runs: earlier-1, earlier-2, ..."""
+MEANING: Mapping[str, str] = {
+    CONFIG: "every setting of the run, with its meaning",
+    WHOLE: "the trained weights, with the names of the unsplit model",
+    INDEX: "which of the files weights-* holds which of the trained weights",
+    SCHEDULE: "the schedule that ran, one row per rank",
+    LAYER_TIMES: "what each layer took when it was measured: the split uses it",
+    SUMMARY: "the last losses, and the timelines in figures",
+    METRICS: "one line of numbers per step",
+    TIMELINE: "the recorded step as it was measured: penstock doctor says where its time went",
+    PICTURE: "the recorded step, rank by rank: predicted above measured",
+    PAGE: "the same, measured above predicted, to zoom and point at: open it in a browser",
+    TRACE: "the same with every message: open it at https://ui.perfetto.dev",
+    PROFILE: "the profiled steps of each rank: open it at https://ui.perfetto.dev",
+    MEMORY: "what the GPU of each rank held at the end of these steps",
+    LOG: "what rank 0 logged (debug.log); each rank has such a file",
+}
+"""The files that people look at, in the order of the list at a run's end."""
 RESULTS = (
-    METRICS,
-    CHECKPOINTS,
-    TENSORBOARD,
-    WANDB,
-    SCHEDULE,
-    TIMELINE,
-    TRACE,
-    PICTURE,
-    PAGE,
-    SUMMARY,
-    WHOLE,
-    INDEX,
-    SHARDS,
-    "rank*.log",
-    PROFILE,
-    MEMORY,
-    CONFIG,
+    *(name for name in MEANING if name not in (LOG, LAYER_TIMES)),
+    *(CHECKPOINTS, TENSORBOARD, WANDB, SHARDS, "rank*.log"),
 )
-"""What one run leaves behind, the configuration last: until it is moved, the rest counts as that run's."""
+"""All that one run leaves behind. As long as its configuration is there, the rest counts as that run's."""
 SHARED = (TOKENS, LAYER_TIMES, COSTS, LOCK, f"{EARLIER}-*", f"*{PARTIAL_SUFFIX}")
-"""What is not of one run."""
+"""The names that are not of one run."""
 INNER: Mapping[str, Sequence[str]] = {
     TOKENS: ("*.tokens", "*.ends", "*.json", "*.unfinished", f"*{PARTIAL_SUFFIX}"),
     "*.unfinished": ("tokens", "ends", "place.json", f"*{PARTIAL_SUFFIX}"),
@@ -72,8 +77,12 @@ INNER: Mapping[str, Sequence[str]] = {
     CHECKPOINTS: ("step-*",),
     "step-*": ("*.safetensors", "*.json"),
 }
-"""What lies in the folders that runs make in a run folder."""
+"""The names in the folders that runs make in a run folder."""
 MOST_NAMED = 3
+DESCRIPTORS = Path("/proc/self/fd")
+"""Where Linux says what is open, and under which name now."""
+LOG_LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 _MOVE_AWAY = "Move it away if the folder is a run's, or set another run.folder"
 
 
@@ -129,7 +138,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> CheckpointFolder:
-        """What the run continues from."""
+        """The checkpoints that the run continues from."""
         return CheckpointFolder(self.path / CHECKPOINTS)
 
     @property
@@ -259,3 +268,53 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+class HeldFolder:
+    """A folder that is held open, so that it is found again after somebody has renamed it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: OSError."""
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its path still stands for this folder."""
+        return self._is_at(self.path)
+
+    def found(self) -> Path | None:
+        """Return where the folder is now; None where it was removed, or the system does not say."""
+        if self.is_in_place:
+            return self.path
+        try:
+            path = Path(os.readlink(DESCRIPTORS / str(self._descriptor)))
+        except OSError:
+            return None
+        return path if self._is_at(path) else None
+
+    def _is_at(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self._descriptor))
+        except OSError:
+            return False
+
+
+@contextmanager
+def run_log(folder: Path, rank: int, level: str) -> Iterator[None]:
+    """Write what is logged meanwhile, from "info" or "debug" on, to the rank's file; "off" writes nothing."""
+    if level not in LOG_LEVELS:
+        yield
+        return
+    handler = logging.FileHandler(folder / f"rank{rank}.log", mode="a", encoding="utf-8")
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    before = LOGGER.level
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(LOG_LEVELS[level])
+    try:
+        yield
+    finally:
+        LOGGER.setLevel(before)
+        LOGGER.removeHandler(handler)
+        handler.close()

@@ -21,7 +21,7 @@ from penstock.errors import PenstockError, warn
 from penstock.train.folder.run_folder import LOCK
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-"""What file systems without locks answer."""
+"""The answers of file systems without locks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,1 +1,1 @@
-"""What layers and channels take, and the split that follows from it."""
+"""The seconds of layers and channels, measured, and the split that follows from them."""

@@ -1,13 +1,18 @@
-"""How long gathers and reductions of the stages take by themselves, and how fast the link between replicas is.
+"""How long messages between ranks, and gathers and reductions between replicas, take by themselves.
 
-All replicas begin together, and nothing else runs meanwhile: the ranks of a pipeline take turns. The replica that is
+Channels between the ranks of a pipeline: round trips of a small and of a large message.
+
+sender     post small ─► ... ◄─ answer     the shortest of several round trips, half of it is the latency
+sender     post large ─► ... ◄─ answer     what it takes longer, the additional bytes take on the wire
+
+Replicas: all begin together, and nothing else runs meanwhile: the ranks of a pipeline take turns. The replica that is
 done last counts, and of several rounds the median, as everything in it is there in a step, too: what is packed, sent,
 added up and unpacked. Of the link itself the shortest round counts, as of the channels within a pipeline.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from statistics import median
@@ -18,21 +23,82 @@ import torch
 
 from penstock.execute.accelerator import synchronize
 from penstock.execute.control.collectives import Control
+from penstock.execute.observing.clock import ask, reply
 from penstock.execute.parameters.gradient_store import dense_gradient, drop_gradients
 from penstock.execute.rank_parameters import Unit
 from penstock.execute.replicas.lane import ReplicaLane
 from penstock.execute.transport.protocol import Transport
 from penstock.pipeline import Pipeline
+from penstock.placement import Placement
 from penstock.simulation import Costs, LayerCosts
 
 NUM_WARM_UP_ROUNDS, NUM_ROUNDS = 1, 7
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
-"""Of what a replica sends to each other one to measure the link."""
+"""Of messages: the small one, and that which a replica sends to each other one to measure the link."""
+NUM_TRIPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSpeed:
+    """One channel as it was measured while nothing else ran."""
+
+    sender: int
+    receiver: int
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    """Infinite where a large message took no longer than a small one."""
+
+
+def channels_of(placement: Placement) -> list[tuple[int, int]]:
+    """Return the ranks (sender, receiver) between which outputs or gradients go."""
+    ranks = placement.rank_of_stage
+    pairs = {
+        (ranks[stage], ranks[neighbour])
+        for neighbours in (placement.next_stage, placement.previous_stage)
+        for stage, neighbour in enumerate(neighbours)
+        if neighbour >= 0 and ranks[stage] != ranks[neighbour]
+    }
+    return sorted(pairs)
+
+
+def measure_channels(
+    transport: Transport, channels: Sequence[tuple[int, int]], num_bytes: int, device: torch.device
+) -> list[ChannelSpeed]:
+    """Measure one channel after the other with messages of up to so many bytes; a collective, equal on all ranks."""
+    found = []
+    for sender, receiver in channels:
+        Control(transport).all_gather_object(None)  # nobody else talks meanwhile
+        if transport.rank == sender:
+            found.append(asdict(_measure(transport, receiver, num_bytes, device)))
+        elif transport.rank == receiver:
+            _answer(transport, sender, num_bytes, device)
+    everyone = cast(list[list[dict[str, Any]]], Control(transport).all_gather_object(found))
+    by_channel = {(row["sender"], row["receiver"]): ChannelSpeed(**row) for rows in everyone for row in rows}
+    return [by_channel[channel] for channel in channels]
+
+
+def _measure(transport: Transport, receiver: int, num_bytes: int, device: torch.device) -> ChannelSpeed:
+    answer = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
+    shortest_s = []
+    for size in (SMALL_BYTES, num_bytes):
+        payload = torch.zeros(size, dtype=torch.uint8, device=device)
+        round_trips = [ask(transport, receiver, payload, answer, time.perf_counter) for _ in range(NUM_TRIPS)]
+        shortest_s.append(min(end_s - begin_s for begin_s, end_s in round_trips))
+    small_s, large_s = shortest_s
+    longer_s = large_s - small_s
+    bandwidth = (num_bytes - SMALL_BYTES) / longer_s if longer_s > 0 else inf
+    return ChannelSpeed(transport.rank, receiver, small_s / 2, bandwidth)
+
+
+def _answer(transport: Transport, sender: int, num_bytes: int, device: torch.device) -> None:
+    answer = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
+    for size in (SMALL_BYTES, num_bytes):
+        reply(transport, sender, torch.zeros(size, dtype=torch.uint8, device=device), lambda: answer, NUM_TRIPS)
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """What was measured of replicas, on every rank alike."""
+    """The exchanges of replicas as they were measured, on every rank alike."""
 
     replicas: int
     is_sharded: bool
@@ -66,7 +132,7 @@ class Exchanges:
 
 
 def _shares(seconds: Sequence[float], sizes: Sequence[float], layers_of_stage: Sequence[range]) -> tuple[float, ...]:
-    """What each layer takes of the seconds of its stage; of two copies of a layer, the mean."""
+    """Return the part of each layer in the seconds of its stage; of two copies of a layer, the mean."""
     total, num_copies = np.zeros(len(sizes)), np.zeros(len(sizes))
     for part, of_stage in zip(layers_of_stage, seconds, strict=True):
         own = np.array([sizes[layer] for layer in part], np.float64)

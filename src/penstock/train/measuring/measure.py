@@ -1,4 +1,4 @@
-"""What each layer of a model takes, measured on a microbatch, so that the split into stages can use it.
+"""The seconds of each layer of a model, measured on a microbatch, so that the split into stages can use them.
 
 Layers run one after another on one device, each by itself: one that is built lazily is there only while it is measured,
 and of the others' activations nothing is kept but what the next layer gets. So a model that no device can hold as a
@@ -112,7 +112,7 @@ def _broadcast_from_rank0(wires: Transport, measure: Callable[[], LayerTimes]) -
 
 
 def _last_call(loss: Loss | None, target: Any, device: torch.device) -> Callable[[Any], Any]:
-    """What happens to the output of the last layer."""
+    """Return what is done with the output of the last layer."""
     if loss is None:
         return _as_it_is
     own_target = map_leaves(partial(_to, device), target)

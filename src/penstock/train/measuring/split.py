@@ -1,4 +1,4 @@
-"""What decides the split of a run's model; where that is measured seconds, they stay in the run folder.
+"""The rule that splits a run's model; where it is measured seconds, they stay in the run folder.
 
 They are measured once for a model, a microbatch and a kind of device. So a run that goes on, a profile of it and the
 next run in the folder are split alike, although no two measurements are equal.
@@ -17,7 +17,8 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.models import LayerSpec
 from penstock.show.text import format_seconds
-from penstock.train.data.batches import Batch, Dataset, Wants
+from penstock.train.data.batches import Batch, Wants
+from penstock.train.data.user_data import Dataset
 from penstock.train.devices import device_of_rank
 from penstock.train.folder.run_folder import LAYER_TIMES, RunFolder
 from penstock.train.measuring.measure import LayerTimes, measure_layers
@@ -46,7 +47,7 @@ class _Document(BaseModel):
 
 
 class Subject(_Document):
-    """What layers were measured of; the split of another subject needs times of its own."""
+    """The subject of a measurement; the split of another one needs times of its own."""
 
     model: dict[str, Any]
     """The section of the configuration."""
@@ -58,7 +59,7 @@ class Subject(_Document):
 
 
 class StoredTimes(_Document):
-    """What each layer took."""
+    """The seconds of each layer."""
 
     format: Literal["penstock-layer-times"] = "penstock-layer-times"
     version: Literal[1] = 1
@@ -110,8 +111,11 @@ def _measured_split(
             weights=times.weights, note=f"{_told(times)} when they were measured: {path}; delete it to measure anew"
         )
     times = _measured_times(config, layers, dataset, transport)
-    stored = _stored(subject, times).model_dump_json(indent=2).encode()
-    Control(transport).on_rank_0(lambda: folder.write(LAYER_TIMES, stored), same_words)
+    stored = StoredTimes(
+        of=subject, names=list(times.names), forward_s=list(times.forward_s), backward_s=list(times.backward_s)
+    )
+    content = stored.model_dump_json(indent=2).encode()
+    Control(transport).on_rank_0(lambda: folder.write(LAYER_TIMES, content), same_words)
     return SplitRule(weights=times.weights, note=f"{_told(times)}, measured now: {path}")
 
 
@@ -183,12 +187,6 @@ def _read(path: Path) -> StoredTimes | None:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "$"
         raise FormatError(f"{place}: {first['msg']}; delete it to measure the layers anew", file=str(path)) from None
-
-
-def _stored(subject: Subject, times: LayerTimes) -> StoredTimes:
-    return StoredTimes(
-        of=subject, names=list(times.names), forward_s=list(times.forward_s), backward_s=list(times.backward_s)
-    )
 
 
 def _told(times: LayerTimes) -> str:

@@ -26,7 +26,7 @@ _SLOWER = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What `[precision]` asks for."""
+    """The types that `[precision]` asks for."""
 
     options: PrecisionSection = field(default_factory=PrecisionSection)
 

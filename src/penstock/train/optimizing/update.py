@@ -44,7 +44,7 @@ class Update:
 
     @property
     def loss_scale(self) -> float | None:
-        """What losses are multiplied by against underflow; None where they are not."""
+        """The factor of losses against underflow; None where they have none."""
         return None if self._scaler is None else self._scaler.get_scale()
 
     def begin_batch(self, share: float) -> None:

@@ -1,1 +1,1 @@
-"""What a run is told: the keys of its file, the rules between them, and what follows from them by arithmetic."""
+"""The settings of a run: the keys of its file, the rules between them, and what follows from them by arithmetic."""

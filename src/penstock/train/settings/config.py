@@ -11,39 +11,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from penstock.errors import ConfigError, nearest
-from penstock.train.settings.batch_plan import BatchPlan
 from penstock.train.settings.overrides import apply_overrides, read_toml
-from penstock.train.settings.parallel import ParallelSection
-from penstock.train.settings.rules import (
-    Problem,
-    batch_problems,
-    config_error,
-    data_problems,
-    model_problems,
-    optimizer_problems,
-    pipeline_problems,
-    precision_problems,
-    profile_problems,
-    ramp_problems,
-)
-from penstock.train.settings.sections import (
-    LISTED,
-    NAMED,
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    DebugSection,
-    MetricsSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    PrecisionSection,
-    ProfileSection,
-    RunSection,
-    SampleSection,
-    Section,
-    SourceSection,
-)
+from penstock.train.settings.rules import Problem, config_error, problems_of
+from penstock.train.settings.sections import LISTED, NAMED, Section, Sections, SourceSection, meaning_of
+from penstock.train.settings.steps import BatchPlan
 
 MAX_VALUE_CHARACTERS = 80
 SYNONYMS = {
@@ -58,30 +29,16 @@ SYNONYMS = {
     "gradient_accumulation_steps": "batch.accumulate",
     "max_grad_norm": "optimizer.clip_norm",
 }
-"""What other programs call a key, by the name that is written."""
+"""The key that a name of other programs means."""
 
 
-class RunConfig(Section):
+class RunConfig(Sections):
     """Everything that decides what a run does.
 
     Raises:
         ConfigError: settings contradict each other (all contradictions at once).
         pydantic.ValidationError: a value of the wrong type, when built directly; `config_from_table` names the key.
     """
-
-    run: RunSection
-    pipeline: PipelineSection = PipelineSection()
-    parallel: ParallelSection = ParallelSection()
-    model: ModelSection = ModelSection()
-    data: DataSection = DataSection()
-    batch: BatchSection = BatchSection()
-    precision: PrecisionSection = PrecisionSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    metrics: MetricsSection = MetricsSection()
-    sample: SampleSection = SampleSection()
-    profile: ProfileSection = ProfileSection()
-    debug: DebugSection = DebugSection()
 
     @model_validator(mode="before")
     @classmethod
@@ -95,17 +52,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _keep_the_rules(self) -> Self:
-        problems = [
-            *batch_problems(self.batch, self.pipeline, self.parallel),
-            *ramp_problems(self.batch),
-            *pipeline_problems(self.pipeline),
-            *model_problems(self.model, self.batch),
-            *data_problems(self.data, self.model, self.run),
-            *precision_problems(self.precision, self.model),
-            *optimizer_problems(self.optimizer, self.run),
-            *profile_problems(self.profile, self.run),
-        ]
-        if problems:
+        if problems := problems_of(self):
             raise config_error(problems)
         return self
 
@@ -123,11 +70,6 @@ class RunConfig(Section):
     def recorded_step(self) -> int:
         """The step, counted from 1, whose timeline is recorded; 0 where none is."""
         return min(self.run.record_step, self.run.steps)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step sees, behind the ramp-up."""
-        return self.batch.size * self.batch.length * self.batch_plan.full
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -151,8 +93,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except ConfigError as error:
         if not error.key:
             raise ConfigError(f"{path}: {error}") from error
-        problem = str(error).removeprefix(f"{error.key}: ")
-        raise ConfigError(f"{problem} (in {path} and its overrides)", key=error.key) from error
+        raise ConfigError(f"{error.problem} (in {path} and its overrides)", key=error.key) from error
 
 
 def config_from_table(table: Mapping[str, object]) -> RunConfig:
@@ -179,7 +120,7 @@ def _table_of(section: Section) -> tomlkit.items.Table:
     table = tomlkit.table()
     for key, value in section:
         if value is not None:
-            table.add(tomlkit.comment(str(type(section).model_fields[key].description)))
+            table.add(tomlkit.comment(meaning_of(type(section).model_fields[key])))
             table.add(key, _toml_value(value))
     return table
 
@@ -227,7 +168,7 @@ def _fields_of(section: str) -> dict[str, FieldInfo]:
 def _describe(detail: ErrorDetails, names: tuple[int | str, ...], field: FieldInfo | None) -> str:
     if detail["type"] == "extra_forbidden":
         return f"unknown key.{_known_keys(names)}"
-    meaning = f" ({field.description})" if field else ""
+    meaning = f" ({meaning_of(field)})" if field else ""
     if detail["type"] == "missing":
         return f"is missing{meaning}; set it"
     expected = _expected(detail, names)

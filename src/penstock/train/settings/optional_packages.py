@@ -6,7 +6,9 @@ A package that is missed only where it is first used ends a run at its first sav
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
+from penstock.errors import ConfigError
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.rules import Problem, config_error
 
@@ -16,15 +18,25 @@ class OptionalPackage:
     """A package that only some settings need."""
 
     name: str
-    module: str
-    """What is imported of it."""
-    extra: str
-    """Of Penstock, which installs it."""
     key: str
     """The setting that asks for it."""
     is_needed: Callable[[RunConfig], bool]
     alternative: str
     """The setting that does without it."""
+    other_module: str = ""
+    """Is imported in place of the one of its name."""
+    other_extra: str = ""
+    """The extra that installs it, where it has another name."""
+
+    @property
+    def module(self) -> str:
+        """The module that is imported."""
+        return self.other_module or self.name
+
+    @property
+    def extra(self) -> str:
+        """The extra of Penstock that installs it."""
+        return self.other_extra or self.name
 
     def problem(self) -> str:
         """Say why it cannot be imported, and how to install it; empty where it can."""
@@ -35,57 +47,47 @@ class OptionalPackage:
             return f"needs the {self.name} package ({error}): {install}, or {self.alternative}"
         return ""
 
+    def load(self) -> Any:
+        """Return the module. Raises: ConfigError, as `problem` says."""
+        if problem := self.problem():
+            raise ConfigError(problem, key=self.key)
+        return import_module(self.module)
 
-OPTIONAL_PACKAGES = (
-    OptionalPackage(
-        "tensorboard",
-        "torch.utils.tensorboard",
-        "tensorboard",
-        "metrics.tensorboard",
-        lambda config: config.metrics.tensorboard,
-        "set metrics.tensorboard = false",
-    ),
-    OptionalPackage(
-        "wandb",
-        "wandb",
-        "wandb",
-        "metrics.wandb",
-        lambda config: config.metrics.wandb != "off",
-        "set metrics.wandb = 'off'",
-    ),
-    OptionalPackage(
-        "tokenizers",
-        "tokenizers",
-        "tokenizers",
-        "data.tokenizer",
-        lambda config: config.data.tokenizer != "bytes",
-        "set data.tokenizer = 'bytes'",
-    ),
-    OptionalPackage(
-        "transformers",
-        "transformers",
-        "transformers",
-        "model.transformers",
-        lambda config: bool(config.model.transformers),
-        "leave it out to train the decoder",
-    ),
-    OptionalPackage(
-        "datasets",
-        "datasets",
-        "datasets",
-        "data.corpus",
-        lambda config: any(source.corpus == "datasets" for source in config.data.all_sources),
-        "save the texts as files",
-    ),
+
+TENSORBOARD = OptionalPackage(
+    "tensorboard",
+    "metrics.tensorboard",
+    lambda config: config.metrics.tensorboard,
+    "set metrics.tensorboard = false",
+    other_module="torch.utils.tensorboard",
 )
-"""Whoever adds a setting that needs another package adds a line."""
+WANDB = OptionalPackage(
+    "wandb", "metrics.wandb", lambda config: config.metrics.wandb != "off", "set metrics.wandb = 'off'"
+)
+TOKENIZERS = OptionalPackage(
+    "tokenizers", "data.tokenizer", lambda config: config.data.tokenizer != "bytes", "set data.tokenizer = 'bytes'"
+)
+TRANSFORMERS = OptionalPackage(
+    "transformers",
+    "model.transformers",
+    lambda config: bool(config.model.transformers),
+    "leave it out to train the decoder",
+)
+DATASETS = OptionalPackage(
+    "datasets",
+    "data.corpus",
+    lambda config: any(source.corpus == "datasets" for source in config.data.all_sources),
+    "save the texts as files",
+)
+OPTIONAL_PACKAGES = (TENSORBOARD, WANDB, TOKENIZERS, TRANSFORMERS, DATASETS)
+"""A setting that needs another package has an entry here."""
 PICTURES = OptionalPackage(
     "matplotlib",
-    "matplotlib.figure",
-    "plot",
     "run.record_step",
     lambda config: config.recorded_step > 0,
     "set run.record_step = 0",
+    other_module="matplotlib.figure",
+    other_extra="plot",
 )
 """No run needs it: without it, one has no picture of its recorded step."""
 

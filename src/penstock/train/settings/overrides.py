@@ -27,33 +27,21 @@ def read_toml(path: Path) -> Table:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _not_utf8(content, error, path) from error
-    return _parse_toml(text, str(path))
-
-
-def _not_utf8(content: bytes, error: UnicodeDecodeError, path: Path) -> FormatError:
-    before = content[: error.start]
-    return FormatError(
-        f"byte 0x{content[error.start]:02x} is not UTF-8; a TOML file must be saved as UTF-8",
-        file=str(path),
-        line=before.count(b"\n") + 1,
-        column=error.start - before.rfind(b"\n"),
-    )
-
-
-def _parse_toml(text: str, file: str) -> Table:
+        before = content[: error.start]
+        raise FormatError(
+            f"byte 0x{content[error.start]:02x} is not UTF-8; a TOML file must be saved as UTF-8",
+            file=str(path),
+            line=before.count(b"\n") + 1,
+            column=error.start - before.rfind(b"\n"),
+        ) from error
     try:
         return dict(tomllib.loads(text))
     except (ValueError, RecursionError) as error:
         place = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
-        line, column = (int(place[1]), int(place[2])) if place else _end_of(text)
+        lines = text.split("\n")  # without a place, it is the end of the file
+        line, column = (int(place[1]), int(place[2])) if place else (len(lines), len(lines[-1]) + 1)
         problem = re.sub(r" \(at [^()]*\)$", "", str(error))
-        raise FormatError(f"not TOML: {problem}", file=file, line=line, column=column) from error
-
-
-def _end_of(text: str) -> tuple[int, int]:
-    lines = text.split("\n")
-    return len(lines), len(lines[-1]) + 1
+        raise FormatError(f"not TOML: {problem}", file=str(path), line=line, column=column) from error
 
 
 def apply_overrides(table: Mapping[str, object], overrides: Sequence[str]) -> Table:

@@ -5,19 +5,8 @@ from dataclasses import dataclass
 
 from penstock.errors import MAX_KEY_CHARACTERS, MAX_SHOWN, ConfigError, cut, nearest, shortened
 from penstock.models.decoder_config import DecoderConfig
-from penstock.train.settings.learning_rate import decay_steps_of
-from penstock.train.settings.parallel import ParallelSection
-from penstock.train.settings.sections import (
-    BatchSection,
-    DataSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    PrecisionSection,
-    ProfileSection,
-    RunSection,
-    SourceKeys,
-)
+from penstock.train.settings.sections import ModelSection, Sections, SourceKeys
+from penstock.train.settings.steps import decay_steps_of
 
 MOST_BATCHES = 100_000
 """In one optimizer step; of more, the first step would not end."""
@@ -44,9 +33,14 @@ def config_error(problems: list[Problem]) -> ConfigError:
     return ConfigError("\n".join([f"{len(problems)} settings cannot be used:", *lines, *more]))
 
 
-def batch_problems(batch: BatchSection, pipeline: PipelineSection, parallel: ParallelSection) -> Iterator[Problem]:
+def problems_of(config: Sections) -> list[Problem]:
+    """Return all contradictions between settings."""
+    return [problem for rule in _RULES for problem in rule(config)]
+
+
+def _batch_problems(config: Sections) -> Iterator[Problem]:
     """A batch is shared out over the replicas, and the part of each over its microbatches."""
-    size, each, replicas = batch.size, pipeline.microbatches, parallel.data
+    batch, size, each, replicas = config.batch, config.batch.size, config.pipeline.microbatches, config.parallel.data
     most = each * replicas
     if size >= most and (size % most == 0 or batch.allow_ragged):
         return
@@ -65,9 +59,9 @@ def batch_problems(batch: BatchSection, pipeline: PipelineSection, parallel: Par
     yield Problem("batch.size", problem)
 
 
-def ramp_problems(batch: BatchSection) -> Iterator[Problem]:
+def _ramp_problems(config: Sections) -> Iterator[Problem]:
     """How many batches an optimizer step adds up is said once, and grows up to it."""
-    tokens = batch.size * batch.length
+    batch, tokens = config.batch, config.batch.size * config.batch.length
     given = {"accumulate": batch.accumulate > 1, "samples": batch.samples > 0, "tokens": batch.tokens > 0}
     said = [name for name, is_given in given.items() if is_given]
     if len(said) > 1:
@@ -94,7 +88,8 @@ def ramp_problems(batch: BatchSection) -> Iterator[Problem]:
         yield Problem("batch.ramp_from", f"{batch.ramp_from} batches are more than the {full} that it grows to")
 
 
-def precision_problems(precision: PrecisionSection, model: ModelSection) -> Iterator[Problem]:
+def _precision_problems(config: Sections) -> Iterator[Problem]:
+    precision, model = config.precision, config.model
     if precision.compute == "model":
         if precision.autocast:
             yield Problem("precision.autocast", "true needs the type to compute in; set precision.compute = 'bfloat16'")
@@ -106,7 +101,8 @@ def precision_problems(precision: PrecisionSection, model: ModelSection) -> Iter
         )
 
 
-def optimizer_problems(optimizer: OptimizerSection, run: RunSection) -> Iterator[Problem]:
+def _optimizer_problems(config: Sections) -> Iterator[Problem]:
+    optimizer, run = config.optimizer, config.run
     if optimizer.learning_rate_schedule != "wsd":
         if optimizer.decay_steps:
             yield Problem(
@@ -123,7 +119,8 @@ def optimizer_problems(optimizer: OptimizerSection, run: RunSection) -> Iterator
         )
 
 
-def profile_problems(profile: ProfileSection, run: RunSection) -> Iterator[Problem]:
+def _profile_problems(config: Sections) -> Iterator[Problem]:
+    profile, run = config.profile, config.run
     if not profile.steps:
         if profile.memory:
             yield Problem("profile.memory", "true needs the steps to look at; set profile.steps = [FIRST, LAST]")
@@ -134,15 +131,13 @@ def profile_problems(profile: ProfileSection, run: RunSection) -> Iterator[Probl
         yield Problem("profile.steps", f"{list(profile.steps)} goes beyond run.steps = {run.steps}; end it earlier")
 
 
-def pipeline_problems(pipeline: PipelineSection) -> Iterator[Problem]:
+def _pipeline_problems(config: Sections) -> Iterator[Problem]:
+    pipeline = config.pipeline
     if pipeline.split == ():
         yield Problem("pipeline.split", "the list is empty; give the layers of each stage, or drop the key")
     if isinstance(pipeline.compile, str) and pipeline.compile not in COMPILERS:
         problem = f"no such backend: {shortened(pipeline.compile)}.{nearest(pipeline.compile, COMPILERS)}"
-        yield Problem(
-            "pipeline.compile",
-            f"{problem} Use true, false, {' or '.join(map(repr, COMPILERS))}",
-        )
+        yield Problem("pipeline.compile", f"{problem} Use true, false, {' or '.join(map(repr, COMPILERS))}")
 
 
 def _decoder_problems(model: ModelSection) -> Iterator[Problem]:
@@ -170,7 +165,8 @@ def _transformers_problems(model: ModelSection) -> Iterator[Problem]:
             yield Problem(f"model.{key}", "is not for a model of transformers, whose config.json says it all; drop it")
 
 
-def model_problems(model: ModelSection, batch: BatchSection) -> Iterator[Problem]:
+def _model_problems(config: Sections) -> Iterator[Problem]:
+    model, batch = config.model, config.batch
     if model.transformers:
         yield from _transformers_problems(model)
     else:
@@ -179,8 +175,9 @@ def model_problems(model: ModelSection, batch: BatchSection) -> Iterator[Problem
         yield Problem("batch.length", f"{batch.length} tokens are more than model.length = {model.length}")
 
 
-def source_problems(data: DataSection) -> Iterator[Problem]:
+def _source_problems(config: Sections) -> Iterator[Problem]:
     """Problems of data.files and its neighbours, or of each of data.sources, which replace them."""
+    data = config.data
     own = SourceKeys(**{name: getattr(data, name) for name in SourceKeys.model_fields})
     if data.source:
         if data.sources or own != SourceKeys():
@@ -205,8 +202,8 @@ def source_problems(data: DataSection) -> Iterator[Problem]:
             yield Problem(f"{key}.suffixes", "the list is empty; name at least one ending, as in ['.txt']")
 
 
-def data_problems(data: DataSection, model: ModelSection, run: RunSection) -> Iterator[Problem]:
-    yield from source_problems(data)
+def _data_problems(config: Sections) -> Iterator[Problem]:
+    data, model, run = config.data, config.model, config.run
     if model.source and data.packing == "documents":
         yield Problem("data.packing", "'documents' is for the decoder, which takes positions; use 'windows' or 'none'")
     if run.patience and not (run.evaluate_batches and run.evaluate_every):
@@ -222,3 +219,17 @@ def data_problems(data: DataSection, model: ModelSection, run: RunSection) -> It
             "data.held_out_fraction",
             "0 leaves nothing to evaluate on; use more than 0, or set run.evaluate_batches = 0",
         )
+
+
+_RULES = (
+    _batch_problems,
+    _ramp_problems,
+    _pipeline_problems,
+    _model_problems,
+    _source_problems,
+    _data_problems,
+    _precision_problems,
+    _optimizer_problems,
+    _profile_problems,
+)
+"""In the order in which their problems are listed."""

@@ -1,9 +1,14 @@
-"""The sections of a run's configuration: every key, its type, its default, its unit."""
+"""The sections of a run's configuration: every key, its type, its default, its unit.
+
+The text below a key is its meaning, for people: written run files, messages and the reference have it.
+"""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic.fields import FieldInfo
 
+from penstock.lowering import NOT_SHARDED, Sharding
 from penstock.models.decoder_config import DecoderConfig, Positive
 from penstock.planning import DEFAULT_MICROBATCHES
 
@@ -44,111 +49,115 @@ Checkpointing = Annotated[
 
 
 class Section(BaseModel):
-    """What all sections share: frozen, no unknown keys, no conversions between types, finite numbers only."""
+    """Every section is frozen and has no unknown keys, no conversions between types, and finite numbers only."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def meaning_of(field: FieldInfo) -> str:
+    """Return the meaning of a key on one line."""
+    return " ".join((field.description or "").split())
 
 
 class RunSection(Section):
     """The run as a whole."""
 
-    folder: str = Field(min_length=1, description="folder for everything that the run writes")
-    seed: int = Field(
-        default=0, ge=0, le=2**63 - 1, description="seed of the initial parameters and of the order of the data"
-    )
-    steps: Positive = Field(default=500, description="optimizer steps")
-    device: str = Field(
-        default="auto",
-        min_length=1,
-        description="where the ranks compute: a kind of GPU that this torch is built for, such as 'cuda': one each; "
-        "'cpu'; 'auto': on GPUs if there are any, else CPUs",
-    )
-    skip_updates: bool = Field(
-        default=False, description="whether steps run but change no weight: a dry run of forwards and backwards"
-    )
-    deadline_s: float = Field(
-        default=60.0,
-        gt=0,
-        le=1_000_000,
-        description="seconds after which a wait on another rank is given up",
-    )
-    evaluate_every: NotNegative = Field(
-        default=100, description="optimizer steps between evaluations; 0: only after the last"
-    )
-    evaluate_batches: NotNegative = Field(default=16, description="held-out batches per evaluation; 0: never evaluate")
-    patience: NotNegative = Field(
-        default=0,
-        description="evaluations in a row without a lower held-out loss that end the run; 0: run.steps do",
-    )
-    record_step: NotNegative = Field(
-        default=20,
-        description="step, counted from 1, whose timeline is kept; the last one in a shorter run; 0: none is kept",
-    )
+    folder: str = Field(min_length=1)
+    """folder for everything that the run writes"""
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
+    """seed of the initial parameters and of the order of the data"""
+    steps: Positive = 500
+    """optimizer steps"""
+    device: str = Field(default="auto", min_length=1)
+    """where the ranks compute: a kind of GPU that this torch is built for, such as 'cuda': one each; 'cpu'; 'auto': on
+    GPUs if there are any, else CPUs"""
+    skip_updates: bool = False
+    """whether steps run but change no weight: a dry run of forwards and backwards"""
+    deadline_s: float = Field(default=60.0, gt=0, le=1_000_000)
+    """seconds after which a wait on another rank is given up"""
+    evaluate_every: NotNegative = 100
+    """optimizer steps between evaluations; 0: only after the last"""
+    evaluate_batches: NotNegative = 16
+    """held-out batches per evaluation; 0: never evaluate"""
+    patience: NotNegative = 0
+    """evaluations in a row without a lower held-out loss that end the run; 0: run.steps do"""
+    record_step: NotNegative = 20
+    """step, counted from 1, whose timeline is kept; the last one in a shorter run; 0: none is kept"""
 
 
 class PipelineSection(Section):
     """How the model is spread over ranks, and the order of the work."""
 
-    ranks: Positive = Field(default=2, description="ranks (processes) of the pipeline")
-    schedule: str = Field(
-        default="1f1b", min_length=1, description="name of a schedule, or a file with a schedule or program"
-    )
-    options: dict[str, Scalar] = Field(default_factory=dict, description="options of the named schedule")
-    microbatches: Positive = Field(default=DEFAULT_MICROBATCHES, description="microbatches per batch")
-    slices: NotNegative = Field(
-        default=0, description="slices along the sequence per microbatch; 0: none, or as many as a schedule file has"
-    )
-    stages_per_rank: NotNegative = Field(
-        default=0, description="stages that each rank holds; 0: as many as the schedule has by itself"
-    )
-    split: Split = Field(
-        default="declared",
-        description="'declared': even by the weights that layers declare; 'even': by their number; 'measured': by what "
-        "they take; or a list of layers per stage",
-    )
-    memory_limit: int | str = Field(
-        default="",
-        description="most that a rank may hold: '20GiB' or a number of bytes, which need pipeline.costs; "
-        "'6 microbatches', or '12 activations'; empty: any amount",
-    )
-    costs: str = Field(default="", description="a file of costs, as penstock profile writes it, for a limit in bytes")
-    activation_checkpointing: Checkpointing = Field(
-        default="none",
-        description="what blocks keep for the backward. 'none': everything; 'full': their inputs; 'selective': also "
-        "the results of matrix products and attention; or a list with one of these per stage",
-    )
-    compile: bool | str = Field(
-        default=False,
-        description="whether torch.compile compiles each layer: true takes Inductor where its compiler is found, else "
-        "'aot_eager', which makes no kernels; or one of these two by name",
-    )
-    run_ahead: NotNegative = Field(
-        default=0,
-        description="on GPUs, computations that may be queued and not ended; 0: the host waits for each message",
-    )
+    ranks: Positive = 2
+    """ranks (processes) of the pipeline"""
+    schedule: str = Field(default="1f1b", min_length=1)
+    """name of a schedule, or a file with a schedule or program"""
+    options: dict[str, Scalar] = Field(default_factory=dict)
+    """options of the named schedule"""
+    microbatches: Positive = DEFAULT_MICROBATCHES
+    """microbatches per batch"""
+    slices: NotNegative = 0
+    """slices along the sequence per microbatch; 0: none, or as many as a schedule file has"""
+    stages_per_rank: NotNegative = 0
+    """stages that each rank holds; 0: as many as the schedule has by itself"""
+    split: Split = "declared"
+    """'declared': even by the weights that layers declare; 'even': by their number; 'measured': by what they take; or a
+    list of layers per stage"""
+    memory_limit: int | str = ""
+    """most that a rank may hold: '20GiB' or a number of bytes, which need pipeline.costs; '6 microbatches', or '12
+    activations'; empty: any amount"""
+    costs: str = ""
+    """a file of costs, as penstock profile writes it, for a limit in bytes"""
+    activation_checkpointing: Checkpointing = "none"
+    """what blocks keep for the backward. 'none': everything; 'full': their inputs; 'selective': also the results of
+    matrix products and attention; or a list with one of these per stage"""
+    compile: bool | str = False
+    """whether torch.compile compiles each layer: true takes Inductor where its compiler is found, else 'aot_eager',
+    which makes no kernels; or one of these two by name"""
+    run_ahead: NotNegative = 0
+    """on GPUs, computations that may be queued and not ended; 0: the host waits for each message"""
+
+
+class ParallelSection(Section):
+    """How many replicas of the pipeline train as one job, and what they share out."""
+
+    data: Positive = 1
+    """replicas of the pipeline, each on its part of a batch; times pipeline.ranks processes"""
+    shard: Literal["none", "optimizer", "full"] = "none"
+    """what replicas share out. 'none': each holds all; 'optimizer': weights, gradients and optimizer state, gathered
+    once a step; 'full': the same, and few stages of a rank are whole at once"""
+    residency: NotNegative = 2
+    """with 'full', stages of a rank that are whole at once, at most; 0: all"""
+    look_ahead: NotNegative = 1
+    """computations before its first use that a gather of weights starts; 0: right before it"""
+
+    @property
+    def sharding(self) -> Sharding:
+        """The gathers and drops of a schedule; one replica shares out nothing."""
+        return NOT_SHARDED if self.data == 1 else Sharding(self.shard, self.residency or None, self.look_ahead)
 
 
 class ModelSection(Section, DecoderConfig):
     """The decoder's shape, or the function that makes another model."""
 
-    source: str = Field(
-        default="",
-        description="FILE.py:FUNCTION, which takes vocabulary, length and model.options and returns the layers of "
-        "another model; empty: the decoder that the other keys describe",
-    )
-    options: dict[str, Scalar] = Field(default_factory=dict, description="other arguments of model.source")
-    transformers: str = Field(
-        default="",
-        description="folder of a causal language model of Hugging Face, with its tokenizer (extra `transformers`)",
-    )
-    loss: str = Field(
-        default="",
-        description="FILE.py:FUNCTION of the last layer's output and the target; empty: cross entropy of next tokens",
-    )
-    source_digest: str = Field(default="", description="of files that say what the model is; a run fills it in")
+    source: str = ""
+    """FILE.py:FUNCTION, which takes vocabulary, length and model.options and returns the layers of another model;
+    empty: the decoder that the other keys describe"""
+    options: dict[str, Scalar] = Field(default_factory=dict)
+    """other arguments of model.source"""
+    transformers: str = ""
+    """folder of a causal language model of Hugging Face, with its tokenizer (extra `transformers`)"""
+    loss: str = ""
+    """FILE.py:FUNCTION of the last layer's output and the target; empty: cross entropy of next tokens"""
+    source_digest: str = ""
+    """of files that say what the model is; a run fills it in"""
 
-    vocabulary: NotNegative = Field(default=0, description="number of token ids; 0: as many as the tokenizer has")
-    length: NotNegative = Field(default=0, description="longest sequence in tokens; 0: as long as batch.length")
+    vocabulary: NotNegative = 0
+    """number of token ids; 0: as many as the tokenizer has"""
+    length: NotNegative = 0
+    """longest sequence in tokens; 0: as long as batch.length"""
 
     @property
     def place(self) -> str:
@@ -164,60 +173,48 @@ class ModelSection(Section, DecoderConfig):
 class SourceKeys(Section):
     """Where text is found."""
 
-    corpus: Literal["files", "stdlib", "datasets"] = Field(
-        default="files",
-        description="'files': data.files; 'stdlib': the sources of the running Python's standard library; 'datasets': "
-        "the folder in data.files, which the datasets package has saved (needs the extra `datasets`)",
-    )
-    files: Texts = Field(
-        default=(), description="UTF-8 text files, or folders to search; relative to the current folder"
-    )
-    suffixes: Texts = Field(default=(".txt", ".md", ".py"), description="endings of the files taken from folders")
-    column: str = Field(
-        default="text",
-        min_length=1,
-        description="with 'datasets', the column of texts, or of token ids such as 'input_ids'; each row is a document",
-    )
+    corpus: Literal["files", "stdlib", "datasets"] = "files"
+    """'files': data.files; 'stdlib': the sources of the running Python's standard library; 'datasets': the folder in
+    data.files, which the datasets package has saved (needs the extra `datasets`)"""
+    files: Texts = ()
+    """UTF-8 text files, or folders to search; relative to the current folder"""
+    suffixes: Texts = (".txt", ".md", ".py")
+    """endings of the files taken from folders"""
+    column: str = Field(default="text", min_length=1)
+    """with 'datasets', the column of texts, or of token ids such as 'input_ids'; each row is a document"""
 
 
 class SourceSection(SourceKeys):
     """One of several sources of text."""
 
-    weight: float = Field(default=1.0, gt=0, description="share of the sequences, relative to the other sources")
+    weight: float = Field(default=1.0, gt=0)
+    """share of the sequences, relative to the other sources"""
 
 
 class DataSection(SourceKeys):
     """The text and its tokens."""
 
-    sources: Annotated[tuple[SourceSection, ...], Field(strict=False)] = Field(
-        default=(),
-        description="several sources in place of data.files: tables with corpus, files, suffixes, column and "
-        "weight, their share of the sequences",
-    )
-    source: str = Field(
-        default="",
-        description="FILE.py:FUNCTION in place of text: a function of yours, called with those of config, batch_size, "
-        "length, seed and split that it names; it returns an iterable of batches (tokens, target)",
-    )
-    packing: Literal["windows", "documents", "none"] = Field(
-        default="windows",
-        description="what a sequence is. 'windows': the next batch.length tokens, whatever documents they are of; "
-        "'documents': the same, but no token attends to another document, and positions begin anew with each; "
-        "'none': a document, cut to batch.length or filled up with padding, which no loss counts",
-    )
-    tokenizer: str = Field(default="bytes", min_length=1, description="'bytes', or the path of a tokenizers JSON file")
-    tokenizer_digest: str = Field(default="", description="of the file of data.tokenizer; a run fills it in")
-    end_of_document: str = Field(
-        default="",
-        description="token that ends a document, such as '<|endoftext|>'; empty: one of the usual names that the "
-        "tokenizer has, if any; bytes end with a zero byte",
-    )
-    held_out_fraction: float = Field(
-        default=0.05, ge=0, lt=1, description="share of the tokens kept for evaluation only"
-    )
-    prefetch: NotNegative = Field(
-        default=2, description="batches that a thread prepares while a step runs; 0: each is read when it is needed"
-    )
+    sources: Annotated[tuple[SourceSection, ...], Field(strict=False)] = ()
+    """several sources in place of data.files: tables with corpus, files, suffixes, column and weight, their share of
+    the sequences"""
+    source: str = ""
+    """FILE.py:FUNCTION in place of text: a function of yours, called with those of config, batch_size, length, seed and
+    split that it names; it returns an iterable of batches (tokens, target)"""
+    packing: Literal["windows", "documents", "none"] = "windows"
+    """what a sequence is. 'windows': the next batch.length tokens, whatever documents they are of; 'documents': the
+    same, but no token attends to another document, and positions begin anew with each; 'none': a document, cut to
+    batch.length or filled up with padding, which no loss counts"""
+    tokenizer: str = Field(default="bytes", min_length=1)
+    """'bytes', or the path of a tokenizers JSON file"""
+    tokenizer_digest: str = ""
+    """of the file of data.tokenizer; a run fills it in"""
+    end_of_document: str = ""
+    """token that ends a document, such as '<|endoftext|>'; empty: one of the usual names that the tokenizer has, if
+    any; bytes end with a zero byte"""
+    held_out_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """share of the tokens kept for evaluation only"""
+    prefetch: NotNegative = 2
+    """batches that a thread prepares while a step runs; 0: each is read when it is needed"""
 
     @property
     def all_sources(self) -> tuple[SourceSection, ...]:
@@ -227,173 +224,164 @@ class DataSection(SourceKeys):
 
 
 class BatchSection(Section):
-    """What one step sees."""
+    """The batches of a step."""
 
-    size: Positive = Field(default=16, description="sequences per batch")
-    length: Positive = Field(default=128, description="tokens per sequence")
-    accumulate: Positive = Field(
-        default=1, description="batches whose gradients are added up before one optimizer step"
-    )
-    samples: NotNegative = Field(
-        default=0, description="sequences per optimizer step, in place of batch.accumulate; a multiple of batch.size"
-    )
-    tokens: NotNegative = Field(
-        default=0, description="tokens per optimizer step, in place of batch.accumulate; a multiple of size * length"
-    )
-    ramp_from: NotNegative = Field(
-        default=0, description="batches that the first optimizer step adds up, with batch.ramp_steps; 0: no ramp-up"
-    )
-    ramp_steps: NotNegative = Field(
-        default=0, description="optimizer steps over which the number of batches grows evenly from batch.ramp_from"
-    )
-    allow_ragged: bool = Field(
-        default=False, description="whether microbatches may differ in size, and slices in length"
-    )
+    size: Positive = 16
+    """sequences per batch"""
+    length: Positive = 128
+    """tokens per sequence"""
+    accumulate: Positive = 1
+    """batches whose gradients are added up before one optimizer step"""
+    samples: NotNegative = 0
+    """sequences per optimizer step, in place of batch.accumulate; a multiple of batch.size"""
+    tokens: NotNegative = 0
+    """tokens per optimizer step, in place of batch.accumulate; a multiple of size * length"""
+    ramp_from: NotNegative = 0
+    """batches that the first optimizer step adds up, with batch.ramp_steps; 0: no ramp-up"""
+    ramp_steps: NotNegative = 0
+    """optimizer steps over which the number of batches grows evenly from batch.ramp_from"""
+    allow_ragged: bool = False
+    """whether microbatches may differ in size, and slices in length"""
 
 
 class PrecisionSection(Section):
     """The types that training computes in."""
 
-    compute: Literal["model", "bfloat16", "float16"] = Field(
-        default="model",
-        description="type of weights, activations and messages; 'model': model.dtype for all of it. Otherwise the "
-        "optimizer steps float32 main weights, and gradients are added up in float32",
-    )
-    autocast: bool = Field(
-        default=False,
-        description="whether weights stay as they are, and torch.autocast chooses what runs in precision.compute",
-    )
-    loss_scale: float = Field(
-        default=65536.0, gt=0, description="with 'float16', what the loss is multiplied by at first"
-    )
-    loss_scale_growth_steps: Positive = Field(
-        default=2000, description="steps without an overflow after which the loss scale doubles; an overflow halves it"
-    )
-    not_finite: Literal["stop", "skip"] = Field(
-        default="stop",
-        description="a loss or gradient that is infinite or not a number: 'stop' the run, or 'skip' the step; a "
-        "gradient that overflows in 'float16' always skips",
-    )
-    most_skipped: Positive = Field(default=20, description="skipped steps in a row with which the run ends")
+    compute: Literal["model", "bfloat16", "float16"] = "model"
+    """type of weights, activations and messages; 'model': model.dtype for all of it. Otherwise the optimizer steps
+    float32 main weights, and gradients are added up in float32"""
+    autocast: bool = False
+    """whether weights stay as they are, and torch.autocast chooses what runs in precision.compute"""
+    loss_scale: float = Field(default=65536.0, gt=0)
+    """with 'float16', what the loss is multiplied by at first"""
+    loss_scale_growth_steps: Positive = 2000
+    """steps without an overflow after which the loss scale doubles; an overflow halves it"""
+    not_finite: Literal["stop", "skip"] = "stop"
+    """a loss or gradient that is infinite or not a number: 'stop' the run, or 'skip' the step; a gradient that
+    overflows in 'float16' always skips"""
+    most_skipped: Positive = 20
+    """skipped steps in a row with which the run ends"""
 
 
 class OptimizerSection(Section):
     """The optimizer, what it decays, and its learning rate over run.steps."""
 
-    name: str = Field(
-        default="AdamW", min_length=1, description="class of torch.optim, such as AdamW, SGD or Adafactor"
-    )
-    options: dict[str, Scalar] = Field(
-        default_factory=dict, description="other arguments of that class, such as {momentum = 0.9}"
-    )
-    learning_rate: float = Field(default=1e-3, gt=0, le=1000, description="largest learning rate")
-    warmup_steps: NotNegative = Field(default=20, description="optimizer steps until the largest learning rate")
-    learning_rate_schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        default="cosine",
-        description="learning rate after the warm-up: 'cosine' or 'linear': down to the last one at run.steps; "
-        "'constant'; 'wsd': constant, then linearly down over decay_steps",
-    )
-    decay_steps: NotNegative = Field(
-        default=0, description="with 'wsd', the last optimizer steps, in which the rate decays; 0: a tenth of run.steps"
-    )
-    minimum_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="last learning rate, as a share of the largest; not with 'constant'"
-    )
-    weight_decay: float = Field(
-        default=0.1, ge=0, description="weight decay as the class has it; that of AdamW is decoupled from the gradient"
-    )
-    decay_vectors: bool = Field(
-        default=False, description="whether parameters of fewer than two dimensions decay: norms and biases"
-    )
-    decay_embeddings: bool = Field(default=True, description="whether embeddings decay, and a head that is tied to one")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of the gradient")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the mean of the squared gradient")
-    epsilon: float = Field(default=1e-8, gt=0, description="added to the root of the mean squared gradient")
-    clip_norm: float = Field(default=1.0, ge=0, description="largest gradient norm over all ranks; 0: no clipping")
+    name: str = Field(default="AdamW", min_length=1)
+    """class of torch.optim, such as AdamW, SGD or Adafactor"""
+    options: dict[str, Scalar] = Field(default_factory=dict)
+    """other arguments of that class, such as {momentum = 0.9}"""
+    learning_rate: float = Field(default=1e-3, gt=0, le=1000)
+    """largest learning rate"""
+    warmup_steps: NotNegative = 20
+    """optimizer steps until the largest learning rate"""
+    learning_rate_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """learning rate after the warm-up: 'cosine' or 'linear': down to the last one at run.steps; 'constant'; 'wsd':
+    constant, then linearly down over decay_steps"""
+    decay_steps: NotNegative = 0
+    """with 'wsd', the last optimizer steps, in which the rate decays; 0: a tenth of run.steps"""
+    minimum_fraction: float = Field(default=0.1, ge=0, le=1)
+    """last learning rate, as a share of the largest; not with 'constant'"""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """weight decay as the class has it; that of AdamW is decoupled from the gradient"""
+    decay_vectors: bool = False
+    """whether parameters of fewer than two dimensions decay: norms and biases"""
+    decay_embeddings: bool = True
+    """whether embeddings decay, and a head that is tied to one"""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """decay of the mean of the gradient"""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """decay of the mean of the squared gradient"""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """added to the root of the mean squared gradient"""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """largest gradient norm over all ranks; 0: no clipping"""
 
 
 class MetricsSection(Section):
-    """What is written about each step."""
+    """The numbers that are written of each step."""
 
-    jsonl: bool = Field(default=True, description="whether metrics.jsonl is written, one object a step")
-    tensorboard: bool = Field(
-        default=False, description="whether TensorBoard files are written (needs the extra `tensorboard`)"
-    )
-    wandb: Literal["off", "offline", "online"] = Field(
-        default="off",
-        description="Weights & Biases (needs the extra `wandb`): 'offline' writes files into the run folder, which "
-        "`wandb sync` sends",
-    )
-    wandb_project: str = Field(default="penstock", min_length=1, description="project of W&B")
-    every: NotNegative = Field(
-        default=0,
-        description="optimizer steps between two lines of output that stay; 0: in a terminal those of evaluated steps, "
-        "else one every 5 seconds too",
-    )
-    bubble_every: NotNegative = Field(
-        default=0,
-        description="optimizer steps between two that are measured for their bubble, which takes time; 0: only "
-        "run.record_step is",
-    )
-    memory_every: NotNegative = Field(
-        default=10,
-        description="optimizer steps between two after which the ranks say how much memory they took at most; 0: none",
-    )
+    jsonl: bool = True
+    """whether metrics.jsonl is written, one object a step"""
+    tensorboard: bool = False
+    """whether TensorBoard files are written (needs the extra `tensorboard`)"""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases (needs the extra `wandb`): 'offline' writes files into the run folder, which `wandb sync`
+    sends"""
+    wandb_project: str = Field(default="penstock", min_length=1)
+    """project of W&B"""
+    every: NotNegative = 0
+    """optimizer steps between two lines of output that stay; 0: in a terminal those of evaluated steps, else one every
+    5 seconds too"""
+    bubble_every: NotNegative = 0
+    """optimizer steps between two that are measured for their bubble, which takes time; 0: only run.record_step is"""
+    memory_every: NotNegative = 10
+    """optimizer steps between two after which the ranks say how much memory they took at most; 0: none"""
 
 
 class SampleSection(Section):
     """The text that the trained model writes at the end of the run."""
 
-    prompt: str = Field(default="", description="what the text begins with; empty: the run ends without one")
-    tokens: Positive = Field(default=200, description="most tokens that are added to the prompt")
-    temperature: float = Field(
-        default=0.8, ge=0, description="divides the logits before a token is drawn; 0: always the likeliest"
-    )
-    top_k: NotNegative = Field(default=0, description="of how many of the likeliest tokens one is drawn; 0: of all")
+    prompt: str = ""
+    """what the text begins with; empty: the run ends without one"""
+    tokens: Positive = 200
+    """most tokens that are added to the prompt"""
+    temperature: float = Field(default=0.8, ge=0)
+    """divides the logits before a token is drawn; 0: always the likeliest"""
+    top_k: NotNegative = 0
+    """of how many of the likeliest tokens one is drawn; 0: of all"""
 
 
 class CheckpointSection(Section):
-    """What a run that is interrupted continues from."""
+    """The checkpoints that an interrupted run continues from."""
 
-    every: NotNegative = Field(
-        default=50,
-        description="steps between checkpoints; one more at the end and at a signal; 0: none at all",
-    )
-    keep_last: Positive = Field(default=3, description="newest checkpoints that are kept")
-    keep_every: NotNegative = Field(
-        default=0, description="checkpoints of steps that this number divides are kept, too; 0: no others"
-    )
-    asynchronous: bool = Field(default=True, description="whether training goes on while a checkpoint is written")
-    load: str = Field(
-        default="",
-        description="weights to begin with: a safetensors file, a folder of such with an index, a checkpoint, or a run "
-        "folder; its optimizer and step are not taken",
-    )
+    every: NotNegative = 50
+    """steps between checkpoints; one more at the end and at a signal; 0: none at all"""
+    keep_last: Positive = 3
+    """newest checkpoints that are kept"""
+    keep_every: NotNegative = 0
+    """checkpoints of steps that this number divides are kept, too; 0: no others"""
+    asynchronous: bool = True
+    """whether training goes on while a checkpoint is written"""
+    load: str = ""
+    """weights to begin with: a safetensors file, a folder of such with an index, a checkpoint, or a run folder; its
+    optimizer and step are not taken"""
 
 
 class ProfileSection(Section):
     """Steps that run under torch's profiler, which takes time and memory."""
 
-    steps: Sizes = Field(
-        default=(),
-        description="first and last step of the window, counted from 1, as in [100, 105]; empty: no profile. The trace "
-        "of each rank is profile-rankN.json.gz in the run folder",
-    )
-    memory: bool = Field(
-        default=False,
-        description="whether these traces have allocations, too; on GPUs, also memory-rankN.json.gz, the allocator's "
-        "blocks at the end of the window",
-    )
+    steps: Sizes = ()
+    """first and last step of the window, counted from 1, as in [100, 105]; empty: no profile. The trace of each rank is
+    profile-rankN.json.gz in the run folder"""
+    memory: bool = False
+    """whether these traces have allocations, too; on GPUs, also memory-rankN.json.gz, the allocator's blocks at the end
+    of the window"""
 
 
 class DebugSection(Section):
-    """What is looked at while the run goes on; all of it costs time."""
+    """Checks and logs while the run goes on; all of them cost time."""
 
-    level: Literal["off", "messages", "values"] = Field(
-        default="off",
-        description="'messages': each says what it is, and is compared; 'values': also, all are finite, copies equal",
-    )
-    ranges: bool = Field(default=False, description="whether every instruction is a range in torch.profiler and NVTX")
-    log: Literal["off", "info", "debug"] = Field(
-        default="off", description="rankN.log in the run folder: 'info': plan and norms; 'debug': every message, too"
-    )
+    level: Literal["off", "messages", "values"] = "off"
+    """'messages': each says what it is, and is compared; 'values': also, all are finite, copies equal"""
+    ranges: bool = False
+    """whether every instruction is a range in torch.profiler and NVTX"""
+    log: Literal["off", "info", "debug"] = "off"
+    """rankN.log in the run folder: 'info': plan and norms; 'debug': every message, too"""
+
+
+class Sections(Section):
+    """All sections of a run, before the rules between them are looked at."""
+
+    run: RunSection
+    pipeline: PipelineSection = PipelineSection()
+    parallel: ParallelSection = ParallelSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    batch: BatchSection = BatchSection()
+    precision: PrecisionSection = PrecisionSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    metrics: MetricsSection = MetricsSection()
+    sample: SampleSection = SampleSection()
+    profile: ProfileSection = ProfileSection()
+    debug: DebugSection = DebugSection()

@@ -1,1 +1,1 @@
-"""What is shown, written and found out about the steps of a run."""
+"""The steps of a run, shown, written and diagnosed."""

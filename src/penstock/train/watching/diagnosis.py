@@ -1,12 +1,16 @@
-"""What can be found out about a recorded step: where its time went, and what would take less."""
+"""The diagnosis of a recorded step: where its time went, and what would take less."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from penstock.ir.collectives import REDUCES_REPLICAS
 from penstock.ir.timeline import Timeline
 from penstock.schedules import is_family_name
 from penstock.searching.what_if import Change, MeasuredRun, Setting, what_if
 from penstock.simulation import Costs, LayerCosts, simulate
+from penstock.simulation.blocks import Block, blocks_of
 from penstock.simulation.causes import Cause, IdleTimes, idle_times
 from penstock.simulation.costs.costs import Spread
 from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
@@ -16,7 +20,22 @@ from penstock.simulation.message_latency import with_true_arrivals
 from penstock.simulation.prologue import begin_of, idle_before
 from penstock.train.settings.config import RunConfig
 from penstock.train.watching.recorded_step import RecordedStep
-from penstock.train.watching.replica_waits import ReplicaWaits, replica_waits
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaWaits:
+    """The cost of waiting for replicas in a recorded step, each of the rank that waited longest.
+
+    rank 0   F0 F1 ~~~~ F2 B0 B1 B2 ######          ~ waits for the weights that its replicas gather
+    rank 1   .. F0 F1 F2 B0 B1 B2 ####.             # waits for the sum of gradients over its replicas
+    """
+
+    within_s: float
+    """Between its computations."""
+    within_rank: int
+    behind_s: float
+    """From the last computation of all ranks on: by so much the step is longer."""
+    behind_rank: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +57,7 @@ class Diagnosis:
     knows_bytes: bool
     """Whether it was measured how large the activations of each layer are."""
     replicas: ReplicaWaits | None = None
-    """What waiting for replicas cost; None where there is one."""
+    """None where there is one."""
 
     @property
     def step_s(self) -> float:
@@ -54,7 +73,7 @@ class Diagnosis:
 
     @property
     def chief_loss(self) -> Loss | None:
-        """The dearest cause that is not the schedule's own order; None where there is none."""
+        """The most expensive cause that is not the schedule's own order; None where there is none."""
         found = next((loss for loss in self.losses if loss.cause is not Cause.DEPENDENCY), None)
         return found if found is not None and found.duration_s > 0 else None
 
@@ -136,3 +155,28 @@ def setting_of(config: RunConfig) -> Setting:
         options=pipeline.options,
         stages_per_rank=pipeline.stages_per_rank or None,
     )
+
+
+def replica_waits(timeline: Timeline) -> ReplicaWaits:
+    """Find the waits for replicas in a measured timeline of one of them."""
+    within_s = [0.0] * timeline.num_ranks
+    free_s = [-np.inf] * timeline.num_ranks
+    for block in blocks_of(timeline):
+        within_s[block.rank] += _held_up_s(block, free_s[block.rank])
+        free_s[block.rank] = block.end_s
+    program = timeline.program
+    rows = program.rows_of(REDUCES_REPLICAS)
+    last_s = timeline.end_s[program.is_compute].max(initial=-np.inf)
+    behind_s = np.zeros(timeline.num_ranks)
+    np.maximum.at(behind_s, program.rank_of_row[rows], timeline.end_s[rows] - last_s)
+    within_rank, behind_rank = int(np.argmax(within_s)), int(behind_s.argmax())
+    return ReplicaWaits(within_s[within_rank], within_rank, float(behind_s[behind_rank]), behind_rank)
+
+
+def _held_up_s(block: Block, free_s: float) -> float:
+    """Seconds before a block in which its rank had all but the weights, or summed gradients."""
+    reducing_s = sum(each.end_s - each.begin_s for each in block.reductions)
+    if block.gather is None:
+        return reducing_s
+    ready_s = max([free_s, block.gather.begin_s, *(message.arrival_s for message in block.messages)])
+    return reducing_s + max(min(block.gather.end_s, block.start_s) - ready_s, 0.0)

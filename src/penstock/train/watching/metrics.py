@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median, median_high
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 import orjson
 
@@ -17,7 +17,7 @@ from penstock.errors import FormatError
 from penstock.files import naming_storage
 from penstock.train.folder.run_folder import METRICS, TENSORBOARD
 from penstock.train.settings.sections import MetricsSection
-from penstock.train.watching.progress import SECONDS_BETWEEN_LINES, Display, Pace, StepMetrics, open_display
+from penstock.train.watching.progress import SECONDS_BETWEEN_LINES, Pace, StepMetrics, open_display, write_line
 from penstock.train.watching.sinks import Sink, open_jsonl, open_tensorboard, open_wandb
 from penstock.train.watching.utilization import Utilization
 
@@ -31,7 +31,7 @@ ROW_BEGIN = b'{"step":'
 
 
 class MetricsWriter:
-    """Writes every step to the sinks that the configuration asks for; use it in a `with` block, on one rank.
+    """Writes every step to the sinks that the configuration asks for, on one rank; they end with a stack.
 
     Files: `metrics.jsonl` and `tensorboard/` in `folder`. They are only appended to: for a step that a run which was
     interrupted has written, too, the last line counts. `first_step` is the first that is written now. Lines for people
@@ -44,6 +44,7 @@ class MetricsWriter:
 
     def __init__(
         self,
+        stack: ExitStack,
         folder: Path,
         options: MetricsSection,
         *,
@@ -64,32 +65,17 @@ class MetricsWriter:
         self._bubble_fraction: float | None = None
         self._peak_bytes: Sequence[int] = ()
         self._recent: deque[StepMetrics] = deque(maxlen=NUM_RECENT_STEPS)
-        self._stack = ExitStack()
-        self._sinks: list[Sink] = []
-        self._display: Display | None = None
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            with naming_storage(self._folder):
-                self._folder.mkdir(parents=True, exist_ok=True)
-            self._sinks = [stack.enter_context(sink) for sink in self._wanted_sinks()]
-            self._display = stack.enter_context(open_display(self._output, self._num_steps))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._display = None
-        self._stack.__exit__(kind, error, trace)
+        with naming_storage(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._sinks = [stack.enter_context(sink) for sink in self._wanted_sinks()]
+        self._display = stack.enter_context(open_display(output, num_steps))
 
     def write(self, metrics: StepMetrics) -> None:
         """Write one finished step; the files have it when this returns (TensorBoard within seconds)."""
-        assert self._display is not None, "used outside its with block"
         pace = self._pace(metrics)
         numbers = _numbers(metrics, pace)
         for sink in self._sinks:
-            sink.write(metrics.step, numbers)
+            sink(metrics.step, numbers)
         shown = self._with_last_measured(metrics)
         self._display.update(shown, pace)
         if self._is_shown(metrics):
@@ -98,7 +84,6 @@ class MetricsWriter:
 
     def say(self, line: str) -> None:
         """Show people a line at once."""
-        assert self._display is not None, "used outside its with block"
         self._display.say(line)
 
     def _wanted_sinks(self) -> Iterator[AbstractContextManager[Sink]]:
@@ -107,10 +92,7 @@ class MetricsWriter:
         if self._options.jsonl:
             yield open_jsonl(self._folder / METRICS)
         if self._options.wandb != "off":
-            yield open_wandb(self._folder, self._options, self._tell)
-
-    def _tell(self, problem: str) -> None:
-        self._output.write(f"{problem}\n")
+            yield open_wandb(self._folder, self._options, partial(write_line, self._output))
 
     def _pace(self, metrics: StepMetrics) -> Pace:
         """Expect each remaining step to be like the middle one of the last steps: a slow one counts little.
@@ -175,7 +157,10 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if _is_cut_off(line):
             continue
-        row = _loaded(line)
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            row = None
         if not _is_row(row):
             raise FormatError("not the numbers of a step; remove the line", file=str(path), line=number)
         rows[row["step"]] = {key: value for key, value in row.items() if value is not None}
@@ -185,13 +170,6 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 def _is_cut_off(line: bytes) -> bool:
     """Whether a process was killed while it wrote this line."""
     return line.startswith(ROW_BEGIN[: len(line)]) and not line.endswith(b"}")
-
-
-def _loaded(line: bytes) -> Any:
-    try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None
 
 
 def _is_row(row: Any) -> bool:

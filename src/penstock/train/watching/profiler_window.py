@@ -75,7 +75,9 @@ class ProfilerWindow:
             profiler.export_chrome_trace(str(path))
             trace = path.read_bytes()
         if self._options.memory:
-            trace = _with_memory(trace)
+            document = orjson.loads(trace)
+            document["traceEvents"] += memory_counters(document["traceEvents"])  # curves over the ranges
+            trace = orjson.dumps(document)
         self._put(PROFILE, trace)
         snapshot = memory_snapshot(self._device) if self._options.memory else None
         if snapshot is not None:
@@ -84,13 +86,6 @@ class ProfilerWindow:
     def _put(self, name: str, content: bytes) -> None:
         with atomic_file(self._folder / name.replace("*", str(self._rank))) as file:
             file.write(gzip.compress(content, compresslevel=6))
-
-
-def _with_memory(trace: bytes) -> bytes:
-    """Add the bytes that tensors take as curves over the ranges."""
-    document = orjson.loads(trace)
-    document["traceEvents"] += memory_counters(document["traceEvents"])
-    return orjson.dumps(document)
 
 
 def memory_counters(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

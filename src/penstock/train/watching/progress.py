@@ -1,10 +1,10 @@
-"""What is shown of a run: one line that is updated in a terminal, and lines that stay."""
+"""The lines that people see of a run: one that is updated in a terminal, and lines that stay."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -22,7 +22,7 @@ SHOWN_WAIT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What one optimizer step was like."""
+    """One optimizer step, in numbers."""
 
     step: int
     """Counted from 1."""
@@ -42,7 +42,7 @@ class StepMetrics:
     num_skipped: int = 0
     """Steps so far that changed no weight, because a number was not finite."""
     predicted_bubble_fraction: float | None = None
-    """What the simulator makes of the measured costs; absent where nothing was measured."""
+    """As the simulator has it from the measured costs; absent where nothing was measured."""
     data_wait_s: float = 0.0
     """Seconds that rank 0 waited for the batches."""
     is_slowed: bool = False
@@ -68,17 +68,10 @@ class Pace:
     """Model FLOPs as a share of what the devices can do; absent where that is not known."""
 
 
-class Display(Protocol):
-    """Where lines go."""
-
-    def update(self, metrics: StepMetrics, pace: Pace) -> None:
-        """Show the state of the run in place of the last one, where that is possible."""
-
-    def show(self, metrics: StepMetrics, pace: Pace) -> None:
-        """Show a line that stays."""
-
-    def say(self, line: str) -> None:
-        """Show a line that stays, which is not about a finished step."""
+def write_line(output: TextIO, line: str, end: str = "\n") -> None:
+    """Write a line at once, before what it is about takes its time."""
+    output.write(f"{line}{end}")
+    output.flush()
 
 
 class ShareLines:
@@ -89,16 +82,11 @@ class ShareLines:
         self._clock = clock
         self._told_at_s = clock()
 
-    def say(self, line: str) -> None:
-        """Write a line at once."""
-        self._output.write(f"{line}\n")
-        self._output.flush()
-
     def tell(self, what: str, num_done: int, num_all: int) -> None:
         now_s = self._clock()
         if now_s - self._told_at_s >= SECONDS_BETWEEN_LINES:
             self._told_at_s = now_s
-            self.say(f"{what}: {num_done / max(num_all, 1):.0%}")
+            write_line(self._output, f"{what}: {num_done / max(num_all, 1):.0%}")
 
 
 def step_line(metrics: StepMetrics, pace: Pace, *, num_steps: int) -> str:
@@ -137,57 +125,46 @@ def duration_text(duration_s: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def open_display(output: TextIO, num_steps: int) -> AbstractContextManager[Display]:
-    """Return a line that is updated in place, below lines that stay, where `output` is a terminal; else plain lines."""
-    return _live(output, num_steps) if output.isatty() else _lines(output, num_steps)
-
-
 def screen_of(output: TextIO) -> Screen:
     """Return the width of the terminal that `output` is; none for a pipe or a file."""
     return Screen(Console(file=output).width) if output.isatty() else NO_SCREEN
 
 
 @dataclass(frozen=True, slots=True)
-class _Lines:
+class Display:
+    """Where lines go."""
+
     output: TextIO
     num_steps: int
+    live: Live | None = None
+    """The line of a terminal that is updated in place; a pipe has none, for all that is written to it stays."""
 
     def update(self, metrics: StepMetrics, pace: Pace) -> None:
-        """Do nothing: what is written to a pipe stays."""
+        """Show the state of the run in place of the last one, where that is possible."""
+        if self.live is not None:
+            line = step_line(metrics, pace, num_steps=self.num_steps)
+            self.live.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
     def show(self, metrics: StepMetrics, pace: Pace) -> None:
+        """Show a line that stays."""
         self.say(step_line(metrics, pace, num_steps=self.num_steps))
 
     def say(self, line: str) -> None:
-        self.output.write(f"{line}\n")
-        self.output.flush()
+        """Show a line that stays, which is not about a finished step."""
+        if self.live is None:
+            write_line(self.output, line)
+        else:
+            # The terminal wraps a line that is too long; rich would cut it.
+            self.live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def _lines(output: TextIO, num_steps: int) -> Iterator[Display]:
-    yield _Lines(output, num_steps)
-
-
-@dataclass(frozen=True, slots=True)
-class _Live:
-    live: Live
-    num_steps: int
-
-    def update(self, metrics: StepMetrics, pace: Pace) -> None:
-        line = step_line(metrics, pace, num_steps=self.num_steps)
-        self.live.update(Text(line, no_wrap=True, overflow="ellipsis"))
-
-    def show(self, metrics: StepMetrics, pace: Pace) -> None:
-        self.say(step_line(metrics, pace, num_steps=self.num_steps))
-
-    def say(self, line: str) -> None:
-        # The terminal wraps a line that is too long; rich would cut it.
-        self.live.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _live(output: TextIO, num_steps: int) -> Iterator[Display]:
+def open_display(output: TextIO, num_steps: int) -> Iterator[Display]:
+    """Show a line that is updated in place, below lines that stay, where `output` is a terminal; else plain lines."""
+    if not output.isatty():
+        yield Display(output, num_steps)
+        return
     # Nothing else may be redirected: the streams of the process belong to the command line.
     console = Console(file=output)
     with Live(console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as live:
-        yield _Live(live, num_steps)
+        yield Display(output, num_steps, live)

@@ -26,7 +26,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedStep:
-    """What was measured in one step."""
+    """One step as it was measured."""
 
     step: int
     """Counted from 1."""

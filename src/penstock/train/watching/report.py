@@ -1,4 +1,8 @@
-"""What a run leaves behind to look at: its timeline, measured and predicted, a summary, and where to find all that."""
+"""The first and the last lines of a run, and the files that it leaves to look at.
+
+First: where it computes, what is trained on how much text, and how the model is split. Last: its losses, its timeline
+measured and predicted, and where to find all that.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,10 +10,12 @@ from itertools import zip_longest
 
 import orjson
 
-from penstock.checkpoints.weight_files import INDEX, WHOLE
 from penstock.errors import ConfigError, count_of
 from penstock.files import naming_storage
 from penstock.ir.timeline import Timeline
+from penstock.models import LayerSpec, count_parameters
+from penstock.pipeline import Pipeline
+from penstock.planning import few_microbatches
 from penstock.show.chart import draw_overlay
 from penstock.show.figures import describe_shape
 from penstock.show.page import to_page
@@ -18,66 +24,83 @@ from penstock.show.trace import to_trace
 from penstock.simulation import simulate
 from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
-from penstock.train.folder.run_folder import (
-    CONFIG,
-    LAYER_TIMES,
-    LOG,
-    MEMORY,
-    METRICS,
-    PAGE,
-    PICTURE,
-    PROFILE,
-    SCHEDULE,
-    SUMMARY,
-    TENSORBOARD,
-    TIMELINE,
-    TRACE,
-    RunFolder,
-)
+from penstock.train.devices import describe_devices, device_of_rank
+from penstock.train.folder.run_folder import MEANING, PAGE, PICTURE, SUMMARY, TENSORBOARD, TRACE, RunFolder
+from penstock.train.optimizing.precision import Precision, note_on_speed
+from penstock.train.settings.config import RunConfig
+from penstock.train.settings.optional_packages import describe_missing_pictures
 from penstock.train.watching.progress import duration_text
+from penstock.train.watching.recorded_step import RecordedStep
 
 Timelines = Mapping[str, Timeline]
 """By name: "predicted" and "measured"; empty where no step was recorded."""
 
-MEANING = {
-    CONFIG: "every setting of the run, with its meaning",
-    WHOLE: "the trained weights, with the names of the unsplit model",
-    INDEX: "which of the files weights-* holds which of the trained weights",
-    SCHEDULE: "the schedule that ran, one row per rank",
-    LAYER_TIMES: "what each layer took when it was measured: the split uses it",
-    SUMMARY: "the last losses, and the timelines in figures",
-    METRICS: "one line of numbers per step",
-    TIMELINE: "the recorded step as it was measured: penstock doctor says where its time went",
-    PICTURE: "the recorded step, rank by rank: predicted above measured",
-    PAGE: "the same, measured above predicted, to zoom and point at: open it in a browser",
-    TRACE: "the same with every message: open it at https://ui.perfetto.dev",
-    PROFILE: "the profiled steps of each rank: open it at https://ui.perfetto.dev",
-    MEMORY: "what the GPU of each rank held at the end of these steps",
-    LOG: "what rank 0 logged (debug.log); each rank has such a file",
-}
-
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended."""
+class TrainingResult:
+    """The end of a run, on every rank alike."""
 
     num_steps: int
-    duration_s: float
-    """Of the whole run, reading the text and evaluation included."""
+    """Optimizer steps of the whole run."""
     loss: float
-    """Of the last step."""
+    """Of the last step, in nats per token."""
     held_out_loss: float | None
-    recorded_step: int
+    """After the last step, in nats per token; None where it was not asked for."""
+    recorded: RecordedStep | None
+    """The step to record as it was measured, of this rank's replica; None where none was."""
     peak_bytes: Sequence[int] = ()
-    """The most memory of each rank; empty where it was not gathered."""
+    """The most memory of each rank of the first replica; empty where it was not gathered."""
     num_earlier: int = 0
-    """Of the steps, those that ran before the run was continued; the duration is without them."""
+    """Steps that ran before this run was continued."""
+
+    @property
+    def timeline(self) -> Timeline | None:
+        return None if self.recorded is None else self.recorded.timeline
 
     @property
     def steps_text(self) -> str:
-        """Say how many steps took the duration: `80 steps`, or `60 of 80 steps` of a run that was continued."""
+        """Say how many steps this run took: `80 steps`, or `60 of 80 steps` of a run that was continued."""
         of_all = count_of(self.num_steps, "step")
         return f"{self.num_steps - self.num_earlier} of {of_all}" if self.num_earlier else of_all
+
+
+def device_line(config: RunConfig) -> str:
+    """Say where a run computes, and in which types. Raises: ConfigError; see `device_of_rank`."""
+    precision = Precision(config.precision).describe(config.model)
+    return describe_devices(device_of_rank(config), config.num_processes, precision)
+
+
+def opening_lines(
+    config: RunConfig,
+    layers: Sequence[LayerSpec],
+    num_tokens: int | None,
+    pipeline: Pipeline,
+    note: str,
+    screen: Screen,
+) -> Iterator[str]:
+    """Yield what is said when the pipeline is made; `note` says where its split comes from, if there is one."""
+    yield screen.wrapped(_first_line(config, count_parameters(layers), num_tokens))
+    yield pipeline.describe_split(width=screen.width).removesuffix("\n")
+    if note:
+        yield screen.wrapped(note)
+    slow_type = note_on_speed(Precision(config.precision), pipeline.device)
+    for advice in filter(None, (few_microbatches(pipeline.program), slow_type)):
+        yield screen.wrapped(f"note: {advice}")
+    missing = describe_missing_pictures(config)
+    if missing:
+        yield screen.wrapped(missing)
+
+
+def _first_line(config: RunConfig, num_parameters: int, num_tokens: int | None) -> str:
+    pipeline, data = config.pipeline, config.parallel.data
+    replicas = f"{data} replicas of " if data > 1 else ""
+    ranks = f"{replicas}{count_of(pipeline.ranks, 'rank')}"
+    tokens = f"data of {config.data.source}" if num_tokens is None else f"{num_tokens:,} tokens to train on"
+    return (
+        f"{num_parameters:,} parameters, {tokens}, "
+        f"{pipeline.schedule} on {ranks}, "
+        f"{pipeline.microbatches} microbatches, {config.run.steps} steps"
+    )
 
 
 def predict_again(measured: Timeline | None) -> Timelines:
@@ -88,22 +111,27 @@ def predict_again(measured: Timeline | None) -> Timelines:
 
 
 def write_report(
-    folder: RunFolder, outcome: Outcome, timelines: Timelines, screen: Screen = NO_SCREEN
+    folder: RunFolder, result: TrainingResult, duration_s: float, screen: Screen = NO_SCREEN
 ) -> Iterator[str]:
     """Write summary, trace, picture and page; yield lines on what came out, what each rank took, and where it is.
 
-    Without matplotlib there is no picture, and a line says so.
+    `duration_s` is of the whole run, reading the text and evaluation included. Without matplotlib there is no picture,
+    and a line says so.
 
     Raises:
         PenstockError: a file cannot be written.
     """
-    folder.write(SUMMARY, orjson.dumps(_summary(outcome, timelines), option=orjson.OPT_INDENT_2))
-    yield from _findings(outcome, timelines)
-    yield from _table_of_ranks(outcome, timelines, screen)
-    if timelines:
+    timelines = predict_again(result.timeline)
+    folder.write(SUMMARY, orjson.dumps(_summary(result, duration_s, timelines), option=orjson.OPT_INDENT_2))
+    yield from _findings(result, duration_s, timelines)
+    yield from _table_of_ranks(result, timelines, screen)
+    if result.recorded is not None:
         folder.write(TRACE, to_trace(timelines))
         yield from _draw(folder, timelines)
-        yield from _write_page(folder, timelines, outcome.recorded_step)
+        try:
+            folder.write(PAGE, page_of_step(timelines, result.recorded.step))
+        except ConfigError as error:
+            yield f"{PAGE} was not made: {error}"
     yield f"\nIn {folder.path}:"
     yield from _listing(folder)
 
@@ -131,33 +159,27 @@ def page_of_step(timelines: Timelines, step: int, *, theme: str | None = None) -
     return to_page(shown, main="measured", title=title, theme=theme)
 
 
-def _write_page(folder: RunFolder, timelines: Timelines, step: int) -> Iterator[str]:
-    try:
-        folder.write(PAGE, page_of_step(timelines, step))
-    except ConfigError as error:
-        yield f"{PAGE} was not made: {error}"
-
-
-def _findings(outcome: Outcome, timelines: Timelines) -> Iterator[str]:
-    held_out = "" if outcome.held_out_loss is None else f"held-out loss {outcome.held_out_loss:.4f} nats per token, "
-    yield f"\n{held_out}loss {outcome.loss:.4f}, {outcome.steps_text} in {duration_text(outcome.duration_s)}"
+def _findings(result: TrainingResult, duration_s: float, timelines: Timelines) -> Iterator[str]:
+    held_out = "" if result.held_out_loss is None else f"held-out loss {result.held_out_loss:.4f} nats per token, "
+    yield f"\n{held_out}loss {result.loss:.4f}, {result.steps_text} in {duration_text(duration_s)}"
+    step = result.recorded.step if result.recorded else 0
     for name, timeline in timelines.items():
         yield (
             f"{name + ':':<10} makespan {format_seconds(timeline.makespan_s)}, "
-            f"bubble {format_share(timeline.bubble_fraction)} (step {outcome.recorded_step})"
+            f"bubble {format_share(timeline.bubble_fraction)} (step {step})"
             f"{_uncertainty_text(timeline)}"
         )
 
 
-def _table_of_ranks(outcome: Outcome, timelines: Timelines, screen: Screen) -> Iterator[str]:
+def _table_of_ranks(result: TrainingResult, timelines: Timelines, screen: Screen) -> Iterator[str]:
     """Yield a row per rank; nothing where nothing was measured of them."""
     cells: dict[str, list[str]] = {}
     if timelines:
         cells["computing"] = [format_seconds(float(each)) for each in timelines["measured"].work_s]
         cells["bubble"] = _bubbles(timelines["measured"])
         cells["predicted"] = _bubbles(timelines["predicted"])
-    if outcome.peak_bytes:
-        cells["most memory"] = [format_bytes(each) for each in outcome.peak_bytes]
+    if result.peak_bytes:
+        cells["most memory"] = [format_bytes(each) for each in result.peak_bytes]
     if cells:
         # A run that has continued may have recorded its step on another number of ranks.
         rows = [[str(rank), *row] for rank, row in enumerate(zip_longest(*cells.values(), fillvalue=""))]
@@ -183,7 +205,7 @@ def _listing(folder: RunFolder) -> Iterator[str]:
         yield f"  {TENSORBOARD:<{width}}  curves: tensorboard --logdir {folder.path / TENSORBOARD}"
 
 
-def _summary(outcome: Outcome, timelines: Timelines) -> dict[str, object]:
+def _summary(result: TrainingResult, duration_s: float, timelines: Timelines) -> dict[str, object]:
     figures = {
         name: {
             "makespan_s": timeline.makespan_s,
@@ -197,10 +219,10 @@ def _summary(outcome: Outcome, timelines: Timelines) -> dict[str, object]:
         for name, timeline in timelines.items()
     }
     return {
-        "num_steps": outcome.num_steps,
-        "duration_s": outcome.duration_s,
-        "loss": outcome.loss,
-        "held_out_loss": outcome.held_out_loss,
-        "recorded_step": outcome.recorded_step if timelines else None,
+        "num_steps": result.num_steps,
+        "duration_s": duration_s,
+        "loss": result.loss,
+        "held_out_loss": result.held_out_loss,
+        "recorded_step": result.recorded.step if result.recorded else None,
         "timelines": figures,
     }

@@ -66,7 +66,7 @@ class RunList:
     runs: Sequence[RunRecord]
     """In the order of the places, and of their names at each; at least one."""
     unreadable: Sequence[str] = ()
-    """What is wrong with those whose files cannot be read, a line for each."""
+    """A line for each whose files cannot be read, with the reason."""
 
 
 def list_runs(places: Sequence[str | Path]) -> RunList:

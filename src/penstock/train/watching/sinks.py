@@ -4,16 +4,17 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
-from penstock.errors import ConfigError
 from penstock.files import naming_storage
 from penstock.train.folder.run_folder import CONFIG
+from penstock.train.settings.optional_packages import TENSORBOARD, WANDB
 from penstock.train.settings.sections import MetricsSection
 
 WANDB_SETTINGS = {"silent": True, "console": "off", "init_timeout": 20.0, "login_timeout": 10.0}
@@ -22,23 +23,8 @@ LONGEST_END_S = 30.0
 """How long the end of a run waits for W&B to send what it has."""
 
 
-class Sink(Protocol):
-    """Where numbers go, one set a step."""
-
-    def write(self, step: int, numbers: dict[str, float]) -> None: ...
-
-
-class _JsonLines:
-    def __init__(self, file: FileIO) -> None:
-        self._file = file
-
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        # A number that is not finite becomes null: JSON has no word for it.
-        line = orjson.dumps({"step": step, **numbers}, option=orjson.OPT_APPEND_NEWLINE)
-        with naming_storage(Path(self._file.name)):
-            # The disk may take a part of the line; only the next try says why.
-            while line:
-                line = line[self._file.write(line) :]
+Sink = Callable[[int, dict[str, float]], None]
+"""Takes the number of a step, and its numbers by name."""
 
 
 @contextmanager
@@ -47,10 +33,19 @@ def open_jsonl(path: Path) -> Iterator[Sink]:
     with naming_storage(path):
         # Unbuffered: a line is in the file at once, and a full disk shows at the line that did not fit.
         file = path.open("a+b", buffering=0)
+
+    def write(step: int, numbers: dict[str, float]) -> None:
+        # A number that is not finite becomes null: JSON has no word for it.
+        line = orjson.dumps({"step": step, **numbers}, option=orjson.OPT_APPEND_NEWLINE)
+        with naming_storage(path):
+            # The disk may take a part of the line; only the next try says why.
+            while line:
+                line = line[file.write(line) :]
+
     with file:
         with naming_storage(path):
             _end_line(file)
-        yield _JsonLines(file)
+        yield write
 
 
 def _end_line(file: FileIO) -> None:
@@ -62,25 +57,6 @@ def _end_line(file: FileIO) -> None:
         file.write(b"\n")
 
 
-class _SummaryWriter(Protocol):
-    """The part of TensorBoard's writer that is used."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _TensorBoard:
-    def __init__(self, writer: _SummaryWriter, folder: Path) -> None:
-        self._writer = writer
-        self._folder = folder
-
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        with naming_storage(self._folder):
-            for name, value in numbers.items():
-                self._writer.add_scalar(name, value, step)
-
-
 @contextmanager
 def open_tensorboard(folder: Path, first_step: int) -> Iterator[Sink]:
     """Write files for TensorBoard; what they hold of `first_step` and later does not count any more.
@@ -89,29 +65,20 @@ def open_tensorboard(folder: Path, first_step: int) -> Iterator[Sink]:
         ConfigError: the package is missing.
         PenstockError: a file cannot be written: path and reason.
     """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            "the tensorboard package is missing; pip install '.[tensorboard]' in Penstock's clone, "
-            "or set metrics.tensorboard = false",
-            key="metrics.tensorboard",
-        ) from error
+    summary_writer = TENSORBOARD.load().SummaryWriter
     with naming_storage(folder):
-        writer: _SummaryWriter = SummaryWriter(log_dir=str(folder), flush_secs=5, purge_step=first_step)
+        writer = summary_writer(log_dir=str(folder), flush_secs=5, purge_step=first_step)
+
+    def write(step: int, numbers: dict[str, float]) -> None:
+        with naming_storage(folder):
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
+
     try:
-        yield _TensorBoard(writer, folder)
+        yield write
     finally:
         with naming_storage(folder):
             writer.close()
-
-
-class _WandbRun(Protocol):
-    """The part of a W&B run that is used."""
-
-    def log(self, data: dict[str, Any], step: int) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 class _Wandb:
@@ -120,37 +87,35 @@ class _Wandb:
     def __init__(self, tell: Callable[[str], None], limit_s: float) -> None:
         self._tell = tell
         self._limit_s = limit_s
-        self._run: _WandbRun | None = None
+        self._run: Any = None
+        """That of W&B; None once it has failed."""
 
-    def attempt(self, act: Callable[[], _WandbRun | None]) -> None:
-        """Do what W&B may fail in; what it returns is the run from now on."""
+    def begin(self, init: Callable[[], Any]) -> None:
+        """Begin the run that a function returns."""
+        self._run = self._attempt(init)
+
+    def _attempt(self, act: Callable[[], Any]) -> Any:
         try:
-            self._run = act()
+            return act()
         except Exception as error:  # whatever a service, its network or its login raise
             self._run = None
             reason = " ".join(str(error).split())
             self._tell(f"training goes on without W&B: {type(error).__name__}: {reason}")
+            return None
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        run = self._run
-        if run is not None:
-            self.attempt(lambda: _logged(run, step, numbers))
+        if self._run is not None:
+            self._attempt(partial(self._run.log, numbers, step=step))
 
     def close(self) -> None:
         """End the run; what is not sent within the limit stays in the folder."""
-        run = self._run
-        if run is None:
+        if self._run is None:
             return
-        ending = Thread(target=self.attempt, args=(run.finish,), daemon=True)
+        ending = Thread(target=self._attempt, args=(self._run.finish,), daemon=True)
         ending.start()
         ending.join(self._limit_s)
         if ending.is_alive():
             self._tell(f"W&B has not taken everything within {self._limit_s:g} s; `wandb sync` sends the rest")
-
-
-def _logged(run: _WandbRun, step: int, numbers: dict[str, float]) -> _WandbRun:
-    run.log(numbers, step=step)
-    return run
 
 
 @contextmanager
@@ -162,16 +127,10 @@ def open_wandb(
     Raises:
         ConfigError: the package is missing.
     """
-    try:
-        import wandb
-    except ImportError as error:
-        raise ConfigError(
-            "the wandb package is missing; pip install '.[wandb]' in Penstock's clone, or set metrics.wandb = 'off'",
-            key="metrics.wandb",
-        ) from error
+    wandb = WANDB.load()
     settings = tomllib.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
     sink = _Wandb(tell, limit_s)
-    sink.attempt(
+    sink.begin(
         lambda: wandb.init(
             project=options.wandb_project,
             name=folder.name,
@@ -182,6 +141,6 @@ def open_wandb(
         )
     )
     try:
-        yield sink
+        yield sink.write
     finally:
         sink.close()

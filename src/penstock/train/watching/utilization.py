@@ -1,7 +1,7 @@
 """Model FLOPs utilisation (MFU): the FLOPs that the model needs for its tokens, as a share of what the devices can do.
 
 Counted are the matrix products of forward and backward, with the attention to all tokens, as arXiv 2204.02311 does in
-appendix B. What is computed again for activation checkpointing does not count.
+appendix B. Forwards that run again for activation checkpointing do not count.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ TYPES: dict[str, DataType] = {"bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass(frozen=True, slots=True)
 class Utilization:
-    """What tokens per second mean for the devices of a run."""
+    """The meaning of tokens per second for the devices of a run."""
 
     flops_per_token: float
     flops_per_s: float

@@ -1,12 +1,12 @@
-"""The learning rate of each step."""
+"""The learning rate of each step, and which batches it adds up."""
 
 from itertools import pairwise
 
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.train.settings.learning_rate import decay_steps_of, learning_rate_at
 from penstock.train.settings.sections import OptimizerSection
+from penstock.train.settings.steps import BatchPlan, decay_steps_of, learning_rate_at
 
 OPTIONS = OptimizerSection(learning_rate=1e-2, warmup_steps=4, minimum_fraction=0.1)
 
@@ -68,3 +68,20 @@ def test_wsd_decays_over_a_tenth_of_the_run_unless_it_is_said():
     assert decay_steps_of(OptimizerSection(), 250) == 25
     assert decay_steps_of(OptimizerSection(), 5) == 1
     assert decay_steps_of(OptimizerSection(decay_steps=7), 250) == 7
+
+
+def test_without_a_ramp_every_step_has_as_many_batches():
+    plan = BatchPlan(3, 3)
+
+    assert plan.is_constant
+    assert [(plan.begin(step), plan.count(step)) for step in (1, 2, 100)] == [(0, 3), (3, 3), (297, 3)]
+
+
+def test_a_ramp_grows_evenly_and_leaves_no_batch_out():
+    plan = BatchPlan(5, 1, ramp_steps=8)
+
+    counts = [plan.count(step) for step in range(1, 12)]
+
+    assert not plan.is_constant
+    assert counts == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 5]
+    assert [plan.begin(step) for step in range(1, 12)] == [sum(counts[:step]) for step in range(11)]
