@@ -209,6 +209,12 @@ def described(value: object) -> str:
     return "None" if value is None else f"{shortened(value)} of type {type(value).__name__}"
 
 
+def listed(names: Sequence[str]) -> str:
+    """Join names, the first of them where there are many."""
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return ", ".join(names[:MAX_SHOWN]) + more
+
+
 def count_of(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `4 ranks`, `2 microbatches`."""
     plural = "es" if noun.endswith("ch") else "s"
