@@ -18,6 +18,12 @@ def step_of(loss=None, *, num_slices=1, auxiliary=1.0, **options):
     return Step([[Microbatch(0, (), {}, None, 1) for _ in range(num_slices)]], losses)
 
 
+def run_input_part(deferred, edges, gradients):
+    """Run I, which leaves something in `deferred`."""
+    with deferred.around_input():
+        deferred.backward_input(edges, gradients)
+
+
 def run_weight_part(deferred):
     """Run W by what an I has left in `deferred`."""
     GradientStore(list).add(deferred.take_weight_inputs())

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.batch.microbatch import BatchSpec, Replicate
-from penstock.execute.split.plan import SplitPlan
+from penstock.execute.split.planner import SplitPlanner
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import (
     WIDTH,
@@ -607,7 +607,7 @@ def test_what_a_split_backward_needs_may_not_be_changed_between_its_parts(is_rec
     def case(wires, schedule):
         pipeline = Pipeline(make_layers(), schedule, M, task.loss, transport=wires)
         (stage,) = pipeline.stages
-        stage.split_plan = SplitPlan(list(stage.layers.values()), small=0)
+        stage.split_planner = SplitPlanner(list(stage.layers.values()), small=0)
         pipeline.step(*task.inputs, target=task.target)
         gradients = gradients_of(pipeline.named_parameters())
         if schedule == "zb-h1":  # what is recomputed is left for later from the second step on

@@ -105,7 +105,7 @@ def train(rank, make_layers, backend, schedule, steps, options):
         make_layers(), schedule, loss=square_loss, compile=backend, deadline_s=60, **{"allow_ragged": True} | options
     )
     for stage in pipeline.stages:
-        stage.split_plan._border = 0  # the blocks of this test are small
+        stage.split_planner._border = 0  # the blocks of this test are small
     with pytest.MonkeyPatch.context() as monkeypatch:
         shares.watch(pipeline, monkeypatch)
         for rows in steps:

@@ -285,8 +285,8 @@ class Pipeline(ModelPart):
         """Draw which stage has which layers, its share of the weight, and its parameters, each once per rank.
 
         Last lines name the stages that hold parameters of another stage, on their rank or as copies on another one.
-        After a recorded step that splits backwards, also which share of its weight gradients waits for W. `width` is
-        the number of columns to fit; without it, nothing is folded or left out.
+        After a recorded step that splits backwards, also which share of its weight gradients waits for W, and why
+        others do not. `width` is the number of columns to fit; without it, nothing is folded or left out.
         """
         early = {} if self.recording is None else self.recording.early_weights
         return describe_split(
@@ -296,6 +296,7 @@ class Pipeline(ModelPart):
             self._made.parameter_counts,
             Screen(width),
             late_shares={stage: 1 - found.share for stage, found in early.items()},
+            reasons={stage: found.reasons for stage, found in early.items()},
         )
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.cli.diagnosis import to_json, to_text
-from penstock.execute.split.plan import EarlyWeights
+from penstock.execute.split.planner import EarlyWeights
 from penstock.schedules import build
 from penstock.searching.what_if import Setting
 from penstock.simulation import Costs
@@ -163,11 +163,12 @@ def test_assumptions_behind_a_change_are_told_where_it_is_listed():
 
 def test_weight_gradients_that_do_not_wait_for_w_are_told_with_what_they_cost():
     schedule = build("zb-h1", ranks=4, microbatches=8)
+    names = [f"7.{index}" for index in range(12)]
     recorded = replace(
         recorded_step(schedule, backward_input_s=(2.0,), backward_weight_s=(0.0,)),
         early_weights={
             0: EarlyWeights(0.01, ("0.small",)),
-            1: EarlyWeights(1.0, tuple(f"7.{index}" for index in range(12)), {"small": 0.1, "opaque": 0.9}),
+            1: EarlyWeights(1.0, tuple(names), {"7.0": "small"} | dict.fromkeys(names[1:], "cannot be told apart")),
         },
     )
 
@@ -175,7 +176,7 @@ def test_weight_gradients_that_do_not_wait_for_w_are_told_with_what_they_cost():
 
     rows = found["weight gradients that the split backward of a stage leaves to W"]
     assert [" ".join(row.split()) for row in rows[2:]] == [
-        "1 0.0 % opaque 90%, small 10% 7.0, 7.1, 7.2, 7.3, 7.4, 7.5, 7.6, 7.7, 7.8, 7.9 and 2 more"
+        "1 0.0 % 7.0 (small); 7.1, 7.2, 7.3, 7.4, 7.5, 7.6, 7.7, 7.8, 7.9, 7.10 and 1 more (cannot be told apart)"
     ]
     helping = "\n".join(found[HELPS])
     assert re.search(r"-\d+\.\d %\s+\+0.0 %  all weight gradients wait for W", helping)

@@ -57,7 +57,7 @@ def assignments_to_stages(module, own):
 def test_nothing_outside_of_its_file_assigns_to_a_stage():
     own = own_attributes()
 
-    assert own >= {"index", "layers", "split_plan"}
+    assert own >= {"index", "layers", "split_planner"}
     assert_none([line for module in modules() for line in assignments_to_stages(module, own)])
 
 
@@ -67,7 +67,7 @@ def test_nothing_outside_of_its_file_assigns_to_a_stage():
         "stage.is_split = True",
         "self.stage.passes = None",
         "self._stage.num_steps += 1",
-        "del stage.split_plan",
+        "del stage.split_planner",
         "stages[0].options: int = 1",
         "for each in assembly.stages:\n    each.is_training = True",
         "setattr(stage, 'device', 1)",

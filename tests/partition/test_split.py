@@ -159,6 +159,14 @@ def test_shares_of_weight_gradients_that_wait_have_a_column_where_they_are_known
     assert "wait for W" not in describe_split(stages, ["a", "b"], [1.0, 1.0], numbers)
 
 
+def test_weights_that_do_not_wait_are_listed_with_the_reason():
+    names = {"a.0": "small", "a.1": "cannot be told apart", "a.2": "small"}
+
+    text = describe_split([range(1)], ["a"], [1.0], counts(1), late_shares={0: 0.5}, reasons={0: names, 1: {}})
+
+    assert text.splitlines()[-1:] == ["do not wait for W in stage 0: a.0, a.2 (small); a.1 (cannot be told apart)"]
+
+
 # ---- parameters of several stages
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from penstock.cli.conclusion import busy_line, headline, next_step, options_of, who_of
 from penstock.errors import listed
 from penstock.ir.timeline import Timeline
-from penstock.partition.split import split_text
+from penstock.partition.split import names_by_reason, split_text
 from penstock.searching.advice import Advice, advice_of
 from penstock.searching.what_if import Change
 from penstock.show.text import count_of, format_seconds, format_share, time_unit
@@ -132,7 +132,7 @@ def _idle_table(diagnosis: Diagnosis, screen: Screen) -> str:
 def _early_weights_table(diagnosis: Diagnosis, screen: Screen) -> Iterator[str]:
     """One row per stage that computes a notable share of its weight gradients in I; nothing where none does."""
     rows = [
-        [str(stage), format_share(1 - early.share), _shares(early.rungs), listed(early.names)]
+        [str(stage), format_share(1 - early.share), _why_early(early.names, early.reasons)]
         for stage, early in sorted(diagnosis.recorded.early_weights.items())
         if early.share >= SMALLEST_EARLY_SHARE
     ]
@@ -140,17 +140,15 @@ def _early_weights_table(diagnosis: Diagnosis, screen: Screen) -> Iterator[str]:
         columns = [
             Column("stage"),
             Column("wait for W"),
-            Column("by", is_text=True, drop_order=1),
-            Column("computed in I", is_text=True),
+            Column("do not wait", is_text=True),
         ]
         title = screen.wrapped("weight gradients that the split backward of a stage leaves to W")
         yield f"{title}\n{table_text(columns, rows, screen)}"
 
 
-def _shares(rungs: Mapping[str, float]) -> str:
-    """The shares of weights by what their gradients wait, the largest first."""
-    ordered = sorted(rungs.items(), key=lambda item: -item[1])
-    return ", ".join(f"{rung} {share:.0%}" for rung, share in ordered)
+def _why_early(names: Sequence[str], reasons: Mapping[str, str]) -> str:
+    """Say which weights do not wait, and why; files of before there were reasons have none."""
+    return names_by_reason(reasons) if reasons else listed(names)
 
 
 def _changes_tables(diagnosis: Diagnosis, advice: Advice, screen: Screen) -> Iterator[str]:
@@ -219,7 +217,7 @@ def to_json(diagnosis: Diagnosis) -> str:
             for loss in diagnosis.losses
         ],
         "early_weights": [
-            {"stage": stage, "share": early.share, "names": list(early.names), "rungs": dict(early.rungs)}
+            {"stage": stage, "share": early.share, "names": list(early.names), "reasons": dict(early.reasons)}
             for stage, early in sorted(diagnosis.recorded.early_weights.items())
         ],
         "changes": [

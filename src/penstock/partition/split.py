@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from penstock.errors import PartitionError, count_of
+from penstock.errors import PartitionError, count_of, listed
 from penstock.partition.balance import balance
 from penstock.placement import Placement
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
@@ -105,12 +105,13 @@ def describe_split(
     screen: Screen = NO_SCREEN,
     *,
     late_shares: Mapping[int, float] | None = None,
+    reasons: Mapping[int, Mapping[str, str]] | None = None,
 ) -> str:
     """Draw a split as a text table: per stage its layers, its share of the weight, and its parameters.
 
     `names` and `weights` have one entry per layer. Stages that hold copies of the same layers are one row. Last lines
     name the stages that hold parameters of other stages. `late_shares` are those of a stage's weight gradients that
-    wait for W, where that is known.
+    wait for W, where that is known; `reasons` say by name why others do not.
     """
     copies: dict[range, list[str]] = {}
     for index, stage in enumerate(stages):
@@ -142,7 +143,20 @@ def describe_split(
     ]
     if copied:
         last.append(f"without copies: {sum(counts.values()) - sum(copied.values()):,} parameters")
+    last += [
+        f"do not wait for W in stage {stage}: {names_by_reason(each)}"
+        for stage, each in (reasons or {}).items()
+        if each
+    ]
     return "\n".join([table_text(columns, rows, screen), *map(screen.wrapped, last)]) + "\n"
+
+
+def names_by_reason(reasons: Mapping[str, str]) -> str:
+    """List names by what is said of them: `0.weight, 1.weight (small); 2.weight (cannot be told apart)`."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"{listed(each)} ({reason})" for reason, each in names.items())
 
 
 def split_text(sizes: Sequence[int]) -> str:

@@ -10,7 +10,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.execute.observing.held_tensors import held_by, queued, reached_by, saved_behind
 from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS, OwnWeightGradients
-from penstock.execute.split.plan import SplitPlan
+from penstock.execute.split.planner import SplitPlanner
+from tests.one_stage import run_input_part
 from tests.own_weight_gradients import Building, Fused
 
 FEATURES, GRADIENT = torch.ones(3), torch.ones(4)
@@ -113,14 +114,14 @@ def test_what_a_builder_returns_is_a_function_like_others():
 
 def test_held_is_what_products_keep_what_is_behind_them_and_what_functions_hold():
     weight, features = nn.Parameter(torch.zeros(3, 3)), torch.ones(2, 3, requires_grad=True)
-    plan = SplitPlan([], small=0)
+    plan = SplitPlanner([], small=0)
     deferred = plan.start(6)
     with deferred.around_forward():
         made = torch.tanh(weight)
         output = features @ made
     gradient = torch.ones_like(output)
 
-    deferred.backward_input([get_gradient_edge(output)], [gradient])
+    run_input_part(deferred, [get_gradient_edge(output)], [gradient])
     with WEIGHT_GRADIENTS.waiting_in(deferred.own):
         WEIGHT_GRADIENTS.put(partial(torch.add, GRADIENT, FEATURES))
 

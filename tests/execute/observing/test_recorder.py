@@ -259,8 +259,8 @@ def test_products_on_a_device_take_their_time(on_device):
     on_device(products_take_their_time)
 
 
-@pytest.mark.parametrize(("kind", "share", "rung"), [("opaque", 1.0, "opaque"), ("linear", 0.0, "product")])
-def test_a_recorded_step_tells_which_weight_gradients_wait_for_w(kind, share, rung):
+@pytest.mark.parametrize(("kind", "share", "reasons"), [("opaque", 1.0, ["cannot be told apart"]), ("linear", 0.0, [])])
+def test_a_recorded_step_tells_which_weight_gradients_wait_for_w(kind, share, reasons):
     def case(wires):
         kind_of_layer = {"opaque": Opaque, "linear": nn.Linear}[kind]
         layers = [kind_of_layer(128, 128) for _ in range(2)]
@@ -275,8 +275,9 @@ def test_a_recorded_step_tells_which_weight_gradients_wait_for_w(kind, share, ru
         warnings.simplefilter("ignore", PenstockWarning)
         for early, text in on_ranks(2, case):
             assert [found.share for _, found in sorted(early.items())] == [share, share]
-            assert [found.rungs for _, found in sorted(early.items())] == [{rung: 1.0}] * 2
+            assert [list(found.reasons.values()) for _, found in sorted(early.items())] == [reasons] * 2
             assert f" {1 - share:.0%} " in text
+            assert ("do not wait for W in stage 1: 1.weight (cannot be told apart)" in text) == bool(reasons)
 
 
 class Opaque(nn.Linear):

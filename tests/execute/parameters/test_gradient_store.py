@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore
-from penstock.execute.split.plan import SplitPlan
+from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.stages.stage import Stage
 from tests.local_pipelines import WIDTH, settle, values
 from tests.one_stage import OneStage
@@ -27,7 +27,7 @@ class Positions(nn.Module):
 def stage_of(*layers, is_split):
     layer = settle(nn.Sequential(*layers), 0)
     stage = Stage(0, {"0": layer})
-    stage.split_plan = SplitPlan([layer], small=0)
+    stage.split_planner = SplitPlanner([layer], small=0)
     return OneStage(stage, is_split=is_split)
 
 

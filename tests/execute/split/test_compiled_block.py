@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PenstockWarning, PipelineError
 from penstock.execute.backend import aot_eager, penstock
-from penstock.execute.split.compiled_block import BlockBackward, DeferredBlock, read_compiled_block
-from penstock.execute.split.plan import SplitPlan
+from penstock.execute.split.compiled_block import BlockBackward, CompiledBlock, find_compiled_block
+from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gradient
+from penstock.execute.split.weight_graph import WeightGraph
 from tests.local_pipelines import error_of, settle, values
-from tests.one_stage import kept_by, run_weight_part
+from tests.one_stage import kept_by, run_input_part, run_weight_part
 
 ROWS, WIDTH, TOKENS = 6, 8, 20
 MLP_NAMES = ["down.weight", "up.weight"]
@@ -240,8 +241,8 @@ def inputs_of(layer, rows=ROWS):
 
 
 def forward(layer, inputs):
-    plan = SplitPlan([layer], small=0.0)
-    plan.begin_step()
+    plan = SplitPlanner([layer], small=0.0)
+    plan.begin_step(list(layer.parameters()))
     deferred = plan.start(inputs.numel())
     with deferred.around_forward():
         outputs = layer(inputs)
@@ -266,7 +267,7 @@ def parts(layer, rows=ROWS):
     layer.zero_grad()
     inputs = inputs_of(layer, rows)
     outputs, deferred = forward(layer, inputs)
-    deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    run_input_part(deferred, [get_gradient_edge(outputs)], [values(2, *outputs.shape)])
     early = gradients(layer)
     run_weight_part(deferred)
     found = gradients(layer)
@@ -332,7 +333,7 @@ def test_several_forwards_wait_at_once():
         outputs, deferred = forward(layer, inputs)
         results.append((outputs, deferred))
     for outputs, deferred in results:
-        deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+        run_input_part(deferred, [get_gradient_edge(outputs)], [values(2, *outputs.shape)])
     for _, deferred in results:
         run_weight_part(deferred)
 
@@ -342,7 +343,7 @@ def test_several_forwards_wait_at_once():
 def test_what_w_needs_is_told_and_freed():
     layer = compiled(Mlp, aot_eager)
     outputs, deferred = forward(layer, inputs_of(layer))
-    deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    run_input_part(deferred, [get_gradient_edge(outputs)], [values(2, *outputs.shape)])
     (block,) = deferred.entries
 
     sizes = sorted(each.numel() for each in kept_by(deferred))
@@ -350,7 +351,7 @@ def test_what_w_needs_is_told_and_freed():
 
     # of both products the activations and the gradient of the output
     assert sizes == [ROWS * WIDTH] * 2 + [2 * ROWS * WIDTH] * 2
-    assert isinstance(block, DeferredBlock)
+    assert isinstance(block, CompiledBlock)
     assert (block.kept, block.node, kept_by(deferred)) == ([], None, [])
 
 
@@ -359,7 +360,7 @@ def test_w_computes_in_the_types_of_the_forward_whatever_is_cast_around_it():
     wanted = whole(layer)
     layer.zero_grad()
     outputs, deferred = forward(layer, inputs_of(layer))
-    deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    run_input_part(deferred, [get_gradient_edge(outputs)], [values(2, *outputs.shape)])
     with torch.autocast("cpu", torch.bfloat16):
         run_weight_part(deferred)
 
@@ -369,7 +370,7 @@ def test_w_computes_in_the_types_of_the_forward_whatever_is_cast_around_it():
 def test_what_w_needs_must_not_be_changed_in_place():
     layer = compiled(Mlp, aot_eager)
     outputs, deferred = forward(layer, inputs_of(layer))
-    deferred.backward_input([get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    run_input_part(deferred, [get_gradient_edge(outputs)], [values(2, *outputs.shape)])
     kept_by(deferred)[0].add_(1)
 
     error = error_of(run_weight_part, deferred)
@@ -427,7 +428,7 @@ def test_halves_that_do_not_compile_are_run_as_the_whole(monkeypatch):
 def test_an_output_that_takes_no_part_has_no_gradients():
     layer = compiled(Mlp, aot_eager)
     outputs = layer(inputs_of(layer))
-    block = read_compiled_block(outputs.grad_fn)
+    block = find_compiled_block(outputs.grad_fn, WeightGraph())
 
     block.watch(found := [])
     block.release()
@@ -441,6 +442,6 @@ def test_a_copy_of_a_layer_shares_the_halves():
     other = copy.deepcopy(layer)
     other.compile(backend=aot_eager)
 
-    one, two = (read_compiled_block(each(inputs_of(each)).grad_fn) for each in (layer, other))
+    one, two = (find_compiled_block(each(inputs_of(each)).grad_fn, WeightGraph()) for each in (layer, other))
 
     assert one.halves is two.halves

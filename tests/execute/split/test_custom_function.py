@@ -16,7 +16,7 @@ from penstock.errors import PenstockWarning, PipelineError
 from penstock.execute.split.custom_function import CustomFunction
 from tests.execute.split.test_deferred_weights import in_two_parts, plan_of, two_parts, whole
 from tests.local_pipelines import settle, values
-from tests.one_stage import run_weight_part
+from tests.one_stage import run_input_part, run_weight_part
 
 WIDTH = 6
 RUNS = []
@@ -325,15 +325,15 @@ def test_functions_that_each_forward_makes_anew_are_forgotten():
 
 
 def deferred_after_input(module, inputs, num_steps=2):
-    """What a backward has left for W, and a reference to its node."""
+    """Return what a backward has left for W, and a reference to its node."""
     plan = plan_of(module)
     for _ in range(num_steps):
         in_two_parts(module, inputs, plan)
-    plan.begin_step()
+    plan.begin_step(list(module.parameters()))
     deferred = plan.start(1)
     with deferred.around_forward():
         output = module(inputs)
-    deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+    run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
     return deferred
 
 
@@ -370,7 +370,7 @@ def test_a_saved_tensor_that_is_changed_in_place_before_w_is_named():
     module = settle(Own(lambda self, x: Linear.apply(2, x.detach() + x, self.first, self.bias)), 1)
     deferred = deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_())
     (function,) = [each for each in deferred.entries if isinstance(each, CustomFunction)]
-    function.saved[0].add_(1)
+    function.ctx.saved_tensors[0].add_(1)
 
     with pytest.raises(PipelineError, match=r"Linear: a tensor of shape \(2, 3, 6\) .* at version 1, expected 0"):
         run_weight_part(deferred)

@@ -15,13 +15,13 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.execute.split.deferred_product import DeferredProduct
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.split.graph_search import Survey
-from penstock.execute.split.plan import SplitPlan
+from penstock.execute.split.planner import SplitPlanner
+from penstock.execute.split.products import Product
 from penstock.execute.split.weight_grad_mode import WeightGradMode
 from tests.local_pipelines import settle, values
-from tests.one_stage import kept_by, run_weight_part
+from tests.one_stage import kept_by, run_input_part, run_weight_part
 
 WIDTH = 6
 IMAGES = (2, 4, 5, 5)
@@ -316,19 +316,19 @@ class First(nn.Module):
 
 def plan_of(module):
     """A plan by which no weight is too small."""
-    return SplitPlan([module], small=0)
+    return SplitPlanner([module], small=0)
 
 
 def two_parts(module, inputs, plan=None):
     """Run a module forward; return the two parts of its backward."""
     plan = plan or plan_of(module)
-    plan.begin_step()
+    plan.begin_step(list(module.parameters()))
     deferred = plan.start(inputs.numel())
     with deferred.around_forward():
         output = module(inputs)
     gradient = values(9, *output.shape, dtype=output.dtype)
     root = torch.autograd.graph.get_gradient_edge(output)
-    return partial(deferred.backward_input, [root], [gradient]), partial(run_weight_part, deferred)
+    return partial(run_input_part, deferred, [root], [gradient]), partial(run_weight_part, deferred)
 
 
 def in_two_parts(module, inputs, plan=None):
@@ -626,13 +626,13 @@ def test_between_the_parts_only_what_the_weights_need_is_alive():
 def test_what_is_kept_between_the_parts_is_told_and_no_parameter():
     module, inputs = nn.Sequential(linear(), Made()), values(1, 3, WIDTH).requires_grad_()
     plan = plan_of(module)
-    plan.begin_step()
+    plan.begin_step(list(module.parameters()))
     deferred = plan.start(inputs.numel())
     with deferred.around_forward():
         output = module(inputs)
     assert kept_by(deferred) == []
 
-    deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+    run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
     kept = kept_by(deferred)
     run_weight_part(deferred)
 
@@ -664,7 +664,7 @@ def test_the_weight_part_lets_go_of_everything():
 
 
 def kept_by_splits():
-    kinds = (DeferredWeights, DeferredProduct, Survey, WeightGradMode, Node)
+    kinds = (DeferredWeights, Product, Survey, WeightGradMode, Node)
     return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 

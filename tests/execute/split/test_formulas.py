@@ -96,7 +96,7 @@ def leaf(tensor):
 
 
 def autograd_of(function, args, kwargs, weights, gradient):
-    """What autograd computes for the weights in a call, and the call's output."""
+    """Return what autograd computes for the weights in a call, and the call's output."""
     leaf_of = {id(weight): leaf(weight) for weight in weights if weight is not None}
     args = [leaf_of.get(id(value), value) for value in args]
     output = function(*args, **{name: leaf_of.get(id(value), value) for name, value in kwargs.items()})

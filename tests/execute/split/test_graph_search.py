@@ -22,8 +22,8 @@ def survey(output, *whole):
     return search([get_gradient_edge(output)], frozenset(map(id, whole)))
 
 
-def deferred(found):
-    return {id(parameter) for product in found.deferred for parameter in product.parameters}
+def waiting(found):
+    return {id(parameter) for product in found.waiting for parameter in product.parameters}
 
 
 def ids(tensors):
@@ -36,7 +36,7 @@ def test_matrices_wait_and_inputs_and_vectors_do_not():
     found = survey(layers(x))
 
     matrices = [parameter for parameter in layers.parameters() if parameter.dim() > 1]
-    assert deferred(found) == ids(matrices)
+    assert waiting(found) == ids(matrices)
     assert ids(found.immediate.values()) == ids([x, *layers.parameters()]) - ids(matrices)
     assert found.sizes == {id(matrices[0]): 3 * WIDTH * WIDTH, id(matrices[1]): 3 * WIDTH * 2}
 
@@ -56,7 +56,7 @@ def test_a_weight_that_something_else_leads_to_does_not_wait(use):
 
     found = survey(use(x, w))
 
-    assert found.deferred == []
+    assert found.waiting == []
     assert ids(found.immediate.values()) == ids([x, w])
 
 
@@ -65,7 +65,7 @@ def test_nor_does_what_shares_a_product_with_it():
 
     found = survey(x @ (first + second) @ (second + third) @ weight() + third[0])
 
-    assert len(found.deferred) == 1
+    assert len(found.waiting) == 1
     assert ids(found.immediate.values()) == ids([x, first, second, third])
 
 
@@ -76,7 +76,7 @@ def test_a_product_of_what_another_one_makes_does_not_wait():
 
     found = survey(made @ made.t())
 
-    assert [product.end().node for product in found.deferred] == [made.grad_fn]
+    assert [product.node for product in found.waiting] == [made.grad_fn]
     assert found.immediate == {}
 
 
@@ -86,7 +86,7 @@ def test_weights_may_be_made_of_parameters(make):
 
     found = survey(x @ make(w))
 
-    assert deferred(found) == ids([w])
+    assert waiting(found) == ids([w])
     assert found.sizes == {id(w): float("inf")}
 
 
@@ -96,7 +96,7 @@ def test_in_many_steps():
     for _ in range(5000):
         made = made + 1
 
-    assert deferred(survey(x @ made)) == ids([w])
+    assert waiting(survey(x @ made)) == ids([w])
 
 
 def test_what_is_to_stay_whole_does_not_wait_and_its_size_is_told():
@@ -104,7 +104,7 @@ def test_what_is_to_stay_whole_does_not_wait_and_its_size_is_told():
 
     found = survey(x @ first @ second, first)
 
-    assert deferred(found) == ids([second])
+    assert waiting(found) == ids([second])
     assert ids(found.immediate.values()) == ids([x, first])
     assert found.sizes.keys() == ids([first, second])
 
@@ -114,7 +114,7 @@ def test_a_weight_used_twice_has_both_sizes():
 
     found = survey(x @ w @ w)
 
-    assert len(found.deferred) == 2
+    assert len(found.waiting) == 2
     assert found.sizes == {id(w): 2 * 3 * WIDTH * WIDTH}
 
 
@@ -123,7 +123,7 @@ def test_nor_may_they_be_made_of_what_checkpointing_keeps():
 
     found = survey(x @ checkpoint(torch.tanh, w, use_reentrant=False))
 
-    assert found.deferred == []
+    assert found.waiting == []
     assert ids(found.immediate.values()) == ids([x, w])
 
 
@@ -134,5 +134,5 @@ def test_checkpointing_is_told(use_reentrant, is_opaque):
     found = survey(checkpoint(lambda x: x @ w, hidden(), use_reentrant=use_reentrant))
 
     assert found.is_opaque == is_opaque
-    assert found.hooked == (set() if use_reentrant else {id(w)})
-    assert found.deferred == []
+    assert found.kept_elsewhere == (set() if use_reentrant else {id(w)})
+    assert found.waiting == []

@@ -1,4 +1,4 @@
-"""The weight gradients of a product in a graph are autograd's own, bit for bit, layout included."""
+"""The weight gradients of a product in a graph are autograd's own, bit for bit; it sees what changes what it keeps."""
 
 import pytest
 import torch
@@ -6,7 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from penstock.errors import PipelineError
 from penstock.execute.split.products import NODES, read_call
+from penstock.execute.split.weight_graph import WeightGraph
 from tests.execute.split.test_formulas import CALLS, MATRIX, TOKENS, needing_gradients
 from tests.local_pipelines import values
 
@@ -24,7 +26,7 @@ CASES = {
 
 def read_node(node):
     reader = NODES.get(type(node).__name__)
-    return None if reader is None else reader(node)
+    return None if reader is None else reader(node, WeightGraph())
 
 
 def product_in(output):
@@ -39,7 +41,7 @@ def product_in(output):
 
 def leaf(value):
     is_tensor = isinstance(value, torch.Tensor)
-    return value.detach().requires_grad_() if is_tensor and (value.is_floating_point() or value.is_complex()) else value
+    return nn.Parameter(value.detach()) if is_tensor and (value.is_floating_point() or value.is_complex()) else value
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -96,14 +98,14 @@ def test_what_has_no_weights_or_no_known_formula_is_none(output):
 @pytest.mark.parametrize("trained", [(True, False), (False, True)])
 def test_of_a_convolution_and_its_bias_only_the_trained_one_is_deferred(trained):
     operands = [
-        each.requires_grad_(is_trained)
+        nn.Parameter(each, requires_grad=is_trained)
         for each, is_trained in zip((values(2, 6, 4, 3), values(3, 6)), trained, strict=True)
     ]
     output = F.conv1d(values(1, 2, 4, 9), *operands)
     _, product = product_in(output)
     product.watch([])
     gradient = values(9, *output.shape)
-    output.backward(gradient, inputs=[product.end()])
+    output.backward(gradient, inputs=product.ends(hands_over=False))
     product.release()
 
     weights = [each for each in operands if each.requires_grad]
@@ -116,7 +118,7 @@ def test_activations_that_others_keep_are_told():
     weight, hidden = nn.Parameter(values(2, 5, 4)), leaf(values(1, 3, 5))
 
     found = [
-        product_in(run(hidden))[1].is_hooked
+        product_in(run(hidden))[1].is_kept_elsewhere
         for run in (lambda x: x @ weight, lambda x: checkpoint(lambda y: y @ weight, x, use_reentrant=False))
     ]
 
@@ -146,3 +148,31 @@ def test_what_has_no_known_formula_is_no_product(function, args, kwargs):
 @pytest.mark.parametrize("function", [F.linear, torch.matmul])
 def test_a_frozen_weight_makes_no_product(function):
     assert read_call(function, (values(1, 2, 3, 3), values(2, 3, 3)), {}) is None
+
+
+def test_a_product_after_nothing_but_its_weights_is_an_end():
+    weight = nn.Parameter(values(2, 5, 4))
+
+    ends = [
+        len(read_node((hidden @ weight).grad_fn).ends(hands_over=False))
+        for hidden in (values(1, 3, 5), values(1, 3, 5).requires_grad_())
+    ]
+
+    assert ends == [1, 0]
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_activations_that_are_changed_in_place_before_the_weight_part_are_told(is_changed):
+    activations, weight = values(1, 3, 5), nn.Parameter(values(2, 5, 4))
+    output = activations @ weight
+    product = read_node(output.grad_fn)
+    product.watch([])
+    output.backward(values(3, 3, 4), inputs=product.ends(hands_over=False))
+    product.release()
+    expected = activations.t() @ values(3, 3, 4)
+    if is_changed:
+        activations[0] = 0.0
+        with pytest.raises(PipelineError, match=r"\(3, 5\).* were changed in place .* at version 1, expected 0"):
+            product.gradients()
+    else:
+        assert torch.equal(product.gradients()[0], expected)

@@ -1,11 +1,11 @@
-"""What the backward of a custom function is answered, in and out of a split backward."""
+"""The backward of a custom function gets the right answers, in and out of a split backward."""
 
 import pytest
 import torch
 
 import penstock as ps
 from penstock.errors import PipelineError
-from penstock.execute.split.wanted import Part, asks, want
+from penstock.execute.split.wanted import BackwardHalf, asks, want
 
 
 def function():
@@ -33,7 +33,9 @@ def test_outside_of_a_split_backward_everything_is_wanted():
     assert seen == [(True, True)]
 
 
-@pytest.mark.parametrize(("part", "expected"), [(Part.INPUT, (True, False)), (Part.WEIGHT, (False, True))])
+@pytest.mark.parametrize(
+    ("part", "expected"), [(BackwardHalf.INPUT, (True, False)), (BackwardHalf.WEIGHT, (False, True))]
+)
 def test_each_part_wants_its_half(part, expected):
     doubled, seen = function()
     output = doubled.apply(torch.ones(2, requires_grad=True))

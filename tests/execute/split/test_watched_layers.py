@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from penstock.execute.split.watched_layers import WatchedLayers, watching_all
+from penstock.execute.split.watched_layers import WatchedLayers
 from penstock.execute.split.weight_grad_mode import WeightGradMode
 from tests.local_pipelines import WIDTH, values
 
@@ -52,7 +52,7 @@ def test_products_of_the_weights_in_question_are_split(make):
 
     assert watched.is_complete
     assert split(watched.watching, module, weights)
-    assert split(watching_all, module, weights)
+    assert split(lambda mode: mode, module, weights)
 
 
 @pytest.mark.parametrize("make", [Matrix, own_forward])
@@ -63,7 +63,7 @@ def test_a_forward_of_the_users_is_not_watched_by_itself(make):
 
     assert not watched.is_complete
     assert not split(watched.watching, module, weights)
-    assert split(watching_all, module, weights)
+    assert split(lambda mode: mode, module, weights)
 
 
 def test_torchs_other_layers_are_watched_while_they_run():
@@ -78,13 +78,13 @@ def test_products_of_other_weights_are_not():
     weights = frozenset([id(other.weight)])
 
     assert not split(WatchedLayers([module, other], weights).watching, module, weights)
-    assert not split(watching_all, module, weights)
+    assert not split(lambda mode: mode, module, weights)
 
 
 def test_a_mode_finds_what_holders_do_not_show():
     module = weight_norm(nn.Linear(WIDTH, WIDTH, bias=False))
 
-    assert split(watching_all, module, frozenset(map(id, module.parameters())))
+    assert split(lambda mode: mode, module, frozenset(map(id, module.parameters())))
 
 
 @pytest.mark.parametrize("own", [None, lambda hidden: hidden])

@@ -1,4 +1,4 @@
-"""What is made of weights alone belongs to W whole, whichever way it meets the activations."""
+"""A branch that is made of weights alone belongs to W whole, whichever way it meets the activations."""
 
 import copy
 import math
@@ -11,14 +11,13 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from penstock.execute.backend import aot_eager
-from penstock.execute.split.deferred import Rung
 from penstock.execute.split.graph_search import search
-from penstock.execute.split.plan import SplitPlan
+from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gradient
 from penstock.execute.split.weight_branch import WeightBranch
 from tests.execute.split.test_deferred_weights import assert_same, in_two_parts, plan_of, two_parts, whole
 from tests.local_pipelines import settle, values
-from tests.one_stage import run_weight_part
+from tests.one_stage import run_input_part, run_weight_part
 
 WIDTH = 6
 RUNS = []
@@ -337,12 +336,12 @@ def test_a_branch_that_checkpointing_keeps_is_computed_in_i(use_reentrant):
 def test_a_branch_keeps_its_gradient_and_what_it_saved_and_no_more():
     module = settle(Branching(USES["added"]), 1)
     inputs, plan = values(1, 2, 3, WIDTH).requires_grad_(), plan_of(module)
-    plan.begin_step()
+    plan.begin_step(list(module.parameters()))
     deferred = plan.start(1)
     with deferred.around_forward():
         output = module(inputs)
 
-    deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+    run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
     branches = [each for each in deferred.entries if isinstance(each, WeightBranch)]
     shapes = [tuple(each.shape) for each in branches[0].kept]
     run_weight_part(deferred)
@@ -358,12 +357,12 @@ def test_a_backward_comes_to_what_waits_in_one_order():
     module = nn.Sequential(nn.Embedding(5, WIDTH), Branching(USES["added"]))
     plan = plan_of(settle(module, 1))
     tokens = torch.tensor([[1, 2], [0, 4]])
-    plan.begin_step()
+    plan.begin_step(list(module.parameters()))
     deferred = plan.start(1)
     with deferred.around_forward():
         output = module(tokens)
 
-    deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+    run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
 
     weights = [id(module[1].after.weight), id(module[1].first), id(module[1].before.weight), id(module[0].weight)]
     assert [id(each.parameters[0]) for each in deferred.entries] == weights
@@ -403,7 +402,7 @@ def test_a_compiled_block_at_the_beginning_runs_its_input_half_next_to_a_branch(
         whole(other, inputs)
     other_gradients = [each.grad for each in other.parameters()]
 
-    assert plan.rungs(list(module.named_parameters()))["0.weight"].rung == Rung.COMPILED
+    assert plan.how(module.named_parameters())["0.weight"] == "compiled"
     for one, two in zip([each.grad for each in module.parameters()], other_gradients, strict=True):
         assert (one is None and two is None) or torch.allclose(one, two, rtol=1e-5, atol=1e-6)
 
@@ -412,12 +411,12 @@ def test_what_does_not_pay_is_computed_in_i():
     found = []
     for use in (lambda self, x: x * torch.sigmoid(self.vector), USES["views alone"], USES["multiplied"]):
         module = settle(Branching(use), 1)
-        plan = SplitPlan([module], small=32 * WIDTH * WIDTH)
+        plan = SplitPlanner([module], small=32 * WIDTH * WIDTH)
         in_two_parts(module, values(1, 3, WIDTH).requires_grad_(), plan)
-        plan.begin_step()
+        plan.begin_step(list(module.parameters()))
         deferred = plan.start(1)
         output = module(values(1, 3, WIDTH).requires_grad_())
-        deferred.backward_input([torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+        run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
         found.append(len([each for each in deferred.entries if isinstance(each, WeightBranch)]))
 
     assert found == [0, 0, 1]
@@ -430,6 +429,6 @@ def test_the_first_stage_has_branches_too_and_its_layers_are_none():
 
     found = search([torch.autograd.graph.get_gradient_edge(output)], frozenset())
 
-    assert [id(each) for branch in found.branches for each in branch.parameters] == [id(module.first)]
+    assert [id(each) for branch in found.waiting if branch.is_entry for each in branch.parameters] == [id(module.first)]
     assert found.sizes[id(module.first)] == math.inf
-    assert len(found.deferred) == 2
+    assert len(found.waiting) == 3

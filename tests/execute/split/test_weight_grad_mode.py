@@ -30,15 +30,15 @@ def split(module, inputs):
 
 
 def left_by(output):
-    """What a backward leaves that does without the gradients of the products that a search finds."""
+    """Return what a backward leaves that does without the gradients of the products that a search finds."""
     edges, late = [get_gradient_edge(output)], []
     survey = search(edges, frozenset())
-    for product in survey.deferred:
+    for product in survey.waiting:
         product.watch(late)
-    ends = [end for product in survey.deferred if (end := product.end()) is not None]
+    ends = [end for product in survey.waiting for end in product.ends(hands_over=False)]
     inputs = [GradientEdge(node, 0) for node in survey.immediate] + ends
     torch.autograd.backward(edges, [torch.ones_like(output)], inputs=inputs)
-    for product in survey.deferred:
+    for product in survey.waiting:
         product.release()
     return late
 

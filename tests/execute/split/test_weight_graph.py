@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.execute.split.weight_graph import find_parameters, makes_weights, num_multiplications
+from penstock.execute.split.weight_graph import WeightGraph, makes_weights, may_make_weights, num_multiplications
 from tests.local_pipelines import WIDTH, values
 
 
@@ -47,26 +47,23 @@ def weight(*shape):
     ],
 )
 def test_a_branch_meets_no_data(make, is_branch):
-    node, others = make(weight()).grad_fn, set()
-
-    found = find_parameters([node], others, makes_weights)
+    found = WeightGraph().behind([make(weight()).grad_fn], makes_weights)
 
     assert (found is not None) == is_branch
-    assert (node in others) == (not is_branch)
 
 
 def test_behind_a_product_constants_may_be_of_any_shape():
     joined = torch.cat([values(1, 2, WIDTH), weight()])
 
-    assert find_parameters([joined.grad_fn], set()) is not None
-    assert find_parameters([joined.grad_fn], set(), makes_weights) is None
+    assert WeightGraph().behind([joined.grad_fn]) is not None
+    assert WeightGraph().behind([joined.grad_fn], makes_weights) is None
 
 
 def test_behind_a_product_a_function_with_constants_keeps_the_shape_of_its_weight():
     same, other = Own.apply(weight(), values(1, WIDTH, WIDTH)), Own.apply(weight(WIDTH), values(1, 3, WIDTH))
 
-    assert find_parameters([same.grad_fn], set()) is not None
-    assert find_parameters([other.grad_fn], set()) is None
+    assert WeightGraph().behind([same.grad_fn]) is not None
+    assert WeightGraph().behind([other.grad_fn]) is None
 
 
 @pytest.mark.parametrize("make", [lambda w: w, lambda w: w.t(), lambda w: w.t().t()])
@@ -74,9 +71,9 @@ def test_a_leaf_is_a_weight_if_it_is_a_parameter(make):
     inputs, w = values(1, WIDTH, WIDTH).requires_grad_(), weight()
     of_inputs, of_weight = get_gradient_edge(make(inputs)).node, get_gradient_edge(make(w)).node
 
-    parameters, nodes = find_parameters([of_weight], set())
+    parameters, nodes = WeightGraph().behind([of_weight])
 
-    assert find_parameters([of_inputs], set()) is None
+    assert WeightGraph().behind([of_inputs]) is None
     assert (len(parameters), parameters[0] is w) == (1, True)
     assert (nodes[0], nodes[-1]) == (of_weight, get_gradient_edge(w).node)
 
@@ -85,7 +82,7 @@ def test_a_search_finds_each_parameter_and_each_node_once():
     first, second = weight(), weight()
     made = torch.tanh(first) * second + first
 
-    parameters, nodes = find_parameters([made.grad_fn], set())
+    parameters, nodes = WeightGraph().behind([made.grad_fn])
 
     assert sorted(map(id, parameters)) == sorted(map(id, (first, second)))
     assert len(nodes) == len(set(nodes)) == 5
@@ -95,13 +92,17 @@ def test_what_leads_elsewhere_is_not_searched_again():
     hidden, w = values(1, WIDTH, WIDTH).requires_grad_(), weight()
     inner = torch.tanh(w)
     outer = (inner + hidden).relu()
-    others = set()
-    find_parameters([outer.grad_fn], others)
+    graph, seen = WeightGraph(), []
 
-    assert outer.grad_fn in others
-    assert inner.grad_fn not in others
-    assert find_parameters([inner.grad_fn], others) is not None
-    assert find_parameters([(outer * 2).grad_fn], others) is None
+    def rule(node):
+        seen.append(node)
+        return may_make_weights(node)
+
+    assert graph.behind([outer.grad_fn], rule) is None
+    assert graph.behind([inner.grad_fn], rule) is not None
+    seen.clear()
+    assert graph.behind([(last := outer * 2).grad_fn], rule) is None
+    assert seen == [last.grad_fn]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,6 @@ def test_what_leads_elsewhere_is_not_searched_again():
     ],
 )
 def test_the_work_of_a_branch_is_that_of_its_elements(make, expected):
-    _, nodes = find_parameters([make(weight()).grad_fn], set())
+    _, nodes = WeightGraph().behind([make(weight()).grad_fn])
 
     assert num_multiplications(nodes) == expected

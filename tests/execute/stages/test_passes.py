@@ -196,7 +196,7 @@ def test_a_whole_backward_beside_split_ones_is_searched_for_nothing():
         else:
             stage.backward_input(saved)
             stage.backward_weight(saved)
-        known.append(stage.stage.split_plan.is_small(matrix))
+        known.append(stage.stage.split_planner.is_small(matrix))
         alone(values(1, 3, WIDTH)).sum().backward()
 
     assert known == [False, True]

@@ -14,7 +14,7 @@ from penstock.execute.accelerator import is_queued, make_event
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
 from penstock.execute.observing.observer import Around, Observer
-from penstock.execute.split.plan import EarlyWeights
+from penstock.execute.split.planner import EarlyWeights
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.device_queue import WaitForDevice, await_device
 from penstock.execute.transport.protocol import Transport
@@ -183,8 +183,8 @@ class StepRecording(Observer):
         bytes_of_stage = {stage: num_bytes for row in everyone for stage, num_bytes in row["output_bytes"].items()}
         message_bytes = tuple(bytes_of_stage.get(str(stage), 0) for stage in range(program.num_stages))
         early = {
-            int(stage): EarlyWeights(share, tuple(names), rungs)
+            int(stage): EarlyWeights(share, tuple(names), reasons)
             for row in everyone
-            for stage, (share, names, rungs) in row["early_weights"].items()
+            for stage, (share, names, reasons) in row["early_weights"].items()
         }
         return Recording(timeline, message_bytes, early, self._transport.rank, alignment, origin_s)

@@ -1,16 +1,28 @@
-"""Split backwards: which weight gradients wait for W, and what I keeps for them.
+"""Split backwards: which weight gradients wait for W, what I keeps for them, and why the others do not wait.
 
-deferred          what all weight gradients that wait have in common, and how those of many are added up
-formulas          the products of activations and weights, and the gradient of each side
-deferred_product  one product whose weight gradients wait
-products          the table: where each product is found, in a graph or in a forward
-weight_graph      the part of a graph that computes weights from parameters
-weight_branch     a branch of it that meets the activations elsewhere than in a product
-wanted, custom_function    functions of the user's whose backward asks which half is wanted
-graph_cut, compiled_block  a compiled block, whose backward is cut in two halves
-own_weight_gradients       layers that compute their weight gradients later by themselves
-weight_grad_mode  a forward that splits its products, for layers that run again
-graph_search      which of all these in a graph can wait
-deferred_weights  what one forward leaves for I and W
-watched_layers, plan       what the next step's forwards do, from what earlier ones have shown
+In the order of a step:
+
+    planner, plan      before a step: one `SplitPlan` from what earlier steps have shown; the reasons that are reported
+    weight_grad_mode, watched_layers
+                       a forward that splits its products itself, where layers run again in the backward
+    deferred_weights   I: a backward to all leaves but the weights that wait; W: what it has left
+    graph_search       the walk of I through the graph: asks the finders at each node, settles conflicts
+    finders            who is asked, and in what order
+    waiting            what all that waits has in common: watch, keep, release, gradients
+    weight_graph       which nodes lead to parameters alone
+
+One file per way to wait; none of them knows another one, and neither does the walk:
+
+    products, formulas          products of activations and weights
+    weight_branch               what is made of weights alone and meets the activations elsewhere
+    custom_function, wanted     functions of the user's whose backward asks which half is wanted
+    compiled_block, graph_cut   compiled blocks, whose backward is cut in two halves
+    own_weight_gradients        layers that compute their weight gradients later by themselves
+
+Why does a weight not wait? `SplitPlanner.early` has the reason of each (`Reason`):
+
+    small                   `SplitPlan.small`: its size is under `planner.SMALL`
+    cannot be told apart    no finder has found it: `WeightGraph.behind` has returned None; or `_Search.settle` has
+                            refused it; or it `is_kept_elsewhere`, and `SplitPlan.in_forward` does not have it
+    its layer computes it   no gradient has come to it in I, and no finder has found it
 """

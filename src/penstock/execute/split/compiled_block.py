@@ -1,25 +1,26 @@
 """The backward of a compiled block: whole, or in two halves, whichever autograd's node for it has been asked for.
 
     compiler    the graph of a backward -> `BlockBackward`, which stands in the place of the compiled backward
-    search      the node in autograd's graph -> `DeferredBlock`, which asks the node for the input half in I
+    walk        the node in autograd's graph -> `CompiledBlock`, which asks the node for the input half in I
     W           runs the weight half on what the input half has kept
 
 The halves are compiled when they are first run: which outputs are gradients of weights is known from the graph that
 leads on from the node, and a schedule with whole backwards needs neither.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge
 
-from penstock.errors import PipelineError, warn
-from penstock.execute.split.deferred import Deferred, Rung
+from penstock.errors import warn
 from penstock.execute.split.graph_cut import BackwardGraph, Cut, Half
-from penstock.execute.split.weight_graph import find_parameters
+from penstock.execute.split.waiting import COPY, Waiting, not_parameters, require_version
+from penstock.execute.split.weight_graph import WeightGraph, open_places
 from penstock.execute.undocumented import version_of
 from penstock.execute.undocumented_compiler import backward_of, boxed, continuing, running_node, without_autocast
 
@@ -47,17 +48,18 @@ class BlockBackward:
         self._whole: Run | None = None
         self._halves: dict[frozenset[int], Halves] = {}
         self._is_warned = False
-        self._num_outputs = len(self._graph.outputs)
+        self.num_outputs = len(self._graph.outputs)
+        """One per input of the block's forward."""
         self._output_of_place = [place for place, is_one in enumerate(is_tensor) if is_one]
         self._trouble = self._graph.trouble()
-        if len(is_tensor) != self._num_outputs:
-            self._trouble = f"it has {self._num_outputs} gradients for {len(is_tensor)} inputs"
+        if len(is_tensor) != self.num_outputs:
+            self._trouble = f"it has {self.num_outputs} gradients for {len(is_tensor)} inputs"
 
     def function(self) -> Run:
         """Return what autograd's node is to run."""
 
         def run(arguments: list[Any]) -> Sequence[Tensor | None]:
-            asked: DeferredBlock | None = getattr(running_node(), _ASKED, None)
+            asked: CompiledBlock | None = getattr(running_node(), _ASKED, None)
             return self.run_whole(arguments) if asked is None else asked.run(arguments)
 
         setattr(run, _ATTRIBUTE, self)
@@ -69,18 +71,22 @@ class BlockBackward:
             self._whole = self._continue(lambda: self._compile_whole(deepcopy(self._whole_graph), self._inputs))
         return self._whole(arguments)
 
-    def read(self, node: Any) -> "DeferredBlock | None":
+    def find(self, node: Any, graph: WeightGraph) -> "CompiledBlock | None":
         """Return the weight gradients of a node that can wait, None where there are none."""
-        following = node.next_functions
-        if self._trouble or len(following) != len(self._output_of_place):
+        if self._trouble or len(node.next_functions) != len(self._output_of_place):
             self._warn(self._trouble or "it has other inputs than its graph")
             return None
-        weights = [place for place, (each, _) in enumerate(following) if each and find_parameters([each], set())]
+        weights = [place for place in open_places(node) if graph.at(node, [place]) is not None]
         halves = self._halves_for(frozenset(self._output_of_place[place] for place in weights))
         if halves.has_failed:
             return None
         places = [place for place in weights if self._output_of_place[place] in halves.cut.weight_half.outputs]
-        return DeferredBlock(node, halves, places) if places else None
+        made_of = graph.at(node, places)
+        if made_of is None:
+            return None
+        # Of each weight, those of all: the whole block waits, or none of it.
+        size = halves.cut.num_multiplications if made_of.is_plain else math.inf
+        return CompiledBlock(node, made_of, places, "compiled", size, halves)
 
     def _halves_for(self, weights: frozenset[int]) -> "Halves":
         if weights not in self._halves:
@@ -100,11 +106,6 @@ class BlockBackward:
     def _compile(self, half: Half) -> Run:
         inputs = [*[self._inputs[place] for place in half.inputs], *half.extras]
         return self._continue(lambda: self._compile_half(half.module, inputs))
-
-    @property
-    def num_outputs(self) -> int:
-        """One per input of the block's forward."""
-        return self._num_outputs
 
     def _warn(self, trouble: str) -> None:
         if not self._is_warned:
@@ -147,73 +148,48 @@ class Halves:
             gradients[place] = gradient
         return gradients, kept + results[len(first.outputs) :]
 
-    def run_second(self, kept: list[Any]) -> dict[int, Tensor | None]:
-        """Return the gradients of W by their place among all; what was kept is emptied."""
+    def run_second(self, kept: list[Any]) -> Sequence[Tensor | None]:
+        """Return the gradients of W, in the order of all; what was kept is emptied."""
         if self._compiled is None:
-            return dict(zip(self.cut.weight_half.outputs, kept, strict=True))
+            return kept
         with without_autocast():
-            return dict(zip(self.cut.weight_half.outputs, self._compiled[1](kept), strict=True))
+            return self._compiled[1](kept)
 
 
 @dataclass(slots=True, eq=False)
-class DeferredBlock:
-    """A compiled block in a graph; it holds the node until I has run, then what W needs, and nothing afterwards."""
+class CompiledBlock(Waiting):
+    """A compiled block in a graph, whose node runs the input half in I."""
 
-    node: Any
     halves: Halves
-    places: Sequence[int]
-    is_hooked: bool = False
-    """Never: what the node saved is asked for by the node alone, once."""
-    rung: Rung = Rung.COMPILED
-    parameters: Sequence[Tensor] = ()
-    roots: Sequence[GradientEdge] = field(init=False)
-    _found: list[Deferred] = field(init=False, default_factory=list)
+    _found: list[Waiting] = field(init=False, default_factory=list)
     _kept: list[Any] = field(init=False, default_factory=list)
     _versions: list[int] = field(init=False, default_factory=list)
 
-    def __post_init__(self) -> None:
-        following = self.node.next_functions
-        self.roots = [GradientEdge(*following[place]) for place in self.places]
-
-    @property
-    def num_multiplications(self) -> float:
-        """Those of all its weights: the whole block waits, or none of it."""
-        return self.halves.cut.num_multiplications
-
     @property
     def kept(self) -> list[Tensor]:
-        """What W needs, parameters and views of them apart."""
+        """The tensors that W needs, parameters and views of them apart."""
         owned = {parameter.untyped_storage().data_ptr() for parameter in self.parameters}
-        tensors = [each for each in self._kept if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
-        return [each for each in tensors if each.untyped_storage().data_ptr() not in owned]
+        return [each for each in not_parameters(self._tensors()) if each.untyped_storage().data_ptr() not in owned]
 
-    def end(self) -> GradientEdge | None:
-        """Return where the output's gradient arrives, if the weights are all that the block leads to."""
-        others = [node for place, (node, _) in enumerate(self.node.next_functions) if place not in self.places]
-        return GradientEdge(self.node, 0) if others.count(None) == len(others) else None
+    def ends(self, *, hands_over: bool) -> Sequence[GradientEdge]:
+        """Return an edge behind the node, which gets no gradient then, to have the node run the input half."""
+        ends = Waiting.ends(self, hands_over=hands_over)
+        return self.roots[:1] if ends and hands_over else ends
 
-    def handover(self) -> GradientEdge | None:
-        """Return an edge behind the node, which has no gradient then: the node is to run the input half."""
-        return None if self.end() is None else self.roots[0]
-
-    def watch(self, found: list[Deferred]) -> None:
+    def watch(self, found: list[Waiting]) -> None:
         """Have the node run the input half, and add this to a list when it does."""
         self._found = found
         setattr(self.node, _ASKED, self)
 
-    def take(self, gradients: Sequence[Tensor | None]) -> None:
-        """Do nothing: the node keeps what W needs when it runs."""
-
     def run(self, arguments: list[Any]) -> Sequence[Tensor | None]:
         """Run the input half, in the place of the whole backward."""
         gradients, self._kept = self.halves.run_first(arguments)
-        self._versions = [version_of(each) for each in self._tensors()]
+        self._versions = list(map(version_of, self._tensors()))
         self._found.append(self)
         return gradients
 
     def release(self) -> None:
-        """Forget the node, which knows this: together they would live on."""
-        if self.node is not None and hasattr(self.node, _ASKED):
+        if hasattr(self.node, _ASKED):
             delattr(self.node, _ASKED)
         self.node, self._found = None, []
 
@@ -223,22 +199,22 @@ class DeferredBlock:
         Raises:
             PipelineError: what it needs has been changed in place since the backward ran.
         """
-        versions = [version_of(each) for each in self._tensors()]
-        if versions != self._versions:
-            raise PipelineError(
-                "a tensor that a compiled block keeps for its weight gradients was changed in place between I and W of "
-                "a split backward. Let the layer use a copy (clone()) of what it changes, such as a buffer, or run a "
-                "schedule with whole backwards"
-            )
+        self._require_unchanged()
         kept, self._kept = self._kept, []
-        gradients = self.halves.run_second(kept)
-        return [gradients[output] for output in sorted(gradients)]
+        return self.halves.run_second(kept)
+
+    def _require_unchanged(self) -> None:
+        for tensor, version in zip(self._tensors(), self._versions, strict=True):
+            subject = (
+                f"a tensor of shape {tuple(tensor.shape)} that a compiled block keeps for its weight gradients was"
+            )
+            require_version(tensor, version, subject, COPY)
 
     def _tensors(self) -> list[Tensor]:
         return [each for each in self._kept if isinstance(each, Tensor)]
 
 
-def read_compiled_block(node: Any) -> DeferredBlock | None:
-    """Return a compiled block as weight gradients that can wait; None if another backend has compiled it."""
+def find_compiled_block(node: Any, graph: WeightGraph) -> CompiledBlock | None:
+    """Find the node of a compiled block; None if another backend has compiled it."""
     block: BlockBackward | None = getattr(backward_of(node), _ATTRIBUTE, None)
-    return None if block is None else block.read(node)
+    return None if block is None else block.find(node, graph)

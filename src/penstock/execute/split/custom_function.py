@@ -5,6 +5,7 @@ W   backward(stand-in for ctx, dy) -> None, dw
 """
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,86 +13,83 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from penstock.errors import PipelineError, warn
-from penstock.execute.split.deferred import Deferred, Rung, fitted
-from penstock.execute.split.wanted import Part, want
+from penstock.execute.split.waiting import Waiting, fitted, not_parameters, require_version
+from penstock.execute.split.wanted import BackwardHalf, want
+from penstock.execute.split.weight_graph import WeightGraph, open_places
 from penstock.execute.undocumented import (
     arguments_of,
     backward_of,
     function_of,
+    is_any_hooked,
     run_instead,
+    runs_once,
     version_of,
 )
 
 _WARNED = "_penstock_warned"
 
 
+def find_custom_function(node: Any, graph: WeightGraph) -> "CustomFunction | None":
+    """Find a call of a function that asks, of activations and weights; one of weights alone is a branch."""
+    if not graph.asks(node) or runs_once(function_of(node)) or is_any_hooked(node):
+        return None
+    needed = open_places(node)
+    places = [place for place in needed if graph.at(node, [place]) is not None]
+    made_of = graph.at(node, places) if len(places) < len(needed) else None
+    return None if made_of is None else CustomFunction(node, made_of, places, "custom function", math.inf)
+
+
 @dataclass(slots=True, eq=False)
-class CustomFunction:
+class CustomFunction(Waiting):
     """A call of a function whose backward asks."""
 
-    node: Any
-    places: Sequence[int]
-    is_hooked: bool = False
-    num_multiplications: float = float("inf")
-    rung: Rung = Rung.FUNCTION
-    parameters: Sequence[Tensor] = ()
-    roots: Sequence[GradientEdge] = ()
-    function: Any = None
-    arguments: Sequence[int] = ()
+    function: Any = field(init=False)
+    arguments: Sequence[int] = field(init=False)
     """Which arguments of the forward the weights are."""
     arrived: Sequence[Tensor | None] = ()
     """Those of the outputs, between I and W."""
-    saved: Sequence[Tensor | None] = ()
+    ctx: Any = None
+    """A stand-in for W, with what the forward has left on the ctx."""
     versions: Sequence[int] = ()
-    attributes: dict[str, Any] = field(default_factory=dict)
-    """What the forward has set on the ctx."""
-    num_arguments: int = 0
+    """Of the tensors that it saved."""
 
     def __post_init__(self) -> None:
-        self.num_arguments = len(self.node.needs_input_grad)
-        following = self.node.next_functions
-        self.roots = [GradientEdge(*following[place]) for place in self.places]
+        Waiting.__post_init__(self)
         self.function = function_of(self.node)
         self.arguments = arguments_of(self.node, self.places)
 
     @property
     def kept(self) -> list[Tensor]:
         """The gradients of the outputs, and what the ctx holds."""
-        held = _tensors_in([self.arrived, self.saved, self.attributes])
-        return [each for each in held if not isinstance(each, nn.Parameter)]
+        return not_parameters(_tensors_in([self.arrived, vars(self.ctx) if self.ctx else ()]))
 
-    def end(self) -> None:
-        """Return None: a function that leads to weights alone is a branch."""
-
-    def handover(self) -> None:
-        """Return None, likewise."""
-
-    def watch(self, found: list[Deferred]) -> None:
+    def watch(self, found: list[Waiting]) -> None:
         """Have I call the backward for the inputs alone."""
         node = self.node
 
         def run_input(*gradients: Tensor | None) -> Any:
-            self.take(gradients)
+            self.keep(gradients)
             found.append(self)
-            want(node, Part.INPUT)
+            want(node, BackwardHalf.INPUT)
             results = run(*gradients)
-            self._warn_of_unwanted(_listed(results), self.arguments, Part.INPUT)
+            _warn_of_unwanted(self.function, _listed(results), self.arguments, BackwardHalf.INPUT)
             return results  # autograd uses what I asks for
 
         run = run_instead(node, run_input)
 
-    def take(self, gradients: Sequence[Tensor | None]) -> None:
+    def keep(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients and what the ctx holds; detached, since an output that is saved leads to the node."""
-        self.arrived = gradients
-        self.saved = list(map(_detached, self.node.saved_tensors))
-        self.versions = [0 if each is None else version_of(each) for each in self.saved]
-        self.attributes = {name: value for name, value in vars(self.node).items() if name != "apply"}
+        node, self.arrived = self.node, gradients
+        saved = tuple(map(_detached, node.saved_tensors))
+        self.versions = [0 if each is None else version_of(each) for each in saved]
+        self.ctx = SimpleNamespace(**{name: value for name, value in vars(node).items() if name != "apply"})
+        self.ctx.saved_tensors = saved
+        self.ctx.needs_input_grad = tuple(number in self.arguments for number in range(len(node.needs_input_grad)))
+        want(self.ctx, BackwardHalf.WEIGHT)
 
     def release(self) -> None:
-        """Forget the node."""
         run_instead(self.node, None)
         self.node = None
 
@@ -101,49 +99,38 @@ class CustomFunction:
         Raises:
             PipelineError: a saved tensor was changed in place since I ran, or there are too few gradients.
         """
-        for tensor, version in zip(self.saved, self.versions, strict=True):
-            if tensor is not None and version_of(tensor) != version:
-                raise PipelineError(
-                    f"{self.function.__name__}: a tensor of shape {tuple(tensor.shape)} that it saved was changed in "
-                    f"place between I and W of a split backward: it is at version {version_of(tensor)}, expected "
-                    f"{version}. Save a copy (clone()), or run a schedule with whole backwards"
-                )
-        ctx = SimpleNamespace(**self.attributes)
-        ctx.saved_tensors = tuple(self.saved)
-        ctx.needs_input_grad = tuple(number in self.arguments for number in range(self.num_arguments))
-        want(ctx, Part.WEIGHT)
+        ctx, name = self.ctx, self.function.__name__
+        for tensor, version in zip(ctx.saved_tensors, self.versions, strict=True):
+            if tensor is not None:
+                subject = f"{name}: a tensor of shape {tuple(tensor.shape)} that it saved was"
+                require_version(tensor, version, subject, "Save a copy (clone())")
         results = _listed(backward_of(self.function)(ctx, *self.arrived))
-        self.arrived, self.saved, self.attributes = (), (), {}
+        self.arrived, self.ctx = (), None
         if len(results) <= max(self.arguments):
             raise PipelineError(
-                f"{self.function.__name__}.backward: in the `W` of a split backward it returned {len(results)} "
-                f"gradients, expected {self.num_arguments}, one for each argument of the forward; return None for "
-                "those that are not wanted"
+                f"{name}.backward: in the `W` of a split backward it returned {len(results)} gradients, expected "
+                f"{len(ctx.needs_input_grad)}, one for each argument of the forward; return None for those that are "
+                "not wanted"
             )
         others = [number for number in range(len(results)) if number not in self.arguments]
-        self._warn_of_unwanted(results, others, Part.WEIGHT)
+        _warn_of_unwanted(self.function, results, others, BackwardHalf.WEIGHT)
         return [fitted(results[argument], root) for argument, root in zip(self.arguments, self.roots, strict=True)]
 
-    def _warn_of_unwanted(self, results: Sequence[Any], arguments: Sequence[int], part: Part) -> None:
-        """Say once per function and argument that a gradient of these was not wanted; it is dropped."""
-        for argument in arguments:
-            if argument < len(results) and results[argument] is not None:
-                _warn_of(self.function, argument, part)
 
-
-def _warn_of(function: Any, argument: int, part: Part) -> None:
+def _warn_of_unwanted(function: Any, results: Sequence[Any], arguments: Sequence[int], half: BackwardHalf) -> None:
+    """Say once per function and argument that a gradient of these was not wanted; it is dropped."""
     if _WARNED not in vars(function):
         setattr(function, _WARNED, set())
     warned = vars(function)[_WARNED]
-    if (argument, part) in warned:
-        return
-    warned.add((argument, part))
-    question = "wants_weight_gradient" if part is Part.INPUT else "wants_input_gradient"
-    warn(
-        f"{function.__name__}.backward: in the `{part.value}` of a split backward it returned a gradient for "
-        f"{_name_of(function, argument)}, which was not wanted there. It is dropped; the gradients are right, but this "
-        f"one was computed twice. Expected None where ps.{question}(ctx) is False"
-    )
+    question = "wants_weight_gradient" if half is BackwardHalf.INPUT else "wants_input_gradient"
+    for argument in arguments:
+        if argument < len(results) and results[argument] is not None and (argument, half) not in warned:
+            warned.add((argument, half))
+            warn(
+                f"{function.__name__}.backward: in the `{half.value}` of a split backward it returned a gradient for "
+                f"{_name_of(function, argument)}, which was not wanted there. It is dropped; the gradients are right, "
+                f"but this one was computed twice. Expected None where ps.{question}(ctx) is False"
+            )
 
 
 def _name_of(function: Any, argument: int) -> str:

@@ -1,14 +1,14 @@
 """`DeferredWeights`: what one forward leaves for the two parts of a split backward.
 
-    I   a backward to all leaves but the weights of products; of these, activations and gradients are kept
+    I   a backward to all leaves but the weights that wait; of these, what W needs is kept
     W   the weight gradients from what was kept
 
 I computes exactly what it is told to, by `inputs` of autograd's backward, so the forward is one like any other. It
-frees the graph as it goes, but for the few nodes that lead from products to weights.
+frees the graph as it goes, but for the few nodes that lead to weights that wait.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ from torch.utils.checkpoint import CheckpointError
 
 from penstock.errors import PipelineError
 from penstock.execute.parameters.gradient_store import WeightEntry, WeightInputs
-from penstock.execute.split.deferred import Deferred
 from penstock.execute.split.graph_search import Survey
-from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS, OwnEntry
+from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS, OwnEntry, OwnWeightGradients
+from penstock.execute.split.waiting import Waiting
 from penstock.execute.split.weight_grad_mode import RecomputeMismatch, WeightGradMode
 from penstock.execute.undocumented import has_hooks, nodes_in_python_stay, order_of, run_node
 
-Watch = Callable[[WeightGradMode], AbstractContextManager[None]]
+Watch = Callable[[WeightGradMode], AbstractContextManager[Any]]
 """Has products of some layers run through a mode."""
 Search = Callable[[Sequence[GradientEdge], Set[int]], Survey]
 """From where a backward begins, and ids of weights whose products were split in the forward."""
@@ -37,14 +37,14 @@ class DeferredWeights:
     """The weight gradients of one forward that are left to W."""
 
     def __init__(self, search: Search | None, weights: frozenset[int], watch: Watch, give_up: GiveUp) -> None:
-        """`search` finds what can be deferred, if anything; products of `weights` are split in the forward."""
-        self.entries: list[Deferred] = []
+        """`search` finds what can wait, if anything; products of `weights` are split in the forward."""
+        self.entries: list[Waiting] = []
         """In the order in which a whole backward would come to them; filled by I."""
         self._leaves: list[Tensor] = []
         self.own: list[OwnEntry] = []
-        """What layers have handed over to be called in W."""
+        """Functions that layers have handed over, to be called in W."""
         self._graph: list[GradientEdge] = []
-        """What W needs to hold of the graph where nodes in Python do not stay by themselves."""
+        """The edges that W has to hold where nodes in Python do not stay by themselves."""
         self._search = search
         self._mode = WeightGradMode(weights)
         self._watch = watch
@@ -63,21 +63,28 @@ class DeferredWeights:
         leaves, self._leaves = self._leaves, []
         return leaves
 
+    def take_weight_inputs(self) -> WeightInputs:
+        """Return what I has left for W, and keep it no longer."""
+        entries: list[WeightEntry] = [*self.entries, *self.own]
+        self.entries, self.own = [], []
+        return WeightInputs(entries, self._around_backward)
+
     @contextmanager
     def around_forward(self) -> Iterator[None]:
         """Run the forward in here."""
         with self._watch(self._mode):
             yield
 
-    def backward_input(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Run I; layers that run again in it split the products that the forward split.
+    @contextmanager
+    def around_input(self) -> Iterator[None]:
+        """Run I in here; layers that run again in it split the products that the forward split.
 
         Raises:
             PipelineError: layers that run again do something else than in the forward, in which products were split.
         """
         try:
             with self._around_backward(), WEIGHT_GRADIENTS.waiting_in(self.own):
-                self._run_backward(edges, gradients)
+                yield
         except torch.OutOfMemoryError:
             raise  # a RuntimeError too, but it says nothing of the split products
         except RuntimeError as error:
@@ -85,27 +92,38 @@ class DeferredWeights:
                 self._blame_split_products(error)
             raise
 
-    def take_weight_inputs(self) -> WeightInputs:
-        """Return what I has left for W, and keep it no longer."""
-        entries: list[WeightEntry] = [*self.entries, *self.own]
-        self.entries, self.own = [], []
-        return WeightInputs(entries, self._around_backward)
-
-    def _run_backward(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    def backward_input(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        """Run I from some edges, as `torch.autograd.backward` runs a whole backward."""
         if not nodes_in_python_stay():
             self._graph += edges
-        survey = None if self._search is None else self._search(edges, self._mode.seen)
-        if survey is not None:
-            self._leaves += survey.immediate.values()
-        if survey is not None and survey.is_opaque:
-            with NestedBackwards(self._run_backward):
+        survey = Survey() if self._search is None else self._search(edges, self._mode.seen)
+        self._leaves += survey.immediate.values()
+        waiting = survey.waiting
+        if survey.is_opaque or not waiting:
+            with NestedBackwards(self.backward_input) if survey.is_opaque else nullcontext():
                 torch.autograd.backward(edges, gradients)
-        elif survey is not None and survey.branches:
-            self._run_to_branches(survey, edges, gradients)
-        elif survey is not None and survey.deferred:
-            self._run_without(survey, edges, gradients)
-        else:
-            torch.autograd.backward(edges, gradients)
+            return
+        # Edges, since a mode sees a call with tensors and is off until it returns: then it would miss what runs again.
+        inputs: list[Any] = [GradientEdge(node, 0) for node in survey.immediate]
+        hands_over = any(each.is_entry for each in waiting)
+        ends = [each.ends(hands_over=hands_over) for each in waiting]
+        inputs += [edge for each in ends for edge in each]
+        orders = {id(each): order_of(each.node) for each in waiting} if hands_over else {}
+        found: list[Waiting] = []
+        for each in waiting:
+            each.watch(found)
+        try:
+            if hands_over:
+                captured = iter(torch.autograd.grad(edges, inputs, gradients, allow_unused=True))
+                _accumulate([(leaf, node, next(captured)) for node, leaf in survey.immediate.items()])
+                found += _kept(zip(waiting, [[next(captured) for _ in own] for own in ends], strict=True))
+            else:
+                torch.autograd.backward(edges, gradients, inputs=inputs)
+        finally:
+            for each in waiting:
+                each.release()
+        # As a whole backward comes to them, which has run those that were handed over in their turn.
+        self.entries += sorted(found, key=lambda each: orders[id(each)], reverse=True) if hands_over else found
 
     def _blame_split_products(self, error: RuntimeError) -> None:
         """From the next step on the forward is that of a whole backward, whether or not the split products failed."""
@@ -118,48 +136,6 @@ class DeferredWeights:
                 "fails again, the layers are not deterministic"
             ) from error
 
-    def _run_without(self, survey: Survey, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        # Edges, since a mode sees a call with tensors and is off until it returns: then it would miss what runs again.
-        inputs: list[Any] = [GradientEdge(node, 0) for node in survey.immediate]
-        for product in survey.deferred:
-            product.watch(self.entries)
-            if (end := product.end()) is not None:  # otherwise no backward would come to the product
-                inputs.append(end)
-        try:
-            torch.autograd.backward(edges, gradients, inputs=inputs)
-        finally:
-            for product in survey.deferred:
-                product.release()
-
-    def _run_to_branches(self, survey: Survey, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Run a backward that hands over the gradients at its ends, those of leaves and branches among them."""
-        ends = [(product, end) for product in survey.deferred if (end := product.handover()) is not None]
-        inputs: list[Any] = [GradientEdge(node, 0) for node in survey.immediate]
-        inputs += [end for _, end in ends]
-        inputs += [edge for branch in survey.branches for edge in branch.edges()]
-        every: list[Deferred] = [*survey.deferred, *survey.branches]
-        orders = {id(each): order_of(each.node) for each in every}
-        found: list[Deferred] = []
-        for product in survey.deferred:
-            product.watch(found)
-        try:
-            captured = iter(torch.autograd.grad(edges, inputs, gradients, allow_unused=True))
-            _accumulate([(leaf, node, next(captured)) for node, leaf in survey.immediate.items()])
-            for product, _ in ends:
-                if (gradient := next(captured)) is not None:
-                    product.take([gradient])
-                    found.append(product)
-            for branch in survey.branches:
-                arrived = [next(captured) for _ in branch.outputs]
-                if any(gradient is not None for gradient in arrived):
-                    branch.take(arrived)
-                    found.append(branch)
-        finally:
-            for each in every:
-                each.release()
-        # As a whole backward comes to them.
-        self.entries += sorted(found, key=lambda each: orders[id(each)], reverse=True)
-
     @contextmanager
     def _around_backward(self) -> Iterator[None]:
         self._mode.is_in_backward = True
@@ -168,6 +144,23 @@ class DeferredWeights:
                 yield
         finally:
             self._mode.is_in_backward = False
+
+
+@contextmanager
+def around_backward(own: OwnWeightGradients, deferred: DeferredWeights | None) -> Iterator[None]:
+    """Run a backward of a stage in here: an I, which leaves `deferred` something for W, or with None a whole one."""
+    waiting = None if deferred is None else deferred.own
+    around_input = WEIGHT_GRADIENTS.waiting_in(None) if deferred is None else deferred.around_input()
+    with own.around_backward(waiting) if own else nullcontext(), around_input:
+        yield
+
+
+def _kept(arrived: Iterable[tuple[Waiting, Sequence[Tensor | None]]]) -> Iterator[Waiting]:
+    """Have each keep the gradients that a backward has handed over, and return those to which any came."""
+    for each, gradients in arrived:
+        if any(gradient is not None for gradient in gradients):
+            each.keep(gradients)
+            yield each
 
 
 def _accumulate(found: Sequence[tuple[Tensor, Node, Tensor | None]]) -> None:
@@ -206,8 +199,9 @@ class NestedBackwards(TorchFunctionMode):
         kwargs = kwargs or {}
         # A layer that is run again may take gradients, too, to use them at once: gradients are enabled there.
         if func is torch.autograd.backward and not torch.is_grad_enabled() and not _asks_for_more(kwargs):
-            tensors, gradients = args[0], _listed(kwargs.get("grad_tensors"))
-            if _are_tensors(tensors) and _are_tensors(gradients) and len(tensors) == len(gradients):
+            tensors, gradients = _listed(args[0]), _listed(kwargs.get("grad_tensors"))
+            is_plain = all(isinstance(each, Tensor) for each in (*tensors, *gradients))
+            if is_plain and len(tensors) == len(gradients):
                 self._run([get_gradient_edge(tensor) for tensor in tensors], gradients)
                 return None
         return func(*args, **kwargs)
@@ -220,7 +214,3 @@ def _asks_for_more(kwargs: Mapping[str, Any]) -> bool:
 
 def _listed(tensors: Any) -> list[Any]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
-
-
-def _are_tensors(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, Tensor) for value in values)

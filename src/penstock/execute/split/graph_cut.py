@@ -10,7 +10,7 @@ sizes may be in both: they cost nothing, and W then keeps what they are views of
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,30 +85,22 @@ class BackwardGraph:
         """Cut off the outputs at these places."""
         immediate = [place for place, node in enumerate(self.outputs) if node is not None and place not in waiting]
         late = self._alone(waiting)
-        early = self._before(*[self.outputs[place] for place in immediate])
-        crossing = _Crossing(late)
-        for node in self._nodes:
-            if node in late or (node.op == "output" and waiting):
-                needed = [self.outputs[place] for place in sorted(waiting)] if node.op == "output" else node.args
-                fx.node.map_arg(needed, crossing.add)
-                fx.node.map_arg(node.kwargs, crossing.add)
-        extras = list(crossing.extras)
-        both = late | crossing.repeated
+        extras = self._extras(late, [self.outputs[place] for place in sorted(waiting)])
         return Cut(
-            self._half(early, immediate, [], extras),
-            self._half(both, sorted(waiting), extras, []),
+            self._half(immediate, taken=[], given=extras),
+            self._half(sorted(waiting), taken=extras, given=[]),
             sum(_multiplications(node) for node in late if node.op == "call_function"),
         )
 
-    def _before(self, *ends: _Node | None) -> set[_Node]:
-        """All nodes that lead to some nodes, these included."""
+    def _before(self, *ends: _Node | None, without: Collection[_Node] = ()) -> set[_Node]:
+        """All nodes that lead to some nodes, these included; none that leads to those `without`, but these."""
         found: set[_Node] = set()
         waiting = [node for node in ends if node is not None]
         while waiting:
             node = waiting.pop()
             if node not in found:
                 found.add(node)
-                waiting.extend(node.all_input_nodes)
+                waiting.extend(() if node in without else node.all_input_nodes)
         return found
 
     def _alone(self, waiting: frozenset[int]) -> set[_Node]:
@@ -117,47 +109,46 @@ class BackwardGraph:
         late = self._before(*[self.outputs[place] for place in waiting]) - early
         return {node for node in late if node.op not in ("placeholder", "get_attr") and not _is_item_of(node, early)}
 
-    def _half(self, own: set[_Node], outputs: Sequence[int], taken: Sequence[_Node], given: Sequence[_Node]) -> Half:
+    def _extras(self, late: set[_Node], results: Sequence[_Node | None]) -> list[_Node]:
+        """Return what the weight half takes from the input half; of views and sizes it makes its own."""
+        extras: dict[_Node, None] = {}
+        seen = set(late)
+
+        def add(node: _Node) -> None:
+            if node in seen or node.op in ("placeholder", "get_attr"):
+                return
+            seen.add(node)
+            if is_view(node) or not isinstance(node.meta.get("val"), Tensor):
+                for each in node.all_input_nodes:
+                    add(each)
+            else:
+                extras[node] = None
+
+        taken = [each for node in self._nodes if node in late for each in node.all_input_nodes]
+        for node in [*taken, *results]:
+            if node is not None:
+                add(node)
+        return list(extras)
+
+    def _half(self, outputs: Sequence[int], taken: Sequence[_Node], given: Sequence[_Node]) -> Half:
+        """Copy what leads from the inputs, and from what it takes of the other half, to its results."""
+        results = [*[node for place in outputs if (node := self.outputs[place])], *given]
+        needed = self._before(*results, without=set(taken))
+        inputs = [place for place, node in enumerate(self._inputs) if node in needed]
         graph = fx.Graph()
         copies: dict[_Node, _Node] = {}
-        results = [*[self.outputs[place] for place in outputs], *given]
-        needed = own | self._before(*given) if given else own
-        used = {each for node in needed for each in node.all_input_nodes} | {each for each in results if each}
-        inputs = [place for place, node in enumerate(self._inputs) if node in used]
         for node in [*[self._inputs[place] for place in inputs], *taken]:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
         for node in self._nodes:
-            if node not in copies and (node in needed or (node.op == "get_attr" and node in used)):
+            if node in needed and node not in copies:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(tuple(None if each is None else copies[each] for each in results))
+        graph.output(tuple(copies[each] for each in results))
         graph.output_node().meta = dict(self._module.graph.output_node().meta)
         keep_strides(graph)  # the other half takes them as they are in this graph
         module = fx.GraphModule(self._module, graph)
         module.meta = dict(self._module.meta)
         return Half(module, inputs, outputs, [node.meta["val"] for node in taken])
-
-
-class _Crossing:
-    """What the late nodes take from the early ones."""
-
-    def __init__(self, late: set[_Node]) -> None:
-        self.extras: dict[_Node, None] = {}
-        """Results of the input half that it returns besides."""
-        self.repeated: set[_Node] = set()
-        """Views and sizes of which the weight half makes its own."""
-        self._late = late
-
-    def add(self, node: _Node) -> None:
-        """Note that a late node takes this one."""
-        if node in self._late or node in self.repeated or node.op in ("placeholder", "get_attr"):
-            return
-        if is_view(node) or not isinstance(node.meta.get("val"), Tensor):
-            self.repeated.add(node)
-            for each in node.all_input_nodes:
-                self.add(each)
-        else:
-            self.extras[node] = None
 
 
 def _is_item_of(node: _Node, early: set[_Node]) -> bool:

@@ -31,7 +31,7 @@ Closure = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnEntry:
-    """What a layer has left for W: it writes gradients by itself."""
+    """A function that a layer has left for W: it writes gradients by itself."""
 
     run: Closure
     parameters: Sequence[Tensor] = ()

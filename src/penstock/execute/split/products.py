@@ -1,4 +1,7 @@
-"""The table of products: where each is found, and by which formula its gradients are computed.
+"""Products of activations and weights, and the table of where each is found.
+
+    I   the backward comes to the product; its activations and the gradient of its output are kept
+    W   the weight gradients, by autograd's own formula (formulas.py)
 
 A product is found in two places:
     nodes       of autograd's graph, after a forward, which have saved the activations
@@ -7,6 +10,7 @@ A product that is found in neither is run by autograd as ever, its weight gradie
 formula, its readers in `NODES` and `FUNCTIONS`, and a test of what they count on in tests/execute/test_undocumented.py.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
-from penstock.execute.split.deferred_product import DeferredProduct
 from penstock.execute.split.formulas import (
     BatchedProduct,
     Convolution,
@@ -27,7 +30,19 @@ from penstock.execute.split.formulas import (
     Weights,
     has_columns_first,
 )
-from penstock.execute.undocumented import ADDMM, BMM, CONVOLUTION, EMBEDDING, MM, is_hooked, saved, saved_padding
+from penstock.execute.split.waiting import COPY, Finder, Waiting, not_parameters, require_version
+from penstock.execute.split.weight_graph import MadeOf, WeightGraph, open_places
+from penstock.execute.undocumented import (
+    ADDMM,
+    BMM,
+    CONVOLUTION,
+    EMBEDDING,
+    MM,
+    is_hooked,
+    saved,
+    saved_padding,
+    version_of,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,11 +53,11 @@ class CalledProduct:
     activations: Tensor
     weights: Sequence[Tensor | None]
     bias: Tensor | None = None
-    """What is added, and stays in the graph: its gradient needs one pass over that of the output, best while at it."""
+    """It is added, and stays in the graph: its gradient needs one pass over that of the output, best while at it."""
     shape: tuple[int, ...] | None = None
     """That of the function's output, where the formula's is another."""
     late_bias: Tensor | None = None
-    """What is added to the output once it has its shape."""
+    """A bias that is added to the output once that has its shape."""
 
     def finish(self, output: Tensor) -> Tensor:
         """Turn what the formula returns into what the function returns."""
@@ -51,10 +66,78 @@ class CalledProduct:
         return output if self.late_bias is None else output + self.late_bias
 
 
-FromNode = Callable[[Node], DeferredProduct | None]
-"""Reads a product whose weights need gradients from a node of its kind; None if it is none, or of no known formula."""
 FromCall = Callable[..., CalledProduct | None]
 """Gets the arguments of a function; None for arguments with which it is no product, or none of a known formula."""
+
+
+@dataclass(slots=True, eq=False)
+class Product(Waiting):
+    """A product whose weight gradients wait."""
+
+    formula: Formula
+    operands: Weights
+    """The weights as the formula needs them for their gradients."""
+    open: Callable[[Any], Tensor]
+    """Gets the activations from the node."""
+    gradient: Tensor | None = None
+    """That of the output, between I and W."""
+    activations: Tensor | None = None
+    """Between I and W."""
+    _activations_version: int = 0
+
+    @property
+    def kept(self) -> list[Tensor]:
+        return not_parameters((self.gradient, self.activations, *self.operands))
+
+    def watch(self, found: list[Waiting]) -> None:
+        """Have the backward that comes through the node keep what W needs, and add the product to a list.
+
+        It raises torch's own error if the activations have been changed in place.
+        """
+
+        def keep(gradients: tuple[Tensor | None, ...]) -> None:
+            # Before the node runs: afterwards autograd has freed what it saved.
+            if gradients[0] is not None:
+                self.keep(gradients)
+                found.append(self)
+
+        self.node.register_prehook(keep)
+
+    def keep(self, gradients: Sequence[Tensor | None]) -> None:
+        self.activations = self.open(self.node).detach()
+        self._activations_version = version_of(self.activations)
+        self.gradient = gradients[0]
+
+    def gradients(self) -> Sequence[Tensor | None]:
+        """Compute the gradients, one per root, and release everything.
+
+        Raises:
+            PipelineError: if the activations have been changed in place since the backward ran.
+        """
+        activations, gradient, operands = self.activations, self.gradient, self.operands
+        assert activations is not None
+        assert gradient is not None
+        self.activations = self.gradient = None
+        self.operands = ()
+        subject = f"activations of shape {tuple(activations.shape)}, which a layer multiplied by its weights, were"
+        require_version(activations, self._activations_version, subject, COPY)
+        found = weight_gradients(self.formula, gradient, activations, operands)
+        return [each for each in found if each is not None]
+
+
+def way_of(made_of: MadeOf, formula: Formula) -> tuple[str, float]:
+    """Return how the weights of a product wait, and how many multiplications their gradients take."""
+    # Nobody knows how long it takes to lead the gradient on through other nodes.
+    return ("product", formula.num_multiplications) if made_of.is_plain else ("weight branch", math.inf)
+
+
+def weight_gradients(formula: Formula, gradient: Tensor, activations: Tensor, weights: Weights) -> Weights:
+    """Return the gradients of the weights in the weights' types, from which that of the product may differ."""
+    found = formula.weight_gradients(gradient, activations, weights)
+    return [
+        each if each is None or weight is None or each.dtype == weight.dtype else each.to(weight.dtype)
+        for each, weight in zip(found, weights, strict=True)
+    ]
 
 
 def read_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CalledProduct | None:
@@ -65,27 +148,29 @@ def read_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return reader(*args, **kwargs)
 
 
-def _node_reader(
+def _finder(
     name: str, places: Sequence[int], read: Callable[[Node, Sequence[int]], tuple[Formula, Weights] | None]
-) -> FromNode:
-    """Read nodes that have saved the activations under a name; `places` are the next functions of the weights.
+) -> Finder:
+    """Find products in nodes that have saved the activations under a name; `places` are those of the weights.
 
-    `read` gets the places of the weights that need gradients, and returns the formula and the weights that it needs.
+    `read` gets the places of the weights that need gradients, and returns the formula and the weights that it needs;
+    None where the formula is not known.
     """
 
-    def read_node(node: Node) -> DeferredProduct | None:
-        following = node.next_functions
-        needed = [place for place in places if following[place][0] is not None]
-        operands = read(node, needed) if needed else None
-        if operands is None:
+    def find(node: Node, graph: WeightGraph) -> Product | None:
+        needed = open_places(node, places)
+        made_of = graph.at(node, needed)
+        operands = None if made_of is None else read(node, needed)
+        if made_of is None or operands is None:
             return None
-        return DeferredProduct(node, *operands, needed, activations, is_hooked(node, name))
+        way = way_of(made_of, operands[0])
+        return Product(node, made_of, needed, *way, *operands, activations, is_kept_elsewhere=is_hooked(node, name))
 
     def activations(node: Node) -> Tensor:
         tensor: Tensor = saved(node, name)
         return tensor
 
-    return read_node
+    return find
 
 
 # ---- matrix products
@@ -228,12 +313,12 @@ def _embedding(
 
 # ---- the table: where each product is found
 
-NODES: dict[str, FromNode] = {
-    MM: _node_reader("self", (1,), _read_mm),
-    ADDMM: _node_reader("mat1", (2,), _read_addmm),
-    BMM: _node_reader("self", (1,), _read_bmm),
-    CONVOLUTION: _node_reader("input", (1, 2), _read_convolution),
-    EMBEDDING: _node_reader("indices", (0,), _read_embedding),
+NODES: dict[str, Finder] = {
+    MM: _finder("self", (1,), _read_mm),
+    ADDMM: _finder("mat1", (2,), _read_addmm),
+    BMM: _finder("self", (1,), _read_bmm),
+    CONVOLUTION: _finder("input", (1, 2), _read_convolution),
+    EMBEDDING: _finder("indices", (0,), _read_embedding),
 }
 FUNCTIONS: dict[Any, FromCall] = {
     F.linear: _linear,

@@ -1,4 +1,4 @@
-"""What the backward of a custom function asks, so that I and W each compute their half.
+"""The questions of a custom function's backward, by which I and W each compute their half.
 
 dx = dy @ w.t() if ps.wants_input_gradient(ctx) else None
 dw = x.t() @ dy if ps.wants_weight_gradient(ctx) else None
@@ -17,8 +17,8 @@ _ASKS = "_penstock_asks"
 _WANTED = "_penstock_wants"
 
 
-class Part(Enum):
-    """The part of a split backward that runs."""
+class BackwardHalf(Enum):
+    """The half of a split backward that runs."""
 
     INPUT = "I"
     WEIGHT = "W"
@@ -33,7 +33,7 @@ def wants_input_gradient(ctx: Any) -> bool:
     Raises:
         PipelineError: `ctx` is none.
     """
-    return _wants(ctx, Part.INPUT, "wants_input_gradient")
+    return _wants(ctx, BackwardHalf.INPUT, "wants_input_gradient")
 
 
 def wants_weight_gradient(ctx: Any) -> bool:
@@ -48,7 +48,7 @@ def wants_weight_gradient(ctx: Any) -> bool:
     Raises:
         PipelineError: `ctx` is none.
     """
-    return _wants(ctx, Part.WEIGHT, "wants_weight_gradient")
+    return _wants(ctx, BackwardHalf.WEIGHT, "wants_weight_gradient")
 
 
 def asks(function: type[torch.autograd.Function]) -> bool:
@@ -56,12 +56,12 @@ def asks(function: type[torch.autograd.Function]) -> bool:
     return _ASKS in vars(function)
 
 
-def want(ctx: Any, part: Part) -> None:
-    """Have a context answer that one part runs."""
-    setattr(ctx, _WANTED, part)
+def want(ctx: Any, half: BackwardHalf) -> None:
+    """Have a context answer that one half runs."""
+    setattr(ctx, _WANTED, half)
 
 
-def _wants(ctx: Any, part: Part, name: str) -> bool:
+def _wants(ctx: Any, half: BackwardHalf, name: str) -> bool:
     if torch.compiler.is_compiling():  # what is compiled computes everything
         return any(ctx.needs_input_grad)
     needs = getattr(ctx, "needs_input_grad", None)
@@ -71,7 +71,7 @@ def _wants(ctx: Any, part: Part, name: str) -> bool:
             f"{type(ctx).__name__}; call it within backward(ctx, ...)"
         )
     function = function_of(ctx)
-    if part is Part.WEIGHT and function is not None and not asks(function):
+    if half is BackwardHalf.WEIGHT and function is not None and not asks(function):
         setattr(function, _ASKS, True)
     wanted = getattr(ctx, _WANTED, None)
-    return any(needs) if wanted is None else wanted is part
+    return any(needs) if wanted is None else wanted is half

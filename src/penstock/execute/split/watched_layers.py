@@ -1,7 +1,7 @@
 """Where a forward looks for the products that it is to split.
 
-What is split in the forward must be split where the layers run again, too. Watching every function of torch, in the
-whole forward and the whole backward, always finds the same; but it costs more than most functions do. A layer of
+A product that is split in the forward must be split where the layers run again, too. Watching every function of torch,
+in the whole forward and the whole backward, always finds the same; but it costs more than most functions do. A layer of
 torch's own runs its product within its own forward, and nothing of that forward runs again without the rest of it. So
 linear layers are watched each by itself, and torch's other layers only while they run. A layer of the user's may have
 part of its forward checkpointed, so it is not watched by itself. Modules are changed only while the stage runs.
@@ -18,19 +18,6 @@ from torch.nn import functional as F
 from penstock.execute.split.weight_grad_mode import WeightGradMode
 
 _Forward = Callable[..., Any]
-
-
-@contextmanager
-def watching_nothing(mode: WeightGradMode) -> Iterator[None]:
-    """Watch no function."""
-    yield
-
-
-@contextmanager
-def watching_all(mode: WeightGradMode) -> Iterator[None]:
-    """Watch every function."""
-    with mode:
-        yield
 
 
 class WatchedLayers:

@@ -9,60 +9,94 @@ second time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from penstock.execute.split.deferred import Rung, fitted
-from penstock.execute.split.wanted import Part, want
-from penstock.execute.undocumented import is_function, metadata_at, num_outputs, run_node, saved_tensors
+from penstock.execute.split.waiting import Waiting, fitted, not_parameters
+from penstock.execute.split.wanted import BackwardHalf, want
+from penstock.execute.split.weight_graph import (
+    MadeOf,
+    WeightGraph,
+    has_constants,
+    makes_weights,
+    num_multiplications,
+    open_places,
+)
+from penstock.execute.undocumented import (
+    HOOKED_MODULE,
+    REENTRANT_CHECKPOINT,
+    function_of,
+    is_any_hooked,
+    is_function,
+    kind_of,
+    metadata_at,
+    num_outputs,
+    run_node,
+    runs_once,
+    saved_tensors,
+)
+
+_NEVER_ENTERED = frozenset({HOOKED_MODULE, REENTRANT_CHECKPOINT})
+"""Kinds that W cannot run by themselves: some have hooks that only a backward runs."""
+
+
+def find_branch(node: Node, graph: WeightGraph) -> "WeightBranch | None":
+    """Find a branch that begins at a node; None, too, where it is views alone, which take no time."""
+    if kind_of(node) in _NEVER_ENTERED:
+        return None
+    meets_data = is_function(node) and has_constants(node)
+    if meets_data and not graph.asks(node):
+        return (
+            None  # data may come to it: weights are all that it leads to, but its backward may be more than a formula
+        )
+    places = open_places(node)
+    made_of = graph.at(node, places, makes_weights) if meets_data else graph.behind([node], makes_weights)
+    if made_of is None:
+        return None
+    inner = [each for each in made_of.nodes if each is not node]
+    size = num_multiplications([node, *inner])
+    if size == 0 or not all(map(_can_wait, (node, *inner))):
+        return None
+    how = "custom function" if meets_data else "weight branch"
+    return WeightBranch(node, MadeOf(made_of.parameters, inner), places, how, size)
 
 
 @dataclass(slots=True, eq=False)
-class WeightBranch:
-    """A branch, entered at `node` from others that I runs."""
+class WeightBranch(Waiting):
+    """A branch, entered at `node` from others that I runs; `made_of` has the nodes behind it."""
 
-    node: Any
-    parameters: Sequence[Tensor]
-    inner: Sequence[Node]
-    """The nodes behind the entry, leaves included."""
-    num_multiplications: float
-    rung: Rung = Rung.BRANCH
     outputs: list[int] = field(default_factory=list)
     """Which outputs of the entry others use."""
-    roots: Sequence[GradientEdge] = ()
     arrived: list[Tensor | None] = field(default_factory=list)
     """Those of all outputs of the entry, between I and W."""
 
-    def __post_init__(self) -> None:
-        self.roots = [GradientEdge(node, number) for node, number in self.node.next_functions if node is not None]
-
-    @property
-    def kept(self) -> list[Tensor]:
-        """The gradients, and what the branch has saved in the forward."""
-        if not self.arrived:
-            return []
-        saved = [tensor for node in (self.node, *self.inner) for tensor in saved_tensors(node)]
-        return [each for each in (*self.arrived, *saved) if each is not None and not isinstance(each, nn.Parameter)]
+    is_entry = True
 
     @property
     def is_complete(self) -> bool:
         """Whether a gradient comes to each output; a function in Python may expect that."""
         return not is_function(self.node) or len(self.outputs) == num_outputs(self.node)
 
-    def add_output(self, number: int) -> None:
-        """Note that I comes to an output of the entry."""
+    @property
+    def kept(self) -> list[Tensor]:
+        """The gradients, and what the branch has saved in the forward."""
+        if not self.arrived:
+            return []
+        saved = [tensor for node in (self.node, *self.made_of.nodes) for tensor in saved_tensors(node)]
+        return not_parameters([*self.arrived, *saved])
+
+    def arrive(self, number: int) -> None:
         if number not in self.outputs:
             self.outputs.append(number)
 
-    def edges(self) -> list[GradientEdge]:
-        """Return where the gradients arrive."""
+    def ends(self, *, hands_over: bool) -> Sequence[GradientEdge]:
+        """Return the outputs of the entry that others use."""
         return [GradientEdge(self.node, number) for number in self.outputs]
 
-    def take(self, gradients: Sequence[Tensor | None]) -> None:
-        """Keep the gradients of `edges`."""
+    def keep(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of `ends`."""
         self.arrived = [None] * num_outputs(self.node)
         for number, gradient in zip(self.outputs, gradients, strict=True):
             self.arrived[number] = gradient
@@ -70,18 +104,24 @@ class WeightBranch:
     def release(self) -> None:
         """Forget the node if no gradient has come; otherwise W needs it, and holds nothing that leads to it by that."""
         if not self.arrived:
-            self.node, self.inner = None, ()
+            self._forget()
 
     def gradients(self) -> Sequence[Tensor | None]:
         """Run the entry, and forget it."""
         node, gradients = self.node, self.arrived
-        self.node, self.arrived, self.inner = None, [], ()
+        self._forget()
         if is_function(node):
-            want(node, Part.WEIGHT)
+            want(node, BackwardHalf.WEIGHT)
             gradients = [_zeros(node, number) if each is None else each for number, each in enumerate(gradients)]
-        places = [place for place, (following, _) in enumerate(node.next_functions) if following is not None]
-        found = run_node(node, gradients, places)
+        found = run_node(node, gradients, self.places)
         return [fitted(gradient, root) for gradient, root in zip(found, self.roots, strict=True)]
+
+    def _forget(self) -> None:
+        self.node, self.arrived, self.made_of = None, [], MadeOf(self.parameters, ())
+
+
+def _can_wait(node: Node) -> bool:
+    return not is_any_hooked(node) and not (is_function(node) and runs_once(function_of(node)))
 
 
 def _zeros(node: Node, number: int) -> Tensor:

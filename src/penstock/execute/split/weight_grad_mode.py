@@ -14,7 +14,8 @@ whatever else runs a backward through it, such as a layer that takes a gradient 
     noticed.
 [2] Checkpointing tells tensors by the order in which they are saved, and ends its recomputation at the last one. So in
     a recomputation the same tensors are saved at the same place, before the product runs, which leaves out the last
-    product. What the product then saves itself is for other kinds of recomputation, which run a backward through it.
+    product. The tensors that the product then saves itself are for other kinds of recomputation, which run a backward
+    through it.
 [3] A mode is off while a function that it sees runs. A backward within a layer's forward may have layers run again, so
     it is called with edges in the graph in place of tensors: such a call no mode sees.
 [4] Whether the tensors that come back are those that were saved is seen by the parameters, which are among them.
@@ -29,10 +30,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from penstock.execute.split.deferred_product import DeferredProduct, weight_gradients
 from penstock.execute.split.formulas import Convolution, Formula, Weights
-from penstock.execute.split.products import FUNCTIONS, CalledProduct, read_call
-from penstock.execute.split.weight_graph import find_parameters
+from penstock.execute.split.products import FUNCTIONS, CalledProduct, Product, read_call, way_of, weight_gradients
+from penstock.execute.split.weight_graph import WeightGraph, open_places
 from penstock.execute.undocumented import kind_of_function, version_of
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -85,14 +85,12 @@ class WeightGradMode(TorchFunctionMode):
     def run(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a function that may be a product, split if it is one."""
         product = read_call(function, args, kwargs) if torch.is_grad_enabled() else None
-        call = None if product is None else self._call(product)
-        output = None
-        if product is not None and call is not None:
+        if product is not None and (call := self._call(product)) is not None:
             output = call.recompute(product) if self.is_in_backward else call.run(product)
-        if product is None or call is None or output is None:
-            return function(*args, **kwargs)
-        self.seen.update(map(id, call.parameters))
-        return product.finish(output)
+            if output is not None:
+                self.seen.update(map(id, call.parameters))
+                return product.finish(output)
+        return function(*args, **kwargs)
 
     def _run_backward(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a backward within a forward or a recomputation, with this mode on [3]."""
@@ -109,13 +107,9 @@ class WeightGradMode(TorchFunctionMode):
         weights = [weight for weight in product.weights if weight is not None]
         if not any(weight.requires_grad for weight in weights):
             return None
-        parameters: dict[int, Tensor] = {}
-        for weight in weights:
-            behind = _parameters_behind(weight)
-            if behind is None:
-                return None
-            parameters |= {id(parameter): parameter for parameter in behind}
-        if not self._weights.issuperset(parameters):
+        behind = list(map(_parameters_behind, weights))
+        parameters = {id(parameter): parameter for found in behind for parameter in found or ()}
+        if None in behind or not self._weights.issuperset(parameters):
             return None
         return _Call(product.formula, product.weights, list(parameters.values()))
 
@@ -165,7 +159,7 @@ class _Call:
 
 
 class SplitProduct(torch.autograd.Function):
-    """A product whose backward leaves the weight gradients to a `DeferredProduct`, if one waits for them."""
+    """A product whose backward leaves the weight gradients to a `Product`, if one waits for them."""
 
     @staticmethod
     def forward(ctx: Any, activations: Tensor, bias: Tensor | None, call: _Call, *weights: Tensor | None) -> Tensor:
@@ -207,19 +201,19 @@ class _Keep(torch.autograd.Function):
         return None
 
 
-def read_split_product(node: Any) -> DeferredProduct | None:
-    """Return the node of a split product as a product, None for others.
-
-    Whoever keeps its activations: the node asks for them once, for itself and for the weights.
-    """
+def find_split_product(node: Any, graph: WeightGraph) -> Product | None:
+    """Find the node of a split product. No matter who keeps its activations: it asks for them once, for I and W."""
     if not _is_split(node):
         return None
-    call, following = node.call, node.next_functions
+    call, num_places = node.call, len(node.next_functions)
     # Of its arguments only tensors have next functions; those of the weights are the last ones.
     num_weights = sum([weight is not None for weight in call.weights])
-    places = range(len(following) - num_weights, len(following))
-    needed = [place for place in places if following[place][0] is not None]
-    return DeferredProduct(node, call.formula, _for_weight_gradients(call), needed, _open)
+    needed = open_places(node, range(num_places - num_weights, num_places))
+    made_of = graph.at(node, needed)
+    if made_of is None:
+        return None
+    way = way_of(made_of, call.formula)
+    return Product(node, made_of, needed, *way, call.formula, _for_weight_gradients(call), _open)
 
 
 def _for_weight_gradients(call: _Call) -> Weights:
@@ -275,20 +269,11 @@ def _parameters_behind(tensor: Tensor) -> Sequence[Tensor] | None:
         return None
     if tensor.grad_fn is None:
         return (tensor,) if isinstance(tensor, nn.Parameter) or not tensor.requires_grad else None
-    found = find_parameters([tensor.grad_fn], set())
-    if found is None:
-        return None
-    parameters, nodes = found
-    return None if any(map(_is_split, nodes)) else parameters
+    found = WeightGraph().behind([tensor.grad_fn])
+    return None if found is None or any(map(_is_split, found.nodes)) else found.parameters
 
 
-def _of_tensors(
-    gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
-) -> dict[str, Any]:
+def _of_tensors(gradient: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the arguments of `torch.autograd.backward` for those of `Tensor.backward`."""
-    return {
-        "grad_tensors": gradient,
-        "retain_graph": retain_graph,
-        "create_graph": create_graph,
-        "inputs": inputs,
-    }
+    names = ("retain_graph", "create_graph", "inputs")
+    return {"grad_tensors": gradient, **dict(zip(names, args, strict=False)), **kwargs}

@@ -11,7 +11,9 @@ product, so are look-ups, all such functions, and all operations whose output ha
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
@@ -26,6 +28,7 @@ from penstock.execute.undocumented import (
     MM,
     TRANSPOSITION,
     VIEWS,
+    function_of,
     is_any_hooked,
     is_function,
     kind_of,
@@ -36,6 +39,16 @@ from penstock.execute.undocumented import (
 _PRODUCTS = frozenset({MM, ADDMM, BMM, CONVOLUTION})
 _MULTIPLICATIONS_PER_ELEMENT = 32
 """Of a product that take as long as one element of an operation element by element."""
+_PLAIN = frozenset({LEAF, TRANSPOSITION})
+
+Rule = Callable[[Node], bool]
+"""Says of a node whether it may belong to what weights are made of."""
+
+
+def open_places(node: Node, places: Sequence[int] | None = None) -> list[int]:
+    """Return which of a node's next functions, or of some of them, get a gradient."""
+    following = node.next_functions
+    return [at for at in (range(len(following)) if places is None else places) if following[at][0] is not None]
 
 
 def has_constants(node: Node) -> bool:
@@ -60,45 +73,85 @@ def makes_weights(node: Node) -> bool:
     return not has_constants(node) or (not is_function(node) and _keeps_shape(node))
 
 
-def find_parameters(
-    roots: Sequence[Node], others: set[Node], belongs: Callable[[Node], bool] = may_make_weights
-) -> tuple[list[nn.Parameter], list[Node]] | None:
-    """Find the parameters that weights are made of, and the nodes that lead to them, both ends included.
+class MadeOf(NamedTuple):
+    """The parameters that some weights are made of."""
 
-    None if a node that does not belong is among them; what leads to such a node is added to `others`, so that the next
-    search that comes to it ends there. None, too, where what a node has saved is kept elsewhere, such as under
-    checkpointing: W would have it computed once more.
-    """
-    if len(roots) == 1 and (plain := _plain_weight(roots[0])) is not None:
-        return plain
-    nodes: dict[Node, None] = {}
-    path: list[Node] = []
-    waiting: list[Iterator[Node]] = [iter(roots)]
-    while waiting:
-        node = next(waiting[-1], None)
-        if node is None:
-            waiting.pop()
-            path = path[:-1]
-        elif node in others or not belongs(node):
-            others.update(path, [node])
+    parameters: Sequence[nn.Parameter]
+    nodes: Sequence[Node]
+    """From the weights to the parameters, both ends included."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights are the parameters, as they are or transposed: the nodes then cost W nothing."""
+        return _PLAIN.issuperset(map(kind_of, self.nodes))
+
+
+class WeightGraph:
+    """All that one walk knows of the nodes that make weights."""
+
+    def __init__(self, asking: frozenset[Any] = frozenset()) -> None:
+        """`asking` are the custom functions that ask which half of their backward is wanted."""
+        self.functions: set[Any] = set()
+        """The custom functions that the walk has come to."""
+        self._asking = asking
+        self._others: dict[Rule, set[Node]] = defaultdict(set)
+        """By rule, nodes that are known to lead to more than parameters."""
+
+    def asks(self, node: Node) -> bool:
+        """Whether the custom function of a node asks."""
+        function = function_of(node)
+        self.functions.add(function)
+        return function in self._asking
+
+    def at(self, node: Any, places: Sequence[int], rule: Rule = may_make_weights) -> MadeOf | None:
+        """Find what is behind some next functions of a node; None if there are none."""
+        following = node.next_functions
+        return self.behind([following[place][0] for place in places], rule) if places else None
+
+    def behind(self, roots: Sequence[Node], rule: Rule = may_make_weights) -> MadeOf | None:
+        """Find the parameters that weights are made of; None if one of the nodes does not belong to them by the rule.
+
+        None, too, where what a node has saved is kept elsewhere, such as under checkpointing: W would have it computed
+        once more.
+        """
+        if len(roots) == 1 and (plain := _plain_weight(roots[0])) is not None:
+            return plain
+        nodes = self._nodes_behind(roots, rule)
+        if nodes is None or any(map(is_any_hooked, nodes)):
             return None
-        elif node not in nodes:
-            nodes[node] = None
-            path.append(node)
-            waiting.append(iter([following for following, _ in node.next_functions if following is not None]))
-    if any(map(is_any_hooked, nodes)):
-        return None
-    parameters = {id(leaf): leaf for node in nodes if kind_of(node) == LEAF and (leaf := leaf_of(node)) is not None}
-    return [each for each in parameters.values() if isinstance(each, nn.Parameter)], list(nodes)
+        parameters = {id(leaf): leaf for node in nodes if kind_of(node) == LEAF and (leaf := leaf_of(node)) is not None}
+        return MadeOf([each for each in parameters.values() if isinstance(each, nn.Parameter)], nodes)
+
+    def _nodes_behind(self, roots: Sequence[Node], rule: Rule) -> list[Node] | None:
+        # Depth first, with an iterator per node of the path: a node that does not belong makes the whole path to it one
+        # of others. Nodes beside the path may still be weights, as `w` in `x * tanh(w)`. So each node is looked at once
+        # by all searches of a walk, but for those that a later search comes to and that lead to weights alone.
+        others = self._others[rule]
+        nodes: dict[Node, None] = {}
+        path: list[Node] = []
+        waiting: list[Iterator[Node]] = [iter(roots)]
+        while waiting:
+            node = next(waiting[-1], None)
+            if node is None:
+                waiting.pop()
+                del path[-1:]
+            elif node in others or not rule(node):
+                others.update(path, [node])
+                return None
+            elif node not in nodes:
+                nodes[node] = None
+                path.append(node)
+                waiting.append(iter([following for following, _ in node.next_functions if following is not None]))
+        return list(nodes)
 
 
-def _plain_weight(node: Node) -> tuple[list[nn.Parameter], list[Node]] | None:
-    """What `find_parameters` finds for a parameter as it is or transposed, as most weights are; None for others."""
+def _plain_weight(node: Node) -> MadeOf | None:
+    """Return what a parameter as it is or transposed is made of, as most weights are; None for others."""
     nodes = [node]
     if kind_of(node) == TRANSPOSITION:
         nodes += [following for following, _ in node.next_functions if following is not None]
     leaf = leaf_of(nodes[-1]) if kind_of(nodes[-1]) == LEAF else None
-    return ([leaf], nodes) if isinstance(leaf, nn.Parameter) else None
+    return MadeOf([leaf], nodes) if isinstance(leaf, nn.Parameter) else None
 
 
 def num_multiplications(nodes: Sequence[Node]) -> float:

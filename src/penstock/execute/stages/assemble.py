@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.errors import PartitionError, nearest
 from penstock.execute.parameters.tied import TiedCopy
-from penstock.execute.split.plan import EarlyWeights
+from penstock.execute.split.planner import EarlyWeights
 from penstock.execute.stages.layers import Layer, build_layer, layer_names, spec_attribute
 from penstock.execute.stages.names import full_name, named_parameters
 from penstock.execute.stages.skips import StageSkips, open_at
@@ -57,7 +57,7 @@ class Assembly:
 
     def early_weights(self) -> dict[int, EarlyWeights]:
         """Return, per stage of this rank whose backwards are split, the weight gradients that I computes."""
-        found = {stage.index: stage.split_plan.early for stage in self.stages}
+        found = {stage.index: stage.split_planner.early for stage in self.stages}
         return {index: early for index, early in found.items() if early is not None}
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:

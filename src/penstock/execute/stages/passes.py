@@ -20,8 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import Place
 from penstock.execute.parameters.gradient_store import GradientStore, WeightInputs
-from penstock.execute.split.deferred_weights import DeferredWeights
-from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS
+from penstock.execute.split.deferred_weights import DeferredWeights, around_backward
 from penstock.execute.stages.feature import ForwardPart, StageFeature
 from penstock.execute.stages.keywords import run_layers
 from penstock.execute.stages.stage import Stage
@@ -81,7 +80,8 @@ class StagePasses:
 
     def begin(self) -> None:
         """Begin a training step: how backwards are split is decided anew, and stays for all of the step."""
-        self.stage.split_plan.begin_step()
+        if self.options.is_split:
+            self.stage.split_planner.begin_step(self.stage.parameters())
         self.stage.own_weight_gradients.begin_step()
 
     def forward(self, step: Step, place: Place, inputs: Inputs, keywords: Keywords) -> tuple[Any, SavedForward | None]:
@@ -113,8 +113,8 @@ class StagePasses:
         self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]
     ) -> tuple[list[Tensor], WeightInputs]:
         """Return the gradients of the inputs, and what is left for those of the weights."""
-        stage, plan = self.stage, self.stage.split_plan
-        with nullcontext() if plan.is_examined else plan.examining(stage.index, stage.named_parameters()):
+        stage, planner = self.stage, self.stage.split_planner
+        with nullcontext() if planner.is_examined else planner.examining(stage.index, stage.named_parameters()):
             results = self._backward(saved, gradients)
         return results, saved.take_weight_inputs()
 
@@ -131,7 +131,7 @@ class StagePasses:
         stage, deferred, before_layer = self.stage, None, None
         if self.options.is_split:
             tensors = tensors_of(inputs)
-            deferred = stage.split_plan.start(sum([tensor.numel() for tensor in tensors]))
+            deferred = stage.split_planner.start(sum([tensor.numel() for tensor in tensors]))
         if deferred is None and not parts:
             return run_layers(stage, inputs, keywords), None
         for part in parts:
@@ -229,30 +229,21 @@ class StagePasses:
         return results[:num_own]
 
     def _run_backward(self, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
+        deferred = saved.deferred
         self.gradients.begin_backward()
         if saved.edges:
-            _run_autograd(self.stage, saved, gradients)
+            run = torch.autograd.backward if deferred is None else deferred.backward_input
+            with around_backward(self.stage.own_weight_gradients, deferred):
+                run(saved.edges, gradients)
         results = []
         for leaf in saved.inputs:
             gradient, leaf.grad = leaf.grad, None
             # Zeros, since the stage before waits for a message, whatever this stage has used of its input.
             results.append(torch.zeros_like(leaf) if gradient is None else in_own_memory(gradient))
         # These outlive the backward too; a first gradient in the memory of one of them would change it later.
-        deferred = saved.deferred
         if deferred is None:
             self.gradients.end_backward((), gradients)
         else:
             self.gradients.end_backward(deferred.take_leaves(), gradients, deferred.entries)
         saved.inputs, saved.edges, saved.loss_gradients = [], [], []
         return results
-
-
-def _run_autograd(stage: Stage, saved: SavedForward, gradients: Sequence[Tensor]) -> None:
-    own, deferred = stage.own_weight_gradients, saved.deferred
-    waiting = None if deferred is None else deferred.own
-    with own.around_backward(waiting) if own else nullcontext():
-        if deferred is not None:
-            deferred.backward_input(saved.edges, gradients)
-            return
-        with WEIGHT_GRADIENTS.waiting_in(None):
-            torch.autograd.backward(saved.edges, gradients)

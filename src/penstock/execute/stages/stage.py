@@ -6,7 +6,7 @@ from typing import TypeVar
 from torch import nn
 
 from penstock.execute.split.own_weight_gradients import OwnWeightGradients
-from penstock.execute.split.plan import SplitPlan
+from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.stages.names import named_parameters
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.execute.undocumented_modules import ModuleSnapshot
@@ -29,7 +29,7 @@ class Stage:
         self.names = list(self.layers)
         self.taken_keywords = list(map(taken_keywords, self.modules))
         # Split backwards have learned it of the layers; it holds for every program that splits them.
-        self.split_plan = SplitPlan(self.modules)
+        self.split_planner = SplitPlanner(self.modules)
         self.own_weight_gradients = OwnWeightGradients(self.modules)
         self._snapshot: ModuleSnapshot | None = None  # not yet: tied parameters are put in place after this
 

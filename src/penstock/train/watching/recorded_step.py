@@ -12,7 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import ConfigError, FormatError, PenstockError
-from penstock.execute.split.plan import EarlyWeights
+from penstock.execute.split.planner import EarlyWeights
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.prologue import Prologue
@@ -59,7 +59,9 @@ class _EarlyWeights(BaseModel):
     stage: NotNegative
     share: Annotated[float, Field(ge=0, le=1)]
     names: list[str]
-    rungs: dict[str, float] = Field(default_factory=dict)
+    reasons: dict[str, str] = Field(default_factory=dict)
+    """Files of before there were any lack them, and have `rungs`."""
+    rungs: dict[str, float] = Field(default_factory=dict, exclude=True)
 
 
 class _Document(BaseModel):
@@ -98,7 +100,7 @@ def recorded_step_to_json(recorded: RecordedStep) -> bytes:
         lead_ins=[[each.free_s, each.loaded_s, each.asked_s] for each in recorded.lead_ins],
         data_waits=[_Wait(**asdict(wait)) for wait in timeline.data_waits],
         early_weights=[
-            _EarlyWeights(stage=stage, share=found.share, names=list(found.names), rungs=dict(found.rungs))
+            _EarlyWeights(stage=stage, share=found.share, names=list(found.names), reasons=dict(found.reasons))
             for stage, found in sorted(recorded.early_weights.items())
         ],
         num_replicas=recorded.num_replicas,
@@ -143,7 +145,7 @@ def recorded_step_from_json(text: bytes, *, file: str = "<text>") -> RecordedSte
         tuple(range(first, end) for first, end in document.layers_of_stage),
         tuple(document.layer_weights),
         tuple(Prologue(*moments) for moments in document.lead_ins),
-        {each.stage: EarlyWeights(each.share, tuple(each.names), each.rungs) for each in document.early_weights},
+        {each.stage: EarlyWeights(each.share, tuple(each.names), each.reasons) for each in document.early_weights},
         document.num_replicas,
     )
 

@@ -1,0 +1,32 @@
+"""The table of finders: who is asked, at each node of a graph, whether weight gradients can wait for W there.
+
+Each finder is in a file of its own, which knows none of the others. Weight gradients wait
+
+    behind products of activations and weights               products
+    the same, of products that the forward has split         weight_grad_mode
+    behind compiled blocks                                   compiled_block
+    behind custom functions that ask which half is wanted    custom_function
+    in branches of the graph that are made of weights alone  weight_branch
+
+Layers that compute their weight gradients by themselves are not found in the graph: they hand a function over in I
+(own_weight_gradients).
+"""
+
+from collections.abc import Mapping
+
+from penstock.execute.split.compiled_block import find_compiled_block
+from penstock.execute.split.custom_function import find_custom_function
+from penstock.execute.split.products import NODES
+from penstock.execute.split.waiting import Finder
+from penstock.execute.split.weight_branch import find_branch
+from penstock.execute.split.weight_grad_mode import SPLIT_PRODUCT, find_split_product
+from penstock.execute.undocumented_compiler import COMPILED
+
+OF_OWN_NODES: Mapping[str, Finder] = {SPLIT_PRODUCT: find_split_product, COMPILED: find_compiled_block}
+"""By the kind of a node that Penstock or a compiler has made; nobody else is asked about it."""
+ANYWHERE: Finder = find_branch
+"""Asked first about any other node."""
+BY_KIND: Mapping[str, Finder] = NODES
+"""By the kind of one of autograd's nodes."""
+OF_FUNCTIONS: Finder = find_custom_function
+"""Asked about other nodes that are written in Python."""

@@ -1,0 +1,204 @@
+"""`SplitPlanner`: makes the plans by which a stage's backwards are split, and says why a weight does not wait.
+
+Weights that cannot wait have one of three reasons. The log, `describe_split` and `penstock doctor` say them; how the
+others wait is in the log at DEBUG. If much does not wait, a warning says so once.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache, partial
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from penstock.errors import listed, warn
+from penstock.execute.split.deferred_weights import DeferredWeights
+from penstock.execute.split.graph_search import Survey, search
+from penstock.execute.split.plan import Shown, SplitPlan, plan_from
+from penstock.execute.split.watched_layers import WatchedLayers
+from penstock.execute.split.weight_grad_mode import WeightGradMode
+
+_LOG = logging.getLogger("penstock")
+SMALL = 2**21
+"""Multiplications in a weight's gradient below which it is not deferred: `bench/split_backward.py --border` shows that
+to defer it then takes longer than to compute it."""
+LARGE_SHARE = 0.1
+"""Of the weights of a stage, how many must not have waited for the warning."""
+_GROWTH = 2
+"""How much larger a batch must be than the one that showed the sizes, for them to be looked at again."""
+
+
+class Reason(StrEnum):
+    """Why the gradient of a weight does not wait for W."""
+
+    SMALL = "small"
+    """It takes less time than to wait."""
+    NOT_TOLD_APART = "cannot be told apart"
+    """Nothing tells the input's gradient from that of the weight, or I uses the weight in another way as well."""
+    OWN = "its layer computes it"
+    """The layer leaves it for later by itself, or has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyWeights:
+    """The weight gradients of a stage that are computed in I, where W was to compute them."""
+
+    share: float
+    """Of all elements of matrices in the stage."""
+    names: tuple[str, ...]
+    """Of their parameters, small ones too."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """The `Reason` of each, and of those that their layer computes by itself, by name."""
+
+
+class SplitPlanner:
+    """Plans how the backwards of some layers are split, step by step."""
+
+    def __init__(self, modules: Sequence[nn.Module], *, small: float = SMALL) -> None:
+        """`small` is how many multiplications a weight's gradient must take to be deferred."""
+        self.plan = SplitPlan()
+        """That of the latest step."""
+        self.is_examined = False
+        """Whether it is known which weights do not wait."""
+        self.early: EarlyWeights | None = None
+        """Those that do not wait; None where it is not known."""
+        self._modules = modules
+        self._border = small
+        self._shown = Shown()
+        self._layers_for = lru_cache(2)(partial(WatchedLayers, modules))
+        self._trained: list[nn.Parameter] = []
+        self._num_elements = 0
+        self._is_new_step = self._is_first_walk = True
+        self._how: dict[int, str] = {}
+        """Per id of a weight that waits in the latest step."""
+
+    def begin_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let the next forward make a new plan if there is a reason; `parameters` are those that are held now."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if len(trained) != len(self._trained) or not all(map(is_, trained, self._trained)):
+            self._trained = trained
+            self._shown.forget_others(map(id, parameters))
+        self._is_new_step = True
+
+    def start(self, num_elements: int) -> DeferredWeights:
+        """Return what the forward that comes next will leave for later; the size is that of the stage's inputs."""
+        if self._is_new_step:
+            if num_elements > _GROWTH * self._num_elements:
+                self._num_elements, self._shown.sizes, self._shown.is_measured = num_elements, {}, False
+            self._is_first_walk = True
+            if (following := self._following()) != self.plan:
+                self.plan = following
+            self._is_new_step = False
+        walk = self._survey if self.plan.searches else None
+        return DeferredWeights(walk, self.plan.in_forward, self._watch, self._give_up)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next step will split what this one does, but for small weights."""
+        following, now = self._following(), self.plan
+        is_same = following.watches_all == now.watches_all and following.in_forward <= now.in_forward | now.small
+        return is_same and following.asking == now.asking
+
+    def is_small(self, weight: Tensor) -> bool:
+        """Whether a weight is too small for its gradient to be deferred."""
+        return self._shown.sizes.get(id(weight), self._border) < self._border
+
+    def how(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+        """Return how the gradients of those that wait do it, by name."""
+        return {name: self._how[id(weight)] for name, weight in parameters if id(weight) in self._how}
+
+    @contextmanager
+    def examining(self, stage: int, parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
+        """Look which weights get their gradients in a backward of inputs, and say it once the plan is settled."""
+        matrices = {name: weight for name, weight in parameters if weight.requires_grad and weight.dim() > 1}
+        early: set[str] = set()
+
+        def note(name: str, gradient: Tensor | None) -> None:
+            if gradient is not None:  # as of a layer that computes its weight gradients later by itself
+                early.add(name)
+
+        hooks = [weight.register_hook(partial(note, name)) for name, weight in matrices.items()]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self.is_settled:
+            self.is_examined = True
+            self.early = self._early_weights(early, matrices)
+            _report(stage, self.early, self.how(matrices.items()), matrices)
+
+    def _early_weights(self, early: Set[str], matrices: Mapping[str, nn.Parameter]) -> EarlyWeights:
+        reasons: dict[str, str] = {}
+        for name, weight in matrices.items():
+            if name in early:
+                reasons[name] = Reason.SMALL if self.is_small(weight) else Reason.NOT_TOLD_APART
+            elif id(weight) not in self._how:
+                reasons[name] = Reason.OWN
+        names = tuple(name for name in matrices if name in early)
+        return EarlyWeights(_share_of(early, matrices), names, reasons)
+
+    def _following(self) -> SplitPlan:
+        return plan_from(self._shown, self._border, lambda weights: self._layers_for(weights).is_complete)
+
+    def _watch(self, mode: WeightGradMode) -> AbstractContextManager[Any]:
+        """Have the products that the plan splits in the forward run through a mode."""
+        plan = self.plan
+        if not plan.in_forward:
+            return nullcontext()
+        return mode if plan.watches_all else self._layers_for(plan.in_forward).watching(mode)
+
+    def _survey(self, edges: Sequence[GradientEdge], seen: Set[int]) -> Survey:
+        plan = self.plan
+        survey = search(edges, plan.small, asking=plan.asking, finds_branches=plan.finds_branches)
+        if self._is_first_walk:  # a forward may make functions of its own anew: those of earlier steps are forgotten
+            self._is_first_walk, self._shown.functions, self._how = False, set(), {}
+        self._shown.add(survey, plan, seen)
+        self._how |= {id(parameter): each.how for each in survey.waiting for parameter in each.parameters}
+        return survey
+
+    def _give_up(self, weights: frozenset[int]) -> str:
+        self._shown.has_failed = True
+        names = {
+            id(weight): f"{type(module).__name__}.{name}"
+            for module in self._modules
+            for name, weight in module.named_parameters()
+            if id(weight) in weights
+        }
+        return listed([*names.values()])
+
+
+def _report(stage: int, early: EarlyWeights, how: Mapping[str, str], matrices: Mapping[str, nn.Parameter]) -> None:
+    """Log which share of a stage's weights waits, and why others do not; warn if these are many."""
+    shares = [f"{reason} {_share_of(names, matrices):.0%}" for reason, names in by_value(early.reasons).items()]
+    _LOG.info("stage %d: %s", stage, "; ".join([f"{1 - early.share:.0%} of its weights wait for W", *shares]))
+    for kind, names in by_value(how).items():
+        _LOG.debug("stage %d: as %s wait %s", stage, kind, listed(names))
+    large = [name for name in early.names if early.reasons[name] != Reason.SMALL]
+    share = _share_of(large, matrices)
+    if share > LARGE_SHARE:
+        warn(
+            f"stage {stage}: {share:.0%} of its weights take their gradients in the `I` of a split backward: "
+            f"{listed(large)}. They are right, but leave `W` less to do, which a schedule "
+            "with split backwards lives on. Expected weights that are the right side of products, convolutions or "
+            "tables alone, or custom functions whose backward asks ps.wants_weight_gradient(ctx); or use a schedule "
+            "with whole backwards. docs/explanations/split_backward.md says for each layer what can wait"
+        )
+
+
+def by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return which keys have each value."""
+    found: dict[str, list[str]] = {}
+    for key, value in values.items():
+        found.setdefault(value, []).append(key)
+    return found
+
+
+def _share_of(names: Iterable[str], matrices: Mapping[str, nn.Parameter]) -> float:
+    num_elements = sum(weight.numel() for weight in matrices.values())
+    return sum(matrices[name].numel() for name in names) / num_elements if num_elements else 0.0

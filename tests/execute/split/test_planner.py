@@ -1,0 +1,377 @@
+"""How backwards are split follows from what earlier forwards have shown, and changes only as a step begins."""
+
+import math
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import has_torch_function
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import penstock as ps
+from penstock.errors import PenstockWarning, PipelineError
+from penstock.execute.split import planner as planner_module
+from penstock.execute.split.graph_search import search
+from penstock.execute.split.planner import SMALL, Reason, SplitPlanner
+from penstock.execute.split.weight_grad_mode import RecomputeMismatch
+from penstock.models.emulated import EmulatedLayer
+from tests.local_pipelines import values
+from tests.one_stage import run_input_part, run_weight_part
+
+WIDTH = 4
+
+
+def late_weights(plan, module, num_rows=2, *, begins=True, stage=None):
+    """Run a forward and its backward; return the matrices whose gradients came with the `W`.
+
+    With the number of a `stage`, the plan examines the backward.
+    """
+    if begins:
+        plan.begin_step(list(module.parameters()))
+    module.zero_grad()
+    hidden = values(1, num_rows, WIDTH).requires_grad_()
+    deferred = plan.start(hidden.numel())
+    with deferred.around_forward():
+        output = module(hidden)
+    with nullcontext() if stage is None else plan.examining(stage, list(module.named_parameters())):
+        run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+    late = {name for name, each in module.named_parameters() if each.grad is None and each.requires_grad}
+    run_weight_part(deferred)
+    assert all(each.grad is not None for each in module.parameters() if each.requires_grad)
+    return late
+
+
+class Recomputed(nn.Sequential):
+    """Runs again in the backward."""
+
+    use_reentrant = False
+
+    def forward(self, hidden):
+        return checkpoint(super().forward, hidden, use_reentrant=self.use_reentrant)
+
+
+class Borrowed(nn.Module):
+    """Uses a weight that another module holds, under checkpointing."""
+
+    def __init__(self):
+        super().__init__()
+        self.holder = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, hidden):
+        return checkpoint(lambda x: nn.functional.linear(x, self.holder.weight), hidden, use_reentrant=False)
+
+
+def test_a_small_weight_stays_whole_from_the_next_step_on():
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False))
+    plan = SplitPlanner([module], small=2 * WIDTH * WIDTH + 1)
+
+    assert late_weights(plan, module) == {"0.weight", "1.weight"}
+    assert late_weights(plan, module, begins=False) == {"0.weight", "1.weight"}
+    assert late_weights(plan, module) == {"1.weight"}
+    assert late_weights(plan, module, begins=False) == {"1.weight"}
+    assert [plan.is_small(layer.weight) for layer in module] == [True, False]
+
+
+def test_sizes_are_looked_at_again_when_the_batch_grows():
+    module = nn.Linear(WIDTH, WIDTH, bias=False)
+    plan = SplitPlanner([module], small=4 * WIDTH * WIDTH)
+
+    assert [late_weights(plan, module, rows) for rows in (2, 2, 3, 8, 8)] == [
+        {"weight"},
+        set(),
+        set(),
+        {"weight"},
+        {"weight"},
+    ]
+
+
+def test_the_usual_border_leaves_small_weights_whole():
+    module = nn.Linear(WIDTH, WIDTH, bias=False)
+    plan = SplitPlanner([module])
+    num_rows = SMALL // WIDTH**2
+
+    assert [late_weights(plan, module, rows) for rows in (1, 1, num_rows, num_rows)] == [
+        {"weight"},
+        set(),
+        {"weight"},
+        {"weight"},
+    ]
+
+
+@pytest.mark.parametrize("make", [lambda: EmulatedLayer(0.0, 1e-9, weight_s=1e-9), lambda: nn.Conv1d(2, 2, 3)])
+def test_what_takes_an_unknown_time_is_never_small(make):
+    module = make()
+    plan = SplitPlanner([module])
+
+    assert ["weight" in late_weights(plan, module) for _ in range(2)] == [True, True]
+
+
+def test_what_is_recomputed_waits_from_the_next_step_on():
+    module = nn.Sequential(Recomputed(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+    plan = SplitPlanner([module], small=0)
+
+    found, settled = [], []
+    for _ in range(2):
+        found.append(late_weights(plan, module))
+        settled.append(plan.is_settled)
+
+    assert found == [{"1.weight"}, {"0.0.weight", "1.weight"}]
+    assert settled == [False, True]
+
+
+def test_if_the_holder_of_a_weight_is_not_where_it_is_used_every_function_is_watched():
+    module = Borrowed()
+    plan = SplitPlanner([module], small=0)
+
+    assert [late_weights(plan, module) for _ in range(4)] == [set(), set(), {"holder.weight"}, {"holder.weight"}]
+
+
+class Own(nn.Module):
+    """Checkpoints part of its forward, in which it uses its own matrix."""
+
+    def __init__(self, run=lambda hidden, weight: hidden @ weight):
+        super().__init__()
+        self.weight, self.run = nn.Parameter(torch.eye(WIDTH)), run
+
+    def forward(self, hidden):
+        return torch.tanh(checkpoint(self.run, hidden, self.weight, use_reentrant=False))
+
+
+def test_matrices_of_the_users_own_layers_are_split_by_watching_every_function():
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Own())
+    plan = SplitPlanner([module], small=0)
+
+    assert [late_weights(plan, module) for _ in range(3)] == [{"0.weight"}, *[{"0.weight", "1.weight"}] * 2]
+    assert plan.is_settled
+
+
+def test_what_no_watching_parts_stays_whole_and_is_watched_no_more():
+    watched = []
+
+    def run(hidden, weight):
+        watched.append(has_torch_function((hidden,)))
+        return torch.vmap(torch.matmul, (0, None))(hidden.unflatten(0, (1, -1)), weight)
+
+    module = Own(run)
+    plan = SplitPlanner([module], small=0)
+
+    assert [late_weights(plan, module) for _ in range(4)] == [set()] * 4
+    assert watched[::2] == watched[1::2] == [False, True, False, False]
+    assert plan.is_settled
+
+
+def test_reentrant_checkpointing_is_split_in_its_own_backward():
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Recomputed(nn.Linear(WIDTH, WIDTH)))
+    module[1].use_reentrant = True
+    plan = SplitPlanner([module], small=0)
+
+    assert [late_weights(plan, module) for _ in range(2)] == [{"1.0.weight"}] * 2
+    assert plan.is_settled
+
+
+def test_small_weights_under_it_stay_whole():
+    module = Recomputed(nn.Linear(WIDTH, WIDTH))
+    module.use_reentrant = True
+    plan = SplitPlanner([module])
+
+    assert [late_weights(plan, module) for _ in range(3)] == [{"0.weight"}, set(), set()]
+
+
+@pytest.mark.parametrize(("num_rows", "cause"), [(2, CheckpointError), (WIDTH, RecomputeMismatch)])
+def test_after_a_recomputation_that_went_another_way_nothing_is_split_in_the_forward(num_rows, cause):
+    """With as many rows as columns the sizes of what was saved are alike."""
+    again = []
+    module = Own(lambda hidden, weight: (torch.tanh(hidden) if again else hidden) @ weight)
+    plan = SplitPlanner([module], small=0)
+    late_weights(plan, module)
+    plan.begin_step(list(module.parameters()))
+    deferred = plan.start(num_rows * WIDTH)
+    with deferred.around_forward():
+        output = module(values(1, num_rows, WIDTH).requires_grad_())
+    again.append(True)
+
+    with pytest.raises(PipelineError, match=r"deferred weight gradients of Own\.weight") as caught:
+        run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+
+    assert isinstance(caught.value.__cause__, cause)
+    assert late_weights(plan, module) == set()
+
+
+def test_modules_are_as_they_were_between_the_parts():
+    module = Recomputed(nn.Linear(WIDTH, WIDTH))
+    plan = SplitPlanner([module], small=0)
+
+    for _ in range(3):
+        late_weights(plan, module)
+
+    assert all("forward" not in each.__dict__ for each in module.modules())
+
+
+class Double(torch.autograd.Function):
+    """Asks or not: of activations and a weight."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, asks):
+        ctx.save_for_backward(hidden, weight)
+        ctx.asks = asks
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        if ctx.asks and not ps.wants_weight_gradient(ctx):
+            return gradient @ weight.t(), None, None
+        return gradient @ weight.t(), hidden.t() @ gradient, None
+
+
+class Silent(Double):
+    """Never asks."""
+
+
+class Ways(nn.Module):
+    """A weight for each way to wait, and for each reason not to."""
+
+    def __init__(self):
+        super().__init__()
+        self.product, self.small = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1, bias=False)
+        self.branch, self.behind, self.asks, self.silent = (nn.Parameter(torch.ones(WIDTH, WIDTH)) for _ in range(4))
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, hidden):
+        hidden = self.product(hidden) * torch.tanh(self.branch @ self.branch)[0] * self.frozen
+        hidden = Double.apply(hidden @ torch.tanh(self.behind), self.asks, True)
+        return self.small(Silent.apply(hidden, self.silent, False))
+
+
+def test_each_weight_waits_in_one_way_or_not_for_one_reason():
+    module = Ways()
+    plan, names = SplitPlanner([module], small=WIDTH * WIDTH + 1), list(module.named_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PenstockWarning)
+        for _ in range(3):
+            late_weights(plan, module, stage=0)
+
+    assert plan.how(names) == {
+        "product.weight": "product",
+        "branch": "weight branch",
+        "behind": "weight branch",
+        "asks": "custom function",
+    }
+    assert plan.early.reasons == {"small.weight": Reason.SMALL, "silent": Reason.NOT_TOLD_APART}
+    assert plan._shown.sizes[id(module.product.weight)] == 2 * WIDTH * WIDTH
+    assert plan._shown.sizes[id(module.small.weight)] == 2 * WIDTH
+    assert plan._shown.sizes[id(module.asks)] == math.inf
+
+
+def test_a_plan_looks_for_branches_while_it_does_not_know_and_where_there_are_any(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        planner_module, "search", lambda *args, **options: asked.append(options) or search(*args, **options)
+    )
+    for module in (nn.Linear(WIDTH, WIDTH), Ways()):
+        plan = SplitPlanner([module], small=0)
+        for _ in range(3):
+            late_weights(plan, module)
+
+    assert [each["finds_branches"] for each in asked] == [True, False, False, True, True, True]
+
+
+def test_a_plan_logs_once_how_much_waits_and_why_the_rest_does_not(caplog):
+    module = Ways()
+    plan = SplitPlanner([module], small=WIDTH * WIDTH + 1)
+    late_weights(plan, module)
+    late_weights(plan, module)
+
+    with caplog.at_level("DEBUG", logger="penstock"), pytest.warns(PenstockWarning, match="silent"):
+        late_weights(plan, module, stage=3)
+
+    assert [record.getMessage() for record in caplog.records if record.levelname != "WARNING"][:4] == [
+        "stage 3: 76% of its weights wait for W; cannot be told apart 19%; small 5%",
+        "stage 3: as weight branch wait branch, behind",
+        "stage 3: as custom function wait asks",
+        "stage 3: as product wait product.weight",
+    ]
+    assert plan.is_examined
+
+
+def plans(plan, module, steps):
+    """The plan of each step, in which every microbatch has the same; `steps` change something before it."""
+    found = []
+    for change in steps:
+        change()
+        late_weights(plan, module)
+        found.append(plan.plan)
+        late_weights(plan, module, begins=False)
+        assert plan.plan is found[-1]
+    return [index for index, each in enumerate(found) if index and each is not found[index - 1]]
+
+
+def nothing():
+    pass
+
+
+class Newly(Double):
+    """Has not run before."""
+
+
+class Mixed(nn.Module):
+    """A linear layer and a function that asks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.matrix = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH, WIDTH))
+        self.asks = False
+
+    def forward(self, hidden):
+        return Newly.apply(self.layer(hidden), self.matrix, self.asks)
+
+
+def test_a_new_plan_is_made_after_the_first_backward_and_when_a_function_asks_for_the_first_time():
+    module = Mixed()
+    plan = SplitPlanner([module], small=0)
+
+    def ask():
+        module.asks = True
+
+    assert plans(plan, module, [nothing, nothing, nothing, ask, nothing, nothing]) == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: nn.Linear(WIDTH, WIDTH), [1]),
+        (lambda: Recomputed(nn.Linear(WIDTH, WIDTH)), [1]),
+        (Own, [1]),
+        (Borrowed, [1, 2]),
+    ],
+)
+def test_at_most_three_plans_are_made_until_one_holds(make, expected):
+    module = make()
+
+    assert plans(SplitPlanner([module], small=0), module, [nothing] * 5) == expected
+
+
+def test_a_new_plan_is_made_when_parameters_are_replaced_and_the_new_ones_wait():
+    """Before, it was known that nothing could wait, and no graph was walked any more."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    plan = SplitPlanner([module], small=WIDTH * WIDTH * 2 + 1)
+    found = [late_weights(plan, module) for _ in range(3)]
+
+    module[0] = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+    found += [late_weights(plan, module) for _ in range(2)]
+
+    assert found == [{"0.weight"}, set(), set(), {"0.weight"}, {"0.weight"}]
+
+
+def test_a_new_plan_is_made_when_others_are_trained():
+    module = nn.Sequential(nn.Linear(WIDTH, 1, bias=False), nn.Linear(1, WIDTH * WIDTH, bias=False))
+    module[1].requires_grad_(False)
+    plan = SplitPlanner([module], small=WIDTH * 2 + 1)
+
+    def unfreeze():
+        module[1].requires_grad_(True)
+
+    assert plans(plan, module, [nothing, nothing, nothing, unfreeze, nothing, nothing]) == [1, 3, 4]
+    assert late_weights(plan, module) == {"1.weight"}
