@@ -27,7 +27,7 @@ from penstock.execute.control.positions import PositionMemory
 from penstock.execute.joining import Joined
 from penstock.execute.losses.grad_scaler import grad_scaler_of
 from penstock.execute.losses.loss import loss_scale
-from penstock.execute.losses.weighing import LossMaker
+from penstock.execute.losses.step_losses import LossMaker
 from penstock.execute.own_parameters import refuse_hooks
 from penstock.execute.parameters.gradient_store import require_main_shapes
 from penstock.execute.parameters.tied import described_copies, refuse_renormalized, require_equal_kinds

@@ -12,7 +12,7 @@ from penstock.execute.control.agreement import Mode
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import Agreed, Found
 from penstock.execute.losses.loss import LossWeights
-from penstock.execute.losses.weighing import LossMaker
+from penstock.execute.losses.step_losses import LossMaker
 from penstock.execute.options import PipelineOptions
 from penstock.execute.rank_parameters import RankParameters
 from penstock.execute.runner import Runner

@@ -9,7 +9,7 @@ from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.handshake import Agreed
 from penstock.execute.control.positions import PositionBoard
-from penstock.execute.losses.weighing import LossMaker
+from penstock.execute.losses.step_losses import LossMaker
 from penstock.execute.options import PipelineOptions
 from penstock.execute.rank_parameters import RankParameters
 from penstock.execute.stages.assemble import Assembly

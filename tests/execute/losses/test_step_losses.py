@@ -1,6 +1,7 @@
 """The losses of a step are noted apart from those of other steps, and weighted and scaled where backwards begin."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,10 @@ from penstock import LossOutput
 from penstock.errors import PipelineError
 from penstock.execute.batch.admission import Batch
 from penstock.execute.batch.microbatch import Microbatch
-from penstock.execute.control.agreement import AgreedStep, Mode, StepProposal
+from penstock.execute.control.agreement import AgreedStep, BatchWeight, Mode, StepProposal
 from penstock.execute.losses.loss import LossShares, LossWeights
 from penstock.execute.losses.output import LossName
 from penstock.execute.losses.step_losses import LossMaker, StepLosses
-from penstock.execute.replicas.agreement import BatchWeight, JobStep
 
 NAME = LossName("balance", True, torch.float32)
 
@@ -174,14 +174,15 @@ def total(output, target):
     return output.sum()
 
 
-def batch(sizes, job=None, mode=Mode.TRAIN, has_target=True):
+def batch(sizes, weight=None, mode=Mode.TRAIN, has_target=True):
+    """A batch, and the step that ranks run on it; with replicas, of a weight."""
     parts = [Microbatch(index, (), {}, target, size) for index, (size, target) in enumerate(sizes)]
-    agreed = AgreedStep([StepProposal(mode=mode)])
-    return Batch(parts, [[part] for part in parts], agreed, has_target, job=job)
+    agreed = replace(AgreedStep.of([StepProposal(mode=mode)]), weight=weight)
+    return Batch(parts, [[part] for part in parts], (0, 0, int(has_target))), agreed
 
 
 def test_without_replicas_the_weights_are_shares_of_the_batch():
-    own = LossMaker(total, LossWeights(), None, is_last=True).of(batch([(3, None), (1, None)]), is_training=True)
+    own = LossMaker(total, LossWeights(), None, is_last=True).of(*batch([(3, None), (1, None)]))
 
     assert own.shares.weights == own.auxiliary_shares.weights == [0.75, 0.25]
 
@@ -191,9 +192,9 @@ def test_with_replicas_they_are_shares_of_the_job_and_count_is_asked_once():
     maker = LossMaker(total, LossWeights(count=lambda target: asked.append(target) or target), None, is_last=True)
     own = batch([(3, 5), (1, 7)])
 
-    assert maker.weigh(own) == BatchWeight(4, 12.0, 2)
-    job = JobStep(BatchWeight(8, 48.0, 4), 4, False)
-    found = maker.of(batch([(3, 5), (1, 7)], job), is_training=True)
+    assert maker.weigh(*own) == BatchWeight(4, 12.0, 2)
+    job = BatchWeight(8, 48.0, 4)
+    found = maker.of(*batch([(3, 5), (1, 7)], job))
 
     assert asked == [5, 7]
     assert found.shares.weights == [5 / 48, 7 / 48]
@@ -204,25 +205,25 @@ def test_with_replicas_they_are_shares_of_the_job_and_count_is_asked_once():
 def test_a_rank_without_a_last_stage_counts_nothing():
     maker = LossMaker(total, LossWeights(count=lambda target: 1 / 0), None, is_last=False)
 
-    assert maker.weigh(batch([(3, None)])) == BatchWeight(3, 3, 1)
-    assert maker.of(batch([(3, None)], JobStep(BatchWeight(6, 9, 2), 4, False)), is_training=True).shares.weights == []
+    assert maker.weigh(*batch([(3, None)])) == BatchWeight(3, 3, 1)
+    assert maker.of(*batch([(3, None)], BatchWeight(6, 9, 2))).shares.weights == []
 
 
 def test_batches_without_rows_weigh_alike_and_sums_are_not_weighed():
-    job = JobStep(BatchWeight(0, 0, 4), 4, False)
+    job = BatchWeight(0, 0, 4)
     maker = LossMaker(total, LossWeights(), None, is_last=True)
-    maker.weigh(batch([(0, None)] * 2))
-    assert maker.of(batch([(0, None)] * 2, job), is_training=True).shares.weights == [0.25, 0.25]
+    maker.weigh(*batch([(0, None)] * 2))
+    assert maker.of(*batch([(0, None)] * 2, job)).shares.weights == [0.25, 0.25]
 
     maker = LossMaker(total, LossWeights("sum"), None, is_last=True)
-    maker.weigh(batch([(3, None)] * 2))
-    job = JobStep(BatchWeight(9, 9, 4), 4, False)
-    assert maker.of(batch([(3, None)] * 2, job), is_training=True).shares.weights == [1, 1]
+    maker.weigh(*batch([(3, None)] * 2))
+    job = BatchWeight(9, 9, 4)
+    assert maker.of(*batch([(3, None)] * 2, job)).shares.weights == [1, 1]
 
 
 def test_an_evaluation_without_a_target_has_no_loss():
     maker = LossMaker(total, LossWeights(), None, is_last=True)
 
-    found = maker.of(batch([(3, None)], mode=Mode.EVALUATE, has_target=False), is_training=False)
+    found = maker.of(*batch([(3, None)], mode=Mode.EVALUATE, has_target=False))
 
     assert found.loss is None

@@ -11,12 +11,12 @@ from torch.overrides import has_torch_function
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import penstock as ps
+from bench.emulated_layer import EmulatedLayer
 from penstock.errors import PenstockWarning, PipelineError
 from penstock.execute.split import planner as planner_module
 from penstock.execute.split.graph_search import search
 from penstock.execute.split.planner import SMALL, Reason, SplitPlanner
 from penstock.execute.split.weight_grad_mode import RecomputeMismatch
-from penstock.models.emulated import EmulatedLayer
 from tests.local_pipelines import values
 from tests.one_stage import run_input_part, run_weight_part
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError
-from penstock.ir.formats.cells import MAX_CELLS, cells_of, infer_layout, parse_cells
+from penstock.ir.formats.cells import MAX_CELLS, cannot_express, cells_of, infer_layout, parse_cells
 from penstock.ir.grid import to_grid
 from penstock.ir.instruction import Op
 from penstock.ir.reading import read_table
@@ -170,3 +170,12 @@ def test_what_fits_no_placement_is_refused_with_its_place(ranks, place, told):
         layout_of(*ranks)
 
     assert (caught.value.line, caught.value.column) == place
+
+
+def test_a_format_that_cannot_hold_an_order_says_what_it_expected_and_which_can():
+    error = cannot_express("a table of Megatron-LM", "rank 0 has 3 actions", "4")
+
+    assert error.key == "format"
+    assert str(error) == (
+        "format: a table of Megatron-LM cannot express this order: rank 0 has 3 actions; expected 4. CSV and JSON can"
+    )

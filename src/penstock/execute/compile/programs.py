@@ -9,7 +9,7 @@ from penstock.execute.observing.observer import Observer
 from penstock.execute.ops.context import CompileContext
 from penstock.execute.ops.rows import RankRows
 from penstock.execute.overlap import overlapping
-from penstock.execute.replicas.sharded import Sharded
+from penstock.execute.parameters.sharded import Sharded
 from penstock.execute.session import Session
 from penstock.execute.stages.randomness import Randomness, default_generators
 from penstock.execute.transport.messages import Messenger

@@ -12,10 +12,10 @@ from torch import Tensor
 from penstock.errors import PipelineError
 from penstock.execute.batch.admission import Batch
 from penstock.execute.batch.microbatch import Place
+from penstock.execute.control.agreement import AgreedStep, BatchWeight
 from penstock.execute.control.error_notes import note_place, without_target
 from penstock.execute.losses.loss import Loss, LossShares, LossWeights, Measured, Scale, apply_scale
 from penstock.execute.losses.output import LossName, LossParts, read_loss, takes_weight
-from penstock.execute.replicas.agreement import BatchWeight
 from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import needing_gradient
 
@@ -114,19 +114,18 @@ class LossMaker:
         self._measured: tuple[Measured, Measured] | None = None
         """Of the batch that was weighed last, by rows and by what its losses are weighed by."""
 
-    def weigh(self, batch: Batch) -> BatchWeight:
+    def weigh(self, batch: Batch, agreed: AgreedStep) -> BatchWeight:
         """Return what a batch weighs against those of the other replicas. Raises: PipelineError, as `count` does."""
-        rows, own = self._measured = self._measure(batch, is_training=batch.agreed.is_training)
+        rows, own = self._measured = self._measure(batch, agreed)
         return BatchWeight(sum(rows.wholes), sum(own.wholes), len(rows.wholes))
 
-    def of(self, batch: Batch, *, is_training: bool) -> StepLosses:
+    def of(self, batch: Batch, agreed: AgreedStep) -> StepLosses:
         """Return the losses of a step, which are still to be computed. Raises: PipelineError, as `count` does."""
-        (rows, own), self._measured = self._measured or self._measure(batch, is_training=is_training), None
+        (rows, own), self._measured = self._measured or self._measure(batch, agreed), None
         of_job = of_rows = None
-        if batch.job is not None:
-            job = batch.job.weight
+        if (job := agreed.weight) is not None:
             of_job, of_rows = (job.count, job.num_microbatches), (job.rows, job.num_microbatches)
-        loss, weights = self._loss if is_training or batch.has_target else None, self._weights
+        loss, weights = self._loss if agreed.is_training or batch.has_target else None, self._weights
         return StepLosses(
             len(batch.slices),
             len(batch.slices[0]),
@@ -137,10 +136,10 @@ class LossMaker:
             scale=self._scale,
         )
 
-    def _measure(self, batch: Batch, *, is_training: bool) -> tuple[Measured, Measured]:
+    def _measure(self, batch: Batch, agreed: AgreedStep) -> tuple[Measured, Measured]:
         rows = self._weights.of_rows.measure(batch.microbatches, batch.slices)
         # The other ranks may have no target to count.
-        is_counting = self._is_last and self._loss is not None and (is_training or batch.has_target)
+        is_counting = self._is_last and self._loss is not None and (agreed.is_training or batch.has_target)
         return rows, self._weights.measure(batch.microbatches, batch.slices) if is_counting else rows
 
 

@@ -7,7 +7,7 @@ A mesh of some ranks of the default group skips the meeting: the others may be i
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
