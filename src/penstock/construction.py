@@ -22,7 +22,7 @@ from penstock.construction_plan import Plan, Request
 from penstock.execute.arguments import describe_function
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.control.agreement import Mode
-from penstock.execute.control.handshake import Agreed, Told, require_equal, told_of
+from penstock.execute.control.handshake import Agreed, SetupReport, require_equal, setup_report
 from penstock.execute.control.positions import PositionMemory
 from penstock.execute.joining import Joined
 from penstock.execute.losses.grad_scaler import grad_scaler_of
@@ -31,7 +31,7 @@ from penstock.execute.losses.step_losses import LossMaker
 from penstock.execute.own_parameters import refuse_hooks
 from penstock.execute.parameters.gradient_store import require_main_shapes
 from penstock.execute.parameters.tied import described_copies, refuse_renormalized, require_equal_kinds
-from penstock.execute.rank_parameters import RankParameters, Units, told_units, units_of
+from penstock.execute.rank_parameters import RankParameters, Units, units_of, units_report
 from penstock.execute.replicas.early import EarlyShards
 from penstock.execute.runner import Runner
 from penstock.execute.session import Session
@@ -124,16 +124,16 @@ def construct(joined: Joined, request: Request) -> Construction:
     """
     places = joined.places
     with PositionMemory(places.names) as memory:
-        plan, everyone = _planned(joined, request, lambda plan: told_of(plan.setup(), plan.found(memory)))
+        plan, everyone = _planned(joined, request, lambda plan: setup_report(plan.setup(), plan.found(memory)))
         agreed = Agreed.of(everyone, places.names)
         make: Callable[[], Assembly] = partial(_assembled, joined, plan, agreed)
         units: Units = ()
         if plan.options.is_sharded:
-            assembly, everyone = joined.exchange(make, told_units)
+            assembly, everyone = joined.exchange(make, units_report)
             make, units = (lambda: assembly), units_of(everyone)
         runner, everyone = joined.exchange(
             lambda: Runner(_session(joined, plan, agreed, memory, make(), units)),
-            lambda runner: _told(plan, runner.session.assembly),
+            lambda runner: _report(plan, runner.session.assembly),
         )
     require_equal([theirs["setup"] for theirs in everyone], places.names)
     require_equal_kinds([theirs["copies"] for theirs in everyone], places.names)
@@ -147,7 +147,7 @@ def construct(joined: Joined, request: Request) -> Construction:
     return made
 
 
-def _planned(joined: Joined, request: Request, tell: Callable[[Plan], Told]) -> tuple[Plan, list[Told]]:
+def _planned(joined: Joined, request: Request, tell: Callable[[Plan], SetupReport]) -> tuple[Plan, list[SetupReport]]:
     """Plan and build this rank's layers; return what all ranks tell of theirs, too."""
     if not joined.options.is_sharded:
         return joined.exchange(lambda: Plan(joined, request).with_layers(), tell)
@@ -218,7 +218,7 @@ def _session(
     )
 
 
-def _told(plan: Plan, assembly: Assembly) -> Told:
+def _report(plan: Plan, assembly: Assembly) -> SetupReport:
     """Return what the other ranks must hear of what this rank has built."""
     stages, copies = range(plan.schedule.num_stages), assembly.tied_copies
     # A copy that is not averaged over replicas would spoil the sum of those that are.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from penstock.errors import ConfigError, DeadlineExceeded, PeerLost, PenstockError, count_of
 from penstock.execute.arguments import PROCESS_GROUP, is_time, is_whole_number, require, take_process_group
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import Told
+from penstock.execute.control.handshake import SetupReport
 from penstock.execute.options import DEFAULT_DEADLINE_S, PipelineOptions, split_options
 from penstock.execute.replicas.mesh import MESH, connect_mesh
 from penstock.execute.transport.local import LocalTransport
@@ -58,17 +58,17 @@ class Joined:
         """
         return self.exchange(make, lambda _: {})[0]
 
-    def exchange(self, make: Callable[[], T], tell: Callable[[T], Told]) -> tuple[T, list[Told]]:
+    def exchange(self, make: Callable[[], T], tell: Callable[[T], SetupReport]) -> tuple[T, list[SetupReport]]:
         """Do the same, and gather what `tell` says of it on every rank."""
         made: list[T] = []
 
-        def told() -> Told:
+        def report() -> SetupReport:
             if self.refusal is not None:
                 raise self.refusal
             made.append(make())
             return tell(made[0])
 
-        everyone = self.control.together(told)
+        everyone = self.control.together(report)
         return made[0], everyone
 
     @contextmanager

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, PipelineError
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import Told, require_equal
+from penstock.execute.control.handshake import SetupReport, require_equal
 from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.replicas.whole_state import WholeState, deal_out, send_rows
 from penstock.execute.stages.assemble import Assembly
@@ -170,7 +170,7 @@ class ModelPart:
     def _agree(self, **given: Any) -> None:
         """Refuse arguments that are wrong, or not the same, on any rank, on all of them at once."""
 
-        def check() -> Told:
+        def check() -> SetupReport:
             for key, value in given.items():
                 if key in ("on_rank", "from_rank") and value is not None:
                     self._require_rank(key, value)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, PenstockError
 from penstock.execute.control.agreement import ALL_FROZEN, digest
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import Told
+from penstock.execute.control.handshake import SetupReport
 from penstock.execute.losses.grad_scaler import SharedScaler, grad_scaler_of
 from penstock.execute.losses.loss import Scale
 from penstock.execute.own_parameters import OwnParameters
@@ -273,12 +273,12 @@ def sharing(stages: Iterable[Stage]) -> list[list[Stage]]:
     return groups
 
 
-def told_units(assembly: Assembly) -> Told:
+def units_report(assembly: Assembly) -> SetupReport:
     """Return which stages of this rank are one unit, for the other ranks."""
     return {"units": [sorted(stage.index for stage in stages) for stages in sharing(assembly.stages)]}
 
 
-def units_of(everyone: Sequence[Told]) -> Units:
+def units_of(everyone: Sequence[SetupReport]) -> Units:
     """Return the units of several stages that all ranks have told of."""
     return tuple(sorted({tuple(unit) for theirs in everyone for unit in theirs["units"] if len(unit) > 1}))
 

@@ -127,7 +127,7 @@ class Runner:
             parameters.refresh() if is_training else None,
             attempt=self._num_attempts,
             step_number=number if options.seed is not None and is_training else 0,
-            num_compilations=self._compilations.told(),
+            num_compilations=self._compilations.num_reported(),
             **parameters.proposed(is_training=is_training),
         )
         # From the largest of all ranks: one that tried a step alone is ahead, and its number must not come twice, or a

@@ -62,7 +62,7 @@ class Ranks:
 
     def step(self, run=lambda: None, *, other=0, inputs=1, mode=Mode.TRAIN, given=()):
         """Run a step, in which `run` is called, and return the limit of its waits."""
-        told = [self.own.told(), other]
+        told = [self.own.num_reported(), other]
         agreed = AgreedStep.of([StepProposal(mode=mode, inputs=inputs, num_compilations=each) for each in told])
         with self.own.in_step(agreed, given):
             run()
@@ -157,7 +157,7 @@ def test_the_board_says_while_a_rank_compiles_and_where():
     ranks.step(run)
 
     assert [(each.state, each.row) for each in states] == [(State.COMPILING, 5), (State.RUNNING, 5)]
-    assert ranks.own.told() == 1  # of a function that was not seen in the layers, too
+    assert ranks.own.num_reported() == 1  # of a function that was not seen in the layers, too
 
 
 def test_ranks_that_are_threads_do_not_count_for_each_other():
@@ -168,7 +168,7 @@ def test_ranks_that_are_threads_do_not_count_for_each_other():
         other.start()
         other.join()
 
-    assert own.told() == 0
+    assert own.num_reported() == 0
     assert board.read(0).state is not State.COMPILING
 
 

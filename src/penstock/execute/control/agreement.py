@@ -101,7 +101,7 @@ class StepProposal:
     trained: int = 0
     """Stands for which of the rank's parameters need gradients; 0 without parameters, and where none is to get one."""
     num_compilations: int = 0
-    """How often it has compiled (`Compilations.told`); 0 where none of its layers are compiled."""
+    """How often it has compiled (`Compilations.num_reported`); 0 where none of its layers are compiled."""
     refusal: str = ""
     """Why the rank cannot run the step."""
     is_end_of_data: bool = False
@@ -193,8 +193,8 @@ def agree_on_step(control: Control, own: StepProposal) -> list[StepProposal]:
         StepRefused: if the ranks run different things, or one refuses; the same on every rank, and no data has been
             sent yet.
     """
-    told = {name: getattr(own, name) for name in _FIELDS}  # asdict would copy every value, deeply
-    everyone = cast(list[dict[str, Any]], control.all_gather_object(told))
+    report = {name: getattr(own, name) for name in _FIELDS}  # asdict would copy every value, deeply
+    everyone = cast(list[dict[str, Any]], control.all_gather_object(report))
     require_equal(everyone, control.names, FIXES, StepRefused)
     proposals = list(map(_proposal, everyone))
     if not any(each.refusal for each in proposals):
@@ -241,9 +241,9 @@ def _refuse_together(proposals: Sequence[StepProposal], control: Control) -> Non
     raise StepRefused(own or f"{control.names[rank]} refuses the step: {text}", rank=number)
 
 
-def _proposal(told: Mapping[str, Any]) -> StepProposal:
-    values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in told.items()}
-    return StepProposal(**values | {"mode": Mode(told["mode"]), "extra": Extra(told["extra"])})
+def _proposal(report: Mapping[str, Any]) -> StepProposal:
+    values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in report.items()}
+    return StepProposal(**values | {"mode": Mode(report["mode"]), "extra": Extra(report["extra"])})
 
 
 def _first_given(views: Sequence[Sequence[int] | None]) -> Sequence[int]:

@@ -50,7 +50,7 @@ class Compilations:
         """The shapes of the last training steps, as long as each has compiled something."""
         self._is_warned = False
 
-    def told(self) -> int:
+    def num_reported(self) -> int:
         """Return what this rank says before a step: 0 if nothing of it is compiled, else how often it was, and one."""
         # The first layers again each time: they may be compiled after the pipeline was made.
         is_compiling = self.has_compiled_layers or any(map(is_compiled, self._layers))

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.errors import PipelineError
 from penstock.execute.transport.rank_names import RankNames
 
-Told = Mapping[str, Any]
+SetupReport = Mapping[str, Any]
 """A rank's report of itself: plain values, by name."""
 
 
@@ -34,7 +34,7 @@ def fixes_of(kind: type) -> dict[str, str]:
 
 
 def require_equal(
-    everyone: Sequence[Told],
+    everyone: Sequence[SetupReport],
     names: RankNames | None = None,
     fixes: Mapping[str, str] | None = None,
     fails_as: type[PipelineError] = PipelineError,
@@ -131,7 +131,7 @@ class Agreed:
     of_rank: Sequence[Found]
 
     @classmethod
-    def of(cls, everyone: Sequence[Told], names: RankNames | None = None) -> "Agreed":
+    def of(cls, everyone: Sequence[SetupReport], names: RankNames | None = None) -> "Agreed":
         """Compare the setups of all ranks and return what they found.
 
         Raises:
@@ -161,6 +161,6 @@ class Agreed:
         return [getattr(found, name) for found in self.of_rank]
 
 
-def told_of(setup: Setup, found: Found) -> Told:
+def setup_report(setup: Setup, found: Found) -> SetupReport:
     """Return what a rank says of itself, as plain values."""
     return {"setup": asdict(setup), "found": asdict(found)}

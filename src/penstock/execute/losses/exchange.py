@@ -44,7 +44,7 @@ class LossExchange:
         Raises:
             PipelineError: on every rank, if a layer and the loss function use one name for two losses.
         """
-        everyone = cast(list[dict[str, Any]], self._within.all_gather_object(_told(own)))
+        everyone = cast(list[dict[str, Any]], self._within.all_gather_object(_report(own)))
         main = _main(sorted(row for theirs in everyone for row in theirs["computed"]), own)
         shares = own.shares if main is None else main.shares
         named = self._named([row for theirs in everyone for row in theirs["named"]], own, shares)
@@ -158,7 +158,7 @@ def _weighted(column: _Column) -> float:
     return total
 
 
-def _told(own: StepLosses) -> dict[str, object]:
+def _report(own: StepLosses) -> dict[str, object]:
     """Return the losses that a rank has computed, for the others.
 
     One of the loss function is (microbatch, slice, loss, index of its type, weight, fraction).

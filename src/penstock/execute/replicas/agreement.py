@@ -34,7 +34,7 @@ def agree_across(
     Raises:
         StepRefused: on every rank alike, if a replica refuses the step, or they differ.
     """
-    told = {name: getattr(own, name) for name in _STEP} | {
+    report = {name: getattr(own, name) for name in _STEP} | {
         "attempt": agreed.attempt,
         "trained": agreed.trained,
         "compilations": agreed.compilations,
@@ -44,7 +44,7 @@ def agree_across(
         "values": list(values),
         "weight": [weight.rows, weight.count, weight.num_microbatches],
     }
-    everyone = control.across(told)
+    everyone = control.across(report)
     _refuse(everyone, None)
     places = control.places
     firsts = [places.replica_of(replica).start for replica in range(places.num_replicas)]

@@ -38,7 +38,7 @@ class EarlyShards:
         Raises:
             PenstockError: on every replica, if one has failed or they differ.
         """
-        own = _told(built, is_apart=is_apart)
+        own = _report(built, is_apart=is_apart)
         everyone = self._control.across(own)
         if isinstance(built, PenstockError):
             raise built
@@ -75,7 +75,7 @@ def early_rows(parameter: Tensor) -> tuple[Rows, Tensor] | None:
     return found
 
 
-def _told(built: nn.Module | PenstockError, *, is_apart: bool) -> dict[str, object]:
+def _report(built: nn.Module | PenstockError, *, is_apart: bool) -> dict[str, object]:
     if isinstance(built, PenstockError):
         return {"failure": str(built), "holds": 0, "is_apart": False}
     named = [*built.named_parameters(), *built.named_buffers()]

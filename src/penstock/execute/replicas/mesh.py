@@ -148,8 +148,11 @@ def _meet(mesh: object, deadline_s: float) -> MeshRanks:
         raise refusal or ConfigError("there is no process group; call init_device_mesh on every rank", key=MESH)
     is_whole = ranks is None or len(ranks.names().numbers) == dist.get_world_size()
     if is_whole:
-        told = {"mesh": None if ranks is None else ranks.numbers, "refusal": None if refusal is None else str(refusal)}
-        _compare([json.loads(text) for text in meet_with_meshes(json.dumps(told), deadline_s)], refusal)
+        report = {
+            "mesh": None if ranks is None else ranks.numbers,
+            "refusal": None if refusal is None else str(refusal),
+        }
+        _compare([json.loads(text) for text in meet_with_meshes(json.dumps(report), deadline_s)], refusal)
     if ranks is None:
         raise refusal or ConfigError("it cannot be read", key=MESH)
     return ranks
@@ -158,11 +161,11 @@ def _meet(mesh: object, deadline_s: float) -> MeshRanks:
 def _compare(everyone: Sequence[dict[str, Any]], own: ConfigError | None) -> None:
     if own is not None:
         raise own
-    for rank, told in enumerate(everyone):
-        if told["refusal"] is not None:
-            raise ConfigError(f"rank {rank}: {told['refusal']}", key=MESH)
-        if told["mesh"] != everyone[0]["mesh"]:
-            one, other = (MeshRanks(each["mesh"]) for each in (everyone[0], told))
+    for rank, report in enumerate(everyone):
+        if report["refusal"] is not None:
+            raise ConfigError(f"rank {rank}: {report['refusal']}", key=MESH)
+        if report["mesh"] != everyone[0]["mesh"]:
+            one, other = (MeshRanks(each["mesh"]) for each in (everyone[0], report))
             raise ConfigError(f"rank 0 has {one}, rank {rank} has {other}; give every rank one mesh", key=MESH)
 
 

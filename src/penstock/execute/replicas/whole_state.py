@@ -61,9 +61,9 @@ def deal_out(control: Control, own: Mapping[str, Any], given: Mapping[str, Any])
     Raises: PeerLost, DeadlineExceeded.
     """
     shards = {name: value for name, value in own.items() if is_dtensor(value)}
-    told: dict[str, bool] = control.across({name: is_dtensor(given[name]) for name in shards if name in given})[0]
+    report: dict[str, bool] = control.across({name: is_dtensor(given[name]) for name in shards if name in given})[0]
     with torch.no_grad():
-        for name, is_shard in told.items():
+        for name, is_shard in report.items():
             shard = local_part(shards[name])
             if is_shard:
                 shard.copy_(local_part(given[name]))

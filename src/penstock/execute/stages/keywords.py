@@ -52,11 +52,11 @@ def run_layers(
         try:
             args = (layer(*args, **(stage.taken_keywords[index].select(kwargs, len(args)) if kwargs else {})),)
         except Exception as error:
-            told = _told(error, layer, args, kwargs, stage.taken_keywords[index])
-            note_place(told, layer_place(stage.names[index], layer))
-            if told is error:
+            explained = _explained(error, layer, args, kwargs, stage.taken_keywords[index])
+            note_place(explained, layer_place(stage.names[index], layer))
+            if explained is error:
                 raise
-            raise told from error
+            raise explained from error
     return args[0]
 
 
@@ -65,7 +65,7 @@ def layer_place(name: str, layer: object) -> str:
     return f"layer {name if name.isdecimal() else repr(name)} ({type(layer).__name__})"
 
 
-def _told(
+def _explained(
     error: Exception, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], taken: TakenKeywords
 ) -> Exception:
     """The error, or one that says more of it."""

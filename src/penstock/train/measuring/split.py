@@ -108,7 +108,8 @@ def _measured_split(
     times = _kept_times(path, subject, transport)
     if times is not None:
         return SplitRule(
-            weights=times.weights, note=f"{_told(times)} when they were measured: {path}; delete it to measure anew"
+            weights=times.weights,
+            note=f"{_described(times)} when they were measured: {path}; delete it to measure anew",
         )
     times = _measured_times(config, layers, dataset, transport)
     stored = StoredTimes(
@@ -116,7 +117,7 @@ def _measured_split(
     )
     content = stored.model_dump_json(indent=2).encode()
     Control(transport).on_rank_0(lambda: folder.write(LAYER_TIMES, content), same_words)
-    return SplitRule(weights=times.weights, note=f"{_told(times)}, measured now: {path}")
+    return SplitRule(weights=times.weights, note=f"{_described(times)}, measured now: {path}")
 
 
 def times_of_layers(
@@ -189,5 +190,5 @@ def _read(path: Path) -> StoredTimes | None:
         raise FormatError(f"{place}: {first['msg']}; delete it to measure the layers anew", file=str(path)) from None
 
 
-def _told(times: LayerTimes) -> str:
+def _described(times: LayerTimes) -> str:
     return f"split by what layers take of a microbatch, {format_seconds(sum(times.weights))} in all"
