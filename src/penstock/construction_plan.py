@@ -19,7 +19,7 @@ from penstock.execute.arguments import (
     require_split,
 )
 from penstock.execute.batch.microbatch import describe_specs
-from penstock.execute.control.handshake import Found, Setup
+from penstock.execute.control.handshake import Found, SharedSettings
 from penstock.execute.control.hosts import host_of_processes
 from penstock.execute.control.positions import PositionMemory
 from penstock.execute.joining import Joined
@@ -104,10 +104,10 @@ class Plan:
         self.shared_buffers = shared_buffers({**built.seen, **built.own}, own, self.layer_names, rank_of_layer)
         return self
 
-    def setup(self) -> Setup:
+    def setup(self) -> SharedSettings:
         """Return what must be equal on all ranks."""
         options = self.options
-        return Setup(
+        return SharedSettings(
             version=VERSION,
             schedule=f"{self.given!r} #{self.given.digest()[:12]}",
             layers=", ".join(self.layer_names),

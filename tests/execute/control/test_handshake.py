@@ -6,13 +6,13 @@ import pytest
 
 from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import Agreed, Found, Setup, fixes_of, require_equal, setup_report
+from penstock.execute.control.handshake import Agreed, Found, SharedSettings, fixes_of, require_equal, setup_report
 from tests.local_pipelines import error_of, on_ranks
 
-SETUP = Setup(**{field.name: "1" for field in fields(Setup)})
+SETUP = SharedSettings(**{field.name: "1" for field in fields(SharedSettings)})
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Setup)])
+@pytest.mark.parametrize("name", [field.name for field in fields(SharedSettings)])
 def test_a_setup_that_differs_is_named_by_its_field_and_its_ranks_everywhere(name):
     def case(wires):
         setup = replace(SETUP, **{name: "1, 2"}) if wires.rank in (1, 3) else SETUP
@@ -23,7 +23,7 @@ def test_a_setup_that_differs_is_named_by_its_field_and_its_ranks_everywhere(nam
         assert type(error) is PipelineError
         assert error.rank == 1
         assert f"disagree on {name}: rank 0 has 1, rank 1 has 1, 2 (and so do ranks 3). " in str(error)
-        assert str(error).endswith(fixes_of(Setup)[name])
+        assert str(error).endswith(fixes_of(SharedSettings)[name])
 
 
 def test_ranks_that_do_not_use_a_setting_are_not_compared_in_it():

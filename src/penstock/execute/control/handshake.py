@@ -1,7 +1,7 @@
 """Compares fields that must be equal on all ranks, in the handshake of a construction and in each step.
 
 require_equal  compares, field by field; a step is compared by it too (`agreement.py`)
-Setup, Found   what a rank says when it has built its layers
+SharedSettings, Found   what a rank says when it has built its layers
 Agreed         what all ranks know then
 """
 
@@ -74,7 +74,7 @@ def odd_one_out(found: Mapping[int, object]) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class SharedSettings:
     """How a rank was set up."""
 
     version: str = field(metadata=fix("Install one version of Penstock for all ranks"))
@@ -137,7 +137,7 @@ class Agreed:
         Raises:
             PipelineError: naming the field and the ranks that differ; the same on every rank.
         """
-        require_equal([theirs["setup"] for theirs in everyone], names, fixes_of(Setup))
+        require_equal([theirs["setup"] for theirs in everyone], names, fixes_of(SharedSettings))
         return cls([Found(**theirs["found"]) for theirs in everyone])
 
     @property
@@ -161,6 +161,6 @@ class Agreed:
         return [getattr(found, name) for found in self.of_rank]
 
 
-def setup_report(setup: Setup, found: Found) -> SetupReport:
+def setup_report(setup: SharedSettings, found: Found) -> SetupReport:
     """Return what a rank says of itself, as plain values."""
     return {"setup": asdict(setup), "found": asdict(found)}
