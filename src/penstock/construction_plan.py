@@ -19,7 +19,7 @@ from penstock.execute.arguments import (
     require_split,
 )
 from penstock.execute.batch.microbatch import describe_specs
-from penstock.execute.control.handshake import Found, SharedSettings
+from penstock.execute.control.handshake import LocalFacts, SharedSettings
 from penstock.execute.control.hosts import host_of_processes
 from penstock.execute.control.positions import PositionMemory
 from penstock.execute.joining import Joined
@@ -134,10 +134,10 @@ class Plan:
             shard=f"{options.shard}, residency {options.residency}, look_ahead {options.look_ahead}",
         )
 
-    def found(self, memory: PositionMemory) -> Found:
+    def found(self, memory: PositionMemory) -> LocalFacts:
         """Return what this rank contributes to what all know."""
         own = self.built
-        return Found(
+        return LocalFacts(
             keywords=sorted({name for layer in own.values() for name in taken_keywords(layer).names()}),
             skips={str(index): skip_names(layer) for index, layer in own.items()},  # JSON has texts as keys
             shared=self.shared_parameters,

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import Agreed, Found, SharedSettings, fixes_of, require_equal, setup_report
+from penstock.execute.control.handshake import Agreed, LocalFacts, SharedSettings, fixes_of, require_equal, setup_report
 from tests.local_pipelines import error_of, on_ranks
 
 SETUP = SharedSettings(**{field.name: "1" for field in fields(SharedSettings)})
@@ -16,7 +16,7 @@ SETUP = SharedSettings(**{field.name: "1" for field in fields(SharedSettings)})
 def test_a_setup_that_differs_is_named_by_its_field_and_its_ranks_everywhere(name):
     def case(wires):
         setup = replace(SETUP, **{name: "1, 2"}) if wires.rank in (1, 3) else SETUP
-        everyone = Control(wires).together(lambda: setup_report(setup, Found()))
+        everyone = Control(wires).together(lambda: setup_report(setup, LocalFacts()))
         return error_of(Agreed.of, everyone)
 
     for error in on_ranks(5, case):
@@ -39,7 +39,7 @@ def test_ranks_that_do_not_use_a_setting_are_not_compared_in_it():
 
 def test_a_rank_of_another_version_that_says_other_things_is_told_so():
     old = {"setup": {"version": "0.1"}, "found": {"something": 3}}
-    new = setup_report(replace(SETUP, version="0.2"), Found())
+    new = setup_report(replace(SETUP, version="0.2"), LocalFacts())
 
     for everyone in ([old, new], [new, old]):
         assert "disagree on version" in str(error_of(Agreed.of, everyone))
@@ -47,7 +47,7 @@ def test_a_rank_of_another_version_that_says_other_things_is_told_so():
 
 def test_all_ranks_know_what_each_of_them_found():
     def case(wires):
-        found = Found(
+        found = LocalFacts(
             keywords=["mask", "scale"][wires.rank :],
             skips={str(wires.rank): ["a"]},
             shared=[("0.weight", "1.weight")] if wires.rank else [],

@@ -1,7 +1,7 @@
 """Compares fields that must be equal on all ranks, in the handshake of a construction and in each step.
 
 require_equal  compares, field by field; a step is compared by it too (`agreement.py`)
-SharedSettings, Found   what a rank says when it has built its layers
+SharedSettings, LocalFacts   what a rank says when it has built its layers
 Agreed         what all ranks know then
 """
 
@@ -107,7 +107,7 @@ class SharedSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LocalFacts:
     """One rank's contribution to the facts that all ranks know."""
 
     keywords: Sequence[str] = ()
@@ -126,9 +126,9 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The facts that all ranks know once they have found their setups equal; fields are those of `Found`."""
+    """The facts that all ranks know once they have found their setups equal; fields are those of `LocalFacts`."""
 
-    of_rank: Sequence[Found]
+    of_rank: Sequence[LocalFacts]
 
     @classmethod
     def of(cls, everyone: Sequence[SetupReport], names: RankNames | None = None) -> "Agreed":
@@ -138,7 +138,7 @@ class Agreed:
             PipelineError: naming the field and the ranks that differ; the same on every rank.
         """
         require_equal([theirs["setup"] for theirs in everyone], names, fixes_of(SharedSettings))
-        return cls([Found(**theirs["found"]) for theirs in everyone])
+        return cls([LocalFacts(**theirs["found"]) for theirs in everyone])
 
     @property
     def keywords(self) -> frozenset[str]:
@@ -161,6 +161,6 @@ class Agreed:
         return [getattr(found, name) for found in self.of_rank]
 
 
-def setup_report(setup: SharedSettings, found: Found) -> SetupReport:
+def setup_report(setup: SharedSettings, found: LocalFacts) -> SetupReport:
     """Return what a rank says of itself, as plain values."""
     return {"setup": asdict(setup), "found": asdict(found)}
