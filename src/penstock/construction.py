@@ -22,7 +22,7 @@ from penstock.construction_plan import Plan, Request
 from penstock.execute.arguments import describe_function
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.control.agreement import Mode
-from penstock.execute.control.handshake import Agreed, SetupReport, require_equal, setup_report
+from penstock.execute.control.handshake import AgreedFacts, SetupReport, require_equal, setup_report
 from penstock.execute.control.positions import PositionMemory
 from penstock.execute.joining import Joined
 from penstock.execute.losses.grad_scaler import grad_scaler_of
@@ -125,7 +125,7 @@ def construct(joined: Joined, request: Request) -> Construction:
     places = joined.places
     with PositionMemory(places.names) as memory:
         plan, everyone = _planned(joined, request, lambda plan: setup_report(plan.setup(), plan.found(memory)))
-        agreed = Agreed.of(everyone, places.names)
+        agreed = AgreedFacts.of(everyone, places.names)
         make: Callable[[], Assembly] = partial(_assembled, joined, plan, agreed)
         units: Units = ()
         if plan.options.is_sharded:
@@ -157,7 +157,7 @@ def _planned(joined: Joined, request: Request, tell: Callable[[Plan], SetupRepor
     return joined.exchange(lambda: plan.with_layers(build), tell)
 
 
-def _assembled(joined: Joined, plan: Plan, agreed: Agreed) -> Assembly:
+def _assembled(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
     """Make the stages of this rank; no message to another rank."""
     places, options, schedule = joined.places, plan.options, plan.schedule
     transport = places.pipeline
@@ -197,7 +197,7 @@ def _assembled(joined: Joined, plan: Plan, agreed: Agreed) -> Assembly:
 
 
 def _session(
-    joined: Joined, plan: Plan, agreed: Agreed, memory: PositionMemory, assembly: Assembly, units: Units
+    joined: Joined, plan: Plan, agreed: AgreedFacts, memory: PositionMemory, assembly: Assembly, units: Units
 ) -> Session:
     """Put together all that this rank runs; no message to another rank."""
     places, options, placement = joined.places, plan.options, plan.schedule.placement

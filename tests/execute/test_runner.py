@@ -10,7 +10,7 @@ from penstock.execute.batch.admission import Call
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import Agreed, LocalFacts
+from penstock.execute.control.handshake import AgreedFacts, LocalFacts
 from penstock.execute.losses.loss import LossWeights
 from penstock.execute.losses.step_losses import LossMaker
 from penstock.execute.options import PipelineOptions
@@ -53,7 +53,7 @@ def runner_of(task, planned, loss=square_loss):
             parameters=RankParameters(Control.of(places), CPU, assembly, options),
             losses=LossMaker(loss, LossWeights(), None, is_last=True),
             needs=InputNeeds(inputs=True, target=True),
-            agreed=Agreed([LocalFacts()]),
+            agreed=AgreedFacts([LocalFacts()]),
             board=boards_of_threads(1)[0],
         )
     )

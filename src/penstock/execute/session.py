@@ -7,7 +7,7 @@ import torch
 
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.control.agreement import Mode
-from penstock.execute.control.handshake import Agreed
+from penstock.execute.control.handshake import AgreedFacts
 from penstock.execute.control.positions import PositionBoard
 from penstock.execute.losses.step_losses import LossMaker
 from penstock.execute.options import PipelineOptions
@@ -32,6 +32,6 @@ class Session:
     parameters: RankParameters
     losses: LossMaker
     needs: InputNeeds
-    agreed: Agreed
+    agreed: AgreedFacts
     """Facts that the ranks of this replica know of each other."""
     board: PositionBoard

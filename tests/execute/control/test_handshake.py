@@ -6,7 +6,14 @@ import pytest
 
 from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import Agreed, LocalFacts, SharedSettings, fixes_of, require_equal, setup_report
+from penstock.execute.control.handshake import (
+    AgreedFacts,
+    LocalFacts,
+    SharedSettings,
+    fixes_of,
+    require_equal,
+    setup_report,
+)
 from tests.local_pipelines import error_of, on_ranks
 
 SETUP = SharedSettings(**{field.name: "1" for field in fields(SharedSettings)})
@@ -17,7 +24,7 @@ def test_a_setup_that_differs_is_named_by_its_field_and_its_ranks_everywhere(nam
     def case(wires):
         setup = replace(SETUP, **{name: "1, 2"}) if wires.rank in (1, 3) else SETUP
         everyone = Control(wires).together(lambda: setup_report(setup, LocalFacts()))
-        return error_of(Agreed.of, everyone)
+        return error_of(AgreedFacts.of, everyone)
 
     for error in on_ranks(5, case):
         assert type(error) is PipelineError
@@ -42,7 +49,7 @@ def test_a_rank_of_another_version_that_says_other_things_is_told_so():
     new = setup_report(replace(SETUP, version="0.2"), LocalFacts())
 
     for everyone in ([old, new], [new, old]):
-        assert "disagree on version" in str(error_of(Agreed.of, everyone))
+        assert "disagree on version" in str(error_of(AgreedFacts.of, everyone))
 
 
 def test_all_ranks_know_what_each_of_them_found():
@@ -53,7 +60,7 @@ def test_all_ranks_know_what_each_of_them_found():
             shared=[("0.weight", "1.weight")] if wires.rank else [],
             host=f"host {wires.rank}",
         )
-        return Agreed.of(Control(wires).together(lambda: setup_report(SETUP, found)))
+        return AgreedFacts.of(Control(wires).together(lambda: setup_report(SETUP, found)))
 
     first, second = on_ranks(2, case)
 

@@ -2,7 +2,7 @@
 
 require_equal  compares, field by field; a step is compared by it too (`agreement.py`)
 SharedSettings, LocalFacts   what a rank says when it has built its layers
-Agreed         what all ranks know then
+AgreedFacts         what all ranks know then
 """
 
 from collections.abc import Mapping, Sequence
@@ -125,13 +125,13 @@ class LocalFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class AgreedFacts:
     """The facts that all ranks know once they have found their setups equal; fields are those of `LocalFacts`."""
 
     of_rank: Sequence[LocalFacts]
 
     @classmethod
-    def of(cls, everyone: Sequence[SetupReport], names: RankNames | None = None) -> "Agreed":
+    def of(cls, everyone: Sequence[SetupReport], names: RankNames | None = None) -> "AgreedFacts":
         """Compare the setups of all ranks and return what they found.
 
         Raises:
@@ -152,9 +152,9 @@ class Agreed:
     def shared(self) -> list[tuple[str, str]]:
         return [(one, other) for found in self.of_rank for one, other in found.shared]
 
-    def select(self, indices: Sequence[int]) -> "Agreed":
+    def select(self, indices: Sequence[int]) -> "AgreedFacts":
         """Return what some of the ranks found."""
-        return Agreed([self.of_rank[index] for index in indices])
+        return AgreedFacts([self.of_rank[index] for index in indices])
 
     def each(self, name: str) -> list[Any]:
         """Return one field of every rank, in rank order."""
