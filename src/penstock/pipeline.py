@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from penstock.construction import construct
 from penstock.construction_plan import Request
 from penstock.errors import ConfigError, PenstockError, PipelineError, warn
-from penstock.execute.batch.admission import Call
+from penstock.execute.batch.admission import StepRequest
 from penstock.execute.control.agreement import Extra, Mode
 from penstock.execute.control.collectives import Control
 from penstock.execute.joining import join
@@ -155,7 +155,7 @@ class Pipeline(ModelPart):
             PipelineError: on every rank, if the step fails on any. The next step may be run after it; until then
                 gradients hold a part of the failed batch, so zero them.
         """
-        return self._run(Mode.TRAIN, Call(args, kwargs, target, return_outputs, _extra(record)))
+        return self._run(Mode.TRAIN, StepRequest(args, kwargs, target, return_outputs, _extra(record)))
 
     def no_sync(self, *, tied: bool = True) -> AbstractContextManager[None]:
         """Within it, steps add up gradients and reduce none over replicas: of a mesh, in DDP or in `reduce_stage`.
@@ -172,7 +172,7 @@ class Pipeline(ModelPart):
 
         A batch may have any number of rows: fewer than microbatches make a microbatch each.
         """
-        return self._run(Mode.EVALUATE, Call(args, kwargs, target, return_outputs, _extra(record)))
+        return self._run(Mode.EVALUATE, StepRequest(args, kwargs, target, return_outputs, _extra(record)))
 
     def refuse(self, error: PenstockError, mode: Mode = Mode.TRAIN) -> NoReturn:
         """Refuse the step that the other ranks begin now, because this rank cannot run it; they are told why.
@@ -180,7 +180,7 @@ class Pipeline(ModelPart):
         Raises:
             StepRefused: on every rank; the next step may be run.
         """
-        self._run(mode, Call(refusal=error))
+        self._run(mode, StepRequest(refusal=error))
         raise AssertionError("a refused step does not run")
 
     def profile(self, *args: Any, target: Any = None, split_backwards: bool = False, **kwargs: Any) -> Timeline:
@@ -189,7 +189,7 @@ class Pipeline(ModelPart):
         `split_backwards` runs every whole backward as its two parts, one right after the other, to measure them.
         """
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
-        self._run(mode, Call(args, kwargs, target, extra=Extra.RECORDING))
+        self._run(mode, StepRequest(args, kwargs, target, extra=Extra.RECORDING))
         if self.timeline is None:
             text = "the step ran, but was not recorded: the log (logger penstock) of a rank says why"
             raise self._refusal(text)
@@ -210,7 +210,7 @@ class Pipeline(ModelPart):
         queue, parameters = device_queue_of(self._transport), self._parameters
         memory = MemoryWatch(self.stages, self.device, optimizer, queue, parameters)
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
-        result = self._run(mode, Call(args, kwargs, target, extra=Extra.MEMORY), memory)
+        result = self._run(mode, StepRequest(args, kwargs, target, extra=Extra.MEMORY), memory)
         number = self.schedule.num_microbatches
         program, layers = self._runner.session.program_of(mode, number, number), self.layers_of_stage
         predict = partial(predict_peaks, program, layers, shards=self.num_replicas if self._is_sharded else 1)
@@ -227,7 +227,7 @@ class Pipeline(ModelPart):
             PipelineError: on every rank, if the step fails for another reason.
         """
         try:
-            self._run(Mode.TRAIN, Call(args, kwargs, target, extra=Extra.VALUES))
+            self._run(Mode.TRAIN, StepRequest(args, kwargs, target, extra=Extra.VALUES))
         except PipelineError as error:
             if not error.finding:
                 raise
@@ -308,7 +308,7 @@ class Pipeline(ModelPart):
 
     # ---- one step
 
-    def _run(self, mode: Mode, call: Call, memory: MemoryWatch | None = None) -> StepResult:
+    def _run(self, mode: Mode, call: StepRequest, memory: MemoryWatch | None = None) -> StepResult:
         if mode.is_training and call.refusal is None:
             self._require_trainable(mode)
         if self._is_closed:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from penstock.execute.accelerator import allocator_bytes
-from penstock.execute.batch.admission import Call
+from penstock.execute.batch.admission import StepRequest
 from penstock.execute.control.agreement import Mode
 from penstock.execute.observing.memory_report import MemoryWatch
 from penstock.execute.observing.rank_memory import RankMemory
@@ -113,7 +113,7 @@ def _looked(pipeline, transport, device):
     optimizer.step()
     report = pipeline.memory_report(inputs, target=target, optimizer=optimizer)
     look = AllocatorLook(pipeline.stages, device, optimizer, device_queue_of(transport))
-    pipeline._run(Mode.TRAIN, Call((inputs,), {}, target), look)
+    pipeline._run(Mode.TRAIN, StepRequest((inputs,), {}, target), look)
     torch.accelerator.reset_peak_memory_stats(device)
     pipeline.step(inputs, target=target)
     peak_bytes = allocator_bytes(device, peak=True).allocated

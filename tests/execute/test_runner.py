@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import PeerLost
-from penstock.execute.batch.admission import Call
+from penstock.execute.batch.admission import StepRequest
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.collectives import Control
@@ -64,7 +64,7 @@ def test_each_mode_is_planned_once_when_it_first_runs():
     runner = runner_of(task, planned)
 
     for mode in (Mode.TRAIN, Mode.EVALUATE, Mode.TRAIN, Mode.EVALUATE):
-        runner.run(mode, Call(task.inputs, target=task.target))
+        runner.run(mode, StepRequest(task.inputs, target=task.target))
 
     assert planned == [Mode.TRAIN, Mode.EVALUATE]
 
@@ -79,7 +79,7 @@ def test_a_step_runs_behind_a_failed_one_as_if_it_had_not_been():
         return square_loss(output, target)
 
     runner = runner_of(task, [], loss)
-    call = Call(task.inputs, target=task.target)
+    call = StepRequest(task.inputs, target=task.target)
     error = error_of(runner.run, Mode.TRAIN, call)
     result = runner.run(Mode.TRAIN, call)
 

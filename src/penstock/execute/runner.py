@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 from penstock.errors import PipelineError, StepRefused
-from penstock.execute.batch.admission import Admission, Batch, Call
+from penstock.execute.batch.admission import Admission, Batch, StepRequest
 from penstock.execute.compile.programs import CompiledPrograms
 from penstock.execute.control.agreement import AgreedStep, Extra, Mode
 from penstock.execute.control.collectives import Control
@@ -73,7 +73,7 @@ class Runner:
         """The measurements of the last recorded step, on every rank."""
         log_plan(session.schedule, places.pipeline.rank)
 
-    def run(self, mode: Mode, call: Call, number: int = 0, memory: MemoryWatch | None = None) -> StepResult:
+    def run(self, mode: Mode, call: StepRequest, number: int = 0, memory: MemoryWatch | None = None) -> StepResult:
         """Run one step; every rank calls it. `memory`, if any, looks at what this rank holds meanwhile.
 
         `number` counts the training steps that came before: layers draw their random numbers by it.
@@ -119,7 +119,7 @@ class Runner:
         self._failures.close()
         self.session.places.close()
 
-    def _admit(self, mode: Mode, call: Call, number: int) -> tuple[AgreedStep, Batch]:
+    def _admit(self, mode: Mode, call: StepRequest, number: int) -> tuple[AgreedStep, Batch]:
         parameters, options, is_training = self.session.parameters, self.session.options, mode.is_training
         agreed, batch = self._admission.admit(
             mode,

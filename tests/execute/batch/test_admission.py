@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, StepRefused
-from penstock.execute.batch.admission import Admission, Call
+from penstock.execute.batch.admission import Admission, StepRequest
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import EVERY, BatchSpec, Split
 from penstock.execute.batch.needs import InputNeeds
@@ -20,7 +20,7 @@ def admit(wires, calls, *, keywords=frozenset(), keywords_of_all=frozenset({EVER
     needs = InputNeeds(wires.rank == 0, wires.rank in last_ranks, keywords, keywords_of_all)
     admission = Admission(Control(wires), BatchRule(**{"num_microbatches": 2} | rule), needs)
     call = calls[wires.rank]
-    return found_by(admission, call if isinstance(call, Call) else Call(*call))
+    return found_by(admission, call if isinstance(call, StepRequest) else StepRequest(*call))
 
 
 def found_by(admission, call, **proposed):
@@ -46,7 +46,7 @@ NOTHING = (), {}, None
 
 
 def test_what_a_caller_found_wrong_refuses_the_step_on_all_ranks_whatever_the_others_give():
-    calls = [((ROWS,), {"scale": ROWS}, None), Call(refusal=ConfigError("is a list", key="data"))]
+    calls = [((ROWS,), {"scale": ROWS}, None), StepRequest(refusal=ConfigError("is a list", key="data"))]
 
     first, second = on_ranks(2, lambda wires: refuse(wires, calls, keywords=frozenset({"scale"})))
 
@@ -77,7 +77,7 @@ def test_all_ranks_know_by_the_batch_whether_one_of_them_trains_other_parameters
     def case(wires):
         admission = Admission(Control(wires), BatchRule(2), InputNeeds(inputs=True, target=False))
         steps = [(7, 8), (7, 8), (7, 9)]
-        return [found_by(admission, Call((ROWS,)), trained=pair[wires.rank]) for pair in steps]
+        return [found_by(admission, StepRequest((ROWS,)), trained=pair[wires.rank]) for pair in steps]
 
     first, second = on_ranks(2, case)
 
@@ -98,7 +98,10 @@ ELSEWHERE = torch.zeros(6, 2, device="meta")
 
 @pytest.mark.parametrize(
     ("call", "what"),
-    [(Call((ELSEWHERE,), target=ROWS), "inputs"), (Call((ROWS,), target={"labels": ELSEWHERE}), "target")],
+    [
+        (StepRequest((ELSEWHERE,), target=ROWS), "inputs"),
+        (StepRequest((ROWS,), target={"labels": ELSEWHERE}), "target"),
+    ],
     ids=["inputs", "target"],
 )
 def test_a_batch_on_another_device_than_the_stages_is_refused_on_all_ranks(call, what):
@@ -108,7 +111,7 @@ def test_a_batch_on_another_device_than_the_stages_is_refused_on_all_ranks(call,
     )
 
     first, second = on_ranks(
-        2, lambda wires: error_of(on_cpu, wires, call if wires.rank == 0 else Call((ROWS,), target=ROWS))
+        2, lambda wires: error_of(on_cpu, wires, call if wires.rank == 0 else StepRequest((ROWS,), target=ROWS))
     )
 
     assert str(first) == text
@@ -118,8 +121,8 @@ def test_a_batch_on_another_device_than_the_stages_is_refused_on_all_ranks(call,
 def test_some_of_a_batch_may_stay_where_its_layers_take_it():
     lengths = torch.zeros(6, device="meta")
 
-    [batch] = on_ranks(1, lambda wires: on_cpu(wires, Call((ROWS, lengths), target=ROWS)))
-    [scalar] = on_ranks(1, lambda wires: on_cpu(wires, Call((torch.zeros((), device="meta"), 3.0), target=ROWS)))
+    [batch] = on_ranks(1, lambda wires: on_cpu(wires, StepRequest((ROWS, lengths), target=ROWS)))
+    [scalar] = on_ranks(1, lambda wires: on_cpu(wires, StepRequest((torch.zeros((), device="meta"), 3.0), target=ROWS)))
 
     assert [microbatch.size for microbatch in (*batch.microbatches, *scalar.microbatches)] == [3] * 4
 
@@ -231,7 +234,7 @@ def test_every_rank_with_a_last_stage_needs_the_target_where_another_has_it():
 def test_all_ranks_know_who_wants_outputs():
     def ask(wires):
         admission = Admission(Control(wires), BatchRule(2), InputNeeds(inputs=False, target=False))
-        agreed, _ = admission.admit(Mode.EVALUATE, Call((ROWS,), return_outputs=wires.rank == 1))
+        agreed, _ = admission.admit(Mode.EVALUATE, StepRequest((ROWS,), return_outputs=wires.rank == 1))
         return agreed.wanting_outputs
 
     assert on_ranks(3, ask) == [frozenset({1})] * 3
@@ -243,7 +246,7 @@ def streamed(wires, streams):
     admission = Admission(Control(wires), BatchRule(2), needs)
     batches = []
     for _ in range(2):
-        batch = found_by(admission, Call((streams[wires.rank],)))
+        batch = found_by(admission, StepRequest((streams[wires.rank],)))
         if batch.prefetcher is not None:
             batch.prefetcher.pull(1)
         batches.append(batch)

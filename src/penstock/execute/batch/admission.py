@@ -36,7 +36,7 @@ _MEANT_AS_TARGET = frozenset({"y", "label", "labels", "targets"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class StepRequest:
     """The arguments of `step` or `evaluate` on this rank."""
 
     args: tuple[Any, ...] = ()
@@ -61,7 +61,7 @@ class Batch:
     position: int | None = None
     """Where a stream stood; None without one."""
     reader: Reader | None = None
-    data: Call | Part = Call()
+    data: StepRequest | Part = StepRequest()
     """As it was given; of a stream, the first microbatch."""
     spent: Sequence[PreSplit] = ()
     """Those that release their parts when they have been used."""
@@ -105,7 +105,7 @@ class Admission:
         self._read = read
 
     def admit(
-        self, mode: Mode, call: Call, problem: PenstockError | None = None, **proposed: Any
+        self, mode: Mode, call: StepRequest, problem: PenstockError | None = None, **proposed: Any
     ) -> tuple[AgreedStep, Batch]:
         """Cut the batch and compare it with what the other ranks were given; one small gather.
 
@@ -202,7 +202,7 @@ class Admission:
         is_due = self._is_due(mode) and given.reader is None
         return BatchValues(given.data.args, given.data.kwargs, given.data.target, reads_all=is_due)
 
-    def _whole(self, call: Call, mode: Mode) -> Batch:
+    def _whole(self, call: StepRequest, mode: Mode) -> Batch:
         self._check(call)
         rule = replace(self._rule, takes_any_size=not mode.is_training)
         microbatches = rule.microbatches(call.args, call.kwargs, call.target)
@@ -218,7 +218,7 @@ class Admission:
         """Look at the first microbatch only: the others are to be like it."""
         num_microbatches = self._rule.num_microbatches
         if not (self._needs.inputs or self._needs.target or self._needs.keywords):
-            return self._whole(Call(), Mode.TRAIN)
+            return self._whole(StepRequest(), Mode.TRAIN)
         copy = None if self._copies is None else pinned_or_copied
         reader = Reader(stream, self._control.rank, self._rule, self._stream_rules, read=self._read, copy=copy)
         first, slices = reader.begin()
@@ -259,7 +259,7 @@ class Admission:
             return Prefetcher(slices, wholes=wholes, copies=self._copies)
         return Prefetcher(slices) if given.spent else None
 
-    def _check(self, call: Call | Part) -> None:
+    def _check(self, call: StepRequest | Part) -> None:
         if self._needs.inputs and not (call.args or call.kwargs):
             raise PipelineError(
                 f"{self._control.places.name} holds the first stage and was given no inputs; pass it the batch"
@@ -274,7 +274,7 @@ class Admission:
                 raise PipelineError(f"no layer's forward names {name!r}.{fix}")
 
 
-def _stream_of(call: Call) -> Stream | None:
+def _stream_of(call: StepRequest) -> Stream | None:
     """The stream that brings the whole batch, if one does."""
     if not any(isinstance(each, Stream) for each in (*call.args, *call.kwargs.values(), call.target)):
         return None
@@ -286,7 +286,7 @@ def _stream_of(call: Call) -> Stream | None:
     )
 
 
-def _digests(rule: BatchRule, call: Call | Part, kind: str = "") -> tuple[int, int, int]:
+def _digests(rule: BatchRule, call: StepRequest | Part, kind: str = "") -> tuple[int, int, int]:
     """Digest the layouts of inputs, keyword arguments and target; 0 stands for nothing given."""
     return (
         digest(kind + rule.signature(call.args, {}, None)) if call.args else 0,
