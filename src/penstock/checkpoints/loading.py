@@ -21,7 +21,7 @@ from penstock.checkpoints.manifest import Manifest, TensorEntry
 from penstock.checkpoints.optimizer_state import STEP, load_optimizer, require_loadable
 from penstock.checkpoints.random_state import random_state_restorer
 from penstock.checkpoints.shards import dtype_name, read_files
-from penstock.checkpoints.verification import Found, find_newest
+from penstock.checkpoints.verification import FoundCheckpoint, find_newest
 from penstock.errors import CheckpointError, warn
 from penstock.pipeline import Pipeline
 
@@ -104,7 +104,9 @@ def own_tensors(pipeline: Pipeline) -> OwnTensors:
 class _Reader:
     """One rank's part of a checkpoint."""
 
-    def __init__(self, found: Found, pipeline: Pipeline, optimizer: Optimizer | None, own: OwnTensors) -> None:
+    def __init__(
+        self, found: FoundCheckpoint, pipeline: Pipeline, optimizer: Optimizer | None, own: OwnTensors
+    ) -> None:
         self._path = found.path
         self._manifest: Manifest = found.manifest
         self._pipeline = pipeline

@@ -23,7 +23,7 @@ from penstock.execute.control.collectives import Control
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that verified."""
 
     path: Path
@@ -82,7 +82,7 @@ def newest_readable(folder: Path) -> Path | None:
     return None
 
 
-def find_newest(control: Control, folder: Path) -> Found:
+def find_newest(control: Control, folder: Path) -> FoundCheckpoint:
     """Return the newest checkpoint in a folder that verifies, the same on every rank; every rank calls it.
 
     Raises:
@@ -96,7 +96,7 @@ def find_newest(control: Control, folder: Path) -> Found:
     for path in map(Path, names):
         problem, is_final = _first_problem(control, path)
         if not problem:
-            return Found(path, read_manifest(path), tuple(damaged))
+            return FoundCheckpoint(path, read_manifest(path), tuple(damaged))
         if is_final:
             raise UnreadableFormat(problem)
         damaged.append(problem)
