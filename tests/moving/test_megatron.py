@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, PipelineError, StepRefused
 from penstock.moving.megatron import get_forward_backward_func
-from penstock.moving.step_stage import Place
+from penstock.moving.step_stage import RoutePlace
 from penstock.schedules import build
 from tests.local_pipelines import error_of, on_ranks
 from tests.moving.megatron_model import (
@@ -339,7 +339,7 @@ def encoder_and_decoder_in_one_process():
         value = None
         for stage, part in enumerate(parts):
             part.set_input_tensor(value if isinstance(value, list) else [value])
-            value = part.run(Place(stage, 4, 0), item)
+            value = part.run(RoutePlace(stage, 4, 0), item)
         (mean_squares(value, item) / 4).backward()
     return gradients(dict(enumerate(parts)))
 

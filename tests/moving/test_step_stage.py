@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PipelineError
-from penstock.moving.step_stage import Place, StepCall, StepLoss, StepStage
+from penstock.moving.step_stage import RoutePlace, StepCall, StepLoss, StepStage
 from tests.local_pipelines import error_of
 from tests.moving.megatron_model import Part
 from tests.moving.own_layers import Wrapper
 
-LAST = Place(stage=1, num_stages=2, part=0)
+LAST = RoutePlace(stage=1, num_stages=2, part=0)
 
 
 def step_returning(returned):
@@ -39,7 +39,7 @@ def features():
 
 
 def test_a_stage_that_is_not_the_last_returns_its_output():
-    stage = begun(place=Place(1, 3, 0))
+    stage = begun(place=RoutePlace(1, 3, 0))
 
     assert stage(features(), microbatch=0).shape == (1, 3, 6)
     assert stage.model.input_tensor is None
@@ -94,7 +94,7 @@ def test_tokens_are_counted_ahead_on_the_last_stage_alone():
         return item
 
     last = begun((torch.tensor(6.0), 3, {}), count_tokens=count, data=iter([3, 2, 9]), num_microbatches=2)
-    begun(place=Place(0, 2, 0), count_tokens=count, data=iter([3, 2]), num_microbatches=2)
+    begun(place=RoutePlace(0, 2, 0), count_tokens=count, data=iter([3, 2]), num_microbatches=2)
 
     assert counted == [3, 2]
     assert [float(target) for target in last.loss_targets()] == [3, 2]
@@ -123,7 +123,7 @@ def test_the_end_of_data_names_stage_and_microbatch():
     ("returned", "found"), [(torch.ones(1), "a Tensor"), ((1, 2, 3), "3 values"), ((1, 2), "2 values")]
 )
 def test_a_forward_step_that_returns_no_pair_is_told(returned, found):
-    stage = StepStage(Part(0, 2), Place(0, 2, 0), step_loss=StepLoss())
+    stage = StepStage(Part(0, 2), RoutePlace(0, 2, 0), step_loss=StepLoss())
     stage.begin(StepCall(lambda data_iterator, model: returned, [None], 1))
 
     with pytest.raises(PipelineError, match=rf"forward_step_func returned {found}; expected the pair"):
@@ -158,7 +158,7 @@ def test_the_input_goes_to_the_innermost_model_that_takes_it():
 
 
 def test_a_first_part_needs_no_set_input_tensor_and_a_later_one_does():
-    StepStage(nn.Linear(1, 1), Place(0, 2, 0), step_loss=StepLoss())
+    StepStage(nn.Linear(1, 1), RoutePlace(0, 2, 0), step_loss=StepLoss())
 
     error = error_of(StepStage, nn.Linear(1, 1), LAST, step_loss=StepLoss())
 
@@ -167,5 +167,5 @@ def test_a_first_part_needs_no_set_input_tensor_and_a_later_one_does():
 
 
 def test_a_place_knows_the_ends():
-    assert [Place(stage, 3, 0).is_first for stage in range(3)] == [True, False, False]
-    assert [Place(stage, 3, 0).is_last for stage in range(3)] == [False, False, True]
+    assert [RoutePlace(stage, 3, 0).is_first for stage in range(3)] == [True, False, False]
+    assert [RoutePlace(stage, 3, 0).is_last for stage in range(3)] == [False, False, True]

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.show.names import NAMED_RADIUS, Place, place_names
+from penstock.show.names import NAMED_RADIUS, NamePosition, place_names
 
 ROOM = np.array([0.0, 0.0, 400.0, 300.0])
 NO_LINES = np.empty((0, 4))
@@ -31,24 +31,24 @@ def share_area(one, other):
 
 
 def test_a_name_alone_is_to_the_right_without_a_line():
-    assert placed((100, 100)) == [Place(7, 0)]
-    assert not Place(7, 0).has_line
+    assert placed((100, 100)) == [NamePosition(7, 0)]
+    assert not NamePosition(7, 0).has_line
 
 
 def test_at_the_right_edge_it_is_to_the_left():
-    assert placed((390, 100)) == [Place(-7, 0)]
+    assert placed((390, 100)) == [NamePosition(-7, 0)]
 
 
 def test_between_two_neighbours_it_is_above():
-    assert placed((200, 100), lines=[(205, 95, 300, 105), (100, 95, 195, 105)]) == [Place(0, 7)]
+    assert placed((200, 100), lines=[(205, 95, 300, 105), (100, 95, 195, 105)]) == [NamePosition(0, 7)]
 
 
 def test_the_first_ones_choose_first():
     middle, right = (250, 100), (340, 100)
 
-    assert placed(middle, right)[0] == Place(7, 0)
-    assert placed(right, middle)[0] == Place(-7, 0)
-    assert placed(middle, right)[1] != Place(-7, 0)
+    assert placed(middle, right)[0] == NamePosition(7, 0)
+    assert placed(right, middle)[0] == NamePosition(-7, 0)
+    assert placed(middle, right)[1] != NamePosition(-7, 0)
 
 
 def test_a_name_that_is_far_from_its_point_has_a_line_which_crosses_no_point():

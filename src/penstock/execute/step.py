@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
-from penstock.execute.batch.microbatch import Microbatch, Place
+from penstock.execute.batch.microbatch import Microbatch, MicrobatchKey
 from penstock.execute.batch.prefetcher import Prefetcher
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.parameters.layout import Ticket
@@ -32,7 +32,7 @@ class Step:
     losses: StepLosses
     keeps_outputs: bool = False
     """Whether the outputs of last stages were asked for."""
-    outputs: dict[Place, Any] = field(default_factory=dict)
+    outputs: dict[MicrobatchKey, Any] = field(default_factory=dict)
     """The detached outputs, if asked for; filled on the ranks of last stages."""
     prefetcher: Prefetcher | None = None
     """Has data there before their use and drops them after it; None where a batch is there as a whole."""

@@ -22,7 +22,7 @@ from penstock.ir.operations import OPERATIONS, At, Op, Read, Value
 from penstock.ir.schedule import Schedule
 from penstock.moving.own_stages import LocalStages
 from penstock.moving.stage_agreement import parts_of_stages
-from penstock.moving.step_stage import CountTokens, ForwardStep, Place, StepCall, StepLoss, StepStage
+from penstock.moving.step_stage import CountTokens, ForwardStep, RoutePlace, StepCall, StepLoss, StepStage
 from penstock.pipeline import Pipeline
 
 MAX_PIPELINES = 2
@@ -139,7 +139,7 @@ class ForwardBackward:
         schedule = local.joined.together(lambda: self._order(local, models, num_microbatches, problem))
         indices = schedule.placement.stages_of_rank[local.transport.rank]
         position, length = parts_of_stages(schedule.placement), len(schedule.placement.routes[0])
-        places = [Place(position[stage], length, part) for part, stage in enumerate(indices)]
+        places = [RoutePlace(position[stage], length, part) for part, stage in enumerate(indices)]
         loss = StepLoss()
         stages = local.joined.together(
             lambda: [StepStage(*pair, self._count_tokens, step_loss=loss) for pair in zip(models, places, strict=True)]

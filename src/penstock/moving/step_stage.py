@@ -27,7 +27,7 @@ CountTokens = Callable[[Any], float | Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RoutePlace:
     """Where a model part stands; a forward step that names a parameter `place` is given it."""
 
     stage: int
@@ -82,7 +82,7 @@ class StepStage(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, place: Place, count_tokens: CountTokens | None = None, *, step_loss: StepLoss
+        self, model: nn.Module, place: RoutePlace, count_tokens: CountTokens | None = None, *, step_loss: StepLoss
     ) -> None:
         super().__init__()
         self.model = model
@@ -183,7 +183,7 @@ class StepStage(nn.Module):
         return loss / max(expected, 1.0)
 
 
-def _input_setter(model: nn.Module, place: Place) -> Callable[[list[Any]], object]:
+def _input_setter(model: nn.Module, place: RoutePlace) -> Callable[[list[Any]], object]:
     """Find `set_input_tensor` on the model or inside the wrappers around it."""
     inner: Any = model
     while inner is not None:

@@ -27,7 +27,7 @@ NUM_SPOTS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NamePosition:
     """Where a name is, from its point: the offset of its nearest corner, or of the middle of its nearest edge."""
 
     right: float
@@ -38,7 +38,7 @@ class Place:
         return max(abs(self.right), abs(self.up)) > DISTANCES[0]
 
 
-def place_names(centres: Floats, sizes: Floats, lines: Floats, room: Floats) -> list[Place | None]:
+def place_names(centres: Floats, sizes: Floats, lines: Floats, room: Floats) -> list[NamePosition | None]:
     """Place names of these sizes beside points, the first ones first; None for a name that finds no room.
 
     `centres` and `sizes` are [num_points, 2]. Boxes are [left, bottom, right, top]: names stay in the box `room`, and
@@ -47,7 +47,7 @@ def place_names(centres: Floats, sizes: Floats, lines: Floats, room: Floats) -> 
     marks = np.hstack([centres - POINT_RADIUS, centres + POINT_RADIUS])
     around = np.hstack([centres - NAMED_RADIUS, centres + NAMED_RADIUS])
     names = np.empty((0, 4))
-    places: list[Place | None] = []
+    places: list[NamePosition | None] = []
     for index, (centre, size) in enumerate(zip(centres, sizes, strict=True)):
         not_under_name = np.vstack([np.delete(around, index, axis=0), names, lines])
         not_under_line = np.vstack([np.delete(marks, index, axis=0), names])
@@ -57,7 +57,7 @@ def place_names(centres: Floats, sizes: Floats, lines: Floats, room: Floats) -> 
             spots = _spots(centre, offset)
             is_inside = (room[:2] <= box[:2]).all() and (box[2:] <= room[2:]).all()
             if is_inside and not _any_covered(box[None], not_under_name) and not _any_covered(spots, not_under_line):
-                places[-1] = Place(*offset.tolist())
+                places[-1] = NamePosition(*offset.tolist())
                 names = np.vstack([names, box + GAP * np.array([-1, -1, 1, 1]), spots])
                 break
     return places
@@ -70,7 +70,7 @@ def _box(centre: Floats, size: Floats, offset: Floats) -> Floats:
 
 def _spots(centre: Floats, offset: Floats) -> Floats:
     """Return boxes without size along the line to a name; none where it has no line."""
-    has_line = Place(*offset.tolist()).has_line
+    has_line = NamePosition(*offset.tolist()).has_line
     return np.tile(np.linspace(centre, centre + offset, NUM_SPOTS if has_line else 0), 2)
 
 

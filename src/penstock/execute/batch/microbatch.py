@@ -13,7 +13,7 @@ from penstock.execute.values.tree import flatten
 
 EVERY = "**"
 """Stands for all names among the names of keywords; no parameter is called so."""
-Place = tuple[int, int]
+MicrobatchKey = tuple[int, int]
 """The numbers of a microbatch and of one of its slices."""
 
 

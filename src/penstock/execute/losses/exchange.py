@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.accelerator import is_queued
-from penstock.execute.batch.microbatch import Place
+from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.loss import LossShares, combine_losses
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
@@ -62,7 +62,7 @@ class LossExchange:
 
     def _named(self, rows: Sequence[Sequence[Any]], own: StepLosses, shares: LossShares) -> dict[str, "_Column"]:
         """Each loss that any rank has under a name; of several types the sum, in the wider one."""
-        found: dict[LossName, dict[Place, float]] = {}
+        found: dict[LossName, dict[MicrobatchKey, float]] = {}
         for text, is_auxiliary, dtype, cells in rows:
             noted = found.setdefault(LossName(text, is_auxiliary, _DTYPES[dtype]), {})
             for *place, loss in cells:

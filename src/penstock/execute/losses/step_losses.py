@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.admission import Batch
-from penstock.execute.batch.microbatch import Place
+from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.control.agreement import AgreedStep, BatchWeight
 from penstock.execute.control.error_notes import note_place, without_target
 from penstock.execute.losses.loss import Loss, LossShares, LossWeights, Measured, Scale, apply_scale
@@ -39,14 +39,14 @@ class StepLosses:
     """Whether the loss function is called with the factor of its loss."""
     scale: Scale | None = None
     """Applied where backwards begin."""
-    computed: dict[Place, Tensor] = field(default_factory=dict)
+    computed: dict[MicrobatchKey, Tensor] = field(default_factory=dict)
     """The loss that the loss function returned; filled on the ranks of last stages."""
-    named: dict[LossName, dict[Place, Tensor]] = field(default_factory=dict)
+    named: dict[LossName, dict[MicrobatchKey, Tensor]] = field(default_factory=dict)
     """0-dim, in float64: the losses that have a name, of the layers and losses of this rank."""
-    reported: dict[Place, Any] = field(default_factory=dict)
+    reported: dict[MicrobatchKey, Any] = field(default_factory=dict)
     """The values that the loss function reported; filled on the ranks of last stages."""
 
-    def compute(self, place: Place, outputs: Any, target: Any, *, is_training: bool) -> Tensor | None:
+    def compute(self, place: MicrobatchKey, outputs: Any, target: Any, *, is_training: bool) -> Tensor | None:
         """Compute and note the loss of a microbatch or slice; return where its backward begins, None without one.
 
         Raises:
@@ -70,7 +70,7 @@ class StepLosses:
             )
         return self.root_of(parts.loss, factor)
 
-    def note(self, name: LossName, place: Place, loss: Tensor) -> None:
+    def note(self, name: LossName, place: MicrobatchKey, loss: Tensor) -> None:
         """Remember a loss by its name; of several stages of this rank, the sum."""
         # float64, so that it matters little which stages share a rank, whose losses are added up here.
         noted, exact = self.named.setdefault(name, {}), loss.detach().to(torch.float64)
@@ -90,7 +90,7 @@ class StepLosses:
         """Return the same rules with nothing noted: for forwards that run again."""
         return replace(self, computed={}, named={}, reported={})
 
-    def _parts(self, loss: Loss, place: Place, outputs: Any, target: Any, factor: float) -> LossParts:
+    def _parts(self, loss: Loss, place: MicrobatchKey, outputs: Any, target: Any, factor: float) -> LossParts:
         try:
             value = loss(outputs, target, weight=factor) if self.takes_weight else loss(outputs, target)
         except Exception as error:

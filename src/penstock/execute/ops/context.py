@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from penstock.execute.batch.microbatch import Place
+from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.ops.keys import Keys
 from penstock.execute.ops.rows import RankRows
 from penstock.execute.rank_parameters import RankParameters
@@ -48,7 +48,7 @@ class CompileContext:
             self.recomputations[stage] = Recomputation(self.passes[stage])
         return self.recomputations[stage]
 
-    def place(self, row: int) -> Place:
+    def place(self, row: int) -> MicrobatchKey:
         """Return a row's microbatch and slice."""
         return int(self.program.microbatch[row]), int(self.program.slice[row])
 

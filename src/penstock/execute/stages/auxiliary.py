@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.execute.batch.microbatch import Place
+from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.stages.feature import ForwardPart
@@ -65,7 +65,7 @@ class AddedLossPart(ForwardPart):
 
     begins_backwards = True
 
-    def __init__(self, modules: Sequence[Auxiliary], losses: StepLosses, place: Place) -> None:
+    def __init__(self, modules: Sequence[Auxiliary], losses: StepLosses, place: MicrobatchKey) -> None:
         self._modules = modules
         self._losses = losses
         self._place = place

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import ConfigError
-from penstock.execute.batch.microbatch import Place
+from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.stages.feature import Copied, ForwardPart, has_methods
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
@@ -60,7 +60,7 @@ Latest = list[CarriedOut | None]
 
 
 def begin_slice(
-    stage: int, modules: Sequence[Carrying], num_slices: int, copied: Copied | None, step: Step, place: Place
+    stage: int, modules: Sequence[Carrying], num_slices: int, copied: Copied | None, step: Step, place: MicrobatchKey
 ) -> "CarryPart":
     """Return what to do in the forward of one slice; `modules` are those of the stage that carry something.
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from penstock.execute.batch.microbatch import Place
+from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.stages.stage import modules_of
 from penstock.execute.step import Step
 
@@ -91,7 +91,7 @@ class OutlivingPart(ForwardPart):
         return self._copied(outputs)
 
 
-StageFeature = Callable[[Step, Place], ForwardPart]
+StageFeature = Callable[[Step, MicrobatchKey], ForwardPart]
 """A feature of one stage: returns what to do in the forward of a microbatch (or slice)."""
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PipelineError
-from penstock.execute.batch.microbatch import Place
+from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.stages.feature import ForwardPart
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.stages.recompute import Checkpoint
@@ -143,12 +143,14 @@ class MovablePart(ForwardPart):
         return kept.inputs[: len(kept.inputs) - sum([len(part.leaves) for part in kept.parts])]
 
 
-def begin_movable(places: Mapping[Place, bool], is_first: bool, step: Step, place: Place) -> ForwardPart:
+def begin_movable(
+    places: Mapping[MicrobatchKey, bool], is_first: bool, step: Step, place: MicrobatchKey
+) -> ForwardPart:
     """Return the feature of one forward; `places` are those that are moved, and whether each keeps a checkpoint."""
     return MovablePart(is_checkpoint=places[place], is_first=is_first) if place in places else ForwardPart()
 
 
-def offloaded_places(program: Program, stage: int) -> dict[Place, bool]:
+def offloaded_places(program: Program, stage: int) -> dict[MicrobatchKey, bool]:
     """Return the microbatches and slices of a stage that are moved, and whether what is moved is a checkpoint."""
     if Op.OFFLOAD not in program.ops:
         return {}
@@ -186,7 +188,7 @@ def _movable(kept: Kept) -> list[MovablePart]:
     return [part for part in kept.parts if isinstance(part, MovablePart)]
 
 
-def _places(program: Program, stage: int, op: Op) -> list[Place]:
+def _places(program: Program, stage: int, op: Op) -> list[MicrobatchKey]:
     rows = (program.op == op) & (program.stage == stage)
     return list(zip(program.microbatch[rows].tolist(), program.slice[rows].tolist(), strict=True))
 

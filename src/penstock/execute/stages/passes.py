@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PipelineError
-from penstock.execute.batch.microbatch import Place
+from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.parameters.gradient_store import GradientStore, WeightInputs
 from penstock.execute.split.deferred_weights import DeferredWeights, around_backward
 from penstock.execute.stages.feature import ForwardPart, StageFeature
@@ -84,7 +84,9 @@ class StagePasses:
             self.stage.split_planner.begin_step(self.stage.parameters())
         self.stage.own_weight_gradients.begin_step()
 
-    def forward(self, step: Step, place: Place, inputs: Inputs, keywords: Keywords) -> tuple[Any, SavedForward | None]:
+    def forward(
+        self, step: Step, place: MicrobatchKey, inputs: Inputs, keywords: Keywords
+    ) -> tuple[Any, SavedForward | None]:
         """Run the layers one after another; the first gets all inputs, the others the result before them.
 
         Without training, nothing is saved.
@@ -120,7 +122,7 @@ class StagePasses:
 
     # ---- forward
 
-    def begin_parts(self, step: Step, place: Place) -> list[ForwardPart]:
+    def begin_parts(self, step: Step, place: MicrobatchKey) -> list[ForwardPart]:
         """Return the parts of one forward, one per feature."""
         return [begin(step, place) for begin in self._features]
 
@@ -150,7 +152,7 @@ class StagePasses:
     def finish(
         self,
         step: Step,
-        place: Place,
+        place: MicrobatchKey,
         parts: Sequence[ForwardPart],
         inputs: Inputs,
         outputs: Any,
@@ -178,7 +180,7 @@ class StagePasses:
         leaves = [leaf for part in parts for leaf in part.leaves]
         return SavedForward([*needing_gradient(inputs), *leaves], edges, [], deferred, parts)
 
-    def _loss(self, step: Step, place: Place, parts: Sequence[ForwardPart], outputs: Any) -> Tensor | None:
+    def _loss(self, step: Step, place: MicrobatchKey, parts: Sequence[ForwardPart], outputs: Any) -> Tensor | None:
         if step.keeps_outputs:
             step.outputs[place] = detached(outputs)
         target = step.slices[place[0]][place[1]].target

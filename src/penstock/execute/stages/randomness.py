@@ -27,7 +27,7 @@ from torch import Tensor
 
 from penstock.errors import DeadlineExceeded
 from penstock.execute.accelerator import default_generator, is_queued
-from penstock.execute.batch.microbatch import Place
+from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.stages.feature import BeforeLayer, ForwardPart
 from penstock.running_time import wait_in_parts
 
@@ -39,7 +39,7 @@ LOSS = -1
 """The place of the loss among the layers."""
 
 
-def generator_seed(seed: int, step: int, layer: int, place: Place) -> int:
+def generator_seed(seed: int, step: int, layer: int, place: MicrobatchKey) -> int:
     """Return where a generator starts in a layer's forward; layers are counted in the unsplit model."""
     packed = struct.pack("<5q", seed, step, layer, *place)
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") >> 1
@@ -61,7 +61,7 @@ class Randomness:
 class RandomPart(ForwardPart):
     """Where the generators stand when the layers, and the loss function, of one forward begin."""
 
-    def __init__(self, randomness: Randomness, step: int, place: Place) -> None:
+    def __init__(self, randomness: Randomness, step: int, place: MicrobatchKey) -> None:
         """`step` is the number of one."""
         self._randomness = randomness
         self._step = step

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PipelineError
-from penstock.execute.batch.microbatch import Place
+from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.stages.feature import ForwardPart
 from penstock.execute.stages.passes import Inputs, Keywords, SavedForward, StagePasses
 from penstock.execute.stages.stage import Stage, modules_of
@@ -84,7 +84,7 @@ class Recomputation:
         self._passes = passes
         self._copier = BufferCopier(passes.stage)
 
-    def forward(self, step: Step, place: Place, inputs: Inputs, keywords: Keywords) -> tuple[Any, Checkpoint]:
+    def forward(self, step: Step, place: MicrobatchKey, inputs: Inputs, keywords: Keywords) -> tuple[Any, Checkpoint]:
         """Run the layers; return what leaves the stage, and what `run_again` needs.
 
         Raises:
@@ -106,7 +106,7 @@ class Recomputation:
         guard = VersionGuard.of((inputs, keywords, target))
         return outputs, Checkpoint([part.again() for part in parts], inputs, keywords, buffers, guard)
 
-    def run_again(self, step: Step, place: Place, checkpoint: Checkpoint) -> SavedForward | None:
+    def run_again(self, step: Step, place: MicrobatchKey, checkpoint: Checkpoint) -> SavedForward | None:
         """Run a forward again, on what it began with; return what its backward needs.
 
         Raises:

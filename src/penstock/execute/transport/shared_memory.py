@@ -134,7 +134,7 @@ class _Half:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Slot:
     begin: int
     end: int
 
@@ -147,7 +147,7 @@ class _Room:
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._under_way: deque[_Place] = deque()
+        self._under_way: deque[_Slot] = deque()
         self._num_freed = 0
 
     def find(self, num_bytes: int, num_taken: int) -> int | None:
@@ -166,4 +166,4 @@ class _Room:
 
     def take(self, begin: int, num_bytes: int) -> None:
         """Put a message there."""
-        self._under_way.append(_Place(begin, begin + -(-num_bytes // ALIGNMENT) * ALIGNMENT))
+        self._under_way.append(_Slot(begin, begin + -(-num_bytes // ALIGNMENT) * ALIGNMENT))
