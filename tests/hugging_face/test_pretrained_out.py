@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 CONFIG_FILES = {"config.json", "generation_config.json"}
 
 
-class Part(nn.Module):
+class CutPart(nn.Module):
     """Holds parameters of a transformers model under its own names; it has no forward of use."""
 
     has_full_names = True
@@ -57,7 +57,7 @@ def parts_of(empty, num_parts, dtype=torch.float32):
     for part in range(num_parts):
         own = names[part * len(names) // num_parts : (part + 1) * len(names) // num_parts]
         ties = tuple((name, owner) for name, owner in empty.all_tied_weights_keys.items() if name in own)
-        build = lambda own=own: Part({name: shapes[name] for name in own}, dtype)  # noqa: E731
+        build = lambda own=own: CutPart({name: shapes[name] for name in own}, dtype)  # noqa: E731
         # The owner of a tie is found by the name of its layer: it comes first in its part.
         specs.append(LayerSpec(own[0].rpartition(".")[0], build, tied=ties, has_full_names=True))
     return specs

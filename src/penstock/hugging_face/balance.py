@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.hugging_face.undocumented import has_balance_loss, router_class
 from penstock.models.auxiliary import AuxiliaryLoss
-from penstock.models.cutting.part import Part
+from penstock.models.cutting.part import CutPart
 from penstock.models.skip import Skip
 
 NAME = "experts"
@@ -46,10 +46,10 @@ class Balance:
         ]
         self._places = {name: place for place, name in enumerate(routed)}
 
-    def kinds(self, kind: type[Part], names: list[str]) -> dict[str, Callable[..., Part]]:
+    def kinds(self, kind: type[CutPart], names: list[str]) -> dict[str, Callable[..., CutPart]]:
         """Return what makes each layer; a block without experts is a plain one."""
         routed, closing = _routed(kind), _closing(kind)
-        made: dict[str, Callable[..., Part]] = dict.fromkeys(names, kind)
+        made: dict[str, Callable[..., CutPart]] = dict.fromkeys(names, kind)
         made |= {name: _with(routed, self, place) for name, place in self._places.items()}
         made[names[-1]] = _with(closing, self, len(self._places) - 1)
         return made
@@ -73,7 +73,7 @@ class Balance:
         return (sent / rows * (likely / rows)).sum() * self.num_experts
 
 
-def _routed(kind: type[Part]) -> type[Part]:
+def _routed(kind: type[CutPart]) -> type[CutPart]:
     class Routed(kind):  # type: ignore[misc, valid-type]
         """A block with experts."""
 
@@ -92,7 +92,7 @@ def _routed(kind: type[Part]) -> type[Part]:
     return Routed
 
 
-def _closing(kind: type[Part]) -> type[Part]:
+def _closing(kind: type[CutPart]) -> type[CutPart]:
     class Closing(kind):  # type: ignore[misc, valid-type]
         """The last layer, which makes the loss."""
 
@@ -108,18 +108,18 @@ def _closing(kind: type[Part]) -> type[Part]:
     return Closing
 
 
-def _with(kind: Any, balance: Balance, place: int) -> Callable[..., Part]:
-    def make(*args: Any) -> Part:
+def _with(kind: Any, balance: Balance, place: int) -> Callable[..., CutPart]:
+    def make(*args: Any) -> CutPart:
         made = kind(*args)
         made.set_balance(balance, place)
-        part: Part = made
+        part: CutPart = made
         return part
 
     return make
 
 
 @contextmanager
-def _noting(part: Part, router: type[nn.Module] | None) -> Iterator[list[Tensor]]:
+def _noting(part: CutPart, router: type[nn.Module] | None) -> Iterator[list[Tensor]]:
     """Collect the logits of the routers of a layer; hooks stay for one forward, since copies of a layer share them."""
     notes: list[Tensor] = []
 

@@ -23,7 +23,7 @@ from penstock.hugging_face.weights_in import PretrainedWeights
 from penstock.models.cutting.cut import held_by, multiplications, segments
 from penstock.models.cutting.frame import Template
 from penstock.models.cutting.order import in_order_of_calls
-from penstock.models.cutting.part import CutForward, Part, PartCall, Segment, part_class
+from penstock.models.cutting.part import CutForward, CutPart, PartCall, Segment, part_class
 from penstock.models.cutting.placeholders import tensors_in, without_values
 from penstock.models.cutting.points import cut_model
 from penstock.models.layer import LayerSpec
@@ -87,14 +87,14 @@ def from_transformers(
     return TransformersModel(specs, whole, folder)
 
 
-def _kinds(whole: Any, kind: type[Part], names: list[str]) -> dict[str, Callable[..., Part]]:
+def _kinds(whole: Any, kind: type[CutPart], names: list[str]) -> dict[str, Callable[..., CutPart]]:
     """Return what makes each layer; with experts to be balanced, those of blocks and the last one have a part in it."""
     if not getattr(whole.config, "output_router_logits", False):
         return dict.fromkeys(names, kind)
     return Balance(whole, names).kinds(kind, names)
 
 
-def _build(make: Callable[..., Part], whole: Any, segment: Segment, weights: PretrainedWeights | None) -> Part:
+def _build(make: Callable[..., CutPart], whole: Any, segment: Segment, weights: PretrainedWeights | None) -> CutPart:
     """Build one layer on the default device, with values from files or drawn."""
     device = torch.get_default_device()
     modules, tensors = held_by(whole, segment)

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.hugging_face.pretrained_out import save_pretrained
-from penstock.models.cutting.part import Part
+from penstock.models.cutting.part import CutPart
 from penstock.models.layer import LayerSpec
 from penstock.pipeline import Pipeline
 
 IGNORED_LABEL = -100
-Layer = LayerSpec | Part
+Layer = LayerSpec | CutPart
 
 
 class TransformersModel(Sequence[Layer]):

@@ -39,7 +39,7 @@ Ints = NDArray[np.integer[Any]]
 IS_PART = IS_BACKWARD & ~(RUNS_AUTOGRAD & ENDS_KEEPING)
 """[NUM_OPS] parts of split backwards: a whole one computes all gradients and frees what it needs."""
 MAX_NAME_CHARACTERS = 200
-Part = slice
+RowRange = slice
 """Rows that follow one another; a table has a column of the name."""
 
 
@@ -84,9 +84,9 @@ class Table(ABC):
         return len(self.offsets) - 1
 
     @property
-    def ranks(self) -> list[Part]:
+    def ranks(self) -> list[RowRange]:
         """The rows of each rank."""
-        return [Part(*ends) for ends in pairwise(self.offsets.tolist())]
+        return [RowRange(*ends) for ends in pairwise(self.offsets.tolist())]
 
     @property
     def num_stages(self) -> int:

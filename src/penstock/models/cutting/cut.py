@@ -9,12 +9,12 @@ from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.cutting.frame import Template, tensor_of
-from penstock.models.cutting.part import CutForward, Part, PartCall, Segment, part_class
+from penstock.models.cutting.part import CutForward, CutPart, PartCall, Segment, part_class
 from penstock.models.cutting.points import CutModel, cut_model
 from penstock.models.cutting.undocumented import is_compiled
 
 
-def cut(model: nn.Module, points: Sequence[str]) -> list[Part]:
+def cut(model: nn.Module, points: Sequence[str]) -> list[CutPart]:
     """Return a module as a list of layers for `Pipeline`, cut at submodules; the submodules are used in place.
 
     `points` are names of submodules, or patterns such as `"layers.*"`, in the order in which the forward calls them. A

@@ -1,4 +1,4 @@
-"""`Part`: one layer of a cut module. It holds submodules, and runs the module's forward from there to the next point.
+"""`CutPart`: one layer of a cut module. It holds submodules, and runs the forward from there to the next point.
 
 Where a part passes what its one submodule returns straight on, as the blocks of a transformer do, later forwards call
 that submodule alone. Its other arguments (masks, positions) are then noted for all points in one run of the frame,
@@ -194,7 +194,7 @@ class CutForward:
         return frames[device]
 
 
-class Part(nn.Module):
+class CutPart(nn.Module):
     """A layer of a cut module; its parameters have the names that the whole module gives them."""
 
     has_full_names = True
@@ -260,11 +260,11 @@ class Part(nn.Module):
         return f"{self._segment.start or 'the begin'} .. {self._segment.stop or 'the end'}"
 
 
-def part_class(keywords: Sequence[inspect.Parameter]) -> type[Part]:
+def part_class(keywords: Sequence[inspect.Parameter]) -> type[CutPart]:
     """Return a class of parts whose forward names these keywords, by which a pipeline passes them."""
 
-    def forward(self: Part, *inputs: Any, **given: Any) -> Any:
-        return Part.forward(self, *inputs, **given)
+    def forward(self: CutPart, *inputs: Any, **given: Any) -> Any:
+        return CutPart.forward(self, *inputs, **given)
 
     named = [each.replace(kind=each.KEYWORD_ONLY) for each in keywords if each.kind is not each.VAR_KEYWORD]
     inputs = "inputs"
@@ -273,7 +273,7 @@ def part_class(keywords: Sequence[inspect.Parameter]) -> type[Part]:
     own = [inspect.Parameter(name, kind) for name, kind in (("self", _POSITIONAL), (inputs, _VARIABLE))]
     others = [each for each in keywords if each.kind is each.VAR_KEYWORD]
     forward.__signature__ = inspect.Signature([*own, *named, *others])  # type: ignore[attr-defined]
-    return type("Part", (Part,), {"forward": forward})
+    return type("CutPart", (CutPart,), {"forward": forward})
 
 
 _POSITIONAL, _VARIABLE = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL

@@ -17,7 +17,7 @@ from penstock.searching.bounds.rounds import Rounds, rounds_of
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Phase:
     """The time until an action starts (a fill), or from when the last one of its kind ends (a drain)."""
 
     is_input: bool
@@ -36,7 +36,7 @@ class Part:
         return self.idle_s + self.rounds_s
 
 
-NOTHING = Part(False, 0, 0.0, 0.0)
+NOTHING = Phase(False, 0, 0.0, 0.0)
 
 
 def of_fill_and_drain(route: Route) -> Iterator[Bound]:
@@ -69,7 +69,7 @@ def _fill_and_drain(route: Route, rank: int) -> Bound:
     return route.bound("fill and drain", rank, _most_idle(route, rank, drains, "drain"))
 
 
-def _most_idle(route: Route, rank: int, drains: list[Part], name: str) -> dict[str, float]:
+def _most_idle(route: Route, rank: int, drains: list[Phase], name: str) -> dict[str, float]:
     """Return the terms of the fill and the drain that are apart and idle most."""
     own, work = route.once(RankStages.of, rank), work_of(route.problem, rank)
     pairs = product([NOTHING, *route.once(_fills, rank)], drains)
@@ -79,7 +79,7 @@ def _most_idle(route: Route, rank: int, drains: list[Part], name: str) -> dict[s
     return {"work": work, "fill": fill.idle_s, **rounds, name: drain.idle_s}
 
 
-def _are_apart(own: RankStages, fill: Part, drain: Part, work: float) -> bool:
+def _are_apart(own: RankStages, fill: Phase, drain: Phase, work: float) -> bool:
     """Whether the fill is over before the drain begins, in every order."""
     if NOTHING in (fill, drain) or fill.busy_s + drain.busy_s < work * (1 - 1e-12):
         return True  # not all work can be before the one and behind the other
@@ -90,9 +90,9 @@ def _are_apart(own: RankStages, fill: Part, drain: Part, work: float) -> bool:
     return drain.place <= fill.place if fill.is_input else True
 
 
-def _fills(route: Route, rank: int) -> list[Part]:
+def _fills(route: Route, rank: int) -> list[Phase]:
     own = route.once(RankStages.of, rank)
-    found: list[Part] = []
+    found: list[Phase] = []
     for place in range(len(own.stages)):
         found += _fills_of(route, own, place, own.count - 1)
         rounds = rounds_of(route, own, place)
@@ -101,32 +101,32 @@ def _fills(route: Route, rank: int) -> list[Part]:
     return found
 
 
-def _fills_with_rounds(route: Route, own: RankStages, place: int, rounds: Rounds) -> Iterator[Part]:
+def _fills_with_rounds(route: Route, own: RankStages, place: int, rounds: Rounds) -> Iterator[Phase]:
     """Until one of the last F or I of a stage; behind earlier ones, there are only fewer rounds."""
     waits = (rounds.start_s - rounds.busy_s).tolist()
     for index in range(max(1, own.count - 1 - own.most_activations(place)), own.count):
         for fill in _fills_of(route, own, place, own.count - 1 - index) if waits[index] > 0 else ():
             busy = fill.busy_s + float(rounds.busy_s[index])
-            yield Part(fill.is_input, place, fill.idle_s, busy, waits[index])
+            yield Phase(fill.is_input, place, fill.idle_s, busy, waits[index])
 
 
-def _fills_of(route: Route, own: RankStages, place: int, others: int) -> Iterator[Part]:
+def _fills_of(route: Route, own: RankStages, place: int, others: int) -> Iterator[Phase]:
     """Until the first F and the first I of a stage, with so many other microbatches of which work can come before."""
     stage, before, behind = own.stages[place], own.stages[:place], own.stages[place + 1 :]
     forwards: Kinds = [(own.activation[each], own.forward[each], others) for each in range(place)]
     way = route.forwards_between(own.stages[0], stage) - sum(float(route.forward[each]) for each in before)
     busy = most_seconds(forwards, own.room(place))
-    yield Part(False, place, way - busy, busy + sum(own.forward[:place]))
+    yield Phase(False, place, way - busy, busy + sum(own.forward[:place]))
     # A microbatch whose activation is there may have run on all stages behind.
     all_behind = own.all_of(range(place + 1, len(own.stages)))
     forwards.append((own.activation[place], own.forward[place] + all_behind, others))
     way += route.there_and_back(stage) - sum(float(route.forward[each] + route.input[each]) for each in behind)
     busy = most_seconds(forwards, own.room(place))
     idle = way - sum(own.weight[place + 1 :]) - busy
-    yield Part(True, place, idle, busy + sum(own.forward[: place + 1]) + all_behind)
+    yield Phase(True, place, idle, busy + sum(own.forward[: place + 1]) + all_behind)
 
 
-def _drains(route: Route, own: RankStages, *, to_end: bool) -> Iterator[Part]:
+def _drains(route: Route, own: RankStages, *, to_end: bool) -> Iterator[Phase]:
     """From the last I of each stage, and the last F of the last stage: to the end of the rank, or of stage 0."""
     first, places = own.stages[0], range(len(own.stages))
     end = route.inputs_after(first) + float(route.weight[0]) - own.weight[0] if to_end else 0.0
@@ -138,8 +138,8 @@ def _drains(route: Route, own: RankStages, *, to_end: bool) -> Iterator[Part]:
         known = sum(own.weight[: place + 1]) + sum(own.input[:place])
         late: Kinds = [(size, seconds, own.count) for size, seconds, _ in weights[place + 1 :]]
         busy = most_seconds([*weights[: place + 1], *late, *both[:place]], own.room(place))
-        yield Part(True, place, idle - busy, busy + known)
+        yield Phase(True, place, idle - busy, busy + known)
     # From the last F on: `idle` and `known` are those of the last stage.
     busy = most_seconds([*weights, *both], own.room(places[-1]))
     idle = route.there_and_back(own.stages[-1]) - busy + (idle if to_end else max(idle, 0.0))
-    yield Part(False, places[-1], idle, busy + known + own.input[-1])
+    yield Phase(False, places[-1], idle, busy + known + own.input[-1])

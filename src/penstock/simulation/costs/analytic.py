@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.simulation.costs.devices import Device, Link
 from penstock.simulation.costs.transformer import (
     OPTIMIZER_BYTES_OF_TYPE,
-    Part,
+    LayerGroup,
     Transformer,
     embedding_of,
     head_of,
@@ -87,7 +87,7 @@ def figures(model: Transformer, machine: Machine, layers_per_stage: Sequence[int
 
 
 def _compute(
-    model: Transformer, machine: Machine, stages: Sequence[Sequence[Part]], layers_per_stage: Sequence[int]
+    model: Transformer, machine: Machine, stages: Sequence[Sequence[LayerGroup]], layers_per_stage: Sequence[int]
 ) -> dict[str, tuple[float, ...]]:
     flops_per_s = machine.device.flops_per_s(model.data_type) * machine.efficiency * machine.tensor_parallel
     reduction_s = 0.0
@@ -105,14 +105,14 @@ def _compute(
     }
 
 
-def _bytes(model: Transformer, machine: Machine, stages: Sequence[Sequence[Part]]) -> dict[str, tuple[int, ...]]:
+def _bytes(model: Transformer, machine: Machine, stages: Sequence[Sequence[LayerGroup]]) -> dict[str, tuple[int, ...]]:
     share = machine.tensor_parallel
     names = ("activation_bytes", "weight_context_bytes")
     kept = {name: tuple(total // share for total in _totals(stages, name)) for name in names}
     return {"message_bytes": (model.message_bytes // share,), **kept}
 
 
-def _parameters(model: Transformer, machine: Machine, stages: Sequence[Sequence[Part]]) -> dict[str, Any]:
+def _parameters(model: Transformer, machine: Machine, stages: Sequence[Sequence[LayerGroup]]) -> dict[str, Any]:
     """The bytes that are kept per parameter, and the time in which reductions and the optimizer move them."""
     counts = [total // machine.tensor_parallel for total in _totals(stages, "num_parameters")]
     kept = model.bytes_each
@@ -133,7 +133,7 @@ def _parameters(model: Transformer, machine: Machine, stages: Sequence[Sequence[
     }
 
 
-def _totals(stages: Sequence[Sequence[Part]], name: str) -> list[Any]:
+def _totals(stages: Sequence[Sequence[LayerGroup]], name: str) -> list[Any]:
     """One of the figures of each stage."""
     return [sum(getattr(part, name) for part in stage) for stage in stages]
 

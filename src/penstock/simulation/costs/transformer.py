@@ -87,7 +87,7 @@ class Transformer:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerGroup:
     """FLOPs and bytes of one part of the model for one microbatch."""
 
     forward_flops: float
@@ -98,7 +98,7 @@ class Part:
     weight_context_bytes: int
 
 
-def layer_of(model: Transformer) -> Part:
+def layer_of(model: Transformer) -> LayerGroup:
     """Return what one layer takes."""
     width, inner, tokens = model.hidden, model.feed_forward_width, model.tokens
     projected = width + 2 * model.key_value_width
@@ -110,7 +110,7 @@ def layer_of(model: Transformer) -> Part:
     kept = 5 * width + projected + (num_up + 1) * inner
     mask_bytes = 2 * tokens * width if model.has_dropout else 0
     inputs, gradients = 3 * width + inner, projected + 2 * width + num_up * inner
-    return Part(
+    return LayerGroup(
         forward_flops=linear + attention,
         backward_input_flops=linear + 2 * attention,
         backward_weight_flops=linear,
@@ -120,17 +120,17 @@ def layer_of(model: Transformer) -> Part:
     )
 
 
-def embedding_of(model: Transformer) -> Part:
+def embedding_of(model: Transformer) -> LayerGroup:
     """Return what looking up the tokens takes: no products, only parameters and the mask of a dropout."""
     mask_bytes = model.tokens * model.hidden if model.has_dropout else 0
-    return Part(0.0, 0.0, 0.0, model.vocabulary * model.hidden, mask_bytes, 0)
+    return LayerGroup(0.0, 0.0, 0.0, model.vocabulary * model.hidden, mask_bytes, 0)
 
 
-def head_of(model: Transformer) -> Part:
+def head_of(model: Transformer) -> LayerGroup:
     """Return what the last norm, the scores of the vocabulary (in 32 bits) and the loss take."""
     width, tokens = model.hidden, model.tokens
     linear = 2.0 * tokens * width * model.vocabulary
-    return Part(
+    return LayerGroup(
         linear,
         linear,
         linear,

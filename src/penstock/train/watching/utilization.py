@@ -10,7 +10,7 @@ import torch
 
 from penstock.execute.accelerator import is_queued, name_of
 from penstock.simulation.costs.devices import device_of_torch
-from penstock.simulation.costs.transformer import DataType, Part, Transformer, head_of, layer_of
+from penstock.simulation.costs.transformer import DataType, LayerGroup, Transformer, head_of, layer_of
 from penstock.train.settings.config import RunConfig
 
 TYPES: dict[str, DataType] = {"bfloat16": "bf16", "float16": "fp16"}
@@ -56,7 +56,7 @@ def flops_per_token(config: RunConfig, vocabulary: int) -> float:
     return (model.layers * _flops(layer_of(transformer)) + _flops(head_of(transformer))) / config.batch.length
 
 
-def _flops(part: Part) -> float:
+def _flops(part: LayerGroup) -> float:
     return part.forward_flops + part.backward_input_flops + part.backward_weight_flops
 
 
