@@ -21,7 +21,7 @@ from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from tests.reference import reference_step
 
-PATIENCE_S = 20.0
+MAX_WAIT_S = 20.0
 WIDTH = 6
 VOCABULARY = 11
 LENGTH = 3
@@ -29,7 +29,7 @@ IGNORED = -100
 NEARLY = {"tolerance": 1e-12, "loss_tolerance": 1e-12}
 
 
-def on_ranks(num_ranks, case, *args, deadline_s=PATIENCE_S, connect=LocalTransport.create):
+def on_ranks(num_ranks, case, *args, deadline_s=MAX_WAIT_S, connect=LocalTransport.create):
     """Return what `case(transport, *args)` returned on every rank; raise the error of the rank that is to blame."""
     transports = connect(num_ranks, deadline_s)
     with ThreadPoolExecutor(num_ranks) as threads:

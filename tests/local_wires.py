@@ -19,7 +19,7 @@ from penstock.execute.transport.protocol import Tag
 from penstock.execute.transport.rank_names import RankNames
 from penstock.running_time import LONGEST_PART_S, wait_in_parts
 
-PATIENCE_S = 0.05
+MAX_WAIT_S = 0.05
 """Messages of a drawn order move on after so long although a rank neither waits nor ends: it may be gone."""
 
 
@@ -41,7 +41,7 @@ class OrderedWires(Wires):
         try:
             while len({*self._waiting, *self.closed, *self.recovering}) == self.num_ranks and self._move_one():
                 pass
-            if message.is_done or wait_in_parts(self.changed.wait, min(limit_s, PATIENCE_S)):
+            if message.is_done or wait_in_parts(self.changed.wait, min(limit_s, MAX_WAIT_S)):
                 return
             self._move_one()  # nothing has changed for a while: a rank that is gone must not hold up the others
         finally:

@@ -14,7 +14,7 @@ from penstock.execute.replicas.mesh import local_mesh
 from penstock.execute.transport import LocalTransport
 from penstock.execute.values.tensors import is_dtensor, local_part
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import PATIENCE_S, WIDTH, float_layers, named, square_loss, values
+from tests.local_pipelines import MAX_WAIT_S, WIDTH, float_layers, named, square_loss, values
 from tests.reference import even_sizes, reference_step
 
 FLOAT = torch.float64
@@ -23,7 +23,7 @@ MICROBATCHES = 4
 TOLERANCE = 1e-12
 
 
-def on_mesh(pipeline, data, case, *args, deadline_s=PATIENCE_S, connect=LocalTransport.create):
+def on_mesh(pipeline, data, case, *args, deadline_s=MAX_WAIT_S, connect=LocalTransport.create):
     """Return what `case(places, *args)` returned on every rank, one replica after another; or raise its error."""
     mesh = local_mesh(pipeline=pipeline, data=data, deadline_s=deadline_s, connect=connect)
     with ThreadPoolExecutor(len(mesh)) as threads:
@@ -103,14 +103,14 @@ def pipeline_of(places, job, schedule, **options):
     return Pipeline(job.make_layers(), schedule, MICROBATCHES, job.loss, mesh=places, **(job.options | options))
 
 
-def on_pipelines(job, schedule, body, *, pipeline=2, patience_s=PATIENCE_S, **options):
+def on_pipelines(job, schedule, body, *, pipeline=2, max_wait_s=MAX_WAIT_S, **options):
     """Return what `body(own, inputs, target)` returned on every rank, each with its replica's rows of the job."""
 
     def case(places):
         with pipeline_of(places, job, schedule, **options) as own:
             return body(own, *job.of(own.replica))
 
-    return on_mesh(pipeline, len(job.rows), case, deadline_s=patience_s)
+    return on_mesh(pipeline, len(job.rows), case, deadline_s=max_wait_s)
 
 
 def gradients_after(job, schedule, body, **options):

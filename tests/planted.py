@@ -16,7 +16,7 @@ from tests.local_wires import slow
 
 OPTIONS = OptimizerSection(learning_rate=1e-3, warmup_steps=0)
 FORWARD_S, BACKWARD_S = 0.003, 0.006
-PATIENCE_S = 20.0
+MAX_WAIT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Planted:
     def record(self):
         """Return one recorded step, as a run records it: the machine may plant causes of its own."""
         connect = slow(lambda *ends, num_bytes: self.slow_channels.get(ends, 0.0))
-        transports = connect(self.num_ranks, PATIENCE_S)
+        transports = connect(self.num_ranks, MAX_WAIT_S)
         with ThreadPoolExecutor(self.num_ranks) as threads:
             recorded, *_ = [rank.result() for rank in [threads.submit(self._run, wires) for wires in transports]]
         return recorded

@@ -181,9 +181,9 @@ def names_outside():
     return {name for name in (*sockets, *memory) if "penstock" in name or name.startswith("torch_")}
 
 
-def left_behind(pids, before, folder, patience_s=10.0):
+def left_behind(pids, before, folder, max_wait_s=10.0):
     """Return what is still there; names of other programs may come and go meanwhile."""
-    end_s = time.monotonic() + patience_s
+    end_s = time.monotonic() + max_wait_s
     while (names := names_outside() - before) and time.monotonic() < end_s:
         time.sleep(0.1)
         before |= names_outside() - names

@@ -16,12 +16,12 @@ from tests.local_pipelines import error_of, float_layers, float_task, on_ranks, 
 from tests.ranks import RankPool
 
 DEADLINE_S = 5.0
-PATIENCE_S = 60.0
+MAX_WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def threads():
-    with FaultyThreads(deadline_s=PATIENCE_S) as ranks:
+    with FaultyThreads(deadline_s=MAX_WAIT_S) as ranks:
         yield ranks
 
 
@@ -102,7 +102,7 @@ def test_a_transport_alone_blames_the_rank_that_it_waits_for():
 
 def suffer(rank, faults, deadline_s):
     """Run a step with each fault and one without; a rank that stops is woken when all others have their error."""
-    warm = FaultyRank.start(TorchTransport(deadline_s=PATIENCE_S))
+    warm = FaultyRank.start(TorchTransport(deadline_s=MAX_WAIT_S))
     warm.step()  # torch imports what its first backward needs, which may take longer than the deadline
     warm.pipeline.close()
     me = FaultyRank.start(TorchTransport(deadline_s=deadline_s))
@@ -125,7 +125,7 @@ def test_a_process_that_raises_or_is_stopped_or_killed_is_to_blame():
     faults = [Fault("raise", 2, "backward"), Fault("stop", 1, "forward", 1), Fault("kill", 3, "forward", 2)]
 
     with RankPool(NUM_RANKS) as pool:
-        outcome = pool.attempt(suffer, faults, DEADLINE_S, timeout_s=PATIENCE_S)
+        outcome = pool.attempt(suffer, faults, DEADLINE_S, timeout_s=MAX_WAIT_S)
 
     assert not outcome.tracebacks, str(outcome)
     assert outcome.results == {rank: [2, 1, 3] for rank in (0, 1, 2)}
@@ -232,7 +232,7 @@ class Refusing(nn.Linear):
 
 def refused_within():
     """Return what a pipeline raises whose step is refused; this one has been given no inputs."""
-    [transport] = LocalTransport.create(1, PATIENCE_S)
+    [transport] = LocalTransport.create(1, MAX_WAIT_S)
     return error_of(Pipeline(float_layers(), "gpipe", 2, square_loss, transport=transport).step, target=torch.zeros(4))
 
 
@@ -253,7 +253,7 @@ def test_a_refusal_out_of_a_layer_is_a_failure_of_its_rank(make_error, schedule,
         failed = error_of(getattr(pipeline, call), *task.inputs, target=task.target)
         return failed, holds, getattr(pipeline, call)(*task.inputs, target=task.target).loss
 
-    found = on_ranks(num_ranks, case, deadline_s=PATIENCE_S)
+    found = on_ranks(num_ranks, case, deadline_s=MAX_WAIT_S)
 
     [culprit] = [rank for rank, (_, holds, _) in enumerate(found) if holds]
     assert [error.rank for error, *_ in found] == [culprit] * num_ranks

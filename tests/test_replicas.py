@@ -211,7 +211,7 @@ def test_an_evaluation_has_the_loss_of_all_rows_also_where_replicas_have_few(sch
     def evaluated(own, inputs, target):
         return own.evaluate(inputs, target=target)
 
-    for result in on_pipelines(job, schedule, evaluated, patience_s=5.0, deadline_s=5.0, **setting):
+    for result in on_pipelines(job, schedule, evaluated, max_wait_s=5.0, deadline_s=5.0, **setting):
         torch.testing.assert_close(result.loss, expected, rtol=0, atol=1e-14)
         assert len(result.losses) in (MICROBATCHES, 3)
 

@@ -224,7 +224,7 @@ def test_a_weight_that_a_forward_changes_is_an_error_since_the_change_would_be_l
         own.step(inputs, target=target)
         return error, Rows(own)
 
-    options = {"patience_s": DEADLINE_S, "deadline_s": DEADLINE_S} | setting
+    options = {"max_wait_s": DEADLINE_S, "deadline_s": DEADLINE_S} | setting
     errors, rows = zip(*on_pipelines(job, "interleaved-1f1b", steps, **options), strict=True)
 
     assert all("weight was changed in place" in str(error) for error in errors)
@@ -246,7 +246,7 @@ def test_a_slow_replica_is_named_at_the_deadline(slow):
         error = error_of(own.step, inputs, target=target)
         return error, time.monotonic() - begin_s
 
-    options = {"patience_s": deadline_s, "deadline_s": deadline_s} | TWO
+    options = {"max_wait_s": deadline_s, "deadline_s": deadline_s} | TWO
     ranks = on_pipelines(job, "interleaved-1f1b", steps, **options)
 
     name = f"rank {slow} (pipeline {slow % 2}, data {slow // 2})"

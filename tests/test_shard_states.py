@@ -406,7 +406,7 @@ def test_a_replica_that_lags_is_named_with_its_instruction_and_stack():
         time.sleep(2.0 if own.replica == 0 else 0.0)
         return error, took_s, _retried(own, inputs, target)
 
-    ranks = on_pipelines(job, "1f1b", lagging, pipeline=1, patience_s=deadline_s, deadline_s=deadline_s)
+    ranks = on_pipelines(job, "1f1b", lagging, pipeline=1, max_wait_s=deadline_s, deadline_s=deadline_s)
 
     (error, took_s, loss), (other, _, other_loss) = ranks
     assert isinstance(error, DeadlineExceeded)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 import penstock as ps
 from penstock.ir.operations import Op
-from tests.local_pipelines import PATIENCE_S, WIDTH, block, settle, values
+from tests.local_pipelines import MAX_WAIT_S, WIDTH, block, settle, values
 from tests.local_wires import ordered
 from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, layers_of, on_mesh, on_pipelines, pipeline_of, train
 from tests.sharded_pipelines import (
@@ -296,10 +296,10 @@ def storages_between_steps(setting, num_layers):
     barrier, found = threading.Barrier(data), []
 
     def note(places):
-        barrier.wait(PATIENCE_S)
+        barrier.wait(MAX_WAIT_S)
         if places.index == 0:
             found.append([size for key, size in live_storages().items() if key not in begun])
-        barrier.wait(PATIENCE_S)
+        barrier.wait(MAX_WAIT_S)
 
     def case(places):
         job = wide_job(data, rows=4, num_layers=num_layers)

@@ -162,7 +162,7 @@ def test_only_a_stopped_process_that_was_told_to_end_is_killed():
     told.send_signal(signal.SIGTERM)
     over = threading.Event()
     watch = threading.Thread(
-        target=end_stragglers, args=(lambda: [child.pid for child in children], over), kwargs={"patience_s": 0.2}
+        target=end_stragglers, args=(lambda: [child.pid for child in children], over), kwargs={"max_wait_s": 0.2}
     )
     begin_s = time.monotonic()
 
@@ -190,6 +190,6 @@ def test_a_process_that_is_gone_is_no_problem():
         over.set()
         return asked
 
-    end_stragglers(processes, over, patience_s=0.0)
+    end_stragglers(processes, over, max_wait_s=0.0)
 
     assert asked == [child.pid]

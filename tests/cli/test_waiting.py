@@ -30,7 +30,7 @@ def run_timers():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "patience_s", "told"),
+    ("arguments", "max_wait_s", "told"),
     [
         (SHOW, 0.0, "penstock: still at work on 10000 ranks and 20 microbatches ...; Ctrl-C ends it\n"),
         (Namespace(command="check"), 0.0, "penstock: still at work ...; Ctrl-C ends it\n"),
@@ -40,10 +40,10 @@ def run_timers():
     ],
     ids=["with a shape", "without a shape", "a short wait", "train reports itself", "profile reports itself"],
 )
-def test_a_long_wait_of_a_silent_command_is_reported_while_it_lasts(monkeypatch, arguments, patience_s, told):
+def test_a_long_wait_of_a_silent_command_is_reported_while_it_lasts(monkeypatch, arguments, max_wait_s, told):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with waiting_reported(arguments, patience_s):
-        if patience_s == 0.0:
+    with waiting_reported(arguments, max_wait_s):
+        if max_wait_s == 0.0:
             run_timers()
             assert terminal.getvalue() == told
     run_timers()  # none is left

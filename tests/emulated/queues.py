@@ -26,7 +26,7 @@ from tests.emulated.stacks import capture
 POLICIES = ("lazy", "eager", "random")
 KERNEL_S = 10e-6
 """What a kernel takes on the simulated clock unless it says otherwise."""
-PATIENCE_S = 0.02
+MAX_WAIT_S = 0.02
 """How long a host that can run nothing sleeps at most before it looks again."""
 MOST_IN_VAIN = 500
 """How often all hosts look at a device in vain, while nothing is launched or run, until that is a hang."""
@@ -304,7 +304,7 @@ class Queues:
         elif self._all_wait() and not self.advance_any():
             self._report_hang(self.hosts)
         else:
-            self.changed.wait(PATIENCE_S)
+            self.changed.wait(MAX_WAIT_S)
 
     def _all_wait(self):
         """Whether no host can put anything more into a queue, so that what cannot run now never will."""

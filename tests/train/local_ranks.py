@@ -9,7 +9,7 @@ from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.pipeline import Pipeline
 from penstock.train.stopping import StopRequest
 
-PATIENCE_S = 20.0
+MAX_WAIT_S = 20.0
 VOCABULARY = 32
 
 
@@ -29,7 +29,7 @@ class Stopping(StopRequest):
 def on_ranks(num_ranks, case, *args):
     """Return what `case(transport, *args)` returned on every rank; an error of any rank is raised, the first first."""
     with ThreadPoolExecutor(num_ranks) as threads:
-        transports = LocalTransport.create(num_ranks, PATIENCE_S)
+        transports = LocalTransport.create(num_ranks, MAX_WAIT_S)
         futures = [threads.submit(case, transport, *args) for transport in transports]
     return [future.result() for future in futures]
 

@@ -34,7 +34,7 @@ from penstock.execute.transport.torchrun import backend_for
 from penstock.train import devices
 
 LOOPBACK = "127.0.0.1"
-PATIENCE_S = 1
+MAX_WAIT_S = 1
 """How long ranks that were told to end may take before they are killed."""
 
 
@@ -94,7 +94,7 @@ def launch_ranks(
         max_restarts=0,
         monitor_interval=0.1,
     )
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=PATIENCE_S)
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=MAX_WAIT_S)
     interrupt = _Interrupt(agent, may_stop=may_stop)
     try:
         with _environment_of_ranks(), _quiet_logging(), interrupts_handled_by(interrupt), _straggler_watch(agent):
@@ -246,7 +246,7 @@ def _straggler_watch(agent: LocalElasticAgent) -> Iterator[None]:
     watch = threading.Thread(
         target=end_stragglers,
         args=(lambda: _processes_of(agent), over),
-        kwargs={"patience_s": PATIENCE_S},
+        kwargs={"max_wait_s": MAX_WAIT_S},
         daemon=True,
     )
     watch.start()

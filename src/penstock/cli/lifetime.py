@@ -123,8 +123,8 @@ def leave_after(launcher: int, *, poll_s: float = 0.5) -> None:
     os._exit(ExitStatus.INTERRUPTED)
 
 
-def end_stragglers(processes: Callable[[], Sequence[int]], over: threading.Event, *, patience_s: float) -> None:
-    """Until `over` is set, kill those of the child processes whose SIGTERM has waited to be taken for `patience_s`.
+def end_stragglers(processes: Callable[[], Sequence[int]], over: threading.Event, *, max_wait_s: float) -> None:
+    """Until `over` is set, kill those of the child processes whose SIGTERM has waited to be taken for `max_wait_s`.
 
     A running process takes the signal at once, so only a stopped one keeps it waiting. Where the system has no /proc,
     this ends nothing.
@@ -135,7 +135,7 @@ def end_stragglers(processes: Callable[[], Sequence[int]], over: threading.Event
         untaken = [process for process in processes() if _has_untaken_signal(process)]
         waiting_since_s = {process: waiting_since_s.get(process, now_s) for process in untaken}
         for process, since_s in waiting_since_s.items():
-            if now_s - since_s >= patience_s:
+            if now_s - since_s >= max_wait_s:
                 os.kill(process, signal.SIGKILL)
 
 

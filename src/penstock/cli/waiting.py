@@ -11,20 +11,20 @@ from threading import Timer
 
 from penstock.cli.output import complain
 
-PATIENCE_S = 3.0
-COMPILING_PATIENCE_S = 1.0
+MAX_WAIT_S = 3.0
+COMPILING_MAX_WAIT_S = 1.0
 SILENT = ("check", "compare", "convert", "show")
 """The commands that say nothing before their result."""
 _LOGGER = logging.getLogger("penstock.ir.hot")
 
 
 @contextmanager
-def waiting_reported(arguments: Namespace, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Print one line to standard error, if it is a terminal, as soon as a silent command has taken `patience_s`."""
+def waiting_reported(arguments: Namespace, max_wait_s: float = MAX_WAIT_S) -> Iterator[None]:
+    """Print one line to standard error, if it is a terminal, as soon as a silent command has taken `max_wait_s`."""
     if arguments.command not in SILENT or not sys.stderr.isatty():
         yield
         return
-    timer = _timer(patience_s, partial(complain, _line(arguments)))
+    timer = _timer(max_wait_s, partial(complain, _line(arguments)))
     timer.start()
     try:
         yield
@@ -33,9 +33,9 @@ def waiting_reported(arguments: Namespace, patience_s: float = PATIENCE_S) -> It
 
 
 @contextmanager
-def compiling_reported(patience_s: float = COMPILING_PATIENCE_S) -> Iterator[None]:
-    """Print one line to standard error as soon as compiling has taken `patience_s` in all."""
-    handler, level = _Handler(patience_s), _LOGGER.level
+def compiling_reported(max_wait_s: float = COMPILING_MAX_WAIT_S) -> Iterator[None]:
+    """Print one line to standard error as soon as compiling has taken `max_wait_s` in all."""
+    handler, level = _Handler(max_wait_s), _LOGGER.level
     _LOGGER.addHandler(handler)
     _LOGGER.setLevel(logging.INFO)
     try:
@@ -49,9 +49,9 @@ def compiling_reported(patience_s: float = COMPILING_PATIENCE_S) -> Iterator[Non
 class _Handler(logging.Handler):
     """Follows the two records of each compilation: `compiled_s` stands in the second."""
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, max_wait_s: float) -> None:
         super().__init__()
-        self._left_s = patience_s
+        self._left_s = max_wait_s
         self.timer = self._new_timer()
 
     def emit(self, record: logging.LogRecord) -> None:

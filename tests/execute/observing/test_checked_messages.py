@@ -15,7 +15,7 @@ from penstock.placement import Placement
 from penstock.schedules import build
 from tests.execute.test_run import drawn
 from tests.local_pipelines import (
-    PATIENCE_S,
+    MAX_WAIT_S,
     Task,
     difference,
     error_of,
@@ -234,7 +234,7 @@ def test_a_step_after_a_failed_one_runs_with_checked_messages(runs_alone):
             assert "could not start afresh" in str(error_of(step_task, pipeline, task))
             wires.deadline_s = deadline_s
         if runs_alone:
-            has_run.set() if wires.rank == 0 else has_run.wait(PATIENCE_S)
+            has_run.set() if wires.rank == 0 else has_run.wait(MAX_WAIT_S)
         outcome = step_task(pipeline, task)
         pipeline.close()
         return error, outcome

@@ -14,7 +14,7 @@ from penstock.ir.live import peak_activations
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.local_pipelines import PATIENCE_S, block, on_ranks, square_loss, values
+from tests.local_pipelines import MAX_WAIT_S, block, on_ranks, square_loss, values
 
 
 def arrivals(program, rank):
@@ -179,7 +179,7 @@ class Pacing(torch.nn.Module):
 
     def wait(self, x):
         if self.num_waits >= 2:
-            assert self.has_begun[self.num_waits - 2].wait(PATIENCE_S)
+            assert self.has_begun[self.num_waits - 2].wait(MAX_WAIT_S)
         self.num_waits += 1
         return x
 

@@ -140,7 +140,7 @@ def test_nobody_waits_for_a_turn_longer_than_the_deadline():
 
     def wait():
         try:
-            draw(seeded(7, patience_s=0.01), (0, 0), 0)
+            draw(seeded(7, max_wait_s=0.01), (0, 0), 0)
         except DeadlineExceeded as error:
             found.append(error)
 

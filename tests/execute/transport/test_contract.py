@@ -24,9 +24,9 @@ from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
 
 pytestmark = pytest.mark.alone
 
-PATIENCE_S = 20.0
+MAX_WAIT_S = 20.0
 SOON_S = 5.0
-"""What `at once` means on a busy machine; without the feature it would be PATIENCE_S."""
+"""What `at once` means on a busy machine; without the feature it would be MAX_WAIT_S."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def on_ranks(request, pools):
 
 def run_on_threads(num_ranks, case, *args):
     with ThreadPoolExecutor(num_ranks) as threads:
-        transports = LocalTransport.create(num_ranks, PATIENCE_S)
+        transports = LocalTransport.create(num_ranks, MAX_WAIT_S)
         futures = [threads.submit(run_and_close, transport, case, args) for transport in transports]
     return [future.result() for future in futures]
 
@@ -61,11 +61,11 @@ def run_and_close(transport, case, args):
 
 def run_on_gloo(pools, is_direct, num_ranks, case, *args):
     pool = pools.setdefault(num_ranks, RankPool(num_ranks))
-    return pool.run(run_on_one_rank, is_direct, case, args, timeout_s=PATIENCE_S)
+    return pool.run(run_on_one_rank, is_direct, case, args, timeout_s=MAX_WAIT_S)
 
 
 def run_on_one_rank(rank, is_direct, case, args):
-    return run_and_close(TorchTransport(deadline_s=PATIENCE_S, is_direct=is_direct), case, args)
+    return run_and_close(TorchTransport(deadline_s=MAX_WAIT_S, is_direct=is_direct), case, args)
 
 
 def send(transport, peer, tensor):
@@ -309,9 +309,9 @@ def limits_of_waits(transport):
         found.append(transport.deadline_s)
 
     found = []
-    with suppress(KeyError), transport.waiting(2 * PATIENCE_S):
+    with suppress(KeyError), transport.waiting(2 * MAX_WAIT_S):
         now()
-        with transport.waiting(PATIENCE_S):
+        with transport.waiting(MAX_WAIT_S):
             now()
         raise KeyError
     now()
@@ -319,7 +319,7 @@ def limits_of_waits(transport):
 
 
 def test_waits_may_last_longer_within_a_context_but_never_shorter(on_ranks):
-    assert on_ranks(1, limits_of_waits) == [[2 * PATIENCE_S, 2 * PATIENCE_S, PATIENCE_S]]
+    assert on_ranks(1, limits_of_waits) == [[2 * MAX_WAIT_S, 2 * MAX_WAIT_S, MAX_WAIT_S]]
 
 
 # --- failures
@@ -339,7 +339,7 @@ def wait_beyond_deadline(transport, gate):
     transport.deadline_s = 0.3
     ticket = transport.post_receive(1, torch.zeros(1))
     failure = failure_of(transport.wait, ticket)
-    transport.deadline_s = PATIENCE_S
+    transport.deadline_s = MAX_WAIT_S
     Path(gate).touch()
     transport.recover()
     return failure
@@ -362,7 +362,7 @@ def collective_beyond_deadline(transport, gate):
         return None
     transport.deadline_s = 0.3
     failure = failure_of(Control(transport).all_gather_object, 1)
-    transport.deadline_s = PATIENCE_S
+    transport.deadline_s = MAX_WAIT_S
     Path(gate).touch()
     transport.recover()
     return failure
@@ -472,7 +472,7 @@ def recover_with_a_late_rank(transport, gate):
     transport.abort()
     transport.deadline_s = 0.1
     failures = [failure_of(transport.recover) for _ in range(2)]
-    transport.deadline_s = PATIENCE_S
+    transport.deadline_s = MAX_WAIT_S
     Path(gate).touch()
     transport.recover()
     send(transport, 1, torch.tensor([9.0]))
@@ -507,7 +507,7 @@ def test_a_peer_that_closed_is_lost_and_closing_twice_does_no_harm(on_ranks):
 
 
 def be_killed(rank):
-    transport = TorchTransport(deadline_s=PATIENCE_S)
+    transport = TorchTransport(deadline_s=MAX_WAIT_S)
     if rank == 1:
         receive(transport, 0, torch.zeros(1))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -521,7 +521,7 @@ def be_killed(rank):
 
 @pytest.mark.slow
 def test_a_killed_process_is_a_lost_peer_at_once_and_recover_does_not_hang():
-    outcome = run_ranks_with_deaths(2, be_killed, timeout_s=PATIENCE_S)
+    outcome = run_ranks_with_deaths(2, be_killed, timeout_s=MAX_WAIT_S)
 
     first, later, recovery = outcome.results[0]
     assert outcome.exit_codes == {1: -signal.SIGKILL}
@@ -532,7 +532,7 @@ def test_a_killed_process_is_a_lost_peer_at_once_and_recover_does_not_hang():
 
 def be_interrupted(rank, is_direct):
     """Ctrl-C comes to rank 0 while it waits for rank 1, which waits for rank 0."""
-    transport = TorchTransport(deadline_s=PATIENCE_S, is_direct=is_direct)
+    transport = TorchTransport(deadline_s=MAX_WAIT_S, is_direct=is_direct)
     ticket = transport.post_receive(1 - rank, torch.zeros(1))
     if rank == 0:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -550,7 +550,7 @@ def be_interrupted(rank, is_direct):
 @pytest.mark.slow
 @pytest.mark.parametrize(("is_direct", "of_peer"), [(False, None), (True, PeerLost)], ids=["gloo", "direct"])
 def test_ctrl_c_ends_a_wait_at_once(is_direct, of_peer):
-    (kind, took_s), (other, other_s) = run_ranks(2, be_interrupted, is_direct, timeout_s=2 * PATIENCE_S)
+    (kind, took_s), (other, other_s) = run_ranks(2, be_interrupted, is_direct, timeout_s=2 * MAX_WAIT_S)
 
     assert (kind, other) == (KeyboardInterrupt, of_peer)
     assert max(took_s, other_s) < 0.8 * SOON_S
@@ -558,7 +558,7 @@ def test_ctrl_c_ends_a_wait_at_once(is_direct, of_peer):
 
 def be_killed_with_a_child(rank):
     """Rank 1 has forked a process, as a loader of data does, which outlives it."""
-    transport = TorchTransport(deadline_s=PATIENCE_S)
+    transport = TorchTransport(deadline_s=MAX_WAIT_S)
     if rank == 1:
         receive(transport, 0, torch.zeros(1))
         if os.fork() == 0:
@@ -571,7 +571,7 @@ def be_killed_with_a_child(rank):
 
 @pytest.mark.slow
 def test_a_killed_rank_is_lost_at_once_though_a_process_that_it_forked_lives_on():
-    outcome = run_ranks_with_deaths(2, be_killed_with_a_child, timeout_s=2 * PATIENCE_S)
+    outcome = run_ranks_with_deaths(2, be_killed_with_a_child, timeout_s=2 * MAX_WAIT_S)
 
     assert outcome.results[0]["kind"] is PeerLost
     assert outcome.results[0]["took_s"] < 2.0
@@ -579,8 +579,8 @@ def test_a_killed_rank_is_lost_at_once_though_a_process_that_it_forked_lives_on(
 
 def two_pipelines(rank):
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    transport = TorchTransport(groups[rank % 2], deadline_s=PATIENCE_S)
-    again = TorchTransport(groups[rank % 2], deadline_s=PATIENCE_S)
+    transport = TorchTransport(groups[rank % 2], deadline_s=MAX_WAIT_S)
+    again = TorchTransport(groups[rank % 2], deadline_s=MAX_WAIT_S)
     answers = [transport.rank, Control(transport).all_gather_object(rank)]
     for wires in (transport, again):
         if wires.rank == 0:
@@ -593,20 +593,20 @@ def two_pipelines(rank):
 
 @pytest.mark.slow
 def test_peers_are_counted_within_the_group_so_two_pipelines_do_not_meet():
-    answers = run_ranks(4, two_pipelines, timeout_s=PATIENCE_S)
+    answers = run_ranks(4, two_pipelines, timeout_s=MAX_WAIT_S)
 
     assert answers == [[0, [0, 2]], [0, [1, 3]], [1, [0, 2], 0.0, 0.0], [1, [1, 3], 1.0, 1.0]]
 
 
 def on_devices_of_two_kinds(rank):
-    return str(error_of(TorchTransport, deadline_s=PATIENCE_S, device="meta" if rank else "cpu"))
+    return str(error_of(TorchTransport, deadline_s=MAX_WAIT_S, device="meta" if rank else "cpu"))
 
 
 @pytest.mark.slow
 def test_ranks_on_devices_of_different_kinds_are_refused_before_they_connect():
     text = "device: the ranks compute on devices of different kinds: rank 0 on cpu, rank 1 on meta"
 
-    assert run_ranks(2, on_devices_of_two_kinds, timeout_s=PATIENCE_S) == [f"{text}; give all ranks one kind"] * 2
+    assert run_ranks(2, on_devices_of_two_kinds, timeout_s=MAX_WAIT_S) == [f"{text}; give all ranks one kind"] * 2
 
 
 def test_without_a_process_group_the_error_says_what_to_call():
@@ -628,7 +628,7 @@ def exchange_in_any_order(transport, log):
 
 
 def log_of(order_seed):
-    transports = ordered(order_seed)(3, PATIENCE_S)
+    transports = ordered(order_seed)(3, MAX_WAIT_S)
     logs = [[] for _ in transports]
     with ThreadPoolExecutor(3) as threads:
         for future in [threads.submit(exchange_in_any_order, *each) for each in zip(transports, logs, strict=True)]:

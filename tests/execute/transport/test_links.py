@@ -20,7 +20,7 @@ from penstock.execute.transport.sockets import DirectSocket
 from penstock.execute.undocumented_backends import device_backend, gloo, is_timeout
 from tests.execute.transport.test_sockets import through_memory
 
-PATIENCE_S = 20.0
+MAX_WAIT_S = 20.0
 SOON_S = 5.0
 KINDS = ["packets", "shared memory", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 
@@ -65,9 +65,9 @@ def over_backends(pair, kind):
 
     def connect(end):
         if kind == "nccl":
-            backend = device_backend(pair.devices[end], store, end, 2, timedelta(seconds=PATIENCE_S))
+            backend = device_backend(pair.devices[end], store, end, 2, timedelta(seconds=MAX_WAIT_S))
             return backend, QueuedMessage
-        return gloo(store, end, 2, PATIENCE_S), GlooWaiter().message
+        return gloo(store, end, 2, MAX_WAIT_S), GlooWaiter().message
 
     with ThreadPoolExecutor(2) as threads:
         made = [future.result() for future in [threads.submit(connect, end) for end in (0, 1)]]
@@ -86,7 +86,7 @@ def pair(request):
 def wait(*posted):
     for each in posted:
         if each is not None:
-            each.wait(PATIENCE_S)
+            each.wait(MAX_WAIT_S)
 
 
 VALUES = [
@@ -165,7 +165,7 @@ def test_a_wait_ends_soon_when_the_peer_has_gone(pair):
     threading.Timer(0.1, pair.close, (0,)).start()
 
     with pytest.raises(RuntimeError):
-        arriving.wait(PATIENCE_S)
+        arriving.wait(MAX_WAIT_S)
 
     assert time.monotonic() - begin_s < SOON_S
 

@@ -22,7 +22,7 @@ from penstock.execute.transport.rendezvous import MAX_PACKET_BYTES, Listener, So
 from penstock.pipeline import Pipeline
 from tests.ranks import RankPool, run_ranks
 
-PATIENCE_S = 20.0
+MAX_WAIT_S = 20.0
 TAGS = (0, 1)
 SIZES = (1, MAX_PACKET_BYTES // 4 + 1, MAX_PACKET_BYTES // 4, 2 * shared_memory.ROOM_BYTES // 4 + 1, 0, 2)
 """Of messages in float32 elements: packets, one through memory, one that is larger than it, and one without any."""
@@ -33,7 +33,7 @@ class Gathering:
 
     def __init__(self, num_ranks):
         self._values = [None] * num_ranks
-        self._barrier = threading.Barrier(num_ranks, timeout=PATIENCE_S)
+        self._barrier = threading.Barrier(num_ranks, timeout=MAX_WAIT_S)
 
     def of(self, rank):
         def exchange(name, value):
@@ -57,12 +57,12 @@ def connect(rank, exchange):
     with ExitStack() as stack:
         listener = Listener(stack)
         addresses = exchange("addresses", listener.address_text())
-        return connect_all(rank, TAGS, listener, addresses, exchange, PATIENCE_S)
+        return connect_all(rank, TAGS, listener, addresses, exchange, MAX_WAIT_S)
 
 
 def read(end, like):
     room = torch.empty_like(like)
-    end.receive(room).wait(PATIENCE_S)
+    end.receive(room).wait(MAX_WAIT_S)
     return room
 
 
@@ -146,11 +146,11 @@ def test_a_peer_of_another_user_is_sent_away_although_it_knows_the_secret(monkey
         thief = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         thief.connect(listener.address.name)
         thief.send(rendezvous.HELLO.pack(0, listener.address.secret.encode()))
-        sockets = rendezvous._connect(0, 1, TAGS, listener.address, PATIENCE_S)
+        sockets = rendezvous._connect(0, 1, TAGS, listener.address, MAX_WAIT_S)
         answers = iter([False, True])
         monkeypatch.setattr(rendezvous, "_is_same_user", lambda connection: next(answers))
 
-        accepted = listener.accept({0: [key._replace(peer=0) for key in sockets]}, PATIENCE_S)
+        accepted = listener.accept({0: [key._replace(peer=0) for key in sockets]}, MAX_WAIT_S)
 
     value = torch.tensor([3.0])
     sockets[SocketKey(1, 0, False)].send(value)
@@ -231,7 +231,7 @@ def all_sizes(rank, has_listener=True, is_direct=True):
     family = socket.AF_UNIX
     socket.AF_UNIX = family if has_listener or rank == 0 else -1
     try:
-        transport = TorchTransport(deadline_s=PATIENCE_S, is_direct=is_direct)
+        transport = TorchTransport(deadline_s=MAX_WAIT_S, is_direct=is_direct)
     finally:
         socket.AF_UNIX = family
     tensors = [torch.full((size,), 10.0 * number) for number, size in enumerate(SIZES)]
@@ -257,7 +257,7 @@ def on_two_hosts(rank):
     family = socket.AF_UNIX
     socket.AF_UNIX = -1 if rank == 2 else family
     try:
-        transport = TorchTransport(deadline_s=PATIENCE_S)
+        transport = TorchTransport(deadline_s=MAX_WAIT_S)
     finally:
         socket.AF_UNIX = family
     peers = [peer for peer in range(3) if peer != rank]
@@ -277,7 +277,7 @@ def on_two_hosts(rank):
 @pytest.mark.slow
 def test_each_peer_has_the_link_of_its_own_for_every_tag():
     """A rank may have peers on its own host, and others."""
-    found = run_ranks(3, on_two_hosts, timeout_s=PATIENCE_S)
+    found = run_ranks(3, on_two_hosts, timeout_s=MAX_WAIT_S)
 
     for rank, by_tag in enumerate(found):
         peers = [peer for peer in range(3) if peer != rank]
@@ -289,7 +289,7 @@ def test_each_peer_has_the_link_of_its_own_for_every_tag():
 def backends_of(rank):
     made = []
     for is_direct in (True, False):
-        transport = TorchTransport(deadline_s=PATIENCE_S, is_direct=is_direct)
+        transport = TorchTransport(deadline_s=MAX_WAIT_S, is_direct=is_direct)
         made.append(len(transport._backends))
         transport.recover()
         made.append(len(transport._backends))
@@ -302,7 +302,7 @@ def test_ranks_of_one_host_do_without_gloo(pool):
 
 
 def send_and_look(rank, size):
-    transport = TorchTransport(deadline_s=PATIENCE_S)
+    transport = TorchTransport(deadline_s=MAX_WAIT_S)
     found = None
     if rank == 0:
         tensor = torch.ones(size)
@@ -347,7 +347,7 @@ def test_a_tensor_has_left_and_is_let_go_of_before_the_peer_takes_it(pool, size)
 
 
 def other_size(rank):
-    transport = TorchTransport(deadline_s=PATIENCE_S)
+    transport = TorchTransport(deadline_s=MAX_WAIT_S)
     message = ""
     if rank == 0:
         transport.wait(transport.post_send(1, torch.zeros(2)))

@@ -11,7 +11,7 @@ from penstock.execute.transport.links import LinkClosed, MessageLate, SizesDiffe
 from penstock.execute.transport.shared_memory import SharedMemory
 from penstock.execute.transport.sockets import DirectSocket
 
-PATIENCE_S = 20.0
+MAX_WAIT_S = 20.0
 SIZES = {"packets": 2**14, "shared memory": 2**20}
 """Of a message of which only some have room at once, in float32 elements."""
 
@@ -48,7 +48,7 @@ def through_memory(*connections):
 
 def read(end, like):
     room = torch.empty_like(like)
-    end.receive(room).wait(PATIENCE_S)
+    end.receive(room).wait(MAX_WAIT_S)
     return room
 
 
@@ -61,7 +61,7 @@ def test_what_there_is_no_room_for_leaves_later_in_order_and_nobody_waits(pair, 
 
     assert leaving[0] is None
     assert leaving[-1] is not None
-    leaving[-1].wait(PATIENCE_S)
+    leaving[-1].wait(MAX_WAIT_S)
     assert received == [value[0].item() for value in values]
     assert sender.send(values[0]) is None  # straight on again, behind all others
     assert torch.equal(read(receiver, values[0]), values[0])
@@ -100,9 +100,9 @@ def test_waiting_for_room_ends_when_the_peer_is_gone(pair, size):
     pair[1].close()
 
     with pytest.raises(LinkClosed):
-        leaving.wait(PATIENCE_S)
+        leaving.wait(MAX_WAIT_S)
     with pytest.raises(LinkClosed):
-        pair[0].send(torch.zeros(1)).wait(PATIENCE_S)
+        pair[0].send(torch.zeros(1)).wait(MAX_WAIT_S)
 
 
 def test_messages_may_be_asked_for_in_another_order_than_they_come(pair):

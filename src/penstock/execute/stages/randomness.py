@@ -54,7 +54,7 @@ class Randomness:
     generators: Sequence[torch.Generator]
     first_microbatch: int = 0
     """Where this replica's microbatches are counted from: behind those of the replicas before it."""
-    patience_s: float = 60.0
+    max_wait_s: float = 60.0
     """For the generator lock: the ranks of a process take turns, so that nobody draws within another's forward."""
 
 
@@ -85,7 +85,7 @@ class RandomPart(ForwardPart):
             yield
 
     def around_backward(self) -> AbstractContextManager[None]:
-        return generator_lock(self._randomness.patience_s)
+        return generator_lock(self._randomness.max_wait_s)
 
     def again(self) -> ForwardPart:
         part = copy(self)
@@ -100,7 +100,7 @@ class RandomPart(ForwardPart):
             DeadlineExceeded: another thread has kept the generators for too long.
         """
         randomness = self._randomness
-        with generator_lock(randomness.patience_s):
+        with generator_lock(randomness.max_wait_s):
             if randomness.seed is None and self._first is None:
                 self._states[what] = [generator.get_state() for generator in randomness.generators]
                 yield
@@ -139,13 +139,13 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor])
 
 
 @contextmanager
-def generator_lock(patience_s: float) -> Iterator[None]:
+def generator_lock(max_wait_s: float) -> Iterator[None]:
     """Keep other ranks of this process from the generators. Raises: DeadlineExceeded, if one of them keeps them."""
-    if not wait_in_parts(lambda part_s: _GENERATORS.acquire(timeout=part_s), patience_s):
+    if not wait_in_parts(lambda part_s: _GENERATORS.acquire(timeout=part_s), max_wait_s):
         raise DeadlineExceeded(
-            f"another rank of this process has drawn random numbers for {patience_s:g} s; look at what its "
+            f"another rank of this process has drawn random numbers for {max_wait_s:g} s; look at what its "
             "layers do, or raise deadline_s",
-            waited_s=patience_s,
+            waited_s=max_wait_s,
         )
     try:
         yield

@@ -30,7 +30,7 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _RESTART_COUNT, _AGENT_HAS_STORE = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"
 LONGEST_PAUSE_S = 0.02
 """Between two looks into the store."""
-PATIENCE_S = 2.0
+MAX_WAIT_S = 2.0
 """How long the other ranks leave it to the one to blame to report an error."""
 _FIX = "Start every rank with torchrun, or unset RANK and WORLD_SIZE to train in this process alone"
 
@@ -130,12 +130,12 @@ class DefaultGroup:
             return True
         key = f"penstock/attempt{launch.attempt}/reported"
         try:
-            end_s = time.monotonic() + (PATIENCE_S if rank_to_blame not in (None, launch.rank) else 0.0)
+            end_s = time.monotonic() + (MAX_WAIT_S if rank_to_blame not in (None, launch.rank) else 0.0)
             while not store.check([key]) and time.monotonic() < end_s:
                 time.sleep(LONGEST_PAUSE_S)
             is_first = store.add(key, 1) == 1
             # Where rank 0 holds the store, it ends when the others have asked too, or a moment later.
-            end_s = time.monotonic() + (PATIENCE_S if launch.rank == 0 and not launch.has_store else 0.0)
+            end_s = time.monotonic() + (MAX_WAIT_S if launch.rank == 0 and not launch.has_store else 0.0)
             while store.add(key, 0) < launch.num_ranks and time.monotonic() < end_s:
                 time.sleep(LONGEST_PAUSE_S)
             return is_first

@@ -33,7 +33,7 @@ from penstock.execute.transport.world import default_device, default_transport
 from penstock.execute.values.tree import as_graph_leaves, flatten, map_leaves
 
 NUM_WARM_UP_ROUNDS = 1
-PATIENCE_S = 3600.0
+MAX_WAIT_S = 3600.0
 """How long the other ranks wait for the one that measures."""
 
 
@@ -89,7 +89,7 @@ def measure_layers(
         walk = _Walk(tuple(args), kwargs or {}, own_device, num_rounds=num_rounds, clock=clock)
         return walk.times(layers, _last_call(loss, target, own_device))
 
-    wires = transport or default_transport(group, PATIENCE_S, device=device)
+    wires = transport or default_transport(group, MAX_WAIT_S, device=device)
     try:
         return _broadcast_from_rank0(wires, measure)
     finally:
