@@ -77,7 +77,7 @@ def test_the_order_in_which_ranks_are_looked_at_changes_nothing(schedule, chance
     visits = list(range(schedule.num_ranks))
     chance.shuffle(visits)
 
-    result, usual = walked(schedule, visits=np.array(visits)), walked(schedule)
+    result, usual = walked(schedule, rank_order=np.array(visits)), walked(schedule)
 
     assert result.start.tolist() == usual.start.tolist()
     assert result.end.tolist() == usual.end.tolist()

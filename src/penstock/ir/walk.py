@@ -37,7 +37,7 @@ def walk(
     duration: NDArray[Any],
     *,
     lag: NDArray[np.float64] | None = None,
-    visits: NDArray[np.int64] | None = None,
+    rank_order: NDArray[np.int64] | None = None,
     compiled: bool = False,
 ) -> Walk:
     """Run every rank's rows in order, each as early as its predecessors allow.
@@ -45,7 +45,7 @@ def walk(
     `offsets` [num_ranks + 1], `predecessors` [num_rows, n] with -1 for none, `duration` [num_rows], and where these are
     whole numbers, so are all times. `lag` [num_rows, k]
     is the time from the end of a predecessor until the row may start, for the first k columns of predecessors; the
-    others have none. `visits` [num_ranks] is the order in which ranks are looked at again and again, and `compiled`
+    others have none. `rank_order` [num_ranks] is the order in which ranks are looked at again and again, and `compiled`
     asks for compiled loops for a small table too: both change nothing but how fast the walk is.
     """
     num_rows = len(duration)
@@ -53,7 +53,7 @@ def walk(
     of_time = np.result_type(duration, np.int32)
     start, end = np.full((2, num_rows), NOT_RUN, of_time)
     result = Walk(start, end, offsets[:-1].astype(np.int64))
-    turns = np.arange(len(offsets) - 1) if visits is None else visits
+    turns = np.arange(len(offsets) - 1) if rank_order is None else rank_order
     # There and back, since what goes against the turns would get one rank further in each round.
     turns = np.concatenate([turns, turns[::-1]])
     rows = _Rows(*map(frozen, (offsets, predecessors, joined, duration, lag_of_edge, turns)))
@@ -73,7 +73,7 @@ class _Rows(NamedTuple):
     joined: Any
     duration: Any
     lag: Any
-    visits: Any
+    rank_order: Any
 
 
 class _Times(NamedTuple):
@@ -108,7 +108,7 @@ def _visit_all(rows: _Rows, times: _Times) -> bool:
 
     This loop is one function on purpose: compiled, a call for each rank makes the walk take twice as long.
     """
-    offsets, predecessors, joined, duration, lag, visits = rows
+    offsets, predecessors, joined, duration, lag, rank_order = rows
     start, end, reached, free = times
     # Why one greedy pass is enough: a row waits for rows before it on its rank and for its predecessors. Both only
     # ever get an end, so a row that is ready stays ready, and its start, the latest of these ends, is the same
@@ -116,7 +116,7 @@ def _visit_all(rows: _Rows, times: _Times) -> bool:
     # same times; these are the earliest possible ones. A round costs one look at the first row of each blocked rank.
     # Visiting ranks there and back lets results travel along all ranks, of either direction, in one round.
     has_run = False
-    for rank in visits:
+    for rank in rank_order:
         row = reached[rank]
         stop = offsets[rank + 1]
         rank_free = free[rank]
@@ -147,7 +147,7 @@ def _visit_all(rows: _Rows, times: _Times) -> bool:
 
 
 def _walk_all(rows: _Rows, times: _Times) -> None:
-    # A row that is ready stays ready, so the order of visits decides the number of rounds, never the times. A round in
+    # A row that is ready stays ready, so the order of ranks decides the number of rounds, never the times. A round in
     # which no row ran is the end: either all ran, or the rows that are left wait for each other in a cycle.
     while _visit_all(rows, times):
         pass

@@ -85,11 +85,11 @@ class Queues:
             np.concatenate([program.joined, np.zeros(num_added, np.bool_)]),
             np.concatenate([duration_s, *self._duration_s]),
             lag=_table([np.concatenate([lag_s, np.zeros(num_added)])] * num_lagged),
-            visits=self._visits(),
+            rank_order=self._rank_order(),
             compiled=compiled,
         )
 
-    def _visits(self) -> Rows:
+    def _rank_order(self) -> Rows:
         """Each queue right after the rank that fills it: so one round takes a message from end to end."""
         program = self._program
         parts = [_first_after(*each) for each in zip(self._lengths, self._after, strict=True)]
