@@ -131,7 +131,7 @@ def is_whole_number(value: Any, least: int) -> bool:
 
 LONGEST_TIME_S = 1_000_000
 """The system counts milliseconds in 32 bits."""
-A_TIME = f"a number of seconds larger than 0, at most {LONGEST_TIME_S:,}"
+TIME_RULE = f"a number of seconds larger than 0, at most {LONGEST_TIME_S:,}"
 
 
 def is_time(value: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError, nearest
-from penstock.execute.arguments import A_TIME, is_time, is_whole_number, require, require_device
+from penstock.execute.arguments import TIME_RULE, is_time, is_whole_number, require, require_device
 from penstock.execute.backend import find_backend
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import BatchSpec, is_merge_spec
@@ -122,7 +122,7 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         """Refuse here, before any message, what one rank would stumble over later, while the others wait for it."""
-        require("deadline_s", self.deadline_s, is_time(self.deadline_s), A_TIME)
+        require("deadline_s", self.deadline_s, is_time(self.deadline_s), TIME_RULE)
         require("transport", self.transport, _is_transport(self.transport), "a penstock Transport, or None")
         require_device(self.device)
         is_name = isinstance(self.compile, bool | str)
@@ -151,7 +151,7 @@ class PipelineOptions:
         is_limit = self.run_ahead is None or is_whole_number(self.run_ahead, 1)
         require("run_ahead", self.run_ahead, is_limit, "1 or more computations that the host may run ahead, or None")
         is_limit = self.data_warn_s is None or is_time(self.data_warn_s)
-        require("data_warn_s", self.data_warn_s, is_limit, f"{A_TIME}, or None")
+        require("data_warn_s", self.data_warn_s, is_limit, f"{TIME_RULE}, or None")
         require("clock", self.clock, isinstance(self.clock, Clock), "a penstock Clock")
         is_list = isinstance(self.observers, Sequence) and all(isinstance(each, Observer) for each in self.observers)
         require("observers", self.observers, is_list, "a list of penstock Observers")

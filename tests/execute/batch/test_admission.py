@@ -8,7 +8,7 @@ import torch
 from penstock.errors import ConfigError, StepRefused
 from penstock.execute.batch.admission import Admission, StepRequest
 from penstock.execute.batch.cutting import BatchRule
-from penstock.execute.batch.microbatch import EVERY, BatchSpec, Split
+from penstock.execute.batch.microbatch import ANY_KEYWORD, BatchSpec, Split
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.batch.stream import Stream
 from penstock.execute.control.agreement import Mode
@@ -16,7 +16,7 @@ from penstock.execute.control.collectives import Control
 from tests.local_pipelines import error_of, on_ranks
 
 
-def admit(wires, calls, *, keywords=frozenset(), keywords_of_all=frozenset({EVERY}), last_ranks=(), **rule):
+def admit(wires, calls, *, keywords=frozenset(), keywords_of_all=frozenset({ANY_KEYWORD}), last_ranks=(), **rule):
     needs = InputNeeds(wires.rank == 0, wires.rank in last_ranks, keywords, keywords_of_all)
     admission = Admission(Control(wires), BatchRule(**{"num_microbatches": 2} | rule), needs)
     call = calls[wires.rank]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.errors import PipelineError
-from penstock.execute.batch.microbatch import EVERY, Microbatch
+from penstock.execute.batch.microbatch import ANY_KEYWORD, Microbatch
 from penstock.execute.batch.needs import InputNeeds
 from penstock.placement import Placement
 
@@ -62,7 +62,7 @@ def test_a_rank_has_to_copy_what_its_stages_take_and_nothing_else():
     assert found(batch) == ["args", "target", "mask"]
     assert found(batch, inputs=False) == ["target", "mask"]
     assert found(batch, target=False, keywords=frozenset()) == ["args"]
-    assert found(batch, keywords=frozenset({EVERY})) == ["args", "target", "mask", "lengths"]
+    assert found(batch, keywords=frozenset({ANY_KEYWORD})) == ["args", "target", "mask", "lengths"]
 
 
 def test_nothing_is_copied_to_stages_on_the_cpu():

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
-from penstock.execute.batch.microbatch import EVERY
+from penstock.execute.batch.microbatch import ANY_KEYWORD
 from penstock.execute.stages.signatures import TakenKeywords, taken_keywords
 from tests.ranks import run_ranks
 
@@ -63,10 +63,10 @@ def test_a_layer_gets_what_it_names_and_nothing_else():
 
 
 def test_who_may_take_every_keyword_gets_all_but_those_filled_by_position():
-    taken = TakenKeywords({"x": 0, "mask": 1}, takes_every=True)
+    taken = TakenKeywords({"x": 0, "mask": 1}, accepts_any_keyword=True)
 
     assert taken.select({"x": 1, "mask": 2, "other": 3}) == {"mask": 2, "other": 3}
-    assert taken.names() == {"mask", EVERY}
+    assert taken.names() == {"mask", ANY_KEYWORD}
 
 
 # ---- torch's wrappers
@@ -228,7 +228,7 @@ def test_a_subclass_that_passes_its_keywords_to_its_base_takes_what_that_takes()
             return super().other(hidden, **kwargs)
 
     assert names(Sub()) == {"mask", "scale"}
-    assert names(Elsewhere()) == {EVERY}
+    assert names(Elsewhere()) == {ANY_KEYWORD}
 
 
 def test_a_layer_that_ignores_further_keywords_is_given_none():
@@ -288,9 +288,9 @@ class Attending(nn.Module):
 
 @pytest.mark.parametrize("wrapper", [Getting, Popping, ByFunction, ByChosen])
 def test_a_forward_that_may_use_its_keywords_itself_takes_every_keyword(wrapper):
-    assert EVERY in names(wrapper(nn.Linear(4, 4)))
-    assert EVERY in names(Calling(wrapper(nn.Linear(4, 4))))
-    assert EVERY in names(torch.compile(wrapper(nn.Linear(4, 4))))
+    assert ANY_KEYWORD in names(wrapper(nn.Linear(4, 4)))
+    assert ANY_KEYWORD in names(Calling(wrapper(nn.Linear(4, 4))))
+    assert ANY_KEYWORD in names(torch.compile(wrapper(nn.Linear(4, 4))))
 
 
 def test_a_layer_that_torch_gave_a_class_of_its_own_is_no_wrapper_of_torch():
@@ -302,7 +302,7 @@ def test_a_layer_that_torch_gave_a_class_of_its_own_is_no_wrapper_of_torch():
 
     assert len(list(layer.children())) == 1
     assert type(layer).__module__.startswith("torch.")
-    assert names(layer) == {EVERY}
+    assert names(layer) == {ANY_KEYWORD}
 
 
 def test_keywords_that_end_in_a_function_below_are_taken_by_the_layer():
@@ -318,7 +318,7 @@ def test_a_forward_of_which_nothing_is_known_takes_every_keyword():
     exec("def forward(self, x, **kwargs): return self.inner(x, **kwargs)", made)
     without_source = type("WithoutSource", (Wrapper,), {"forward": made["forward"]})(Plain())
 
-    assert names(layer) == names(without_source) == {EVERY}
+    assert names(layer) == names(without_source) == {ANY_KEYWORD}
 
 
 # ---- forwards that were put in place of others
@@ -343,5 +343,5 @@ def test_a_forward_replaced_by_a_function_takes_what_it_says_that_it_wraps_or_ev
     partly.forward = functools.partial(partly.forward, scale=2.0)
 
     assert names(told) == {"mask", "scale"}
-    assert names(untold) == {EVERY}
+    assert names(untold) == {ANY_KEYWORD}
     assert names(partly) == {"mask", "scale"}

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.errors import PenstockError, PipelineError, StepRefused, nearest, warn
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.host_to_device import copies_for, pinned_or_copied
-from penstock.execute.batch.microbatch import EVERY, Microbatch, PreSplit, without_data
+from penstock.execute.batch.microbatch import ANY_KEYWORD, Microbatch, PreSplit, without_data
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.batch.prefetcher import Prefetcher
 from penstock.execute.batch.stream import Part, Reader, Stream, StreamRules
@@ -267,7 +267,7 @@ class Admission:
         self._needs.require_device(call.args, call.target)
         known = self._needs.keywords_of_all
         for name in call.kwargs:
-            if name not in known and EVERY not in known:
+            if name not in known and ANY_KEYWORD not in known:
                 fix = f"{nearest(name, known)} The layers take the keywords {sorted(known)}; rename or drop it"
                 if name in _MEANT_AS_TARGET and call.target is None:
                     fix = " Pass what the loss compares the output with as target=, as in step(x, target=y)"

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.errors import PipelineError
 from penstock.execute.values.tree import flatten
 
-EVERY = "**"
+ANY_KEYWORD = "**"
 """Stands for all names among the names of keywords; no parameter is called so."""
 MicrobatchKey = tuple[int, int]
 """The numbers of a microbatch and of one of its slices."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.accelerator import is_queued
-from penstock.execute.batch.microbatch import EVERY, Microbatch
+from penstock.execute.batch.microbatch import ANY_KEYWORD, Microbatch
 from penstock.execute.values.tree import tensors_of
 from penstock.placement import Placement
 
@@ -21,8 +21,8 @@ class InputNeeds:
     inputs: bool
     target: bool
     keywords: frozenset[str] = frozenset()
-    keywords_of_all: frozenset[str] = frozenset({EVERY})
-    """Those that the layers of any rank take, `EVERY` among them if one may take any."""
+    keywords_of_all: frozenset[str] = frozenset({ANY_KEYWORD})
+    """Those that the layers of any rank take, `ANY_KEYWORD` among them if one may take any."""
     device: torch.device | None = None
     """Where the stages compute; None: not known, so that batches are not asked for it."""
 
@@ -72,7 +72,7 @@ class InputNeeds:
         return [tensor for tensor in found if tensor.device.type == "cpu"]
 
     def _takes(self, keyword: str) -> bool:
-        return keyword in self.keywords or EVERY in self.keywords
+        return keyword in self.keywords or ANY_KEYWORD in self.keywords
 
 
 def _devices(values: Any) -> set[torch.device]:

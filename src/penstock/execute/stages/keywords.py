@@ -24,7 +24,7 @@ _TARGET = (
     "a {layer} fails with: {error}. The first layer gets all positional arguments of the call, here {number}. Pass "
     "what the loss compares the output with as target=, as in step(x, target=y)"
 )
-_EVERY = (
+_ANY_KEYWORD = (
     "a {layer} fails with: {error}. Its forward has **kwargs and may use them itself, so it was given every keyword of "
     "the batch that is not filled by position: {names}. Let its forward name the keywords that it takes, or use "
     "**kwargs only to call the submodule that takes them, as in self.inner(x, **kwargs)"
@@ -73,6 +73,6 @@ def _explained(
         return PipelineError(_IN_PLACE.format(layer=type(layer).__name__, error=error))
     if len(args) > 1 and isinstance(error, TypeError) and str(error).endswith(_TOO_MANY):
         return PipelineError(_TARGET.format(layer=type(layer).__name__, error=error, number=len(args)))
-    if kwargs and isinstance(error, TypeError) and _KEYWORD in str(error) and taken.takes_every:
-        return PipelineError(_EVERY.format(layer=type(layer).__name__, error=error, names=sorted(kwargs)))
+    if kwargs and isinstance(error, TypeError) and _KEYWORD in str(error) and taken.accepts_any_keyword:
+        return PipelineError(_ANY_KEYWORD.format(layer=type(layer).__name__, error=error, names=sorted(kwargs)))
     return error

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.execute.batch.microbatch import EVERY
+from penstock.execute.batch.microbatch import ANY_KEYWORD
 from penstock.execute.undocumented import traced_arguments
 
 _PARSING = Lock()
@@ -33,20 +33,20 @@ class TakenKeywords:
 
     positions: Mapping[str, int | None]
     """By name, the place among the positional arguments; None where a parameter is keyword-only."""
-    takes_every: bool = False
+    accepts_any_keyword: bool = False
     """Whether any other keyword may matter as well: the forward has `**kwargs`, and may use them itself."""
 
     def names(self, num_positional: int = 1) -> set[str]:
-        """Return the names that are free when the first `num_positional` are taken by position; `EVERY` for all."""
+        """Return the names that are free when the first `num_positional` are filled; `ANY_KEYWORD` for all."""
         free = {name for name, position in self.positions.items() if position is None or position >= num_positional}
-        return free | {EVERY} if self.takes_every else free
+        return free | {ANY_KEYWORD} if self.accepts_any_keyword else free
 
     def select(self, kwargs: Mapping[str, Any], num_positional: int = 1) -> dict[str, Any]:
         """Return the entries of `kwargs` that the forward can take, but for those taken by position."""
         if not kwargs:
             return {}
         free = self.names(num_positional)
-        passed_on = kwargs.keys() - self.positions.keys() if self.takes_every else set()
+        passed_on = kwargs.keys() - self.positions.keys() if self.accepts_any_keyword else set()
         return {name: value for name, value in kwargs.items() if name in free or name in passed_on}
 
 
@@ -58,7 +58,7 @@ def taken_keywords(module: nn.Module) -> TakenKeywords:
 def _taken(module: nn.Module, forward: Callable[..., Any]) -> TakenKeywords:
     parameters = _parameters(forward)
     if parameters is None:
-        return TakenKeywords({}, takes_every=True)
+        return TakenKeywords({}, accepts_any_keyword=True)
     positions = {
         item.name: None if item.kind is item.KEYWORD_ONLY else position
         for position, item in enumerate(parameters)
@@ -68,10 +68,10 @@ def _taken(module: nn.Module, forward: Callable[..., Any]) -> TakenKeywords:
         return TakenKeywords(positions)
     inner = _behind(module, forward)
     if inner is None:
-        return TakenKeywords(positions, takes_every=True)
+        return TakenKeywords(positions, accepts_any_keyword=True)
     for each in inner:
         positions = {**each.positions, **positions}
-    return TakenKeywords(positions, any(each.takes_every for each in inner))
+    return TakenKeywords(positions, any(each.accepts_any_keyword for each in inner))
 
 
 def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter] | None:
@@ -129,7 +129,7 @@ def _taken_in(call: ast.AST, bag: str, callee: Callable[[str], TakenKeywords | N
     if not any(isinstance(each, ast.Starred) for each in args):
         given |= {name for name, position in taken.positions.items() if position is not None and position < len(args)}
     left = {name: position for name, position in taken.positions.items() if name not in given}
-    return TakenKeywords(left, taken.takes_every)
+    return TakenKeywords(left, taken.accepts_any_keyword)
 
 
 def _callee(owner: nn.Module, forward: Callable[..., Any], self_name: str, text: str) -> TakenKeywords | None:

@@ -44,7 +44,7 @@ class Stage:
         return distinct(named for layer, module in self.layers.items() for named in named_parameters(layer, module))
 
     def keyword_names(self) -> set[str]:
-        """Return the keyword arguments that the layers can take; `EVERY` among them if one may take any."""
+        """Return the keyword arguments that the layers can take; `ANY_KEYWORD` among them if one may take any."""
         return {name for taken in self.taken_keywords for name in taken.names()}
 
     def set_training(self, is_training: bool) -> None:
