@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.cli.diagnosis import to_json, to_text
-from penstock.execute.split.planner import EarlyWeights
+from penstock.execute.split.planner import ImmediateWeights
 from penstock.schedules import build
 from penstock.searching.what_if import Setting
 from penstock.simulation import Costs
@@ -167,8 +167,8 @@ def test_weight_gradients_that_do_not_wait_for_w_are_told_with_what_they_cost():
     recorded = replace(
         recorded_step(schedule, backward_input_s=(2.0,), backward_weight_s=(0.0,)),
         early_weights={
-            0: EarlyWeights(0.01, ("0.small",)),
-            1: EarlyWeights(1.0, tuple(names), {"7.0": "small"} | dict.fromkeys(names[1:], "cannot be told apart")),
+            0: ImmediateWeights(0.01, ("0.small",)),
+            1: ImmediateWeights(1.0, tuple(names), {"7.0": "small"} | dict.fromkeys(names[1:], "cannot be told apart")),
         },
     )
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, FormatError
-from penstock.execute.split.planner import EarlyWeights
+from penstock.execute.split.planner import ImmediateWeights
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.lowering import lower
 from penstock.schedules import build
@@ -72,7 +72,9 @@ def test_what_is_written_reads_back_to_the_last_bit(schedule, seed):
 
 def test_early_weight_gradients_read_back():
     early = {
-        1: EarlyWeights(0.1 + 0.2, ("1.weight", "2.weight"), {"1.weight": "small", "2.weight": "cannot be told apart"})
+        1: ImmediateWeights(
+            0.1 + 0.2, ("1.weight", "2.weight"), {"1.weight": "small", "2.weight": "cannot be told apart"}
+        )
     }
     recorded = replace(recorded_step(build("zb-h1", ranks=2, microbatches=4)), early_weights=early)
 
@@ -80,7 +82,7 @@ def test_early_weight_gradients_read_back():
 
 
 def test_files_of_before_there_were_reasons_are_read():
-    early = {1: EarlyWeights(0.5, ("1.weight",))}
+    early = {1: ImmediateWeights(0.5, ("1.weight",))}
     recorded = replace(recorded_step(build("zb-h1", ranks=2, microbatches=4)), early_weights=early)
     document = json.loads(recorded_step_to_json(recorded))
     del document["early_weights"][0]["reasons"]

@@ -14,7 +14,7 @@ from penstock.execute.accelerator import is_queued, make_event
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
 from penstock.execute.observing.observer import Around, Observer
-from penstock.execute.split.planner import EarlyWeights
+from penstock.execute.split.planner import ImmediateWeights
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.device_queue import WaitForDevice, await_device
 from penstock.execute.transport.protocol import Transport
@@ -105,7 +105,7 @@ class Recording:
     timeline: Timeline
     message_bytes: tuple[int, ...]
     """[num_stages] bytes of each stage's output; 0 for a last stage."""
-    early_weights: Mapping[int, EarlyWeights]
+    early_weights: Mapping[int, ImmediateWeights]
     """By stage whose backwards are split, which weight gradients are computed in I."""
     rank: int
     alignment: Alignment
@@ -129,7 +129,7 @@ class StepRecording(Observer):
         recorder: Recorder,
         clocks: ClockComparison,
         output_bytes: Callable[[], Mapping[int, int]],
-        early_weights: Callable[[], Mapping[int, EarlyWeights]],
+        early_weights: Callable[[], Mapping[int, ImmediateWeights]],
     ) -> None:
         """`output_bytes` and `early_weights` give those of this rank's stages, behind a step."""
         self.recording: Recording | None = None
@@ -183,7 +183,7 @@ class StepRecording(Observer):
         bytes_of_stage = {stage: num_bytes for row in everyone for stage, num_bytes in row["output_bytes"].items()}
         message_bytes = tuple(bytes_of_stage.get(str(stage), 0) for stage in range(program.num_stages))
         early = {
-            int(stage): EarlyWeights(share, tuple(names), reasons)
+            int(stage): ImmediateWeights(share, tuple(names), reasons)
             for row in everyone
             for stage, (share, names, reasons) in row["early_weights"].items()
         }

@@ -45,7 +45,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyWeights:
+class ImmediateWeights:
     """The weight gradients of a stage that are computed in I, where W was to compute them."""
 
     share: float
@@ -65,7 +65,7 @@ class SplitPlanner:
         """That of the latest step."""
         self.is_examined = False
         """Whether it is known which weights do not wait."""
-        self.early: EarlyWeights | None = None
+        self.early: ImmediateWeights | None = None
         """Those that do not wait; None where it is not known."""
         self._modules = modules
         self._border = small
@@ -133,7 +133,7 @@ class SplitPlanner:
             self.early = self._early_weights(early, matrices)
             _report(stage, self.early, self.how(matrices.items()), matrices)
 
-    def _early_weights(self, early: Set[str], matrices: Mapping[str, nn.Parameter]) -> EarlyWeights:
+    def _early_weights(self, early: Set[str], matrices: Mapping[str, nn.Parameter]) -> ImmediateWeights:
         reasons: dict[str, str] = {}
         for name, weight in matrices.items():
             if name in early:
@@ -141,7 +141,7 @@ class SplitPlanner:
             elif id(weight) not in self._how:
                 reasons[name] = Reason.OWN
         names = tuple(name for name in matrices if name in early)
-        return EarlyWeights(_share_of(early, matrices), names, reasons)
+        return ImmediateWeights(_share_of(early, matrices), names, reasons)
 
     def _following(self) -> SplitPlan:
         return plan_from(self._shown, self._border, lambda weights: self._layers_for(weights).is_complete)
@@ -173,7 +173,7 @@ class SplitPlanner:
         return listed([*names.values()])
 
 
-def _report(stage: int, early: EarlyWeights, how: Mapping[str, str], matrices: Mapping[str, nn.Parameter]) -> None:
+def _report(stage: int, early: ImmediateWeights, how: Mapping[str, str], matrices: Mapping[str, nn.Parameter]) -> None:
     """Log which share of a stage's weights waits, and why others do not; warn if these are many."""
     shares = [f"{reason} {_share_of(names, matrices):.0%}" for reason, names in by_value(early.reasons).items()]
     _LOG.info("stage %d: %s", stage, "; ".join([f"{1 - early.share:.0%} of its weights wait for W", *shares]))

@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.errors import PartitionError, nearest
 from penstock.execute.parameters.tied import TiedCopy
-from penstock.execute.split.planner import EarlyWeights
+from penstock.execute.split.planner import ImmediateWeights
 from penstock.execute.stages.layers import Layer, build_layer, layer_names, spec_attribute
 from penstock.execute.stages.names import full_name, named_parameters
 from penstock.execute.stages.skips import StageSkips, open_at
@@ -55,7 +55,7 @@ class Assembly:
         """Return, per stage of this rank, the keyword arguments that its layers can take."""
         return {stage.index: stage.keyword_names() for stage in self.stages}
 
-    def early_weights(self) -> dict[int, EarlyWeights]:
+    def early_weights(self) -> dict[int, ImmediateWeights]:
         """Return, per stage of this rank whose backwards are split, the weight gradients that I computes."""
         found = {stage.index: stage.split_planner.early for stage in self.stages}
         return {index: early for index, early in found.items() if early is not None}

@@ -12,7 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import ConfigError, FormatError, PenstockError
-from penstock.execute.split.planner import EarlyWeights
+from penstock.execute.split.planner import ImmediateWeights
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.prologue import Prologue
@@ -38,7 +38,7 @@ class RecordedStep:
     """Relative cost per layer, as the split assumed."""
     lead_ins: tuple[Prologue, ...]
     """Per rank, what it did before the step; empty where that is not known."""
-    early_weights: Mapping[int, EarlyWeights] = field(default_factory=dict)
+    early_weights: Mapping[int, ImmediateWeights] = field(default_factory=dict)
     """By stage whose backwards are split, which weight gradients were computed in I."""
     num_replicas: int = 1
     """That ran the step together; this is what the first one measured."""
@@ -53,7 +53,7 @@ class _Wait(BaseModel):
     end_s: float
 
 
-class _EarlyWeights(BaseModel):
+class _ImmediateWeights(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     stage: NotNegative
@@ -79,7 +79,7 @@ class _Document(BaseModel):
     lead_ins: list[Moments]
     data_waits: list[_Wait] = Field(default_factory=list)
     """Files of before there were any lack them."""
-    early_weights: list[_EarlyWeights] = Field(default_factory=list)
+    early_weights: list[_ImmediateWeights] = Field(default_factory=list)
     """Likewise."""
     num_replicas: Annotated[int, Field(ge=1)] = 1
     """Likewise."""
@@ -100,7 +100,7 @@ def recorded_step_to_json(recorded: RecordedStep) -> bytes:
         lead_ins=[[each.free_s, each.loaded_s, each.asked_s] for each in recorded.lead_ins],
         data_waits=[_Wait(**asdict(wait)) for wait in timeline.data_waits],
         early_weights=[
-            _EarlyWeights(stage=stage, share=found.share, names=list(found.names), reasons=dict(found.reasons))
+            _ImmediateWeights(stage=stage, share=found.share, names=list(found.names), reasons=dict(found.reasons))
             for stage, found in sorted(recorded.early_weights.items())
         ],
         num_replicas=recorded.num_replicas,
@@ -145,7 +145,7 @@ def recorded_step_from_json(text: bytes, *, file: str = "<text>") -> RecordedSte
         tuple(range(first, end) for first, end in document.layers_of_stage),
         tuple(document.layer_weights),
         tuple(Prologue(*moments) for moments in document.lead_ins),
-        {each.stage: EarlyWeights(each.share, tuple(each.names), each.reasons) for each in document.early_weights},
+        {each.stage: ImmediateWeights(each.share, tuple(each.names), each.reasons) for each in document.early_weights},
         document.num_replicas,
     )
 
