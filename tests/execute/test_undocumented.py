@@ -201,10 +201,10 @@ def test_a_node_shows_whether_others_keep_what_it_saved(is_moved):
         kept = [operands[0] @ operands[1], Own.apply(made)]
     plain = [operands[0] @ operands[1], Own.apply(made), made + 1]
 
-    assert undocumented.is_hooked(kept[0].grad_fn, "self")
-    assert not undocumented.is_hooked(plain[0].grad_fn, "self")
-    assert all(undocumented.is_any_hooked(output.grad_fn) for output in kept)
-    assert not any(undocumented.is_any_hooked(output.grad_fn) for output in plain)
+    assert undocumented.is_saved_elsewhere(kept[0].grad_fn, "self")
+    assert not undocumented.is_saved_elsewhere(plain[0].grad_fn, "self")
+    assert all(undocumented.is_any_saved_elsewhere(output.grad_fn) for output in kept)
+    assert not any(undocumented.is_any_saved_elsewhere(output.grad_fn) for output in plain)
 
 
 def test_a_node_shows_that_hooks_bring_back_what_it_saved_as_often_as_it_is_asked_for():
@@ -216,7 +216,7 @@ def test_a_node_shows_that_hooks_bring_back_what_it_saved_as_often_as_it_is_aske
     for hook in (unpack, lambda kept: kept):
         with saved_tensors_hooks(lambda tensor: tensor, hook):
             node = torch.exp(leaf(3)).grad_fn
-            found.append((undocumented.is_any_hooked(node), undocumented.is_hooked(node, "result")))
+            found.append((undocumented.is_any_saved_elsewhere(node), undocumented.is_saved_elsewhere(node, "result")))
 
     assert found == [(False, False), (True, True)]
 

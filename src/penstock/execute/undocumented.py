@@ -121,7 +121,7 @@ def saved_padding(node: Node) -> int:
     return padding - _UNSIGNED if padding >= _UNSIGNED // 2 else padding
 
 
-def is_hooked(node: Node, name: str) -> bool:
+def is_saved_elsewhere(node: Node, name: str) -> bool:
     """Whether a tensor that a node saved is kept by others, such as checkpointing, who bring it back only once."""
     return _is_brought_once(getattr(node, f"_raw_saved_{name}"))
 
@@ -132,7 +132,7 @@ def repeats(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
     return unpack
 
 
-def is_any_hooked(node: Node) -> bool:
+def is_any_saved_elsewhere(node: Node) -> bool:
     """Whether any of the tensors that a node saved is kept by others, who may be asked for it only once."""
     found = [each for name in _raw_names(type(node)) for each in _listed(getattr(node, name))]
     return any(_is_brought_once(each) for each in found if each is not None)

@@ -22,7 +22,7 @@ from penstock.execute.undocumented import (
     arguments_of,
     backward_of,
     function_of,
-    is_any_hooked,
+    is_any_saved_elsewhere,
     run_instead,
     runs_once,
     version_of,
@@ -33,7 +33,7 @@ _WARNED = "_penstock_warned"
 
 def find_custom_function(node: Any, graph: WeightGraph) -> "CustomFunction | None":
     """Find a call of a function that asks, of activations and weights; one of weights alone is a branch."""
-    if not graph.asks(node) or runs_once(function_of(node)) or is_any_hooked(node):
+    if not graph.asks(node) or runs_once(function_of(node)) or is_any_saved_elsewhere(node):
         return None
     needed = open_places(node)
     places = [place for place in needed if graph.at(node, [place]) is not None]

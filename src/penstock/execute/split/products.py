@@ -38,7 +38,7 @@ from penstock.execute.undocumented import (
     CONVOLUTION,
     EMBEDDING,
     MM,
-    is_hooked,
+    is_saved_elsewhere,
     saved,
     saved_padding,
     version_of,
@@ -164,7 +164,9 @@ def _finder(
         if made_of is None or operands is None:
             return None
         way = way_of(made_of, operands[0])
-        return Product(node, made_of, needed, *way, *operands, activations, is_kept_elsewhere=is_hooked(node, name))
+        return Product(
+            node, made_of, needed, *way, *operands, activations, is_kept_elsewhere=is_saved_elsewhere(node, name)
+        )
 
     def activations(node: Node) -> Tensor:
         tensor: Tensor = saved(node, name)
@@ -252,7 +254,9 @@ def _read_convolution(node: Node, places: Sequence[int]) -> tuple[Formula, Weigh
     stride, padding, dilation, is_transposed, output_padding, groups = [saved(node, name) for name in names]
     geometry = stride, padding, dilation, is_transposed, output_padding, groups
     kernel = None
-    if not is_hooked(node, "weight"):  # otherwise the activations are hooked, too, and the product is not deferred
+    if not is_saved_elsewhere(
+        node, "weight"
+    ):  # otherwise the activations are hooked, too, and the product is not deferred
         kernel = saved(node, "weight")
         kernel = kernel if isinstance(kernel, nn.Parameter) else kernel.detach()
     formula = Convolution(geometry, saved(node, "bias_sym_sizes_opt"), (1 in places, 2 in places))

@@ -28,7 +28,7 @@ from penstock.execute.undocumented import (
     HOOKED_MODULE,
     REENTRANT_CHECKPOINT,
     function_of,
-    is_any_hooked,
+    is_any_saved_elsewhere,
     is_function,
     kind_of,
     metadata_at,
@@ -121,7 +121,7 @@ class WeightBranch(Waiting):
 
 
 def _can_wait(node: Node) -> bool:
-    return not is_any_hooked(node) and not (is_function(node) and runs_once(function_of(node)))
+    return not is_any_saved_elsewhere(node) and not (is_function(node) and runs_once(function_of(node)))
 
 
 def _zeros(node: Node, number: int) -> Tensor:

@@ -29,7 +29,7 @@ from penstock.execute.undocumented import (
     TRANSPOSITION,
     VIEWS,
     function_of,
-    is_any_hooked,
+    is_any_saved_elsewhere,
     is_function,
     kind_of,
     leaf_of,
@@ -117,7 +117,7 @@ class WeightGraph:
         if len(roots) == 1 and (plain := _plain_weight(roots[0])) is not None:
             return plain
         nodes = self._nodes_behind(roots, rule)
-        if nodes is None or any(map(is_any_hooked, nodes)):
+        if nodes is None or any(map(is_any_saved_elsewhere, nodes)):
             return None
         parameters = {id(leaf): leaf for node in nodes if kind_of(node) == LEAF and (leaf := leaf_of(node)) is not None}
         return MadeOf([each for each in parameters.values() if isinstance(each, nn.Parameter)], nodes)
