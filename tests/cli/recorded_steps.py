@@ -33,5 +33,5 @@ def recorded_step(schedule=None, *, forward_s=(1.0,), late_s=0.0, uncertainty_s=
         message_bytes=(0,) * program.num_stages,
         layers_of_stage=tuple(parts),
         layer_weights=(1.0,) * max(part.stop for part in parts),
-        lead_ins=tuple(late if rank == 1 else usual for rank in range(program.num_ranks)),
+        prologues=tuple(late if rank == 1 else usual for rank in range(program.num_ranks)),
     )

@@ -188,7 +188,7 @@ def test_the_recorded_step_reads_back_as_it_was_measured(finished):
     assert recorded.step == 3
     assert recorded.timeline.end_s.tolist() == result.timeline.end_s.tolist()
     assert recorded.layers_of_stage == (range(5),)
-    assert recorded.lead_ins == result.recorded.lead_ins
+    assert recorded.prologues == result.recorded.prologues
 
 
 def test_the_same_configuration_gives_the_same_weights(finished, tmp_path, text):

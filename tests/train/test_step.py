@@ -219,9 +219,9 @@ def test_a_recorded_step_tells_how_long_each_rank_waited_for_the_last_batch():
     assert [outcome.data_wait_s for outcome in outcomes] == [16.5, 20.0]
     for recorded in (outcome.recorded for outcome in outcomes):
         assert recorded.step == 3
-        assert [lead_in.data_s for lead_in in recorded.lead_ins] == [0.5, 4.0]
-        assert recorded.lead_ins[0].asked_s == 0  # its clock stood still from there to the recorded step
-        assert [lead_in.loaded_s for lead_in in recorded.lead_ins] == [lead.asked_s for lead in recorded.lead_ins]
+        assert [lead_in.data_s for lead_in in recorded.prologues] == [0.5, 4.0]
+        assert recorded.prologues[0].asked_s == 0  # its clock stood still from there to the recorded step
+        assert [lead_in.loaded_s for lead_in in recorded.prologues] == [lead.asked_s for lead in recorded.prologues]
         assert recorded.layers_of_stage == (range(3), range(3, 7))
         assert len(recorded.layer_weights) == 7
         assert recorded.message_bytes == (2 * 8 * 16 * 4, 0)
@@ -264,13 +264,13 @@ def test_a_recorded_step_tells_how_long_each_rank_waited_for_which_microbatch_of
     assert [outcome.data_wait_s for outcome in outcomes] == [30.0, 16.875]
     for recorded in (outcome.recorded for outcome in outcomes):
         waits = recorded.timeline.data_waits
-        assert [lead_in.data_s for lead_in in recorded.lead_ins] == [0.0, 0.0]
+        assert [lead_in.data_s for lead_in in recorded.prologues] == [0.0, 0.0]
         assert [(wait.rank, wait.microbatch) for wait in waits] == [
             (rank, each) for rank in (0, 1) for each in range(4)
         ]
         assert [wait.end_s - wait.begin_s for wait in waits] == [16.0, 8.0, 4.0, 2.0, 16.0, 0.5, 0.25, 0.125]
-        assert waits[0].begin_s == recorded.lead_ins[0].asked_s
-        assert [lead_in.data_s for lead_in in with_first_waits(recorded.timeline, recorded.lead_ins)] == [16.0, 16.0]
+        assert waits[0].begin_s == recorded.prologues[0].asked_s
+        assert [lead_in.data_s for lead_in in with_first_waits(recorded.timeline, recorded.prologues)] == [16.0, 16.0]
 
 
 def train_astray(transport, value, where):

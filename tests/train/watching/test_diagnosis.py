@@ -143,7 +143,7 @@ def test_the_causes_add_up_to_all_idle_time_from_when_a_rank_was_free_to_the_end
     idle = diagnose(recorded, Setting(batch_size=schedule.num_microbatches)).idle
 
     end_s = timeline.end_s[timeline.program.is_compute].max()
-    expected = [end_s - lead_in.free_s - timeline.work_s[rank] for rank, lead_in in enumerate(recorded.lead_ins)]
+    expected = [end_s - lead_in.free_s - timeline.work_s[rank] for rank, lead_in in enumerate(recorded.prologues)]
     assert idle.idle_s == pytest.approx(expected, abs=1e-6)
 
 

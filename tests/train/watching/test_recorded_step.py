@@ -56,7 +56,7 @@ def plain(recorded):
     timeline = recorded.timeline
     times = (timeline.start_s.tolist(), timeline.end_s.tolist(), timeline.clock_uncertainty_s, timeline.source)
     layers = (recorded.layers_of_stage, recorded.layer_weights)
-    others = (recorded.message_bytes, recorded.lead_ins, recorded.step, recorded.num_replicas)
+    others = (recorded.message_bytes, recorded.prologues, recorded.step, recorded.num_replicas)
     return times, timeline.data_waits, layers, others
 
 
@@ -98,7 +98,7 @@ def test_a_file_of_before_waits_for_data_were_kept_has_none(small):
     found = recorded_step_from_json(json.dumps(document).encode())
 
     assert found.timeline.data_waits == ()
-    assert found.lead_ins == recorded_step_from_json(small).lead_ins
+    assert found.prologues == recorded_step_from_json(small).prologues
 
 
 def wait(rank=0, microbatch=0, begin_s=-1.0, end_s=2.0):

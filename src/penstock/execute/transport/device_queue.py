@@ -94,7 +94,7 @@ class DeviceQueue:
     def is_held_up(self) -> bool:
         """Look whether the device waits for a peer now. Raises: PeerLost, DeadlineExceeded."""
         self._require_peers()
-        while self._followed and self._has_come(self._followed[0]):
+        while self._followed and self._has_arrived(self._followed[0]):
             self._followed.popleft()
             if self._held_up_since_s is not None and self._observer is not None:
                 self._observer.note_run()
@@ -169,7 +169,7 @@ class DeviceQueue:
         self._followed.clear()
         self._held_up_since_s = self._seen = None
 
-    def _has_come(self, followed: _Followed) -> bool:
+    def _has_arrived(self, followed: _Followed) -> bool:
         try:
             return followed.message.is_over()
         except RuntimeError as error:

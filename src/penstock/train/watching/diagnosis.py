@@ -63,7 +63,7 @@ class Diagnosis:
     def step_s(self) -> float:
         """From when the first rank was free for the step to the last computation's end."""
         rows = self.timeline.program.is_compute
-        return float(self.timeline.end_s[rows].max()) - begin_of(self.timeline, self.recorded.lead_ins)
+        return float(self.timeline.end_s[rows].max()) - begin_of(self.timeline, self.recorded.prologues)
 
     @property
     def is_busy(self) -> bool:
@@ -109,14 +109,14 @@ def diagnose(
         activation_bytes=activation_bytes,
         weight_context_bytes=weight_context_bytes,
     )
-    before = idle_before(timeline, recorded.lead_ins)
+    before = idle_before(timeline, recorded.prologues)
     within = idle_times(timeline, costs, memory_limit=memory_limit)
     return Diagnosis(
         recorded,
         timeline,
         simulate(timeline.program, costs),
         IdleTimes(before.by_rank + within.by_rank),
-        losses_of(timeline, costs, recorded.lead_ins),
+        losses_of(timeline, costs, recorded.prologues),
         what_if(run, setting),
         costs.spreads,
         shares is not None,

@@ -36,7 +36,7 @@ class RecordedStep:
     layers_of_stage: tuple[range, ...]
     layer_weights: tuple[float, ...]
     """Relative cost per layer, as the split assumed."""
-    lead_ins: tuple[Prologue, ...]
+    prologues: tuple[Prologue, ...]
     """Per rank, what it did before the step; empty where that is not known."""
     early_weights: Mapping[int, ImmediateWeights] = field(default_factory=dict)
     """By stage whose backwards are split, which weight gradients were computed in I."""
@@ -97,7 +97,7 @@ def recorded_step_to_json(recorded: RecordedStep) -> bytes:
         message_bytes=list(recorded.message_bytes),
         layers_of_stage=[[part.start, part.stop] for part in recorded.layers_of_stage],
         layer_weights=list(recorded.layer_weights),
-        lead_ins=[[each.free_s, each.loaded_s, each.asked_s] for each in recorded.lead_ins],
+        lead_ins=[[each.free_s, each.loaded_s, each.asked_s] for each in recorded.prologues],
         data_waits=[_Wait(**asdict(wait)) for wait in timeline.data_waits],
         early_weights=[
             _ImmediateWeights(stage=stage, share=found.share, names=list(found.names), reasons=dict(found.reasons))
