@@ -46,7 +46,7 @@ GROUPS = {
     ),
     "Observers": ("See what a step did.", ["Observer"]),
     "Schedules and programs": (
-        "What the functions above take and return.",
+        "The values that the functions above take and return.",
         ["Schedule", "Program", "Action", "Kind", "Placement"],
     ),
 }

@@ -34,7 +34,7 @@ class PenstockError(Exception):
     """Base of every error raised on purpose: catching it catches them all."""
 
     exit_status = 1
-    """What a process ends with that nobody catches it in; `penstock` commands too."""
+    """The exit status of a process in which nobody catches it, such as a `penstock` command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Violation:
     action: str
     """Text of the action or instruction at that place; empty where something is missing."""
     problem: str
-    """What is wrong and what was expected."""
+    """The fault, and what was expected."""
     fix: str
 
     def __str__(self) -> str:

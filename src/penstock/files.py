@@ -13,7 +13,7 @@ from penstock.errors import PenstockError, hint_of_limit
 PARTIAL_SUFFIX = ".partial"
 ABANDONED_AFTER_S = 3600.0
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says where there is no space left, or no more is granted."""
+"""The errors of a system that has no space left, or grants no more."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ class Placement:
     """
 
     style: str = field(compare=False)
-    """What it is called; on one rank, or where a wave has one turn, several names fit."""
+    """Its name; on one rank, or where a wave has one turn, several names fit."""
     rank_of_stage: tuple[int, ...]
     routes: tuple[tuple[int, ...], ...]
 

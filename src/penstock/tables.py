@@ -32,7 +32,7 @@ NO_SCREEN = Screen()
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What all cells of a column have in common."""
+    """The properties that all cells of a column have in common."""
 
     heading: str
     is_text: bool = False

@@ -1,11 +1,14 @@
 """The code uses the project's words, and only the command line speaks or looks at the world."""
 
 import ast
+import io
 import re
+import tokenize
 
 import pytest
 
 from tests.house.source import ROOT, defined_names, modules, parse
+from tests.house.test_pages import prose
 
 WORDS_OF_SCHEDULES = ["rank", "stage", "microbatch", "action", "instruction", "timeline", "span", "makespan"]
 BANNED_WORDS = {"mb", "pg", "cfg", "fwd", "bwd", "chunk", "chunks"}
@@ -113,3 +116,51 @@ def test_an_old_word_is_found_as_a_whole():
 
     assert old_words(f"the {words[0]}, and a {words[1]}s {words[1]}") == list(words)
     assert len(old_words("way" + "\n    out")) == 1
+
+
+RIDDLE = re.compile(r"(?:\A|[.!?]\s+|\n\s*\n\s*|\n *[*-] )((?:What|Whatever|Who|Whoever) [^\n?]*)(?=\n|\Z)")
+"""A sentence, no question, without a thing that acts."""
+
+
+def riddles(text):
+    """Sentences that begin with a relative word; a name in bold, such as a heading within a list, is none."""
+    return RIDDLE.findall(text)
+
+
+def spoken(module):
+    """The docstrings and comments of a module, each as one text."""
+    comments = [
+        token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(module.text).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    bodies = [body for node in ast.walk(module.tree) if isinstance(body := getattr(node, "body", None), list)]
+    statements = [each for body in bodies for each in body]
+    values = [each.value for each in statements if isinstance(each, ast.Expr)]
+    return comments + [each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+
+
+def test_sentences_of_the_code_begin_with_the_thing_that_acts():
+    assert [f"{module.name}: {line}" for module in modules() for text in spoken(module) for line in riddles(text)] == []
+
+
+def test_sentences_of_the_pages_begin_with_the_thing_that_acts():
+    folders = ((ROOT, "*.md"), (ROOT / "docs", "**/*.md"), (ROOT / "changelog.d", "*.md"))
+    pages = [path for folder, pattern in folders for path in folder.glob(pattern) if path.name != "CHANGELOG.md"]
+    texts = {path.name: prose(path.read_text(encoding="utf-8")) for path in pages}
+    plain = {name: re.sub(r"^(?:\||#).*$", "", text, flags=re.MULTILINE) for name, text in texts.items()}
+    assert {name: found for name, text in plain.items() if (found := riddles(text))} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("What a stage keeps is freed.", 1),
+        ("It waits. Whoever sends it is known.", 1),
+        ("A list:\n\n* What comes is kept.\n* It says what comes.", 1),
+        ("What are stages?", 0),
+        ("1. **What would help** simulates changes.", 0),
+    ],
+)
+def test_a_planted_riddle_is_found(text, number):
+    assert len(riddles(text)) == number

@@ -195,7 +195,7 @@ class _Reader:
 def _scalars(manifest: Manifest) -> frozenset[str]:
     """Return under which names an optimizer keeps one number per parameter.
 
-    What it keeps of a parameter without dimensions does not tell whether it is the one number, or the one element.
+    Its state of a parameter without dimensions does not tell whether it is the one number, or the one element.
     """
     state = {} if manifest.optimizer is None else manifest.optimizer.state
     shapes = {name: entry.shape for name, entry in manifest.weights.items()}

@@ -74,7 +74,7 @@ def lower(
 ) -> Program:
     """Make the program of a schedule: messages, gradient reductions, on request gathers, step and offloads, buffers.
 
-    Whatever feasible order the schedule has, the result passes `penstock.check` under the named `transport`. For
+    The result passes `penstock.check` under the named `transport` for every feasible order. For
     `coalesced` (and `all`) no receive is posted ahead, and it passes under every one; the others share one program.
     `tied_groups` are groups of stages that hold copies of one parameter, at most one of each rank; `offload` are the
     stages that move what they keep of a forward to the host until shortly before its backward; `start` are the starts

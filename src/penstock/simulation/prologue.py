@@ -44,7 +44,7 @@ def begin_of(timeline: Timeline, prologues: Sequence[Prologue]) -> float:
 def idle_before(timeline: Timeline, prologues: Sequence[Prologue]) -> IdleTimes:
     """Put every second of each rank, from when it was free to the step's first computation, down to a cause.
 
-    What all ranks need between batch and step is the host's work; what one needs on top makes it a straggler.
+    The time that all ranks need between batch and step is the host's work; a rank that needs more is a straggler.
     """
     table = np.zeros((timeline.num_ranks, len(Cause)))
     for rank, segments in enumerate(_segments(timeline, with_first_waits(timeline, prologues))):

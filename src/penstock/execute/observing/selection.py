@@ -38,12 +38,12 @@ from penstock.ir.program import Program
 
 
 class Observers:
-    """What looks at the steps of one rank."""
+    """The observers of the steps of one rank."""
 
     of_all_steps: Sequence[Observer]
     """The innermost first."""
     messages: Messages
-    """What the messages of a step go over: the observer that checks them, if any does."""
+    """The transport that the messages of a step take: the observer that checks them, if any does."""
 
     def __init__(
         self,

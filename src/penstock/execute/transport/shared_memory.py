@@ -116,8 +116,8 @@ class SharedMemory:
 class _Half:
     """The memory of one direction, as one process sees it.
 
-    What counts as taken may be written over. No processor moves the copy past the count: a call into the system, or
-    the release of Python's lock, lies between them.
+    Bytes that count as taken may be written over. No processor moves the copy past the count: a call into the system,
+    or the release of Python's lock, lies between them.
     """
 
     def __init__(self, memory: mmap.mmap, begin: int) -> None:

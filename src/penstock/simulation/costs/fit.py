@@ -88,8 +88,8 @@ def costs_from_timelines(
     launch is the mean gap between computations for each instruction in it, where no message was late and no collective
     or copy was between them. Latencies come from the messages that were waited for, since only they show it, less what
     `message_bytes` per stage take at `bandwidths`, in bytes per second, of channels that were measured by themselves.
-    What did not run, whole backwards or their parts, follows from what did by their `shares`; it is 0 where nothing is
-    known.
+    The seconds of backwards that did not run, whole or in parts, follow by their `shares` from those that did; they are
+    0 where nothing is known.
     """
     program = timelines[0].program
     samples = _samples(timelines)

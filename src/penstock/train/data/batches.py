@@ -65,7 +65,7 @@ class Wants:
 class BatchReader:
     """Reads the batches of a run in order, some of them ahead in a thread.
 
-    What fails in the thread is raised by `get` for that batch; it ends with `close`, or with the process.
+    An error in the thread is raised by `get` for that batch; the thread ends with `close`, or with the process.
     """
 
     def __init__(
