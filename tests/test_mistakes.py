@@ -310,7 +310,8 @@ DIFFERENT = [
 
 
 def assert_refused(outcomes, first, second):
-    message = f"rank 0 was asked for {first} in this step, rank 1 for {second}; ask for the same on every rank"
+    said = f"rank 0 has {first}, rank 1 has {second}"
+    message = f"the ranks disagree on extra: {said}. Ask for the same in this step on every rank"
     for kind, words, took_s, loss in outcomes:
         assert (kind, words) == ("StepRefused", message)
         assert took_s < AT_ONCE_S
