@@ -149,7 +149,10 @@ def test_the_first_stage_may_be_fed_by_keywords_alone():
             [INPUTS_ONLY, ((), {}, torch.arange(8))],
             "sizes: rank 0 has [3, 3], rank 1 has [4, 4]. These are the rows",
         ),
-        ([INPUTS_ONLY, ((ROWS.double(),), {}, None)], "These are digests of shapes and types: pass the same batch"),
+        (
+            [INPUTS_ONLY, ((ROWS.double(),), {}, None)],
+            "rank 0 and rank 1 have different shapes or types. Pass the same batch",
+        ),
         ([(({(1, 2): ROWS},), {}, None), TARGET_ONLY], "expected str or int keys"),
     ],
     ids=["uneven inputs", "uneven target", "no inputs", "other rows", "other type", "bad key"],
@@ -270,4 +273,4 @@ def test_a_stream_and_a_whole_batch_of_the_same_rows_are_not_taken_for_each_othe
     calls = [((Stream([(ROWS, ROWS)] * 2),), {}, None), ((ROWS,), {}, ROWS)]
 
     for error in on_ranks(2, lambda wires: refuse(wires, calls, last_ranks=[1])):
-        assert "digests of shapes and types" in str(error)
+        assert "different shapes or types" in str(error)

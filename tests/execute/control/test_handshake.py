@@ -10,8 +10,8 @@ from penstock.execute.control.handshake import (
     AgreedFacts,
     LocalFacts,
     SharedSettings,
-    fixes_of,
     require_equal,
+    rules_of,
     setup_report,
 )
 from tests.local_pipelines import error_of, on_ranks
@@ -30,7 +30,7 @@ def test_a_setup_that_differs_is_named_by_its_field_and_its_ranks_everywhere(nam
         assert type(error) is PipelineError
         assert error.rank == 1
         assert f"disagree on {name}: rank 0 has 1, rank 1 has 1, 2 (and so do ranks 3). " in str(error)
-        assert str(error).endswith(fixes_of(SharedSettings)[name])
+        assert str(error).endswith(rules_of(SharedSettings)[name].fix)
 
 
 def test_ranks_that_do_not_use_a_setting_are_not_compared_in_it():

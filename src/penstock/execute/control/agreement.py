@@ -11,11 +11,11 @@ from typing import Any, Self, cast
 
 from penstock.errors import EndOfData, PenstockError, StepRefused
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import fix, fixes_of, require_equal
+from penstock.execute.control.handshake import Rule, fix, require_equal, rules_of
 from penstock.execute.transport.rank_names import RankNames
 
 _DIGEST_BYTES = 7
-_LAYOUT = "digests of shapes and types"
+_LAYOUT = "shapes or types"
 ALL_FROZEN = 1
 """Stands for parameters of which none needs a gradient; smaller than what stands for others."""
 
@@ -42,8 +42,9 @@ class Extra(StrEnum):
     VALUES = "a look at all values (find_not_finite)"
 
 
-def _given(meaning: str) -> dict[str, str]:
-    return fix(f"These are {meaning}: pass the same batch on every rank, or nothing where a rank needs none")
+def _given(text: str = "", digest_of: str = "") -> dict[str, Rule]:
+    """Return the rule of a part of the batch; `text` says what its values are."""
+    return fix(f"{text}Pass the same batch on every rank, or nothing where a rank needs none", digest_of=digest_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +74,9 @@ class StepProposal:
     # gradients of tied parameters that nobody sends.
     no_sync: str = field(default="none", metadata=fix("Enter no_sync() on every rank for the same steps"))
     """Which `no_sync` the step is within; the text of its call."""
-    inputs: int | None = field(default=None, metadata=_given(_LAYOUT))
+    inputs: int | None = field(default=None, metadata=_given(digest_of=_LAYOUT))
     """A digest of their layout; None where the rank was given none. So are the next two."""
-    keywords: int | None = field(default=None, metadata=_given(_LAYOUT))
+    keywords: int | None = field(default=None, metadata=_given(digest_of=_LAYOUT))
     position: int | None = field(
         default=None,
         metadata=fix(
@@ -83,10 +84,10 @@ class StepProposal:
             "ranks"
         ),
     )
-    target: int | None = field(default=None, metadata=_given(_LAYOUT))
-    sizes: Sequence[int] | None = field(default=None, metadata=_given("the rows of microbatches"))
+    target: int | None = field(default=None, metadata=_given(digest_of=_LAYOUT))
+    sizes: Sequence[int] | None = field(default=None, metadata=_given("These are the rows of microbatches. "))
     """None where the rank was given nothing to split."""
-    lengths: Sequence[int] | None = field(default=None, metadata=_given("the lengths of slices"))
+    lengths: Sequence[int] | None = field(default=None, metadata=_given("These are the lengths of slices. "))
     """Of each microbatch; None where the rank was given nothing to cut."""
 
     takes_keywords: bool = False
@@ -109,7 +110,7 @@ class StepProposal:
 
 
 _FIELDS = tuple(each.name for each in fields(StepProposal))
-FIXES = fixes_of(StepProposal)
+RULES = rules_of(StepProposal)
 """By field that must be equal on all ranks."""
 
 
@@ -195,7 +196,7 @@ def agree_on_step(control: Control, own: StepProposal) -> list[StepProposal]:
     """
     report = {name: getattr(own, name) for name in _FIELDS}  # asdict would copy every value, deeply
     everyone = cast(list[dict[str, Any]], control.all_gather_object(report))
-    require_equal(everyone, control.names, FIXES, StepRefused)
+    require_equal(everyone, control.names, RULES, StepRefused)
     proposals = list(map(_proposal, everyone))
     if not any(each.refusal for each in proposals):
         for name, use in _USES.items():

@@ -1,8 +1,8 @@
 """Compares fields that must be equal on all ranks, in the handshake of a construction and in each step.
 
-require_equal  compares, field by field; a step is compared by it too (`agreement.py`)
-SharedSettings, LocalFacts   what a rank says when it has built its layers
-AgreedFacts         what all ranks know then
+require_equal                  compares, field by field; a step is compared by it too (`agreement.py`)
+SharedSettings, LocalFacts     what a rank says when it has built its layers
+AgreedFacts                    what all ranks know then
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,39 +16,49 @@ SetupReport = Mapping[str, Any]
 """A rank's report of itself: plain values, by name."""
 
 
-def fix(text: str) -> dict[str, str]:
-    """Return the metadata of a field that must be equal on all ranks: how a user makes it so.
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The words for ranks that differ in a field."""
+
+    fix: str
+    """How a user makes it equal."""
+    digest_of: str = ""
+    """Where the values are digests, which say nothing to a user: the things that differ."""
+
+
+def fix(text: str, *, digest_of: str = "") -> dict[str, Rule]:
+    """Return the metadata of a field that must be equal on all ranks: its `Rule`.
 
     The name of the field is what a mismatch is named by. A field that may be None must be equal on the ranks where it
     is not: the others do not use what it describes.
     """
-    return {"fix": text}
+    return {"rule": Rule(text, digest_of)}
 
 
 SAME_START = fix("Start every rank with the same arguments and the same version")
 
 
-def fixes_of(kind: type) -> dict[str, str]:
-    """Return the names of a dataclass's fields that must be equal on all ranks, and the fix of each."""
-    return {each.name: each.metadata["fix"] for each in fields(kind) if each.metadata}
+def rules_of(kind: type) -> dict[str, Rule]:
+    """Return the names of a dataclass's fields that must be equal on all ranks, and the rule of each."""
+    return {each.name: each.metadata["rule"] for each in fields(kind) if each.metadata}
 
 
 def require_equal(
     everyone: Sequence[SetupReport],
     names: RankNames | None = None,
-    fixes: Mapping[str, str] | None = None,
+    rules: Mapping[str, Rule] | None = None,
     fails_as: type[PipelineError] = PipelineError,
 ) -> None:
     """Compare what the ranks say, name by name.
 
-    `names` are those of the ranks, where they are not their indices. `fixes` says which names are compared, by default
+    `names` are those of the ranks, where they are not their indices. `rules` says which names are compared, by default
     all that the first rank says.
 
     Raises:
         PipelineError: `fails_as`, naming what differs and the ranks; the same on every rank.
     """
     ranks = names or RankNames.plain(len(everyone))
-    for name, fix in (fixes or dict.fromkeys(everyone[0], SAME_START["fix"])).items():
+    for name, rule in (rules or dict.fromkeys(everyone[0], SAME_START["rule"])).items():
         found = [theirs.get(name, "nothing") for theirs in everyone]
         said = {rank: value for rank, value in enumerate(found) if value is not None}
         pair = odd_one_out(said)
@@ -56,11 +66,11 @@ def require_equal(
             continue
         one, odd = pair
         alike = ", ".join(str(ranks.numbers[rank]) for rank in said if rank != odd and said[rank] == said[odd])
-        raise fails_as(
-            f"the ranks disagree on {name}: {ranks[one]} has {said[one]}, {ranks[odd]} has {said[odd]}"
-            f"{alike and f' (and so do ranks {alike})'}. {fix}",
-            rank=ranks.numbers[odd],
-        )
+        differ = f"{ranks[one]} has {said[one]}, {ranks[odd]} has {said[odd]}"
+        if rule.digest_of:
+            differ = f"{ranks[one]} and {ranks[odd]} have different {rule.digest_of}"
+        also = f" (and so do ranks {alike})" if alike else ""
+        raise fails_as(f"the ranks disagree on {name}: {differ}{also}. {rule.fix}", rank=ranks.numbers[odd])
 
 
 def odd_one_out(found: Mapping[int, object]) -> tuple[int, int] | None:
@@ -137,7 +147,7 @@ class AgreedFacts:
         Raises:
             PipelineError: naming the field and the ranks that differ; the same on every rank.
         """
-        require_equal([theirs["setup"] for theirs in everyone], names, fixes_of(SharedSettings))
+        require_equal([theirs["setup"] for theirs in everyone], names, rules_of(SharedSettings))
         return cls([LocalFacts(**theirs["found"]) for theirs in everyone])
 
     @property

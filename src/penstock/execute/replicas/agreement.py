@@ -11,16 +11,16 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from penstock.errors import EndOfData, StepRefused
-from penstock.execute.control.agreement import FIXES, AgreedStep, BatchWeight, StepProposal, digest
+from penstock.execute.control.agreement import RULES, AgreedStep, BatchWeight, StepProposal, digest
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import require_equal
+from penstock.execute.control.handshake import Rule, require_equal
 
 _STEP = ("mode", "extra", "step_number", "scale", "no_sync")
 """Fields of a proposal that are equal in all replicas."""
-_FIXES = {name: FIXES[name] for name in _STEP} | {
-    "trained": "These are digests of what needs gradients: freeze and unfreeze parameters on all replicas alike",
-    "has_target": "Pass a target to every replica, or to none",
-    "has_rows": "Pass every replica a batch of the same form, with rows to split",
+_RULES = {name: RULES[name] for name in _STEP} | {
+    "trained": Rule("Freeze and unfreeze parameters on all replicas alike", "parameters that need gradients"),
+    "has_target": Rule("Pass a target to every replica, or to none"),
+    "has_rows": Rule("Pass every replica a batch of the same form, with rows to split"),
 }
 
 
@@ -48,7 +48,7 @@ def agree_across(
     _refuse(everyone, None)
     places = control.places
     firsts = [places.replica_of(replica).start for replica in range(places.num_replicas)]
-    require_equal(everyone, control.names.select(firsts), _FIXES, StepRefused)  # the first ranks stand for replicas
+    require_equal(everyone, control.names.select(firsts), _RULES, StepRefused)  # the first ranks stand for replicas
     weights = [BatchWeight(*theirs["weight"]) for theirs in everyone]
     digests = [theirs["values"] for theirs in everyone]
     return replace(
