@@ -295,7 +295,7 @@ def _recorded(pipeline, moments_s):
 
 def recorded_of(ranks):
     """Return the recorded step, with what each rank did before it."""
-    return replace(ranks[0].recorded, lead_ins=tuple(each.recorded.prologues[0] for each in ranks))
+    return replace(ranks[0].recorded, prologues=tuple(each.recorded.prologues[0] for each in ranks))
 
 
 def _parts(batch, data_s):
