@@ -134,7 +134,7 @@ def test_a_training_step_keeps_its_rule_and_ranks_must_have_equal_rows():
     for trained, none, unequal in on_ranks(2, case):
         assert "7 rows, which 4 microbatches do not divide evenly" in str(trained)
         assert "has 0 rows" in str(none)
-        assert "different shape or type" in str(unequal)
+        assert "different shapes or types" in str(unequal)
         assert {type(trained), type(none), type(unequal)} == {StepRefused}
 
 

@@ -284,11 +284,11 @@ def test_a_step_whose_memory_cannot_be_measured_runs_and_says_so(caplog, monkeyp
 # ---- the page, and the tests themselves
 
 
-def test_the_observer_of_the_design_page_works_as_it_stands(caplog):
-    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+def test_the_observer_of_the_page_works_as_it_stands(caplog):
+    page = (ROOT / "docs" / "observing.md").read_text(encoding="utf-8")
     [example] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ps.Observer" in block]
 
-    exec(compile(example, "docs/design.md", "exec"), {})
+    exec(compile(example, "docs/observing.md", "exec"), {})
 
     told = [record.getMessage() for record in caplog.records if record.name == "root"]
     assert told == [f"step 0: {instruction} took long" for instruction in ("0F0", "0F1", "0B0", "0B1", "0REDUCE_GRAD")]
