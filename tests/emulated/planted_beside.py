@@ -36,7 +36,7 @@ plant(
 )
 
 
-@plant("each loss is read by itself", "following", f"{EXCHANGE}_told", HOST_WAITS, "item")
+@plant("each loss is read by itself", "following", f"{EXCHANGE}_report", HOST_WAITS, "item")
 def _(original):
     def told(own):
         own.computed = {place: torch.tensor(loss.item(), dtype=loss.dtype) for place, loss in own.computed.items()}
@@ -64,7 +64,7 @@ def _(original):
     return combined
 
 
-@plant("losses are read from pinned memory before they are there", "following", f"{EXCHANGE}_told", *READ_EARLY)
+@plant("losses are read from pinned memory before they are there", "following", f"{EXCHANGE}_report", *READ_EARLY)
 def _(original):
     def told(own):
         for place, loss in own.computed.items():
