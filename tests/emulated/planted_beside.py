@@ -48,20 +48,20 @@ def _(original):
 @plant(
     "the pinned memory of the losses is used again too early",
     "following",
-    f"{EXCHANGE}LossExchange._combined",
+    f"{EXCHANGE}LossExchange._on_device",
     *WRITTEN_EARLY,
 )
 def _(original):
     buffers = {}
 
-    def combined(exchange, columns):
-        buffer = buffers.setdefault(str(exchange._device), torch.zeros(len(columns[0].losses), pin_memory=True))
-        buffer.copy_(torch.tensor(columns[0].losses))
+    def on_device(exchange, losses):
+        buffer = buffers.setdefault(str(exchange._device), torch.zeros(len(losses[0]), pin_memory=True))
+        buffer.copy_(torch.tensor(losses[0]))
         buffer.to(exchange._device, non_blocking=True)
         buffer.zero_()
-        return original(exchange, columns)
+        return original(exchange, losses)
 
-    return combined
+    return on_device
 
 
 @plant("losses are read from pinned memory before they are there", "following", f"{EXCHANGE}_report", *READ_EARLY)
