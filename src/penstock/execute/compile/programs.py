@@ -54,12 +54,8 @@ class CompiledPrograms:
         return str(self._active.instruction(int(first) + row)) if row < end - first else ""
 
     def _compile(self, program: Program) -> CompiledProgram:
-        session, options, places, parameters = (
-            self._session,
-            self._session.options,
-            self._session.places,
-            self._session.parameters,
-        )
+        session = self._session
+        options, places, parameters = session.options, session.places, session.parameters
         randomness = Randomness(
             options.seed,
             default_generators(session.device),

@@ -49,7 +49,7 @@ def _given(text: str = "", digest_of: str = "") -> dict[str, Rule]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProposal:
-    """One rank's view of the step that begins; fields with a fix must be equal on all ranks that do not have None."""
+    """One rank's view of the step that begins; fields with a rule must be equal on all ranks that do not have None."""
 
     mode: Mode = field(metadata=fix("Call the same on every rank"))
     # If this differed, only some ranks would wait behind the step for what the others have to give.
