@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from penstock.errors import PeerLost
 from penstock.execute.transport import TorchTransport
 from tests.emulated.failing_steps import DEADLINE_S, LATE_S, Failing, train_around
 from tests.emulated.pipelines import FEATURES, Cell, train_over
@@ -98,6 +99,34 @@ def test_four_ranks_train_as_on_the_cpu():
     cell = Cell("interleaved-1f1b", "plain", 4, 2)
     with processes(4) as ranks:
         expect_close(on_gpu(ranks, cell), ranks.run(train_on, cell, "cpu", torch.float64))
+
+
+def exchange_after_a_send_that_raised(rank):
+    transport = TorchTransport(dist.group.WORLD, device=device_of(rank), deadline_s=DEADLINE_S)
+    value = torch.full((3,), float(rank), device=device_of(rank))
+    has_raised = False
+    if rank == 0:
+        transport.abort()
+    else:
+        end_s = time.monotonic() + START_S / 4
+        while not has_raised and time.monotonic() < end_s:
+            try:
+                transport.post_send(0, value)
+            except PeerLost:
+                has_raised = True
+    transport.recover()
+    received = torch.zeros_like(value)
+    tickets = [transport.post_receive(1 - rank, received), transport.post_send(1 - rank, value)]
+    for ticket in tickets:
+        transport.wait(ticket)
+    transport.close()
+    return has_raised, received.tolist()
+
+
+def test_new_connections_carry_messages_after_a_send_that_raised(pool):
+    found = pool.run(exchange_after_a_send_that_raised, timeout_s=START_S)
+
+    assert found == [(False, [1.0] * 3), (True, [0.0] * 3)]
 
 
 def train_around_on(rank, failing, kind):

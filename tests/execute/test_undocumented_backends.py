@@ -96,7 +96,8 @@ def test_a_backend_that_was_registered_for_a_kind_of_device_is_made_by_its_own_f
 def test_a_backend_of_nccl_can_be_made_without_a_group():
     assert callable(dist.ProcessGroupNCCL.set_timeout)
     assert callable(dist.ProcessGroupNCCL.Options)
-    assert all(callable(getattr(dist.ProcessGroupNCCL, name)) for name in ("send", "recv", "abort", "shutdown"))
+    names = ("send", "recv", "abort", "shutdown", "_group_end")
+    assert all(callable(getattr(dist.ProcessGroupNCCL, name)) for name in names)
 
 
 def test_a_backend_that_takes_options_gets_them(monkeypatch):

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter
 from typing import Protocol, cast
@@ -44,6 +44,18 @@ def gather_into(backend: Backend, whole: Tensor, part: Tensor) -> dist.Work:
 def sum_into(backend: Backend, part: Tensor, whole: Tensor) -> dist.Work:
     """Sum a tensor over all ranks, of which each gets its part."""
     return cast(dist.Work, _SCATTERED_SUM(backend)(part, whole))
+
+
+def end_group(backend: Backend) -> None:
+    """End what a call of NCCL's that has raised leaves open on this thread, where it would keep all later ones waiting.
+
+    NCCL (2.28) runs calls within a group at the group's end, and a `send` to a peer that has aborted ends none: to the
+    host, later messages of this thread are over at once, also those of new backends, and none is ever sent.
+    """
+    end = getattr(backend, "_group_end", None)
+    if end is not None:
+        with suppress(RuntimeError):  # of the call that has raised already, or since no group is open
+            end()
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

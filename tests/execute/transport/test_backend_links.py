@@ -134,6 +134,38 @@ class Directed:
         return f"{self.name} receives from {source} with {tag:d}"
 
 
+class Grouping:
+    """NCCL 2.28: a call to a lost peer raises and leaves a group open, in which no later call does anything."""
+
+    is_open = False
+
+    def _post(self, peer):
+        if peer == 0:
+            Grouping.is_open = True
+            raise RuntimeError("ncclRemoteError")
+        return "never begins" if self.is_open else "begins"
+
+    def send(self, tensors, destination, tag):
+        return self._post(destination)
+
+    def recv(self, tensors, source, tag):
+        return self._post(source)
+
+    def _group_end(self):
+        was_open, Grouping.is_open = Grouping.is_open, False
+        raise RuntimeError("ncclRemoteError" if was_open else "ncclInvalidUsage")
+
+
+@pytest.mark.parametrize("fail", [BackendLink.send, BackendLink.receive])
+def test_after_a_call_that_raised_later_ones_begin(fail):
+    lost, other = (BackendLink(peer, Tag.DATA, Grouping(), Grouping(), lambda work, tensor: work) for peer in (0, 1))
+
+    with pytest.raises(RuntimeError, match="ncclRemoteError"):
+        fail(lost, torch.zeros(3))
+
+    assert other.send(torch.zeros(3)) == other.receive(torch.zeros(3)) == "begins"
+
+
 def test_each_direction_of_a_link_has_a_backend_of_its_own():
     link = BackendLink(2, Tag.DATA, Directed("up"), Directed("down"), lambda work, tensor: (work, tensor.shape))
 

@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.execute.transport.links import MessageLate, Pending, never
 from penstock.execute.transport.protocol import Tag
-from penstock.execute.undocumented_backends import Backend, device_backend
+from penstock.execute.undocumented_backends import Backend, device_backend, end_group
 from penstock.running_time import pause, running_s, wait_in_parts
 
 SHORTEST_WAIT_S = 0.001
@@ -54,11 +54,21 @@ class BackendLink:
 
     def send(self, tensor: Tensor) -> Pending:
         tensor = tensor.detach()
-        return self.posted(self.outgoing.send([tensor], self.peer, self.tag), tensor)
+        try:
+            work = self.outgoing.send([tensor], self.peer, self.tag)
+        except RuntimeError:
+            end_group(self.outgoing)
+            raise
+        return self.posted(work, tensor)
 
     def receive(self, tensor: Tensor) -> Pending:
         tensor = tensor.detach()
-        return self.posted(self.incoming.recv([tensor], self.peer, self.tag), tensor)
+        try:
+            work = self.incoming.recv([tensor], self.peer, self.tag)
+        except RuntimeError:
+            end_group(self.incoming)
+            raise
+        return self.posted(work, tensor)
 
 
 # ---- gloo

@@ -41,7 +41,7 @@ from penstock.execute.transport.protocol import (
 )
 from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvous, connect_all
-from penstock.execute.undocumented_backends import Backend, gloo, is_timeout, store_of
+from penstock.execute.undocumented_backends import Backend, end_group, gloo, is_timeout, store_of
 from penstock.execute.values.tensors import written_out
 from penstock.running_time import running_s
 
@@ -137,11 +137,14 @@ class TorchTransport(WithDeadline):
         ticket names the next one, which waits for the one behind it if it waits.
         """
         ticket = Ticket((self.rank + 1) % self.num_ranks, True, self._next_serial)
+        sums = self._sums
         try:
-            if self._sums is None:
+            if sums is None:
                 raise LinkClosed("this rank has aborted or closed its connections")
-            work = begin(self._sums)
+            work = begin(sums)
         except RuntimeError as error:
+            if sums is not None:
+                end_group(sums)
             raise _not_posted(self, ticket, error) from error.with_traceback(None)
         return self._opened(ticket, QueuedMessage(work, held, self.is_device_held_up))
 
