@@ -181,7 +181,14 @@ def _serve(connection, rank, num_ranks, port, backend, prepare):
         except EOFError:
             break
         connection.send_bytes(_answer(fn, rank, args))
+        _leave_groups()
     os._exit(0)  # a group that lost a peer may block in its destructor
+
+
+def _leave_groups():
+    """End the groups that the function has made: threads of theirs poll, as long as the process lives."""
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 def _answer(fn, rank, args):
