@@ -80,9 +80,6 @@ class Held:
     """Of these, in buffers for gradients that are summed, kept from step to step."""
 
 
-NO_HELD = Held()
-
-
 class RankParameters:
     """The parameters that one rank trains."""
 

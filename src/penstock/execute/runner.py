@@ -44,14 +44,13 @@ class Runner:
         self._compilations = Compilations(places, session.board, layers)
         self._observers = Observers(
             control,
-            device,
             session.assembly,
+            ClockComparison(places.pipeline, device, options.clock, session.agreed.each("clock_host")),
             debug=options.debug,
             ranges=options.ranges,
             run_ahead=options.run_ahead,
             own=options.observers,
             gradient_attribute=options.gradient_attribute,
-            clocks=ClockComparison(places.pipeline, device, options.clock, session.agreed.each("clock_host")),
         )
         self._messenger = Messenger(self._observers.messages, device, has_variable_shapes=options.variable_shapes)
         longest_wait_s = COMPILE_DEADLINE_S if self._compilations.has_compiled_layers else options.deadline_s

@@ -8,7 +8,7 @@ import torch
 
 from penstock.errors import ConfigError, EndOfData, PenstockWarning, PipelineError
 from penstock.execute.batch.cutting import BatchRule
-from penstock.execute.batch.stream import DataTimes, Part, Reader, Stream, StreamRules
+from penstock.execute.batch.stream import Part, Reader, Stream, StreamRules
 from penstock.ir.timeline import DataWait
 from tests.local_pipelines import error_of
 
@@ -34,7 +34,7 @@ def test_what_a_step_looked_at_first_is_what_it_takes_first():
     stream = Stream([("a", "x"), ["b", "y"]])
 
     looked_at = stream.begin_step(0, 2, READ)
-    taken = [stream.take(0, READ) for _ in range(2)]
+    taken = [stream.take() for _ in range(2)]
 
     assert looked_at is taken[0]
     assert [(pull.part.args, pull.part.kwargs, pull.part.target) for pull in taken] == [
@@ -54,7 +54,7 @@ def test_nothing_is_pulled_before_it_is_asked_for():
 def test_what_a_step_left_is_passed_over_by_the_next_one():
     stream = Stream([(index, index) for index in range(6)])
     stream.begin_step(0, 3, READ)
-    stream.take(0, READ)
+    stream.take()
 
     assert inputs_of(stream.begin_step(0, 3, READ)) == 3
     assert stream.position == 3
@@ -75,7 +75,7 @@ def test_a_step_that_was_refused_begins_again_with_the_same_microbatch():
 def test_a_stream_that_ended_says_so_again_and_again():
     stream = Stream([(0, 0)])
     stream.begin_step(0, 1, READ)
-    stream.take(0, READ)
+    stream.take()
 
     for _ in range(2):
         error = error_of(stream.begin_step, 0, 1, READ)
@@ -88,15 +88,15 @@ def test_a_stream_that_ends_inside_a_step_names_the_counts():
     stream = Stream([(index, index) for index in range(5)])
     for _ in range(3):
         stream.begin_step(2, 3, READ)
-        stream.take(2, READ)
-        stream.take(2, READ)
+        stream.take()
+        stream.take()
         if stream.num_taken < 5:
-            stream.take(2, READ)
+            stream.take()
         else:
             break
 
     with pytest.raises(PipelineError, match="the stream of rank 2 gave 2 of its 3 microbatches, 5 in all"):
-        stream.take(2, READ)
+        stream.take()
 
 
 def test_an_item_that_could_not_be_prepared_for_a_refused_step_is_tried_again():
@@ -124,8 +124,8 @@ def test_an_item_that_could_not_be_prepared_is_passed_over_with_its_step():
 
     stream = Stream(iter("abc"), preprocess=prepare)
     stream.begin_step(0, 2, READ)
-    stream.take(0, READ)
-    error_of(stream.take, 0, READ)
+    stream.take()
+    error_of(stream.take)
 
     assert inputs_of(stream.begin_step(0, 1, READ)) == "c"
 
@@ -143,8 +143,7 @@ def test_the_wait_for_an_item_and_its_preparation_are_timed_apart():
 
     pull = Stream(source(), preprocess=prepare).begin_step(0, 1, clock.read)
 
-    assert pull.times == DataTimes(11.0, 6.0)
-    assert (pull.begin_s, pull.end_s) == (1.0, 18.0)
+    assert (pull.begin_s, pull.got_s, pull.end_s) == (1.0, 12.0, 18.0)
 
 
 def test_a_stream_belongs_to_the_rank_that_used_it_first():

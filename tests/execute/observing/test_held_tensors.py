@@ -126,6 +126,5 @@ def test_held_is_what_products_keep_what_is_behind_them_and_what_functions_hold(
         WEIGHT_GRADIENTS.put(partial(torch.add, GRADIENT, FEATURES))
 
     expected = [features, gradient, made, GRADIENT, FEATURES]
-    assert sorted(each.data_ptr() for each in held_by(deferred.take_weight_inputs())) == sorted(
-        each.data_ptr() for each in expected
-    )
+    found = [each for entry in deferred.take_weight_inputs().entries for each in held_by(entry).tensors]
+    assert sorted(each.data_ptr() for each in found) == sorted(each.data_ptr() for each in expected)

@@ -11,10 +11,11 @@ from torch import nn
 
 from penstock.errors import PenstockWarning
 from penstock.execute.accelerator import make_event
-from penstock.execute.observing.clock import Clock
+from penstock.execute.observing.clock import Clock, ClockComparison
 from penstock.execute.observing.observer import observed
 from penstock.execute.observing.recorder import DeviceRecorder, Recorder, recorder_for
 from penstock.execute.step import Bound
+from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.device_queue import await_device
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
@@ -231,14 +232,19 @@ def test_a_device_without_timed_events_leaves_the_recording_out():
     assert str(recorder.failure) == "mps does not support timing"
 
 
+def clocks_of(device):
+    [transport] = LocalTransport.create(1)
+    return ClockComparison(transport, device, Clock(), ["host"])
+
+
 def test_a_processor_is_measured_by_its_clock():
-    assert type(recorder_for(torch.device("cpu"), range(1), Clock(), rank=0, deadline_s=20.0)) is Recorder
+    assert type(recorder_for(clocks_of(torch.device("cpu")), range(1))) is Recorder
 
 
 def products_take_their_time(device):
     size = 4096 if device.type == "cuda" else 16
     matrix = torch.rand(size, size, device=device)
-    recorder = recorder_for(device, range(1), Clock(), rank=0, deadline_s=20.0)
+    recorder = recorder_for(clocks_of(device), range(1))
     matrix @ matrix
     recorder.begin(None)
     begin, end = (make_event(device, timing=True) for _ in range(2))

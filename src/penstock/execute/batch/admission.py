@@ -1,13 +1,14 @@
 """Admits a batch: it is cut, and runs only if all ranks run the same step on the same batch (part 2 of a step)."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.errors import PenstockError, PipelineError, StepRefused, nearest, warn
 from penstock.execute.batch.cutting import BatchRule
-from penstock.execute.batch.host_to_device import copies_for, pinned_or_copied
+from penstock.execute.batch.host_to_device import HostToDevice, copies_for, pinned_or_copied
 from penstock.execute.batch.microbatch import ANY_KEYWORD, Microbatch, PreSplit, without_data
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.batch.prefetcher import Prefetcher
@@ -58,9 +59,8 @@ class Batch:
     """Per microbatch its slices; the microbatch itself where it is not cut."""
     digests: tuple[int, int, int] = (0, 0, 0)
     """Of the layouts of inputs, keyword arguments and target; 0 for what was not given."""
-    position: int | None = None
-    """Where a stream stood; None without one."""
     reader: Reader | None = None
+    """Of a stream, at its first microbatch."""
     data: StepRequest | Part = StepRequest()
     """As it was given; of a stream, the first microbatch."""
     spent: Sequence[PreSplit] = ()
@@ -75,34 +75,25 @@ class Batch:
         return self.digests[2] > 0
 
 
+@dataclass(slots=True, eq=False)
 class Admission:
-    """Admits the batches of one rank of a pipeline; times are read off `read`.
+    """Admits the batches of one rank of a pipeline."""
 
-    `weigh` says what a batch weighs against those of the other replicas.
-    """
+    control: Control
+    rule: BatchRule
+    needs: InputNeeds
+    stream_rules: StreamRules = field(default_factory=StreamRules)
+    checks_values: bool = True
+    weigh: Callable[[Batch, AgreedStep], BatchWeight] | None = None
+    """Says what a batch weighs against those of the other replicas."""
+    read: Callable[[], float] = time.monotonic
+    """The clock that times waits for data."""
+    _copies: HostToDevice | None = field(init=False)
+    _num_admitted: Counter[bool] = field(default_factory=Counter)
+    _has_warned: bool = False
 
-    def __init__(
-        self,
-        control: Control,
-        rule: BatchRule,
-        needs: InputNeeds,
-        *,
-        stream_rules: StreamRules = StreamRules(),  # noqa: B008 (it cannot change)
-        checks_values: bool = True,
-        weigh: Callable[[Batch, AgreedStep], BatchWeight] | None = None,
-        read: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._control = control
-        self._within = control.within
-        self._weigh = weigh
-        self._rule = rule
-        self._needs = needs
-        self._stream_rules = stream_rules
-        self._checks_values = checks_values and control.num_ranks > 1
-        self._num_admitted = {True: 0, False: 0}
-        self._copies = copies_for(control.places.pipeline, needs, rule.slices)
-        self._has_warned = False
-        self._read = read
+    def __post_init__(self) -> None:
+        self._copies = copies_for(self.control.places.pipeline, self.needs, self.rule.slices)
 
     def admit(
         self, mode: Mode, call: StepRequest, problem: PenstockError | None = None, **proposed: Any
@@ -123,30 +114,34 @@ class Admission:
                 given = self._whole(call, mode) if stream is None else self._streamed(stream)
         except PenstockError as error:
             refusal = refusal or error
-        values = self._values(mode, given) if refusal is None else None
+        values, reader = None, given.reader
+        if refusal is None and self.checks_values and self.control.num_ranks > 1:
+            data, is_due = given.data, self._is_due(mode) and reader is None
+            # Tensors only now and then, so that it costs nothing to speak of.
+            values = BatchValues(data.args, data.kwargs, data.target, reads_all=is_due)
         own = StepProposal(
             mode=mode,
             inputs=given.digests[0] or None,
             keywords=given.digests[1] or None,
             target=given.digests[2] or None,
-            sizes=_unless_zero([microbatch.size for microbatch in given.microbatches]),
+            sizes=_unless_zero([each.size for each in given.microbatches]),
             lengths=_unless_zero([each.length for row in given.slices for each in row]),
-            takes_keywords=bool(self._needs.keywords),
-            takes_target=self._needs.target,
+            takes_keywords=bool(self.needs.keywords),
+            takes_target=self.needs.target,
             wants_outputs=call.return_outputs,
             extra=call.extra,
-            position=given.position,
+            position=None if reader is None else reader.stream.position,
             values=() if values is None else values.digests(),
             **({} if refusal is None else refusing(refusal)),
             **proposed,
         )
         try:
             agreed, batch = self._agree(own, given, values)
-            if self._weigh is not None:
-                agreed = self._agree_across(own, agreed, self._weigh(batch, agreed), () if given.reader else own.values)
+            agreed = self._agree_across(own, agreed, batch)
         except StepRefused as refused:
             if stream is not None:
-                stream.undo_begin()  # no rank runs the step, so the microbatch that was looked at is the next one still
+                # No rank runs the step, so the microbatch that was looked at is the next one still.
+                stream.undo_begin()
             if refusal is not None:
                 raise refused from refusal
             raise
@@ -158,7 +153,7 @@ class Admission:
 
     def check_values_again(self) -> None:
         """Compare the values of the next batch, as after a failure, on all ranks alike."""
-        self._num_admitted = {True: 0, False: 0}
+        self._num_admitted.clear()
 
     def end_copies(self, *, has_failed: bool = False) -> None:
         """See that nothing is copied from the batch of a step any more, as `HostToDevice.end` does."""
@@ -168,25 +163,28 @@ class Admission:
     def _agree(self, own: StepProposal, given: Batch, values: BatchValues | None) -> tuple[AgreedStep, Batch]:
         """Agree with the ranks of this replica. Raises: StepRefused."""
         try:
-            proposals = agree_on_step(self._within, own)
-            refuse_other_values(self._within, values, [each.values or (0,) * NUM_PARTS for each in proposals])
+            proposals = agree_on_step(self.control.within, own)
+            digests = [each.values or (0,) * NUM_PARTS for each in proposals]
+            refuse_other_values(self.control.within, values, digests)
             agreed = AgreedStep.of(proposals)
             return agreed, self._sized(given, agreed)
         except StepRefused as refused:
-            if self._weigh is not None:
-                refuse_across(self._control, own, refused)
+            if self.weigh is not None:
+                refuse_across(self.control, own, refused)
             raise
 
-    def _agree_across(
-        self, own: StepProposal, agreed: AgreedStep, weight: BatchWeight, values: Sequence[int]
-    ) -> AgreedStep:
-        """Agree with the other replicas. Raises: StepRefused."""
-        is_due = self._is_due(own.mode) and own.mode.is_training
-        of_job = agree_across(self._control, own, agreed, weight, values if is_due else ())
-        if of_job.has_equal_batches and not self._has_warned and self._control.rank == 0:
+    def _agree_across(self, own: StepProposal, agreed: AgreedStep, batch: Batch) -> AgreedStep:
+        """Agree with the other replicas, if any. Raises: StepRefused."""
+        if self.weigh is None:
+            return agreed
+        weight = self.weigh(batch, agreed)
+        is_due = self._is_due(own.mode) and own.mode.is_training and batch.reader is None
+        of_job = agree_across(self.control, own, agreed, weight, own.values if is_due else ())
+        is_new = of_job.has_equal_batches and not self._has_warned
+        if is_new and self.control.rank == 0:
             self._has_warned = True
             warn(
-                f"all {self._control.places.num_replicas} replicas were given one and the same batch, so each of its "
+                f"all {self.control.places.num_replicas} replicas were given one and the same batch, so each of its "
                 "rows counts several times; give each replica rows of its own, by pipeline.replica"
             )
         return of_job
@@ -195,77 +193,70 @@ class Admission:
         """Whether the values of a batch are compared."""
         return self._num_admitted[mode.is_training] % VALUES_EVERY == 0
 
-    def _values(self, mode: Mode, given: Batch) -> BatchValues | None:
-        """Return the values that the ranks compare; tensors only now and then, so that it costs nothing to speak of."""
-        if not self._checks_values:
-            return None
-        is_due = self._is_due(mode) and given.reader is None
-        return BatchValues(given.data.args, given.data.kwargs, given.data.target, reads_all=is_due)
-
     def _whole(self, call: StepRequest, mode: Mode) -> Batch:
         self._check(call)
-        rule = replace(self._rule, takes_any_size=not mode.is_training)
+        rule = replace(self.rule, takes_any_size=not mode.is_training)
         microbatches = rule.microbatches(call.args, call.kwargs, call.target)
+        values = flatten((call.args, dict(call.kwargs), call.target))[0]
+        presplit = [each for each in values if isinstance(each, PreSplit)]
         return Batch(
             microbatches,
-            [self._rule.slices(microbatch) for microbatch in microbatches],
-            _digests(self._rule, call),
+            list(map(self.rule.slices, microbatches)),
+            _digests(self.rule, call),
             data=call,
-            spent=[each for each in flatten((call.args, dict(call.kwargs), call.target))[0] if _is_spent(each)],
+            spent=[each for each in presplit if each.is_consumed],
         )
 
     def _streamed(self, stream: Stream) -> Batch:
         """Look at the first microbatch only: the others are to be like it."""
-        num_microbatches = self._rule.num_microbatches
-        if not (self._needs.inputs or self._needs.target or self._needs.keywords):
+        indices = range(self.rule.num_microbatches)
+        if not (self.needs.inputs or self.needs.target or self.needs.keywords):
             return self._whole(StepRequest(), Mode.TRAIN)
-        copy = None if self._copies is None else pinned_or_copied
-        reader = Reader(stream, self._control.rank, self._rule, self._stream_rules, read=self._read, copy=copy)
+        rank, copy = self.control.rank, None if self._copies is None else pinned_or_copied
+        reader = Reader(stream, rank, self.rule, self.stream_rules, self.read, copy)
         first, slices = reader.begin()
         self._check(first)
-        rule = replace(self._rule, num_microbatches=1)
+        rule = replace(self.rule, num_microbatches=1)
         empty_slices = [without_data(one) for one in slices]
         return Batch(
-            [replace(empty_slices[0], index=index, length=0) for index in range(num_microbatches)],
-            [[replace(one, index=index) for one in empty_slices] for index in range(num_microbatches)],
-            _digests(rule, first, f"{num_microbatches} off a stream "),
-            stream.position,
+            [replace(empty_slices[0], index=index, length=0) for index in indices],
+            [[replace(one, index=index) for one in empty_slices] for index in indices],
+            _digests(rule, first, f"{len(indices)} off a stream "),
             reader,
             first,
         )
 
     def _sized(self, given: Batch, agreed: AgreedStep) -> Batch:
-        width = self._rule.num_slices
-        rows = agreed.sizes or (0,) * self._rule.num_microbatches
-        num_microbatches = len(rows)  # an evaluation of few rows has fewer
-        lengths = agreed.lengths or (0,) * (num_microbatches * width)
+        width = self.rule.num_slices
+        rows = agreed.sizes or (0,) * self.rule.num_microbatches
+        lengths = agreed.lengths or (0,) * (len(rows) * width)
         if width > 1 and not any(lengths):
             raise StepRefused(
-                f"nothing in the batch has a dimension {self._rule.slice_dim} to cut into {width} slices; give "
+                f"nothing in the batch has a dimension {self.rule.slice_dim} to cut into {width} slices; give "
                 "slice_dim the dimension of the sequence, or use a schedule with 1 slice"
             )
-        sized = [_with_size(each, rows[each.index], each.length) for each in given.microbatches[:num_microbatches]]
+        wholes = given.microbatches[: len(rows)]  # an evaluation of few rows has fewer
+        sized = [_with_size(each, rows[each.index], each.length) for each in wholes]
         parts = [
             [_with_size(each, rows[each.index], lengths[each.index * width + each.slice]) for each in slices]
-            for slices in given.slices[:num_microbatches]
+            for slices in given.slices[: len(rows)]
         ]
-        prefetcher = self._prefetcher(given, sized, parts)
+        prefetcher = None
+        if given.reader is not None:
+            prefetcher = Prefetcher(parts, given.reader, copies=self._copies)
+        elif any(map(self.needs.on_host, sized)):
+            prefetcher = Prefetcher(parts, wholes=sized, copies=self._copies)
+        elif given.spent:
+            prefetcher = Prefetcher(parts)
         return replace(given, microbatches=sized, slices=parts, prefetcher=prefetcher)
 
-    def _prefetcher(self, given: Batch, wholes: list[Microbatch], slices: list[list[Microbatch]]) -> Prefetcher | None:
-        if given.reader is not None:
-            return Prefetcher(slices, given.reader, copies=self._copies)
-        if any(map(self._needs.on_host, wholes)):
-            return Prefetcher(slices, wholes=wholes, copies=self._copies)
-        return Prefetcher(slices) if given.spent else None
-
     def _check(self, call: StepRequest | Part) -> None:
-        if self._needs.inputs and not (call.args or call.kwargs):
+        if self.needs.inputs and not (call.args or call.kwargs):
             raise PipelineError(
-                f"{self._control.places.name} holds the first stage and was given no inputs; pass it the batch"
+                f"{self.control.places.name} holds the first stage and was given no inputs; pass it the batch"
             )
-        self._needs.require_device(call.args, call.target)
-        known = self._needs.keywords_of_all
+        self.needs.require_device(call.args, call.target)
+        known = self.needs.keywords_of_all
         for name in call.kwargs:
             if name not in known and ANY_KEYWORD not in known:
                 fix = f"{nearest(name, known)} The layers take the keywords {sorted(known)}; rename or drop it"
@@ -276,7 +267,8 @@ class Admission:
 
 def _stream_of(call: StepRequest) -> Stream | None:
     """The stream that brings the whole batch, if one does."""
-    if not any(isinstance(each, Stream) for each in (*call.args, *call.kwargs.values(), call.target)):
+    values = (*call.args, *call.kwargs.values(), call.target)
+    if not any(isinstance(each, Stream) for each in values):
         return None
     stream = call.args[0] if call.args else None
     if isinstance(stream, Stream) and len(call.args) == 1 and not call.kwargs and call.target is None:
@@ -298,10 +290,6 @@ def _digests(rule: BatchRule, call: StepRequest | Part, kind: str = "") -> tuple
 def _with_size(microbatch: Microbatch, size: int, length: int) -> Microbatch:
     has_it = (microbatch.size, microbatch.length) == (size, length)
     return microbatch if has_it else replace(microbatch, size=size, length=length)
-
-
-def _is_spent(value: object) -> bool:
-    return isinstance(value, PreSplit) and value.is_consumed
 
 
 def _unless_zero(numbers: list[int]) -> list[int] | None:

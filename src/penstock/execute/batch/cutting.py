@@ -64,10 +64,11 @@ class BatchRule:
         if self.num_microbatches < 1:
             raise PipelineError(f"num_microbatches is {self.num_microbatches}; expected at least 1")
         batch = (tuple(args), dict(kwargs), target)
-        leaves = [_leaf_along(_SAMPLES, place, value, mark, 0) for _, place, value, mark in _marked(batch, self.specs)]
+        marked = _marked(batch, self.specs)
+        leaves = [_leaf_along(_SAMPLES, place, value, mark, 0) for _, place, value, [mark] in marked]
         sizes = self._sizes(leaves) or [0] * self.num_microbatches
-        parts = _cut(batch, leaves, sizes)
-        return [Microbatch(index, *part, size) for index, (part, size) in enumerate(zip(parts, sizes, strict=True))]
+        parts = zip(_cut(batch, leaves, sizes), sizes, strict=True)
+        return [Microbatch(index, *part, size) for index, (part, size) in enumerate(parts)]
 
     def slices(self, microbatch: Microbatch) -> list[Microbatch]:
         """Cut a microbatch into consecutive slices.
@@ -82,13 +83,15 @@ class BatchRule:
         if self.num_slices == 1:
             return [microbatch]
         parts = (microbatch.args, microbatch.kwargs, microbatch.target)
-        outer = [mark for *_, mark in _marked(parts, self.specs)]
         leaves = [
-            self._of_sequence(f"microbatch {microbatch.index}: {place}", value, mark, outer_mark, root)
-            for (root, place, value, mark), outer_mark in zip(_marked(parts, self.slice_specs), outer, strict=True)
+            self._of_sequence(root, f"microbatch {microbatch.index}: {place}", value, *marks)
+            for root, place, value, marks in _marked(parts, self.specs, self.slice_specs)
         ]
-        cut = [leaf for leaf in leaves if leaf.dim is not None]
-        lengths = _even_sizes(cut, self.num_slices, _SEQUENCE, self.allow_ragged) if cut else [0] * self.num_slices
+        cut = [(leaf, leaf.length) for leaf in leaves if leaf.dim is not None]
+        _require_equal(_SEQUENCE, cut)
+        lengths = [0] * self.num_slices
+        if cut:
+            lengths = _even_sizes(cut[0][0], self.num_slices, _SEQUENCE, self.allow_ragged)
         return [
             Microbatch(microbatch.index, *part, microbatch.size, index, lengths[index])
             for index, part in enumerate(_cut(parts, leaves, lengths))
@@ -105,30 +108,27 @@ class BatchRule:
 
     def _sizes(self, leaves: Sequence["_Leaf"]) -> list[int]:
         """The rows of each microbatch on which all leaves agree; empty where nothing is split."""
-        whole = [leaf for leaf in leaves if leaf.dim is not None and isinstance(leaf.value, Tensor)]
-        _require_one_length(whole, _SAMPLES)
+        tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor) and leaf.dim is not None]
+        whole = [(leaf, leaf.length) for leaf in tensors]
+        _require_equal(_SAMPLES, whole)
         given = [(leaf, sizes) for leaf in leaves if (sizes := _given_sizes(leaf, self.num_microbatches))]
-        for leaf, sizes in given:
-            if sizes != given[0][1]:
-                raise _disagreement(_SAMPLES, *given[0], leaf, sizes)
-        if not given:
-            return self._even_rows(whole) if whole else []
-        first, sizes = given[0]
-        if whole and whole[0].length != sum(sizes):
-            raise _disagreement(_SAMPLES, first, sizes, whole[0], whole[0].length)
-        return list(sizes)
-
-    def _even_rows(self, whole: Sequence["_Leaf"]) -> list[int]:
+        _require_equal(_SAMPLES, given)
+        if given and whole and whole[0][1] != sum(given[0][1]):
+            raise _disagreement(_SAMPLES, given[0], whole[0])
+        if given or not whole:
+            return list(given[0][1]) if given else []
+        leaf, num_rows = whole[0]
         num_parts = self.num_microbatches
         if self.takes_any_size:
-            num_parts = max(1, min(num_parts, whole[0].length))
-        return _even_sizes(whole, num_parts, _SAMPLES, self.allow_ragged or self.takes_any_size)
+            num_parts = max(1, min(num_parts, num_rows))
+        return _even_sizes(leaf, num_parts, _SAMPLES, self.allow_ragged or self.takes_any_size)
 
-    def _of_sequence(self, place: str, value: Any, mark: _Mark, outer_mark: _Mark, root: str) -> "_Leaf":
-        if mark is None and isinstance(outer_mark, Replicate):
+    def _of_sequence(self, root: str, place: str, value: Any, outer: _Mark, mark: _Mark) -> "_Leaf":
+        if mark is None and isinstance(outer, Replicate):
             return _Leaf(place, value, None)
         leaf = _leaf_along(_SEQUENCE, place, value, mark, self.slice_dim)
-        if leaf.dim is None and mark is None and root == "target" and isinstance(value, Tensor) and value.dim() > 0:
+        has_dimensions = isinstance(value, Tensor) and value.dim() > 0
+        if root == "target" and has_dimensions and leaf.dim is None and mark is None:
             raise PipelineError(
                 f"{place} of shape {tuple(value.shape)} has no dimension {self.slice_dim} to cut into slices, so every "
                 "slice's loss would count all of it. Give slice_dim, or Split(dim) in slice_specs, the dimension of "
@@ -164,14 +164,23 @@ class _Leaf:
         return f"{self.place} (shape {tuple(self.value.shape)}, split on dim {self.dim})"
 
 
-def _marked(parts: _Parts, specs: BatchSpec | None) -> Iterator[tuple[str, str, Any, _Mark]]:
-    """Each value of a batch with the name of its part, its place and its marker."""
+_Measured = tuple[_Leaf, int | tuple[int, ...]]
+"""With its length, or those of the parts in which it was given."""
+
+
+def _marked(parts: _Parts, *specs: BatchSpec | None) -> Iterator[tuple[str, str, Any, list[_Mark]]]:
+    """Each value of a batch with the name of its part, its place and its marker in each of the specs."""
     for root, value in zip(("args", "kwargs", "target"), parts, strict=True):
         leaves, tree = flatten(value)
         # A rank that needs no inputs calls the step with none of them: specs for them are no mistake.
-        marks = tree.spread(getattr(specs, root, None) if leaves else None, _is_mark, root)
-        for place, leaf, mark in zip(tree.places(root), leaves, marks, strict=True):
-            yield root, place, leaf, mark
+        given = [getattr(each, root, None) if leaves else None for each in specs]
+        columns = [tree.spread(each, _is_mark, root) for each in given]
+        for place, leaf, *marks in zip(tree.places(root), leaves, *columns, strict=True):
+            yield root, place, leaf, marks
+
+
+def _is_mark(mark: Any) -> bool:
+    return isinstance(mark, Split | Replicate)
 
 
 def _leaf_along(axis: _Axis, place: str, value: Any, mark: _Mark, default_dim: int) -> _Leaf:
@@ -195,7 +204,7 @@ def _given_sizes(leaf: _Leaf, num_microbatches: int) -> tuple[int, ...]:
         )
     if leaf.dim is None:
         return ()
-    firsts = [next((tensor for tensor in tensors_of(part) if tensor.dim()), None) for part in parts]
+    firsts = [next((each for each in tensors_of(part) if each.dim()), None) for part in parts]
     rows = [
         first.shape[_checked_dim(f"{leaf.place}.parts[{index}]", first, leaf.dim, _SAMPLES)]
         for index, first in enumerate(firsts)
@@ -204,9 +213,8 @@ def _given_sizes(leaf: _Leaf, num_microbatches: int) -> tuple[int, ...]:
     return tuple(rows) if len(rows) == len(parts) else ()
 
 
-def _even_sizes(leaves: Sequence[_Leaf], num_parts: int, axis: _Axis, allow_ragged: bool) -> list[int]:
-    _require_one_length(leaves, axis)
-    leaf, length = leaves[0], leaves[0].length
+def _even_sizes(leaf: _Leaf, num_parts: int, axis: _Axis, allow_ragged: bool) -> list[int]:
+    length = leaf.length
     size, num_larger = divmod(length, num_parts)
     if size == 0:
         raise PipelineError(
@@ -224,22 +232,17 @@ def _even_sizes(leaves: Sequence[_Leaf], num_parts: int, axis: _Axis, allow_ragg
     return [size + (index < num_larger) for index in range(num_parts)]
 
 
-def _require_one_length(leaves: Sequence[_Leaf], axis: _Axis) -> None:
-    for leaf in leaves:
-        if leaf.length != leaves[0].length:
-            raise _disagreement(axis, leaves[0], leaves[0].length, leaf, leaf.length)
+def _require_equal(axis: _Axis, found: Sequence[_Measured]) -> None:
+    for each in found:
+        if each[1] != found[0][1]:
+            raise _disagreement(axis, found[0], each)
 
 
-def _disagreement(
-    axis: _Axis, first: _Leaf, size: int | tuple[int, ...], other: _Leaf, other_size: int | tuple[int, ...]
-) -> PipelineError:
-    one, two = (
-        f"parts of {each} {axis.unit}s" if isinstance(each, tuple) else f"{each} {axis.unit}s"
-        for each in (size, other_size)
-    )
+def _disagreement(axis: _Axis, *found: _Measured) -> PipelineError:
+    one, other = (f"{leaf} has {'parts of ' * isinstance(size, tuple)}{size} {axis.unit}s" for leaf, size in found)
     return PipelineError(
-        f"{first} has {one}, but {other} has {two}; expected the same {axis.unit}s in everything that is split. Mark "
-        f"what has no {axis.dimension} Replicate() in {axis.option}, or give Split(dim) the {axis.dimension}"
+        f"{one}, but {other}; expected the same {axis.unit}s in everything that is split. Mark what has no "
+        f"{axis.dimension} Replicate() in {axis.option}, or give Split(dim) the {axis.dimension}"
     )
 
 
@@ -270,10 +273,6 @@ def _said_divisors(length: int) -> str:
     divisors = [number for number in range(1, length + 1) if length % number == 0]
     shown = ", ".join(map(str, divisors[:_MAX_SHOWN_DIVISORS]))
     return f"one of {shown}{', ...' if len(divisors) > _MAX_SHOWN_DIVISORS else ''}"
-
-
-def _is_mark(mark: Any) -> bool:
-    return isinstance(mark, (Split, Replicate))
 
 
 def _has_dim(tensor: Tensor, dim: int) -> bool:

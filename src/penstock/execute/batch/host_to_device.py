@@ -43,9 +43,6 @@ class _Reserved:
     targets: Sequence[Tensor]
     is_free: torch.Event
 
-    def fits(self, sources: Sequence[Tensor]) -> bool:
-        return list(map(_layout, self.targets)) == list(map(_layout, sources))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _UnderWay:
@@ -79,26 +76,26 @@ class HostToDevice:
     def begin(self, num_microbatches: int, wholes: Sequence[Microbatch]) -> None:
         """Begin a step; `wholes` are those of its microbatches that are there already."""
         self._num_left = num_microbatches
-        self._num_uses = Counter(key for whole in wholes for key in {id(each) for each in self._needs.on_host(whole)})
+        uses = [{id(each) for each in self._needs.on_host(whole)} for whole in wholes]
+        self._num_uses = Counter(key for keys in uses for key in keys)
 
     def copy(self, whole: Microbatch, slices: list[Microbatch]) -> list[Microbatch]:
         """Queue the copies of a microbatch, and return its slices with them in place of what the host has."""
         self._num_left -= 1
-        sources = {id(tensor): tensor for tensor in self._needs.on_host(whole)}
+        sources = {id(each): each for each in self._needs.on_host(whole)}
         if not sources:
             return slices
         found = {key: self._shared[key][1] for key in sources if key in self._shared}
-        new = [tensor for key, tensor in sources.items() if key not in found]
-        plain = [tensor for tensor in new if self._stream is not None and _is_plain(tensor)]
-        found |= {id(tensor): target for tensor, target in zip(plain, self._copied(whole.index, plain), strict=True)}
+        new = [each for key, each in sources.items() if key not in found]
+        plain = [each for each in new if self._stream is not None and _is_plain(each)]
+        found |= zip(map(id, plain), self._copied(whole.index, plain), strict=True)
         # The rest is rare. torch's own copy does: the host waits for it, and a gradient finds its way back.
-        found |= {id(tensor): tensor.to(self._device) for tensor in new if id(tensor) not in found}
-        self._shared |= {id(tensor): (tensor, found[id(tensor)]) for tensor in new if self._is_shared(tensor)}
-
-        def moved(value: Any) -> Any:
-            return map_leaves(lambda leaf: found.get(id(leaf), leaf), value)
-
-        whole = replace(whole, args=moved(whole.args), kwargs=moved(whole.kwargs), target=moved(whole.target))
+        found |= {id(each): each.to(self._device) for each in new if id(each) not in found}
+        shared = [each for each in new if self._is_shared(each)]
+        self._shared |= {id(each): (each, found[id(each)]) for each in shared}
+        values = (whole.args, whole.kwargs, whole.target)
+        args, kwargs, target = map_leaves(lambda leaf: found.get(id(leaf), leaf), values)
+        whole = replace(whole, args=args, kwargs=kwargs, target=target)
         # Cut again, so that slices have the strides that those of a batch on the device have.
         return [
             replace(host, args=own.args, kwargs=own.kwargs, target=own.target)
@@ -137,10 +134,11 @@ class HostToDevice:
         if not sources:
             return ()
         reserved, self._reserved = self._reserved, None
-        if reserved is None or not reserved.fits(sources):
+        if reserved is None or list(map(_layout, reserved.targets)) != list(map(_layout, sources)):
             reserved = self._reserve(sources)
         has_ended = make_event(self._device)
-        own = [target for source, target in zip(sources, reserved.targets, strict=True) if not self._is_shared(source)]
+        both = zip(sources, reserved.targets, strict=True)
+        own = [target for source, target in both if not self._is_shared(source)]
         try:
             self._queue_copies(sources, reserved, has_ended)
         finally:  # also those of a half-filled microbatch
@@ -160,7 +158,7 @@ class HostToDevice:
                 target.copy_(source if is_ready else pinned_copy(source), non_blocking=True)
 
     def _reserve(self, like: Sequence[Tensor]) -> _Reserved:
-        targets = [torch.empty_like(tensor, device=self._device) for tensor in like]
+        targets = [torch.empty_like(each, device=self._device) for each in like]
         is_free = make_event(self._device)
         is_free.record(self._current())
         return _Reserved(targets, is_free)
@@ -191,8 +189,8 @@ def pinned_or_copied(leaf: Any) -> Any:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is its values alone: dense, without a gradient that must come back."""
-    is_other = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.requires_grad
-    return type(tensor) is Tensor and not is_other
+    is_dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+    return type(tensor) is Tensor and is_dense and not tensor.requires_grad
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:

@@ -58,8 +58,8 @@ class BatchSpec:
 
 def describe_specs(specs: BatchSpec | None) -> str:
     """Return one line that is the same for specs that split a batch alike, in whatever order they name its parts."""
-    given = {field.name: getattr(specs, field.name, None) for field in fields(BatchSpec)}
-    return ", ".join(f"{name}={saferepr(mark)}" for name, mark in given.items() if mark is not None) or "none"
+    given = [(field.name, getattr(specs, field.name, None)) for field in fields(BatchSpec)]
+    return ", ".join(f"{name}={saferepr(mark)}" for name, mark in given if mark is not None) or "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +145,14 @@ def merge_outputs(outputs: Sequence[Any], spec: Any = None, *, part: str = "micr
             )
         columns.append(leaves)
     rules = tree.spread(spec, callable, "output")
-    places = tree.places("output")
-    return tree.unflatten([_merge(*merged) for merged in zip(places, rules, zip(*columns, strict=True), strict=True)])
+    merged = zip(tree.places("output"), rules, zip(*columns, strict=True), strict=True)
+    return tree.unflatten([_merge(*each) for each in merged])
 
 
 def _merge(place: str, rule: Reducer | None, values: tuple[Any, ...]) -> Any:
-    rule = rule or _default_rule(values)
+    if rule is None:
+        is_tensors = all(isinstance(value, Tensor) for value in values)
+        rule = (Stack() if values[0].dim() == 0 else Concat()) if is_tensors else list
     try:
         return rule(list(values))
     except (RuntimeError, TypeError, IndexError) as error:
@@ -158,9 +160,3 @@ def _merge(place: str, rule: Reducer | None, values: tuple[Any, ...]) -> Any:
         raise PipelineError(
             f"{place}: {rule} cannot merge {shown} ({error}). Give another rule for it, such as `list` or your own"
         ) from error
-
-
-def _default_rule(values: tuple[Any, ...]) -> Reducer:
-    if not all(isinstance(value, Tensor) for value in values):
-        return list
-    return Stack() if values[0].dim() == 0 else Concat()

@@ -40,7 +40,7 @@ class InputNeeds:
         return cls(
             inputs=any(placement.previous_stage[stage] < 0 for stage in keywords_of_stage),
             target=has_loss and any(placement.next_stage[stage] < 0 for stage in keywords_of_stage),
-            keywords=frozenset(name for keywords in keywords_of_stage.values() for name in keywords),
+            keywords=frozenset[str]().union(*keywords_of_stage.values()),
             keywords_of_all=keywords_of_all,
             device=device,
         )
@@ -52,8 +52,12 @@ class InputNeeds:
             PipelineError: all tensors of either are elsewhere.
         """
         for what, values, is_needed in (("inputs", args, self.inputs), ("target", target, self.target)):
-            if is_needed and self.device is not None:
-                _require_device(what, values, self.device)
+            if is_needed and self.device is not None and _is_elsewhere(values, self.device):
+                places = " and ".join(sorted(map(str, _devices(values))))
+                raise PipelineError(
+                    f"tensors of the {what} are on {places}, but this rank computes on {self.device}; move them first, "
+                    "as in x.to(pipeline.device)"
+                )
 
     def on_host(self, microbatch: Microbatch) -> list[Tensor]:
         """Return the tensors that the stages take and that the host has, while the stages compute on an accelerator.
@@ -68,29 +72,20 @@ class InputNeeds:
         found = tensors_of(args) if self.inputs and _is_on_host(args) else []
         found += tensors_of(target) if self.target and _is_on_host(target) else []
         if self.keywords and _is_on_host((args, kwargs, target)):
-            found += tensors_of([each for name, each in kwargs.items() if self._takes(name)])
-        return [tensor for tensor in found if tensor.device.type == "cpu"]
-
-    def _takes(self, keyword: str) -> bool:
-        return keyword in self.keywords or ANY_KEYWORD in self.keywords
+            found += tensors_of([each for name, each in kwargs.items() if self.keywords & {name, ANY_KEYWORD}])
+        return [each for each in found if each.device.type == "cpu"]
 
 
 def _devices(values: Any) -> set[torch.device]:
     """The devices of the tensors that have dimensions: a number may be on the host at any time."""
-    return {tensor.device for tensor in tensors_of(values) if tensor.dim()}
+    return {each.device for each in tensors_of(values) if each.dim()}
 
 
 def _is_on_host(values: Any) -> bool:
-    return {device.type for device in _devices(values)} == {"cpu"}
+    return {each.type for each in _devices(values)} == {"cpu"}
 
 
-def _require_device(what: str, values: Any, device: torch.device) -> None:
+def _is_elsewhere(values: Any, device: torch.device) -> bool:
     found = _devices(values)
-    if not found or any(each.type == device.type and device.index in (None, each.index) for each in found):
-        return
-    if not (is_queued(device) and _is_on_host(values)):
-        places = " and ".join(sorted(map(str, found)))
-        raise PipelineError(
-            f"tensors of the {what} are on {places}, but this rank computes on {device}; move them first, as in "
-            "x.to(pipeline.device)"
-        )
+    is_there = any(each.type == device.type and device.index in (None, each.index) for each in found)
+    return bool(found) and not is_there and not (is_queued(device) and _is_on_host(values))

@@ -1,9 +1,4 @@
-"""`Prefetcher`: has the data of one step there when they are needed, and drops them after their last use.
-
-pull      the microbatch is taken off its stream, and what the host has of it begins its way to the device
-arrive    what is queued from now on may read it
-release   it has been used
-"""
+"""`Prefetcher`: has the data of one step there when they are needed, and drops them after their last use."""
 
 from collections.abc import Sequence
 
@@ -39,7 +34,7 @@ class Prefetcher:
         """When this rank waited for the data so far, on the clock of its stream's times."""
 
     def pull(self, microbatch: int) -> None:
-        """Have the data of a microbatch, and of those before it; a copy of its own to the device may be under way."""
+        """Have the data of a microbatch, and of those before it; its own may be on their way."""
         while self._num_pulled <= microbatch:
             assert self._source is not None
             index = self._num_pulled
@@ -48,10 +43,11 @@ class Prefetcher:
                 self._wholes[index] = whole
             self._num_pulled += 1
         if self._copies is not None:
-            self._slices[microbatch] = self._copies.copy(self._wholes.pop(microbatch), self._slices[microbatch])
+            whole = self._wholes.pop(microbatch)
+            self._slices[microbatch] = self._copies.copy(whole, self._slices[microbatch])
 
     def arrive(self, microbatch: int) -> None:
-        """Let the device wait for its copy of a microbatch that has been pulled."""
+        """Let the device wait for its copy of a microbatch that has been pulled: what follows may read it."""
         if self._copies is not None:
             self._copies.arrive(microbatch)
 

@@ -3,8 +3,9 @@
 A `Reader` takes one step's microbatches off a stream: it checks that they are alike, cuts them, and times them.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,8 @@ Preprocess = Callable[[Any], Any]
 """Takes what the iterator gave, returns what the stream is to yield instead."""
 CopyLeaf = Callable[[Any], Any]
 """Returns a value of a microbatch in memory of its own."""
+_Cut = tuple[Microbatch, list[Microbatch]]
+"""A microbatch and its slices."""
 
 
 class Part:
@@ -45,7 +48,8 @@ class Part:
         found = []
         for root, value in (("args", self.args), ("kwargs", self.kwargs), ("target", self.target)):
             leaves, tree = flatten(value)
-            found += [f"{place} {leaf_text(leaf)}" for place, leaf in zip(tree.places(root), leaves, strict=True)]
+            places = zip(tree.places(root), leaves, strict=True)
+            found += [f"{place} {leaf_text(leaf)}" for place, leaf in places]
         return ", ".join(found) or "empty"
 
 
@@ -64,10 +68,10 @@ class Pull:
     """One microbatch off a stream, and what it cost."""
 
     part: Part
-    times: DataTimes
     begin_s: float
+    got_s: float
+    """When the iterator had given it, on the clock that times the pull."""
     end_s: float
-    """On the clock that the pull was timed by, as `begin_s`."""
     is_of_this_step: bool = True
     """Whether no step before has waited for it, and was then refused."""
 
@@ -102,6 +106,7 @@ class Stream:
         self._begin = 0
         self._end = 0
         self._rank: int | None = None
+        self._read: Callable[[], float] = time.monotonic
         self._copy: CopyLeaf | None = None
 
     @property
@@ -119,7 +124,7 @@ class Stream:
     ) -> Pull:
         """Pass over what the step before has left, and return the next microbatch without taking it.
 
-        `copy` takes over each value, as in `Part.copied`.
+        `copy` takes over each value, as in `Part.copied`; `read` times the pulls of the step.
 
         Raises:
             EndOfData: there is none.
@@ -129,13 +134,16 @@ class Stream:
             raise PipelineError(
                 f"rank {rank} was given the stream of rank {self._rank}; give each rank a Stream of its own"
             )
-        self._rank, self._copy = rank, copy
+        self._rank, self._read, self._copy = rank, read, copy
         try:
             while self._num_taken < self._end:
-                self._drop()
+                if self._peeked is None and not self._unprepared:
+                    next(self._items)
+                self._peeked, self._unprepared = None, []
+                self._num_taken += 1
             # Before the pull: should it fail, this rank passes over the step as the others do.
             self._begin, self._end = self._num_taken, self._num_taken + num_microbatches
-            self._peeked = self._peeked or self._pull(read)
+            self._peeked = self._peeked or self._pull()
         except StopIteration:
             raise EndOfData(
                 f"the data are at an end: the stream of rank {rank} had {self._num_taken} microbatches, and all of "
@@ -147,46 +155,40 @@ class Stream:
         """Stay before a step that the ranks refused: the next one begins with the same microbatch."""
         self._end = self._begin
         if self._peeked is not None:
-            self._peeked = replace(self._peeked, is_of_this_step=False)
+            self._peeked.is_of_this_step = False
 
-    def take(self, rank: int, read: Callable[[], float]) -> Pull:
+    def take(self) -> Pull:
         """Return the next microbatch of the step, pulled now unless it has been looked at.
 
         Raises:
             PipelineError: there is none, or what the stream yields is no microbatch.
         """
         try:
-            pull = self._peeked or self._pull(read)
+            pull = self._peeked or self._pull()
         except StopIteration:
             size = self._end - self._begin
             raise PipelineError(
-                f"the data ended inside a step: the stream of rank {rank} gave {self._num_taken - self._begin} of its "
-                f"{size} microbatches, {self._num_taken} in all. Yield a multiple of {size}, or drop the rest before",
-                rank=rank,
+                f"the data ended inside a step: the stream of rank {self._rank} gave {self._num_taken - self._begin} "
+                f"of its {size} microbatches, {self._num_taken} in all. Yield a multiple of {size}, or drop the rest "
+                "before",
+                rank=self._rank,
             ) from None
         self._peeked = None
         self._num_taken += 1
         return pull
 
-    def _drop(self) -> None:
-        if self._peeked is None and not self._unprepared:
-            next(self._items)
-        self._peeked, self._unprepared = None, []
-        self._num_taken += 1
-
-    def _pull(self, read: Callable[[], float]) -> Pull:
-        begin_s = read()
+    def _pull(self) -> Pull:
+        begin_s = self._read()
         # An item stays until it has been prepared: a failed attempt must not lose one that other ranks still have.
         self._unprepared = self._unprepared or [next(self._items)]
-        got_s = read()
+        got_s = self._read()
         item = self._unprepared[0]
         part = as_part(item if self._preprocess is None else self._preprocess(item))
         # Copied, since a loader may fill one buffer again for each item, while microbatches before it wait for their
         # backward. Writes by numpy or a file leave the version of a tensor as it is, so that a guard would miss them.
         part = part.copied(self._copy)
         self._unprepared = []
-        end_s = read()
-        return Pull(part, DataTimes(got_s - begin_s, end_s - got_s), begin_s, end_s)
+        return Pull(part, begin_s, got_s, self._read())
 
 
 def copied(leaf: Any) -> Any:
@@ -201,10 +203,10 @@ def as_part(item: Any) -> Part:
     if type(item) in (tuple, list) and len(item) > 1:
         *args, target = item
         return Part(*args, target=target)
-    found = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
+    size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
     raise PipelineError(
-        f"a stream yielded {found} for a microbatch; expected a tuple or list (input, ..., target), or "
-        "ps.Part(input, ..., target=..., keyword=...)"
+        f"a stream yielded a {type(item).__name__}{size} for a microbatch; expected a tuple or list (input, ..., "
+        "target), or ps.Part(input, ..., target=..., keyword=...)"
     )
 
 
@@ -220,32 +222,23 @@ class StreamRules:
     """A pull that takes longer is warned of."""
 
 
+@dataclass(slots=True, eq=False)
 class Reader:
     """One step's way through a stream on one rank: checks, cuts and times what is pulled."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        rank: int,
-        rule: BatchRule,
-        rules: StreamRules,
-        *,
-        read: Callable[[], float],
-        copy: CopyLeaf | None = None,
-    ) -> None:
-        """`copy` takes over the values of the stream, as in `Part.copied`."""
-        self._stream = stream
-        self.times = DataTimes()
-        self.waits: list[DataWait] = []
-        self._rank = rank
-        self._rule = rule
-        self._rules = rules
-        self._read = read
-        self._copy = copy
-        self._layout = ""
-        self._sizes: list[tuple[int, int]] = []
-        self._waiting: _Cut | None = None
-        self._has_warned = False
+    stream: Stream
+    rank: int
+    rule: BatchRule
+    rules: StreamRules
+    read: Callable[[], float]
+    copy: CopyLeaf | None = None
+    """Takes over the values of the stream, as in `Part.copied`."""
+    times: DataTimes = field(default_factory=DataTimes)
+    waits: list[DataWait] = field(default_factory=list)
+    _layout: str = ""
+    _sizes: Sequence[tuple[int, int]] = ()
+    _waiting: _Cut | None = None
+    _has_warned: bool = False
 
     def begin(self) -> tuple[Part, list[Microbatch]]:
         """Look at the first microbatch of the step; return it as it came, and its slices.
@@ -254,25 +247,25 @@ class Reader:
             EndOfData: there is none.
             PipelineError: it cannot be cut, or the losses cannot be weighed without knowing all of them.
         """
-        if self._rules.has_count:
+        if self.rules.has_count:
             raise PipelineError(
                 "count weighs microbatches by their targets, all of which must be known before the first backward, but "
                 "a Stream brings one after another; pass the batch whole (as PreSplit), or use reduction='sum'"
             )
-        pull = self._stream.begin_step(self._rank, self._rule.num_microbatches, self._read, self._copy)
-        self._layout = pull.part.layout()
-        self._waiting = self._cut(0, pull.part)
-        _, slices = self._waiting
+        number = self.rule.num_microbatches
+        part = self.stream.begin_step(self.rank, number, self.read, self.copy).part
+        self._layout = part.layout()
+        _, slices = self._waiting = self._cut(0, part)
         self._sizes = _sizes(slices)
-        return pull.part, slices
+        return part, slices
 
-    def next(self, index: int) -> "_Cut":
+    def next(self, index: int) -> _Cut:
         """Take the next microbatch, number `index` of the step, and return it and its slices.
 
         Raises:
             PipelineError: the stream has ended, or the microbatch does not fit the first one.
         """
-        pull = self._stream.take(self._rank, self._read)
+        pull = self.stream.take()
         self._note(index, pull)
         if index == 0:
             first, self._waiting = self._waiting, None
@@ -280,14 +273,14 @@ class Reader:
             return first
         layout = pull.part.layout()
         whole, slices = self._cut(index, pull.part)
-        cannot_be_weighed = _sizes(slices) != self._sizes and not self._rules.is_sum
-        if layout != self._layout and not self._rules.has_variable_shapes:
+        cannot_be_weighed = _sizes(slices) != self._sizes and not self.rules.is_sum
+        if layout != self._layout and not self.rules.has_variable_shapes:
             and_sums = " and reduction='sum': a mean needs all sizes before the first backward"
             raise PipelineError(
                 f"microbatch {index} of the stream is {layout}, microbatch 0 of the step was {self._layout}; "
                 f"expected one layout for all. Yield equal shapes, or create the pipeline with variable_shapes=True"
                 f"{and_sums * cannot_be_weighed}",
-                rank=self._rank,
+                rank=self.rank,
             )
         if cannot_be_weighed:
             raise PipelineError(
@@ -295,33 +288,31 @@ class Reader:
                 f"{_said(self._sizes)} ({layout}, and {self._layout}); a mean weighs losses by these numbers, which "
                 "must be known before the first backward. Yield equal ones, use reduction='sum', or pass the batch "
                 "whole (as PreSplit)",
-                rank=self._rank,
+                rank=self.rank,
             )
         return whole, slices
 
-    def _cut(self, index: int, part: Part) -> "_Cut":
-        (found,) = replace(self._rule, num_microbatches=1).microbatches(part.args, part.kwargs, part.target)
+    def _cut(self, index: int, part: Part) -> _Cut:
+        rule = replace(self.rule, num_microbatches=1)
+        (found,) = rule.microbatches(part.args, part.kwargs, part.target)
         whole = replace(found, index=index)
-        return whole, self._rule.slices(whole)
+        return whole, self.rule.slices(whole)
 
     def _note(self, index: int, pull: Pull) -> None:
         if pull.is_of_this_step:
-            self.waits.append(DataWait(self._rank, index, pull.begin_s, pull.end_s))
-        self.times.waited_s += pull.times.waited_s
-        self.times.prepared_s += pull.times.prepared_s
-        took_s, limit_s = pull.times.waited_s + pull.times.prepared_s, self._rules.warn_s
-        if limit_s is None or took_s <= limit_s or self._has_warned:
+            self.waits.append(DataWait(self.rank, index, pull.begin_s, pull.end_s))
+        limit_s = self.rules.warn_s
+        waited_s, prepared_s = pull.got_s - pull.begin_s, pull.end_s - pull.got_s
+        self.times.waited_s += waited_s
+        self.times.prepared_s += prepared_s
+        if limit_s is None or waited_s + prepared_s <= limit_s or self._has_warned:
             return
         self._has_warned = True
         warn(
-            f"rank {self._rank} waited {pull.times.waited_s * 1e3:.0f} ms for the data of microbatch {index} and "
-            f"prepared them for {pull.times.prepared_s * 1e3:.0f} ms, more than data_warn_s = {limit_s:g}; have them "
-            "ready earlier, as a data loader with workers does"
+            f"rank {self.rank} waited {waited_s * 1e3:.0f} ms for the data of microbatch {index} and prepared them "
+            f"for {prepared_s * 1e3:.0f} ms, more than data_warn_s = {limit_s:g}; have them ready earlier, as a data "
+            "loader with workers does"
         )
-
-
-_Cut = tuple[Microbatch, list[Microbatch]]
-"""A microbatch and its slices."""
 
 
 def _sizes(slices: Sequence[Microbatch]) -> list[tuple[int, int]]:

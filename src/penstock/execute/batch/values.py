@@ -62,7 +62,8 @@ def refuse_other_values(control: Control, own: BatchValues | None, digests: Sequ
     if all(len(set(part) - {0}) < 2 for part in zip(*digests, strict=True)):
         return
     everyone = control.all_gather_object({} if own is None else own.by_place())
-    one, other, places = _difference([theirs if isinstance(theirs, dict) else {} for theirs in everyone])
+    found = [theirs if isinstance(theirs, dict) else {} for theirs in everyone]
+    one, other, places = _difference(found)
     raise StepRefused(
         f"{control.names[one]} and {control.names[other]} were given different values in "
         f"{listed(places, _MAX_SHOWN)}; pass the same batch on every rank, or nothing where a rank needs none. "
@@ -75,7 +76,8 @@ def refuse_other_values(control: Control, own: BatchValues | None, digests: Sequ
 def _difference(digests: Sequence[Mapping[str, object]]) -> tuple[int, int, list[str]]:
     """A rank that was given what most ranks were, the first that was not, and the places where the two differ."""
     for place in dict.fromkeys(place for theirs in digests for place in theirs):
-        ranks = odd_one_out({rank: theirs[place] for rank, theirs in enumerate(digests) if place in theirs})
+        given = {rank: theirs[place] for rank, theirs in enumerate(digests) if place in theirs}
+        ranks = odd_one_out(given)
         if ranks is not None:
             first, second = digests[ranks[0]], digests[ranks[1]]
             return *ranks, [name for name in first if second.get(name, first[name]) != first[name]]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.execute.observing.observer import Around, Observer
+from penstock.execute.observing.observer import Around, Observer, once_per_program
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.protocol import Messages, Tag, Ticket
 from penstock.execute.transport.rank_names import rank_names
@@ -60,7 +60,8 @@ class _Header(NamedTuple):
             return "a message outside all instructions"
         if _is_exchange(Op(self.op)):
             return f"a gradient of tied group {self.stage}"
-        return str(Instruction(Op(self.op), self.stage, self.microbatch, self.slice, self.stage, 0))
+        place = (self.stage, self.microbatch, self.slice)
+        return str(Instruction(Op(self.op), *place, self.stage, 0))
 
     def __str__(self) -> str:
         place = f"instruction {self.position}, " if self.position >= 0 else ""
@@ -71,8 +72,7 @@ class _Header(NamedTuple):
 _OUTSIDE = _Header()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Awaited:
+class _Awaited(NamedTuple):
     """A tensor that was asked for and has not been taken."""
 
     serial: int
@@ -111,26 +111,28 @@ class CheckedMessages(Observer):
         self.num_ranks = transport.num_ranks
         self._transport = transport
         self._device = device
-        self._step = 0
         self._part = 0
-        self._receiving: _Header | None = _OUTSIDE
         self._serials = count()
-        self._program: Program | None = None
-        self._senders: dict[int, int] = {}
-        """Of the program that was compiled last."""
-        self._forget()
+        self._senders = once_per_program(partial(_senders, self.rank))
+        self._begin(0)
+
+    def _begin(self, serial: int) -> None:
+        """Begin a step, with nothing under way from before."""
+        self._step, self._sending = serial, _OUTSIDE
+        self._receiving: _Header | None = _OUTSIDE
+        self._sends: dict[int, list[Ticket]] = {}
+        self._channels = {peer: _Channel() for peer in range(self.num_ranks)}
 
     def begin(self, step: Step) -> None:
-        """Begin a step, with nothing under way from before."""
-        self._step = step.serial
-        self._forget()
+        self._begin(step.serial)
 
     def around(self, program: Program, bound: Bound) -> Around | None:
         row, is_wait = (bound.row, False) if bound.awaits is None else (bound.awaits, True)
         op = Op(int(program.op[row]))
         if op.is_receive:
-            send = self._senders_of(program)[row]
-            return partial(self._receiving_from, int(program.rank_of_row[send]), _what(program, send), is_wait)
+            send = self._senders(program)[row]
+            sender = int(program.rank_of_row[send])
+            return partial(self._receiving_from, sender, _what(program, send), is_wait)
         if is_wait:
             return None
         if op.is_send:
@@ -142,7 +144,11 @@ class CheckedMessages(Observer):
 
     def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
         assert tag is Tag.DATA  # collectives go over the transport itself
-        return self._leaving(peer, self._post_header(peer, tensor.numel()), self._transport.post_send(peer, tensor))
+        tickets = self._post_header(peer, tensor.numel()), self._transport.post_send(peer, tensor)
+        open_ones = [each for each in tickets if not each.is_over]
+        both = Ticket(peer, True, next(self._serials), is_over=not open_ones)
+        self._sends[both.serial] = open_ones
+        return both
 
     def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
         assert tag is Tag.DATA
@@ -152,7 +158,7 @@ class CheckedMessages(Observer):
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         if ticket.is_send:
-            for each in self._sends.pop(ticket.serial, ()):
+            for each in self._sends.pop(ticket.serial, ()):  # of a header and what follows it
                 self._transport.wait(each, limit_s)
             return
         awaited = self._channels[ticket.peer].awaited
@@ -166,7 +172,7 @@ class CheckedMessages(Observer):
         self._sending, self._part = what, 0
         yield
         if self._part == 0:  # [1]
-            self._leaving(peer, self._post_header(peer, _NOTHING))
+            self._post_header(peer, _NOTHING)
         self._sending = _OUTSIDE
 
     @contextmanager
@@ -186,24 +192,7 @@ class CheckedMessages(Observer):
         yield
         self._sending = self._receiving = _OUTSIDE
 
-    def _senders_of(self, program: Program) -> dict[int, int]:
-        """Return, per receive of this rank, the row that sends what it takes."""
-        if program is not self._program:
-            own = slice(*program.offsets[self.rank : self.rank + 2])
-            receives = own.start + np.flatnonzero(IS_RECEIVE[program.op[own]])
-            sends = predecessors(program)[receives, 0]
-            self._program, self._senders = program, dict(zip(receives.tolist(), sends.tolist(), strict=True))
-        return self._senders
-
     # ---- the headers
-
-    def _leaving(self, peer: int, *tickets: Ticket) -> Ticket:
-        """Return one ticket for a header and what follows it."""
-        open_ones = [ticket for ticket in tickets if not ticket.is_over]
-        ticket = Ticket(peer, True, next(self._serials), is_over=not open_ones)
-        if open_ones:
-            self._sends[ticket.serial] = open_ones
-        return ticket
 
     def _post_header(self, peer: int, numel: int) -> Ticket:
         header = self._sending._replace(step=self._step, part=self._part, numel=numel)
@@ -219,10 +208,10 @@ class CheckedMessages(Observer):
         self._transport.wait(self._transport.post_receive(peer, fields))
         found = _Header(*fields.tolist())
         channel = self._channels[peer]
-        awaited = None if found.numel == _NOTHING or not channel.awaited else channel.awaited.popleft()
-        what = None if awaited is None else awaited.what
+        is_alone = found.numel == _NOTHING or not channel.awaited
+        awaited = None if is_alone else channel.awaited.popleft()
         numel = _NOTHING if awaited is None else awaited.tensor.numel()
-        expected = what or channel.turn_to(found.part)
+        expected = (awaited and awaited.what) or channel.turn_to(found.part)
         expected = expected._replace(step=self._step, part=found.part, numel=numel)
         if found != expected:
             raise PipelineError(
@@ -236,10 +225,12 @@ class CheckedMessages(Observer):
         if awaited is not None:
             self._transport.wait(self._transport.post_receive(peer, awaited.tensor))
 
-    def _forget(self) -> None:
-        self._sends: dict[int, list[Ticket]] = {}
-        self._channels = {peer: _Channel() for peer in range(self.num_ranks)}
-        self._sending = self._receiving = _OUTSIDE
+
+def _senders(rank: int, program: Program) -> dict[int, int]:
+    """Return, per receive of a rank, the row that sends what it takes."""
+    own = slice(*program.offsets[rank : rank + 2])
+    receives = own.start + np.flatnonzero(IS_RECEIVE[program.op[own]])
+    return dict(zip(receives.tolist(), predecessors(program)[receives, 0].tolist(), strict=True))
 
 
 def _is_exchange(op: Op) -> bool:
@@ -253,4 +244,5 @@ def _what(program: Program, row: int) -> _Header:
     if _is_exchange(instruction.op):
         return _Header(instruction.op, instruction.peer)
     position = row - int(program.offsets[program.rank_of_row[row]])
-    return _Header(instruction.op, instruction.stage, instruction.microbatch, instruction.slice, position)
+    place = (instruction.stage, instruction.microbatch, instruction.slice)
+    return _Header(instruction.op, *place, position)

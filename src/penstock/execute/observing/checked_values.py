@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError
-from penstock.execute.observing.observer import Around, Observer
+from penstock.execute.observing.observer import Around, Observer, once_per_program
 from penstock.execute.stages.names import full_name
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Bound, Step
-from penstock.execute.transport.rank_names import RankNames
+from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.rank_names import rank_names
 from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import tensors_of
 from penstock.ir.deps import NONE
@@ -49,24 +50,20 @@ _Action = Instruction | str
 class ValueChecks(Observer):
     """Looks at the values of one rank's stages."""
 
-    def __init__(
-        self, rank: int, stages: Sequence[Stage], gradient_attribute: str = "grad", *, names: RankNames | None = None
-    ) -> None:
-        self._rank = rank
-        names = names or RankNames.plain(rank + 1)
+    def __init__(self, transport: Transport, stages: Sequence[Stage], gradient_attribute: str) -> None:
+        names, rank = rank_names(transport), transport.rank
         self._number, self._name = names.numbers[rank], names[rank]
-        self._stages = {stage.index: stage for stage in stages}
+        self._stages = {each.index: each for each in stages}
         self._gradient_attribute = gradient_attribute
         self._hooks = ExitStack()
-        self._program: Program | None = None
-        self._backwards: dict[_Place, Instruction] = {}
-        """Of the program that was compiled last."""
+        self._backwards = once_per_program(partial(_backwards, rank))
         self._here = threading.local()
         """`action`: what runs in this thread, and `backward`: what will run backward through it."""
 
     def begin(self, step: Step) -> None:
-        for handle in (handle for stage in self._stages.values() for handle in self._hooked(stage)):
-            self._hooks.callback(handle.remove)
+        for stage in self._stages.values():
+            for handle in self._hooked(stage):
+                self._hooks.callback(handle.remove)
         if step.is_training:
             self._check_parameters(self._stages.values(), _BEFORE)
 
@@ -75,7 +72,7 @@ class ValueChecks(Observer):
         if bound.awaits is not None or not IS_COMPUTE[instruction.op]:
             return None
         place = (instruction.stage, instruction.microbatch, instruction.slice)
-        backward = self._backwards_of(program).get(place) if RUNS_FORWARD[instruction.op] else None
+        backward = self._backwards(program).get(place) if RUNS_FORWARD[instruction.op] else None
         makes_output = Value.OUTPUT in OPERATIONS[instruction.op].makes
         has_loss = makes_output and program.placement.next_stage[instruction.stage] == NONE
         return lambda step: self._checking(step, instruction, backward, has_loss=has_loss)
@@ -97,39 +94,29 @@ class ValueChecks(Observer):
         finally:
             self._here.action = self._here.backward = None
         if has_loss:
-            self._check_loss(step, (instruction.microbatch, instruction.slice), instruction)
+            loss = step.losses.computed.get(place := (instruction.microbatch, instruction.slice))
+            if loss is not None and step.losses.shares.factor(*place):  # else it may be anything
+                self._check(instruction, "the loss", loss)
         if not RUNS_FORWARD[instruction.op]:
             self._check_parameters([self._stages[instruction.stage]], instruction)
-
-    def _backwards_of(self, program: Program) -> dict[_Place, Instruction]:
-        """Name, per place, what runs autograd's backward through the graph of a forward there."""
-        if program is not self._program:
-            first, end = (int(offset) for offset in program.offsets[self._rank : self._rank + 2])
-            found = (program.instruction(row) for row in range(first, end) if RUNS_AUTOGRAD[program.op[row]])
-            self._program = program
-            self._backwards = {(each.stage, each.microbatch, each.slice): each for each in found}
-        return self._backwards
-
-    def _check_loss(self, step: Step, place: tuple[int, int], action: _Action) -> None:
-        loss = step.losses.computed.get(place)
-        if loss is not None and step.losses.shares.factor(*place):  # else it may be anything
-            self._check(loss, action, "the loss")
 
     def _check_parameters(self, stages: Iterable[Stage], action: _Action) -> None:
         for name, parameter in (named for stage in stages for named in stage.named_parameters()):
             gradient = getattr(parameter, self._gradient_attribute, None)
             if gradient is not None:
-                self._check(gradient, action, f"the gradient of {name!r}")
+                self._check(action, f"the gradient of {name!r}", gradient)
 
     # ---- layers
 
     def _hooked(self, stage: Stage) -> Iterator[Any]:
         first = next(iter(stage.layers))
         for name, layer in stage.layers.items():
-            yield layer.register_forward_pre_hook(partial(self.attempt, self._look_at_inputs, name, name == first))
+            look = partial(self.attempt, self._look_at_inputs, name, name == first)
+            yield layer.register_forward_pre_hook(look)
             for own, module in layer.named_modules():
                 full = full_name(name, layer, own) if own else name
-                yield module.register_forward_hook(partial(self.attempt, self._look_at_output, full))
+                look = partial(self.attempt, self._look_at_output, full)
+                yield module.register_forward_hook(look)
 
     def _look_at_inputs(self, name: str, is_first: bool, module: nn.Module, inputs: Any) -> None:
         action = self._action()
@@ -138,22 +125,21 @@ class ValueChecks(Observer):
         backward = self._here.backward
         for tensor in tensors_of(inputs):
             if is_first:
-                self._check(tensor, action, f"an input of layer {name!r}, the stage's first,")
+                what = f"an input of layer {name!r}, the stage's first,"
+                self._check(action, what, tensor)
             if backward and tensor.requires_grad and torch.is_grad_enabled():
                 # A view of what was changed in place since has an outdated graph until its `grad_fn` is read;
                 # register_hook of torch 2.13 does not read it, and ends the process.
                 _ = tensor.grad_fn
-                look = partial(self.attempt, self._look_at_gradient, backward, name)
+                what = f"the gradient that layer {name!r} gives its input"
+                look = partial(self.attempt, self._check, backward, what)
                 tensor.register_hook(look)  # type: ignore[no-untyped-call]
-
-    def _look_at_gradient(self, action: _Action, name: str, gradient: Tensor) -> None:
-        self._check(gradient, action, f"the gradient that layer {name!r} gives its input")
 
     def _look_at_output(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         action = self._action()
         if action is not None:
             for tensor in tensors_of(outputs):
-                self._check(tensor, action, f"the output of layer {name!r}")
+                self._check(action, f"the output of layer {name!r}", tensor)
 
     def _action(self) -> Instruction | None:
         """Return the instruction that runs.
@@ -165,7 +151,7 @@ class ValueChecks(Observer):
             return None
         return getattr(self._here, "action", None)
 
-    def _check(self, tensor: Tensor, action: _Action, what: str) -> None:
+    def _check(self, action: _Action, what: str, tensor: Tensor) -> None:
         found = not_finite(local_part(tensor))
         if not found:
             return
@@ -181,6 +167,13 @@ class ValueChecks(Observer):
             instruction=str(action),
             finding=f"{self._name}, {place}{action}: {finding}",
         )
+
+
+def _backwards(rank: int, program: Program) -> dict[_Place, Instruction]:
+    """Name, per place, what runs autograd's backward through the graph of a forward there."""
+    rows = range(*program.offsets[rank : rank + 2].tolist())
+    found = [program.instruction(row) for row in rows if RUNS_AUTOGRAD[program.op[row]]]
+    return {(each.stage, each.microbatch, each.slice): each for each in found}
 
 
 def not_finite(tensor: Tensor) -> str:

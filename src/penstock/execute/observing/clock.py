@@ -9,7 +9,7 @@ also drift apart, so the offset is taken twice and interpolated for the time bet
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 import torch
@@ -59,59 +59,68 @@ class Alignment:
     @property
     def uncertainty_s(self) -> float:
         """The most by which times of two ranks may still be off against each other; 0 on one host."""
-        worst = {pair: max(offset.uncertainty_s for offset in pair) for pair in zip(self.first, self.last, strict=True)}
-        return sum(sorted(worst.values())[-2:])  # ranks of one host have equal pairs, and count once
+        pairs = set(zip(self.first, self.last, strict=True))  # ranks of one host have equal ones, and count once
+        return sum(sorted(max(first.uncertainty_s, last.uncertainty_s) for first, last in pairs)[-2:])
 
 
+@dataclass(slots=True, eq=False)
 class ClockComparison:
     """Compares the clocks of all ranks, which make it, and call `begin` and `end`, together, no message under way."""
 
-    def __init__(self, transport: Transport, device: torch.device, clock: Clock, hosts: Sequence[str]) -> None:
-        """`hosts` are those of all ranks' clocks: ranks with an equal one share a clock."""
-        self.clock = clock
-        self._transport = transport
-        self._device = device
-        self._hosts = list(hosts)
-        self._first: dict[str, Offset] = {}
+    transport: Transport
+    device: torch.device
+    clock: Clock
+    hosts: Sequence[str]
+    """Of all ranks' clocks: ranks with an equal one share a clock."""
+    _first: Sequence[Offset] = ()
 
     def begin(self) -> None:
         """Compare once; a collective, after which all ranks go on at nearly the same time."""
         self._first = self._compare()
-        if len(set(self._hosts)) > 1:
+        if len(set(self.hosts)) > 1:
             # Rank 0 pings one host after the other: let none run ahead.
-            Control(self._transport).all_gather_object(None)
+            Control(self.transport).all_gather_object(None)
 
     def end(self) -> Alignment:
         """Compare again, and tell all ranks; a collective."""
-        last = self._compare()
-        both = [[[o.at_s, o.ahead_s, o.uncertainty_s] for o in found.values()] for found in (self._first, last)]
-        told = Control(self._transport).all_gather_object(both)[0]
+        both = [list(map(astuple, found)) for found in (self._first, self._compare())]
+        told = Control(self.transport).all_gather_object(both)[0]
         assert isinstance(told, list)
-        hosts = list(dict.fromkeys(self._hosts))
-        first, last = ({host: Offset(*row) for host, row in zip(hosts, rows, strict=True)} for rows in told)
-        return Alignment(tuple(first[host] for host in self._hosts), tuple(last[host] for host in self._hosts))
+        hosts = list(dict.fromkeys(self.hosts))
+        places = [hosts.index(host) for host in self.hosts]
+        return Alignment(*(tuple(Offset(*rows[place]) for place in places) for rows in told))
 
-    def _compare(self) -> dict[str, Offset]:
+    def _compare(self) -> list[Offset]:
         """On rank 0: the offset of every host, by pings to the first rank of each; nothing elsewhere."""
-        transport, hosts = self._transport, self._hosts
+        transport, hosts = self.transport, self.hosts
         others = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
         if transport.rank in others:
-            question, read = torch.zeros(1, dtype=torch.float64, device=self._device), self.clock.read
+            read = self.clock.read
+            question = torch.zeros(1, dtype=torch.float64, device=self.device)
             reply(
                 transport,
                 0,
                 question,
-                lambda: torch.tensor([read(), read()], dtype=torch.float64).to(self._device),  # came, and is answered
+                # When it came, and is answered.
+                lambda: torch.tensor([read(), read()], dtype=torch.float64).to(self.device),
                 NUM_PINGS,
             )
         if transport.rank != 0:
-            return {}
-        found = {hosts[0]: Offset(self.clock.read(), 0.0, 0.0)}
+            return []
+        found = [Offset(self.clock.read(), 0.0, 0.0)]
         for rank in others:
-            pings = [_ping(transport, rank, self.clock.read, self._device) for _ in range(NUM_PINGS)]
+            pings = [self._ping(rank) for _ in range(NUM_PINGS)]
             # The fastest is the one that waited least in queues, in either direction.
-            found[hosts[rank]] = min(pings, key=lambda offset: offset.uncertainty_s)
+            found.append(min(pings, key=lambda offset: offset.uncertainty_s))
         return found
+
+    def _ping(self, rank: int) -> Offset:
+        question, answer = (torch.zeros(size, dtype=torch.float64, device=self.device) for size in (1, 2))
+        sent_s, received_s = ask(self.transport, rank, question, answer, self.clock.read)
+        received_there_s, sent_there_s = answer.tolist()
+        on_the_way_s = (received_s - sent_s) - (sent_there_s - received_there_s)
+        ahead_s = ((received_there_s - sent_s) + (sent_there_s - received_s)) / 2
+        return Offset(received_there_s, ahead_s, max(on_the_way_s, 0.0) / 2)
 
 
 def ask(
@@ -136,12 +145,3 @@ def reply(
         transport.wait(transport.post_receive(peer, question))
         question[-1].item()  # on a GPU the wait only orders the stream
         transport.wait(transport.post_send(peer, make_answer()))
-
-
-def _ping(transport: Transport, rank: int, read: Callable[[], float], device: torch.device) -> Offset:
-    question, answer = (torch.zeros(size, dtype=torch.float64, device=device) for size in (1, 2))
-    sent_s, received_s = ask(transport, rank, question, answer, read)
-    received_there_s, sent_there_s = answer.tolist()
-    on_the_way_s = (received_s - sent_s) - (sent_there_s - received_there_s)
-    ahead_s = ((received_there_s - sent_s) + (sent_there_s - received_s)) / 2
-    return Offset(received_there_s, ahead_s, max(on_the_way_s, 0.0) / 2)

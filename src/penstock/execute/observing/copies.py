@@ -4,6 +4,7 @@ Each copy is changed by its own rank's optimizer, so copies stay equal only as l
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,30 +22,24 @@ from penstock.execute.transport.rank_names import rank_names
 from penstock.execute.values.tensors import local_part
 
 
+@dataclass(eq=False)
 class CopyChecks(Observer):
     """Compares the copies of parameters before each step and of gradients after it, whose norms it logs."""
 
     needs_all_ranks = True
 
-    def __init__(self, control: Control, assembly: Assembly, gradient_attribute: str) -> None:
-        self._control, self._transport = control, control.transport
-        self._assembly = assembly
-        self._gradient_attribute = gradient_attribute
+    control: Control
+    assembly: Assembly
+    gradient_attribute: str
 
     def begin(self, step: Step) -> None:
-        require_equal_copies(self._transport, self._assembly.tied_copies)
+        require_equal_copies(self.control.transport, self.assembly.tied_copies)
 
     def end(self, step: Step, failed: bool) -> None:
-        if failed or not step.is_training:
-            return
-        require_equal_copies(self._transport, self._assembly.tied_copies, self._gradient_attribute)
-        log_norms(
-            self._control,
-            step.serial,
-            self._assembly.named_parameters(),
-            copied=self._assembly.copied_names,
-            gradient_attribute=self._gradient_attribute,
-        )
+        if step.is_training and not failed:
+            transport, copies = self.control.transport, self.assembly.tied_copies
+            require_equal_copies(transport, copies, self.gradient_attribute)
+            log_norms(self.control, step.serial, self.assembly, self.gradient_attribute)
 
 
 def require_equal_copies(transport: Transport, copies: Mapping[int, TiedCopy], gradient: str = "") -> None:
@@ -66,13 +61,15 @@ def require_equal_copies(transport: Transport, copies: Mapping[int, TiedCopy], g
     for copy in copies.values():
         if copy.ranks[0] != transport.rank:
             for name, parameter in copy.parameters.items():
-                _require_equal(transport, copy.ranks[0], _compared(parameter, gradient), f"{what} {name!r}")
+                mine = _compared(parameter, gradient)
+                _require_equal(transport, copy.ranks[0], mine, f"{what} {name!r}")
     for ticket in sends:
         transport.wait(ticket)
 
 
 def _compared(parameter: nn.Parameter, gradient: str) -> Tensor:
-    return local_part(dense_gradient(parameter, gradient).detach() if gradient else parameter.detach())
+    compared = dense_gradient(parameter, gradient) if gradient else parameter
+    return local_part(compared.detach())
 
 
 def _require_equal(transport: Transport, owner: int, mine: Tensor, what: str) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from threading import Lock
 
 from penstock.errors import MAX_SHOWN, PipelineError
-from penstock.execute.observing.observer import Around, Observer
+from penstock.execute.observing.observer import Around, Observer, once_per_program
 from penstock.execute.ops.keys import Keys
 from penstock.execute.step import Bound, Step
 from penstock.ir.awaits import receive_of_row
@@ -30,7 +30,7 @@ class DeclaredValues(Observer):
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._declared: Declared | None = None
+        self._declared = once_per_program(partial(Declared, rank=rank))
         self._expected: set[int] = set()
         self._num_running = 0
         self._lock = Lock()
@@ -39,11 +39,10 @@ class DeclaredValues(Observer):
         self._expected, self._num_running = set(), 0
 
     def around(self, program: Program, bound: Bound) -> Around:
-        if self._declared is None or self._declared.program is not program:
-            self._declared = Declared(program, self._rank)
-        declared = self._declared
+        declared = self._declared(program)
         taken, put = (set(), set()) if bound.awaits is not None else declared.of(bound.row)
-        return partial(self._following, declared.keys, str(program.instruction(bound.row)), taken, put)
+        text = str(program.instruction(bound.row))
+        return partial(self._following, declared.keys, text, taken, put)
 
     @contextmanager
     def _following(self, keys: Keys, text: str, taken: Set[int], put: Set[int], step: Step) -> Iterator[None]:
@@ -53,7 +52,8 @@ class DeclaredValues(Observer):
         with self._lock:
             self._num_running -= 1
             self._expected = (self._expected - taken) | put
-            if not self._num_running:  # else the other computation of a pair has done a part of its work
+            # Else the other computation of a pair has done a part of its work.
+            if not self._num_running:
                 self._compare(keys, text, step)
 
     def _compare(self, keys: Keys, text: str, step: Step) -> None:
@@ -73,24 +73,26 @@ class Declared:
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.keys = program, Keys(program, rank)
         before = predecessors(program)[:, 0]
-        self._source, self._receive, self._keeps = before, receive_of_row(program, before), keeps(program)
+        self._source, self._receive = before, receive_of_row(program, before)
+        self._keeps = keeps(program)
 
     def of(self, row: int) -> tuple[set[int], set[int]]:
         """Return the keys that a row takes, and those that it puts."""
         program, keys = self.program, self.keys
         operation = OPERATIONS[Op(int(program.op[row]))]
+        frees, makes = set(operation.frees), set(operation.makes)
         taken, put = set(), set()
         if operation.lane is Lane.RECEIVE:
             put.add(keys.message_of(row))
         elif self._receive[row] != NONE:
             taken.add(keys.message_of(int(self._receive[row])))
-        elif self._source[row] != NONE and MESSAGES.keys() & set(operation.frees):
+        elif self._source[row] != NONE and MESSAGES.keys() & frees:
             taken.add(keys.made_by(int(self._source[row])))
-        if KEPT & set(operation.frees):
+        if KEPT & frees:
             taken.add(keys.kept_by(row))
-        if self._keeps[row] != NOTHING or (KEPT & set(operation.makes) and not operation.begins_keeping):
+        if self._keeps[row] != NOTHING or (KEPT & makes and not operation.begins_keeping):
             put.add(keys.kept_by(row))
-        for value in MESSAGES.keys() & set(operation.makes):
+        for value in MESSAGES.keys() & makes:
             send, _ = MESSAGES[value]
             if stages_at(program.placement, peer_at(send))[program.stage[row]] != NONE:
                 put.add(keys.made_by(row))

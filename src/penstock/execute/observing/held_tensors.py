@@ -5,7 +5,7 @@ functions  that layers leave for W hold tensors in their closures, or take them 
 """
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from penstock.execute.parameters.gradient_store import WeightInputs
+from penstock.execute.parameters.gradient_store import WeightEntry
 from penstock.execute.split.own_weight_gradients import Closure, OwnEntry, OwnWeightGradients
 from penstock.execute.undocumented import LEAF, kind_of, saved_tensors
 
@@ -23,60 +23,54 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that say nothing of a layer's queue, parameters and buffers among them."""
 
 
-def held_by(inputs: WeightInputs) -> list[Tensor]:
-    """Return all that is held for W once I has run, parameters apart."""
-    behind = [each for entry in inputs.entries for each in (*entry.kept, *saved_behind(entry.roots))]
-    own = [entry for entry in inputs.entries if isinstance(entry, OwnEntry)]
-    return [*behind, *(each for entry in own for each in reached_by(entry.run).tensors)]
+@dataclass(slots=True)
+class Reached:
+    """The tensors that something holds or leads to, and the layers that it is of."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    """Without parameters."""
+    owners: list[nn.Module | Tensor] = field(default_factory=list)
+    """Modules, which are not entered, and parameters."""
+
+
+def held_by(entry: WeightEntry) -> Reached:
+    """Return what is held for one of the entries of a W once I has run."""
+    if isinstance(entry, OwnEntry):
+        return reached_by(entry.run)
+    return Reached([*entry.kept, *saved_behind(entry.roots)], [*entry.parameters])
 
 
 def saved_behind(roots: Sequence[GradientEdge]) -> list[Tensor]:
     """Return what the nodes from some edges to parameters have saved, parameters apart."""
-    found: list[Tensor] = []
-    seen: set[Node] = set()
-    waiting: list[Node | None] = [root.node for root in roots]
+    nodes = nodes_behind([root.node for root in roots], set())
+    saved = [each for node in nodes if kind_of(node) != LEAF for each in saved_tensors(node)]
+    return [each for each in saved if not isinstance(each, nn.Parameter)]
+
+
+def nodes_behind(nodes: Iterable[Node | None], seen: set[Node]) -> Iterator[Node]:
+    """Walk from some nodes of a graph to its leaves; those in `seen` are done."""
+    waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen or kind_of(node) == LEAF:
-            continue
-        seen.add(node)
-        found += [each for each in saved_tensors(node) if not isinstance(each, nn.Parameter)]
-        waiting += [following for following, _ in node.next_functions]
-    return found
-
-
-@dataclass(slots=True)
-class Reached:
-    """The tensors and layers that something leads to by references."""
-
-    tensors: list[Tensor] = field(default_factory=list)
-    """Without parameters."""
-    owners: list[nn.Module | nn.Parameter] = field(default_factory=list)
-    """Modules, which are not entered, and parameters."""
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 def reached_by(closure: Closure) -> Reached:
     """Return what a function that waits for W leads to."""
-    layer = _layer_of_queue(closure)
-    if layer is None:
-        return _reached([closure])
-    found = Reached(queued([layer]))
-    found.owners.append(layer)
-    return found
+    if isinstance(closure, partial) and isinstance(getattr(closure.func, "__self__", None), OwnWeightGradients):
+        (layer,) = closure.args  # from whose queue it takes an entry
+        return Reached(queued([layer]), [layer])
+    return _reached([closure])
 
 
 def queued(layers: Iterable[nn.Module]) -> list[Tensor]:
     """Return the tensors that attributes of some layers lead to, their queues among them."""
     own = [vars(module) for layer in layers for module in layer.modules()]
-    return _reached([value for each in own for name, value in each.items() if name not in _OF_EVERY_MODULE]).tensors
-
-
-def _layer_of_queue(closure: Closure) -> nn.Module | None:
-    """Return the layer from whose queue a function takes an entry; None for other functions."""
-    if isinstance(closure, partial) and isinstance(getattr(closure.func, "__self__", None), OwnWeightGradients):
-        (layer,) = closure.args
-        return layer if isinstance(layer, nn.Module) else None
-    return None
+    values = [value for each in own for name, value in each.items() if name not in _OF_EVERY_MODULE]
+    return _reached(values).tensors
 
 
 def _reached(roots: Sequence[Any]) -> Reached:

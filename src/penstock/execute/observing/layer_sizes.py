@@ -1,5 +1,6 @@
 """Counts bytes by storage, as a step runs: what autograd keeps of forwards, and what each layer makes and keeps."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,20 +13,18 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.optim import Optimizer
 
 from penstock.execute.control.collectives import Control
-from penstock.execute.observing.held_tensors import reached_by, saved_behind
+from penstock.execute.observing.held_tensors import held_by, nodes_behind
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, WeightInputs
-from penstock.execute.split.own_weight_gradients import OwnEntry
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.undocumented import is_function, repeats
 from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import tensors_of
 
-ACTIVATION, CONTEXT, CHECKPOINT, MESSAGE = (
+ACTIVATION, CONTEXT, CHECKPOINT, MESSAGE, PARAMETER, GRADIENT, OPTIMIZER = FIELDS = (
     "activation_bytes", "weight_context_bytes", "checkpoint_bytes", "message_bytes",
+    "parameter_bytes", "gradient_bytes", "optimizer_bytes",
 )  # fmt: skip
-PARAMETER, GRADIENT, OPTIMIZER = "parameter_bytes", "gradient_bytes", "optimizer_bytes"
-FIELDS = (ACTIVATION, CONTEXT, CHECKPOINT, MESSAGE, PARAMETER, GRADIENT, OPTIMIZER)
 """Named as those of `LayerCosts`."""
 
 LayerBytes = Mapping[str, tuple[int, ...]]
@@ -35,34 +34,33 @@ LayerBytes = Mapping[str, tuple[int, ...]]
 class LayerSizes:
     """Measures the layers of one rank; of several microbatches the largest counts, and a storage counts once."""
 
-    def __init__(self, stages: Sequence[Stage], *, is_sharded: bool = False) -> None:
+    def __init__(self, stages: Sequence[Stage], *, is_sharded: bool) -> None:
         """With `is_sharded`, sizes of DTensors are those of the whole tensors."""
         self._is_sharded = is_sharded
-        self._layers = {
-            stage.first_layer + place: module for stage in stages for place, module in enumerate(stage.layers.values())
-        }
+        of_stages = [enumerate(stage.layers.values(), stage.first_layer) for stage in stages]
+        self._layers = {layer: module for own in of_stages for layer, module in own}
         self._found = {layer: dict.fromkeys(FIELDS, 0) for layer in self._layers}
-        self._layer_of = self._layers_of_parameters()
+        modules = {id(each): layer for layer, module in self._layers.items() for each in module.modules()}
+        self._layer_of = modules | self._layers_of_parameters()
         """By id of a parameter, the first layer that has it; by that of a module, its layer."""
-        self._layer_of |= {id(each): layer for layer, module in self._layers.items() for each in module.modules()}
-        self._given = set(storages([*map(buffers_of, stages)]))
+        every_module = [module for stage in stages for module in stage.layers.values()]
+        self._given = set(storages([[*module.buffers()] for module in every_module]))
         """Addresses of what no forward makes: buffers, and the batch."""
         self._layer = min(self._layers)
-        self._saved: dict[int, int] = {}
+        self._saved: Counter[int] = Counter()
         """By layer, the bytes that the forward now running has saved."""
 
     @contextmanager
     def watching(self, attempt: Callable[..., object], note_outputs: Callable[[Any], object]) -> Iterator[None]:
         """Note which layer runs in a stage's forward, and the sizes of its inputs and outputs; `attempt` keeps errors
         from the layers. `note_outputs` gets the outputs of each layer before the next one runs."""
-        self._saved = {}
+        self._saved.clear()
         with ExitStack() as stack:
             for layer, module in self._layers.items():
-                for handle in (
-                    module.register_forward_pre_hook(partial(attempt, self._begin, layer)),
-                    module.register_forward_hook(partial(attempt, self._end, layer, note_outputs)),
-                ):
-                    stack.callback(handle.remove)
+                before = module.register_forward_pre_hook(partial(attempt, self._begin, layer))
+                behind = module.register_forward_hook(partial(attempt, self._end, layer, note_outputs))
+                stack.callback(before.remove)
+                stack.callback(behind.remove)
             yield
 
     def note_saved(self, tensor: Tensor) -> None:
@@ -74,27 +72,24 @@ class LayerSizes:
         # A part of the target is saved as a view of the whole batch, which does not belong to one microbatch.
         is_outside = part.is_leaf and not part.requires_grad
         num_bytes = min(part.nbytes, storage.nbytes()) if is_outside else storage.nbytes()
-        self._saved[self._layer] = self._saved.get(self._layer, 0) + num_bytes
+        self._saved[self._layer] += num_bytes
         self._grow(self._layer, ACTIVATION, self._saved[self._layer])
 
-    def note_contexts(self, stage: Stage, inputs: WeightInputs, before: Iterable[int] = ()) -> None:
+    def note_contexts(self, stage: Stage, inputs: WeightInputs, before: Iterable[int]) -> None:
         """Measure what the first part of a backward has left for the gradients of weights.
 
         `before` are addresses of what was in queues of layers before it.
         """
         self._layer_of |= self._layers_of_parameters()  # whole ones in the place of shards
-        held: dict[int, int] = {}
+        held: Counter[int] = Counter()
         counter = StorageCounter({*self._given, *before})
-        counter.add([parameter for module in self._layers.values() for parameter in module.parameters()])
+        counter.add([[*module.parameters()] for module in self._layers.values()])
         for entry in inputs.entries:
-            if isinstance(entry, OwnEntry):
-                found = reached_by(entry.run)
-                layers = [self._layer_of[id(each)] for each in found.owners if id(each) in self._layer_of]
-                layer = layers[0] if layers else stage.first_layer  # no one knows, but it is of this stage
-                tensors = found.tensors
-            else:
-                layer, tensors = self._layer_of[id(entry.parameters[0])], [*entry.kept, *saved_behind(entry.roots)]
-            held[layer] = held.get(layer, 0) + counter.add(tensors)
+            found = held_by(entry)
+            owners = [id(each) for each in found.owners if id(each) in self._layer_of]
+            # Where no one knows the layer, it is of this stage.
+            layer = self._layer_of[owners[0]] if owners else stage.first_layer
+            held[layer] += counter.add(found.tensors)
         for layer, num_bytes in held.items():
             self._grow(layer, CONTEXT, num_bytes)
 
@@ -103,12 +98,10 @@ class LayerSizes:
         buffers = StorageCounter()
         for layer, module in self._layers.items():
             parameters = [each for each in module.parameters() if self._layer_of[id(each)] == layer]
-            state = [] if optimizer is None else [state_of(optimizer, parameter) for parameter in parameters]
-            parameter_bytes = sum(map(self._size_of, parameters))
             self._found[layer] |= {
-                PARAMETER: parameter_bytes + buffers.add([*module.buffers()]),
-                GRADIENT: self._sizes_of([gradients_of(parameter) for parameter in parameters]),
-                OPTIMIZER: self._sizes_of(state),
+                PARAMETER: sum(map(self._size_of, parameters)) + buffers.add([*module.buffers()]),
+                GRADIENT: self._sizes_of([*map(gradients_of, parameters)]),
+                OPTIMIZER: self._sizes_of([state_of(optimizer, each) for each in parameters]),
             }
         return {str(layer): found for layer, found in self._found.items()}
 
@@ -118,13 +111,13 @@ class LayerSizes:
         return StorageCounter().add(tree)
 
     def _size_of(self, tensor: Tensor) -> int:
-        return tensor.numel() * tensor.element_size() if self._is_sharded else local_part(tensor).nbytes
+        if self._is_sharded:
+            return tensor.numel() * tensor.element_size()
+        return local_part(tensor).nbytes
 
     def _layers_of_parameters(self) -> dict[int, int]:
         return {
-            id(parameter): layer
-            for layer in sorted(self._layers, reverse=True)
-            for parameter in self._layers[layer].parameters()
+            id(each): layer for layer in sorted(self._layers, reverse=True) for each in self._layers[layer].parameters()
         }
 
     def _begin(self, layer: int, module: nn.Module, inputs: Any) -> None:
@@ -144,16 +137,26 @@ class LayerSizes:
         self._found[layer][field] = max(self._found[layer][field], num_bytes)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Storage:
+    """A storage in autograd's hands: gone, and so forgotten, with the last saved tensor that has it."""
+
+    num_bytes: int
+
+
+_Kept = WeakValueDictionary[int, _Storage]
+
+
 class SavedTensorTracker:
     """Knows the storages that forwards have left for their backwards, from when autograd saves them until it frees
     them."""
 
     def __init__(self, note: Callable[[Tensor], object]) -> None:
         """`note` gets each tensor whose storage is new to a stage."""
-        self._but: Collection[int] = ()
-        self._kept: dict[int, WeakValueDictionary[int, _Storage]] = {}
-        """Per stage, by address, what autograd holds."""
         self._note = note
+        self._kept: defaultdict[int, _Kept] = defaultdict(WeakValueDictionary)
+        """Per stage, by address, what autograd holds."""
+        self._but: Collection[int] = ()
         self._walked: set[Node] = set()
         """Nodes of the forward now running."""
 
@@ -164,12 +167,12 @@ class SavedTensorTracker:
         `but` are addresses of what is there anyway. `attempt` makes the calls within the forward, and returns None
         where they fail.
         """
-        kept = self._kept.setdefault(stage, WeakValueDictionary())
-        self._but = but
+        kept, self._but = self._kept[stage], but
 
         def pack(tensor: Tensor) -> Any:
-            held = attempt(self._save, kept, tensor)
-            return tensor if held is None else held
+            noted = attempt(self._noted, kept, tensor)
+            # An output that its own node saves would keep the node, and so itself, alive where no backward runs.
+            return tensor if noted is None else (tensor.detach(), noted)
 
         try:
             with saved_tensors_hooks(pack, _unwrapped):
@@ -179,22 +182,18 @@ class SavedTensorTracker:
 
     def note_functions(self, stage: int, outputs: Any) -> None:
         """Track what custom functions that lead to some outputs hold as attributes: no hook of autograd shows it."""
-        kept = self._kept.setdefault(stage, WeakValueDictionary())
-        for tensor in _attributes_behind(outputs, self._walked):
-            noted = self._noted(kept, tensor)
-            if noted is not None:  # it goes with the attribute
-                finalize(tensor, lambda _: None, noted).atexit = False
+        nodes = nodes_behind([each.grad_fn for each in tensors_of(outputs)], self._walked)
+        for node in filter(is_function, nodes):
+            for tensor in tensors_of([*vars(node).values()]):
+                noted = self._noted(self._kept[stage], tensor)
+                if noted is not None:  # it goes with the attribute
+                    finalize(tensor, lambda _: None, noted).atexit = False
 
     def held(self, stage: int) -> Mapping[int, int]:
         """Return the bytes of each storage, by its address, that is kept for backwards of a stage."""
-        return {address: storage.num_bytes for address, storage in self._kept.get(stage, {}).items()}
+        return {address: storage.num_bytes for address, storage in self._kept[stage].items()}
 
-    def _save(self, kept: "WeakValueDictionary[int, _Storage]", tensor: Tensor) -> Any:
-        noted = self._noted(kept, tensor)
-        # An output that its own node saves would keep the node, and so itself, alive where no backward runs.
-        return tensor if noted is None else (tensor.detach(), noted)
-
-    def _noted(self, kept: "WeakValueDictionary[int, _Storage]", tensor: Tensor) -> "_Storage | None":
+    def _noted(self, kept: _Kept, tensor: Tensor) -> _Storage | None:
         storage = local_part(tensor).untyped_storage()
         if storage.data_ptr() in self._but:
             return None
@@ -205,35 +204,15 @@ class SavedTensorTracker:
         return noted
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class _Storage:
-    """A storage in autograd's hands: gone, and so forgotten, with the last saved tensor that has it."""
-
-    num_bytes: int
-
-
 @repeats
 def _unwrapped(saved: Any) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved[0]
 
 
-def _attributes_behind(outputs: Any, walked: set[Node]) -> Iterator[Tensor]:
-    """Return the tensors that custom functions behind some outputs have as attributes; `walked` nodes are done."""
-    waiting: list[Node | None] = [tensor.grad_fn for tensor in tensors_of(outputs)]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in walked:
-            continue
-        walked.add(node)
-        if is_function(node):
-            yield from tensors_of([*vars(node).values()])
-        waiting += [following for following, _ in node.next_functions]
-
-
 def storages(tree: Any) -> dict[int, int]:
     """Return the bytes of each storage, by its address, that holds a tensor of a tree."""
-    found = (local_part(tensor).untyped_storage() for tensor in tensors_of(tree))
-    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+    found = (local_part(each).untyped_storage() for each in tensors_of(tree))
+    return {each.data_ptr(): each.nbytes() for each in found if each.nbytes()}
 
 
 class StorageCounter:
@@ -248,9 +227,9 @@ class StorageCounter:
 
     def add_storages(self, bytes_at: Mapping[int, int]) -> int:
         """The same of storages by address."""
-        new = {address: num_bytes for address, num_bytes in bytes_at.items() if address not in self._seen}
-        self._seen.update(new)
-        return sum(new.values())
+        new = bytes_at.keys() - self._seen
+        self._seen |= new
+        return sum(bytes_at[address] for address in new)
 
 
 def gather_sizes(transport: Transport, own: Mapping[str, Mapping[str, int]]) -> LayerBytes:
@@ -266,18 +245,14 @@ def gather_sizes(transport: Transport, own: Mapping[str, Mapping[str, int]]) -> 
 def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
     """Return what a parameter has of gradients: its own, and one that is accumulated beside it."""
     gradients = (parameter.grad, getattr(parameter, MAIN_GRAD, None))
-    return [gradient for gradient in gradients if gradient is not None]
+    return [each for each in gradients if each is not None]
 
 
-def buffers_of(stage: Stage) -> list[Tensor]:
-    """Return the buffers of a stage's layers, saved or not."""
-    return [buffer for layer in stage.layers.values() for buffer in layer.buffers()]
-
-
-def state_of(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
+def state_of(optimizer: Optimizer | None, parameter: Tensor) -> list[Tensor]:
     """Return what an optimizer keeps of a parameter on the parameter's device; it may count its steps on the host."""
-    return [each for each in tensors_of(optimizer.state.get(parameter, {})) if each.device == parameter.device]
+    state = {} if optimizer is None else optimizer.state.get(parameter, {})
+    return [each for each in tensors_of(state) if each.device == parameter.device]
 
 
 def _bytes_of(tree: Any) -> int:
-    return sum(local_part(tensor).nbytes for tensor in tensors_of(tree))
+    return sum(local_part(each).nbytes for each in tensors_of(tree))

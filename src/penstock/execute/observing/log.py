@@ -6,16 +6,16 @@ are wanted; if not, nothing is asked for any of them.
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
-from torch import nn
 
 from penstock.errors import count_of
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.observer import Around, Observer
+from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.gradient_norm import norms_of
 from penstock.execute.step import Bound, Step
 from penstock.ir.operations import BEGINS_KEEPING
@@ -27,7 +27,7 @@ LOG = logging.getLogger("penstock")
 
 def log_plan(schedule: Schedule, rank: int) -> None:
     """Say which schedule this rank is to run; at DEBUG, how many forwards come before and backwards after the rest."""
-    stages = ", ".join(str(stage) for stage in schedule.placement.stages_of_rank[rank])
+    stages = ", ".join(map(str, schedule.placement.stages_of_rank[rank]))
     counts = {"microbatch": schedule.num_microbatches, "slice": schedule.num_slices, "stage": schedule.num_stages}
     sizes = ", ".join(count_of(number, noun) for noun, number in counts.items())
     LOG.info("rank %d of %d: %s, %s, of which it holds %s", rank, schedule.num_ranks, schedule.name, sizes, stages)
@@ -47,7 +47,8 @@ class MessageLog(Observer):
         instruction = program.instruction(row)
         if not (instruction.op.is_send or instruction.op.is_receive):
             return None
-        rank, peer = int(program.rank_of_row[row]), program.placement.rank_of_stage[instruction.peer]
+        rank = int(program.rank_of_row[row])
+        peer = program.placement.rank_of_stage[instruction.peer]
         ends = f"to rank {peer}" if instruction.op.is_send else f"from rank {peer}"
         what = f"{instruction} {'arrived' if bound.awaits is not None else 'posted'}, {ends}"
         return partial(self._logging, rank, what)
@@ -63,28 +64,23 @@ def message_log() -> list[Observer]:
     return [MessageLog()] if LOG.isEnabledFor(logging.DEBUG) else []
 
 
-def log_norms(
-    control: Control,
-    step: int,
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    *,
-    copied: frozenset[str],
-    gradient_attribute: str = "grad",
-) -> None:
+def log_norms(control: Control, step: int, assembly: Assembly, gradient_attribute: str) -> None:
     """Log the norms of this rank's parameters and gradients, and on rank 0 those over all ranks; a collective."""
-    named, rank = list(parameters), control.transport.rank
+    named, rank, copied = assembly.named_parameters(), control.transport.rank, assembly.copied_names
     across = None if control.places.data is None else control.across
-    values = norms_of([(name, parameter.detach()) for name, parameter in named], across=across)
-    found = [(name, getattr(parameter, gradient_attribute, None)) for name, parameter in named]
-    gradients = norms_of([(name, gradient) for name, gradient in found if gradient is not None], across=across)
+    values = norms_of([(name, each.detach()) for name, each in named], across=across)
+    found = [(name, getattr(each, gradient_attribute, None)) for name, each in named]
+    gradients = norms_of([(name, each) for name, each in found if each is not None], across=across)
     own = {name: [values[name], gradients.get(name, 0.0)] for name in values}
     for name, (value, gradient) in own.items():
         LOG.debug("rank %d, step %d: %s: parameter norm %.6g, gradient norm %.6g", rank, step, name, value, gradient)
-    everyone = control.within.all_gather_object({name: norms for name, norms in own.items() if name not in copied})
+    counted = {name: norms for name, norms in own.items() if name not in copied}
+    everyone = control.within.all_gather_object(counted)
     whole: dict[str, list[float]] = {}  # a copy on another rank has the same name, and counts once
     for theirs in everyone:
         assert isinstance(theirs, dict)
         whole |= theirs
     if rank == 0:
-        value, gradient = (math.hypot(*(norms[index] for norms in whole.values())) for index in (0, 1))
+        columns = ([norms[index] for norms in whole.values()] for index in (0, 1))
+        value, gradient = (math.hypot(*column) for column in columns)
         LOG.info("step %d: parameter norm %.6g, gradient norm %.6g over all ranks", step, value, gradient)

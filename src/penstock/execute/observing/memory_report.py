@@ -26,7 +26,6 @@ from penstock.execute.observing.layer_sizes import (
     LayerSizes,
     SavedTensorTracker,
     StorageCounter,
-    buffers_of,
     gather_sizes,
     gradients_of,
     state_of,
@@ -36,7 +35,7 @@ from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.observing.rank_memory import MemoryPoint, Moment, RankMemory, StageMemory, memory_text
 from penstock.execute.ops.keys import Keys
 from penstock.execute.parameters.gradient_store import WeightInputs
-from penstock.execute.rank_parameters import NO_HELD, RankParameters
+from penstock.execute.rank_parameters import RankParameters
 from penstock.execute.stages.offloading import is_on_host, noting_saved, saved_in
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.stages.recompute import Checkpoint
@@ -74,34 +73,26 @@ class MemoryReport:
         return f"<MemoryReport of {count_of(len(self.ranks), 'rank')}, {counted}>"
 
 
+@dataclass(eq=False)
 class MemoryWatch(Observer):
     """Looks at one rank's memory during one step, between its calls."""
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        device: torch.device,
-        optimizer: Optimizer | None = None,
-        queue: DeviceQueue | None = None,
-        parameters: RankParameters | None = None,
-    ) -> None:
-        """`queue` has the messages of an accelerator, which hold their tensors until they are over.
+    stages: Sequence[Stage]
+    device: torch.device
+    optimizer: Optimizer | None
+    queue: DeviceQueue | None
+    """Has the messages of an accelerator, which hold their tensors until they are over."""
+    parameters: RankParameters
+    """Knows what is held beside the parameters of the modules."""
 
-        `parameters` knows what is held beside the parameters of the modules.
-        """
-        self.stages = stages
-        self.device = device
-        self.optimizer = optimizer
-        self._queue = queue
-        self.peak_activations = 0
-        self.points: dict[Moment, MemoryPoint] = {}
-        self.sizes = LayerSizes(stages, is_sharded=parameters is not None and parameters.is_sharded)
-        self._rank_parameters = parameters
-        self._parameters: frozenset[int] = frozenset()
-        """Their addresses in the forward that runs."""
+    def __post_init__(self) -> None:
+        self.sizes = LayerSizes(self.stages, is_sharded=self.parameters.is_sharded)
+        self._points: dict[Moment, MemoryPoint] = {}
+        self._peak, self._peak_activations = RankMemory(), 0
+        self._addresses: frozenset[int] = frozenset()
+        """Of the parameters in the forward that runs."""
         self._tracker = SavedTensorTracker(self.sizes.note_saved)
-        self._peak = RankMemory()
-        self._stages = {stage.index: stage for stage in stages}
+        self._stages = {each.index: each for each in self.stages}
         self._keys: Keys | None = None
         self._stage_of_key: dict[int, int] = {}
         """Of what stages keep."""
@@ -117,7 +108,8 @@ class MemoryWatch(Observer):
         if RUNS_FORWARD[instruction.op] and not is_wait:
             return partial(self._watching_forward, instruction.stage, kept)
         runs_autograd = RUNS_AUTOGRAD[instruction.op] and not is_wait
-        return partial(self._watching_call, kept if runs_autograd else None, bool(IS_BACKWARD[instruction.op]))
+        is_backward = bool(IS_BACKWARD[instruction.op])
+        return partial(self._watching_call, kept if runs_autograd else None, is_backward)
 
     def end(self, step: Step, failed: bool) -> None:
         if not failed:
@@ -125,15 +117,17 @@ class MemoryWatch(Observer):
 
     def memory(self, rank: int) -> RankMemory:
         """Return what was seen in a step that is over."""
-        peak = self._peak
-        points = {**self.points, Moment.PEAK: self._point(Moment.PEAK, peak)}
-        state = None if self.optimizer is None else [state_of(self.optimizer, each) for each in self.optimizer.state]
+        points = {**self._points, Moment.PEAK: self._point(Moment.PEAK, self._peak)}
+        optimizer_bytes = None
+        if self.optimizer is not None:
+            state = [state_of(self.optimizer, each) for each in self.optimizer.state]
+            optimizer_bytes = StorageCounter().add(state)
         return replace(
-            peak,
+            self._peak,
             rank=rank,
-            optimizer_bytes=None if state is None else StorageCounter().add(state),
-            peak_activations=self.peak_activations,
-            kept_bytes=NO_HELD.kept_bytes if self._rank_parameters is None else self._rank_parameters.held().kept_bytes,
+            optimizer_bytes=optimizer_bytes,
+            peak_activations=self._peak_activations,
+            kept_bytes=self.parameters.held().kept_bytes,
             points=tuple(points[moment] for moment in Moment if moment in points),
         )
 
@@ -142,9 +136,9 @@ class MemoryWatch(Observer):
         self._stage_of_key[kept] = stage
         note_outputs = partial(self._tracker.note_functions, stage)
         # Anew for each forward: where they are sharded, whole ones have no fixed place.
-        self._parameters = frozenset(storages([each for own in self._stages.values() for each in own.parameters()]))
+        self._addresses = frozenset(storages([[*stage.parameters()] for stage in self.stages]))
         with (
-            self._tracker.of_stage(stage, self._parameters, self.attempt),
+            self._tracker.of_stage(stage, self._addresses, self.attempt),
             noting_saved(partial(self.attempt, self._note_saved, {})),
             self.sizes.watching(self.attempt, note_outputs),
         ):
@@ -152,15 +146,16 @@ class MemoryWatch(Observer):
         self._look(step)
 
     def _note_saved(self, noted: dict[int, Tensor], tensor: Tensor) -> None:
-        new = storages(tensor).keys() - noted.keys() - self._parameters
-        noted |= dict.fromkeys(new, tensor)  # held to the end of the forward, so that no address is used twice
+        new = storages(tensor).keys() - noted.keys() - self._addresses
+        # Held to the end of the forward, so that no address is used twice.
+        noted |= dict.fromkeys(new, tensor)
         if new:
             self.sizes.note_saved(tensor)
 
     @contextmanager
     def _watching_call(self, kept: int | None, is_backward: bool, step: Step) -> Iterator[None]:
         """Of what runs autograd, `kept` is the key of the forward's activations."""
-        if is_backward and Moment.AFTER_WARM_UP not in self.points:
+        if is_backward and Moment.AFTER_WARM_UP not in self._points:
             self._look(step, Moment.AFTER_WARM_UP)
         stage = None if kept is None else self._stages[self._stage_of_key[kept]]
         before = {} if stage is None else storages(queued(stage.own_weight_gradients.fused))
@@ -172,61 +167,52 @@ class MemoryWatch(Observer):
 
     def _look(self, step: Step, moment: Moment | None = None) -> None:
         sample = self._sample(step)
-        self.peak_activations = max(self.peak_activations, sum(stage.num_activations for stage in sample.stages))
+        num_activations = sum(each.num_activations for each in sample.stages)
+        self._peak_activations = max(self._peak_activations, num_activations)
         if not self._peak.stages or sample.counted_bytes > self._peak.counted_bytes:
             self._peak = sample
         if moment is not None:
-            self.points[moment] = self._point(moment, sample)
+            self._points[moment] = self._point(moment, sample)
 
     def _point(self, moment: Moment, sample: RankMemory) -> MemoryPoint:
-        counted = allocator_bytes(self.device, peak=moment is Moment.PEAK)
-        allocated, reserved = (None, None) if counted is None else counted
-        return MemoryPoint(moment, sample.counted_bytes, allocated, reserved)
-
-    def _by_kind(self, step: Step) -> list[dict[int, Any]]:
-        """Return the values that stages keep, messages, and those that rows made."""
-        kinds = [range(0)] * 3 if self._keys is None else [self._keys.kept, self._keys.messages, self._keys.made]
-        return [{key: value for key, value in step.values.items() if key in kind} for kind in kinds]
+        allocator = allocator_bytes(self.device, peak=moment is Moment.PEAK) or (None, None)
+        return MemoryPoint(moment, sample.counted_bytes, *allocator)
 
     def _sample(self, step: Step) -> RankMemory:
         """Count every storage once, under the first of the columns that holds it."""
         counter = StorageCounter()
         parameters = {stage.index: [each for _, each in stage.named_parameters()] for stage in self.stages}
-        always = {stage.index: [*parameters[stage.index], *buffers_of(stage)] for stage in self.stages}
-        parameter_bytes = {stage: counter.add(own) for stage, own in always.items()}
+        buffers = {stage.index: [[*layer.buffers()] for layer in stage.layers.values()] for stage in self.stages}
+        parameter_bytes = {stage: counter.add([own, buffers[stage]]) for stage, own in parameters.items()}
         gradient_bytes = {stage: counter.add([*map(gradients_of, own)]) for stage, own in parameters.items()}
-        beside = NO_HELD if self._rank_parameters is None else self._rank_parameters.held()
+        beside = self.parameters.held()
         for stage in parameters:
             parameter_bytes[stage] += counter.add(beside.parameters.get(stage, []))
             gradient_bytes[stage] += counter.add(beside.gradients.get(stage, []))
         num_activations, context_bytes = dict.fromkeys(parameters, 0), dict.fromkeys(parameters, 0)
-        kept, messages, made = self._by_kind(step)
+        keys = self._keys
+        kinds = [range(0)] * 3 if keys is None else [keys.kept, keys.messages, keys.made]
+        values = step.values.items()
+        kept, messages, made = ({key: each for key, each in values if key in kind} for kind in kinds)
         forwards = [(self._stage_of_key[key], value) for key, value in kept.items()]
         for stage, value in forwards:
             if not isinstance(value, Checkpoint) and not is_on_host(value):
                 num_activations[stage] += 1
-                context_bytes[stage] += counter.add(held_by(value) if isinstance(value, WeightInputs) else [])
+                entries = value.entries if isinstance(value, WeightInputs) else ()
+                context_bytes[stage] += counter.add([held_by(entry).tensors for entry in entries])
         activation_bytes = {stage: counter.add_storages(self._tracker.held(stage)) for stage in parameters}
-        for stage, value in forwards:
-            activation_bytes[stage] += counter.add(_inputs_in(value))
+        for stage, value in forwards:  # besides those that autograd holds
+            inputs: list[Any] = [value.arguments, value.keywords] if isinstance(value, Checkpoint) else []
+            inputs += [*value.inputs, *saved_in(value)] if isinstance(value, SavedForward) else []
+            activation_bytes[stage] += counter.add(inputs)
         columns = (parameter_bytes, gradient_bytes, num_activations, activation_bytes, context_bytes)
-        received = [[each.tensors, each.numbers] if isinstance(each, Incoming) else each for each in messages.values()]
-        followed, posted = ([], []) if self._queue is None else self._queue.held()
+        received = [(each.tensors, each.numbers) if isinstance(each, Incoming) else each for each in messages.values()]
+        followed, posted = ([], []) if self.queue is None else self.queue.held()
         return RankMemory(
             stages=tuple(StageMemory(stage, *(column[stage] for column in columns)) for stage in parameters),
             received_bytes=counter.add([*received, *followed, *beside.exchanged]),
             unsent_bytes=counter.add([*made.values(), *posted]),
         )
-
-
-def _inputs_in(kept: Any) -> list[Any]:
-    """Return the tensors that a stage keeps of a forward, without those that autograd holds in its own way."""
-    match kept:
-        case Checkpoint():
-            return [kept.arguments, kept.keywords]
-        case SavedForward():
-            return [*kept.inputs, *saved_in(kept)]
-    return []
 
 
 def gather_memory(
@@ -244,16 +230,10 @@ def gather_memory(
             text = "the step ran, but its memory was not measured on this rank; its log (logger penstock) says why"
             names = rank_names(transport)
             raise PipelineError(f"{names[rank]}: {text}", rank=names.numbers[rank])
-    ranks = tuple(
-        RankMemory(
-            **{
-                **row,
-                "stages": tuple(StageMemory(**stage) for stage in row["stages"]),
-                "points": tuple(MemoryPoint(**point) for point in row["points"]),
-            }
-        )
-        for row in everyone
-    )
+        row["stages"] = tuple(StageMemory(**stage) for stage in row["stages"])
+        row["points"] = tuple(MemoryPoint(**point) for point in row["points"])
+    ranks = tuple(RankMemory(**row) for row in everyone)
     layer_bytes = gather_sizes(transport, watch.sizes.own(watch.optimizer))
-    predicted = tuple(peak + rank.kept_bytes for peak, rank in zip(predict(layer_bytes), ranks, strict=True))
+    peaks = zip(predict(layer_bytes), ranks, strict=True)
+    predicted = tuple(peak + rank.kept_bytes for peak, rank in peaks)
     return MemoryReport(ranks, result, layer_bytes, predicted)

@@ -1,9 +1,5 @@
 """`Observer`: the one protocol of all that looks at a step; and how observers get around the calls of a step.
 
-    around(program, bound)  once per call of a program, when it is compiled: the context in which the call is to run
-    begin(step)             before the first call of a step
-    end(step, failed)       behind the last call, or behind the failure
-
 Guarantees: without observers the calls of a step are those that were compiled. Each call runs once, with any
 observers around it. An observer that raises is removed and reported once, and the step goes on. Each `begin` has
 its `end`, and each context that was entered is left, in the thread that entered it.
@@ -15,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from types import TracebackType
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from penstock.errors import PipelineError
@@ -67,14 +63,11 @@ class Observer:
         except Exception as error:
             if self.needs_all_ranks:
                 raise
-            self._remove(error)
+            if self.failure is None:
+                self.failure = error
+                text = "%s raised %s: %s. It does not look at steps any more, which go on without it"
+                _LOG.warning(text, type(self).__name__, type(error).__name__, error, exc_info=error)
             return None
-
-    def _remove(self, error: Exception) -> None:
-        if self.failure is None:
-            self.failure = error
-            text = "%s raised %s: %s. It does not look at steps any more, which go on without it"
-            _LOG.warning(text, type(self).__name__, type(error).__name__, error, exc_info=error)
 
 
 @contextmanager
@@ -83,7 +76,8 @@ def observing(observers: Sequence[Observer], step: Step) -> Iterator[None]:
     with ExitStack() as stack:
         for observer in observers:
             if observer.failure is None:
-                stack.push(_ending(observer, step))  # first: what `begin` does before it raises is undone too
+                # First: what `begin` does before it raises is undone too.
+                stack.push(partial(_end, observer, step))
                 observer.attempt(observer.begin, step)
         yield
 
@@ -96,15 +90,24 @@ def observed(observers: Sequence[Observer], program: Program, bounds: Sequence[B
     return list(bounds)
 
 
-def _ending(observer: Observer, step: Step) -> Callable[..., None]:
-    def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            observer._guarded(observer.end, step, kind is not None or observer.failure is not None)
-        except Exception:
-            if kind is None:
-                raise
+def once_per_program(make: Callable[[Program], T]) -> Callable[[Program], T]:
+    """Return `make`, which is asked for each call of a program, with the last program's answer kept."""
+    kept: list[tuple[Program, T]] = []
 
-    return end
+    def ask(program: Program) -> T:
+        if not kept or kept[0][0] is not program:
+            kept[:] = [(program, make(program))]
+        return kept[0][1]
+
+    return ask
+
+
+def _end(observer: Observer, step: Step, kind: type[BaseException] | None, *_: object) -> None:
+    try:
+        observer._guarded(observer.end, step, kind is not None or observer.failure is not None)
+    except Exception:
+        if kind is None:
+            raise
 
 
 def _observed(observer: Observer, program: Program, bound: Bound) -> Bound:
@@ -120,7 +123,8 @@ def _observed(observer: Observer, program: Program, bound: Bound) -> Bound:
         try:
             call(step)
         except BaseException as error:
-            with suppress(Exception):  # the call's error, not the one that leaving raises, ends the step
+            # The call's error, not the one that leaving raises, ends the step.
+            with suppress(Exception):
                 observer._guarded(_leave, context, error)
             raise
         observer._guarded(_leave, context)

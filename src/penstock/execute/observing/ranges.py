@@ -1,7 +1,7 @@
 """Names every instruction in a profiler's trace: a range of torch.profiler, and of NVTX on a CUDA device."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import numpy as np
@@ -31,7 +31,7 @@ def phase_of(program: Program, row: int) -> str:
     """
     first, end = program.offsets[(rank := int(program.rank_of_row[row])) : rank + 2].tolist()
     op = program.op[first:end]
-    forwards, backwards = first + np.flatnonzero(RUNS_FORWARD[op]), first + np.flatnonzero(IS_BACKWARD[op])
+    forwards, backwards = (first + np.flatnonzero(flags[op]) for flags in (RUNS_FORWARD, IS_BACKWARD))
     if not len(backwards) or not len(forwards):
         return ""
     if row < backwards[0]:
@@ -43,19 +43,18 @@ class Ranges(Observer):
     """Runs every call in a range, within that of its phase; a wait for a message is told from posting its receive."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_device: Callable[[str], AbstractContextManager[object]] = (
-            nvtx.range if device.type == "cuda" else nullcontext
-        )
+        self._is_cuda = device.type == "cuda"
 
     def around(self, program: Program, bound: Bound) -> Around:
         name = range_name(program.instruction(bound.row if bound.awaits is None else bound.awaits))
-        own = name if bound.awaits is None else f"Wait: {name}"
-        return partial(self._in_ranges, [each for each in (phase_of(program, bound.row), own) if each])
+        names = [phase_of(program, bound.row), name if bound.awaits is None else f"Wait: {name}"]
+        return partial(self._in_ranges, list(filter(None, names)))
 
     @contextmanager
     def _in_ranges(self, names: Sequence[str], step: Step) -> Iterator[None]:
         with ExitStack() as stack:
             for name in names:
                 stack.enter_context(record_function(name))
-                stack.enter_context(self._on_device(name))
+                if self._is_cuda:
+                    stack.enter_context(nvtx.range(name))
             yield

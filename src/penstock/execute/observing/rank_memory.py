@@ -75,7 +75,7 @@ class RankMemory:
     @property
     def counted_bytes(self) -> int:
         """All bytes that were counted at the peak, the optimizer's state apart."""
-        return sum(stage.counted_bytes for stage in self.stages) + self.received_bytes + self.unsent_bytes
+        return sum(each.counted_bytes for each in self.stages) + self.received_bytes + self.unsent_bytes
 
 
 # ---- tables
@@ -100,10 +100,12 @@ def memory_text(ranks: Sequence[RankMemory], predicted_bytes: Sequence[int] = ()
     """
     stages = [row for rank in ranks for row in _stage_rows(rank)]
     points = [[str(rank.rank), str(rank.peak_activations), *map(_point, rank.points)] for rank in ranks]
-    names: list[str] = [point.name for point in ranks[0].points]
+    names: list[str] = [each.name for each in ranks[0].points]
     if any(rank.optimizer_bytes is not None for rank in ranks):
         names.append("optimizer")
-        points = [[*row, _optional(rank.optimizer_bytes)] for row, rank in zip(points, ranks, strict=True)]
+        sizes = [rank.optimizer_bytes for rank in ranks]
+        texts = ["-" if size is None else format_bytes(size) for size in sizes]
+        points = [[*row, text] for row, text in zip(points, texts, strict=True)]
     if predicted_bytes:
         names.append("predicted peak")
         points = [[*row, format_bytes(size)] for row, size in zip(points, predicted_bytes, strict=True)]
@@ -111,26 +113,24 @@ def memory_text(ranks: Sequence[RankMemory], predicted_bytes: Sequence[int] = ()
     late_first = [Column(name, drop_order=len(names) - index) for index, name in enumerate(names)]
     columns = [Column("rank"), Column("most live"), *late_first]
     title = "memory, when a rank holds most"
-    return f"{title}\n{table_text(_STAGES, stages, screen)}\n\n{table_text(columns, points, screen)}"
+    tables = table_text(_STAGES, stages, screen), table_text(columns, points, screen)
+    return f"{title}\n{tables[0]}\n\n{tables[1]}"
 
 
 def _stage_rows(rank: RankMemory) -> list[list[str]]:
     rows = []
     messages = [format_bytes(rank.received_bytes), format_bytes(rank.unsent_bytes)]
     for stage in rank.stages:
+        counts = (rank.rank, stage.stage, stage.num_activations)
         held = (stage.activation_bytes, stage.context_bytes, stage.parameter_bytes, stage.gradient_bytes)
-        own = [str(rank.rank), str(stage.stage), str(stage.num_activations), *map(format_bytes, held)]
-        rows.append([*own, *messages])
+        rows.append([*map(str, counts), *map(format_bytes, held), *messages])
         messages = ["", ""]  # they are the rank's, not a stage's
     return rows
-
-
-def _optional(size_bytes: int | None) -> str:
-    return "-" if size_bytes is None else format_bytes(size_bytes)
 
 
 def _point(point: MemoryPoint) -> str:
     counted = format_bytes(point.counted_bytes)
     if point.allocated_bytes is None or point.reserved_bytes is None:
         return counted
-    return f"{counted} ({format_bytes(point.allocated_bytes)} allocated, {format_bytes(point.reserved_bytes)} reserved)"
+    allocated, reserved = format_bytes(point.allocated_bytes), format_bytes(point.reserved_bytes)
+    return f"{counted} ({allocated} allocated, {reserved} reserved)"

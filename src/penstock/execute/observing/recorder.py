@@ -17,11 +17,8 @@ from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.split.planner import ImmediateWeights
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.device_queue import WaitForDevice, await_device
-from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
-
-MILLISECONDS = 1e-3
 
 
 class Recorder(Observer):
@@ -87,15 +84,17 @@ class DeviceRecorder(Recorder):
         self._events.clear()
 
     def _time_s(self, event: torch.Event) -> float:
-        return self._origin_s + self._origin.elapsed_time(event) * MILLISECONDS
+        return self._origin_s + self._origin.elapsed_time(event) * 1e-3
 
 
-def recorder_for(device: torch.device, rows: range, clock: Clock, *, rank: int, deadline_s: float) -> Recorder:
-    """Return what measures a step on this device."""
-    if not is_queued(device):
-        return Recorder(rows, clock)
+def recorder_for(clocks: ClockComparison, rows: range) -> Recorder:
+    """Return what measures a step on the device of this rank."""
+    if not is_queued(clocks.device):
+        return Recorder(rows, clocks.clock)
+    rank, deadline_s = clocks.transport.rank, clocks.transport.deadline_s
     wait = partial(await_device, rank=rank, deadline_s=deadline_s)
-    return DeviceRecorder(rows, clock, partial(make_event, device, timing=True), wait)
+    make = partial(make_event, clocks.device, timing=True)
+    return DeviceRecorder(rows, clocks.clock, make, wait)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,74 +116,67 @@ class Recording:
         return float(self.alignment.to_common(self.rank, np.array([time_s]))[0]) - self.origin_s
 
 
+@dataclass(eq=False)
 class StepRecording(Observer):
     """Lays what the recorders of all ranks have measured together, on one clock."""
 
     needs_all_ranks = True
 
-    def __init__(
-        self,
-        transport: Transport,
-        program: Program,
-        recorder: Recorder,
-        clocks: ClockComparison,
-        output_bytes: Callable[[], Mapping[int, int]],
-        early_weights: Callable[[], Mapping[int, ImmediateWeights]],
-    ) -> None:
-        """`output_bytes` and `early_weights` give those of this rank's stages, behind a step."""
-        self.recording: Recording | None = None
-        """The measurement; None if the recorder of any rank has failed."""
-        self._transport = transport
-        self._program = program
-        self._recorder = recorder
-        self._clocks = clocks
-        self._output_bytes = output_bytes
-        self._early_weights = early_weights
+    program: Program
+    recorder: Recorder
+    clocks: ClockComparison
+    output_bytes: Callable[[], Mapping[int, int]]
+    """Gives those of this rank's stages, behind a step; so does the next one."""
+    early_weights: Callable[[], Mapping[int, ImmediateWeights]]
+    recording: Recording | None = None
+    """The measurement; None if the recorder of any rank has failed."""
 
     def begin(self, step: Step) -> None:
-        self._clocks.begin()
+        self.clocks.begin()
 
     def end(self, step: Step, failed: bool) -> None:
         if failed:
             return
-        alignment, recorder = self._clocks.end(), self._recorder
+        alignment, recorder = self.clocks.end(), self.recorder
+        waits = () if step.prefetcher is None else step.prefetcher.waits
         own = {
             "is_complete": recorder.failure is None,
             "start_s": recorder.start_s.tolist(),
             "end_s": recorder.end_s.tolist(),
-            "output_bytes": {str(stage): num_bytes for stage, num_bytes in self._output_bytes().items()},
-            "early_weights": {str(stage): astuple(found) for stage, found in self._early_weights().items()},
-            "data_waits": [astuple(wait) for wait in (() if step.prefetcher is None else step.prefetcher.waits)],
+            "output_bytes": list(self.output_bytes().items()),
+            "early_weights": [(stage, astuple(found)) for stage, found in self.early_weights().items()],
+            "data_waits": list(map(astuple, waits)),
         }
-        everyone = cast(list[dict[str, Any]], Control(self._transport).all_gather_object(own))
+        control = Control(self.clocks.transport)
+        everyone = cast(list[dict[str, Any]], control.all_gather_object(own))
         if all(row["is_complete"] for row in everyone):
             self.recording = self._laid_together(everyone, alignment)
 
     def _laid_together(self, everyone: Sequence[dict[str, Any]], alignment: Alignment) -> Recording:
         """From the first start on."""
-        program = self._program
+        to_common = alignment.to_common
         start_s, end_s = (
-            np.concatenate([alignment.to_common(rank, np.array(row[name])) for rank, row in enumerate(everyone)])
+            np.concatenate([to_common(rank, np.array(row[name])) for rank, row in enumerate(everyone)])
             for name in ("start_s", "end_s")
         )
         origin_s = float(start_s.min()) if len(start_s) else 0.0
         timeline = Timeline(
-            program,
+            self.program,
             "measured",
             start_s - origin_s,
             end_s - origin_s,
             clock_uncertainty_s=alignment.uncertainty_s,
             data_waits=tuple(
-                DataWait(rank, microbatch, *(alignment.to_common(rank, np.array(times_s)) - origin_s).tolist())
+                DataWait(rank, microbatch, *(to_common(rank, np.array(times_s)) - origin_s).tolist())
                 for row in everyone
                 for rank, microbatch, *times_s in row["data_waits"]
             ),
         )
-        bytes_of_stage = {stage: num_bytes for row in everyone for stage, num_bytes in row["output_bytes"].items()}
-        message_bytes = tuple(bytes_of_stage.get(str(stage), 0) for stage in range(program.num_stages))
+        bytes_of_stage = dict(pair for row in everyone for pair in row["output_bytes"])
+        message_bytes = tuple(bytes_of_stage.get(stage, 0) for stage in range(self.program.num_stages))
         early = {
-            int(stage): ImmediateWeights(share, tuple(names), reasons)
+            stage: ImmediateWeights(share, tuple(names), reasons)
             for row in everyone
-            for stage, (share, names, reasons) in row["early_weights"].items()
+            for stage, (share, names, reasons) in row["early_weights"]
         }
-        return Recording(timeline, message_bytes, early, self._transport.rank, alignment, origin_s)
+        return Recording(timeline, message_bytes, early, self.clocks.transport.rank, alignment, origin_s)

@@ -1,10 +1,6 @@
 """Which observers look at the steps of a pipeline, as its options and calls ask for (part 4 of a step); see `Observer`.
 
-    buffers     has the step changed a buffer that several ranks hold; only where there is one
-    declared    debug="values": does each call take and leave what its row declares
-    values      debug="values": are all values finite, and all copies equal
-    messages    debug="messages" or "values": does each message say what is expected
-    ranges      ranges=True: names for profilers
+    innermost   what shared buffers, debug="values", debug="messages" and ranges=True ask for, in this order
     own         observers=[...]
     outermost   run_ahead=N: how far the host may be ahead of its device
 
@@ -13,8 +9,6 @@ Those of one step (a recording, the memory report, a look at all values, the log
 
 from collections.abc import Sequence
 from functools import partial
-
-import torch
 
 from penstock.execute.control.agreement import Extra
 from penstock.execute.control.collectives import Control
@@ -33,7 +27,6 @@ from penstock.execute.observing.shared_buffers import SharedBuffers
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.transport.messages import Messenger
 from penstock.execute.transport.protocol import Messages
-from penstock.execute.transport.rank_names import rank_names
 from penstock.ir.program import Program
 
 
@@ -48,23 +41,19 @@ class Observers:
     def __init__(
         self,
         control: Control,
-        device: torch.device,
         assembly: Assembly,
+        clocks: ClockComparison,
         *,
         debug: str,
         ranges: bool,
         run_ahead: int | None,
         own: Sequence[Observer],
         gradient_attribute: str,
-        clocks: ClockComparison,
     ) -> None:
-        """Most keywords are those of `Pipeline`; `clocks` are compared around a step that is recorded."""
-        transport = control.transport
-        self.messages = self._transport = transport
-        self._device, self._assembly, self._clocks = device, assembly, clocks
-        self._value_checks = partial(
-            ValueChecks, transport.rank, assembly.stages, gradient_attribute, names=rank_names(transport)
-        )
+        """The keywords are those of `Pipeline`; `clocks` are compared around a step that is recorded."""
+        self.messages = transport = control.transport
+        self._assembly, self._clocks, device = assembly, clocks, clocks.device
+        self._value_checks = partial(ValueChecks, transport, assembly.stages, gradient_attribute)
         found: list[Observer] = []
         if assembly.shared_buffers:
             found.append(SharedBuffers(assembly.stages, assembly.shared_buffers))
@@ -89,10 +78,8 @@ class Observers:
             found.append(self._value_checks())
         if extra is not Extra.RECORDING:
             return found
-        transport, rank = self._transport, self._transport.rank
-        rows = range(*program.offsets[rank : rank + 2].tolist())
-        recorder = recorder_for(self._device, rows, self._clocks.clock, rank=rank, deadline_s=transport.deadline_s)
-        recording = StepRecording(
-            transport, program, recorder, self._clocks, messenger.layouts.output_bytes, self._assembly.early_weights
-        )
+        rank = self._clocks.transport.rank
+        recorder = recorder_for(self._clocks, range(*program.offsets[rank : rank + 2].tolist()))
+        output_bytes, early_weights = messenger.layouts.output_bytes, self._assembly.early_weights
+        recording = StepRecording(program, recorder, self._clocks, output_bytes, early_weights)
         return [recording, recorder, *found]

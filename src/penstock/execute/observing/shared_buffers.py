@@ -6,9 +6,8 @@
 A table that stays as it is does no harm. Nor do buffers that are not saved, which layers compute anew.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,26 +32,22 @@ def shared_buffers(
     copy.
     """
     holders: dict[int, list[tuple[int, str]]] = {}  # by id of a buffer
-    for index, layer in layers.items():
-        for name, buffer in _named_buffers(layer):
+    modules = {index: layer for index, layer in layers.items() if isinstance(layer, nn.Module)}
+    for index, layer in modules.items():
+        for name, buffer in layer.named_buffers(remove_duplicate=False):
             holders.setdefault(id(buffer), []).append((index, name))
     found = []
     for places in holders.values():
         for index, name in places:
             others = [place for place in places if rank_of_layer[place[0]] != rank_of_layer[index]]
             if index in own and others and name in layers[index].state_dict():
-                there = others[0]
-                elsewhere = full_name(names[there[0]], layers[there[0]], there[1])
+                other, own_name = others[0]
+                elsewhere = full_name(names[other], layers[other], own_name)
                 found.append((full_name(names[index], layers[index], name), elsewhere))
     return found
 
 
-def _named_buffers(layer: Any) -> Iterable[tuple[str, Tensor]]:
-    return layer.named_buffers(remove_duplicate=False) if isinstance(layer, nn.Module) else ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Kept:
+class _Kept(NamedTuple):
     """A buffer as it was at the begin of a step."""
 
     buffer: Tensor
@@ -89,10 +84,12 @@ class SharedBuffers(Observer):
             return
         for name, buffer in self._buffers():
             kept = self._kept.get(name)
+            if kept is None:
+                continue
             # A change through `.data` leaves the version as it is. So values are compared once in any case.
             # DistributedDataParallel and second routes copy equal values, and the version rises.
-            is_same = kept is not None and kept.buffer is buffer and kept.version == version_of(buffer)
-            if kept is not None and (self._is_first or not is_same) and not _is_equal(buffer, kept.values):
+            is_same = kept.buffer is buffer and kept.version == version_of(buffer)
+            if (self._is_first or not is_same) and not _is_equal(buffer, kept.values):
                 raise PipelineError(
                     f"this step has changed {name!r}, which is the buffer {self._others[name]!r} of another rank too. "
                     "Each rank would change a copy of its own by its own uses, as the running statistics of a shared "
