@@ -8,7 +8,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.deps import NONE
 from penstock.placement import Placement
 from penstock.proofs import check
-from penstock.proofs.cycle import Wait, shortest_cycle
+from penstock.proofs.cycle import shortest_cycle
 from penstock.proofs.order import Actions
 from penstock.proofs.report import Subject
 from tests.proofs.tables import (
@@ -62,7 +62,7 @@ def test_the_shortest_cycle_is_told_where_the_first_rows_to_block_form_a_longer_
 
     cycle = shortest_cycle(actions, before, reached=np.array([0, 3, 7]))
 
-    assert cycle == [Wait(1, 6), Wait(5, 2)]
+    assert [(row, before[row, 0]) for row in cycle] == [(1, 6), (5, 2)]
 
 
 def test_a_cycle_through_pairs_enters_one_member_and_leaves_by_the_other():
@@ -72,7 +72,7 @@ def test_a_cycle_through_pairs_enters_one_member_and_leaves_by_the_other():
 
     cycle = shortest_cycle(Actions.of(Subject(schedule)), before, reached=np.array([0, 2]))
 
-    assert cycle == [Wait(1, 2), Wait(3, 0)]
+    assert [(row, before[row, 0]) for row in cycle] == [(1, 2), (3, 0)]
 
 
 def test_pairs_wait_for_what_either_of_them_needs():

@@ -5,7 +5,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,11 +51,6 @@ class Actions:
     @classmethod
     def of(cls, subject: Subject) -> "Actions":
         return cls(subject.table.actions(), subject.table.compute_rows().astype(np.int32))
-
-    @cached_property
-    def rank(self) -> NDArray[np.int32]:
-        """[num_actions] the rank that runs each action."""
-        return self.schedule.rank_of_row
 
 
 def bounds_of_stage(table: Table) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
