@@ -26,7 +26,7 @@ from penstock.proofs.channels import Messages, check_order, count_messages, find
 from penstock.proofs.collectives import check_collectives, leaves_reductions_out
 from penstock.proofs.cycle import check_feasible
 from penstock.proofs.lifetimes import check_lifetimes
-from penstock.proofs.linear_extension import KeptOrder
+from penstock.proofs.linear_extension import proved_by_order
 from penstock.proofs.memory import (
     NO_DEMAND,
     CostsOfStages,
@@ -46,7 +46,7 @@ from penstock.proofs.order import (
     check_weight_order,
 )
 from penstock.proofs.report import Findings, Subject
-from penstock.proofs.transports import Traffic, check_transport
+from penstock.proofs.transports import check_transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,19 +217,18 @@ def _prove_program(
     messages = find_messages(subject, rows, findings)
     is_matched = len(findings.violations) == num_found
     joins = check_collectives(subject, findings)
-    order = None
+    proved = None
     if is_matched and start is not None:
-        order = KeptOrder.of(subject, actions, messages, start, is_grouped=COALESCED in models)
-    if order is None or not order.is_kept:
+        proved = proved_by_order(subject, actions, messages, start, is_grouped=COALESCED in models)
+    if not proved:
         messages = [check_order(subject, messages, find_exchanges(joins or ()), findings)]
     if joins is None or len(findings.violations) > num_found:
         return None
     check_slots(subject, rows, messages, findings)
     check_lifetimes(subject, findings)
-    if order is not None:
-        for model in models:
-            if not order.proves(model):
-                check_transport(subject, Traffic(join_messages(messages), joins), model, findings)
+    for model in models if proved is not None else ():
+        if model not in proved:
+            check_transport(subject, join_messages(messages), joins, model, findings)
     return messages
 
 

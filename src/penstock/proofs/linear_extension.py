@@ -24,7 +24,6 @@ and `transports` look at each model on its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from penstock.ir.hot import Hot
 from penstock.ir.linear_extension import Starts, order_by_ends
 from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND
 from penstock.ir.table import Ints
-from penstock.ir.transports import COALESCED, TransportModel
+from penstock.ir.transports import COALESCED, MODELS, TransportModel
 from penstock.proofs.channels import Messages, join_messages
 from penstock.proofs.order import Actions
 from penstock.proofs.report import Subject
@@ -47,31 +46,17 @@ ROLES = np.select([IS_COMPUTE, IS_SEND, IS_RECEIVE, JOINS_RANKS], [COMPUTE, SEND
 """[NUM_OPS] what an operation is to this proof."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptOrder:
-    """Which of the conditions a program keeps."""
+def proved_by_order(
+    subject: Subject, actions: Actions, messages: Sequence[Messages], start: Starts, *, is_grouped: bool = True
+) -> tuple[TransportModel, ...]:
+    """Return the models under which a program ends by the conditions alone; none where one of 1 to 4 does not hold.
 
-    is_kept: bool
-    """Whether 1 to 4 hold."""
-    is_kept_by_receives: bool
-    """Whether 5 holds as well."""
-
-    @classmethod
-    def of(
-        cls, subject: Subject, actions: Actions, messages: Sequence[Messages], start: Starts, *, is_grouped: bool = True
-    ) -> "KeptOrder":
-        """Look at a program; `start` are the starts of its actions in an untimed walk.
-
-        Without `is_grouped`, condition 5 is of no interest.
-        """
-        num_kept = _num_kept(subject, _timestamps(subject, actions, messages, start))
-        if num_kept < (5 if is_grouped else 4):
-            num_kept = max(num_kept, _num_kept(subject, _timestamps_by_ends(subject, actions, messages, start)))
-        return cls(num_kept >= 4, num_kept == 5)
-
-    def proves(self, model: TransportModel) -> bool:
-        """Whether the program ends under the model, by this alone."""
-        return self.is_kept_by_receives if model == COALESCED else self.is_kept
+    `start` are the starts of its actions in an untimed walk. Without `is_grouped`, condition 5 is of no interest.
+    """
+    num_kept = _num_kept(subject, _timestamps(subject, actions, messages, start))
+    if num_kept < (5 if is_grouped else 4):
+        num_kept = max(num_kept, _num_kept(subject, _timestamps_by_ends(subject, actions, messages, start)))
+    return tuple(model for model in MODELS if num_kept >= (5 if model == COALESCED else 4))
 
 
 class Rows(NamedTuple):

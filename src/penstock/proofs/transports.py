@@ -28,21 +28,16 @@ from penstock.proofs.report import Findings, Subject
 Places = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Traffic:
-    """All that goes between ranks: messages channel after channel in the order of their sends, and collectives."""
-
-    messages: Messages
-    barriers: Sequence[Barrier]
-
-
-def check_transport(subject: Subject, traffic: Traffic, model: TransportModel, findings: Findings) -> bool:
+def check_transport(
+    subject: Subject, messages: Messages, barriers: Sequence[Barrier], model: TransportModel, findings: Findings
+) -> None:
     """Prove that the program ends under the model; else add one violation per rank that cannot go on."""
-    machine = Machine(subject, traffic, model)
+    machine = Machine(subject, messages, barriers, model)
     walked = machine.run()
     if walked.is_complete:
-        return True
-    others = [other for other in MODELS if other != model and Machine(subject, traffic, other).run().is_complete]
+        return
+    machines = {each: Machine(subject, messages, barriers, each) for each in MODELS if each != model}
+    others = [each for each, other in machines.items() if other.run().is_complete]
     passes = ", ".join(str(other) for other in others) or "no other transport"
     fix = f"Lower its schedule with transport={str(model)!r}; as it is, the program passes under {passes}"
     stuck = _Stuck(subject, machine, walked)
@@ -50,18 +45,22 @@ def check_transport(subject: Subject, traffic: Traffic, model: TransportModel, f
         row = stuck.head(rank)
         if row is not None:
             findings.add(row, f"never ends under the transport {model}: it {stuck.reason(row)}", fix)
-    return False
 
 
 class Machine:
-    """Lanes of rows and what each row waits for, built up until it runs."""
+    """Lanes of rows and what each row waits for, built up until it runs.
 
-    def __init__(self, subject: Subject, traffic: Traffic, model: TransportModel) -> None:
+    All that goes between ranks: `messages`, channel after channel in the order of their sends, and `barriers`.
+    """
+
+    def __init__(
+        self, subject: Subject, messages: Messages, barriers: Sequence[Barrier], model: TransportModel
+    ) -> None:
         self.subject = subject
-        self.messages = traffic.messages
-        self.exchanges = find_exchanges(traffic.barriers)
+        self.messages = messages
+        self.exchanges = find_exchanges(barriers)
         is_queued = model in (PAIR_FIFO, COALESCED)
-        self._keep(subject.program, traffic.barriers, sends_block=not is_queued)
+        self._keep(subject.program, barriers, sends_block=not is_queued)
         if not is_queued:
             self._add_channels(sends_block=model == RENDEZVOUS)
             ends = np.empty((0, 2), np.int64)
@@ -69,7 +68,7 @@ class Machine:
             ends = self._add_pair_queues()
         else:
             ends = self._add_groups()
-        for barrier in traffic.barriers:
+        for barrier in barriers:
             self._add_barrier(barrier, ends)
 
     def run(self) -> Walk:
