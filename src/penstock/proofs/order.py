@@ -65,14 +65,9 @@ def check_pairs(subject: Subject, findings: Findings) -> bool:
     first = np.flatnonzero(table.joined)
     if not len(first):
         return True
-    second = np.minimum(first + 1, subject.table.num_rows - 1)
-    good = (
-        (second > first)
-        & (subject.rank[second] == subject.rank[first])
-        & IS_COMPUTE[subject.table.op[first]]
-        & IS_COMPUTE[subject.table.op[second]]
-        & ~table.joined[second]
-    )
+    second = np.minimum(first + 1, table.num_rows - 1)
+    good = (second > first) & (subject.rank[second] == subject.rank[first]) & ~table.joined[second]
+    good &= IS_COMPUTE[table.op[first]] & IS_COMPUTE[table.op[second]]
     for row in first[~good].tolist():
         findings.add(
             row,
@@ -84,13 +79,11 @@ def check_pairs(subject: Subject, findings: Findings) -> bool:
 
 def check_names(subject: Subject, findings: Findings) -> bool:
     """Prove that each row is on the rank of its stage, and its microbatch travels that stage's route."""
-    has_wrong = False
+    before = len(findings.violations)
     for part in blocks(subject.table.num_rows):
-        wrong = part.start + np.flatnonzero(_is_wrongly_named(subject, part))
-        for row in wrong.tolist():
+        for row in (part.start + np.flatnonzero(_is_wrongly_named(subject, part))).tolist():
             _add_wrong_name(subject, findings, row)
-        has_wrong |= len(wrong) > 0
-    return not has_wrong
+    return len(findings.violations) == before
 
 
 def _is_wrongly_named(subject: Subject, part: slice) -> NDArray[np.bool_]:
@@ -229,9 +222,7 @@ def _add_absent(kinds: Sequence[Kind], first: Where, last: Where, findings: Find
 
 
 def _where(found: NDArray[np.bool_]) -> list[Where]:
-    if not found.any():
-        return []
-    return [(int(stage), int(microbatch), int(part)) for stage, microbatch, part in np.argwhere(found)]
+    return [(stage, microbatch, part) for stage, microbatch, part in np.argwhere(found).tolist()]
 
 
 def _runs(found: list[Where]) -> list[tuple[Where, Where]]:
@@ -251,7 +242,7 @@ def check_positions(actions: Actions, before: NDArray[np.int32], findings: Findi
     schedule = actions.schedule
     _, end_of_stage = bounds_of_stage(schedule)
     is_second = np.concatenate([[False], schedule.joined[:-1]]) if schedule.num_actions else schedule.joined
-    num_wrong = 0
+    num_found = len(findings.violations)
     for part in blocks(schedule.num_actions):
         first_of_group = np.arange(part.start, part.stop, dtype=np.int32)
         first_of_group -= is_second[part]
@@ -262,8 +253,7 @@ def check_positions(actions: Actions, before: NDArray[np.int32], findings: Findi
             needed = int(before[action, column])
             together = bool(schedule.joined[min(action, needed)]) and abs(action - needed) == 1
             _add_position(actions, findings, action, needed, together=together or action == needed)
-            num_wrong += 1
-    return num_wrong == 0
+    return len(findings.violations) == num_found
 
 
 def _add_position(actions: Actions, findings: Findings, action: int, other: int, *, together: bool) -> None:

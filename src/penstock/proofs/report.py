@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,8 @@ class Findings:
         Raises:
             ScheduleError: if anything was found.
         """
-        violations = sorted(self.suspects, key=_place) + sorted(self.violations, key=_place)
+        place = attrgetter("rank", "position")
+        violations = sorted(self.suspects, key=place) + sorted(self.violations, key=place)
         if not violations:
             return
         table = self.subject.table
@@ -87,10 +89,6 @@ class Findings:
         title = f"{table.name}: the {what} breaks {count} rule{'s' if count > 1 else ''}"
         marks = {(found.rank, found.position) for found in violations[:MAX_SHOWN]}
         raise ScheduleError(title, violations, draw(self.subject, marks))
-
-
-def _place(found: Violation) -> tuple[int, int]:
-    return found.rank, found.position
 
 
 def draw(subject: Subject, marks: set[tuple[int, int]]) -> str:
