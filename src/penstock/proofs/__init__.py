@@ -36,6 +36,7 @@ from penstock.proofs.memory import (
     check_residency,
     check_slots,
     count_messages_alive,
+    not_counted,
 )
 from penstock.proofs.order import (
     Actions,
@@ -162,7 +163,8 @@ def prove(
     else:
         order = _prove_order(actions, names_exist, findings)
         counts = peak_activations(table)
-    peaks = check_limit(subject, counts, demand, findings)
+    sizes = demand.sizes(table)
+    num_bytes = check_limit(subject, counts, sizes, demand.limit, findings)
     messages, peak_whole = None, None
     if isinstance(table, Program):
         peak_whole = check_residency(table, demand.residency, findings)
@@ -174,10 +176,10 @@ def prove(
     facts = Facts(
         num_actions=actions.schedule.num_actions,
         num_messages=order.num_messages,
-        peak_activations=peaks.activations,
-        peak_bytes=peaks.num_bytes,
-        static_bytes=peaks.static_bytes,
-        not_counted=peaks.not_counted,
+        peak_activations=counts,
+        peak_bytes=num_bytes,
+        static_bytes=None if sizes is None else sizes.static_of_ranks(table.placement).tolist(),
+        not_counted=not_counted(table, sizes),
         peak_received=peak_received,
         peak_unsent=peak_unsent,
         transports=tuple(map(str, models)) if isinstance(table, Program) else (),

@@ -165,34 +165,31 @@ class Demand:
 NO_DEMAND = Demand()
 
 
-@dataclass(frozen=True, slots=True)
-class Peaks:
-    """Per rank, the most that is alive at once; in bytes None where sizes are unknown."""
-
-    activations: list[int]
-    num_bytes: list[int] | None
-    static_bytes: list[int] | None
-    not_counted: tuple[str, ...]
-
-
-def check_limit(subject: Subject, counts: list[int], demand: Demand, findings: Findings) -> Peaks:
+def check_limit(
+    subject: Subject, counts: list[int], sizes: StageBytes | None, limit: Limit | None, findings: Findings
+) -> list[int] | None:
     """Prove that no row needs more than the limit of its rank; static bytes count in a limit in bytes.
 
-    `counts` are the peaks of activations per rank.
+    `counts` are the peaks of activations per rank. Return the peaks of bytes, None where sizes are unknown.
 
     Raises:
-        ConfigError: if limit and costs do not fit the table, or each other.
+        ConfigError: if the limit does not fit the table.
     """
-    table, limit, sizes = subject.table, demand.limit, demand.sizes(subject.table)
+    table = subject.table
     if limit is not None and not limit.in_bytes:
         _prove_limit(limit, counts, lambda: live_activations(table), findings)
     if sizes is None:
-        return Peaks(counts, None, None, ())
+        return None
     static, num_bytes = sizes.static_of_ranks(table.placement), peak_bytes(table, sizes)
     if limit is not None and limit.in_bytes:
         _prove_limit(limit, num_bytes + static, lambda: live_bytes(table, sizes) + static[subject.rank], findings)
+    return num_bytes
+
+
+def not_counted(table: Table, sizes: StageBytes | None) -> tuple[str, ...]:
+    """Return the names of the costs in bytes that count as 0."""
     not_there = ("message_bytes",) if isinstance(table, Schedule) else ()
-    return Peaks(counts, num_bytes, static.tolist(), tuple(dict.fromkeys(sizes.not_given + not_there)))
+    return () if sizes is None else tuple(dict.fromkeys(sizes.not_given + not_there))
 
 
 def _prove_limit(
