@@ -5,8 +5,8 @@ a tied group send their gradients to each other on the same channels: such an ex
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import permutations
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,7 @@ NEIGHBOUR = {At.DOWNSTREAM: "next", At.UPSTREAM: "previous"}
 """Which stage of the route is at the other end."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Messages:
+class Messages(NamedTuple):
     """The four rows of every message, [num_messages] each."""
 
     producer: Rows
@@ -58,23 +57,21 @@ def find_messages(subject: Subject, rows: RowIndex, findings: Findings) -> list[
     """
     found = []
     for possible in _possible_messages(subject, rows, findings):
-        is_needed, is_sent, is_received = (end != NONE for end in (possible.producer, possible.send, possible.receive))
+        is_needed, is_sent, is_received = (end != NONE for end in possible[:3])
         is_whole = is_needed & is_sent & is_received
         if is_whole.all():
             found.append(possible)
             continue
         if not np.array_equal(is_whole, is_needed | is_sent | is_received):
             _tell_missing_ends(findings, possible)
-        ends = (possible.producer, possible.send, possible.receive, possible.consumer)
-        found.append(Messages(*(end[is_whole] for end in ends)))
+        found.append(Messages(*(end[is_whole] for end in possible)))
     return found
 
 
 def join_messages(parts: Sequence[Messages]) -> Messages:
     """Put messages one after the other."""
-    none = np.empty(0, np.int32)
-    ends = ("producer", "send", "receive", "consumer")
-    return Messages(*(np.concatenate([none, *(getattr(part, end) for part in parts)]) for end in ends))
+    none = Messages(*np.empty((4, 0), np.int32))
+    return Messages(*(np.concatenate(ends) for ends in zip(none, *parts, strict=True)))
 
 
 def _possible_messages(subject: Subject, rows: RowIndex, findings: Findings) -> Iterator[Messages]:
@@ -90,8 +87,7 @@ def _possible_messages(subject: Subject, rows: RowIndex, findings: Findings) -> 
         for source in np.flatnonzero(peers[send] != NONE).tolist():
             target = int(peers[send, source])
             receiver = target if has_right_ends else source  # `_locate` names both ends after the maker
-            ends = (made[source], sent[source], received[receiver], made[target])
-            yield Messages(*(end.reshape(-1) for end in ends))
+            yield Messages(*(end.reshape(-1) for end in (made[source], sent[source], received[receiver], made[target])))
 
 
 def _has_right_ends(subject: Subject, rows: RowIndex, peers: Rows) -> bool:
@@ -146,7 +142,7 @@ def _add_wrong_peer(findings: Findings, row: int, side: str, expected: int) -> N
 def _tell_missing_ends(findings: Findings, possible: Messages) -> None:
     """Say which ends lack their other end, or a result that somebody needs, and which results lack a message."""
     subject = findings.subject
-    is_needed, is_sent, is_received = (end != NONE for end in (possible.producer, possible.send, possible.receive))
+    is_needed, is_sent, is_received = (end != NONE for end in possible[:3])
     lone = {"receive": possible.send[is_sent & ~is_received], "send": possible.receive[is_received & ~is_sent]}
     for lacking, row in ((lacking, row) for lacking, rows in lone.items() for row in rows.tolist()):
         other, rank = _other_end(subject, row)
@@ -196,7 +192,7 @@ def check_order(subject: Subject, parts: Sequence[Messages], exchanges: Messages
         first_sent, first_received = int(by_send[index]), int(by_receive[index])
         _add_swapped(findings, int(send[first_sent]), int(receive[first_received]))
     kept = by_send[by_send < len(messages.send)]
-    in_order = Messages(messages.producer[kept], send[kept], receive[kept], messages.consumer[kept])
+    in_order = Messages(*(end[kept] for end in messages))
     _check_places(in_order, findings)
     return in_order
 
