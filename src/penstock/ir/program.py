@@ -163,14 +163,7 @@ class Program(Table):
 
     def to_json(self) -> str:
         """Return a text that reads back as the same program."""
-        return program_to_json(
-            self,
-            peer=self.peer,
-            slot=self.slot,
-            tied_groups=self.tied_groups,
-            units=self.units,
-            omits_reductions=self.omits_reductions,
-        )
+        return program_to_json(self)
 
     @classmethod
     def from_json(cls, text: str, *, file: str = "<text>") -> "Program":

@@ -11,7 +11,7 @@ and one with stages of a rank that share a parameter has "units": [[0, 3]].
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from penstock.errors import FormatError, ScheduleError, nearest
 from penstock.ir.formats.cells import MAX_NUMBER, Cells, cells_of, parse_cells, refuse_sparse, require_text
 from penstock.ir.operations import Op
-from penstock.ir.table import Ints, Table
+from penstock.ir.table import Table
 from penstock.placement import Placement
 
 SCHEDULE_FORMAT = "penstock-schedule"
@@ -47,26 +47,18 @@ def schedule_to_json(schedule: Table) -> str:
     return _lay_out(_metadata(schedule, SCHEDULE_FORMAT) | {"ranks": cells_of(schedule)})
 
 
-def program_to_json(
-    program: Table,
-    *,
-    peer: Ints,
-    slot: Ints,
-    tied_groups: Sequence[Sequence[int]],
-    units: Sequence[Sequence[int]],
-    omits_reductions: bool,
-) -> str:
-    """Write a program, one line per rank."""
+def program_to_json(program: Any) -> str:
+    """Write a `Program`, whose file imports this one, one line per rank."""
     return _lay_out(
         _metadata(program, PROGRAM_FORMAT)
         | {
-            "tied_groups": tied_groups,
+            "tied_groups": program.tied_groups,
             "ranks": cells_of(program),
-            "peers": [peer[rows].tolist() for rows in program.ranks],
-            "slots": [slot[rows].tolist() for rows in program.ranks],
+            "peers": [program.peer[rows].tolist() for rows in program.ranks],
+            "slots": [program.slot[rows].tolist() for rows in program.ranks],
         }
-        | ({_UNITS: units} if units else {})
-        | ({_OMITS: True} if omits_reductions else {})
+        | ({_UNITS: program.units} if program.units else {})
+        | ({_OMITS: True} if program.omits_reductions else {})
     )
 
 
