@@ -49,10 +49,6 @@ class _Row:
     line: int
     words: list[_Word]
 
-    @property
-    def actions(self) -> list[_Word]:
-        return [word for word in self.words if word.text not in (IDLE, GOES_ON)]
-
 
 def to_grid(
     table: Schedule | Program,
@@ -117,7 +113,7 @@ def from_grid(text: str, *, file: str = "<text>", name: str = "from a grid") -> 
         raise FormatError("the drawing is empty; expected one line of actions per rank, such as 0F0 0B0", file=file)
     for row in rows:
         _require_whole(row, file)
-    places = [row.actions for row in rows]
+    places = [[word for word in row.words if word.text not in (IDLE, GOES_ON)] for row in rows]
 
     def fail(problem: str, rank: int, cell: int, offset: int) -> FormatError:
         if cell >= len(places[rank]):

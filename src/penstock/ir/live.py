@@ -69,7 +69,6 @@ class StageBytes:
     @classmethod
     def of(cls, num_stages: int, **known: Any) -> "StageBytes":
         """Take what is known, an entry per stage or one for all; the rest has no bytes."""
-
         found: dict[str, Any] = {name: np.full(num_stages, known.get(name, 0), np.int64) for name in _SIZES}
         return cls(**found)
 

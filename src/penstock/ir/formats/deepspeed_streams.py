@@ -12,11 +12,11 @@ buffer more.
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.formats.cells import cannot_express, describe_placement, require_whole_actions
 from penstock.ir.operations import Kind
@@ -41,6 +41,7 @@ SEQUENTIAL = "sequential"
 """The name of what is listed without a pipeline on one rank, where 1F1B has the same order."""
 
 _STREAMS = "DeepSpeed's streams"
+_refusal = partial(cannot_express, _STREAMS)
 _AT_THE_END = {Listing.INFERENCE: (), Listing.DATA_PARALLEL: ("RDG", "OPT")}
 
 
@@ -86,10 +87,6 @@ def _refuse_other_forms(schedule: Schedule, listing: Listing) -> None:
         if not np.array_equal(np.sort(microbatch[is_backward]), backwards):
             expected = f"{len(backwards)}, at most one of each microbatch"
             raise _refusal(f"rank {rank} has {is_backward.sum()} backwards", expected)
-
-
-def _refusal(problem: str, expected: str) -> ConfigError:
-    return cannot_express(_STREAMS, problem, expected)
 
 
 def _steps_in_turn(schedule: Schedule) -> NDArray[np.int64]:

@@ -22,11 +22,12 @@ taken.
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError, FormatError, count_of
+from penstock.errors import FormatError, count_of
 from penstock.ir.formats.cells import MAX_CELLS, cannot_express, describe_placement, require_whole_actions
 from penstock.ir.interleaving import Ints, in_turn
 from penstock.ir.operations import Kind
@@ -36,6 +37,7 @@ from penstock.placement import Placement
 TITLE = "Megatron-LM schedule table"
 FORWARD_ONLY = "forward only"
 _TABLE = "a table of Megatron-LM"
+_refusal = partial(cannot_express, _TABLE)
 
 _FIELD = re.compile(r"\s*(ranks|group size|warm-up):((?:\s+[0-9]{1,9})+)\s*")
 _PAIR = re.compile(r"\(\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*\)|[^\s,\[\]]")
@@ -132,10 +134,6 @@ def _short_group(form: _Form) -> str:
         return ""
     had = count_of(rest, "microbatch")
     return f" (its last group has {had} for {form.num_ranks} ranks; Megatron-LM leaves no turns empty for that)"
-
-
-def _refusal(problem: str, expected: str) -> ConfigError:
-    return cannot_express(_TABLE, problem, expected)
 
 
 def _num_leading(claims: NDArray[np.bool_]) -> int:
