@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.held import Held, held_of
-from penstock.checkpoints.optimizer_state import OptimizerContent, optimizer_content
+from penstock.checkpoints.optimizer_state import NO_OPTIMIZER, OptimizerContent, optimizer_content
 from penstock.checkpoints.shards import ITEM_BYTES, dtype_name
 from penstock.errors import CheckpointError, NotSaved, listed, nearest
 from penstock.execute.model_part import ModelPart
@@ -53,7 +53,7 @@ class Content:
     weights: dict[str, Held]
     state: dict[str, dict[str, Held]]
     """The optimizer's tensors, by name of a parameter."""
-    optimizer: OptimizerContent | None
+    optimizer: OptimizerContent
 
     @classmethod
     def of(cls, model: Pipeline, optimizer: Optimizer | None) -> "Content":
@@ -62,10 +62,8 @@ class Content:
         weights = held_weights(
             {name: value for name, value in model.state_dict().items() if name not in model.copied_names}, places
         )
-        if optimizer is None:
-            return cls(weights, {}, None)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        found = optimizer_content(optimizer, names)
+        found = NO_OPTIMIZER if optimizer is None else optimizer_content(optimizer, names)
         for name in model.copied_names & found.tensors.keys():
             del found.tensors[name], found.values[name]
         state = {
@@ -82,14 +80,13 @@ class Content:
             for name, kept in self.state.items()
         }
         everything = self.part(self.weights.keys())
-        optimizer = self.optimizer
         return Described(
             weights=weights,
             state=state,
             by_rows=[name for held in everything.values() for name, each in held.items() if each.rows is not None],
-            values={} if optimizer is None else optimizer.values,
-            groups=[] if optimizer is None else [group.model_dump() for group in optimizer.groups],
-            optimizer="" if optimizer is None else optimizer.name,
+            values=self.optimizer.values,
+            groups=[group.model_dump() for group in self.optimizer.groups],
+            optimizer=self.optimizer.name,
         )
 
     def part(self, owned: Collection[str]) -> dict[str, dict[str, Held]]:

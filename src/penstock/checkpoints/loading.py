@@ -61,8 +61,9 @@ def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = 
     """Load as `load_checkpoint` does, and say what was loaded. Raises: as `load_checkpoint`."""
     control, fails_as = pipeline.control, failing_as(CheckpointError)
     found = find_newest(control, folder)
-    reader = _Reader(found, pipeline, optimizer, own_tensors(pipeline))
-    wanted = {name for names in control.together(reader.wanted, fails_as) for name in names}
+    own = own_tensors(pipeline)
+    reader = _Reader(found, pipeline, optimizer, own)
+    wanted = {name for names in control.together(lambda: list(own.names.values()), fails_as) for name in names}
     control.together(lambda: reader.require_fitting(wanted), fails_as)
     tensors = run_together(control, reader.read, num_bytes=found.manifest.num_bytes, what=str(found.path))
     reader.load(tensors)
@@ -119,10 +120,6 @@ class _Reader:
         """By name in the checkpoint."""
         self._scalars = _scalars(found.manifest)
         self._names = {id(parameter): name for name, (parameter, _) in self._parameters.items()}
-
-    def wanted(self) -> list[str]:
-        """Return the names that this rank looks for."""
-        return list(self._own.names.values())
 
     def require_fitting(self, wanted: set[str]) -> None:
         """Compare the checkpoint with the model, of which all ranks together want these names; change nothing yet.

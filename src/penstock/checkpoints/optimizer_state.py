@@ -34,6 +34,9 @@ class OptimizerContent:
     """All that is no tensor, by name of a parameter."""
 
 
+NO_OPTIMIZER = OptimizerContent("", [], {}, {})
+
+
 def optimizer_content(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerContent:
     """Read an optimizer; `names` are those of the pipeline's parameters, by id.
 
@@ -134,18 +137,14 @@ def _undo_casts(optimizer: Optimizer, parameters: Sequence[nn.Parameter], loaded
 def _require_whole_state(saved: OptimizerEntry, where: object) -> None:
     """Refuse state in which a parameter lacks what the others of its group have; one without any was never stepped."""
     for group in saved.groups:
-        keys = {name: _keys(saved, name) for name in group.parameters if _keys(saved, name)}
+        states = {name: saved.state[name] for name in group.parameters if name in saved.state}
+        keys = {name: {*state.tensors, *state.values} for name, state in states.items()}
         known = set().union(*keys.values())
         for name, own in keys.items():
-            if lacking := sorted(known - own):
+            if own and (lacking := sorted(known - own)):
                 raise CheckpointError(
                     f"{where}: the optimizer's state of {name!r} lacks {', '.join(lacking)}, which others have"
                 )
-
-
-def _keys(saved: OptimizerEntry, name: str) -> set[str]:
-    state = saved.state.get(name)
-    return set() if state is None else {*state.tensors, *state.values}
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:

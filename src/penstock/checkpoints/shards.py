@@ -172,7 +172,10 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Read some tensors of a file, and no others; of those in `rows` only these. Raises: CheckpointError."""
     with _opened(path) as file:
-        return {name: _read(file, name, rows.get(name)) for name in names}
+        return {
+            name: file.get_slice(name)[rows[name].start : rows[name].stop] if name in rows else file.get_tensor(name)
+            for name in names
+        }
 
 
 def read_files(files: Mapping[str, Path], rows: Mapping[str, range]) -> dict[str, Tensor]:
@@ -182,14 +185,6 @@ def read_files(files: Mapping[str, Path], rows: Mapping[str, range]) -> dict[str
         by_file.setdefault(file, []).append(name)
     parts = (read_tensors(file, names, rows) for file, names in by_file.items())
     return {name: tensor for part in parts for name, tensor in part.items()}
-
-
-def _read(file: Any, name: str, rows: range | None) -> Tensor:
-    if rows is None:
-        whole: Tensor = file.get_tensor(name)
-        return whole
-    some: Tensor = file.get_slice(name)[rows.start : rows.stop]
-    return some
 
 
 def shapes_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -208,18 +203,12 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         require_regular(path)
         with path.open("rb") as file:
-            name = str(path) if _is_utf8(path) else f"/dev/fd/{file.fileno()}"
+            is_utf8 = str(path).encode(errors="ignore").decode() == str(path)
+            name = str(path) if is_utf8 else f"/dev/fd/{file.fileno()}"
             with safe_open(name, framework="pt") as tensors:
                 yield tensors
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as a safetensors file: {error}") from error
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        return bool(str(path).encode())
-    except UnicodeEncodeError:
-        return False
 
 
 def pickles_in(folder: Path, known: Iterable[str] = ()) -> list[str]:

@@ -13,6 +13,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,10 @@ class CheckpointWriter:
         owned = owned_names(everyone)
         staged = stage(self._staging, self._pipeline, content, owned)
         partial = Path(control.on_rank_0(lambda: self._begin(step), _AS_NOT_SAVED))
-        save = _Save(partial, step, self._staging.num_bytes)
-        save.written = run_in_thread(lambda: _write_files(partial, staged, control.rank, control.num_ranks))
-        if control.rank == 0:
-            random = [state for *_, state in others]
-            save.manifest = self._manifest(everyone, owned, step=step, extra=given, random=random)
-        self._save = save
+        written = run_in_thread(lambda: _write_files(partial, staged, control.rank, control.num_ranks))
+        own = {"step": step, "extra": given, "random": [state for *_, state in others]}
+        manifest = self._manifest(everyone, owned, **own) if control.rank == 0 else None
+        self._save = _Save(partial, step, self._staging.num_bytes, written, manifest)
         if not self._is_asynchronous:
             self.finish()
 
@@ -233,17 +232,17 @@ class CheckpointWriter:
         )
 
 
+@dataclass(slots=True, eq=False)
 class _Save:
     """One checkpoint in flight, on one rank."""
 
-    def __init__(self, partial: Path, step: int, num_bytes: int) -> None:
-        self.partial = partial
-        self.step = step
-        self.num_bytes = num_bytes
-        self.written: Future[Files] = Future()
-        self.announced: Future[dict[str, str]] | None = None
-        self.manifest: Manifest | None = None
-        """On rank 0, without the files."""
+    partial: Path
+    step: int
+    num_bytes: int
+    written: Future[Files]
+    manifest: Manifest | None
+    """On rank 0, without the files."""
+    announced: Future[dict[str, str]] | None = None
 
     @property
     def current(self) -> Future[Any]:
