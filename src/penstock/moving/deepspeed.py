@@ -133,7 +133,12 @@ class Engine:
         self.result = self.pipeline.step(*inputs, target=labels)
         if self._clip_norm:
             self.grad_norm = self.pipeline.clip_grad_norm_(self._clip_norm).item()
-        self._update()
+        self.global_steps += 1
+        if self.optimizer is not None:
+            self.optimizer.step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+            self.optimizer.zero_grad()
         assert self.result.loss is not None
         return self.result.loss
 
@@ -239,15 +244,6 @@ class Engine:
         inputs, labels = zip(*items, strict=True)
         first = (PreSplit(inputs),) if is_first else ()
         return first, PreSplit(labels) if is_last and needs_labels else None
-
-    def _update(self) -> None:
-        self.global_steps += 1
-        if self.optimizer is None:
-            return
-        self.optimizer.step()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        self.optimizer.zero_grad()
 
 
 def _items(data_iter: Iterator[Any] | None, pipeline: Pipeline) -> list[Any]:

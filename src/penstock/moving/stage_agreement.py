@@ -93,12 +93,13 @@ def _require_copies(
                 "but two modules are given; give the same module for both"
             )
         return
-    for (name, text), (other_name, other_text) in zip_longest(expected, found, fillvalue=("nothing more", "")):
-        if (name, text) != (other_name, other_text):
+    for both in zip_longest(expected, found, fillvalue=("nothing more", "")):
+        wanted, brought = (" ".join(named).rstrip() for named in both)
+        if wanted != brought:
             raise PartitionError(
-                f"rank {rank} brings, as stage {other}, a module with {_named(other_name, other_text)}, where the "
-                f"other copy of this part of the model, stage {first} of rank {first_rank}, has {_named(name, text)}; "
-                "bring modules with the same parameters and buffers for both"
+                f"rank {rank} brings, as stage {other}, a module with {brought}, where the other copy of this part of "
+                f"the model, stage {first} of rank {first_rank}, has {wanted}; bring modules with the same parameters "
+                "and buffers for both"
             )
     # Ranks that are threads would add to the gradients of one module at the same time.
     if in_one_process and identity == other_identity:
@@ -106,10 +107,6 @@ def _require_copies(
             f"rank {first_rank} and rank {rank} bring the very same module as the stages {first} and {other}; give "
             "each rank a module of its own"
         )
-
-
-def _named(name: str, text: str) -> str:
-    return f"{name} {text}".rstrip()
 
 
 def _shared(own: Mapping[int, nn.Module], parts: Sequence[int]) -> list[Pair]:
