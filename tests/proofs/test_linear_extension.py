@@ -14,7 +14,7 @@ from penstock.proofs.collectives import check_collectives
 from penstock.proofs.cycle import check_feasible
 from penstock.proofs.linear_extension import proved_by_order
 from penstock.proofs.order import Actions, check_positions
-from penstock.proofs.report import Findings, Subject
+from penstock.proofs.report import Subject
 from penstock.schedules import build
 from tests.mutated_programs import MODELS, REORDERINGS, mutated
 from tests.proofs.machine import verdict
@@ -28,13 +28,12 @@ GPIPE = schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1")
 def order_of(program):
     """The names of the models that its order proves; none where an earlier proof already refuses the program."""
     subject = Subject(program)
-    findings = Findings(subject)
     actions = Actions.of(subject)
     before = predecessors(actions.schedule)
-    start = check_feasible(actions, before, findings) if check_positions(actions, before, findings) else None
-    messages = find_messages(subject, index_rows(program), findings)
-    check_collectives(subject, findings)
-    proved = () if findings.violations else proved_by_order(subject, actions, messages, start)
+    start = check_feasible(subject, actions, before) if check_positions(subject, actions, before) else None
+    messages = find_messages(subject, index_rows(program))
+    check_collectives(subject)
+    proved = () if subject.violations else proved_by_order(subject, actions, messages, start)
     return tuple(model.name for model in proved)
 
 

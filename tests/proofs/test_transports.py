@@ -19,7 +19,7 @@ from penstock.proofs import check
 from penstock.proofs.channels import check_order, find_exchanges, find_messages
 from penstock.proofs.collectives import check_collectives
 from penstock.proofs.order import Actions, check_positions
-from penstock.proofs.report import Findings, Subject
+from penstock.proofs.report import Subject
 from penstock.proofs.transports import Machine
 from penstock.schedules import build
 from tests.mutated_programs import MODELS, REORDERINGS, cases, differences, mutated
@@ -40,15 +40,14 @@ from tests.strategies import ends
 def traffic_of(program):
     """What goes between the ranks, or None where an earlier proof already refuses the program."""
     subject = Subject(program)
-    findings = Findings(subject)
     actions = Actions.of(subject)
     before = predecessors(actions.schedule)
-    if not check_positions(actions, before, findings):
+    if not check_positions(subject, actions, before):
         return None
-    messages = find_messages(subject, index_rows(program), findings)
-    joins = check_collectives(subject, findings)
-    messages = check_order(subject, messages, find_exchanges(joins or ()), findings)
-    return None if findings.violations or joins is None else (messages, joins)
+    messages = find_messages(subject, index_rows(program))
+    joins = check_collectives(subject)
+    messages = check_order(subject, messages, find_exchanges(joins or ()))
+    return None if subject.violations or joins is None else (messages, joins)
 
 
 @pytest.mark.slow

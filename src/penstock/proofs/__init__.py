@@ -46,7 +46,7 @@ from penstock.proofs.order import (
     check_positions,
     check_weight_order,
 )
-from penstock.proofs.report import Findings, Subject
+from penstock.proofs.report import Subject
 from penstock.proofs.transports import check_transport
 
 
@@ -128,9 +128,8 @@ def prove_weight_order(table: Schedule | Program, stages: Collection[int]) -> No
         ScheduleError: with the first violation of each stage, and a picture.
     """
     subject = Subject(table)
-    findings = Findings(subject)
-    check_weight_order(Actions.of(subject), stages, findings)
-    findings.raise_if_any()
+    check_weight_order(subject, Actions.of(subject), stages)
+    subject.raise_if_any()
 
 
 def prove(
@@ -150,10 +149,9 @@ def prove(
         raise ConfigError(f"{described(table)}; expected a Schedule or a Program", key="table")
     models = find_transports(transport)
     subject = Subject(table)
-    findings = Findings(subject)
-    if not check_pairs(subject, findings):
-        findings.raise_if_any()
-    names_exist = check_names(subject, findings)
+    if not check_pairs(subject):
+        subject.raise_if_any()
+    names_exist = check_names(subject)
     actions = Actions.of(subject)
     if names_exist and known is not None and known.schedule == actions.schedule:
         # One of two equal tables is kept: they may have millions of rows.
@@ -161,16 +159,16 @@ def prove(
         order = _Order(True, known.start, known.facts.num_messages)
         counts = known.facts.peak_activations
     else:
-        order = _prove_order(actions, names_exist, findings)
+        order = _prove_order(subject, actions, names_exist)
         counts = peak_activations(table)
     sizes = demand.sizes(table)
-    num_bytes = check_limit(subject, counts, sizes, demand.limit, findings)
+    num_bytes = check_limit(subject, counts, sizes, demand.limit)
     messages, peak_whole = None, None
     if isinstance(table, Program):
-        peak_whole = check_residency(table, demand.residency, findings)
+        peak_whole = check_residency(subject, table, demand.residency)
     if isinstance(table, Program) and order.is_whole:
-        messages = _prove_program(subject, actions, order.start, models, findings)
-    findings.raise_if_any()
+        messages = _prove_program(subject, actions, order.start, models)
+    subject.raise_if_any()
     assert order.start is not None
     peak_received, peak_unsent = (None, None) if messages is None else count_messages_alive(subject, messages)
     facts = Facts(
@@ -200,37 +198,36 @@ class _Order:
     num_messages: int
 
 
-def _prove_order(actions: Actions, names_exist: bool, findings: Findings) -> _Order:
-    is_complete = check_complete(actions, findings)
+def _prove_order(subject: Subject, actions: Actions, names_exist: bool) -> _Order:
+    is_complete = check_complete(subject, actions)
     if not names_exist:
-        findings.raise_if_any()  # tables by stage and microbatch have no place for such rows
+        subject.raise_if_any()  # tables by stage and microbatch have no place for such rows
     before = predecessors(actions.schedule)
-    is_ordered = check_positions(actions, before, findings)
-    start = check_feasible(actions, before, findings) if is_ordered else None
+    is_ordered = check_positions(subject, actions, before)
+    start = check_feasible(subject, actions, before) if is_ordered else None
     return _Order(is_complete and is_ordered, start, count_messages(actions, before))
 
 
 def _prove_program(
-    subject: Subject, actions: Actions, start: Starts | None, models: Sequence[TransportModel], findings: Findings
+    subject: Subject, actions: Actions, start: Starts | None, models: Sequence[TransportModel]
 ) -> list[Messages] | None:
     """Prove what only programs have; a deadlock in the orders themselves is reported once, not per model."""
-    num_found = len(findings.violations)
+    num_found = len(subject.violations)
     rows = index_rows(subject.table)
-    messages = find_messages(subject, rows, findings)
-    is_matched = len(findings.violations) == num_found
-    joins = check_collectives(subject, findings)
+    messages = find_messages(subject, rows)
+    is_matched = len(subject.violations) == num_found
+    joins = check_collectives(subject)
     proved = None
     if is_matched and start is not None:
         proved = proved_by_order(subject, actions, messages, start, is_grouped=COALESCED in models)
     if not proved:
-        messages = [check_order(subject, messages, find_exchanges(joins or ()), findings)]
-    if joins is None or len(findings.violations) > num_found:
+        messages = [check_order(subject, messages, find_exchanges(joins or ()))]
+    if joins is None or len(subject.violations) > num_found:
         return None
-    check_slots(subject, rows, messages, findings)
-    check_lifetimes(subject, findings)
-    for model in models if proved is not None else ():
-        if model not in proved:
-            check_transport(subject, join_messages(messages), joins, model, findings)
+    check_slots(subject, rows, messages)
+    check_lifetimes(subject)
+    for model in [] if proved is None else [each for each in models if each not in proved]:
+        check_transport(subject, join_messages(messages), joins, model)
     return messages
 
 

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from penstock.ir.deps import NONE
 from penstock.ir.linear_extension import Starts, walk_untimed, whole_starts
 from penstock.proofs.order import Actions
-from penstock.proofs.report import Findings, Subject
+from penstock.proofs.report import Subject
 
 MAX_VISITS = 300_000
 """The search looks at so many waits at most; only a large table with very many open waits can exceed it."""
 
 
-def check_feasible(actions: Actions, before: NDArray[np.int32], findings: Findings) -> Starts | None:
+def check_feasible(subject: Subject, actions: Actions, before: NDArray[np.int32]) -> Starts | None:
     """Prove that every rank can run its order to the end; return the starts of an untimed walk, None without an end.
 
     Nothing is before what it needs on its own rank, as `check_positions` proves: so the first column alone decides.
@@ -36,9 +36,9 @@ def check_feasible(actions: Actions, before: NDArray[np.int32], findings: Findin
         return whole_starts(walked)
     cycle = shortest_cycle(actions, before, walked.reached)
     rows, needed = actions.row[cycle].tolist(), actions.row[before[cycle, 0]].tolist()
-    subject, first = findings.subject, rows[0]
+    first = rows[0]
     fix = f"Move {subject.text(needed[-1])} before {subject.text(first)} on rank {subject.rank[first]}"
-    findings.add(first, _chain(subject, rows, needed), fix)
+    subject.add(first, _chain(subject, rows, needed), fix)
     return None
 
 

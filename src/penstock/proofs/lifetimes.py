@@ -20,7 +20,7 @@ from penstock.ir.keeps import keeps
 from penstock.ir.operations import KEPT, MAKES_KEPT, MESSAGES, OF_STAGE, OPERATIONS, At, Lane, Value
 from penstock.ir.program import Program
 from penstock.ir.whole import is_sharded
-from penstock.proofs.report import Findings, Subject
+from penstock.proofs.report import Subject
 
 Rows = NDArray[np.int64]
 READ, FREE, MAKE = range(3)
@@ -64,7 +64,7 @@ class _Events:
         return _Events(self.cell[order], self.row[order], self.what[order])
 
 
-def check_lifetimes(subject: Subject, findings: Findings) -> None:
+def check_lifetimes(subject: Subject) -> None:
     """Prove it of a program whose rows and messages are whole."""
     program = subject.program
     values = _Values(program)
@@ -75,7 +75,7 @@ def check_lifetimes(subject: Subject, findings: Findings) -> None:
             continue
         events = _Events.of(found)
         if value in OF_STAGE or not events.are_pairs(first_row):
-            _check(events.sorted(first_row), value, findings)
+            _check(subject, events.sorted(first_row), value)
 
 
 class _Values:
@@ -137,7 +137,7 @@ class _Values:
         return is_inside
 
 
-def _check(events: _Events, value: Value, findings: Findings) -> None:
+def _check(subject: Subject, events: _Events, value: Value) -> None:
     """Go through the events of one kind of value, all at once."""
     cell, what, number = events.cell, events.what, np.arange(len(events.cell))
     is_first = np.append(True, cell[1:] != cell[:-1])
@@ -151,28 +151,28 @@ def _check(events: _Events, value: Value, findings: Findings) -> None:
         made[cell[what == MAKE]] = True
         is_alive |= ~has_latest & ~made[cell]
     for index in np.flatnonzero((what != MAKE) & ~is_alive).tolist():
-        row, name = int(events.row[index]), _name(events, index, value, findings)
-        freed = findings.subject.place(int(events.row[latest[index]]), seen_from=row) if has_latest[index] else ""
+        row, name = int(events.row[index]), _name(subject, events, index, value)
+        freed = subject.place(int(events.row[latest[index]]), seen_from=row) if has_latest[index] else ""
         problem = f"{freed} has freed before" if freed else "no row before it makes"
-        findings.add(row, f"reads {name}, which {problem}", f"Move it before {freed}" if freed else "Add what makes it")
+        subject.add(row, f"reads {name}, which {problem}", f"Move it before {freed}" if freed else "Add what makes it")
     if value is Value.GRADIENT:
         return
     for index in np.flatnonzero((what == MAKE) & is_alive).tolist():
-        row, name = int(events.row[index]), _name(events, index, value, findings)
-        maker = findings.subject.place(int(events.row[latest[index]]), seen_from=row)
+        row, name = int(events.row[index]), _name(subject, events, index, value)
+        maker = subject.place(int(events.row[latest[index]]), seen_from=row)
         end = "dropped since" if value is Value.WEIGHTS else "used"
-        findings.add(row, f"makes {name}, which {maker} has made, and nothing has {end}", "Drop one of the two")
+        subject.add(row, f"makes {name}, which {maker} has made, and nothing has {end}", "Drop one of the two")
     if value is Value.WEIGHTS:
         return
     is_last = np.append(is_first[1:], True)
     for index in np.flatnonzero(is_last & (what == MAKE)).tolist():
-        row, name = int(events.row[index]), _name(events, index, value, findings)
-        findings.add(row, f"makes {name}, which nothing uses", "Add what uses it, or drop it")
+        row, name = int(events.row[index]), _name(subject, events, index, value)
+        subject.add(row, f"makes {name}, which nothing uses", "Add what uses it, or drop it")
 
 
-def _name(events: _Events, index: int, value: Value, findings: Findings) -> str:
+def _name(subject: Subject, events: _Events, index: int, value: Value) -> str:
     """Name the value of an event."""
-    text, table = value.name.lower().replace("_", " "), findings.subject.table
+    text, table = value.name.lower().replace("_", " "), subject.table
     if value in OF_STAGE:
         return f"the {text} of stage {events.cell[index]}"
     rest, part = divmod(int(events.cell[index]), table.num_slices)

@@ -25,7 +25,7 @@ from penstock.ir.units import BYTES_OF_UNIT
 from penstock.ir.whole import num_whole, peak_whole
 from penstock.placement import Placement
 from penstock.proofs.channels import Messages, Rows, join_messages
-from penstock.proofs.report import Findings, Subject, first_of_each
+from penstock.proofs.report import Subject, first_of_each
 
 POOL = IS_RECEIVE + np.int8(2) * IS_SEND
 """[NUM_OPS] by the operation whose row holds the number of a slot: 0 activations, 1 received, 2 unsent messages."""
@@ -165,9 +165,7 @@ class Demand:
 NO_DEMAND = Demand()
 
 
-def check_limit(
-    subject: Subject, counts: list[int], sizes: StageBytes | None, limit: Limit | None, findings: Findings
-) -> list[int] | None:
+def check_limit(subject: Subject, counts: list[int], sizes: StageBytes | None, limit: Limit | None) -> list[int] | None:
     """Prove that no row needs more than the limit of its rank; static bytes count in a limit in bytes.
 
     `counts` are the peaks of activations per rank. Return the peaks of bytes, None where sizes are unknown.
@@ -177,12 +175,12 @@ def check_limit(
     """
     table = subject.table
     if limit is not None and not limit.in_bytes:
-        _prove_limit(limit, counts, lambda: live_activations(table), findings)
+        _prove_limit(subject, limit, counts, lambda: live_activations(table))
     if sizes is None:
         return None
     static, num_bytes = sizes.static_of_ranks(table.placement), peak_bytes(table, sizes)
     if limit is not None and limit.in_bytes:
-        _prove_limit(limit, num_bytes + static, lambda: live_bytes(table, sizes) + static[subject.rank], findings)
+        _prove_limit(subject, limit, num_bytes + static, lambda: live_bytes(table, sizes) + static[subject.rank])
     return num_bytes
 
 
@@ -193,21 +191,21 @@ def not_counted(table: Table, sizes: StageBytes | None) -> tuple[str, ...]:
 
 
 def _prove_limit(
+    subject: Subject,
     limit: Limit,
     peaks: Sequence[int] | NDArray[np.int64],
     live: Callable[[], NDArray[np.int64]],
-    findings: Findings,
 ) -> None:
     """Note the first row of each rank that needs more than its limit, of which `live` has an entry per row."""
-    table = findings.subject.table
+    table = subject.table
     limits = limit.of_ranks(table.num_ranks, table.parts_per_rank)
     if (limits >= peaks).all():  # the column of all rows is made only where one of them is over its limit
         return
-    rank, held = findings.subject.rank, live()
+    rank, held = subject.rank, live()
     over = np.flatnonzero(held > limits[rank])
     for index in first_of_each(rank[over], over):
         unit = "byte" if limit.in_bytes else "activation"
-        findings.add(
+        subject.add(
             index,
             f"needs {count_of(int(held[index]), unit)} alive at once; the limit of rank {rank[index]} is "
             f"{limits[rank[index]]}{f' ({limit})' * (limit.unit == 'microbatches')}",
@@ -215,7 +213,7 @@ def _prove_limit(
         )
 
 
-def check_residency(program: Program, residency: int | None, findings: Findings) -> list[int] | None:
+def check_residency(subject: Subject, program: Program, residency: int | None) -> list[int] | None:
     """Prove that no more stages of a rank are whole at once than may be, of those that are gathered; None: any number.
 
     0UNSHARD 0F0 1UNSHARD 1F0 0RESHARD 1RESHARD      two are whole while 1F0 runs
@@ -228,7 +226,7 @@ def check_residency(program: Program, residency: int | None, findings: Findings)
         over = np.flatnonzero(whole > residency)
         for row in first_of_each(program.rank_of_row[over], over):
             problem = f"makes {whole[row]} stages whole at once; rank {program.rank_of_row[row]} may have {residency}"
-            findings.add(row, problem, "Reshard one of them before it, or raise residency")
+            subject.add(row, problem, "Reshard one of them before it, or raise residency")
     return peaks
 
 
@@ -241,20 +239,20 @@ def count_messages_alive(subject: Subject, messages: Sequence[Messages]) -> tupl
     return peak_alive(subject.table, received, consumed), peak_alive(subject.table, made, sent)
 
 
-def check_slots(subject: Subject, rows: RowIndex, parts: Sequence[Messages], findings: Findings) -> None:
+def check_slots(subject: Subject, rows: RowIndex, parts: Sequence[Messages]) -> None:
     """Prove that whatever uses a slot is done with it before the next one takes it, in each rank's three pools."""
     program = subject.program
-    begin, end = _activation_lives(program, rows, findings)
+    begin, end = _activation_lives(subject, program, rows)
     # One linear pass, as most programs are right; the sorts below are for the messages of those that are not.
     if _num_overlaps(program, begin, end, parts) == 0:
         return
     messages = join_messages(parts)
-    _check_pool("the activation of", begin, end, begin, findings)
-    _check_pool("the message of", messages.receive, messages.consumer, messages.receive, findings)
-    _check_pool("the unsent result of", messages.producer, messages.send, messages.send, findings)
+    _check_pool(subject, "the activation of", begin, end, begin)
+    _check_pool(subject, "the message of", messages.receive, messages.consumer, messages.receive)
+    _check_pool(subject, "the unsent result of", messages.producer, messages.send, messages.send)
 
 
-def _activation_lives(program: Program, rows: RowIndex, findings: Findings) -> tuple[Rows, Rows]:
+def _activation_lives(subject: Subject, program: Program, rows: RowIndex) -> tuple[Rows, Rows]:
     """First and last row of every activation; a backward that looks into another slot is a finding."""
     of_op = {op: rows.plane(op).reshape(-1) for op in rows.planes if NAMES_SLOT[op]}
     forward = next((found for op, found in of_op.items() if BEGINS_KEEPING[op]), np.empty(0, np.int32))
@@ -264,9 +262,9 @@ def _activation_lives(program: Program, rows: RowIndex, findings: Findings) -> t
         for index in np.flatnonzero(program.slot[readers] != program.slot[savers]).tolist():
             row, saver = int(readers[index]), int(savers[index])
             mine, theirs = int(program.slot[row]), int(program.slot[saver])
-            place = findings.subject.place(saver, seen_from=row)
+            place = subject.place(saver, seen_from=row)
             problem = f"reads slot {mine}; {place} saved its activation in slot {theirs}"
-            findings.add(row, problem, f"Give it slot {theirs}")
+            subject.add(row, problem, f"Give it slot {theirs}")
     last = forward
     for op, found in of_op.items():  # B before W
         if ENDS_KEEPING[op]:
@@ -312,9 +310,9 @@ def _count_overlaps(op: Any, pool_of_op: Any, slot: Any, other_end: Any, in_use:
 _COUNT_OVERLAPS = Hot(_count_overlaps)
 
 
-def _check_pool(what: str, begin: Rows, end: Rows, named_by: Rows, findings: Findings) -> None:
+def _check_pool(subject: Subject, what: str, begin: Rows, end: Rows, named_by: Rows) -> None:
     """Prove that lives in one slot of one rank do not overlap; `named_by` are the rows that hold the slot's number."""
-    subject, program = findings.subject, findings.subject.program
+    program = subject.program
     # The two rows of a pair run together: what one frees is not free for the other.
     ends = end + program.joined[end]
     slot = program.slot[named_by].astype(np.int64)
@@ -325,7 +323,7 @@ def _check_pool(what: str, begin: Rows, end: Rows, named_by: Rows, findings: Fin
     clash = (pool[earlier] == pool[later]) & (begin[later] <= ends[earlier])
     for first, second in zip(earlier[clash].tolist(), later[clash].tolist(), strict=True):
         row, holder, last = int(begin[second]), int(begin[first]), int(end[first])
-        findings.add(
+        subject.add(
             row,
             f"overwrites slot {slot[second]}, where {what} {subject.place(holder, seen_from=row)} lives until "
             f"{subject.place(last, seen_from=row)}",

@@ -1,4 +1,4 @@
-"""The parts that all proofs share: the table under proof, and the findings, which end in one error with a picture."""
+"""The parts that all proofs share: the table under proof with what is found, which ends in one error with a picture."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,11 +18,14 @@ MAX_RANKS = 8
 HERE = "<-- here"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Subject:
-    """The table under proof, and what every proof asks of it."""
+    """The table under proof, what every proof asks of it, and the violations found so far."""
 
     table: Table
+    violations: list[Violation] = field(default_factory=list)
+    suspects: list[Violation] = field(default_factory=list)
+    """Those that may well be the cause of all others; they are shown first."""
 
     @property
     def program(self) -> Program:
@@ -53,24 +56,14 @@ class Subject:
         where = "" if same_rank else f"rank {self.rank[row]}, "
         return f"{self.text(row)} ({where}position {self.position(row)})"
 
-
-@dataclass(slots=True)
-class Findings:
-    """Violations found so far."""
-
-    subject: Subject
-    violations: list[Violation] = field(default_factory=list)
-    suspects: list[Violation] = field(default_factory=list)
-    """Those that may well be the cause of all others; they are shown first."""
-
     def add(self, row: int, problem: str, fix: str, *, is_suspect: bool = False) -> None:
         """Note that something is wrong with a row; a suspect may be all that is."""
-        subject, found = self.subject, self.suspects if is_suspect else self.violations
-        found.append(Violation(int(subject.rank[row]), subject.position(row), subject.text(row), problem, fix))
+        found = self.suspects if is_suspect else self.violations
+        found.append(Violation(int(self.rank[row]), self.position(row), self.text(row), problem, fix))
 
     def add_missing(self, rank: int, problem: str, fix: str) -> None:
         """Note that something is missing at the end of a rank's order."""
-        end = int(self.subject.table.offsets[rank + 1] - self.subject.table.offsets[rank])
+        end = int(self.table.offsets[rank + 1] - self.table.offsets[rank])
         self.violations.append(Violation(rank, end, "", problem, fix))
 
     def raise_if_any(self) -> None:
@@ -83,12 +76,11 @@ class Findings:
         violations = sorted(self.suspects, key=place) + sorted(self.violations, key=place)
         if not violations:
             return
-        table = self.subject.table
-        what = type(table).__name__.lower()
+        what = type(self.table).__name__.lower()
         count = len(violations)
-        title = f"{table.name}: the {what} breaks {count} rule{'s' if count > 1 else ''}"
+        title = f"{self.table.name}: the {what} breaks {count} rule{'s' if count > 1 else ''}"
         marks = {(found.rank, found.position) for found in violations[:MAX_SHOWN]}
-        raise ScheduleError(title, violations, draw(self.subject, marks))
+        raise ScheduleError(title, violations, draw(self, marks))
 
 
 def draw(subject: Subject, marks: set[tuple[int, int]]) -> str:

@@ -23,14 +23,12 @@ from penstock.ir.transports import COALESCED, MODELS, PAIR_FIFO, RENDEZVOUS, Tra
 from penstock.ir.walk import NOT_RUN, Walk, walk
 from penstock.proofs.channels import Messages, find_exchanges
 from penstock.proofs.collectives import Barrier
-from penstock.proofs.report import Findings, Subject
+from penstock.proofs.report import Subject
 
 Places = NDArray[np.int64]
 
 
-def check_transport(
-    subject: Subject, messages: Messages, barriers: Sequence[Barrier], model: TransportModel, findings: Findings
-) -> None:
+def check_transport(subject: Subject, messages: Messages, barriers: Sequence[Barrier], model: TransportModel) -> None:
     """Prove that the program ends under the model; else add one violation per rank that cannot go on."""
     machine = Machine(subject, messages, barriers, model)
     walked = machine.run()
@@ -44,7 +42,7 @@ def check_transport(
     for rank in range(subject.table.num_ranks):
         row = stuck.head(rank)
         if row is not None:
-            findings.add(row, f"never ends under the transport {model}: it {stuck.reason(row)}", fix)
+            subject.add(row, f"never ends under the transport {model}: it {stuck.reason(row)}", fix)
 
 
 class Machine:
