@@ -13,7 +13,7 @@ from penstock.proofs.channels import find_messages
 from penstock.proofs.collectives import check_collectives
 from penstock.proofs.cycle import check_feasible
 from penstock.proofs.linear_extension import proved_by_order
-from penstock.proofs.order import Actions, check_positions
+from penstock.proofs.order import check_positions
 from penstock.proofs.report import Subject
 from penstock.schedules import build
 from tests.mutated_programs import MODELS, REORDERINGS, mutated
@@ -28,12 +28,11 @@ GPIPE = schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1")
 def order_of(program):
     """The names of the models that its order proves; none where an earlier proof already refuses the program."""
     subject = Subject(program)
-    actions = Actions.of(subject)
-    before = predecessors(actions.schedule)
-    start = check_feasible(subject, actions, before) if check_positions(subject, actions, before) else None
+    before = predecessors(subject.schedule)
+    start = check_feasible(subject, before) if check_positions(subject, before) else None
     messages = find_messages(subject, index_rows(program))
     check_collectives(subject)
-    proved = () if subject.violations else proved_by_order(subject, actions, messages, start)
+    proved = () if subject.violations else proved_by_order(subject, messages, start)
     return tuple(model.name for model in proved)
 
 

@@ -18,7 +18,7 @@ from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.proofs.channels import check_order, find_exchanges, find_messages
 from penstock.proofs.collectives import check_collectives
-from penstock.proofs.order import Actions, check_positions
+from penstock.proofs.order import check_positions
 from penstock.proofs.report import Subject
 from penstock.proofs.transports import Machine
 from penstock.schedules import build
@@ -40,9 +40,8 @@ from tests.strategies import ends
 def traffic_of(program):
     """What goes between the ranks, or None where an earlier proof already refuses the program."""
     subject = Subject(program)
-    actions = Actions.of(subject)
-    before = predecessors(actions.schedule)
-    if not check_positions(subject, actions, before):
+    before = predecessors(subject.schedule)
+    if not check_positions(subject, before):
         return None
     messages = find_messages(subject, index_rows(program))
     joins = check_collectives(subject)

@@ -12,7 +12,7 @@ Every finding of one call ends in one `ScheduleError`. A proof that rests on ano
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ConfigError, described
@@ -39,7 +39,6 @@ from penstock.proofs.memory import (
     not_counted,
 )
 from penstock.proofs.order import (
-    Actions,
     check_complete,
     check_names,
     check_pairs,
@@ -128,7 +127,7 @@ def prove_weight_order(table: Schedule | Program, stages: Collection[int]) -> No
         ScheduleError: with the first violation of each stage, and a picture.
     """
     subject = Subject(table)
-    check_weight_order(subject, Actions.of(subject), stages)
+    check_weight_order(subject, stages)
     subject.raise_if_any()
 
 
@@ -152,14 +151,13 @@ def prove(
     if not check_pairs(subject):
         subject.raise_if_any()
     names_exist = check_names(subject)
-    actions = Actions.of(subject)
-    if names_exist and known is not None and known.schedule == actions.schedule:
+    if names_exist and known is not None and known.schedule == subject.schedule:
         # One of two equal tables is kept: they may have millions of rows.
-        actions = replace(actions, schedule=known.schedule)
+        subject.schedule = known.schedule
         order = _Order(True, known.start, known.facts.num_messages)
         counts = known.facts.peak_activations
     else:
-        order = _prove_order(subject, actions, names_exist)
+        order = _prove_order(subject, names_exist)
         counts = peak_activations(table)
     sizes = demand.sizes(table)
     num_bytes = check_limit(subject, counts, sizes, demand.limit)
@@ -167,12 +165,12 @@ def prove(
     if isinstance(table, Program):
         peak_whole = check_residency(subject, table, demand.residency)
     if isinstance(table, Program) and order.is_whole:
-        messages = _prove_program(subject, actions, order.start, models)
+        messages = _prove_program(subject, order.start, models)
     subject.raise_if_any()
     assert order.start is not None
     peak_received, peak_unsent = (None, None) if messages is None else count_messages_alive(subject, messages)
     facts = Facts(
-        num_actions=actions.schedule.num_actions,
+        num_actions=subject.schedule.num_actions,
         num_messages=order.num_messages,
         peak_activations=counts,
         peak_bytes=num_bytes,
@@ -184,7 +182,7 @@ def prove(
         omits_reductions=isinstance(table, Program) and leaves_reductions_out(table),
         peak_whole=peak_whole,
     )
-    return Proof(facts, actions.schedule, order.start)
+    return Proof(facts, subject.schedule, order.start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,19 +196,17 @@ class _Order:
     num_messages: int
 
 
-def _prove_order(subject: Subject, actions: Actions, names_exist: bool) -> _Order:
-    is_complete = check_complete(subject, actions)
+def _prove_order(subject: Subject, names_exist: bool) -> _Order:
+    is_complete = check_complete(subject)
     if not names_exist:
         subject.raise_if_any()  # tables by stage and microbatch have no place for such rows
-    before = predecessors(actions.schedule)
-    is_ordered = check_positions(subject, actions, before)
-    start = check_feasible(subject, actions, before) if is_ordered else None
-    return _Order(is_complete and is_ordered, start, count_messages(actions, before))
+    before = predecessors(subject.schedule)
+    is_ordered = check_positions(subject, before)
+    start = check_feasible(subject, before) if is_ordered else None
+    return _Order(is_complete and is_ordered, start, count_messages(subject, before))
 
 
-def _prove_program(
-    subject: Subject, actions: Actions, start: Starts | None, models: Sequence[TransportModel]
-) -> list[Messages] | None:
+def _prove_program(subject: Subject, start: Starts | None, models: Sequence[TransportModel]) -> list[Messages] | None:
     """Prove what only programs have; a deadlock in the orders themselves is reported once, not per model."""
     num_found = len(subject.violations)
     rows = index_rows(subject.table)
@@ -219,7 +215,7 @@ def _prove_program(
     joins = check_collectives(subject)
     proved = None
     if is_matched and start is not None:
-        proved = proved_by_order(subject, actions, messages, start, is_grouped=COALESCED in models)
+        proved = proved_by_order(subject, messages, start, is_grouped=COALESCED in models)
     if not proved:
         messages = [check_order(subject, messages, find_exchanges(joins or ()))]
     if joins is None or len(subject.violations) > num_found:

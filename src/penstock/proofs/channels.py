@@ -16,7 +16,7 @@ from penstock.ir.hot import blocks
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import IS_MESSAGE, MESSAGES, OPERATIONS, At, Op, makers, peer_at
 from penstock.proofs.collectives import Barrier
-from penstock.proofs.order import Actions, bounds_of_stage
+from penstock.proofs.order import bounds_of_stage
 from penstock.proofs.report import Subject, first_of_each
 
 Rows = NDArray[np.int32]
@@ -40,12 +40,12 @@ class Messages(NamedTuple):
         return channel
 
 
-def count_messages(actions: Actions, before: NDArray[np.int32]) -> int:
+def count_messages(subject: Subject, before: NDArray[np.int32]) -> int:
     """Return how many results cross from rank to rank."""
-    begin, end = bounds_of_stage(actions.schedule)
+    begin, end = bounds_of_stage(subject.schedule)
     count = 0
     for part in blocks(len(before)):
-        source, stage = before[part, 0], actions.schedule.stage[part]
+        source, stage = before[part, 0], subject.schedule.stage[part]
         count += int(np.count_nonzero((source != NONE) & ((source < begin.take(stage)) | (source >= end.take(stage)))))
     return count
 

@@ -19,23 +19,22 @@ from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
 from penstock.ir.linear_extension import Starts, walk_untimed, whole_starts
-from penstock.proofs.order import Actions
 from penstock.proofs.report import Subject
 
 MAX_VISITS = 300_000
 """The search looks at so many waits at most; only a large table with very many open waits can exceed it."""
 
 
-def check_feasible(subject: Subject, actions: Actions, before: NDArray[np.int32]) -> Starts | None:
+def check_feasible(subject: Subject, before: NDArray[np.int32]) -> Starts | None:
     """Prove that every rank can run its order to the end; return the starts of an untimed walk, None without an end.
 
     Nothing is before what it needs on its own rank, as `check_positions` proves: so the first column alone decides.
     """
-    walked = walk_untimed(actions.schedule, before[:, :1])
+    walked = walk_untimed(subject.schedule, before[:, :1])
     if walked.is_complete:
         return whole_starts(walked)
-    cycle = shortest_cycle(actions, before, walked.reached)
-    rows, needed = actions.row[cycle].tolist(), actions.row[before[cycle, 0]].tolist()
+    cycle = shortest_cycle(subject, before, walked.reached)
+    rows, needed = subject.action_row[cycle].tolist(), subject.action_row[before[cycle, 0]].tolist()
     first = rows[0]
     fix = f"Move {subject.text(needed[-1])} before {subject.text(first)} on rank {subject.rank[first]}"
     subject.add(first, _chain(subject, rows, needed), fix)
@@ -55,13 +54,13 @@ def _chain(subject: Subject, rows: list[int], needed: list[int]) -> str:
     return ", which ".join(parts)
 
 
-def shortest_cycle(actions: Actions, before: NDArray[np.int32], reached: NDArray[np.int64]) -> list[int]:
+def shortest_cycle(subject: Subject, before: NDArray[np.int32], reached: NDArray[np.int64]) -> list[int]:
     """Return the rows that wait in a shortest cycle among those that a walk did not run, from the lowest rank on.
 
     `reached` is per rank the first row that did not run. Waits for later rows of the own rank are not looked at.
     """
-    rank, needed = actions.schedule.rank_of_row, before[:, 0]
-    search = _Search(_waiting_rows(actions, needed, reached), needed, actions.schedule.joined, rank)
+    rank, needed = subject.schedule.rank_of_row, before[:, 0]
+    search = _Search(_waiting_rows(subject, needed, reached), needed, subject.schedule.joined, rank)
     # Nearest to where the ranks are stuck first: a short cycle that is found early cuts the other searches off. None is
     # shorter than two waits, since a cycle has at least two ranks.
     starts = [row for rows in search.rows for row in rows]
@@ -74,13 +73,13 @@ def shortest_cycle(actions: Actions, before: NDArray[np.int32], reached: NDArray
     return search.best[first:] + search.best[:first]
 
 
-def _waiting_rows(actions: Actions, needed: NDArray[np.int32], reached: NDArray[np.int64]) -> list[list[int]]:
+def _waiting_rows(subject: Subject, needed: NDArray[np.int32], reached: NDArray[np.int64]) -> list[list[int]]:
     """Per rank, the rows that wait for a row of another rank which did not run, in order."""
-    rank, row = actions.schedule.rank_of_row, np.flatnonzero(needed != NONE)
+    rank, row = subject.schedule.rank_of_row, np.flatnonzero(needed != NONE)
     target = needed[row]
     is_open = (row >= reached[rank[row]]) & (target >= reached[rank[target]]) & (rank[row] != rank[target])
     row = row[is_open]
-    return [row[begin:end].tolist() for begin, end in pairwise(np.searchsorted(row, actions.schedule.offsets))]
+    return [row[begin:end].tolist() for begin, end in pairwise(np.searchsorted(row, subject.schedule.offsets))]
 
 
 @dataclass(slots=True)

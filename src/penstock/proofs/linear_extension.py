@@ -38,7 +38,6 @@ from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND
 from penstock.ir.table import Ints
 from penstock.ir.transports import COALESCED, MODELS, TransportModel
 from penstock.proofs.channels import Messages, join_messages
-from penstock.proofs.order import Actions
 from penstock.proofs.report import Subject
 
 COMPUTE, SEND, RECEIVE, JOIN, OTHER = range(5)
@@ -47,15 +46,15 @@ ROLES = np.select([IS_COMPUTE, IS_SEND, IS_RECEIVE, JOINS_RANKS], [COMPUTE, SEND
 
 
 def proved_by_order(
-    subject: Subject, actions: Actions, messages: Sequence[Messages], start: Starts, *, is_grouped: bool = True
+    subject: Subject, messages: Sequence[Messages], start: Starts, *, is_grouped: bool = True
 ) -> tuple[TransportModel, ...]:
     """Return the models under which a program ends by the conditions alone; none where one of 1 to 4 does not hold.
 
     `start` are the starts of its actions in an untimed walk. Without `is_grouped`, condition 5 is of no interest.
     """
-    num_kept = _num_kept(subject, _timestamps(subject, actions, messages, start))
+    num_kept = _num_kept(subject, _timestamps(subject, messages, start))
     if num_kept < (5 if is_grouped else 4):
-        num_kept = max(num_kept, _num_kept(subject, _timestamps_by_ends(subject, actions, messages, start)))
+        num_kept = max(num_kept, _num_kept(subject, _timestamps_by_ends(subject, messages, start)))
     return tuple(model for model in MODELS if num_kept >= (5 if model == COALESCED else 4))
 
 
@@ -83,14 +82,14 @@ def _num_kept(subject: Subject, timestamp: NDArray[Any]) -> int:
     return int(_KEEP(program.num_instructions, program.offsets, rows, seen))
 
 
-def _timestamps(subject: Subject, actions: Actions, messages: Sequence[Messages], start: Starts) -> NDArray[Any]:
+def _timestamps(subject: Subject, messages: Sequence[Messages], start: Starts) -> NDArray[Any]:
     """[num_instructions] multiples of 3 for actions, and after its maker's, the timestamp of both ends of a message."""
     num_ranks = subject.table.num_ranks
     largest = 3 * num_ranks * (int(start.max(initial=0)) + 1)
     timestamp: Ints = np.full(subject.table.num_rows, NONE, np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
     # The linear extension is by start and rank; only the actions of a pair agree in both.
-    for rank, (begin, end) in enumerate(pairwise(actions.schedule.offsets.tolist())):
-        timestamp[actions.row[begin:end]] = 3 * (num_ranks * start[begin:end].astype(timestamp.dtype) + rank)
+    for rank, (begin, end) in enumerate(pairwise(subject.schedule.offsets.tolist())):
+        timestamp[subject.action_row[begin:end]] = 3 * (num_ranks * start[begin:end].astype(timestamp.dtype) + rank)
     # Both messages of a pair leave after it, that of its first action first.
     second = np.flatnonzero(subject.table.joined) + 1
     timestamp[second] += 1
@@ -100,18 +99,16 @@ def _timestamps(subject: Subject, actions: Actions, messages: Sequence[Messages]
     return timestamp
 
 
-def _timestamps_by_ends(
-    subject: Subject, actions: Actions, messages: Sequence[Messages], start: Starts
-) -> NDArray[np.int32]:
+def _timestamps_by_ends(subject: Subject, messages: Sequence[Messages], start: Starts) -> NDArray[np.int32]:
     """[num_instructions] timestamps by the rule that a message has its place where its maker ends."""
     whole = join_messages(messages)
     by_maker = np.argsort(whole.producer)
-    makers = np.searchsorted(actions.row, whole.producer[by_maker])
-    order = order_by_ends(actions.schedule, start, makers)
+    makers = np.searchsorted(subject.action_row, whole.producer[by_maker])
+    order = order_by_ends(subject.schedule, start, makers)
     position = np.empty(len(order), np.int32)
     position[order] = np.arange(len(order), dtype=np.int32)
     timestamp = np.full(subject.table.num_rows, NONE, np.int32)
-    timestamp[actions.row] = position[: len(start)]
+    timestamp[subject.action_row] = position[: len(start)]
     timestamp[whole.send[by_maker]] = timestamp[whole.receive[by_maker]] = position[len(start) :]
     return timestamp
 

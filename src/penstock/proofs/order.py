@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,18 +38,6 @@ _NO_READER = (
 _NO_FORWARD = "has no forward; expected one {} before it", "Add {} before it"
 _NO_BACKWARD = "has no backward; expected one {}, or one I and one W", "Add {} after it, or drop every backward"
 """Each says that an action lacks another one, and the fix; {} is the action that is missing."""
-
-
-@dataclass(frozen=True, eq=False)
-class Actions:
-    """The computations of a table as a schedule, and the row of the table for each of them."""
-
-    schedule: Schedule
-    row: NDArray[np.int32]
-
-    @classmethod
-    def of(cls, subject: Subject) -> "Actions":
-        return cls(subject.table.actions(), subject.table.compute_rows().astype(np.int32))
 
 
 def bounds_of_stage(table: Table) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -110,9 +97,9 @@ def _add_wrong_name(subject: Subject, row: int) -> None:
         subject.add(row, problem, "Drop it, or change the microbatch's route")
 
 
-def check_complete(subject: Subject, actions: Actions) -> bool:
+def check_complete(subject: Subject) -> bool:
     """Prove one F, and one B or one I and one W (none in a forward-only schedule), of all that every stage must run."""
-    schedule = actions.schedule
+    schedule = subject.schedule
     shape = (len(Kind), schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
     identity = identities(schedule)
     there = np.zeros(shape, np.bool_)
@@ -128,15 +115,15 @@ def check_complete(subject: Subject, actions: Actions) -> bool:
     last = np.full(shape, NONE, np.int64)
     last.reshape(-1)[key] = np.arange(schedule.num_actions)
     before = len(subject.violations)
-    _suspect_lone_microbatches(subject, actions)
-    _add_duplicates(subject, actions, key)
-    _add_lacks(subject, actions, there, last, np.broadcast_to(expected, shape[1:]))
+    _suspect_lone_microbatches(subject)
+    _add_duplicates(subject, key)
+    _add_lacks(subject, there, last, np.broadcast_to(expected, shape[1:]))
     return len(subject.violations) == before
 
 
-def _suspect_lone_microbatches(subject: Subject, actions: Actions) -> None:
+def _suspect_lone_microbatches(subject: Subject) -> None:
     """Suspect the only action of its microbatch where a lower one has none: a text with a typo seems to have more."""
-    schedule = actions.schedule
+    schedule = subject.schedule
     count = np.bincount(schedule.microbatch, minlength=schedule.num_microbatches)
     unnamed = np.flatnonzero(count == 0)
     if not len(unnamed):
@@ -144,7 +131,7 @@ def _suspect_lone_microbatches(subject: Subject, actions: Actions) -> None:
     for row in np.flatnonzero((count[schedule.microbatch] == 1) & (schedule.microbatch > unnamed[0])).tolist():
         microbatch = int(schedule.microbatch[row])
         subject.add(
-            int(actions.row[row]),
+            int(subject.action_row[row]),
             f"alone names microbatch {microbatch}, and nothing names microbatch {unnamed[0]}; it may be a typo",
             "Rename it, or add all that is missing",
             is_suspect=True,
@@ -167,16 +154,16 @@ def _is_consistent(there: NDArray[np.bool_], expected: NDArray[np.bool_], forwar
     return bool((is_all | ~(expected | there.any(axis=0))).all())
 
 
-def _add_duplicates(subject: Subject, actions: Actions, key: NDArray[Any]) -> None:
+def _add_duplicates(subject: Subject, key: NDArray[Any]) -> None:
     order = np.argsort(key, kind="stable")
     repeats = np.flatnonzero(np.diff(key[order]) == 0) + 1
     for index in repeats.tolist():
-        row, first = int(actions.row[order[index]]), int(actions.row[order[index - 1]])
+        row, first = int(subject.action_row[order[index]]), int(subject.action_row[order[index - 1]])
         subject.add(row, f"is a duplicate of {subject.place(first)}; expected one", "Drop one of the two")
 
 
 def _add_lacks(
-    subject: Subject, actions: Actions, there: NDArray[np.bool_], last: NDArray[np.int64], expected: NDArray[np.bool_]
+    subject: Subject, there: NDArray[np.bool_], last: NDArray[np.int64], expected: NDArray[np.bool_]
 ) -> None:
     """Find what lacks another action, and what is not there at all.
 
@@ -184,10 +171,10 @@ def _add_lacks(
     """
     forward, whole, inputs, weights, again = there
     has_backward = whole | inputs | weights
-    trains = not actions.schedule.is_forward_only
+    trains = not subject.schedule.is_forward_only
 
     def row_of(kind: Kind, where: Where) -> int:
-        return int(actions.row[last[(KIND_INDEX[kind], *where)]])
+        return int(subject.action_row[last[(KIND_INDEX[kind], *where)]])
 
     for where in _where(whole & (inputs | weights)):
         part = Kind.BACKWARD_INPUT if inputs[where] else Kind.BACKWARD_WEIGHT
@@ -237,9 +224,9 @@ def _runs(found: list[Where]) -> list[tuple[Where, Where]]:
     return runs
 
 
-def check_positions(subject: Subject, actions: Actions, before: NDArray[np.int32]) -> bool:
+def check_positions(subject: Subject, before: NDArray[np.int32]) -> bool:
     """Prove that nothing is before what it needs on its own rank, or is paired with it."""
-    schedule = actions.schedule
+    schedule = subject.schedule
     _, end_of_stage = bounds_of_stage(schedule)
     is_second = np.concatenate([[False], schedule.joined[:-1]]) if schedule.num_actions else schedule.joined
     num_found = len(subject.violations)
@@ -252,59 +239,59 @@ def check_positions(subject: Subject, actions: Actions, before: NDArray[np.int32
             action = part.start + index
             needed = int(before[action, column])
             together = bool(schedule.joined[min(action, needed)]) and abs(action - needed) == 1
-            _add_position(subject, actions, action, needed, together=together or action == needed)
+            _add_position(subject, action, needed, together=together or action == needed)
     return len(subject.violations) == num_found
 
 
-def _add_position(subject: Subject, actions: Actions, action: int, other: int, *, together: bool) -> None:
-    row, needed = int(actions.row[action]), int(actions.row[other])
+def _add_position(subject: Subject, action: int, other: int, *, together: bool) -> None:
+    row, needed = int(subject.action_row[action]), int(subject.action_row[other])
     text = subject.text(needed)
     if together:
         problem = f"is paired with {subject.place(needed, seen_from=row)}, for which it must wait"
         subject.add(row, problem, "Take the pair apart")
         return
-    op, maker = (OPERATIONS[Op(int(actions.schedule.op[at]))] for at in (action, other))
+    op, maker = (OPERATIONS[Op(int(subject.schedule.op[at]))] for at in (action, other))
     is_own = any(read.at is At.OWN and read.value in maker.makes for read in op.reads)
     role, reason = (f"its {maker.label} ", "") if is_own else ("", ", whose result it needs")
     subject.add(
         row,
         f"runs before {role}{subject.place(needed, seen_from=row)}{reason}",
-        f"Move {text} before it, or drop microbatch {actions.schedule.microbatch[action]}",
+        f"Move {text} before it, or drop microbatch {subject.schedule.microbatch[action]}",
     )
 
 
-def check_weight_order(subject: Subject, actions: Actions, stages: Collection[int]) -> None:
+def check_weight_order(subject: Subject, stages: Collection[int]) -> None:
     """Prove that the weight gradients of these stages come in the order of their input gradients, for fused layers.
 
     A fused layer that computes its weight gradients later keeps what they need in a queue, first in, first out, and
     does not know microbatches. So the first `W` after some `I`, and a whole backward, takes the entry of the first `I`
     whose `W` has not run. Copies of a part on one rank are one module, with one queue.
     """
-    placement = actions.schedule.placement
+    placement = subject.schedule.placement
     parts = {stage: place for route in placement.routes for place, stage in enumerate(route)}
     shared: dict[tuple[int, int], list[int]] = {}  # by rank and part
     for stage in sorted(stages):
         shared.setdefault((placement.rank_of_stage[stage], parts[stage]), []).append(stage)
     for each in shared.values():
-        _check_queue(subject, actions, each)
+        _check_queue(subject, each)
 
 
-def _check_queue(subject: Subject, actions: Actions, stages: list[int]) -> None:
-    is_own, kind = np.isin(actions.schedule.stage, stages), actions.schedule.kind
+def _check_queue(subject: Subject, stages: list[int]) -> None:
+    is_own, kind = np.isin(subject.schedule.stage, stages), subject.schedule.kind
     puts, takes = (np.flatnonzero(is_own & flags[kind]) for flags in (RUNS_AUTOGRAD, ENDS_KEEPING))
     for put, take in zip(puts.tolist(), takes.tolist(), strict=False):
-        if _entry(actions, put) != _entry(actions, take):
-            _add_taken(subject, actions, put, take)
+        if _entry(subject, put) != _entry(subject, take):
+            _add_taken(subject, put, take)
             return  # all later entries are shifted by this one
 
 
-def _entry(actions: Actions, index: int) -> Where:
-    schedule = actions.schedule
+def _entry(subject: Subject, index: int) -> Where:
+    schedule = subject.schedule
     return int(schedule.stage[index]), int(schedule.microbatch[index]), int(schedule.slice[index])
 
 
-def _add_taken(subject: Subject, actions: Actions, put: int, take: int) -> None:
-    row, first = int(actions.row[take]), int(actions.row[put])
+def _add_taken(subject: Subject, put: int, take: int) -> None:
+    row, first = int(subject.action_row[take]), int(subject.action_row[put])
     subject.add(
         row,
         f"would take the weight gradients of {subject.place(first, seen_from=row)} from a fused layer's queue, which "

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import MAX_SHOWN, ScheduleError, Violation
 from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 
 MAX_COLUMNS = 12
@@ -32,6 +33,17 @@ class Subject:
         """The table, where it is known to be a program."""
         assert isinstance(self.table, Program)
         return self.table
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The computations of the table."""
+        actions: Schedule = self.table.actions()
+        return actions
+
+    @cached_property
+    def action_row(self) -> NDArray[np.int32]:
+        """[num_actions] the row of the table for each of its computations."""
+        return self.table.compute_rows().astype(np.int32)
 
     @cached_property
     def rank_of_stage(self) -> NDArray[np.int32]:
