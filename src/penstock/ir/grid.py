@@ -123,10 +123,8 @@ def from_grid(text: str, *, file: str = "<text>", name: str = "from a grid") -> 
 
     cells = parse_cells(([_whole(word.text) for word in words] for words in places), fail)
     layout = infer_layout(cells, fail)
-    place = cells.communication()
-    if place is not None:
-        raise fail("a drawing of a program cannot be read; expected actions alone", *place)
-    return Schedule(name=name, **layout, **cells.columns())
+    columns = cells.actions(fail, "a drawing of a program cannot be read; expected actions alone")
+    return Schedule(name=name, **layout, **columns)
 
 
 def _start_columns(schedule: Schedule) -> list[list[int]] | None:
@@ -134,11 +132,10 @@ def _start_columns(schedule: Schedule) -> list[list[int]] | None:
     times = walk_untimed(schedule, predecessors(schedule))
     if not times.is_complete:
         return None
-    is_cell = ~np.concatenate([[False], schedule.joined[:-1]]) if schedule.num_actions else schedule.joined
+    is_cell = ~np.append(False, schedule.joined)[:-1]
     columns = []
-    for rank in range(schedule.num_ranks):
-        rows = np.arange(schedule.offsets[rank], schedule.offsets[rank + 1])
-        starts = times.start[rows[is_cell[rows]]].astype(int).tolist()
+    for rows in schedule.ranks:
+        starts = times.start[rows][is_cell[rows]].astype(int).tolist()
         columns.append([*starts, int(times.end[rows].max(initial=0))])
     return columns
 

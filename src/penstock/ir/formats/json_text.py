@@ -19,7 +19,7 @@ import orjson
 from numpy.typing import NDArray
 
 from penstock.errors import FormatError, ScheduleError, nearest
-from penstock.ir.formats.cells import MAX_NUMBER, Cells, cells_of, parse_cells, refuse_sparse, require_text
+from penstock.ir.formats.cells import MAX_NUMBER, Cells, cells_of, parse_cells, require_text, too_sparse
 from penstock.ir.operations import Op
 from penstock.ir.table import Table
 from penstock.placement import Placement
@@ -71,12 +71,9 @@ def schedule_from_json(text: str, make: Callable[..., Made], *, file: str = "<te
     reader = _Reader(file)
     document = reader.document(text, SCHEDULE_FORMAT, _SCHEDULE_KEYS)
     cells, fields = reader.table(document)
-    place = cells.communication()
-    if place is not None:
-        raise reader.fail(
-            f"ranks[{place[0]}][{place[1]}]", "a schedule has no communication; expected an action such as 0F0"
-        )
-    return make(**fields, **cells.columns())
+    problem = "a schedule has no communication; expected an action such as 0F0"
+    columns = cells.actions(lambda text, rank, cell, _: reader.fail(f"ranks[{rank}][{cell}]", text), problem)
+    return make(**fields, **columns)
 
 
 def program_from_json(text: str, make: Callable[..., Made], *, file: str = "<text>") -> Made:
@@ -220,13 +217,8 @@ class _Reader:
         if len(routes) != num_microbatches:
             raise self.fail("route_of_microbatch", f"{len(routes)} entries; expected {num_microbatches}, one each")
         cells = self._cells(document["ranks"], placement.num_ranks)
-        refuse_sparse(
-            len(cells.op),
-            placement.num_stages,
-            num_microbatches,
-            num_slices,
-            lambda text: self.fail("microbatches", text),
-        )
+        if problem := too_sparse(len(cells.op), placement.num_stages, num_microbatches, num_slices):
+            raise self.fail("microbatches", problem)
         fields = {
             "name": self.require(str, document["name"], "name", _TEXT),
             "placement": placement,

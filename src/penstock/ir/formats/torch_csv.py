@@ -39,10 +39,8 @@ def schedule_from_csv(text: str, make: Callable[..., Made], *, file: str = "<tex
         FormatError: with line and column, for whatever is not exactly such a text.
     """
     cells, layout, fail = _read(text, file)
-    place = cells.communication()
-    if place is not None:
-        raise fail("the text has communication; expected actions alone. Read it as a program", *place)
-    return make(name=name, **layout, **cells.columns())
+    problem = "the text has communication; expected actions alone. Read it as a program"
+    return make(name=name, **layout, **cells.actions(fail, problem))
 
 
 def program_from_csv(text: str, make: Callable[..., Made], *, file: str = "<text>", name: str = "from CSV") -> Made:
