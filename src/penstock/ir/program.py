@@ -1,7 +1,7 @@
 """`Program`: for every rank its instructions in order, as one immutable table; what is simulated and executed."""
 
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -68,13 +68,8 @@ class Program(Table):
         units: tuple[tuple[int, ...], ...] = (),
     ) -> "Program":
         """One compute instruction per action, nothing else."""
-        columns = {name: getattr(schedule, name) for name in (*Table.COLUMNS, "offsets", "route_of_microbatch")}
         return cls(
-            name=schedule.name,
-            placement=schedule.placement,
-            num_microbatches=schedule.num_microbatches,
-            num_slices=schedule.num_slices,
-            **columns,
+            **{field.name: getattr(schedule, field.name) for field in fields(Table)},
             # A tied reduction has the number of its group there.
             peer=schedule.stage.astype(short_type(max(schedule.num_stages, len(tied_groups))), copy=False),
             slot=np.zeros(schedule.num_rows, np.int32),
@@ -102,10 +97,8 @@ class Program(Table):
 
     def actions(self) -> Schedule:
         """Return the computations, in their order."""
-        columns = self.selected(self.compute_rows(), Table.COLUMNS)
-        return Schedule(
-            self.name, self.placement, self.num_microbatches, self.num_slices, self.route_of_microbatch, **columns
-        )
+        whole = {field.name: getattr(self, field.name) for field in fields(Table)}
+        return Schedule(**whole | self.selected(self.compute_rows(), Table.COLUMNS))
 
     def instruction(self, row: int) -> Instruction:
         """Return one row as a value."""

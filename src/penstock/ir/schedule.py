@@ -54,8 +54,7 @@ class Schedule(Table):
             )
         for rank, order in enumerate(orders):
             _require_rows(name, rank, order)
-        offsets = np.zeros(len(orders) + 1, np.int64)
-        np.cumsum([len(order) for order in orders], out=offsets[1:])
+        offsets = np.cumsum([0, *map(len, orders)])
         num_rows = int(offsets[-1])
         largest = (max(Kind), placement.num_stages - 1, num_microbatches - 1, num_slices - 1)
         kind: Ints = np.zeros(num_rows, np.int8)
