@@ -87,7 +87,7 @@ def live_activations(table: Table) -> Counts:
 
 def live_bytes(table: Table, sizes: StageBytes) -> Counts:
     """[num_rows] bytes that the row's rank holds while the row runs, without what is static."""
-    return np.concatenate(list(_live_by_rank(table, sizes)))
+    return np.concatenate([live for live, _ in _levels_by_rank(table, sizes)])
 
 
 def left_bytes(table: Table, sizes: StageBytes) -> Counts:
@@ -111,7 +111,7 @@ def peak_activations(table: Table) -> list[int]:
 
 def peak_bytes(table: Table, sizes: StageBytes) -> list[int]:
     """Per rank, the largest value of `live_bytes`, without the column itself."""
-    return _peaks(_live_by_rank(table, sizes))
+    return _peaks(live for live, _ in _levels_by_rank(table, sizes))
 
 
 def peak_host_bytes(table: Table, sizes: StageBytes) -> list[int]:
@@ -135,10 +135,6 @@ def one_each(table: Table) -> StageBytes:
 
 def _peaks(live_by_rank: Iterable[Counts]) -> list[int]:
     return [int(live.max(initial=0)) for live in live_by_rank]
-
-
-def _live_by_rank(table: Table, sizes: StageBytes) -> Iterator[Counts]:
-    return (live for live, _ in _levels_by_rank(table, sizes))
 
 
 def _levels_by_rank(table: Table, sizes: StageBytes, *, on_host: bool = False) -> Iterator[tuple[Counts, Counts]]:

@@ -228,7 +228,7 @@ def check_positions(subject: Subject, before: NDArray[np.int32]) -> bool:
     """Prove that nothing is before what it needs on its own rank, or is paired with it."""
     schedule = subject.schedule
     _, end_of_stage = bounds_of_stage(schedule)
-    is_second = np.concatenate([[False], schedule.joined[:-1]]) if schedule.num_actions else schedule.joined
+    is_second = np.append(False, schedule.joined)[:-1]
     num_found = len(subject.violations)
     for part in blocks(schedule.num_actions):
         first_of_group = np.arange(part.start, part.stop, dtype=np.int32)
