@@ -261,12 +261,8 @@ class _Save:
 
 
 def _write_files(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: int, num_ranks: int) -> Files:
-    files: Files = {}
-    for part, tensors in parts.items():
-        if tensors:
-            name = file_name(part, rank, num_ranks)
-            files[name] = write_shard(folder / name, tensors).model_dump()
-    return files
+    names = {file_name(part, rank, num_ranks): tensors for part, tensors in parts.items() if tensors}
+    return {name: write_shard(folder / name, tensors).model_dump() for name, tensors in names.items()}
 
 
 def _write(path: Path, content: bytes) -> None:
