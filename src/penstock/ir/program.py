@@ -152,7 +152,7 @@ class Program(Table):
         Raises:
             FormatError: with line and column of the first cell that is no instruction.
         """
-        return program_from_csv(text, cls, file=file, name=name)
+        return cls(name=name, **program_from_csv(text, file))
 
     def to_json(self) -> str:
         """Return a text that reads back as the same program."""
@@ -165,7 +165,7 @@ class Program(Table):
         Raises:
             FormatError: with the place of what does not fit.
         """
-        return program_from_json(text, cls, file=file)
+        return cls(**program_from_json(text, file))
 
     @property
     def _metadata(self) -> tuple[Any, ...]:

@@ -161,7 +161,7 @@ class Schedule(Table):
         Raises:
             FormatError: with line and column of the first cell that is no action.
         """
-        return schedule_from_csv(text, cls, file=file, name=name)
+        return cls(name=name, **schedule_from_csv(text, file))
 
     def to_json(self) -> str:
         """Return a text that reads back as the same schedule."""
@@ -174,7 +174,7 @@ class Schedule(Table):
         Raises:
             FormatError: with the place of what does not fit.
         """
-        return schedule_from_json(text, cls, file=file)
+        return cls(**schedule_from_json(text, file))
 
 
 def _require_rows(name: str, rank: int, order: object) -> None:

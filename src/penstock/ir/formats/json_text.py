@@ -11,7 +11,6 @@ and one with stages of a rank that share a parameter has "units": [[0, 3]].
 """
 
 import json
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -62,8 +61,8 @@ def program_to_json(program: Any) -> str:
     )
 
 
-def schedule_from_json(text: str, make: Callable[..., Made], *, file: str = "<text>") -> Made:
-    """Read a schedule; `make` is called with the fields of a `Schedule`, by name.
+def schedule_from_json(text: str, file: str) -> dict[str, Any]:
+    """Read a schedule; return the fields of a `Schedule`.
 
     Raises:
         FormatError: with line and column for what is no JSON, else with the JSON path of what is wrong.
@@ -73,11 +72,11 @@ def schedule_from_json(text: str, make: Callable[..., Made], *, file: str = "<te
     cells, fields = reader.table(document)
     problem = "a schedule has no communication; expected an action such as 0F0"
     columns = cells.actions(lambda text, rank, cell, _: reader.fail(f"ranks[{rank}][{cell}]", text), problem)
-    return make(**fields, **columns)
+    return fields | columns
 
 
-def program_from_json(text: str, make: Callable[..., Made], *, file: str = "<text>") -> Made:
-    """Read a program; `make` is called with the fields of a `Program`, by name.
+def program_from_json(text: str, file: str) -> dict[str, Any]:
+    """Read a program; return the fields of a `Program`.
 
     Raises:
         FormatError: with line and column for what is no JSON, else with the JSON path of what is wrong.
@@ -101,15 +100,15 @@ def program_from_json(text: str, make: Callable[..., Made], *, file: str = "<tex
         raise reader.fail(
             f"peers[{rank}][{row - int(cells.offsets[rank])}]", f"{peer[row]} is no peer; expected {what}"
         )
-    return make(
+    return {
         **fields,
         **cells.columns(),
-        tied_groups=tuple(tuple(group) for group in groups),
-        units=tuple(tuple(unit) for unit in units),
-        peer=peer,
-        slot=reader.column(document["slots"], "slots", cells, MAX_NUMBER),
-        omits_reductions=_OMITS in document,
-    )
+        "tied_groups": tuple(map(tuple, groups)),
+        "units": tuple(map(tuple, units)),
+        "peer": peer,
+        "slot": reader.column(document["slots"], "slots", cells, MAX_NUMBER),
+        "omits_reductions": _OMITS in document,
+    }
 
 
 def kind_of_json(text: str, *, file: str = "<text>") -> str:
