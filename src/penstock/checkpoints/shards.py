@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError, NotSaved, hint_of_limit, shortened
-from penstock.files import FULL
+from penstock.files import FULL, flush
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -81,7 +81,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     # One key: the library writes several in an order that changes from process to process.
     save_file(dict(tensors), path, metadata={"format": "pt"})
     path.chmod(mode)
-    flush_file(path)
+    flush(path)
 
 
 @contextmanager
@@ -91,15 +91,6 @@ def naming_file(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise cannot_write(path, error) from error
-
-
-def flush_file(path: Path) -> None:
-    """Have the disk keep a file's content. Raises: OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def cannot_write(path: Path, error: Exception) -> NotSaved:

@@ -33,11 +33,11 @@ from penstock.checkpoints.content import (
 )
 from penstock.checkpoints.held import Held
 from penstock.checkpoints.manifest import TensorEntry
-from penstock.checkpoints.shards import flush_file, naming_file, read_tensors, require_visible, write_tensors
+from penstock.checkpoints.shards import naming_file, read_tensors, require_visible, write_tensors
 from penstock.checkpoints.staging import Staging, stage
 from penstock.checkpoints.weight_format import PLAIN, Entries, Unit, WeightFormat
 from penstock.errors import NotSaved
-from penstock.files import PARTIAL_SUFFIX, atomic_file, flush_folder
+from penstock.files import PARTIAL_SUFFIX, atomic_file, flush
 from penstock.pipeline import Pipeline
 
 
@@ -259,7 +259,7 @@ def _publish(files: _Files) -> None:
     whole, index = folder / whole_name(stem), folder / index_name(stem)
     with naming_file(whole if names == {whole} else index):
         for path in sorted(files.further.glob("*")):
-            flush_file(path)
+            flush(path)
             os.replace(path, folder / path.name)
         if names == {whole}:
             _merge(whole, files)
@@ -269,7 +269,7 @@ def _publish(files: _Files) -> None:
         for path in (whole, *folder.glob(f"{stem}-*-of-*.safetensors"), index):
             if path not in names:
                 path.unlink(missing_ok=True)
-        flush_folder(folder)
+        flush(folder)
 
 
 def _merge(path: Path, files: _Files) -> None:
@@ -289,7 +289,7 @@ def _rename(files: _Files) -> None:
         (folder / name).unlink(missing_ok=True)  # readers look for these: no mixture of files is ever read
     for shard in files.shards:
         os.replace(shard.partial, shard.path)
-    flush_folder(folder)
+    flush(folder)
     entries = {name: entry for shard in files.shards for name, entry in shard.entries.items()}
     with atomic_file(folder / index_name(stem)) as file:
         file.write(index_bytes(entries))

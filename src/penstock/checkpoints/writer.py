@@ -43,7 +43,6 @@ from penstock.checkpoints.random_state import random_state
 from penstock.checkpoints.shards import (
     FileEntry,
     cannot_write,
-    flush_file,
     naming_file,
     record_of,
     require_visible,
@@ -54,6 +53,7 @@ from penstock.checkpoints.verification import verify
 from penstock.checkpoints.weight_files import INDEX, index_bytes
 from penstock.errors import CheckpointError, NotSaved, PipelineError, described, warn
 from penstock.execute.control.long_work import run_in_thread, wait_together
+from penstock.files import flush
 from penstock.pipeline import Pipeline
 from penstock.version import VERSION
 
@@ -267,7 +267,7 @@ def _write_files(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: 
 
 def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    flush_file(path)
+    flush(path)
 
 
 def _weights_entries(everyone: Sequence[Described], owned: Sequence[frozenset[str]]) -> dict[str, TensorEntry]:
