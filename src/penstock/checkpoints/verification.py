@@ -1,6 +1,6 @@
 """Finding a checkpoint that is as it was written: every byte is read, the work shared by all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,16 +122,16 @@ def _first_problem(control: Control, path: Path) -> tuple[str, bool]:
             return f"{path}: cannot be read: {error.strerror or error}", False
         return "", False
 
-    own = run_together(control, check, num_bytes=_size_of(path), what=str(path))
+    own = run_together(control, check, num_bytes=size_of(path.glob("*")), what=str(path))
     everyone = cast(list[tuple[str, bool]], control.all_gather_object(own))
     found = sorted((not is_final, rank, problem) for rank, (problem, is_final) in enumerate(everyone) if problem)
     return (found[0][2], not found[0][0]) if found else ("", False)
 
 
-def _size_of(folder: Path) -> int:
-    """Return how many bytes the files of a folder have; what cannot be read, such as a link to nothing, has none."""
+def size_of(files: Iterable[Path]) -> int:
+    """Return how many bytes files have; what cannot be read, such as a link to nothing, has none."""
     total = 0
-    for file in folder.glob("*"):
+    for file in files:
         with suppress(OSError):
             total += file.stat().st_size
     return total
