@@ -10,7 +10,6 @@ be wrapped into blocks, each with the labels of all ranks; lines that begin with
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -50,41 +49,21 @@ class _Row:
     words: list[_Word]
 
 
-def to_grid(
-    table: Schedule | Program,
-    marks: Mapping[tuple[int, int], str] | None = None,
-    *,
-    timed: bool = True,
-    window: tuple[int, int] | None = None,
-) -> str:
+def to_grid(table: Schedule | Program, *, timed: bool = True) -> str:
     """Draw a table, without a newline at the end.
 
-    Schedules are drawn in time unless `timed` is False or the order cannot run; programs are always plain. `marks` puts
-    `^ text` under cells: (rank, cell of that rank) -> text, where a pair is one cell. `window` (begin, end) restricts
-    the columns; `...` shows where something is cut off.
+    Schedules are drawn in time unless `timed` is False or the order cannot run; programs are always plain.
     """
-    cells = [[cell.removesuffix(PAIR_SUFFIX) for cell in row] for row in cells_of(table)]
+    rows = [[cell.removesuffix(PAIR_SUFFIX) for cell in row] for row in cells_of(table)]
     columns = _start_columns(table) if timed and isinstance(table, Schedule) else None
-    if columns is None:
-        columns = [list(range(len(row))) for row in cells]
-        rows = cells
-    else:
-        rows = [_in_time(row, where) for row, where in zip(cells, columns, strict=True)]
-    begin, end = window or (0, max(map(len, rows)))
-    width = max((len(cell) for row in rows for cell in row[begin:end]), default=1)
+    if columns is not None:
+        rows = [_in_time(row, where) for row, where in zip(rows, columns, strict=True)]
+    width = max((len(cell) for row in rows for cell in row), default=1)
     label = len(f"rank {table.num_ranks - 1}: ")
-
-    lines = []
-    for rank, row in enumerate(rows):
-        shown = [CUT.ljust(width)] * (begin > 0) + [cell.ljust(width) for cell in row[begin:end]]
-        head = f"rank {rank}:".ljust(label)
-        lines.append((head + " ".join(shown + [CUT] * (len(row) > end))).rstrip())
-        for position, text in sorted((place[1], text) for place, text in (marks or {}).items() if place[0] == rank):
-            column = columns[rank][position] if position < len(columns[rank]) else len(row)
-            if begin <= column <= end:
-                left = label + (column - begin + (begin > 0)) * (width + 1)
-                lines.append(" " * left + f"{MARK} {text}")
-    return "\n".join(lines)
+    lines = [
+        f"rank {rank}:".ljust(label) + " ".join(cell.ljust(width) for cell in row) for rank, row in enumerate(rows)
+    ]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def grid_columns(table: Schedule | Program) -> int:
