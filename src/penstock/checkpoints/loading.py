@@ -26,17 +26,6 @@ from penstock.errors import CheckpointError, warn
 from penstock.pipeline import Pipeline
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The checkpoint that was loaded, the same on every rank."""
-
-    path: Path
-    step: int
-    extra: dict[str, Any]
-    damaged: tuple[str, ...]
-    """Says what is wrong with newer checkpoints, which were left out."""
-
-
 def load_checkpoint(folder: str | Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Load `folder`, or the newest checkpoint `folder/step-N` that verifies; return its `extra`. Every rank calls it.
 
@@ -54,11 +43,11 @@ def load_checkpoint(folder: str | Path, pipeline: Pipeline, optimizer: Optimizer
     if pipeline.control.rank == 0:
         for problem in loaded.damaged:
             warn(f"{problem}. {loaded.path} is loaded instead")
-    return loaded.extra
+    return loaded.manifest.extra
 
 
-def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> Loaded:
-    """Load as `load_checkpoint` does, and say what was loaded. Raises: as `load_checkpoint`."""
+def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> FoundCheckpoint:
+    """Load as `load_checkpoint` does, and say what was loaded, the same on every rank. Raises: as `load_checkpoint`."""
     control, fails_as = pipeline.control, failing_as(CheckpointError)
     found = find_newest(control, folder)
     own = own_tensors(pipeline)
@@ -67,7 +56,7 @@ def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = 
     control.together(lambda: reader.require_fitting(wanted), fails_as)
     tensors = run_together(control, reader.read, num_bytes=found.manifest.num_bytes, what=str(found.path))
     reader.load(tensors)
-    return Loaded(found.path, found.manifest.step, found.manifest.extra, found.damaged)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
