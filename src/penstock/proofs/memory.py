@@ -81,7 +81,7 @@ class Limit:
     def in_bytes(self) -> bool:
         return self.unit == "bytes"
 
-    def of_ranks(self, num_ranks: int, parts_per_rank: Fraction, key: str = "memory_limit") -> NDArray[np.int64]:
+    def of_ranks(self, num_ranks: int, parts_per_rank: Fraction) -> NDArray[np.int64]:
         """[num_ranks] the limit of each rank: bytes, or activations.
 
         A microbatch leaves an activation for each stage and slice that a rank runs of it, `parts_per_rank` in the mean.
@@ -90,7 +90,8 @@ class Limit:
             ConfigError: if there are neither as many limits as ranks nor a single one.
         """
         if len(self.amounts) not in (1, num_ranks):
-            raise ConfigError(f"{len(self.amounts)} values for {num_ranks} ranks; give one, or one per rank", key=key)
+            problem = f"{len(self.amounts)} values for {num_ranks} ranks; give one, or one per rank"
+            raise ConfigError(problem, key="memory_limit")
         factor = parts_per_rank if self.unit == "microbatches" else 1
         largest = int(np.iinfo(np.int64).max)
         limits = [min(math.floor(amount * factor), largest) for amount in self.amounts]
