@@ -31,7 +31,6 @@ REDUCES_STAGE = next(op for op in Op if REDUCES_REPLICAS[op])
 class Barrier:
     """One collective that joins ranks: per member rank the rows that take part, in order."""
 
-    name: str
     rows: dict[int, list[int]]
     is_exchange: bool
     """Whether its members send their gradients to each other on the channels of the pipeline, as tied stages do."""
@@ -47,9 +46,9 @@ def check_collectives(subject: Subject) -> list[Barrier] | None:
     is_complete = not program.is_forward_only and not leaves_reductions_out(program)
     if is_complete:
         _check_all_reduced(subject, program, last)
-    for index, group in enumerate(program.tied_groups):
+    for index in range(len(program.tied_groups)):
         if is_complete or index in barriers:
-            _check_tied_members(subject, barriers.get(index) or Barrier(_tied_name(index), {}, True), group)
+            _check_tied_members(subject, index, barriers.get(index))
     step = barriers.get(len(program.tied_groups))
     if step is not None:
         _check_step(subject, step)
@@ -123,10 +122,6 @@ def _check_all_reduced(subject: Subject, program: Program, last: NDArray[np.int6
         subject.add(int(last[stage]), problem, f"Add {text} after it")
 
 
-def _tied_name(index: int) -> str:
-    return f"the reduction of tied group {index}"
-
-
 def _find_barriers(subject: Subject) -> dict[int, Barrier]:
     """Collectives by number: tied groups by their index, the optimizer step after them."""
     program = subject.program
@@ -135,23 +130,24 @@ def _find_barriers(subject: Subject) -> dict[int, Barrier]:
     for row in program.rows_of(JOINS_RANKS).tolist():
         is_tied = bool(IS_REDUCTION[program.op[row]])
         number = int(program.peer[row]) if is_tied else num_groups
-        name = _tied_name(number) if is_tied else "the optimizer step"
-        barriers.setdefault(number, Barrier(name, {}, is_tied)).rows.setdefault(int(subject.rank[row]), []).append(row)
+        barriers.setdefault(number, Barrier({}, is_tied)).rows.setdefault(int(subject.rank[row]), []).append(row)
     return barriers
 
 
-def _check_tied_members(subject: Subject, barrier: Barrier, group: tuple[int, ...]) -> None:
-    stage_of = {int(subject.table.stage[row]): row for rows in barrier.rows.values() for row in rows}
+def _check_tied_members(subject: Subject, index: int, barrier: Barrier | None) -> None:
+    group, name = subject.program.tied_groups[index], f"the reduction of tied group {index}"
+    members = () if barrier is None else barrier.rows.values()
+    stage_of = {int(subject.table.stage[row]): row for rows in members for row in rows}
     for stage in sorted(set(group) - set(stage_of)):
         if stage_of:
             why = f"while {subject.place(min(stage_of.values()))} takes part and would wait for it"
         else:
             why = f"so the copies of its parameter on stages {group} would not stay equal"
         rank = int(subject.rank_of_stage[stage])
-        problem = f"{barrier.name} is missing for stage {stage}, {why}"
+        problem = f"{name} is missing for stage {stage}, {why}"
         subject.add_missing(rank, problem, f"Add it on rank {rank} after the last backward of stage {stage}")
     for stage in set(stage_of) - set(group):
-        problem = f"is no member of {barrier.name}, whose stages are {group}"
+        problem = f"is no member of {name}, whose stages are {group}"
         subject.add(stage_of[stage], problem, "Drop it, or add the stage to the group")
 
 
