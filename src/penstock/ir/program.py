@@ -47,8 +47,8 @@ class Program(Table):
             _require_tied_group(group, self.placement)
         for unit in self.units:
             _require_unit(unit, self.placement)
-        self._require_range("slot", 0, None)
-        self._require_range("peer", 0, max(self.num_stages, len(self.tied_groups)) - 1)
+        self._require_range("slot", None)
+        self._require_range("peer", max(self.num_stages, len(self.tied_groups)) - 1)
         unnumbered = self.rows_of(~NAMES_MICROBATCH)
         stray = unnumbered[(self.microbatch[unnumbered] != 0) | (self.slice[unnumbered] != 0)]
         if len(stray):
@@ -125,7 +125,7 @@ class Program(Table):
         """Return the same instructions with other slots."""
         program = self._with(slot=slot)
         program._require_shapes()
-        program._require_range("slot", 0, None)
+        program._require_range("slot", None)
         return program
 
     def inserted(self, new: "NewRows", **changes: Any) -> "Program":

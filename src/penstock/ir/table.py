@@ -74,10 +74,10 @@ class Table(ABC):
                 raise ScheduleError(f"{self.name}: {name} is {described(column)}; expected a numpy array")
             object.__setattr__(self, name, frozen(column))
         self._require_shapes()
-        self._require_range("op", 0, NUM_OPS - 1)
-        self._require_range("stage", 0, self.num_stages - 1)
-        self._require_range("microbatch", 0, self.num_microbatches - 1)
-        self._require_range("slice", 0, self.num_slices - 1)
+        self._require_range("op", NUM_OPS - 1)
+        self._require_range("stage", self.num_stages - 1)
+        self._require_range("microbatch", self.num_microbatches - 1)
+        self._require_range("slice", self.num_slices - 1)
 
     @property
     def num_ranks(self) -> int:
@@ -275,15 +275,12 @@ class Table(ABC):
                 f"placement, from 0 and below {num_routes}"
             )
 
-    def _require_range(self, what: str, smallest: int, largest: int | None) -> None:
-        """Refuse a column with a number out of range; None where there is no largest."""
+    def _require_range(self, what: str, largest: int | None) -> None:
+        """Refuse a column with a number below 0 or above `largest`; None where there is no largest."""
         column = getattr(self, what)
-        if column.min(initial=smallest) < smallest or (
-            largest is not None and column.max(initial=smallest) > max(largest, smallest)
-        ):
-            is_wrong = (column < smallest) if largest is None else (column < smallest) | (column > largest)
-            expected = f"{smallest} or more" if largest is None else f"from {smallest} to {largest}"
-            raise self._wrong_number(int(np.flatnonzero(is_wrong)[0]), what, expected)
+        if column.min(initial=0) < 0 or (largest is not None and column.max(initial=0) > max(largest, 0)):
+            wrong = np.flatnonzero((column < 0) | (column > (column if largest is None else largest)))
+            raise self._wrong_number(int(wrong[0]), what, "0 or more" if largest is None else f"from 0 to {largest}")
 
     def _wrong_number(self, row: int, what: str, expected: str) -> ScheduleError:
         rank = int(np.searchsorted(self.offsets, row, side="right")) - 1
