@@ -89,7 +89,7 @@ def program_from_json(text: str, file: str) -> dict[str, Any]:
     num_stages = fields["placement"].num_stages
     groups = reader.number_lists(document["tied_groups"], "tied_groups", num_stages - 1)
     units = reader.number_lists(document.get(_UNITS, []), _UNITS, num_stages - 1)
-    peer = reader.column(document["peers"], "peers", cells, MAX_NUMBER)
+    peer = reader.column(document["peers"], "peers", cells)
     is_tied = cells.op == Op.REDUCE_TIED
     limit = np.where(is_tied, len(groups), num_stages)
     wrong = np.flatnonzero((peer >= limit) | (is_tied & (peer != cells.number)))
@@ -106,7 +106,7 @@ def program_from_json(text: str, file: str) -> dict[str, Any]:
         "tied_groups": tuple(map(tuple, groups)),
         "units": tuple(map(tuple, units)),
         "peer": peer,
-        "slot": reader.column(document["slots"], "slots", cells, MAX_NUMBER),
+        "slot": reader.column(document["slots"], "slots", cells),
         "omits_reductions": _OMITS in document,
     }
 
@@ -227,9 +227,9 @@ class _Reader:
         }
         return cells, fields
 
-    def column(self, value: Any, path: str, cells: Cells, largest: int) -> NDArray[np.int32]:
+    def column(self, value: Any, path: str, cells: Cells) -> NDArray[np.int32]:
         """Read one number per row, given as one list per rank."""
-        rows = self.number_lists(value, path, largest)
+        rows = self.number_lists(value, path, MAX_NUMBER)
         lengths = np.diff(cells.offsets).tolist()
         if len(rows) != len(lengths):
             raise self.fail(path, f"{len(rows)} lists; expected {len(lengths)}, one per rank")
