@@ -118,7 +118,12 @@ class _Reader:
         saved = self._manifest.weights
         require_same_names(self._path, saved, wanted)
         for name, held in self._own.held.items():
-            _require_alike(self._path, self._own.names[name], saved[self._own.names[name]], held)
+            entry, own = saved[self._own.names[name]], (dtype_name(self._own.names[name], held.local), list(held.shape))
+            if own != (entry.dtype, entry.shape):
+                raise CheckpointError(
+                    f"{self._path}: is of another model: {self._own.names[name]!r} is {entry.dtype} "
+                    f"{tuple(entry.shape)} in it, but {own[0]} {tuple(own[1])} in the model. {SAME_MODEL}"
+                )
         if self._optimizer is not None:
             require_loadable(self._optimizer, self._manifest.optimizer, self._names, self._path)
         control = self._pipeline.control
@@ -193,12 +198,3 @@ def _scalars(manifest: Manifest) -> frozenset[str]:
         if not entry.shape
     }
     return frozenset(found | {STEP})
-
-
-def _require_alike(path: Path, name: str, saved: TensorEntry, held: Held) -> None:
-    own = (dtype_name(name, held.local), list(held.shape))
-    if own != (saved.dtype, saved.shape):
-        raise CheckpointError(
-            f"{path}: is of another model: {name!r} is {saved.dtype} {tuple(saved.shape)} in it, but {own[0]} "
-            f"{tuple(own[1])} in the model. {SAME_MODEL}"
-        )

@@ -117,26 +117,6 @@ def read_manifest(folder: Path) -> Manifest:
         raise _without_manifest(folder) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return _parsed(content, path)
-
-
-def _without_manifest(folder: Path) -> CheckpointError:
-    if not folder.is_dir():
-        return CheckpointError(f"{folder}: there is no such folder; expected a checkpoint")
-    if pickles := pickles_in(folder):
-        return holds_pickles(folder, pickles)
-    return CheckpointError(f"{folder}: holds no {MANIFEST}, which is written last: the checkpoint is not whole")
-
-
-def holds_pickles(folder: Path, names: list[str]) -> CheckpointError:
-    """Say that pickles are not read."""
-    return UnreadableFormat(
-        f"{folder}: holds a pickle ({', '.join(names[:3])}), which could run any code when it is read. Penstock reads "
-        "safetensors files only: remove it if it does not belong there, or save its tensors as safetensors"
-    )
-
-
-def _parsed(content: bytes, path: Path) -> Manifest:
     begin = len(_HEAD) + _DIGEST_CHARACTERS + len(_MIDDLE)
     digest, body = content[len(_HEAD) : begin - len(_MIDDLE)], content[begin : len(content) - len(_TAIL)]
     if content != _HEAD + digest + _MIDDLE + body + _TAIL or digest != _digest(body):
@@ -158,6 +138,22 @@ def _parsed(content: bytes, path: Path) -> Manifest:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"{path}: {place}: {first['msg']}") from None
+
+
+def _without_manifest(folder: Path) -> CheckpointError:
+    if not folder.is_dir():
+        return CheckpointError(f"{folder}: there is no such folder; expected a checkpoint")
+    if pickles := pickles_in(folder):
+        return holds_pickles(folder, pickles)
+    return CheckpointError(f"{folder}: holds no {MANIFEST}, which is written last: the checkpoint is not whole")
+
+
+def holds_pickles(folder: Path, names: list[str]) -> CheckpointError:
+    """Say that pickles are not read."""
+    return UnreadableFormat(
+        f"{folder}: holds a pickle ({', '.join(names[:3])}), which could run any code when it is read. Penstock reads "
+        "safetensors files only: remove it if it does not belong there, or save its tensors as safetensors"
+    )
 
 
 def _digest(body: bytes) -> bytes:

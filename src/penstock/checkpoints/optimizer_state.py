@@ -122,11 +122,7 @@ def load_optimizer(
         number: {**saved.state[name].values, **tensors[name]} for number, name in enumerate(order) if name in tensors
     }
     optimizer.load_state_dict({**state, "state": loaded})
-    _undo_casts(optimizer, parameters, loaded)
-
-
-def _undo_casts(optimizer: Optimizer, parameters: Sequence[nn.Parameter], loaded: Mapping[int, dict[str, Any]]) -> None:
-    """torch casts what it loads to the type of the parameter, which may round it."""
+    # torch casts what it loads to the type of the parameter, which may round it.
     for number, kept in loaded.items():
         state = optimizer.state[parameters[number]]
         for key, value in kept.items():

@@ -25,7 +25,6 @@ from torch import Tensor
 from penstock.checkpoints.agreement import failing_as, run_together
 from penstock.checkpoints.content import (
     WEIGHTS,
-    Content,
     Described,
     file_name,
     gather_content,
@@ -124,7 +123,10 @@ def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN)
     files = _files(folder, format, units, token)
     num_bytes = sum(shard.num_bytes for shard in files.shards)
     own = [shard for shard in files.shards if shard.rank == control.rank]
-    whole = _whole(pipeline, content, everyone, units)
+    whole: Mapping[str, Tensor] = {}
+    if any(theirs["by_rows"] for theirs in everyone):  # tensors of which each replica holds some rows
+        owned = [frozenset(name for unit in theirs for name in unit["names"]) for theirs in units]
+        whole = stage(Staging(), pipeline, content, owned)[WEIGHTS]
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         return {name: whole[name] if name in whole else _copy(content.weights[name]) for name in names}
@@ -200,16 +202,6 @@ def _require_all(format: WeightFormat, units: Sequence[Sequence[Unit]]) -> None:
                     "both; let one stage hold them"
                 )
             makers[name] = unit["names"]
-
-
-def _whole(
-    pipeline: Pipeline, content: Content, everyone: Sequence[Described], units: Sequence[Sequence[Unit]]
-) -> Mapping[str, Tensor]:
-    """Return the tensors that this rank writes, if replicas hold some by their rows; else none."""
-    if not any(theirs["by_rows"] for theirs in everyone):
-        return {}
-    owned = [frozenset(name for unit in theirs for name in unit["names"]) for theirs in units]
-    return stage(Staging(), pipeline, content, owned)[WEIGHTS]
 
 
 def _files(folder: Path, format: WeightFormat, units: Sequence[Sequence[Unit]], token: str) -> _Files:
