@@ -209,7 +209,9 @@ class Engine:
             has_copies = len(schedule.placement.routes) > 1
             built = {name: OwnStage(module) if has_copies else module for name, module in modules.items()}
             layers = [built.get(str(index), layer) for index, layer in enumerate(layers)]
-            options["tied"] = [*options.get("tied", ()), *self._ties()]
+            specs = [(index, layer) for index, layer in enumerate(self._layers) if not isinstance(layer, nn.Module)]
+            ties = [(f"{index}.{own}", other) for index, spec in specs for own, other in spec.tied]
+            options["tied"] = [*options.get("tied", ()), *ties]
         return Pipeline(
             layers,
             schedule,
@@ -220,11 +222,6 @@ class Engine:
             ranks=local.transport.num_ranks,
             **options,
         )
-
-    def _ties(self) -> list[tuple[str, str]]:
-        """Return the ties of the specs, for layers that are modules by now."""
-        specs = [(index, layer) for index, layer in enumerate(self._layers) if not isinstance(layer, nn.Module)]
-        return [(f"{index}.{own}", other) for index, spec in specs for own, other in spec.tied]
 
     def _require_loss(self) -> None:
         if self.model.loss_fn is None:

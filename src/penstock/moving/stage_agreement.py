@@ -38,7 +38,11 @@ def agree_on_stages(transport: Transport, own: Mapping[int, nn.Module], schedule
     everyone = Control(transport).together(
         lambda: {
             "setup": {"schedule": f"{schedule!r} #{digest(schedule.to_csv()):x}"},
-            "stages": {str(stage): _described(module) for stage, module in sorted(own.items())},
+            # An identity within this process, and every parameter and buffer.
+            "stages": {
+                str(stage): [id(module), TiedCopy(dict(module.named_parameters()), (), [module]).describe()]
+                for stage, module in sorted(own.items())
+            },
             "shared": _shared({stage: own[stage] for stage in own if stage < len(parts)}, parts),
         }
     )
@@ -63,11 +67,6 @@ def parts_of_stages(placement: Placement) -> list[int]:
         PartitionError: the routes differ in length.
     """
     return [part.start for part in split_over(placement, len(placement.routes[0]))]
-
-
-def _described(module: nn.Module) -> list[Any]:
-    """An identity within this process, and every parameter and buffer."""
-    return [id(module), TiedCopy(dict(module.named_parameters()), (), [module]).describe()]
 
 
 def _require_stages(rank: int, found: list[int], schedule: Schedule) -> None:
