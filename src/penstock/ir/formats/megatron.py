@@ -118,7 +118,10 @@ def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
         raise _refusal(describe_placement(schedule), "a loop with as many stages on each rank, 2 or more")
     require_whole_actions(schedule, _TABLE)
     leading = [_num_leading(schedule.kind[rows] == Kind.FORWARD) for rows in schedule.ranks]
-    form = _Form(num_ranks, num_microbatches, num_local_stages, _group_size(schedule))
+    first = schedule.ranks[0]
+    stages = schedule.stage[first][schedule.kind[first] == Kind.FORWARD]
+    group_size = max(_num_leading(stages == 0), 1)  # so many microbatches visit a stage of rank 0 in one go
+    form = _Form(num_ranks, num_microbatches, num_local_stages, group_size)
     warmups = [] if schedule.is_forward_only else [_warmup(form, rank, num) for rank, num in enumerate(leading)]
     for rank, rows in enumerate(schedule.ranks):
         expected = form.order(rank, warmups[rank] if warmups else None)
@@ -138,13 +141,6 @@ def _short_group(form: _Form) -> str:
 
 def _num_leading(claims: NDArray[np.bool_]) -> int:
     return int(np.argmin(np.append(claims, False)))
-
-
-def _group_size(schedule: Schedule) -> int:
-    """How many microbatches visit a stage of rank 0 in one go."""
-    first = schedule.ranks[0]
-    stages = schedule.stage[first][schedule.kind[first] == Kind.FORWARD]
-    return max(_num_leading(stages == 0), 1)
 
 
 def _warmup(form: _Form, rank: int, num_leading: int) -> int:
