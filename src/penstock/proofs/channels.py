@@ -192,7 +192,15 @@ def check_order(subject: Subject, parts: Sequence[Messages], exchanges: Messages
         _add_swapped(subject, int(send[first_sent]), int(receive[first_received]))
     kept = by_send[by_send < len(messages.send)]
     in_order = Messages(*(end[kept] for end in messages))
-    _check_places(subject, in_order)
+    # A message is made before its send and received before its consumer.
+    for index in np.flatnonzero(in_order.send < in_order.producer).tolist():
+        row, maker = int(in_order.send[index]), int(in_order.producer[index])
+        problem = f"is before {subject.place(maker, seen_from=row)}, which makes its message"
+        subject.add(row, problem, f"Move it after {subject.text(maker)}")
+    for index in np.flatnonzero(in_order.receive > in_order.consumer).tolist():
+        row, consumer = int(in_order.receive[index]), int(in_order.consumer[index])
+        problem = f"is after {subject.place(consumer, seen_from=row)}, which needs its message"
+        subject.add(row, problem, f"Move it before {subject.text(consumer)}")
     return in_order
 
 
@@ -204,15 +212,3 @@ def _add_swapped(subject: Subject, send: int, receive: int) -> None:
         one, other = sorted((int(subject.rank[send]), int(subject.rank[receive])))
         fix = f"Move the tied reduction after all messages between rank {one} and rank {other}, on both"
     subject.add(send, problem, fix)
-
-
-def _check_places(subject: Subject, messages: Messages) -> None:
-    """A message is made before its send and received before its consumer."""
-    for index in np.flatnonzero(messages.send < messages.producer).tolist():
-        row, maker = int(messages.send[index]), int(messages.producer[index])
-        problem = f"is before {subject.place(maker, seen_from=row)}, which makes its message"
-        subject.add(row, problem, f"Move it after {subject.text(maker)}")
-    for index in np.flatnonzero(messages.receive > messages.consumer).tolist():
-        row, consumer = int(messages.receive[index]), int(messages.consumer[index])
-        problem = f"is after {subject.place(consumer, seen_from=row)}, which needs its message"
-        subject.add(row, problem, f"Move it before {subject.text(consumer)}")

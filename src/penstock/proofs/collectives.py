@@ -45,7 +45,12 @@ def check_collectives(subject: Subject) -> list[Barrier] | None:
     barriers = _find_barriers(subject)
     is_complete = not program.is_forward_only and not leaves_reductions_out(program)
     if is_complete:
-        _check_all_reduced(subject, program, last)
+        reduced = program.stage[program.op == REDUCES_STAGE]
+        of_unit = is_sharded(program) & np.isin(program.unit_of_stage, program.unit_of_stage[reduced])
+        for stage in np.setdiff1d(np.flatnonzero((last >= 0) & ~of_unit), reduced).tolist():
+            text = f"{stage}{OPERATIONS[REDUCES_STAGE].text}"
+            problem = f"is the last backward of stage {stage}, whose gradient is never reduced; expected one {text}"
+            subject.add(int(last[stage]), f"{problem} after it", f"Add {text} after it")
     for index in range(len(program.tied_groups)):
         if is_complete or index in barriers:
             _check_tied_members(subject, index, barriers.get(index))
@@ -108,18 +113,6 @@ def _check_units(subject: Subject, program: Program, last: NDArray[np.int64], re
             "is never reduced",
             f"Add a reduction after {subject.text(late)}",
         )
-
-
-def _check_all_reduced(subject: Subject, program: Program, last: NDArray[np.int64]) -> None:
-    """Prove that each stage with a backward has its reduction somewhere."""
-    reduced = program.stage[program.op == REDUCES_STAGE]
-    of_unit = is_sharded(program) & np.isin(program.unit_of_stage, program.unit_of_stage[reduced])
-    for stage in np.setdiff1d(np.flatnonzero((last >= 0) & ~of_unit), reduced).tolist():
-        text = f"{stage}{OPERATIONS[REDUCES_STAGE].text}"
-        problem = (
-            f"is the last backward of stage {stage}, whose gradient is never reduced; expected one {text} after it"
-        )
-        subject.add(int(last[stage]), problem, f"Add {text} after it")
 
 
 def _find_barriers(subject: Subject) -> dict[int, Barrier]:
@@ -186,15 +179,8 @@ def _check_total_order(subject: Subject, barriers: list[Barrier]) -> None:
         sorter.prepare()
     except CycleError as error:
         cycle: list[int] = error.args[1]
-        _add_crossing(subject, [edges[pair] for pair in pairwise(cycle)])
-
-
-def _add_crossing(subject: Subject, steps: list[tuple[int, int]]) -> None:
-    (row, later), *rest = sorted(steps)
-    others = " and ".join(f"rank {subject.rank[a]} runs {subject.text(a)} before {subject.text(b)}" for a, b in rest)
-    subject.add(
-        row,
-        f"runs before {subject.place(later, seen_from=row)}, but {others or 'they are one'}: they would wait "
-        "for each other",
-        "Give the collectives one order on all ranks",
-    )
+        (row, later), *rest = sorted(edges[pair] for pair in pairwise(cycle))
+        others = [f"rank {subject.rank[a]} runs {subject.text(a)} before {subject.text(b)}" for a, b in rest]
+        problem = f"runs before {subject.place(later, seen_from=row)}, but {' and '.join(others) or 'they are one'}"
+        fix = "Give the collectives one order on all ranks"
+        subject.add(row, f"{problem}: they would wait for each other", fix)
