@@ -95,7 +95,16 @@ def require_loadable(
         raise CheckpointError(
             f"{where}: {saved.name} held no parameter {missing[0]!r}; train the same parameters, or pass no optimizer"
         )
-    _require_whole_state(saved, where)
+    # Refuse state in which a parameter lacks what the others of its group have; one without any was never stepped.
+    for group in saved.groups:
+        states = {name: saved.state[name] for name in group.parameters if name in saved.state}
+        keys = {name: {*state.tensors, *state.values} for name, state in states.items()}
+        known = set().union(*keys.values())
+        for name, kept in keys.items():
+            if kept and (lacking := sorted(known - kept)):
+                raise CheckpointError(
+                    f"{where}: the optimizer's state of {name!r} lacks {', '.join(lacking)}, which others have"
+                )
 
 
 def load_optimizer(
@@ -128,19 +137,6 @@ def load_optimizer(
         for key, value in kept.items():
             if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and state[key].dtype != value.dtype:
                 state[key] = value.to(state[key].device, copy=True)
-
-
-def _require_whole_state(saved: OptimizerEntry, where: object) -> None:
-    """Refuse state in which a parameter lacks what the others of its group have; one without any was never stepped."""
-    for group in saved.groups:
-        states = {name: saved.state[name] for name in group.parameters if name in saved.state}
-        keys = {name: {*state.tensors, *state.values} for name, state in states.items()}
-        known = set().union(*keys.values())
-        for name, own in keys.items():
-            if own and (lacking := sorted(known - own)):
-                raise CheckpointError(
-                    f"{where}: the optimizer's state of {name!r} lacks {', '.join(lacking)}, which others have"
-                )
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:

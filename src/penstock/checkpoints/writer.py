@@ -225,7 +225,12 @@ class CheckpointWriter:
             ranks=len(everyone),
             replicas=self._pipeline.num_replicas,
             schedule=self._pipeline.schedule.name,
-            weights=_weights_entries(everyone, owned),
+            weights={
+                name: TensorEntry(dtype=dtype, shape=shape, file=file_name(WEIGHTS, rank, len(everyone)))
+                for rank, theirs in enumerate(everyone)
+                for name, (dtype, shape) in theirs["weights"].items()
+                if name in owned[rank]
+            },
             optimizer=_optimizer_entry(everyone, owned),
             files={},
             **own,
@@ -268,15 +273,6 @@ def _write_files(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: 
 def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     flush(path)
-
-
-def _weights_entries(everyone: Sequence[Described], owned: Sequence[frozenset[str]]) -> dict[str, TensorEntry]:
-    return {
-        name: TensorEntry(dtype=dtype, shape=shape, file=file_name(WEIGHTS, rank, len(everyone)))
-        for rank, theirs in enumerate(everyone)
-        for name, (dtype, shape) in theirs["weights"].items()
-        if name in owned[rank]
-    }
 
 
 def _optimizer_entry(everyone: Sequence[Described], owned: Sequence[frozenset[str]]) -> OptimizerEntry | None:
