@@ -49,7 +49,13 @@ def agree_on_stages(transport: Transport, own: Mapping[int, nn.Module], schedule
     require_equal([theirs["setup"] for theirs in everyone])
     described: dict[int, Any] = {}
     for rank, theirs in enumerate(everyone):
-        _require_stages(rank, sorted(map(int, theirs["stages"])), schedule)
+        found, wanted = sorted(map(int, theirs["stages"])), list(schedule.placement.stages_of_rank[rank])
+        if found != wanted:
+            drawn = " | ".join(" ".join(map(str, stages)) for stages in schedule.placement.stages_of_rank)
+            raise PartitionError(
+                f"rank {rank} brings the stages {found}, but {schedule.name} with {schedule.num_stages} stages places "
+                f"{wanted} there; bring these (in all: {drawn}), or use another schedule"
+            )
         described |= {int(stage): module for stage, module in theirs["stages"].items()}
     if not has_copies:
         return []
@@ -67,16 +73,6 @@ def parts_of_stages(placement: Placement) -> list[int]:
         PartitionError: the routes differ in length.
     """
     return [part.start for part in split_over(placement, len(placement.routes[0]))]
-
-
-def _require_stages(rank: int, found: list[int], schedule: Schedule) -> None:
-    expected = list(schedule.placement.stages_of_rank[rank])
-    if found != expected:
-        drawn = " | ".join(" ".join(map(str, stages)) for stages in schedule.placement.stages_of_rank)
-        raise PartitionError(
-            f"rank {rank} brings the stages {found}, but {schedule.name} with {schedule.num_stages} stages places "
-            f"{expected} there; bring these (in all: {drawn}), or use another schedule"
-        )
 
 
 def _require_copies(

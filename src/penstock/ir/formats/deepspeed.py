@@ -133,17 +133,14 @@ class _RankLine:
         """Refuse the first difference from what the order asks for."""
         if self.num_buffers != expected.num_buffers:
             raise self.fail(1, f"{self.num_buffers} buffers; expected {expected.num_buffers} for this order")
-        for step, (words, wanted) in enumerate(zip(self.steps, expected.steps, strict=False)):
-            self._compare_step(step, words, wanted)
+        for step, pair in enumerate(zip(self.steps, expected.steps, strict=False)):
+            for found, text in zip_longest(*pair, fillvalue=None):
+                column, word = found or (self.ends[step], "the end of the step")
+                if word != text:
+                    problem = f"{word} in step {step} of rank {self.rank}; expected {text or 'the end of the step'}"
+                    raise self.fail(column, f"{problem}, as the order of F and B asks for")
         if len(self.steps) != len(expected.steps):
             raise self.fail(self.ends[-1], f"{len(self.steps)} steps; expected {len(expected.steps)} for this order")
-
-    def _compare_step(self, step: int, words: list[_Word], wanted: list[str]) -> None:
-        for found, text in zip_longest(words, wanted, fillvalue=None):
-            column, word = found or (self.ends[step], "the end of the step")
-            if word != text:
-                problem = f"{word} in step {step} of rank {self.rank}; expected {text or 'the end of the step'}"
-                raise self.fail(column, f"{problem}, as the order of F and B asks for")
 
 
 def _read_line(rank: int, number: int, line: str, file: str) -> _RankLine:

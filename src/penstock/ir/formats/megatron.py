@@ -122,21 +122,16 @@ def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
     stages = schedule.stage[first][schedule.kind[first] == Kind.FORWARD]
     group_size = max(_num_leading(stages == 0), 1)  # so many microbatches visit a stage of rank 0 in one go
     form = _Form(num_ranks, num_microbatches, num_local_stages, group_size)
+    # A likely cause of another order: here turns stay empty in a last group that has too few for all ranks.
+    rest = num_microbatches % group_size
+    cause = f" (its last group has {count_of(rest, 'microbatch')} for {num_ranks} ranks; Megatron-LM leaves no turns "
+    cause = f"{cause}empty for that)" if 0 < rest < num_ranks else ""
     warmups = [] if schedule.is_forward_only else [_warmup(form, rank, num) for rank, num in enumerate(leading)]
     for rank, rows in enumerate(schedule.ranks):
         expected = form.order(rank, warmups[rank] if warmups else None)
         found = np.column_stack([column[rows] for column in (schedule.kind, schedule.stage, schedule.microbatch)])
-        _refuse_other_order(schedule, rank, found, expected, cause=_short_group(form))
+        _refuse_other_order(schedule, rank, found, expected, cause=cause)
     return form, warmups
-
-
-def _short_group(form: _Form) -> str:
-    """A likely cause of another order: here turns stay empty in a last group that has too few for all ranks."""
-    rest = form.num_microbatches % form.group_size
-    if not 0 < rest < form.num_ranks:
-        return ""
-    had = count_of(rest, "microbatch")
-    return f" (its last group has {had} for {form.num_ranks} ranks; Megatron-LM leaves no turns empty for that)"
 
 
 def _num_leading(claims: NDArray[np.bool_]) -> int:
