@@ -7,11 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir.formats.json_text import program_from_json, program_to_json
 from penstock.ir.formats.torch_csv import program_from_csv, table_to_csv
+from penstock.ir.hot import Array, Int64s
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import IS_IN_TORCH, NAMES_MICROBATCH, NUM_OPS, Op
 from penstock.ir.schedule import Schedule
@@ -83,7 +83,7 @@ class Program(Table):
         return self.num_rows
 
     @cached_property
-    def unit_of_stage(self) -> NDArray[np.int64]:
+    def unit_of_stage(self) -> Int64s:
         """[num_stages] the first stage of the unit that each stage belongs to."""
         found = np.arange(self.num_stages)
         for unit in (*modules_of_ranks(self.placement), *self.units):
@@ -220,13 +220,13 @@ def _require_unit(unit: tuple[int, ...], placement: Placement) -> None:
         raise ScheduleError(f"{problem}; name stages of one rank, and tie stages of several ranks with tied_groups")
 
 
-def _interleaved(old: NDArray[Any], added: NDArray[Any], places: Ints) -> NDArray[Any]:
+def _interleaved(old: Array, added: Array, places: Ints) -> Array:
     """Put each added value before the old one at its place; few values among many by whole pieces, which is faster."""
     if not old.any() and not added.any():
         return np.zeros(len(old) + len(added), old.dtype)
     if len(added) > _MANY:
         return np.insert(old, places, added)
-    parts: list[NDArray[Any]] = [old[:0]] * (2 * len(added) + 1)
+    parts: list[Array] = [old[:0]] * (2 * len(added) + 1)
     parts[::2] = np.split(old, places)
     parts[1::2] = [added[index : index + 1] for index in range(len(added))]
     return np.concatenate(parts)

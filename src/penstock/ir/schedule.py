@@ -11,6 +11,7 @@ from penstock.errors import ScheduleError, described
 from penstock.ir.action import Action, OverlappedPair
 from penstock.ir.formats.json_text import schedule_from_json, schedule_to_json
 from penstock.ir.formats.torch_csv import schedule_from_csv, table_to_csv
+from penstock.ir.hot import Array, Bools
 from penstock.ir.operations import IS_COMPUTE, KIND_LETTERS, Kind
 from penstock.ir.table import Ints, Table, out_of_range, short_type
 from penstock.placement import Placement
@@ -36,11 +37,11 @@ class Schedule(Table):
         cls,
         name: str,
         placement: Placement,
-        orders: Sequence[NDArray[Any]],
+        orders: Sequence[Array],
         *,
         num_microbatches: int,
         num_slices: int = 1,
-        joined: NDArray[np.bool_] | None = None,
+        joined: Bools | None = None,
         route_of_microbatch: Ints | None = None,
     ) -> "Schedule":
         """Make a schedule from one array [num_actions, 3 or 4] per rank: kind, stage, microbatch (and slice).
@@ -88,7 +89,7 @@ class Schedule(Table):
         Raises:
             ScheduleError: for anything but actions, and as `from_arrays`.
         """
-        arrays: list[NDArray[Any]] = []
+        arrays: list[Array] = []
         joined: list[bool] = []
         for rank, order in enumerate(orders):
             singles = [single for entry in order for single in _members(name, rank, entry)]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, described
-from penstock.ir.hot import frozen
+from penstock.ir.hot import Int64s, frozen
 from penstock.ir.live import StageBytes, peak_activations, peak_bytes, peak_host_bytes
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
@@ -70,7 +70,7 @@ class Timeline:
                 first[rank], last[rank] = self.start_s[rows].min(), self.end_s[rows].max()
         return first, last
 
-    def compute_rows(self, rank: int) -> NDArray[np.int64]:
+    def compute_rows(self, rank: int) -> Int64s:
         """Return the rows of one rank's computations, in order."""
         return self.program.compute_rows(rank)
 

@@ -15,37 +15,36 @@ from numpy.typing import NDArray
 
 from penstock.ir.awaits import collective_of_row
 from penstock.ir.collectives import DROPS, GATHERS, MAKES_GRADIENT, REDUCES_REPLICAS
+from penstock.ir.hot import Array, Bools, Int64s
 from penstock.ir.program import Program
 from penstock.placement import stages_without_copies
-
-Rows = NDArray[np.int64]
 
 
 class WholeGradients(NamedTuple):
     """Each time that a unit has whole gradients; one entry of each column per time."""
 
-    unit: Rows
-    begin: Rows
+    unit: Int64s
+    begin: Int64s
     """The row that makes the first part of them."""
-    end: Rows
+    end: Int64s
     """The last row that runs while they are there."""
 
 
-def is_sharded(program: Program) -> NDArray[np.bool_]:
+def is_sharded(program: Program) -> Bools:
     """[num_stages] which stages belong to a unit that is sharded."""
     gathered = np.zeros(program.num_stages, np.bool_)
     gathered[program.unit_of_stage[program.stage[program.rows_of(GATHERS)]]] = True
     return np.asarray(gathered[program.unit_of_stage])
 
 
-def sums_of_units(program: Program, of_stages: NDArray[Any]) -> NDArray[Any]:
+def sums_of_units(program: Program, of_stages: Array) -> Array:
     """[num_stages] the sum over the unit of each stage; copies of a stage on one rank count once."""
     found, stages = np.zeros_like(of_stages), stages_without_copies(program.placement)
     np.add.at(found, program.unit_of_stage[stages], of_stages[stages])
     return np.asarray(found[program.unit_of_stage])
 
 
-def num_whole(program: Program) -> NDArray[np.int64]:
+def num_whole(program: Program) -> Int64s:
     """[num_rows] how many sharded units of the row's rank are whole while it runs, those being gathered included."""
     dropped = DROPS[program.op] & is_sharded(program)[program.stage]
     changes = GATHERS[program.op].astype(np.int64)
@@ -65,7 +64,7 @@ def peak_whole(program: Program) -> list[int] | None:
     return [int(whole[rows].max(initial=0)) for rows in program.ranks]
 
 
-def have_new_gradients(program: Program, rows: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+def have_new_gradients(program: Program, rows: NDArray[np.integer[Any]]) -> Bools:
     """[num_rows] whether a unit has got gradients before each of these rows of it, and behind the one before.
 
     The rows ascend, and name a stage.
@@ -103,7 +102,7 @@ def whole_gradients(program: Program) -> WholeGradients:
     return WholeGradients(unit[begins], rows[begins], ends)
 
 
-def _known_over(program: Program, reductions: Rows) -> Rows:
+def _known_over(program: Program, reductions: Int64s) -> Int64s:
     """The last rows that run before a rank knows that its reductions are over.
 
     Behind them is one that awaits them, or what the replicas exchange later; if it is in an overlapped pair, the pair.

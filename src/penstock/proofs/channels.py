@@ -9,17 +9,15 @@ from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE, RowIndex, peers_of_messages, stages_at
-from penstock.ir.hot import blocks
+from penstock.ir.hot import Int32s, Int64s, blocks
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import IS_MESSAGE, MESSAGES, OPERATIONS, At, Op, makers, peer_at
 from penstock.proofs.collectives import Barrier
 from penstock.proofs.order import bounds_of_stage
 from penstock.proofs.report import Subject, first_of_each
 
-Rows = NDArray[np.int32]
 NEIGHBOUR = {At.DOWNSTREAM: "next", At.UPSTREAM: "previous"}
 """Which stage of the route is at the other end."""
 
@@ -27,20 +25,20 @@ NEIGHBOUR = {At.DOWNSTREAM: "next", At.UPSTREAM: "previous"}
 class Messages(NamedTuple):
     """The four rows of every message, [num_messages] each."""
 
-    producer: Rows
-    send: Rows
-    receive: Rows
-    consumer: Rows
+    producer: Int32s
+    send: Int32s
+    receive: Int32s
+    consumer: Int32s
 
-    def channel(self, subject: Subject) -> NDArray[np.int64]:
+    def channel(self, subject: Subject) -> Int64s:
         """[num_messages] sending rank x num_ranks + receiving rank."""
-        channel: NDArray[np.int64] = subject.rank[self.send].astype(np.int64)
+        channel: Int64s = subject.rank[self.send].astype(np.int64)
         channel *= subject.table.num_ranks
         channel += subject.rank[self.receive]
         return channel
 
 
-def count_messages(subject: Subject, before: NDArray[np.int32]) -> int:
+def count_messages(subject: Subject, before: Int32s) -> int:
     """Return how many results cross from rank to rank."""
     begin, end = bounds_of_stage(subject.schedule)
     count = 0
@@ -90,7 +88,7 @@ def _possible_messages(subject: Subject, rows: RowIndex) -> Iterator[Messages]:
             yield Messages(*(end.reshape(-1) for end in (made[source], sent[source], received[receiver], made[target])))
 
 
-def _has_right_ends(subject: Subject, rows: RowIndex, peers: Rows) -> bool:
+def _has_right_ends(subject: Subject, rows: RowIndex, peers: Int32s) -> bool:
     """Whether every send and receive has the right stage at its other end, and none is there twice."""
     program = subject.program
     num_right = 0
@@ -105,7 +103,7 @@ def _has_right_ends(subject: Subject, rows: RowIndex, peers: Rows) -> bool:
     return num_right == sum(int(np.count_nonzero(rows.plane(op) != NONE)) for ends in MESSAGES.values() for op in ends)
 
 
-def _locate(subject: Subject, end: Op, shape: tuple[int, int, int]) -> Rows:
+def _locate(subject: Subject, end: Op, shape: tuple[int, int, int]) -> Int32s:
     """The row of each message's send or receive, by what makes it; ends that make no sense and duplicates are findings.
 
     An end makes sense where its peer is the right neighbour, on another rank.

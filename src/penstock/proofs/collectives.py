@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.collectives import IS_REDUCTION, JOINS_RANKS, REDUCES_REPLICAS
+from penstock.ir.hot import Int64s
 from penstock.ir.operations import NEEDS_BACKWARD, OPERATIONS, Op
 from penstock.ir.program import Program
 from penstock.ir.whole import have_new_gradients, is_sharded
@@ -67,7 +68,7 @@ def leaves_reductions_out(program: Program) -> bool:
     return program.omits_reductions and not len(program.rows_of(NEEDS_BACKWARD))
 
 
-def _check_reductions(subject: Subject, program: Program, last: NDArray[np.int64]) -> None:
+def _check_reductions(subject: Subject, program: Program, last: Int64s) -> None:
     updates = program.rows_of(NEEDS_BACKWARD)
     reductions = program.rows_of(IS_REDUCTION)
     of_units = reductions[is_sharded(program)[program.stage[reductions]] & REDUCES_REPLICAS[program.op[reductions]]]
@@ -96,7 +97,7 @@ def _check_reductions(subject: Subject, program: Program, last: NDArray[np.int64
         subject.add(int(reductions[index]), problem, "Drop one of the two")
 
 
-def _check_units(subject: Subject, program: Program, last: NDArray[np.int64], reductions: NDArray[np.intp]) -> None:
+def _check_units(subject: Subject, program: Program, last: Int64s, reductions: NDArray[np.intp]) -> None:
     """Prove that each reduction of a sharded unit has something to reduce, and that nothing is left behind the last."""
     unit = program.unit_of_stage[program.stage[reductions]]
     for row in reductions[~have_new_gradients(program, reductions)].tolist():

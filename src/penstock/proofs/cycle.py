@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
+from penstock.ir.hot import Bools, Int32s, Int64s
 from penstock.ir.linear_extension import Starts, walk_untimed, whole_starts
 from penstock.proofs.report import Subject
 
@@ -25,7 +25,7 @@ MAX_VISITS = 300_000
 """The search looks at so many waits at most; only a large table with very many open waits can exceed it."""
 
 
-def check_feasible(subject: Subject, before: NDArray[np.int32]) -> Starts | None:
+def check_feasible(subject: Subject, before: Int32s) -> Starts | None:
     """Prove that every rank can run its order to the end; return the starts of an untimed walk, None without an end.
 
     Nothing is before what it needs on its own rank, as `check_positions` proves: so the first column alone decides.
@@ -54,7 +54,7 @@ def _chain(subject: Subject, rows: list[int], needed: list[int]) -> str:
     return ", which ".join(parts)
 
 
-def shortest_cycle(subject: Subject, before: NDArray[np.int32], reached: NDArray[np.int64]) -> list[int]:
+def shortest_cycle(subject: Subject, before: Int32s, reached: Int64s) -> list[int]:
     """Return the rows that wait in a shortest cycle among those that a walk did not run, from the lowest rank on.
 
     `reached` is per rank the first row that did not run. Waits for later rows of the own rank are not looked at.
@@ -73,7 +73,7 @@ def shortest_cycle(subject: Subject, before: NDArray[np.int32], reached: NDArray
     return search.best[first:] + search.best[:first]
 
 
-def _waiting_rows(subject: Subject, needed: NDArray[np.int32], reached: NDArray[np.int64]) -> list[list[int]]:
+def _waiting_rows(subject: Subject, needed: Int32s, reached: Int64s) -> list[list[int]]:
     """Per rank, the rows that wait for a row of another rank which did not run, in order."""
     rank, row = subject.schedule.rank_of_row, np.flatnonzero(needed != NONE)
     target = needed[row]
@@ -91,10 +91,10 @@ class _Search:
 
     rows: list[list[int]]
     """Per rank, those that wait for another rank, in order."""
-    needed: NDArray[np.int32]
+    needed: Int32s
     """[num_actions] what each waits for."""
-    joined: NDArray[np.bool_]
-    rank: NDArray[np.int32]
+    joined: Bools
+    rank: Int32s
     best: list[int] = field(default_factory=list)
     """The rows that wait in it."""
     num_visits: int = 0

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from itertools import chain, product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE, SLICE_SHIFT, identities, stages_at
+from penstock.ir.hot import Bools, Int64s
 from penstock.ir.keeps import keeps
 from penstock.ir.operations import KEPT, MAKES_KEPT, MESSAGES, OF_STAGE, OPERATIONS, At, Lane, Value
 from penstock.ir.program import Program
 from penstock.ir.whole import is_sharded
 from penstock.proofs.report import Subject
 
-Rows = NDArray[np.int64]
 READ, FREE, MAKE = range(3)
 """In the order in which the rows of a pair, which run together, do it."""
 _READER_AT = {At.OWN: At.OWN, At.UPSTREAM: At.DOWNSTREAM, At.DOWNSTREAM: At.UPSTREAM}
@@ -35,19 +34,19 @@ _READ_AT |= {value: At.OWN for value in Value if value not in _READ_AT}
 class _Events:
     """The events of the values of one kind: a column entry per event."""
 
-    cell: Rows
+    cell: Int64s
     """Which value: the number of its stage, or the unit's first, or of its (stage, microbatch, slice)."""
-    row: Rows
-    what: NDArray[np.int64]
+    row: Int64s
+    what: Int64s
     """`READ`, `FREE` or `MAKE`."""
 
     @classmethod
-    def of(cls, found: list[tuple[int, Rows, Rows]]) -> "_Events":
+    def of(cls, found: list[tuple[int, Int64s, Int64s]]) -> "_Events":
         """Put events together, each given as what happens, the rows, and the cells."""
         what, row, cell = zip(*((np.full(len(rows), kind), rows, cells) for kind, rows, cells in found), strict=True)
         return cls(np.concatenate(cell), np.concatenate(row), np.concatenate(what))
 
-    def are_pairs(self, first_row: Rows) -> bool:
+    def are_pairs(self, first_row: Int64s) -> bool:
         """Whether each value is made once and then freed once; a look that needs no sorting, for most are right."""
         made, is_make = np.full(int(self.cell.max()) + 1, NONE, np.int64), self.what == MAKE
         made[self.cell[is_make]] = self.row[is_make]
@@ -57,7 +56,7 @@ class _Events:
         made[freed] = NONE
         return len(self.what) == 2 * num_values == 2 * len(freed) and not is_early.any() and bool((made == NONE).all())
 
-    def sorted(self, first_row: Rows) -> "_Events":
+    def sorted(self, first_row: Int64s) -> "_Events":
         """Return them by value and time."""
         time = first_row[self.row] * 3 + self.what
         order = np.lexsort((time, self.cell))
@@ -89,7 +88,7 @@ class _Values:
         self._rank_of_stage = np.array(program.placement.rank_of_stage)
         self._unit = np.where(is_sharded(program), program.unit_of_stage, np.arange(program.num_stages))
 
-    def events(self, value: Value, has_arrived: bool) -> Iterator[tuple[int, Rows, Rows]]:
+    def events(self, value: Value, has_arrived: bool) -> Iterator[tuple[int, Int64s, Int64s]]:
         """Yield what happens, the rows, and the cells; `has_arrived` are messages, as they are where they came to."""
         for op, rows in self._rows.items():
             row = OPERATIONS[op]
@@ -105,7 +104,7 @@ class _Values:
             if value in row.makes and not has_arrived:
                 yield MAKE, *self._made(rows, value)
 
-    def _read(self, rows: Rows, value: Value, at: At, has_arrived: bool) -> tuple[Rows, Rows]:
+    def _read(self, rows: Int64s, value: Value, at: At, has_arrived: bool) -> tuple[Int64s, Int64s]:
         program = self._program
         stage = program.stage[rows]
         neighbor = stages_at(program.placement, at)[stage]
@@ -123,16 +122,16 @@ class _Values:
         per_stage = program.num_microbatches * program.num_slices
         return rows, self._identity[rows] + (neighbor - stage) * per_stage + SLICE_SHIFT.get(at, 0)
 
-    def _made(self, rows: Rows, value: Value) -> tuple[Rows, Rows]:
+    def _made(self, rows: Int64s, value: Value) -> tuple[Int64s, Int64s]:
         """Where a route or a sequence ends, nobody reads the value, and none is made."""
         rows = rows[self._is_inside(rows, _READER_AT[_READ_AT[value]])]
         return rows, self._unit[self._program.stage[rows]] if value in OF_STAGE else self._identity[rows]
 
-    def _is_inside(self, rows: Rows, at: At) -> NDArray[np.bool_]:
+    def _is_inside(self, rows: Int64s, at: At) -> Bools:
         """Whether there is a stage or a slice at the other end."""
         program = self._program
         part = program.slice[rows] + SLICE_SHIFT.get(at, 0)
-        is_inside: NDArray[np.bool_] = (part >= 0) & (part < program.num_slices)
+        is_inside: Bools = (part >= 0) & (part < program.num_slices)
         is_inside &= stages_at(program.placement, at)[program.stage[rows]] != NONE
         return is_inside
 

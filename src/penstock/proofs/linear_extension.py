@@ -28,11 +28,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.collectives import JOINS_RANKS
 from penstock.ir.deps import NONE
-from penstock.ir.hot import Hot
+from penstock.ir.hot import Array, Hot, Int32s
 from penstock.ir.linear_extension import Starts, order_by_ends
 from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND
 from penstock.ir.table import Ints
@@ -75,14 +74,14 @@ class Seen(NamedTuple):
     seen_by: Any
 
 
-def _num_kept(subject: Subject, timestamp: NDArray[Any]) -> int:
+def _num_kept(subject: Subject, timestamp: Array) -> int:
     program = subject.program
     rows = Rows(program.op, ROLES, timestamp, program.peer, subject.rank_of_stage)
     seen = Seen(np.zeros(program.num_ranks, np.int64), np.full(program.num_ranks, NONE, np.int64))
     return int(_KEEP(program.num_instructions, program.offsets, rows, seen))
 
 
-def _timestamps(subject: Subject, messages: Sequence[Messages], start: Starts) -> NDArray[Any]:
+def _timestamps(subject: Subject, messages: Sequence[Messages], start: Starts) -> Array:
     """[num_instructions] multiples of 3 for actions, and after its maker's, the timestamp of both ends of a message."""
     num_ranks = subject.table.num_ranks
     largest = 3 * num_ranks * (int(start.max(initial=0)) + 1)
@@ -99,7 +98,7 @@ def _timestamps(subject: Subject, messages: Sequence[Messages], start: Starts) -
     return timestamp
 
 
-def _timestamps_by_ends(subject: Subject, messages: Sequence[Messages], start: Starts) -> NDArray[np.int32]:
+def _timestamps_by_ends(subject: Subject, messages: Sequence[Messages], start: Starts) -> Int32s:
     """[num_instructions] timestamps by the rule that a message has its place where its maker ends."""
     whole = join_messages(messages)
     by_maker = np.argsort(whole.producer)

@@ -11,11 +11,10 @@ from fractions import Fraction
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, count_of, described, shortened
 from penstock.ir.deps import NONE, RowIndex, identities_of
-from penstock.ir.hot import Hot, blocks
+from penstock.ir.hot import Array, Hot, Int32s, Int64s, blocks
 from penstock.ir.live import StageBytes, live_activations, live_bytes, peak_alive, peak_bytes
 from penstock.ir.operations import BEGINS_KEEPING, ENDS_KEEPING, IS_RECEIVE, IS_SEND, NAMES_SLOT
 from penstock.ir.program import Program
@@ -24,7 +23,7 @@ from penstock.ir.table import Table
 from penstock.ir.units import BYTES_OF_UNIT
 from penstock.ir.whole import num_whole, peak_whole
 from penstock.placement import Placement
-from penstock.proofs.channels import Messages, Rows, join_messages
+from penstock.proofs.channels import Messages, join_messages
 from penstock.proofs.report import Subject, first_of_each
 
 POOL = IS_RECEIVE + np.int8(2) * IS_SEND
@@ -81,7 +80,7 @@ class Limit:
     def in_bytes(self) -> bool:
         return self.unit == "bytes"
 
-    def of_ranks(self, num_ranks: int, parts_per_rank: Fraction) -> NDArray[np.int64]:
+    def of_ranks(self, num_ranks: int, parts_per_rank: Fraction) -> Int64s:
         """[num_ranks] the limit of each rank: bytes, or activations.
 
         A microbatch leaves an activation for each stage and slice that a rank runs of it, `parts_per_rank` in the mean.
@@ -97,7 +96,7 @@ class Limit:
         limits = [min(math.floor(amount * factor), largest) for amount in self.amounts]
         return np.resize(np.array(limits, np.int64), num_ranks)
 
-    def require_sizes(self, activation_bytes: Sequence[float] | NDArray[Any] | None, key: str = "memory_limit") -> None:
+    def require_sizes(self, activation_bytes: Sequence[float] | Array | None, key: str = "memory_limit") -> None:
         """Refuse bytes where no one knows how large activations are; None: there are no costs. Raises: ConfigError."""
         if self.in_bytes and (activation_bytes is None or not any(activation_bytes)):
             lack = "there are no costs" if activation_bytes is None else "the costs have no activation_bytes"
@@ -194,8 +193,8 @@ def not_counted(table: Table, sizes: StageBytes | None) -> tuple[str, ...]:
 def _prove_limit(
     subject: Subject,
     limit: Limit,
-    peaks: Sequence[int] | NDArray[np.int64],
-    live: Callable[[], NDArray[np.int64]],
+    peaks: Sequence[int] | Int64s,
+    live: Callable[[], Int64s],
 ) -> None:
     """Note the first row of each rank that needs more than its limit, of which `live` has an entry per row."""
     table = subject.table
@@ -253,7 +252,7 @@ def check_slots(subject: Subject, rows: RowIndex, parts: Sequence[Messages]) -> 
     _check_pool(subject, "the unsent result of", messages.producer, messages.send, messages.send)
 
 
-def _activation_lives(subject: Subject, program: Program, rows: RowIndex) -> tuple[Rows, Rows]:
+def _activation_lives(subject: Subject, program: Program, rows: RowIndex) -> tuple[Int32s, Int32s]:
     """First and last row of every activation; a backward that looks into another slot is a finding."""
     of_op = {op: rows.plane(op).reshape(-1) for op in rows.planes if NAMES_SLOT[op]}
     forward = next((found for op, found in of_op.items() if BEGINS_KEEPING[op]), np.empty(0, np.int32))
@@ -274,7 +273,7 @@ def _activation_lives(subject: Subject, program: Program, rows: RowIndex) -> tup
     return forward[is_there], last[is_there]
 
 
-def _num_overlaps(program: Program, begin: Rows, end: Rows, messages: Sequence[Messages]) -> int:
+def _num_overlaps(program: Program, begin: Int32s, end: Int32s, messages: Sequence[Messages]) -> int:
     """Count slots that are taken while in use; more than 0 means that there may be some."""
     # Each life is noted at one row: that of an unsent result at its end, the others at their begin.
     other_end = np.full(program.num_instructions, NONE, np.int32)
@@ -311,7 +310,7 @@ def _count_overlaps(op: Any, pool_of_op: Any, slot: Any, other_end: Any, in_use:
 _COUNT_OVERLAPS = Hot(_count_overlaps)
 
 
-def _check_pool(subject: Subject, what: str, begin: Rows, end: Rows, named_by: Rows) -> None:
+def _check_pool(subject: Subject, what: str, begin: Int32s, end: Int32s, named_by: Int32s) -> None:
     """Prove that lives in one slot of one rank do not overlap; `named_by` are the rows that hold the slot's number."""
     program = subject.program
     # The two rows of a pair run together: what one frees is not free for the other.

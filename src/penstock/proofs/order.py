@@ -4,14 +4,12 @@
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.action import Action, Kind
 from penstock.ir.deps import NONE, identities, num_identities
-from penstock.ir.hot import blocks
+from penstock.ir.hot import Array, Bools, Int32s, Int64s, blocks
 from penstock.ir.operations import (
     ENDS_KEEPING,
     IS_COMPUTE,
@@ -40,7 +38,7 @@ _NO_BACKWARD = "has no backward; expected one {}, or one I and one W", "Add {} a
 """Each says that an action lacks another one, and the fix; {} is the action that is missing."""
 
 
-def bounds_of_stage(table: Table) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def bounds_of_stage(table: Table) -> tuple[Int32s, Int32s]:
     """[num_stages] the first row of the rank that holds each stage, and the end of that rank's rows."""
     rank, offsets = np.array(table.placement.rank_of_stage), table.offsets.astype(np.int32)
     return offsets[rank], offsets[rank + 1]
@@ -73,11 +71,11 @@ def check_names(subject: Subject) -> bool:
     return len(subject.violations) == before
 
 
-def _is_wrongly_named(subject: Subject, part: slice) -> NDArray[np.bool_]:
+def _is_wrongly_named(subject: Subject, part: slice) -> Bools:
     table = subject.table
     stage, rows = table.stage[part], np.arange(part.start, part.stop, dtype=np.int32)
     begin, end = bounds_of_stage(table)
-    is_wrong: NDArray[np.bool_] = (rows < begin.take(stage)) | (rows >= end.take(stage))
+    is_wrong: Bools = (rows < begin.take(stage)) | (rows >= end.take(stage))
     if len(table.placement.routes) > 1:
         route_of_stage = np.array(table.placement.route_of_stage)
         is_elsewhere = route_of_stage.take(stage) != table.route_of_microbatch.take(table.microbatch[part])
@@ -138,14 +136,14 @@ def _suspect_lone_microbatches(subject: Subject) -> None:
         )
 
 
-def _keys(schedule: Schedule, identity: NDArray[np.int32], part: slice) -> NDArray[np.int64]:
+def _keys(schedule: Schedule, identity: Int32s, part: slice) -> Int64s:
     """A number for each (kind, stage, microbatch, slice)."""
-    keys: NDArray[np.int64] = KIND_INDEX[schedule.kind[part]].astype(np.int64) * num_identities(schedule)
+    keys: Int64s = KIND_INDEX[schedule.kind[part]].astype(np.int64) * num_identities(schedule)
     keys += identity[part]
     return keys
 
 
-def _is_consistent(there: NDArray[np.bool_], expected: NDArray[np.bool_], forward_only: bool) -> bool:
+def _is_consistent(there: Bools, expected: Bools, forward_only: bool) -> bool:
     """Whether what is there of each (stage, microbatch, slice) is all of it, or nothing where nothing is expected."""
     forward, whole, inputs, weights, again = there
     if forward_only:
@@ -154,7 +152,7 @@ def _is_consistent(there: NDArray[np.bool_], expected: NDArray[np.bool_], forwar
     return bool((is_all | ~(expected | there.any(axis=0))).all())
 
 
-def _add_duplicates(subject: Subject, key: NDArray[Any]) -> None:
+def _add_duplicates(subject: Subject, key: Array) -> None:
     order = np.argsort(key, kind="stable")
     repeats = np.flatnonzero(np.diff(key[order]) == 0) + 1
     for index in repeats.tolist():
@@ -162,9 +160,7 @@ def _add_duplicates(subject: Subject, key: NDArray[Any]) -> None:
         subject.add(row, f"is a duplicate of {subject.place(first)}; expected one", "Drop one of the two")
 
 
-def _add_lacks(
-    subject: Subject, there: NDArray[np.bool_], last: NDArray[np.int64], expected: NDArray[np.bool_]
-) -> None:
+def _add_lacks(subject: Subject, there: Bools, last: Int64s, expected: Bools) -> None:
     """Find what lacks another action, and what is not there at all.
 
     `there` and `last` are [num_kinds, num_stages, num_microbatches, num_slices]: whether an action is there, and where.
@@ -208,7 +204,7 @@ def _add_absent(subject: Subject, kinds: Sequence[Kind], first: Where, last: Whe
     subject.add_missing(rank, problem, f"Add {missing}")
 
 
-def _where(found: NDArray[np.bool_]) -> list[Where]:
+def _where(found: Bools) -> list[Where]:
     return [(stage, microbatch, part) for stage, microbatch, part in np.argwhere(found).tolist()]
 
 
@@ -224,7 +220,7 @@ def _runs(found: list[Where]) -> list[tuple[Where, Where]]:
     return runs
 
 
-def check_positions(subject: Subject, before: NDArray[np.int32]) -> bool:
+def check_positions(subject: Subject, before: Int32s) -> bool:
     """Prove that nothing is before what it needs on its own rank, or is paired with it."""
     schedule = subject.schedule
     _, end_of_stage = bounds_of_stage(schedule)

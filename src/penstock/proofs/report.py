@@ -4,12 +4,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import MAX_SHOWN, ScheduleError, Violation
+from penstock.ir.hot import Array, Int32s
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
@@ -41,17 +40,17 @@ class Subject:
         return actions
 
     @cached_property
-    def action_row(self) -> NDArray[np.int32]:
+    def action_row(self) -> Int32s:
         """[num_actions] the row of the table for each of its computations."""
         return self.table.compute_rows().astype(np.int32)
 
     @cached_property
-    def rank_of_stage(self) -> NDArray[np.int32]:
+    def rank_of_stage(self) -> Int32s:
         """[num_stages] the rank that holds each stage."""
         return np.array(self.table.placement.rank_of_stage, np.int32)
 
     @property
-    def rank(self) -> NDArray[np.int32]:
+    def rank(self) -> Int32s:
         """[num_rows] the rank that runs each row."""
         return self.table.rank_of_row
 
@@ -131,7 +130,7 @@ def _cells(subject: Subject, rank: int, begin: int, marks: set[tuple[int, int]])
     return cells
 
 
-def first_of_each(groups: NDArray[Any], rows: NDArray[Any]) -> list[int]:
+def first_of_each(groups: Array, rows: Array) -> list[int]:
     """Return, for every value in `groups`, the first of its `rows`."""
     _, first = np.unique(groups, return_index=True)
     return [int(rows[index]) for index in np.sort(first)]

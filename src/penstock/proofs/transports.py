@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
+from penstock.ir.hot import Int64s
 from penstock.ir.operations import IS_SEND, Op
 from penstock.ir.program import Program
 from penstock.ir.transports import COALESCED, MODELS, PAIR_FIFO, RENDEZVOUS, TransportModel
@@ -24,8 +25,6 @@ from penstock.ir.walk import NOT_RUN, Walk, walk
 from penstock.proofs.channels import Messages, find_exchanges
 from penstock.proofs.collectives import Barrier
 from penstock.proofs.report import Subject
-
-Places = NDArray[np.int64]
 
 
 def check_transport(subject: Subject, messages: Messages, barriers: Sequence[Barrier], model: TransportModel) -> None:
@@ -95,15 +94,15 @@ class Machine:
         """Per row of the machine, the rows of the program that it is about; the first two waits are for reaching them.
         """
 
-    def last_before(self, rows: NDArray[np.integer]) -> Places:
+    def last_before(self, rows: NDArray[np.integer]) -> Int64s:
         """Return what must have ended for the rows to be reached; `NONE` where they are reached at once."""
         return np.where(rows == NONE, NONE, self._last_before[rows])
 
-    def _wait(self, rows: NDArray[np.integer], ended: Places) -> None:
+    def _wait(self, rows: NDArray[np.integer], ended: Int64s) -> None:
         """Let rows of the program wait for rows of the machine to end."""
         self.waits[self.lane_row[rows], 2] = ended
 
-    def _add_lanes(self, lengths: NDArray[np.integer], ends: Places, reached: Places, ended: Places) -> None:
+    def _add_lanes(self, lengths: NDArray[np.integer], ends: Int64s, reached: Int64s, ended: Int64s) -> None:
         """Add rows in lanes of the given lengths, which wait for rows of the program and for one of the machine."""
         first = len(self.waits)
         waits = np.column_stack([self.last_before(reached[:, 0]), self.last_before(reached[:, 1]), ended])
@@ -121,7 +120,7 @@ class Machine:
             self.waits[sends, 0] = self.last_before(messages.receive)
             self.ends[sends, 0] = messages.receive
 
-    def _add_pair_queues(self) -> Places:
+    def _add_pair_queues(self) -> Int64s:
         """Add a lane per pair of ranks, whose n-th row is the match of the n-th entries; return those of exchanges.
 
         Entries that are not the same message never match: the first such row waits for the row after it, which is one
@@ -150,7 +149,7 @@ class Machine:
         self._wait(messages.consumer, place[: len(messages.send)])
         return np.column_stack([exchanges.send[once], place[len(messages.send) :]])
 
-    def _add_groups(self) -> Places:
+    def _add_groups(self) -> Int64s:
         """Add a lane per rank with its groups: a row for a group's start, then one per end, for the other end's group.
 
         Return the ends of exchanges. An exchange is a group of its own.
@@ -189,7 +188,7 @@ class Machine:
         self._wait(messages.consumer, end[group_of[numbers[1]]])
         return np.column_stack([exchanges.send, end[group_of[numbers[2]]]])
 
-    def _add_barrier(self, barrier: Barrier, ends: Places) -> None:
+    def _add_barrier(self, barrier: Barrier, ends: Int64s) -> None:
         """Add a lane with one row per member, and one per end of its exchanges; the collective ends with the last."""
         members = np.array([rows[0] for rows in barrier.rows.values()])
         # First the members, all of which must be reached; then the exchanges among them, which must have ended.

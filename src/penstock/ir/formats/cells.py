@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, FormatError, count_of, described, nearest
+from penstock.ir.hot import Bools, Int32s
 from penstock.ir.operations import IS_COMPUTE, KIND_LETTERS, NAMES_MICROBATCH, OP_OF_TEXT, OPERATIONS, Op
 from penstock.ir.table import Ints, Table
 from penstock.placement import Placement
@@ -51,7 +52,7 @@ class Cells:
     number: Ints
     """The microbatch; of `REDUCE_TIED` the tied group."""
     slice: Ints
-    joined: NDArray[np.bool_]
+    joined: Bools
     offsets: Ints
 
     @property
@@ -130,8 +131,8 @@ def parse_cells(ranks: Iterable[Sequence[str]], fail: Fail) -> Cells:
     Raises:
         FormatError: made by `fail`, for a cell that is no action, instruction or pair, and for too large numbers.
     """
-    columns: list[NDArray[np.int32]] = []
-    joined: list[NDArray[np.bool_]] = []
+    columns: list[Int32s] = []
+    joined: list[Bools] = []
     num_rows = 0
     for rank, cells in enumerate(ranks):
         num_rows += len(cells)
@@ -152,7 +153,7 @@ def parse_cells(ranks: Iterable[Sequence[str]], fail: Fail) -> Cells:
     )
 
 
-def _parse_rank(cells: Sequence[str], rank: int, fail: Fail) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+def _parse_rank(cells: Sequence[str], rank: int, fail: Fail) -> tuple[Int32s, Bools]:
     """[num_rows, 4] the rows of one rank, and which of them are the first of a pair."""
     rows: list[_Row] = []
     firsts: list[int] = []

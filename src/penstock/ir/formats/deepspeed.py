@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, FormatError
 from penstock.ir.formats.deepspeed_streams import SEQUENTIAL, Listing, Stream, listing_of, streams
+from penstock.ir.hot import Int32s
 from penstock.ir.operations import Kind
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
@@ -104,7 +104,7 @@ class _RankLine:
     """The column after each step."""
     fail: Callable[[int, str], FormatError]
 
-    def order(self) -> NDArray[np.int32]:
+    def order(self) -> Int32s:
         """[num_actions, 3] kind, stage, microbatch; forwards are in order, a backward is of what its buffer holds."""
         held: dict[int, int] = {}
         rows: list[tuple[int, int, int]] = []

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from penstock.errors import FormatError, ScheduleError, nearest
 from penstock.ir.formats.cells import MAX_NUMBER, Cells, cells_of, parse_cells, require_text, too_sparse
+from penstock.ir.hot import Int32s
 from penstock.ir.operations import Op
 from penstock.ir.table import Table
 from penstock.placement import Placement
@@ -227,7 +227,7 @@ class _Reader:
         }
         return cells, fields
 
-    def column(self, value: Any, path: str, cells: Cells) -> NDArray[np.int32]:
+    def column(self, value: Any, path: str, cells: Cells) -> Int32s:
         """Read one number per row, given as one list per rank."""
         rows = self.number_lists(value, path, MAX_NUMBER)
         lengths = np.diff(cells.offsets).tolist()

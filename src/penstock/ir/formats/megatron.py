@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import FormatError, count_of
 from penstock.ir.formats.cells import MAX_CELLS, cannot_express, describe_placement, require_whole_actions
+from penstock.ir.hot import Bools, Int32s
 from penstock.ir.interleaving import Ints, in_turn
 from penstock.ir.operations import Kind
 from penstock.ir.schedule import Schedule
@@ -43,8 +43,6 @@ _FIELD = re.compile(r"\s*(ranks|group size|warm-up):((?:\s+[0-9]{1,9})+)\s*")
 _PAIR = re.compile(r"\(\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*\)|[^\s,\[\]]")
 """A pair, or a character that is neither a part of one nor between pairs."""
 
-Rows = NDArray[np.int32]
-
 
 @dataclass(frozen=True, slots=True)
 class _Form:
@@ -55,14 +53,14 @@ class _Form:
     num_local_stages: int
     group_size: int
 
-    def table(self) -> Rows:
+    def table(self) -> Int32s:
         """[num_pairs, 2] microbatch and local stage: groups of microbatches, each through all stages of a rank."""
         local_stage = np.repeat(np.arange(self.num_local_stages), self.num_microbatches)
         microbatch = np.tile(np.arange(self.num_microbatches), self.num_local_stages)
         in_turn = np.lexsort((microbatch, local_stage, microbatch // self.group_size))
         return np.column_stack([microbatch, local_stage])[in_turn].astype(np.int32)
 
-    def order(self, rank: int, num_warmup: int | None) -> Rows:
+    def order(self, rank: int, num_warmup: int | None) -> Int32s:
         """[num_actions, 3] kind, stage and microbatch of a rank's actions; forwards alone without a warm-up."""
         microbatch, local_stage = self.table().T
         turn = np.arange(len(microbatch))
@@ -134,7 +132,7 @@ def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
     return form, warmups
 
 
-def _num_leading(claims: NDArray[np.bool_]) -> int:
+def _num_leading(claims: Bools) -> int:
     return int(np.argmin(np.append(claims, False)))
 
 
@@ -147,7 +145,7 @@ def _warmup(form: _Form, rank: int, num_leading: int) -> int:
     return num_forwards - 1 if usual == num_forwards - 1 else num_forwards
 
 
-def _refuse_other_order(schedule: Schedule, rank: int, found: Ints, expected: Rows, *, cause: str) -> None:
+def _refuse_other_order(schedule: Schedule, rank: int, found: Ints, expected: Int32s, *, cause: str) -> None:
     if len(found) != len(expected):
         raise _refusal(f"rank {rank} has {len(found)} actions", str(len(expected)))
     different = np.flatnonzero((found != expected).any(axis=1))
