@@ -80,11 +80,6 @@ class StageBytes:
         return found
 
 
-def live_activations(table: Table) -> Int64s:
-    """[num_rows] activations of one stage and microbatch (or slice) that the row's rank holds while the row runs."""
-    return live_bytes(table, one_each(table))
-
-
 def live_bytes(table: Table, sizes: StageBytes) -> Int64s:
     """[num_rows] bytes that the row's rank holds while the row runs, without what is static."""
     return np.concatenate([live for live, _ in _levels_by_rank(table, sizes)])

@@ -36,7 +36,6 @@ from penstock.proofs.memory import (
     check_residency,
     check_slots,
     count_messages_alive,
-    not_counted,
 )
 from penstock.proofs.order import (
     check_complete,
@@ -169,13 +168,14 @@ def prove(
     subject.raise_if_any()
     assert order.start is not None
     peak_received, peak_unsent = (None, None) if messages is None else count_messages_alive(subject, messages)
+    not_there = () if isinstance(table, Program) else ("message_bytes",)
     facts = Facts(
         num_actions=subject.schedule.num_actions,
         num_messages=order.num_messages,
         peak_activations=counts,
         peak_bytes=num_bytes,
         static_bytes=None if sizes is None else sizes.static_of_ranks(table.placement).tolist(),
-        not_counted=not_counted(table, sizes),
+        not_counted=() if sizes is None else tuple(dict.fromkeys(sizes.not_given + not_there)),
         peak_received=peak_received,
         peak_unsent=peak_unsent,
         transports=tuple(map(str, models)) if isinstance(table, Program) else (),

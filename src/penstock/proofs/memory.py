@@ -15,10 +15,9 @@ import numpy as np
 from penstock.errors import ConfigError, count_of, described, shortened
 from penstock.ir.deps import NONE, RowIndex, identities_of
 from penstock.ir.hot import Array, Hot, Int32s, Int64s, blocks
-from penstock.ir.live import StageBytes, live_activations, live_bytes, peak_alive, peak_bytes
+from penstock.ir.live import StageBytes, live_bytes, one_each, peak_alive, peak_bytes
 from penstock.ir.operations import BEGINS_KEEPING, ENDS_KEEPING, IS_RECEIVE, IS_SEND, NAMES_SLOT
 from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.ir.units import BYTES_OF_UNIT
 from penstock.ir.whole import num_whole, peak_whole
@@ -175,19 +174,13 @@ def check_limit(subject: Subject, counts: list[int], sizes: StageBytes | None, l
     """
     table = subject.table
     if limit is not None and not limit.in_bytes:
-        _prove_limit(subject, limit, counts, lambda: live_activations(table))
+        _prove_limit(subject, limit, counts, lambda: live_bytes(table, one_each(table)))
     if sizes is None:
         return None
     static, num_bytes = sizes.static_of_ranks(table.placement), peak_bytes(table, sizes)
     if limit is not None and limit.in_bytes:
         _prove_limit(subject, limit, num_bytes + static, lambda: live_bytes(table, sizes) + static[subject.rank])
     return num_bytes
-
-
-def not_counted(table: Table, sizes: StageBytes | None) -> tuple[str, ...]:
-    """Return the names of the costs in bytes that count as 0."""
-    not_there = ("message_bytes",) if isinstance(table, Schedule) else ()
-    return () if sizes is None else tuple(dict.fromkeys(sizes.not_given + not_there))
 
 
 def _prove_limit(
