@@ -97,16 +97,9 @@ def whole_gradients(program: Program) -> WholeGradients:
     reduced = reductions[np.searchsorted(reductions, begins)]
     is_reduced = np.append(unit, -1)[reduced] == unit[begins]
     ends = program.offsets[program.rank_of_row[rows[begins]] + 1].astype(np.int64) - 1
-    over = _known_over(program, np.append(rows, num_rows)[reduced[is_reduced]])
-    ends[is_reduced] = np.minimum(ends[is_reduced], over)
-    return WholeGradients(unit[begins], rows[begins], ends)
-
-
-def _known_over(program: Program, reductions: Int64s) -> Int64s:
-    """The last rows that run before a rank knows that its reductions are over.
-
-    Behind them is one that awaits them, or what the replicas exchange later; if it is in an overlapped pair, the pair.
-    """
+    # A rank knows that a reduction is over at a row that awaits it, or what the replicas exchange later; if that is in
+    # an overlapped pair, at the pair. The row before is the last that runs while the gradients are there.
     awaited = np.maximum.accumulate(collective_of_row(program))  # of another rank's rows, all are later ones
-    last = np.searchsorted(awaited, reductions) - 1
-    return last - program.joined[last]
+    last = np.searchsorted(awaited, np.append(rows, num_rows)[reduced[is_reduced]]) - 1
+    ends[is_reduced] = np.minimum(ends[is_reduced], last - program.joined[last])
+    return WholeGradients(unit[begins], rows[begins], ends)

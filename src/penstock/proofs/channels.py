@@ -85,7 +85,8 @@ def _possible_messages(subject: Subject, rows: RowIndex) -> Iterator[Messages]:
         for source in np.flatnonzero(peers[send] != NONE).tolist():
             target = int(peers[send, source])
             receiver = target if has_right_ends else source  # `_locate` names both ends after the maker
-            yield Messages(*(end.reshape(-1) for end in (made[source], sent[source], received[receiver], made[target])))
+            ends = made[source], sent[source], received[receiver], made[target]
+            yield Messages(*(end.reshape(-1) for end in ends))
 
 
 def _has_right_ends(subject: Subject, rows: RowIndex, peers: Int32s) -> bool:

@@ -60,7 +60,14 @@ def shortest_cycle(subject: Subject, before: Int32s, reached: Int64s) -> list[in
     `reached` is per rank the first row that did not run. Waits for later rows of the own rank are not looked at.
     """
     rank, needed = subject.schedule.rank_of_row, before[:, 0]
-    search = _Search(_waiting_rows(subject, needed, reached), needed, subject.schedule.joined, rank)
+    # Per rank, the rows that wait for a row of another rank which did not run, in order.
+    waits = np.flatnonzero(needed != NONE)
+    target = needed[waits]
+    is_open = (waits >= reached[rank[waits]]) & (target >= reached[rank[target]]) & (rank[waits] != rank[target])
+    waits = waits[is_open]
+    ends = pairwise(np.searchsorted(waits, subject.schedule.offsets))
+    rows = [waits[begin:end].tolist() for begin, end in ends]
+    search = _Search(rows, needed, subject.schedule.joined, rank)
     # Nearest to where the ranks are stuck first: a short cycle that is found early cuts the other searches off. None is
     # shorter than two waits, since a cycle has at least two ranks.
     starts = [row for rows in search.rows for row in rows]
@@ -71,15 +78,6 @@ def shortest_cycle(subject: Subject, before: Int32s, reached: Int64s) -> list[in
     assert search.best, "a walk that does not end has a cycle"
     first = search.best.index(min(search.best))
     return search.best[first:] + search.best[:first]
-
-
-def _waiting_rows(subject: Subject, needed: Int32s, reached: Int64s) -> list[list[int]]:
-    """Per rank, the rows that wait for a row of another rank which did not run, in order."""
-    rank, row = subject.schedule.rank_of_row, np.flatnonzero(needed != NONE)
-    target = needed[row]
-    is_open = (row >= reached[rank[row]]) & (target >= reached[rank[target]]) & (rank[row] != rank[target])
-    row = row[is_open]
-    return [row[begin:end].tolist() for begin, end in pairwise(np.searchsorted(row, subject.schedule.offsets))]
 
 
 @dataclass(slots=True)
