@@ -76,11 +76,7 @@ def schedule_from_json(text: str, file: str) -> dict[str, Any]:
 
 
 def program_from_json(text: str, file: str) -> dict[str, Any]:
-    """Read a program; return the fields of a `Program`.
-
-    Raises:
-        FormatError: with line and column for what is no JSON, else with the JSON path of what is wrong.
-    """
+    """Read a program; return the fields of a `Program`. Raises: FormatError, as `schedule_from_json`."""
     reader = _Reader(file)
     document = reader.document(text, PROGRAM_FORMAT, _PROGRAM_KEYS, optional=(_OMITS, _UNITS))
     if document.get(_OMITS, True) is not True:

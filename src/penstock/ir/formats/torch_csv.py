@@ -44,13 +44,14 @@ def program_from_csv(text: str, file: str) -> dict[str, Any]:
     """Read instructions; return the fields of a `Program`, but for its name. All slots are 0.
 
     A training program without a single reduction or optimizer step is read as one that omits its reductions: earlier
-    versions of torch, which had no REDUCE_GRAD, wrote such texts.
-
-    Raises:
-        FormatError: with line and column, for whatever is not exactly such a text.
+    versions of torch, which had no REDUCE_GRAD, wrote such texts. Raises: FormatError, as `schedule_from_csv`.
     """
     cells, layout, fail = _read(text, file)
-    _refuse_idle_cells(text, file)
+    for index, line in enumerate(_lines(text, file)):
+        for begin, content in _content(line):
+            if not content:
+                problem = "an empty cell among communication; expected an instruction, idle slots are for actions alone"
+                raise FormatError(problem, file=file, line=index + 1, column=begin + 1)
     is_training, has_updates = bool(IS_BACKWARD[cells.op].any()), bool(NEEDS_BACKWARD[cells.op].any())
     return {
         **layout,
@@ -103,14 +104,6 @@ def _content(line: str) -> list[tuple[int, str]]:
         cells.append((begin + lead, content))
         begin += len(cell) + 1
     return cells
-
-
-def _refuse_idle_cells(text: str, file: str) -> None:
-    for index, line in enumerate(_lines(text, file)):
-        for begin, content in _content(line):
-            if not content:
-                problem = "an empty cell among communication; expected an instruction, idle slots are for actions alone"
-                raise FormatError(problem, file=file, line=index + 1, column=begin + 1)
 
 
 def _peers(cells: Cells, placement: Placement, fail: Fail) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
