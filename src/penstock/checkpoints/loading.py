@@ -118,11 +118,12 @@ class _Reader:
         saved = self._manifest.weights
         require_same_names(self._path, saved, wanted)
         for name, held in self._own.held.items():
-            entry, own = saved[self._own.names[name]], (dtype_name(self._own.names[name], held.local), list(held.shape))
+            name = self._own.names[name]
+            entry, own = saved[name], (dtype_name(name, held.local), list(held.shape))
             if own != (entry.dtype, entry.shape):
                 raise CheckpointError(
-                    f"{self._path}: is of another model: {self._own.names[name]!r} is {entry.dtype} "
-                    f"{tuple(entry.shape)} in it, but {own[0]} {tuple(own[1])} in the model. {SAME_MODEL}"
+                    f"{self._path}: is of another model: {name!r} is {entry.dtype} {tuple(entry.shape)} in it, but "
+                    f"{own[0]} {tuple(own[1])} in the model. {SAME_MODEL}"
                 )
         if self._optimizer is not None:
             require_loadable(self._optimizer, self._manifest.optimizer, self._names, self._path)

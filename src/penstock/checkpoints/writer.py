@@ -189,16 +189,12 @@ class CheckpointWriter:
         # The new one is whole, so an old one that cannot be removed is no reason to end a training.
         problem = self.folder.retain(save.step, **self._keep)
         kept = f"{problem}. It stays; later saves try again, and warn no more. Remove it yourself" if problem else ""
-        return {"kept": kept, "later": self._later_than(save.step)}
-
-    def _later_than(self, step: int) -> str:
-        newest = max(self.folder.steps(), default=step)
-        if newest <= step:
-            return ""
-        return (
-            f"{self.folder.of_step(newest)} is of a later step than {step}, which is saved now, and will be loaded "
-            "instead of it. Remove the later ones, or save in another folder"
+        newest = max(self.folder.steps(), default=save.step)
+        later = (
+            f"{self.folder.of_step(newest)} is of a later step than {save.step}, which is saved now, and will be "
+            "loaded instead of it. Remove the later ones, or save in another folder"
         )
+        return {"kept": kept, "later": later if newest > save.step else ""}
 
     def _warn(self, found: Mapping[str, str]) -> None:
         """Warn of each sort once."""
