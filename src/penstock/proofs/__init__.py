@@ -162,7 +162,7 @@ def prove(
     num_bytes = check_limit(subject, counts, sizes, demand.limit)
     messages, peak_whole = None, None
     if isinstance(table, Program):
-        peak_whole = check_residency(subject, table, demand.residency)
+        peak_whole = check_residency(subject, demand.residency)
     if isinstance(table, Program) and order.is_whole:
         messages = _prove_program(subject, order.start, models)
     subject.raise_if_any()

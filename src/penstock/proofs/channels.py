@@ -44,7 +44,8 @@ def count_messages(subject: Subject, before: Int32s) -> int:
     count = 0
     for part in blocks(len(before)):
         source, stage = before[part, 0], subject.schedule.stage[part]
-        count += int(np.count_nonzero((source != NONE) & ((source < begin.take(stage)) | (source >= end.take(stage)))))
+        is_elsewhere = (source < begin.take(stage)) | (source >= end.take(stage))
+        count += int(np.count_nonzero(is_elsewhere & (source != NONE)))
     return count
 
 
@@ -101,7 +102,8 @@ def _has_right_ends(subject: Subject, rows: RowIndex, peers: Int32s) -> bool:
         num_right += int(np.count_nonzero(is_right))
         if not np.array_equal(is_right, is_message):
             return False
-    return num_right == sum(int(np.count_nonzero(rows.plane(op) != NONE)) for ends in MESSAGES.values() for op in ends)
+    planes = [rows.plane(op) for ends in MESSAGES.values() for op in ends]
+    return num_right == sum(int(np.count_nonzero(plane != NONE)) for plane in planes)
 
 
 def _locate(subject: Subject, end: Op, shape: tuple[int, int, int]) -> Int32s:
@@ -149,7 +151,8 @@ def _tell_missing_ends(subject: Subject, possible: Messages) -> None:
     for row in np.concatenate([possible.send[unneeded], possible.receive[unneeded]]).tolist():
         subject.add(row, "moves a result that no action makes or needs", "Drop both the send and the receive")
     unbrought = is_needed & ~is_sent & ~is_received
-    for producer, row in zip(possible.producer[unbrought].tolist(), possible.consumer[unbrought].tolist(), strict=True):
+    producers, consumers = possible.producer[unbrought], possible.consumer[unbrought]
+    for producer, row in zip(producers.tolist(), consumers.tolist(), strict=True):
         ranks = f"rank {subject.rank[producer]} and its receive on rank {subject.rank[row]}"
         problem = f"needs the result of {subject.place(producer)}, and no message brings it"
         subject.add(row, problem, f"Add the send on {ranks}")

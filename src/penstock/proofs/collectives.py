@@ -42,7 +42,7 @@ def check_collectives(subject: Subject) -> list[Barrier] | None:
     program = subject.program
     num_found = len(subject.violations)
     last = program.last_backwards()
-    _check_reductions(subject, program, last)
+    _check_reductions(subject, last)
     barriers = _find_barriers(subject)
     is_complete = not program.is_forward_only and not leaves_reductions_out(program)
     if is_complete:
@@ -68,11 +68,13 @@ def leaves_reductions_out(program: Program) -> bool:
     return program.omits_reductions and not len(program.rows_of(NEEDS_BACKWARD))
 
 
-def _check_reductions(subject: Subject, program: Program, last: Int64s) -> None:
+def _check_reductions(subject: Subject, last: Int64s) -> None:
+    program = subject.program
     updates = program.rows_of(NEEDS_BACKWARD)
     reductions = program.rows_of(IS_REDUCTION)
-    of_units = reductions[is_sharded(program)[program.stage[reductions]] & REDUCES_REPLICAS[program.op[reductions]]]
-    _check_units(subject, program, last, of_units)
+    is_of_unit = is_sharded(program)[program.stage[reductions]] & REDUCES_REPLICAS[program.op[reductions]]
+    of_units = reductions[is_of_unit]
+    _check_units(subject, last, of_units)
     reductions = np.setdiff1d(reductions, of_units)
     for row in reductions[reductions < last[program.stage[reductions]]].tolist():
         final = int(last[program.stage[row]])
@@ -97,16 +99,18 @@ def _check_reductions(subject: Subject, program: Program, last: Int64s) -> None:
         subject.add(int(reductions[index]), problem, "Drop one of the two")
 
 
-def _check_units(subject: Subject, program: Program, last: Int64s, reductions: NDArray[np.intp]) -> None:
+def _check_units(subject: Subject, last: Int64s, reductions: NDArray[np.intp]) -> None:
     """Prove that each reduction of a sharded unit has something to reduce, and that nothing is left behind the last."""
+    program = subject.program
     unit = program.unit_of_stage[program.stage[reductions]]
     for row in reductions[~have_new_gradients(program, reductions)].tolist():
         problem = "reduces nothing: since its stage was reduced last, or from the start, it has run no backward"
         subject.add(row, problem, "Drop it")
     final = np.full(program.num_stages, -1, np.int64)
     final[unit] = reductions  # rows ascend, and the last assignment stays
-    for stage in np.flatnonzero((final[program.unit_of_stage] >= 0) & (last > final[program.unit_of_stage])).tolist():
-        row, late = int(final[program.unit_of_stage[stage]]), int(last[stage])
+    reduced = final[program.unit_of_stage]
+    for stage in np.flatnonzero((reduced >= 0) & (last > reduced)).tolist():
+        row, late = int(reduced[stage]), int(last[stage])
         place = subject.place(late, seen_from=row)
         subject.add(
             row,
@@ -124,7 +128,8 @@ def _find_barriers(subject: Subject) -> dict[int, Barrier]:
     for row in program.rows_of(JOINS_RANKS).tolist():
         is_tied = bool(IS_REDUCTION[program.op[row]])
         number = int(program.peer[row]) if is_tied else num_groups
-        barriers.setdefault(number, Barrier({}, is_tied)).rows.setdefault(int(subject.rank[row]), []).append(row)
+        barrier = barriers.setdefault(number, Barrier({}, is_tied))
+        barrier.rows.setdefault(int(subject.rank[row]), []).append(row)
     return barriers
 
 

@@ -43,7 +43,8 @@ class _Events:
     @classmethod
     def of(cls, found: list[tuple[int, Int64s, Int64s]]) -> "_Events":
         """Put events together, each given as what happens, the rows, and the cells."""
-        what, row, cell = zip(*((np.full(len(rows), kind), rows, cells) for kind, rows, cells in found), strict=True)
+        columns = ((np.full(len(rows), kind), rows, cells) for kind, rows, cells in found)
+        what, row, cell = zip(*columns, strict=True)
         return cls(np.concatenate(cell), np.concatenate(row), np.concatenate(what))
 
     def are_pairs(self, first_row: Int64s) -> bool:
@@ -54,7 +55,8 @@ class _Events:
         num_values = np.count_nonzero(made != NONE)
         is_early = (made[freed] == NONE) | (made[freed] >= begin)
         made[freed] = NONE
-        return len(self.what) == 2 * num_values == 2 * len(freed) and not is_early.any() and bool((made == NONE).all())
+        is_whole = len(self.what) == 2 * num_values == 2 * len(freed)
+        return is_whole and not is_early.any() and bool((made == NONE).all())
 
     def sorted(self, first_row: Int64s) -> "_Events":
         """Return them by value and time."""
@@ -176,4 +178,5 @@ def _name(subject: Subject, events: _Events, index: int, value: Value) -> str:
         return f"the {text} of stage {events.cell[index]}"
     rest, part = divmod(int(events.cell[index]), table.num_slices)
     stage, microbatch = divmod(rest, table.num_microbatches)
-    return f"the {text} of stage {stage}, microbatch {microbatch}{f', slice {part}' if table.num_slices > 1 else ''}"
+    of_slice = f", slice {part}" if table.num_slices > 1 else ""
+    return f"the {text} of stage {stage}, microbatch {microbatch}{of_slice}"

@@ -85,7 +85,8 @@ def _timestamps(subject: Subject, messages: Sequence[Messages], start: Starts) -
     """[num_instructions] multiples of 3 for actions, and after its maker's, the timestamp of both ends of a message."""
     num_ranks = subject.table.num_ranks
     largest = 3 * num_ranks * (int(start.max(initial=0)) + 1)
-    timestamp: Ints = np.full(subject.table.num_rows, NONE, np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+    number = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
+    timestamp: Ints = np.full(subject.table.num_rows, NONE, number)
     # The linear extension is by start and rank; only the actions of a pair agree in both.
     for rank, (begin, end) in enumerate(pairwise(subject.schedule.offsets.tolist())):
         timestamp[subject.action_row[begin:end]] = 3 * (num_ranks * start[begin:end].astype(timestamp.dtype) + rank)

@@ -206,13 +206,14 @@ def _prove_limit(
         )
 
 
-def check_residency(subject: Subject, program: Program, residency: int | None) -> list[int] | None:
+def check_residency(subject: Subject, residency: int | None) -> list[int] | None:
     """Prove that no more stages of a rank are whole at once than may be, of those that are gathered; None: any number.
 
     0UNSHARD 0F0 1UNSHARD 1F0 0RESHARD 1RESHARD      two are whole while 1F0 runs
 
     Return the most of each rank, those being gathered included; None where none is gathered.
     """
+    program = subject.program
     peaks = peak_whole(program)
     if peaks is not None and residency is not None and max(peaks) > residency:
         whole = num_whole(program)
@@ -235,7 +236,7 @@ def count_messages_alive(subject: Subject, messages: Sequence[Messages]) -> tupl
 def check_slots(subject: Subject, rows: RowIndex, parts: Sequence[Messages]) -> None:
     """Prove that whatever uses a slot is done with it before the next one takes it, in each rank's three pools."""
     program = subject.program
-    begin, end = _activation_lives(subject, program, rows)
+    begin, end = _activation_lives(subject, rows)
     # One linear pass, as most programs are right; the sorts below are for the messages of those that are not.
     if _num_overlaps(program, begin, end, parts) == 0:
         return
@@ -245,8 +246,9 @@ def check_slots(subject: Subject, rows: RowIndex, parts: Sequence[Messages]) -> 
     _check_pool(subject, "the unsent result of", messages.producer, messages.send, messages.send)
 
 
-def _activation_lives(subject: Subject, program: Program, rows: RowIndex) -> tuple[Int32s, Int32s]:
+def _activation_lives(subject: Subject, rows: RowIndex) -> tuple[Int32s, Int32s]:
     """First and last row of every activation; a backward that looks into another slot is a finding."""
+    program = subject.program
     of_op = {op: rows.plane(op).reshape(-1) for op in rows.planes if NAMES_SLOT[op]}
     forward = next((found for op, found in of_op.items() if BEGINS_KEEPING[op]), np.empty(0, np.int32))
     for part in blocks(program.num_rows):

@@ -66,7 +66,8 @@ def check_names(subject: Subject) -> bool:
     """Prove that each row is on the rank of its stage, and its microbatch travels that stage's route."""
     before = len(subject.violations)
     for part in blocks(subject.table.num_rows):
-        for row in (part.start + np.flatnonzero(_is_wrongly_named(subject, part))).tolist():
+        wrong = part.start + np.flatnonzero(_is_wrongly_named(subject, part))
+        for row in wrong.tolist():
             _add_wrong_name(subject, row)
     return len(subject.violations) == before
 

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
 from penstock.ir.hot import Int64s
 from penstock.ir.operations import IS_SEND, Op
 from penstock.ir.program import Program
+from penstock.ir.table import Ints
 from penstock.ir.transports import COALESCED, MODELS, PAIR_FIFO, RENDEZVOUS, TransportModel
 from penstock.ir.walk import NOT_RUN, Walk, walk
 from penstock.proofs.channels import Messages, find_exchanges
@@ -94,15 +94,15 @@ class Machine:
         """Per row of the machine, the rows of the program that it is about; the first two waits are for reaching them.
         """
 
-    def last_before(self, rows: NDArray[np.integer]) -> Int64s:
+    def last_before(self, rows: Ints) -> Int64s:
         """Return what must have ended for the rows to be reached; `NONE` where they are reached at once."""
         return np.where(rows == NONE, NONE, self._last_before[rows])
 
-    def _wait(self, rows: NDArray[np.integer], ended: Int64s) -> None:
+    def _wait(self, rows: Ints, ended: Int64s) -> None:
         """Let rows of the program wait for rows of the machine to end."""
         self.waits[self.lane_row[rows], 2] = ended
 
-    def _add_lanes(self, lengths: NDArray[np.integer], ends: Int64s, reached: Int64s, ended: Int64s) -> None:
+    def _add_lanes(self, lengths: Ints, ends: Int64s, reached: Int64s, ended: Int64s) -> None:
         """Add rows in lanes of the given lengths, which wait for rows of the program and for one of the machine."""
         first = len(self.waits)
         waits = np.column_stack([self.last_before(reached[:, 0]), self.last_before(reached[:, 1]), ended])
