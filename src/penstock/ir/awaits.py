@@ -59,7 +59,8 @@ def reduction_of_row(program: Program) -> Int64s:
     joins, reductions = program.rows_of(JOINS_RANKS), program.rows_of(REDUCES_REPLICAS)
     if not len(joins) or not len(reductions):
         return found
-    last = np.append(reductions, NONE)[np.searchsorted(reductions, joins) - 1]  # NONE where there is none before
+    number = np.searchsorted(reductions, joins) - 1
+    last = np.append(reductions, NONE)[number]  # NONE where there is none before
     begin = np.maximum(program.offsets[program.rank_of_row[joins]], np.append(0, joins[:-1]))
     found[joins] = np.where(last >= begin, last, NONE)
     return found

@@ -89,7 +89,8 @@ def from_grid(text: str, *, file: str = "<text>", name: str = "from a grid") -> 
     """
     rows = _read_rows(text, file)
     if not rows:
-        raise FormatError("the drawing is empty; expected one line of actions per rank, such as 0F0 0B0", file=file)
+        problem = "the drawing is empty; expected one line of actions per rank, such as 0F0 0B0"
+        raise FormatError(problem, file=file)
     for row in rows:
         _require_whole(row, file)
     places = [[word for word in row.words if word.text not in (IDLE, GOES_ON)] for row in rows]
@@ -152,7 +153,8 @@ def _read_rows(text: str, file: str) -> list[_Row]:
         elif num_blocks == 1:
             rows.append(_Row(number, words))
         else:
-            raise FormatError(f"rank {rank} is in no block above; expected {rank} ranks", file=file, line=number)
+            problem = f"rank {rank} is in no block above; expected {rank} ranks"
+            raise FormatError(problem, file=file, line=number)
     if rank < len(rows) - 1:
         problem = f"block {num_blocks} ends with rank {rank}; expected all of the {len(rows)} ranks"
         raise FormatError(problem, file=file, line=text.count("\n") + 1)

@@ -154,7 +154,8 @@ def _changes_by_rank(table: Table, sizes: StageBytes, *, on_host: bool) -> Itera
         taken: Array = start.take(which)
         freed: Array = end.take(which)
         if sizes.microbatch_factor is not None:
-            factor = np.where(NAMES_MICROBATCH[table.op[part]], sizes.microbatch_factor[table.microbatch[part]], 1.0)
+            factor = sizes.microbatch_factor[table.microbatch[part]]
+            factor = np.where(NAMES_MICROBATCH[table.op[part]], factor, 1.0)
             # Rounded at the end: rounded parts of a value would not add up to it.
             taken, freed = taken * factor, freed * factor
         yield taken, freed

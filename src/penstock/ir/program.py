@@ -213,7 +213,8 @@ def _require_tied_group(group: tuple[int, ...], placement: Placement) -> None:
 
 def _require_unit(unit: tuple[int, ...], placement: Placement) -> None:
     if not all(0 <= stage < placement.num_stages for stage in unit):
-        raise ScheduleError(f"unit {unit}: the stages are 0..{placement.num_stages - 1}; name stages among them")
+        problem = f"unit {unit}: the stages are 0..{placement.num_stages - 1}"
+        raise ScheduleError(f"{problem}; name stages among them")
     ranks = sorted({placement.rank_of_stage[stage] for stage in unit})
     if len(ranks) > 1:
         problem = f"unit {unit}: its stages are on ranks {ranks}, so they hold copies of what they share"

@@ -149,7 +149,8 @@ class Schedule(Table):
         added |= {"op": np.full(len(like), kind), "joined": np.zeros(len(like), np.bool_)}
         columns: dict[str, Any] = {what: np.insert(getattr(self, what), places, new) for what, new in added.items()}
         more = np.bincount(self.rank_of_row[like], minlength=self.num_ranks)
-        return replace(self, name=name, **columns, offsets=self.offsets + np.concatenate([[0], np.cumsum(more)]))
+        offsets = self.offsets + np.concatenate([[0], np.cumsum(more)])
+        return replace(self, name=name, **columns, offsets=offsets)
 
     def to_csv(self) -> str:
         """Return torch's compute-only CSV, without idle slots."""

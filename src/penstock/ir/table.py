@@ -257,7 +257,8 @@ class Table(ABC):
             )
         for name in self.COLUMNS:
             column = getattr(self, name)
-            if column.shape != (self.offsets[-1],) or column.dtype.kind not in ("b" if name == "joined" else "iu"):
+            kinds = "b" if name == "joined" else "iu"
+            if column.shape != (self.offsets[-1],) or column.dtype.kind not in kinds:
                 raise ScheduleError(
                     f"{self.name}: the column {name} has shape {column.shape} and type {column.dtype}; expected "
                     f"{self.offsets[-1]} {'booleans' if name == 'joined' else 'whole numbers'}"

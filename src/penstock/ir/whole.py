@@ -8,15 +8,15 @@
 earlier that it is. A unit is sharded if some row gathers it.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.awaits import collective_of_row
 from penstock.ir.collectives import DROPS, GATHERS, MAKES_GRADIENT, REDUCES_REPLICAS
 from penstock.ir.hot import Array, Bools, Int64s
 from penstock.ir.program import Program
+from penstock.ir.table import Ints
 from penstock.placement import stages_without_copies
 
 
@@ -64,7 +64,7 @@ def peak_whole(program: Program) -> list[int] | None:
     return [int(whole[rows].max(initial=0)) for rows in program.ranks]
 
 
-def have_new_gradients(program: Program, rows: NDArray[np.integer[Any]]) -> Bools:
+def have_new_gradients(program: Program, rows: Ints) -> Bools:
     """[num_rows] whether a unit has got gradients before each of these rows of it, and behind the one before.
 
     The rows ascend, and name a stage.

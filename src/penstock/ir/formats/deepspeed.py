@@ -65,7 +65,8 @@ def from_deepspeed(text: str, *, file: str = "<text>", name: str = "from DeepSpe
     listing = _read_title(lines, file)
     ranks = [_read_line(rank, number, line, file) for rank, (number, line) in enumerate(lines[1:])]
     if not ranks:
-        raise FormatError("there is no rank; expected lines such as rank 0, 2 buffers: L0 F0|B0", file=file, line=2)
+        problem = "there is no rank; expected lines such as rank 0, 2 buffers: L0 F0|B0"
+        raise FormatError(problem, file=file, line=2)
     orders = [rank.order() for rank in ranks]
     num_forwards = [int((order[:, 0] == Kind.FORWARD).sum()) for order in orders]
     for rank, num in zip(ranks, num_forwards, strict=True):

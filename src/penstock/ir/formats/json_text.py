@@ -92,7 +92,8 @@ def program_from_json(text: str, file: str) -> dict[str, Any]:
     if len(wrong):
         row = int(wrong[0])
         rank = cells.place(row)[0]
-        what = f"the tied group that its text names, below {len(groups)}" if is_tied[row] else f"below {num_stages}"
+        what = f"the tied group that its text names, below {len(groups)}"
+        what = what if is_tied[row] else f"below {num_stages}"
         raise reader.fail(
             f"peers[{rank}][{row - int(cells.offsets[rank])}]", f"{peer[row]} is no peer; expected {what}"
         )
@@ -210,7 +211,8 @@ class _Reader:
         num_slices = self._count(document["slices"], "slices")
         routes = self.numbers(document["route_of_microbatch"], "route_of_microbatch", len(placement.routes) - 1)
         if len(routes) != num_microbatches:
-            raise self.fail("route_of_microbatch", f"{len(routes)} entries; expected {num_microbatches}, one each")
+            problem = f"{len(routes)} entries; expected {num_microbatches}, one each"
+            raise self.fail("route_of_microbatch", problem)
         cells = self._cells(document["ranks"], placement.num_ranks)
         if problem := too_sparse(len(cells.op), placement.num_stages, num_microbatches, num_slices):
             raise self.fail("microbatches", problem)
@@ -273,7 +275,8 @@ class _Reader:
     def _keys(self, value: dict[str, Any], path: str, keys: tuple[str, ...]) -> dict[str, Any]:
         for key in value:
             if key not in keys:
-                raise self.fail(path, f"{_shown(key)} is no key of it; expected {', '.join(keys)}.{nearest(key, keys)}")
+                hint = f"expected {', '.join(keys)}.{nearest(key, keys)}"
+                raise self.fail(path, f"{_shown(key)} is no key of it; {hint}")
         for key in keys:
             if key not in value:
                 raise self.fail(path, f'the key "{key}" is missing; expected all of {", ".join(keys)}')

@@ -112,7 +112,8 @@ def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
     num_local_stages, rest = divmod(schedule.num_stages, num_ranks)
     loop = Placement.loop(num_ranks, schedule.num_stages)
     placement = schedule.placement
-    if rest or num_local_stages < 2 or (placement.rank_of_stage, placement.routes) != (loop.rank_of_stage, loop.routes):
+    is_loop = (placement.rank_of_stage, placement.routes) == (loop.rank_of_stage, loop.routes)
+    if rest or num_local_stages < 2 or not is_loop:
         raise _refusal(describe_placement(schedule), "a loop with as many stages on each rank, 2 or more")
     require_whole_actions(schedule, _TABLE)
     leading = [_num_leading(schedule.kind[rows] == Kind.FORWARD) for rows in schedule.ranks]
@@ -236,7 +237,8 @@ class _Reader:
         if form.num_local_stages < 2:
             raise self.fail("the table has a single chunk; expected 2 or more", *self.places[-1])
         if 2 * num_pairs * form.num_ranks > MAX_CELLS:
-            raise self.fail(f"{form.num_ranks} ranks have more than {MAX_CELLS} actions; expected at most as many", 1)
+            problem = f"{form.num_ranks} ranks have more than {MAX_CELLS} actions; expected at most as many"
+            raise self.fail(problem, 1)
         if warmups and (len(warmups) != form.num_ranks or max(warmups) > num_pairs):
             problem = f"warm-up: {' '.join(map(str, warmups))}; expected {form.num_ranks} numbers"
             raise self.fail(f"{problem}, none above {num_pairs}", 1)

@@ -84,11 +84,12 @@ def _lines(text: str, file: str) -> list[str]:
     while lines and not lines[-1].strip(_BLANK):
         lines.pop()
     if not lines:
-        raise FormatError("the text is empty; expected one line of actions per rank, such as 0F0,0B0", file=file)
+        problem = "the text is empty; expected one line of actions per rank, such as 0F0,0B0"
+        raise FormatError(problem, file=file)
     for index, line in enumerate(lines):
         if line.count('"') % 2:
-            column = line.rindex('"') + 1
-            raise FormatError("a quotation mark is not closed; expected none", file=file, line=index + 1, column=column)
+            place = {"line": index + 1, "column": line.rindex('"') + 1}
+            raise FormatError("a quotation mark is not closed; expected none", file=file, **place)
     return lines
 
 
