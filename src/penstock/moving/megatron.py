@@ -180,8 +180,9 @@ class ForwardBackward:
         finally:
             for stage in stages:
                 stage.end()
-        is_without_loss = call.collects_non_loss_data
-        self.result = replace(result, loss=None, losses=MicrobatchLosses(), total=None) if is_without_loss else result
+        self.result = result
+        if call.collects_non_loss_data:
+            self.result = replace(result, loss=None, losses=MicrobatchLosses(), total=None)
         return result.reported
 
 

@@ -65,7 +65,8 @@ def pipeline_llm(
     if prepare is not None:
         own = {stage: prepare(part) or part for stage, part in own.items()}
     stages = [PipelineStage(part, stage, order.num_stages, device, group=group) for stage, part in own.items()]
-    rest = dict(local.options) | {"tied": [*local.options.get("tied", ()), *parts.tied()], "transport": local.transport}
+    tied = [*local.options.get("tied", ()), *parts.tied()]
+    rest = {**local.options, "tied": tied, "transport": local.transport}
     pp_schedule = Schedule(order, stages, loss_fn=loss_fn, **rest)
     return Pipelined(
         pp_schedule, list(own.values()), any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
