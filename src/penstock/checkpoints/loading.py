@@ -52,7 +52,8 @@ def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = 
     found = find_newest(control, folder)
     own = own_tensors(pipeline)
     reader = _Reader(found, pipeline, optimizer, own)
-    wanted = {name for names in control.together(lambda: list(own.names.values()), fails_as) for name in names}
+    everyone = control.together(lambda: list(own.names.values()), fails_as)
+    wanted = {name for names in everyone for name in names}
     control.together(lambda: reader.require_fitting(wanted), fails_as)
     tensors = run_together(control, reader.read, num_bytes=found.manifest.num_bytes, what=str(found.path))
     reader.load(tensors)
@@ -76,7 +77,8 @@ class OwnTensors:
     def load(self, pipeline: Pipeline, tensors: Mapping[str, Tensor]) -> None:
         """Copy what was read, by its names in files, into the model. Every rank calls it. Raises: PenstockError."""
         current = pipeline.state_dict()
-        pipeline.load_state_dict({name: alike(current[name], tensors[saved]) for name, saved in self.names.items()})
+        own = {name: alike(current[name], tensors[saved]) for name, saved in self.names.items()}
+        pipeline.load_state_dict(own)
 
 
 def own_tensors(pipeline: Pipeline) -> OwnTensors:
@@ -117,8 +119,8 @@ class _Reader:
         """
         saved = self._manifest.weights
         require_same_names(self._path, saved, wanted)
-        for name, held in self._own.held.items():
-            name = self._own.names[name]
+        for own_name, held in self._own.held.items():
+            name = self._own.names[own_name]
             entry, own = saved[name], (dtype_name(name, held.local), list(held.shape))
             if own != (entry.dtype, entry.shape):
                 raise CheckpointError(
@@ -128,7 +130,8 @@ class _Reader:
         if self._optimizer is not None:
             require_loadable(self._optimizer, self._manifest.optimizer, self._names, self._path)
         control = self._pipeline.control
-        if (len(self._manifest.random), self._manifest.replicas) == (control.num_ranks, control.places.num_replicas):
+        saved_on = len(self._manifest.random), self._manifest.replicas
+        if saved_on == (control.num_ranks, control.places.num_replicas):
             state = self._manifest.random[control.rank]
             try:
                 self._restore_random = random_state_restorer(state, self._pipeline.device)
@@ -163,7 +166,8 @@ class _Reader:
     def _state(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """Return what the optimizer takes of what was read, as it keeps it, by name of a parameter."""
         saved = self._manifest.optimizer
-        state: dict[str, dict[str, Tensor]] = {name: {} for name in self._parameters if saved and name in saved.state}
+        kept = {} if saved is None else saved.state
+        state: dict[str, dict[str, Tensor]] = {name: {} for name in self._parameters if name in kept}
         for name, key, entry in self._state_entries():
             parameter, held = self._parameters[name]
             tensor = tensors[f"{name}{SEPARATOR}{key}"]

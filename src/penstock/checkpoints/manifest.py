@@ -126,7 +126,8 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds {described(found)}; expected an object with the keys of a checkpoint")
+        expected = "an object with the keys of a checkpoint"
+        raise CheckpointError(f"{path}: holds {described(found)}; expected {expected}")
     if found.get("format") != FORMAT or found.get("version") != FORMAT_VERSION:
         raise UnreadableFormat(
             f"{path}: has format {found.get('format')} {found.get('version')}, written by Penstock "

@@ -52,12 +52,13 @@ def optimizer_content(optimizer: Optimizer, names: Mapping[int, str]) -> Optimiz
         content.groups.append(GroupEntry(options=options, parameters=own))
     for number, kept in state["state"].items():
         if not isinstance(number, int):
-            raise CheckpointError(f"{content.name} keeps state of {number!r}, which is no parameter, and is not saved")
+            problem = f"{content.name} keeps state of {number!r}, which is no parameter, and is not saved"
+            raise CheckpointError(problem)
         name = order[number]
-        content.tensors[name] = {key: value.detach() for key, value in kept.items() if isinstance(value, Tensor)}
-        content.values[name] = {
-            key: _plain(value, f"{name}: {key}") for key, value in kept.items() if not isinstance(value, Tensor)
-        }
+        tensors = {key: value.detach() for key, value in kept.items() if isinstance(value, Tensor)}
+        values = {key: value for key, value in kept.items() if key not in tensors}
+        content.tensors[name] = tensors
+        content.values[name] = {key: _plain(value, f"{name}: {key}") for key, value in values.items()}
     return content
 
 
@@ -135,7 +136,8 @@ def load_optimizer(
     for number, kept in loaded.items():
         state = optimizer.state[parameters[number]]
         for key, value in kept.items():
-            if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and state[key].dtype != value.dtype:
+            are_tensors = isinstance(value, Tensor) and isinstance(state.get(key), Tensor)
+            if are_tensors and state[key].dtype != value.dtype:
                 state[key] = value.to(state[key].device, copy=True)
 
 

@@ -42,7 +42,8 @@ def load_weights(path: Path, pipeline: Pipeline) -> Path:
     if candidates(where):
         where = find_newest(control, where).path
     files: dict[str, str] = control.together(lambda: files_of(where), fails_as)[0]
-    wanted = {name for names in control.together(lambda: list(own.names.values()), fails_as) for name in names}
+    everyone = control.together(lambda: list(own.names.values()), fails_as)
+    wanted = {name for names in everyone for name in names}
     found = run_together(
         control,
         lambda: _read(where, files, own, wanted),

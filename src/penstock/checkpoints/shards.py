@@ -204,7 +204,8 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def pickles_in(folder: Path, known: Iterable[str] = ()) -> list[str]:
     """Return the names of files that are pickles, by their name or first bytes, beside those that are `known`."""
-    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in set(known))
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    names = sorted(files - set(known))
     return [name for name in names if name.endswith(PICKLE_SUFFIXES) or _starts_as_pickle(folder / name)]
 
 

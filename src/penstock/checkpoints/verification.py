@@ -89,7 +89,8 @@ def find_newest(control: Control, folder: Path) -> FoundCheckpoint:
         UnreadableFormat: the newest is of a newer format, or holds a pickle.
         CheckpointError: none is there, or none verifies: each is named with what is wrong with it.
     """
-    names: list[str] = control.on_rank_0(lambda: list(map(str, candidates(folder))), failing_as(CheckpointError))
+    fails_as = failing_as(CheckpointError)
+    names: list[str] = control.on_rank_0(lambda: list(map(str, candidates(folder))), fails_as)
     if not names:
         raise CheckpointError(f"{folder}: holds no checkpoint; expected folders step-N, each with a {MANIFEST}")
     damaged: list[str] = []
@@ -107,7 +108,8 @@ def _none_verifies(folder: Path, damaged: Sequence[str]) -> str:
     hint = "Put back a copy that is whole, or begin the training anew"
     if len(damaged) == 1:
         return f"{damaged[0]}. {hint}"
-    return "\n  ".join([f"{folder}: none of {len(damaged)} checkpoints is as it was written. {hint}:", *damaged])
+    first = f"{folder}: none of {len(damaged)} checkpoints is as it was written. {hint}:"
+    return "\n  ".join([first, *damaged])
 
 
 def _first_problem(control: Control, path: Path) -> tuple[str, bool]:
@@ -124,7 +126,8 @@ def _first_problem(control: Control, path: Path) -> tuple[str, bool]:
 
     own = run_together(control, check, num_bytes=size_of(path.glob("*")), what=str(path))
     everyone = cast(list[tuple[str, bool]], control.all_gather_object(own))
-    found = sorted((not is_final, rank, problem) for rank, (problem, is_final) in enumerate(everyone) if problem)
+    numbered = enumerate(everyone)
+    found = sorted((not is_final, rank, problem) for rank, (problem, is_final) in numbered if problem)
     return (found[0][2], not found[0][0]) if found else ("", False)
 
 

@@ -101,7 +101,8 @@ class _Files:
             write_tensors(shard.partial, tensors)
 
     def write_further(self) -> None:
-        saved = {name: entry for shard in self.shards for unit in shard.units for name, entry in unit["saved"].items()}
+        units = [unit for shard in self.shards for unit in shard.units]
+        saved = {name: entry for unit in units for name, entry in unit["saved"].items()}
         with naming_file(self.folder):
             self.format.write_further(self.further, saved)
 
@@ -168,14 +169,16 @@ def require_saveable(pipeline: Pipeline) -> int:
 
     Raises: NotSaved, on every rank.
     """
-    entries = {name: entry for theirs in gather_content(pipeline, None)[1] for name, entry in theirs["weights"].items()}
+    _, everyone, _ = gather_content(pipeline, None)
+    entries = {name: entry for theirs in everyone for name, entry in theirs["weights"].items()}
     return sum(map(_num_bytes, PLAIN.units(entries)))
 
 
 def index_bytes(entries: Mapping[str, TensorEntry]) -> bytes:
     """Return the content of an index of these tensors."""
     total = sum(entry.num_bytes for entry in entries.values())
-    index = {"metadata": {"total_size": total}, "weight_map": {name: entry.file for name, entry in entries.items()}}
+    files = {name: entry.file for name, entry in entries.items()}
+    index = {"metadata": {"total_size": total}, "weight_map": files}
     return json.dumps(index, indent=1).encode()
 
 
@@ -229,7 +232,8 @@ def _files(folder: Path, format: WeightFormat, units: Sequence[Sequence[Unit]], 
 
 
 def _entries(unit: Unit, file: str) -> dict[str, TensorEntry]:
-    return {name: TensorEntry(dtype=dtype, shape=shape, file=file) for name, (dtype, shape) in unit["saved"].items()}
+    kinds = unit["saved"].items()
+    return {name: TensorEntry(dtype=dtype, shape=shape, file=file) for name, (dtype, shape) in kinds}
 
 
 def _num_bytes(unit: Unit) -> int:

@@ -12,10 +12,10 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from penstock.checkpoints.content import WEIGHTS
+from penstock.checkpoints.content import WEIGHTS, Kind
 
-Entries = Mapping[str, tuple[str, list[int]]]
-"""The type, as safetensors files call it, and the shape of tensors by name."""
+Entries = Mapping[str, Kind]
+"""The type and the shape of tensors by name."""
 
 
 class Unit(TypedDict):
@@ -23,7 +23,7 @@ class Unit(TypedDict):
 
     names: list[str]
     """In the pipeline."""
-    saved: dict[str, tuple[str, list[int]]]
+    saved: dict[str, Kind]
     """Type and shape by name in the file."""
 
 

@@ -188,13 +188,14 @@ class CheckpointWriter:
             raise cannot_write(Path(error.filename or path), error) from error
         # The new one is whole, so an old one that cannot be removed is no reason to end a training.
         problem = self.folder.retain(save.step, **self._keep)
-        kept = f"{problem}. It stays; later saves try again, and warn no more. Remove it yourself" if problem else ""
-        newest = max(self.folder.steps(), default=save.step)
-        later = (
-            f"{self.folder.of_step(newest)} is of a later step than {save.step}, which is saved now, and will be "
-            "loaded instead of it. Remove the later ones, or save in another folder"
-        )
-        return {"kept": kept, "later": later if newest > save.step else ""}
+        kept = problem and f"{problem}. It stays; later saves try again, and warn no more. Remove it yourself"
+        newest, later = max(self.folder.steps(), default=save.step), ""
+        if newest > save.step:
+            later = (
+                f"{self.folder.of_step(newest)} is of a later step than {save.step}, which is saved now, and will be "
+                "loaded instead of it. Remove the later ones, or save in another folder"
+            )
+        return {"kept": kept, "later": later}
 
     def _warn(self, found: Mapping[str, str]) -> None:
         """Warn of each sort once."""
@@ -294,7 +295,8 @@ def _json_of(extra: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(extra, sort_keys=True)
     except (TypeError, ValueError) as error:
-        raise NotSaved(f"`extra` is not JSON: {error}. Save tensors with the model, and the rest as text") from error
+        problem = f"`extra` is not JSON: {error}. Save tensors with the model, and the rest as text"
+        raise NotSaved(problem) from error
     if not _has_text_keys(extra):
         raise NotSaved("`extra` has a key that is not text, which JSON turns into text; convert it before")
     return text
