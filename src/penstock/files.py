@@ -51,9 +51,9 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             raise
 
 
-def flush_folder(folder: Path) -> None:
-    """Have the disk keep which names lie in a folder, as after a rename. Raises: OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def flush(path: Path) -> None:
+    """Have the disk keep a file's content, or which names lie in a folder, as after a rename. Raises: OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -217,7 +217,7 @@ def test_damage_in_the_file_of_any_replica_is_found_by_all(tmp_path, kind):
 
     def case(pipeline):
         found = loading.load_newest(tmp_path, pipeline)
-        return found.step, [path.name in problem for problem in found.damaged], wrong(pipeline)
+        return found.manifest.step, [path.name in problem for problem in found.damaged], wrong(pipeline)
 
     assert run(Layout(1, 2, is_sharded=True), case) == [(1, [True], [])] * 2
 

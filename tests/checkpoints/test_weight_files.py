@@ -16,7 +16,7 @@ from penstock.checkpoints import agreement, weight_files
 from penstock.checkpoints.pretrained import files_of, find_weights, load_weights
 from penstock.checkpoints.shards import write_tensors
 from penstock.checkpoints.weight_files import INDEX, WHOLE, require_saveable, save_tensors, save_weights
-from penstock.checkpoints.weight_format import PlainFormat, Unit
+from penstock.checkpoints.weight_format import Unit, WeightFormat
 from penstock.errors import NotSaved, PipelineError
 from penstock.models import LayerSpec
 from tests.ranks import run_ranks, run_ranks_with_deaths
@@ -184,7 +184,7 @@ def test_all_types_shapes_and_saved_buffers_come_back(tmp_path, num_ranks):
     assert all(loaded[name].dtype == expected[name].dtype for name in expected)
 
 
-class Turned(PlainFormat):
+class Turned(WeightFormat):
     """Saves matrices as others have them: turned, and named so."""
 
     stem = "turned"

@@ -94,36 +94,6 @@ def test_labels_of_many_ranks_are_aligned():
     assert lines[10] == "rank 10: 10F0 10B0"
 
 
-def test_marks_stand_under_their_cells():
-    drawing = to_grid(blocked(), {(0, 1): "waits for 1B0", (1, 0): "waits for 0F1", (1, 4): "is missing"})
-
-    assert drawing == clean(
-        """
-        rank 0: 0F0 0B0 0F1 0B1
-                    ^ waits for 1B0
-        rank 1: 1F1 1B1 1F0 1B0
-                ^ waits for 0F1
-                                ^ is missing
-        """
-    )
-
-
-def test_marks_stand_under_their_cells_in_time():
-    lines = to_grid(SCHEDULE, {(1, 1): "here"}).splitlines()
-
-    assert lines[2].index("^") == lines[1].index("1B0")
-
-
-def test_a_window_shows_its_columns_and_what_is_cut():
-    assert to_grid(SCHEDULE, {(0, 2): "here", (1, 0): "outside"}, timed=False, window=(1, 3)) == clean(
-        """
-        rank 0: ... 0F1 0B0 ...
-                        ^ here
-        rank 1: ... 1B0 1F1 ...
-        """
-    )
-
-
 @given(schedules(), st.booleans())
 def test_a_drawn_schedule_reads_back_as_itself(schedule, timed):
     again = from_grid(to_grid(schedule, timed=timed))

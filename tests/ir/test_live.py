@@ -13,8 +13,8 @@ from penstock.ir.instruction import Op
 from penstock.ir.live import (
     StageBytes,
     left_bytes,
-    live_activations,
     live_bytes,
+    one_each,
     peak_activations,
     peak_alive,
     peak_bytes,
@@ -27,6 +27,11 @@ from penstock.placement import Placement
 from penstock.schedules import FAMILIES, build
 from tests.proofs.tables import schedule_of
 from tests.strategies import feasible_schedules
+
+
+def live_activations(table):
+    """Activations, counted, that the row's rank holds while each row runs."""
+    return live_bytes(table, one_each(table))
 
 
 def row_by_row(table, sizes):

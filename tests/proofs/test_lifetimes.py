@@ -14,7 +14,7 @@ from penstock.ir.split_backwards import with_split_backwards
 from penstock.lowering import assign_slots, lower
 from penstock.proofs import check, lifetimes
 from penstock.proofs.lifetimes import check_lifetimes
-from penstock.proofs.report import Findings, Subject
+from penstock.proofs.report import Subject
 from penstock.schedules import build
 from tests.proofs.tables import assert_refused, edited, feasible_cases, find, lowered, swapped
 
@@ -34,9 +34,9 @@ PROGRAMS = {
 
 
 def findings_of(program):
-    findings = Findings(Subject(program))
-    check_lifetimes(findings.subject, findings)
-    return [f"{found.action} {found.problem}" for found in findings.violations]
+    subject = Subject(program)
+    check_lifetimes(subject)
+    return [f"{found.action} {found.problem}" for found in subject.violations]
 
 
 def sharded(line):

@@ -7,38 +7,37 @@ from hypothesis import strategies as st
 from penstock.ir import hot
 from penstock.ir.deps import index_rows, predecessors
 from penstock.ir.program import Program
-from penstock.ir.transports import find_transports
 from penstock.lowering import add_messages, assign_slots, lower
 from penstock.placement import Placement
 from penstock.proofs.channels import find_messages
 from penstock.proofs.collectives import check_collectives
 from penstock.proofs.cycle import check_feasible
-from penstock.proofs.linear_extension import KeptOrder
-from penstock.proofs.order import Actions, check_positions
-from penstock.proofs.report import Findings, Subject
+from penstock.proofs.linear_extension import proved_by_order
+from penstock.proofs.order import check_positions
+from penstock.proofs.report import Subject
 from penstock.schedules import build
 from tests.mutated_programs import MODELS, REORDERINGS, mutated
 from tests.proofs.machine import verdict
 from tests.proofs.tables import edited, feasible_cases, find, rewritten, schedule_of
 from tests.strategies import ends, feasible_schedules
 
+BUT_COALESCED = tuple(name for name in MODELS if name != "coalesced")
 GPIPE = schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1")
 
 
 def order_of(program):
-    """Which conditions the program keeps; none where an earlier proof already refuses the program."""
+    """The names of the models that its order proves; none where an earlier proof already refuses the program."""
     subject = Subject(program)
-    findings = Findings(subject)
-    actions = Actions.of(subject)
-    before = predecessors(actions.schedule)
-    start = check_feasible(actions, before, findings) if check_positions(actions, before, findings) else None
-    messages = find_messages(subject, index_rows(program), findings)
-    check_collectives(subject, findings)
-    return KeptOrder(False, False) if findings.violations else KeptOrder.of(subject, actions, messages, start)
+    before = predecessors(subject.schedule)
+    start = check_feasible(subject, before) if check_positions(subject, before) else None
+    messages = find_messages(subject, index_rows(program))
+    check_collectives(subject)
+    proved = () if subject.violations else proved_by_order(subject, messages, start)
+    return tuple(model.name for model in proved)
 
 
 def keeps(program):
-    return order_of(program).is_kept
+    return bool(order_of(program))
 
 
 def moved(program, text, *, after):
@@ -58,7 +57,7 @@ def test_the_lowering_keeps_the_linear_extension(schedule, ties_stages, optimize
     options = {"tied_groups": groups, "optimizer_step": optimizer_step}
 
     assert keeps(lower(schedule, **options))
-    assert order_of(lower(schedule, transport="coalesced", **options)).is_kept_by_receives
+    assert order_of(lower(schedule, transport="coalesced", **options)) == MODELS
 
 
 @pytest.mark.slow
@@ -66,10 +65,8 @@ def test_the_lowering_keeps_the_linear_extension(schedule, ties_stages, optimize
 def test_what_keeps_the_linear_extension_ends_on_a_plain_machine_of_every_model(case):
     program = lower(case.schedule, case.chance.choice(["posted", "coalesced"]), tied_groups=[ends(case.schedule)])
     for each in (mutated(program, case.chance, REORDERINGS).program for _ in range(4)):
-        order = order_of(each)
-        for name in MODELS:
-            if order.proves(*find_transports(name)):
-                assert verdict(each, name) == "ends"
+        for name in order_of(each):
+            assert verdict(each, name) == "ends"
 
 
 def test_a_send_in_front_of_what_makes_its_message_is_out_of_order():
@@ -101,10 +98,10 @@ def test_receives_follow_the_makers_of_their_messages_or_where_these_end_or_are_
     schedule = schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2")
     after_makers = assign_slots(add_messages(Program.from_schedule(schedule)))
 
-    assert order_of(after_makers) == order_of(lower(schedule, "coalesced")) == KeptOrder(True, True)
+    assert order_of(after_makers) == order_of(lower(schedule, "coalesced")) == MODELS
     assert after_makers != lower(schedule, "coalesced")
-    assert order_of(moved(after_makers, "1RECV_F1", after="1RECV_F0")) == KeptOrder(True, True)
-    assert order_of(moved(after_makers, "1RECV_F2", after="1RECV_F1")) == KeptOrder(True, False)
+    assert order_of(moved(after_makers, "1RECV_F1", after="1RECV_F0")) == MODELS
+    assert order_of(moved(after_makers, "1RECV_F2", after="1RECV_F1")) == BUT_COALESCED
 
 
 def test_receives_of_a_pair_of_ranks_in_another_order_than_its_sends_are_out_of_order():
@@ -143,4 +140,4 @@ def test_the_verdict_is_the_same_compiled(monkeypatch):
     monkeypatch.setattr(hot, "COMPILE_ABOVE_ROWS", 0)
 
     assert [order_of(program) for program in programs] == interpreted
-    assert interpreted == [KeptOrder(True, False), KeptOrder(False, False), KeptOrder(True, True)]
+    assert interpreted == [BUT_COALESCED, (), MODELS]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.proofs.report import MAX_COLUMNS, MAX_RANKS, Findings, Subject, draw, first_of_each
+from penstock.proofs.report import MAX_COLUMNS, MAX_RANKS, Subject, draw, first_of_each
 from penstock.schedules import build
 from tests.proofs.tables import lowered, refusal, schedule_of, without
 
@@ -31,12 +31,11 @@ def test_a_large_table_is_cut_to_a_window_around_the_first_mark():
 
 def test_violations_are_ordered_and_the_first_ten_are_shown_with_their_number():
     subject = Subject(build("1f1b", ranks=2, microbatches=8))
-    findings = Findings(subject)
     for row in reversed(range(12)):
-        findings.add(row, "is odd", "Even it")
+        subject.add(row, "is odd", "Even it")
 
     with pytest.raises(ScheduleError) as caught:
-        findings.raise_if_any()
+        subject.raise_if_any()
 
     text = str(caught.value)
     assert [violation.position for violation in caught.value.violations] == list(range(12))
@@ -46,7 +45,7 @@ def test_violations_are_ordered_and_the_first_ten_are_shown_with_their_number():
 
 
 def test_nothing_is_raised_without_findings():
-    Findings(Subject(schedule_of("0F0"))).raise_if_any()
+    Subject(schedule_of("0F0")).raise_if_any()
 
 
 def test_a_program_is_called_a_program():

@@ -18,9 +18,9 @@ from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.proofs.channels import check_order, find_exchanges, find_messages
 from penstock.proofs.collectives import check_collectives
-from penstock.proofs.order import Actions, check_positions
-from penstock.proofs.report import Findings, Subject
-from penstock.proofs.transports import Machine, Traffic
+from penstock.proofs.order import check_positions
+from penstock.proofs.report import Subject
+from penstock.proofs.transports import Machine
 from penstock.schedules import build
 from tests.mutated_programs import MODELS, REORDERINGS, cases, differences, mutated
 from tests.proofs.machine import verdict
@@ -40,15 +40,13 @@ from tests.strategies import ends
 def traffic_of(program):
     """What goes between the ranks, or None where an earlier proof already refuses the program."""
     subject = Subject(program)
-    findings = Findings(subject)
-    actions = Actions.of(subject)
-    before = predecessors(actions.schedule)
-    if not check_positions(actions, before, findings):
+    before = predecessors(subject.schedule)
+    if not check_positions(subject, before):
         return None
-    messages = find_messages(subject, index_rows(program), findings)
-    joins = check_collectives(subject, findings)
-    messages = check_order(subject, messages, find_exchanges(joins or ()), findings)
-    return None if findings.violations or joins is None else Traffic(messages, joins)
+    messages = find_messages(subject, index_rows(program))
+    joins = check_collectives(subject)
+    messages = check_order(subject, messages, find_exchanges(joins or ()))
+    return None if subject.violations or joins is None else (messages, joins)
 
 
 @pytest.mark.slow
@@ -61,7 +59,7 @@ def test_lanes_end_where_a_plain_machine_does(case):
         traffic = traffic_of(each)
         for name in MODELS if traffic is not None else ():
             (model,) = find_transports(name)
-            machine = Machine(Subject(each), traffic, model)
+            machine = Machine(Subject(each), *traffic, model)
             assert machine.run().is_complete == (verdict(each, name) == "ends")
 
 

@@ -21,7 +21,8 @@ def failing_as(error_type: type[CheckpointError]) -> FailsAs:
         own = failure.own
         if own is None:
             return error_type(f"{failure.name}: {failure.words}")
-        return error_type(str(own)) if isinstance(own, PenstockError) and not isinstance(own, error_type) else own
+        is_other = isinstance(own, PenstockError) and not isinstance(own, error_type)
+        return error_type(str(own)) if is_other else own
 
     return error_of
 

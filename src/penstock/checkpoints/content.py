@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.held import Held, held_of
-from penstock.checkpoints.optimizer_state import OptimizerContent, optimizer_content
+from penstock.checkpoints.optimizer_state import NO_OPTIMIZER, OptimizerContent, optimizer_content
 from penstock.checkpoints.shards import ITEM_BYTES, dtype_name
 from penstock.errors import CheckpointError, NotSaved, listed, nearest
 from penstock.execute.model_part import ModelPart
@@ -31,12 +31,16 @@ SAME_MODEL = "Make the same model, or name weights of this one"
 """The fix for weights of another model."""
 
 
+Kind = tuple[str, list[int]]
+"""The type of a tensor, as safetensors files call it, and its shape."""
+
+
 class Described(TypedDict):
     """The content of a rank as it describes it to the others; plain values."""
 
-    weights: dict[str, tuple[str, list[int]]]
+    weights: dict[str, Kind]
     """Type and shape by name."""
-    state: dict[str, dict[str, tuple[str, list[int]]]]
+    state: dict[str, dict[str, Kind]]
     """The same of the optimizer's tensors, by name of a parameter."""
     by_rows: list[str]
     """Names in files of the tensors of which each replica holds some rows."""
@@ -53,7 +57,7 @@ class Content:
     weights: dict[str, Held]
     state: dict[str, dict[str, Held]]
     """The optimizer's tensors, by name of a parameter."""
-    optimizer: OptimizerContent | None
+    optimizer: OptimizerContent
 
     @classmethod
     def of(cls, model: Pipeline, optimizer: Optimizer | None) -> "Content":
@@ -62,10 +66,8 @@ class Content:
         weights = held_weights(
             {name: value for name, value in model.state_dict().items() if name not in model.copied_names}, places
         )
-        if optimizer is None:
-            return cls(weights, {}, None)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        found = optimizer_content(optimizer, names)
+        found = NO_OPTIMIZER if optimizer is None else optimizer_content(optimizer, names)
         for name in model.copied_names & found.tensors.keys():
             del found.tensors[name], found.values[name]
         state = {
@@ -81,15 +83,15 @@ class Content:
             name: {key: _description(f"{name}: {key}", held) for key, held in kept.items()}
             for name, kept in self.state.items()
         }
-        everything = self.part(self.weights.keys())
-        optimizer = self.optimizer
+        parts = self.part(self.weights.keys()).values()
+        everything = [pair for part in parts for pair in part.items()]
         return Described(
             weights=weights,
             state=state,
-            by_rows=[name for held in everything.values() for name, each in held.items() if each.rows is not None],
-            values={} if optimizer is None else optimizer.values,
-            groups=[] if optimizer is None else [group.model_dump() for group in optimizer.groups],
-            optimizer="" if optimizer is None else optimizer.name,
+            by_rows=[name for name, held in everything if held.rows is not None],
+            values=self.optimizer.values,
+            groups=[group.model_dump() for group in self.optimizer.groups],
+            optimizer=self.optimizer.name,
         )
 
     def part(self, owned: Collection[str]) -> dict[str, dict[str, Held]]:
@@ -108,7 +110,8 @@ def held_weights(state: Mapping[str, Any], places: Places) -> dict[str, Held]:
     """Return what this rank holds of the tensors of a state dict. Raises: CheckpointError."""
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{name!r} is a {type(value).__name__}, which is no tensor; save it in `extra`")
+            problem = f"{name!r} is a {type(value).__name__}, which is no tensor; save it in `extra`"
+            raise CheckpointError(problem)
     return {name: held_of(name, value, places) for name, value in state.items()}
 
 
@@ -200,11 +203,12 @@ def require_same_names(where: Path, found: Collection[str], wanted: Collection[s
         )
 
 
-def _description(name: str, held: Held) -> tuple[str, list[int]]:
+def _description(name: str, held: Held) -> Kind:
     return dtype_name(name, held.local), list(held.shape)
 
 
 def _saved_bytes(described: Described, name: str) -> int:
     """Return the bytes of a parameter or buffer, and of what the optimizer keeps of it."""
-    saved: Iterable[tuple[str, list[int]]] = [described["weights"][name], *described["state"].get(name, {}).values()]
+    kept = described["state"].get(name, {})
+    saved: Iterable[Kind] = [described["weights"][name], *kept.values()]
     return sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in saved)

@@ -14,7 +14,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from penstock.errors import NotSaved
-from penstock.files import ABANDONED_AFTER_S, PARTIAL_SUFFIX, flush_folder
+from penstock.files import ABANDONED_AFTER_S, PARTIAL_SUFFIX, flush
 
 DAMAGED_SUFFIX = ".damaged"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -54,14 +54,14 @@ class CheckpointFolder:
 
     def announce(self, partial: Path, step: int) -> Path:
         """Give a whole checkpoint its name; what it consists of must be on the disk already. Raises: OSError."""
-        flush_folder(partial)
+        flush(partial)
         path = self.of_step(step)
         if path.exists():
             raise NotSaved(
                 f"{path}: exists already, and a checkpoint is never written over. Remove it, or save in another folder"
             )
         os.rename(partial, path)
-        flush_folder(self.path)
+        flush(self.path)
         return path
 
     def set_aside(self, step: int) -> Path:
@@ -73,7 +73,7 @@ class CheckpointFolder:
             if not (name := path.with_name(f"{path.name}{DAMAGED_SUFFIX}-{number}")).exists()
         )
         os.rename(path, aside)
-        flush_folder(self.path)
+        flush(self.path)
         return aside
 
     def retain(self, saved: int, *, keep_last: int, keep_every: int) -> str:

@@ -26,17 +26,6 @@ from penstock.errors import CheckpointError, warn
 from penstock.pipeline import Pipeline
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The checkpoint that was loaded, the same on every rank."""
-
-    path: Path
-    step: int
-    extra: dict[str, Any]
-    damaged: tuple[str, ...]
-    """Says what is wrong with newer checkpoints, which were left out."""
-
-
 def load_checkpoint(folder: str | Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Load `folder`, or the newest checkpoint `folder/step-N` that verifies; return its `extra`. Every rank calls it.
 
@@ -54,19 +43,21 @@ def load_checkpoint(folder: str | Path, pipeline: Pipeline, optimizer: Optimizer
     if pipeline.control.rank == 0:
         for problem in loaded.damaged:
             warn(f"{problem}. {loaded.path} is loaded instead")
-    return loaded.extra
+    return loaded.manifest.extra
 
 
-def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> Loaded:
-    """Load as `load_checkpoint` does, and say what was loaded. Raises: as `load_checkpoint`."""
+def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> FoundCheckpoint:
+    """Load as `load_checkpoint` does, and say what was loaded, the same on every rank. Raises: as `load_checkpoint`."""
     control, fails_as = pipeline.control, failing_as(CheckpointError)
     found = find_newest(control, folder)
-    reader = _Reader(found, pipeline, optimizer, own_tensors(pipeline))
-    wanted = {name for names in control.together(reader.wanted, fails_as) for name in names}
+    own = own_tensors(pipeline)
+    reader = _Reader(found, pipeline, optimizer, own)
+    everyone = control.together(lambda: list(own.names.values()), fails_as)
+    wanted = {name for names in everyone for name in names}
     control.together(lambda: reader.require_fitting(wanted), fails_as)
     tensors = run_together(control, reader.read, num_bytes=found.manifest.num_bytes, what=str(found.path))
     reader.load(tensors)
-    return Loaded(found.path, found.manifest.step, found.manifest.extra, found.damaged)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +77,8 @@ class OwnTensors:
     def load(self, pipeline: Pipeline, tensors: Mapping[str, Tensor]) -> None:
         """Copy what was read, by its names in files, into the model. Every rank calls it. Raises: PenstockError."""
         current = pipeline.state_dict()
-        pipeline.load_state_dict({name: alike(current[name], tensors[saved]) for name, saved in self.names.items()})
+        own = {name: alike(current[name], tensors[saved]) for name, saved in self.names.items()}
+        pipeline.load_state_dict(own)
 
 
 def own_tensors(pipeline: Pipeline) -> OwnTensors:
@@ -120,10 +112,6 @@ class _Reader:
         self._scalars = _scalars(found.manifest)
         self._names = {id(parameter): name for name, (parameter, _) in self._parameters.items()}
 
-    def wanted(self) -> list[str]:
-        """Return the names that this rank looks for."""
-        return list(self._own.names.values())
-
     def require_fitting(self, wanted: set[str]) -> None:
         """Compare the checkpoint with the model, of which all ranks together want these names; change nothing yet.
 
@@ -131,12 +119,19 @@ class _Reader:
         """
         saved = self._manifest.weights
         require_same_names(self._path, saved, wanted)
-        for name, held in self._own.held.items():
-            _require_alike(self._path, self._own.names[name], saved[self._own.names[name]], held)
+        for own_name, held in self._own.held.items():
+            name = self._own.names[own_name]
+            entry, own = saved[name], (dtype_name(name, held.local), list(held.shape))
+            if own != (entry.dtype, entry.shape):
+                raise CheckpointError(
+                    f"{self._path}: is of another model: {name!r} is {entry.dtype} {tuple(entry.shape)} in it, but "
+                    f"{own[0]} {tuple(own[1])} in the model. {SAME_MODEL}"
+                )
         if self._optimizer is not None:
             require_loadable(self._optimizer, self._manifest.optimizer, self._names, self._path)
         control = self._pipeline.control
-        if (len(self._manifest.random), self._manifest.replicas) == (control.num_ranks, control.places.num_replicas):
+        saved_on = len(self._manifest.random), self._manifest.replicas
+        if saved_on == (control.num_ranks, control.places.num_replicas):
             state = self._manifest.random[control.rank]
             try:
                 self._restore_random = random_state_restorer(state, self._pipeline.device)
@@ -171,7 +166,8 @@ class _Reader:
     def _state(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """Return what the optimizer takes of what was read, as it keeps it, by name of a parameter."""
         saved = self._manifest.optimizer
-        state: dict[str, dict[str, Tensor]] = {name: {} for name in self._parameters if saved and name in saved.state}
+        kept = {} if saved is None else saved.state
+        state: dict[str, dict[str, Tensor]] = {name: {} for name in self._parameters if name in kept}
         for name, key, entry in self._state_entries():
             parameter, held = self._parameters[name]
             tensor = tensors[f"{name}{SEPARATOR}{key}"]
@@ -207,12 +203,3 @@ def _scalars(manifest: Manifest) -> frozenset[str]:
         if not entry.shape
     }
     return frozenset(found | {STEP})
-
-
-def _require_alike(path: Path, name: str, saved: TensorEntry, held: Held) -> None:
-    own = (dtype_name(name, held.local), list(held.shape))
-    if own != (saved.dtype, saved.shape):
-        raise CheckpointError(
-            f"{path}: is of another model: {name!r} is {saved.dtype} {tuple(saved.shape)} in it, but {own[0]} "
-            f"{tuple(own[1])} in the model. {SAME_MODEL}"
-        )

@@ -117,7 +117,28 @@ def read_manifest(folder: Path) -> Manifest:
         raise _without_manifest(folder) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return _parsed(content, path)
+    begin = len(_HEAD) + _DIGEST_CHARACTERS + len(_MIDDLE)
+    digest, body = content[len(_HEAD) : begin - len(_MIDDLE)], content[begin : len(content) - len(_TAIL)]
+    if content != _HEAD + digest + _MIDDLE + body + _TAIL or digest != _digest(body):
+        raise CheckpointError(f"{path}: was changed or damaged, its {DIGEST} is not that of its content")
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict):
+        expected = "an object with the keys of a checkpoint"
+        raise CheckpointError(f"{path}: holds {described(found)}; expected {expected}")
+    if found.get("format") != FORMAT or found.get("version") != FORMAT_VERSION:
+        raise UnreadableFormat(
+            f"{path}: has format {found.get('format')} {found.get('version')}, written by Penstock "
+            f"{found.get('penstock')}; expected {FORMAT} {FORMAT_VERSION}. Load it with the version that wrote it"
+        )
+    try:
+        return Manifest.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path}: {place}: {first['msg']}") from None
 
 
 def _without_manifest(folder: Path) -> CheckpointError:
@@ -134,30 +155,6 @@ def holds_pickles(folder: Path, names: list[str]) -> CheckpointError:
         f"{folder}: holds a pickle ({', '.join(names[:3])}), which could run any code when it is read. Penstock reads "
         "safetensors files only: remove it if it does not belong there, or save its tensors as safetensors"
     )
-
-
-def _parsed(content: bytes, path: Path) -> Manifest:
-    begin = len(_HEAD) + _DIGEST_CHARACTERS + len(_MIDDLE)
-    digest, body = content[len(_HEAD) : begin - len(_MIDDLE)], content[begin : len(content) - len(_TAIL)]
-    if content != _HEAD + digest + _MIDDLE + body + _TAIL or digest != _digest(body):
-        raise CheckpointError(f"{path}: was changed or damaged, its {DIGEST} is not that of its content")
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds {described(found)}; expected an object with the keys of a checkpoint")
-    if found.get("format") != FORMAT or found.get("version") != FORMAT_VERSION:
-        raise UnreadableFormat(
-            f"{path}: has format {found.get('format')} {found.get('version')}, written by Penstock "
-            f"{found.get('penstock')}; expected {FORMAT} {FORMAT_VERSION}. Load it with the version that wrote it"
-        )
-    try:
-        return Manifest.model_validate(found)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path}: {place}: {first['msg']}") from None
 
 
 def _digest(body: bytes) -> bytes:

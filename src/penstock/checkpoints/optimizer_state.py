@@ -34,6 +34,9 @@ class OptimizerContent:
     """All that is no tensor, by name of a parameter."""
 
 
+NO_OPTIMIZER = OptimizerContent("", [], {}, {})
+
+
 def optimizer_content(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerContent:
     """Read an optimizer; `names` are those of the pipeline's parameters, by id.
 
@@ -49,12 +52,13 @@ def optimizer_content(optimizer: Optimizer, names: Mapping[int, str]) -> Optimiz
         content.groups.append(GroupEntry(options=options, parameters=own))
     for number, kept in state["state"].items():
         if not isinstance(number, int):
-            raise CheckpointError(f"{content.name} keeps state of {number!r}, which is no parameter, and is not saved")
+            problem = f"{content.name} keeps state of {number!r}, which is no parameter, and is not saved"
+            raise CheckpointError(problem)
         name = order[number]
-        content.tensors[name] = {key: value.detach() for key, value in kept.items() if isinstance(value, Tensor)}
-        content.values[name] = {
-            key: _plain(value, f"{name}: {key}") for key, value in kept.items() if not isinstance(value, Tensor)
-        }
+        tensors = {key: value.detach() for key, value in kept.items() if isinstance(value, Tensor)}
+        values = {key: value for key, value in kept.items() if key not in tensors}
+        content.tensors[name] = tensors
+        content.values[name] = {key: _plain(value, f"{name}: {key}") for key, value in values.items()}
     return content
 
 
@@ -92,7 +96,16 @@ def require_loadable(
         raise CheckpointError(
             f"{where}: {saved.name} held no parameter {missing[0]!r}; train the same parameters, or pass no optimizer"
         )
-    _require_whole_state(saved, where)
+    # Refuse state in which a parameter lacks what the others of its group have; one without any was never stepped.
+    for group in saved.groups:
+        states = {name: saved.state[name] for name in group.parameters if name in saved.state}
+        keys = {name: {*state.tensors, *state.values} for name, state in states.items()}
+        known = set().union(*keys.values())
+        for name, kept in keys.items():
+            if kept and (lacking := sorted(known - kept)):
+                raise CheckpointError(
+                    f"{where}: the optimizer's state of {name!r} lacks {', '.join(lacking)}, which others have"
+                )
 
 
 def load_optimizer(
@@ -119,33 +132,13 @@ def load_optimizer(
         number: {**saved.state[name].values, **tensors[name]} for number, name in enumerate(order) if name in tensors
     }
     optimizer.load_state_dict({**state, "state": loaded})
-    _undo_casts(optimizer, parameters, loaded)
-
-
-def _undo_casts(optimizer: Optimizer, parameters: Sequence[nn.Parameter], loaded: Mapping[int, dict[str, Any]]) -> None:
-    """torch casts what it loads to the type of the parameter, which may round it."""
+    # torch casts what it loads to the type of the parameter, which may round it.
     for number, kept in loaded.items():
         state = optimizer.state[parameters[number]]
         for key, value in kept.items():
-            if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and state[key].dtype != value.dtype:
+            are_tensors = isinstance(value, Tensor) and isinstance(state.get(key), Tensor)
+            if are_tensors and state[key].dtype != value.dtype:
                 state[key] = value.to(state[key].device, copy=True)
-
-
-def _require_whole_state(saved: OptimizerEntry, where: object) -> None:
-    """Refuse state in which a parameter lacks what the others of its group have; one without any was never stepped."""
-    for group in saved.groups:
-        keys = {name: _keys(saved, name) for name in group.parameters if _keys(saved, name)}
-        known = set().union(*keys.values())
-        for name, own in keys.items():
-            if lacking := sorted(known - own):
-                raise CheckpointError(
-                    f"{where}: the optimizer's state of {name!r} lacks {', '.join(lacking)}, which others have"
-                )
-
-
-def _keys(saved: OptimizerEntry, name: str) -> set[str]:
-    state = saved.state.get(name)
-    return set() if state is None else {*state.tensors, *state.values}
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -18,7 +18,7 @@ from penstock.checkpoints.content import SAME_MODEL, require_same_names
 from penstock.checkpoints.loading import OwnTensors, own_tensors
 from penstock.checkpoints.manifest import read_manifest
 from penstock.checkpoints.shards import pickles_in, read_files, require_file_name, require_regular, shapes_of
-from penstock.checkpoints.verification import candidates, find_newest, newest_readable
+from penstock.checkpoints.verification import candidates, find_newest, newest_readable, size_of
 from penstock.checkpoints.weight_files import INDEX, WHOLE
 from penstock.errors import CheckpointError
 from penstock.pipeline import Pipeline
@@ -42,11 +42,12 @@ def load_weights(path: Path, pipeline: Pipeline) -> Path:
     if candidates(where):
         where = find_newest(control, where).path
     files: dict[str, str] = control.together(lambda: files_of(where), fails_as)[0]
-    wanted = {name for names in control.together(lambda: list(own.names.values()), fails_as) for name in names}
+    everyone = control.together(lambda: list(own.names.values()), fails_as)
+    wanted = {name for names in everyone for name in names}
     found = run_together(
         control,
         lambda: _read(where, files, own, wanted),
-        num_bytes=sum(map(_size, set(files.values()))),
+        num_bytes=size_of(map(Path, set(files.values()))),
         what=str(where),
     )
     own.load(pipeline, found)
@@ -139,8 +140,3 @@ def _require_shape(where: Path, name: str, found: tuple[int, ...], expected: tup
             f"{where}: is of another model or tokenizer: {name!r} has the shape {found}; expected {expected}. "
             f"{SAME_MODEL}"
         )
-
-
-def _size(file: str) -> int:
-    path = Path(file)
-    return path.stat().st_size if path.exists() else 0

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError, NotSaved, hint_of_limit, shortened
-from penstock.files import FULL
+from penstock.files import FULL, flush
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -81,7 +81,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     # One key: the library writes several in an order that changes from process to process.
     save_file(dict(tensors), path, metadata={"format": "pt"})
     path.chmod(mode)
-    flush_file(path)
+    flush(path)
 
 
 @contextmanager
@@ -91,15 +91,6 @@ def naming_file(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise cannot_write(path, error) from error
-
-
-def flush_file(path: Path) -> None:
-    """Have the disk keep a file's content. Raises: OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def cannot_write(path: Path, error: Exception) -> NotSaved:
@@ -172,7 +163,10 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Read some tensors of a file, and no others; of those in `rows` only these. Raises: CheckpointError."""
     with _opened(path) as file:
-        return {name: _read(file, name, rows.get(name)) for name in names}
+        return {
+            name: file.get_slice(name)[rows[name].start : rows[name].stop] if name in rows else file.get_tensor(name)
+            for name in names
+        }
 
 
 def read_files(files: Mapping[str, Path], rows: Mapping[str, range]) -> dict[str, Tensor]:
@@ -182,14 +176,6 @@ def read_files(files: Mapping[str, Path], rows: Mapping[str, range]) -> dict[str
         by_file.setdefault(file, []).append(name)
     parts = (read_tensors(file, names, rows) for file, names in by_file.items())
     return {name: tensor for part in parts for name, tensor in part.items()}
-
-
-def _read(file: Any, name: str, rows: range | None) -> Tensor:
-    if rows is None:
-        whole: Tensor = file.get_tensor(name)
-        return whole
-    some: Tensor = file.get_slice(name)[rows.start : rows.stop]
-    return some
 
 
 def shapes_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -208,23 +194,18 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         require_regular(path)
         with path.open("rb") as file:
-            name = str(path) if _is_utf8(path) else f"/dev/fd/{file.fileno()}"
+            is_utf8 = str(path).encode(errors="ignore").decode() == str(path)
+            name = str(path) if is_utf8 else f"/dev/fd/{file.fileno()}"
             with safe_open(name, framework="pt") as tensors:
                 yield tensors
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as a safetensors file: {error}") from error
 
 
-def _is_utf8(path: Path) -> bool:
-    try:
-        return bool(str(path).encode())
-    except UnicodeEncodeError:
-        return False
-
-
 def pickles_in(folder: Path, known: Iterable[str] = ()) -> list[str]:
     """Return the names of files that are pickles, by their name or first bytes, beside those that are `known`."""
-    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in set(known))
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    names = sorted(files - set(known))
     return [name for name in names if name.endswith(PICKLE_SUFFIXES) or _starts_as_pickle(folder / name)]
 
 

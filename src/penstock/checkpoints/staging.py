@@ -75,6 +75,7 @@ def stage(staging: Staging, pipeline: Pipeline, content: Content, owned: Sequenc
     if places.data is not None:
         parts = [content.part(owned[rank]).values() for rank in places.across]
         wanted = [[held for part in of_rank for held in part.values() if held.rows is not None] for of_rank in parts]
-        targets = [staged[part][name] for part, held in own.items() for name in held if held[name].rows is not None]
+        pairs = [(held, staged[part][name]) for part, several in own.items() for name, held in several.items()]
+        targets = [whole for held, whole in pairs if held.rows is not None]
         exchange_rows(places.data, wanted, targets, pipeline.device)
     return staged

@@ -1,6 +1,6 @@
 """Finding a checkpoint that is as it was written: every byte is read, the work shared by all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +89,8 @@ def find_newest(control: Control, folder: Path) -> FoundCheckpoint:
         UnreadableFormat: the newest is of a newer format, or holds a pickle.
         CheckpointError: none is there, or none verifies: each is named with what is wrong with it.
     """
-    names: list[str] = control.on_rank_0(lambda: list(map(str, candidates(folder))), failing_as(CheckpointError))
+    fails_as = failing_as(CheckpointError)
+    names: list[str] = control.on_rank_0(lambda: list(map(str, candidates(folder))), fails_as)
     if not names:
         raise CheckpointError(f"{folder}: holds no checkpoint; expected folders step-N, each with a {MANIFEST}")
     damaged: list[str] = []
@@ -107,7 +108,8 @@ def _none_verifies(folder: Path, damaged: Sequence[str]) -> str:
     hint = "Put back a copy that is whole, or begin the training anew"
     if len(damaged) == 1:
         return f"{damaged[0]}. {hint}"
-    return "\n  ".join([f"{folder}: none of {len(damaged)} checkpoints is as it was written. {hint}:", *damaged])
+    first = f"{folder}: none of {len(damaged)} checkpoints is as it was written. {hint}:"
+    return "\n  ".join([first, *damaged])
 
 
 def _first_problem(control: Control, path: Path) -> tuple[str, bool]:
@@ -122,16 +124,17 @@ def _first_problem(control: Control, path: Path) -> tuple[str, bool]:
             return f"{path}: cannot be read: {error.strerror or error}", False
         return "", False
 
-    own = run_together(control, check, num_bytes=_size_of(path), what=str(path))
+    own = run_together(control, check, num_bytes=size_of(path.glob("*")), what=str(path))
     everyone = cast(list[tuple[str, bool]], control.all_gather_object(own))
-    found = sorted((not is_final, rank, problem) for rank, (problem, is_final) in enumerate(everyone) if problem)
+    numbered = enumerate(everyone)
+    found = sorted((not is_final, rank, problem) for rank, (problem, is_final) in numbered if problem)
     return (found[0][2], not found[0][0]) if found else ("", False)
 
 
-def _size_of(folder: Path) -> int:
-    """Return how many bytes the files of a folder have; what cannot be read, such as a link to nothing, has none."""
+def size_of(files: Iterable[Path]) -> int:
+    """Return how many bytes files have; what cannot be read, such as a link to nothing, has none."""
     total = 0
-    for file in folder.glob("*"):
+    for file in files:
         with suppress(OSError):
             total += file.stat().st_size
     return total

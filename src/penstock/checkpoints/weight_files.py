@@ -25,7 +25,6 @@ from torch import Tensor
 from penstock.checkpoints.agreement import failing_as, run_together
 from penstock.checkpoints.content import (
     WEIGHTS,
-    Content,
     Described,
     file_name,
     gather_content,
@@ -33,11 +32,11 @@ from penstock.checkpoints.content import (
 )
 from penstock.checkpoints.held import Held
 from penstock.checkpoints.manifest import TensorEntry
-from penstock.checkpoints.shards import flush_file, naming_file, read_tensors, require_visible, write_tensors
+from penstock.checkpoints.shards import naming_file, read_tensors, require_visible, write_tensors
 from penstock.checkpoints.staging import Staging, stage
 from penstock.checkpoints.weight_format import PLAIN, Entries, Unit, WeightFormat
 from penstock.errors import NotSaved
-from penstock.files import PARTIAL_SUFFIX, atomic_file, flush_folder
+from penstock.files import PARTIAL_SUFFIX, atomic_file, flush
 from penstock.pipeline import Pipeline
 
 
@@ -102,7 +101,8 @@ class _Files:
             write_tensors(shard.partial, tensors)
 
     def write_further(self) -> None:
-        saved = {name: entry for shard in self.shards for unit in shard.units for name, entry in unit["saved"].items()}
+        units = [unit for shard in self.shards for unit in shard.units]
+        saved = {name: entry for unit in units for name, entry in unit["saved"].items()}
         with naming_file(self.folder):
             self.format.write_further(self.further, saved)
 
@@ -124,7 +124,10 @@ def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN)
     files = _files(folder, format, units, token)
     num_bytes = sum(shard.num_bytes for shard in files.shards)
     own = [shard for shard in files.shards if shard.rank == control.rank]
-    whole = _whole(pipeline, content, everyone, units)
+    whole: Mapping[str, Tensor] = {}
+    if any(theirs["by_rows"] for theirs in everyone):  # tensors of which each replica holds some rows
+        owned = [frozenset(name for unit in theirs for name in unit["names"]) for theirs in units]
+        whole = stage(Staging(), pipeline, content, owned)[WEIGHTS]
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         return {name: whole[name] if name in whole else _copy(content.weights[name]) for name in names}
@@ -166,14 +169,16 @@ def require_saveable(pipeline: Pipeline) -> int:
 
     Raises: NotSaved, on every rank.
     """
-    entries = {name: entry for theirs in gather_content(pipeline, None)[1] for name, entry in theirs["weights"].items()}
+    _, everyone, _ = gather_content(pipeline, None)
+    entries = {name: entry for theirs in everyone for name, entry in theirs["weights"].items()}
     return sum(map(_num_bytes, PLAIN.units(entries)))
 
 
 def index_bytes(entries: Mapping[str, TensorEntry]) -> bytes:
     """Return the content of an index of these tensors."""
     total = sum(entry.num_bytes for entry in entries.values())
-    index = {"metadata": {"total_size": total}, "weight_map": {name: entry.file for name, entry in entries.items()}}
+    files = {name: entry.file for name, entry in entries.items()}
+    index = {"metadata": {"total_size": total}, "weight_map": files}
     return json.dumps(index, indent=1).encode()
 
 
@@ -202,16 +207,6 @@ def _require_all(format: WeightFormat, units: Sequence[Sequence[Unit]]) -> None:
             makers[name] = unit["names"]
 
 
-def _whole(
-    pipeline: Pipeline, content: Content, everyone: Sequence[Described], units: Sequence[Sequence[Unit]]
-) -> Mapping[str, Tensor]:
-    """Return the tensors that this rank writes, if replicas hold some by their rows; else none."""
-    if not any(theirs["by_rows"] for theirs in everyone):
-        return {}
-    owned = [frozenset(name for unit in theirs for name in unit["names"]) for theirs in units]
-    return stage(Staging(), pipeline, content, owned)[WEIGHTS]
-
-
 def _files(folder: Path, format: WeightFormat, units: Sequence[Sequence[Unit]], token: str) -> _Files:
     """Return the files of all ranks, the same on every rank; `units` are those of each."""
     found: list[tuple[int, list[Unit]]] = []
@@ -237,7 +232,8 @@ def _files(folder: Path, format: WeightFormat, units: Sequence[Sequence[Unit]], 
 
 
 def _entries(unit: Unit, file: str) -> dict[str, TensorEntry]:
-    return {name: TensorEntry(dtype=dtype, shape=shape, file=file) for name, (dtype, shape) in unit["saved"].items()}
+    kinds = unit["saved"].items()
+    return {name: TensorEntry(dtype=dtype, shape=shape, file=file) for name, (dtype, shape) in kinds}
 
 
 def _num_bytes(unit: Unit) -> int:
@@ -259,7 +255,7 @@ def _publish(files: _Files) -> None:
     whole, index = folder / whole_name(stem), folder / index_name(stem)
     with naming_file(whole if names == {whole} else index):
         for path in sorted(files.further.glob("*")):
-            flush_file(path)
+            flush(path)
             os.replace(path, folder / path.name)
         if names == {whole}:
             _merge(whole, files)
@@ -269,7 +265,7 @@ def _publish(files: _Files) -> None:
         for path in (whole, *folder.glob(f"{stem}-*-of-*.safetensors"), index):
             if path not in names:
                 path.unlink(missing_ok=True)
-        flush_folder(folder)
+        flush(folder)
 
 
 def _merge(path: Path, files: _Files) -> None:
@@ -289,7 +285,7 @@ def _rename(files: _Files) -> None:
         (folder / name).unlink(missing_ok=True)  # readers look for these: no mixture of files is ever read
     for shard in files.shards:
         os.replace(shard.partial, shard.path)
-    flush_folder(folder)
+    flush(folder)
     entries = {name: entry for shard in files.shards for name, entry in shard.entries.items()}
     with atomic_file(folder / index_name(stem)) as file:
         file.write(index_bytes(entries))

@@ -8,14 +8,14 @@ blocks.3.norm.weight              one name             the same                 
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 from torch import Tensor
 
-from penstock.checkpoints.content import WEIGHTS
+from penstock.checkpoints.content import WEIGHTS, Kind
 
-Entries = Mapping[str, tuple[str, list[int]]]
-"""The type, as safetensors files call it, and the shape of tensors by name."""
+Entries = Mapping[str, Kind]
+"""The type and the shape of tensors by name."""
 
 
 class Unit(TypedDict):
@@ -23,46 +23,31 @@ class Unit(TypedDict):
 
     names: list[str]
     """In the pipeline."""
-    saved: dict[str, tuple[str, list[int]]]
+    saved: dict[str, Kind]
     """Type and shape by name in the file."""
 
 
-class WeightFormat(Protocol):
-    """Names of files and tensors."""
+class WeightFormat:
+    """Names of files and tensors: the pipeline's own, and nothing but weights. Other formats override what differs."""
 
     @property
     def stem(self) -> str:
         """The names of the files begin with it, as in STEM.safetensors."""
+        return WEIGHTS
 
     def units(self, tensors: Entries) -> list[Unit]:
         """Return what is saved of the tensors that a rank holds. Raises: CheckpointError."""
+        return [Unit(names=[name], saved={name: entry}) for name, entry in tensors.items()]
 
     def require_all(self, names: Collection[str]) -> None:
         """Refuse what all ranks hold together where something is missing. Raises: CheckpointError."""
 
     def convert(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the tensors in the file of one unit, by their names there."""
+        return tensors
 
     def write_further(self, folder: Path, saved: Entries) -> None:
         """Make the folder and write what belongs to these weights into it; or do nothing. Raises: OSError, NotSaved."""
 
 
-class PlainFormat:
-    """The pipeline's own names; nothing but weights."""
-
-    stem = WEIGHTS
-
-    def units(self, tensors: Entries) -> list[Unit]:
-        return [Unit(names=[name], saved={name: entry}) for name, entry in tensors.items()]
-
-    def require_all(self, names: Collection[str]) -> None:
-        pass
-
-    def convert(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return tensors
-
-    def write_further(self, folder: Path, saved: Entries) -> None:
-        pass
-
-
-PLAIN = PlainFormat()
+PLAIN = WeightFormat()

@@ -13,6 +13,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ from penstock.checkpoints.random_state import random_state
 from penstock.checkpoints.shards import (
     FileEntry,
     cannot_write,
-    flush_file,
     naming_file,
     record_of,
     require_visible,
@@ -53,6 +53,7 @@ from penstock.checkpoints.verification import verify
 from penstock.checkpoints.weight_files import INDEX, index_bytes
 from penstock.errors import CheckpointError, NotSaved, PipelineError, described, warn
 from penstock.execute.control.long_work import run_in_thread, wait_together
+from penstock.files import flush
 from penstock.pipeline import Pipeline
 from penstock.version import VERSION
 
@@ -111,12 +112,10 @@ class CheckpointWriter:
         owned = owned_names(everyone)
         staged = stage(self._staging, self._pipeline, content, owned)
         partial = Path(control.on_rank_0(lambda: self._begin(step), _AS_NOT_SAVED))
-        save = _Save(partial, step, self._staging.num_bytes)
-        save.written = run_in_thread(lambda: _write_files(partial, staged, control.rank, control.num_ranks))
-        if control.rank == 0:
-            random = [state for *_, state in others]
-            save.manifest = self._manifest(everyone, owned, step=step, extra=given, random=random)
-        self._save = save
+        written = run_in_thread(lambda: _write_files(partial, staged, control.rank, control.num_ranks))
+        own = {"step": step, "extra": given, "random": [state for *_, state in others]}
+        manifest = self._manifest(everyone, owned, **own) if control.rank == 0 else None
+        self._save = _Save(partial, step, self._staging.num_bytes, written, manifest)
         if not self._is_asynchronous:
             self.finish()
 
@@ -189,17 +188,14 @@ class CheckpointWriter:
             raise cannot_write(Path(error.filename or path), error) from error
         # The new one is whole, so an old one that cannot be removed is no reason to end a training.
         problem = self.folder.retain(save.step, **self._keep)
-        kept = f"{problem}. It stays; later saves try again, and warn no more. Remove it yourself" if problem else ""
-        return {"kept": kept, "later": self._later_than(save.step)}
-
-    def _later_than(self, step: int) -> str:
-        newest = max(self.folder.steps(), default=step)
-        if newest <= step:
-            return ""
-        return (
-            f"{self.folder.of_step(newest)} is of a later step than {step}, which is saved now, and will be loaded "
-            "instead of it. Remove the later ones, or save in another folder"
-        )
+        kept = problem and f"{problem}. It stays; later saves try again, and warn no more. Remove it yourself"
+        newest, later = max(self.folder.steps(), default=save.step), ""
+        if newest > save.step:
+            later = (
+                f"{self.folder.of_step(newest)} is of a later step than {save.step}, which is saved now, and will be "
+                "loaded instead of it. Remove the later ones, or save in another folder"
+            )
+        return {"kept": kept, "later": later}
 
     def _warn(self, found: Mapping[str, str]) -> None:
         """Warn of each sort once."""
@@ -226,24 +222,29 @@ class CheckpointWriter:
             ranks=len(everyone),
             replicas=self._pipeline.num_replicas,
             schedule=self._pipeline.schedule.name,
-            weights=_weights_entries(everyone, owned),
+            weights={
+                name: TensorEntry(dtype=dtype, shape=shape, file=file_name(WEIGHTS, rank, len(everyone)))
+                for rank, theirs in enumerate(everyone)
+                for name, (dtype, shape) in theirs["weights"].items()
+                if name in owned[rank]
+            },
             optimizer=_optimizer_entry(everyone, owned),
             files={},
             **own,
         )
 
 
+@dataclass(slots=True, eq=False)
 class _Save:
     """One checkpoint in flight, on one rank."""
 
-    def __init__(self, partial: Path, step: int, num_bytes: int) -> None:
-        self.partial = partial
-        self.step = step
-        self.num_bytes = num_bytes
-        self.written: Future[Files] = Future()
-        self.announced: Future[dict[str, str]] | None = None
-        self.manifest: Manifest | None = None
-        """On rank 0, without the files."""
+    partial: Path
+    step: int
+    num_bytes: int
+    written: Future[Files]
+    manifest: Manifest | None
+    """On rank 0, without the files."""
+    announced: Future[dict[str, str]] | None = None
 
     @property
     def current(self) -> Future[Any]:
@@ -262,26 +263,13 @@ class _Save:
 
 
 def _write_files(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: int, num_ranks: int) -> Files:
-    files: Files = {}
-    for part, tensors in parts.items():
-        if tensors:
-            name = file_name(part, rank, num_ranks)
-            files[name] = write_shard(folder / name, tensors).model_dump()
-    return files
+    names = {file_name(part, rank, num_ranks): tensors for part, tensors in parts.items() if tensors}
+    return {name: write_shard(folder / name, tensors).model_dump() for name, tensors in names.items()}
 
 
 def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    flush_file(path)
-
-
-def _weights_entries(everyone: Sequence[Described], owned: Sequence[frozenset[str]]) -> dict[str, TensorEntry]:
-    return {
-        name: TensorEntry(dtype=dtype, shape=shape, file=file_name(WEIGHTS, rank, len(everyone)))
-        for rank, theirs in enumerate(everyone)
-        for name, (dtype, shape) in theirs["weights"].items()
-        if name in owned[rank]
-    }
+    flush(path)
 
 
 def _optimizer_entry(everyone: Sequence[Described], owned: Sequence[frozenset[str]]) -> OptimizerEntry | None:
@@ -307,7 +295,8 @@ def _json_of(extra: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(extra, sort_keys=True)
     except (TypeError, ValueError) as error:
-        raise NotSaved(f"`extra` is not JSON: {error}. Save tensors with the model, and the rest as text") from error
+        problem = f"`extra` is not JSON: {error}. Save tensors with the model, and the rest as text"
+        raise NotSaved(problem) from error
     if not _has_text_keys(extra):
         raise NotSaved("`extra` has a key that is not text, which JSON turns into text; convert it before")
     return text

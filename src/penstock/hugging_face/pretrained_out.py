@@ -23,7 +23,7 @@ from penstock.checkpoints.pretrained import files_of, find_weights
 from penstock.checkpoints.shards import DTYPE_NAMES, DTYPES, read_tensors, shapes_of
 from penstock.checkpoints.verification import newest_readable, verify
 from penstock.checkpoints.weight_files import save_tensors, save_weights
-from penstock.checkpoints.weight_format import Entries, Unit
+from penstock.checkpoints.weight_format import Entries, Unit, WeightFormat
 from penstock.errors import CheckpointError, NotSaved, nearest
 from penstock.files import naming_storage
 from penstock.hugging_face.undocumented import is_quantized, reverted, tied_names, unsaved_names
@@ -95,7 +95,7 @@ def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PretrainedFormat:
+class PretrainedFormat(WeightFormat):
     """The files of a transformers model."""
 
     model: Any

@@ -9,32 +9,32 @@ that were launched before it that they are over.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.collectives import GATHERS, JOINS_RANKS, REDUCES_REPLICAS
 from penstock.ir.deps import NONE, predecessors
+from penstock.ir.hot import Int32s, Int64s
 from penstock.ir.operations import IS_COMPUTE, IS_COPY, IS_RECEIVE
 from penstock.ir.program import Program
 
 
-def receive_of_row(program: Program, before: NDArray[np.int32]) -> NDArray[np.int32]:
+def receive_of_row(program: Program, before: Int32s) -> Int32s:
     """[num_rows] the receive whose message a computation waits for; `before` is column 0 of its predecessors."""
     is_awaiting = IS_COMPUTE[program.op] & (before != NONE)
     is_awaiting[is_awaiting] = IS_RECEIVE[program.op[before[is_awaiting]]]
     return np.where(is_awaiting, before, np.int32(NONE))
 
 
-def launched_before(program: Program) -> list[NDArray[np.int64]]:
+def launched_before(program: Program) -> list[Int64s]:
     """[num_rows] each, what rows wait for that runs beside the computations: gathers and reductions, then reloads."""
     return [collective_of_row(program), *([reload_of_row(program)] if len(program.rows_of(IS_COPY)) else [])]
 
 
-def collective_of_row(program: Program) -> NDArray[np.int64]:
+def collective_of_row(program: Program) -> Int64s:
     """[num_rows] what a row waits for among the replicas: a computation for a gather, a collective for a reduction."""
     return np.maximum(gather_of_row(program), reduction_of_row(program))  # no row waits for both
 
 
-def gather_of_row(program: Program) -> NDArray[np.int64]:
+def gather_of_row(program: Program) -> Int64s:
     """[num_rows] the gather that a computation waits for, the last one before the first of its unit behind it."""
     found = np.full(program.num_rows, NONE, np.int64)
     gathers = program.rows_of(GATHERS)
@@ -53,19 +53,20 @@ def gather_of_row(program: Program) -> NDArray[np.int64]:
     return found
 
 
-def reduction_of_row(program: Program) -> NDArray[np.int64]:
+def reduction_of_row(program: Program) -> Int64s:
     """[num_rows] the last reduction over replicas that a row which joins ranks of the pipeline waits for."""
     found = np.full(program.num_rows, NONE, np.int64)
     joins, reductions = program.rows_of(JOINS_RANKS), program.rows_of(REDUCES_REPLICAS)
     if not len(joins) or not len(reductions):
         return found
-    last = np.append(reductions, NONE)[np.searchsorted(reductions, joins) - 1]  # NONE where there is none before
+    number = np.searchsorted(reductions, joins) - 1
+    last = np.append(reductions, NONE)[number]  # NONE where there is none before
     begin = np.maximum(program.offsets[program.rank_of_row[joins]], np.append(0, joins[:-1]))
     found[joins] = np.where(last >= begin, last, NONE)
     return found
 
 
-def reload_of_row(program: Program) -> NDArray[np.int64]:
+def reload_of_row(program: Program) -> Int64s:
     """[num_rows] the row that has brought back what a computation reads."""
     found = np.full(program.num_rows, NONE, np.int64)
     for before in predecessors(program).T:

@@ -14,14 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.ir.hot import blocks
+from penstock.ir.hot import Int32s, Int64s, blocks
 from penstock.ir.operations import MESSAGES, OPERATIONS, At, Lane, Op, Read, exclusive, makers, peer_at
 from penstock.ir.table import Table
 from penstock.placement import Placement
 
-Cells = NDArray[np.int64]
 NUM_PREDECESSORS = 3
 NONE = -1
 """Stands for "no such row" in tables of rows."""
@@ -39,7 +37,7 @@ class RowIndex:
 
     table: Table
     planes: tuple[Op, ...]
-    rows: NDArray[np.int32]
+    rows: Int32s
     """The planes that have rows one after the other, and a last cell that is `NONE`."""
 
     @property
@@ -51,7 +49,7 @@ class RowIndex:
         """The last cell of all."""
         return len(self.rows) - 1
 
-    def plane(self, op: Op) -> NDArray[np.int32]:
+    def plane(self, op: Op) -> Int32s:
         """[num_stages, num_microbatches, num_slices] the rows of an operation and of those that exclude it."""
         if exclusive(op) not in self.planes:
             return np.full(self.shape, NONE, np.int32)
@@ -59,7 +57,7 @@ class RowIndex:
         begin = self.planes.index(exclusive(op)) * size
         return self.rows[begin : begin + size].reshape(self.shape)
 
-    def lookup(self, planes: dict[Op, tuple[Op, NDArray[np.int64]]]) -> Cells:
+    def lookup(self, planes: dict[Op, tuple[Op, Int64s]]) -> Int64s:
         """[num_ops, num_stages] the first cell of the plane and stage that an operation looks at; else the last."""
         first = np.full((len(Op), self.table.num_stages), self.end, np.int64)
         per_stage = self.table.num_microbatches * self.table.num_slices
@@ -69,10 +67,10 @@ class RowIndex:
             first[op, is_there] = (offset + stages[is_there]) * per_stage
         return first.reshape(-1)
 
-    def cells(self, lookup: Cells, part: slice, slice_shift: int = 0) -> Cells:
+    def cells(self, lookup: Int64s, part: slice, slice_shift: int = 0) -> Int64s:
         """[num_rows] the cells of a block of rows; the last cell of all for none."""
         table, num_slices = self.table, self.table.num_slices
-        found: Cells = lookup.take(table.op[part].astype(np.intp) * table.num_stages + table.stage[part])
+        found: Int64s = lookup.take(table.op[part].astype(np.intp) * table.num_stages + table.stage[part])
         if num_slices == 1:
             found += table.microbatch[part]
         else:
@@ -100,7 +98,7 @@ def index_rows(table: Table) -> RowIndex:
     return index
 
 
-def predecessors(table: Table) -> NDArray[np.int32]:
+def predecessors(table: Table) -> Int32s:
     """Return [num_rows, 3] the rows that each row waits for, `NONE` where there are fewer.
 
     Column 0 is where the data comes from, column 1 the saved activation (or earlier slice), column 2 the later slice.
@@ -123,7 +121,7 @@ class _Source:
 
     column: int
     slice_shift: int
-    lookup: Cells
+    lookup: Int64s
 
 
 SLICE_SHIFT = {At.EARLIER_SLICE: -1, At.LATER_SLICE: 1}
@@ -137,7 +135,7 @@ def _sources(table: Table, index: RowIndex) -> Iterator[_Source]:
     # or the slices end, the cell is the last one, which holds NONE. Of operations that exclude each other (B and I)
     # one plane has the row that is there. Where two rows could have made a value, both are looked up, the preferred
     # one last, and it overwrites the other if it is there: a receive that of the maker, R that of F.
-    found: dict[tuple[int, int, int], dict[Op, tuple[Op, NDArray[np.int64]]]] = {}
+    found: dict[tuple[int, int, int], dict[Op, tuple[Op, Int64s]]] = {}
     reads = [(op, read) for op in table.ops for read in OPERATIONS[op].reads]
     for op, read in reads:
         # With one slice there is no earlier or later slice to wait for. Preferences are negated, since sources are
@@ -164,7 +162,7 @@ def _places(op: Op, read: Read) -> Iterator[tuple[Op, At]]:
     yield from dict.fromkeys((exclusive(maker), read.at) for maker in makers(read.value))
 
 
-def stages_at(placement: Placement, at: At) -> NDArray[np.int64]:
+def stages_at(placement: Placement, at: At) -> Int64s:
     """[num_stages] per stage the one upstream or downstream of it, or itself; `NONE` where a route ends."""
     if at is At.UPSTREAM:
         return np.array(placement.previous_stage, np.int64)
@@ -173,7 +171,7 @@ def stages_at(placement: Placement, at: At) -> NDArray[np.int64]:
     return np.arange(placement.num_stages)
 
 
-def peers_of_messages(placement: Placement) -> NDArray[np.int32]:
+def peers_of_messages(placement: Placement) -> Int32s:
     """[num_ops, num_stages] the stage at the other end of a stage's message, `NONE` where there is none."""
     peers = np.full((len(Op), placement.num_stages), NONE, np.int32)
     for ends in MESSAGES.values():
@@ -182,7 +180,7 @@ def peers_of_messages(placement: Placement) -> NDArray[np.int32]:
     return peers
 
 
-def identities(table: Table) -> NDArray[np.int32]:
+def identities(table: Table) -> Int32s:
     """[num_rows] a number for each (stage, microbatch, slice), below `num_identities`."""
     result = np.empty(table.num_rows, np.int32)
     for part in blocks(table.num_rows):
@@ -190,7 +188,7 @@ def identities(table: Table) -> NDArray[np.int32]:
     return result
 
 
-def identities_of(table: Table, part: slice) -> NDArray[np.int32]:
+def identities_of(table: Table, part: slice) -> Int32s:
     """Return `identities` for some rows."""
     identity = table.stage[part] * np.int32(table.num_microbatches)
     identity += table.microbatch[part]
@@ -205,7 +203,7 @@ def num_identities(table: Table) -> int:
     return table.num_stages * table.num_microbatches * table.num_slices
 
 
-def deciding(before: NDArray[np.int32]) -> NDArray[np.int32]:
+def deciding(before: Int32s) -> Int32s:
     """Return those columns of `predecessors` that decide when a row can start; the first may be all that matters.
 
     The others, saved activations and other slices, are of the same rank: where they are earlier, its order is enough.

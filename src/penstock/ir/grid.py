@@ -10,7 +10,6 @@ be wrapped into blocks, each with the labels of all ranks; lines that begin with
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -49,46 +48,22 @@ class _Row:
     line: int
     words: list[_Word]
 
-    @property
-    def actions(self) -> list[_Word]:
-        return [word for word in self.words if word.text not in (IDLE, GOES_ON)]
 
-
-def to_grid(
-    table: Schedule | Program,
-    marks: Mapping[tuple[int, int], str] | None = None,
-    *,
-    timed: bool = True,
-    window: tuple[int, int] | None = None,
-) -> str:
+def to_grid(table: Schedule | Program, *, timed: bool = True) -> str:
     """Draw a table, without a newline at the end.
 
-    Schedules are drawn in time unless `timed` is False or the order cannot run; programs are always plain. `marks` puts
-    `^ text` under cells: (rank, cell of that rank) -> text, where a pair is one cell. `window` (begin, end) restricts
-    the columns; `...` shows where something is cut off.
+    Schedules are drawn in time unless `timed` is False or the order cannot run; programs are always plain.
     """
-    cells = [[cell.removesuffix(PAIR_SUFFIX) for cell in row] for row in cells_of(table)]
+    rows = [[cell.removesuffix(PAIR_SUFFIX) for cell in row] for row in cells_of(table)]
     columns = _start_columns(table) if timed and isinstance(table, Schedule) else None
-    if columns is None:
-        columns = [list(range(len(row))) for row in cells]
-        rows = cells
-    else:
-        rows = [_in_time(row, where) for row, where in zip(cells, columns, strict=True)]
-    begin, end = window or (0, max(map(len, rows)))
-    width = max((len(cell) for row in rows for cell in row[begin:end]), default=1)
+    if columns is not None:
+        rows = [_in_time(row, where) for row, where in zip(rows, columns, strict=True)]
+    width = max((len(cell) for row in rows for cell in row), default=1)
     label = len(f"rank {table.num_ranks - 1}: ")
-
-    lines = []
-    for rank, row in enumerate(rows):
-        shown = [CUT.ljust(width)] * (begin > 0) + [cell.ljust(width) for cell in row[begin:end]]
-        head = f"rank {rank}:".ljust(label)
-        lines.append((head + " ".join(shown + [CUT] * (len(row) > end))).rstrip())
-        for position, text in sorted((place[1], text) for place, text in (marks or {}).items() if place[0] == rank):
-            column = columns[rank][position] if position < len(columns[rank]) else len(row)
-            if begin <= column <= end:
-                left = label + (column - begin + (begin > 0)) * (width + 1)
-                lines.append(" " * left + f"{MARK} {text}")
-    return "\n".join(lines)
+    lines = [
+        f"rank {rank}:".ljust(label) + " ".join(cell.ljust(width) for cell in row) for rank, row in enumerate(rows)
+    ]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def grid_columns(table: Schedule | Program) -> int:
@@ -114,10 +89,11 @@ def from_grid(text: str, *, file: str = "<text>", name: str = "from a grid") -> 
     """
     rows = _read_rows(text, file)
     if not rows:
-        raise FormatError("the drawing is empty; expected one line of actions per rank, such as 0F0 0B0", file=file)
+        problem = "the drawing is empty; expected one line of actions per rank, such as 0F0 0B0"
+        raise FormatError(problem, file=file)
     for row in rows:
         _require_whole(row, file)
-    places = [row.actions for row in rows]
+    places = [[word for word in row.words if word.text not in (IDLE, GOES_ON)] for row in rows]
 
     def fail(problem: str, rank: int, cell: int, offset: int) -> FormatError:
         if cell >= len(places[rank]):
@@ -127,10 +103,8 @@ def from_grid(text: str, *, file: str = "<text>", name: str = "from a grid") -> 
 
     cells = parse_cells(([_whole(word.text) for word in words] for words in places), fail)
     layout = infer_layout(cells, fail)
-    place = cells.communication()
-    if place is not None:
-        raise fail("a drawing of a program cannot be read; expected actions alone", *place)
-    return Schedule(name=name, **layout, **cells.columns())
+    columns = cells.actions(fail, "a drawing of a program cannot be read; expected actions alone")
+    return Schedule(name=name, **layout, **columns)
 
 
 def _start_columns(schedule: Schedule) -> list[list[int]] | None:
@@ -138,11 +112,10 @@ def _start_columns(schedule: Schedule) -> list[list[int]] | None:
     times = walk_untimed(schedule, predecessors(schedule))
     if not times.is_complete:
         return None
-    is_cell = ~np.concatenate([[False], schedule.joined[:-1]]) if schedule.num_actions else schedule.joined
+    is_cell = ~np.append(False, schedule.joined)[:-1]
     columns = []
-    for rank in range(schedule.num_ranks):
-        rows = np.arange(schedule.offsets[rank], schedule.offsets[rank + 1])
-        starts = times.start[rows[is_cell[rows]]].astype(int).tolist()
+    for rows in schedule.ranks:
+        starts = times.start[rows][is_cell[rows]].astype(int).tolist()
         columns.append([*starts, int(times.end[rows].max(initial=0))])
     return columns
 
@@ -180,7 +153,8 @@ def _read_rows(text: str, file: str) -> list[_Row]:
         elif num_blocks == 1:
             rows.append(_Row(number, words))
         else:
-            raise FormatError(f"rank {rank} is in no block above; expected {rank} ranks", file=file, line=number)
+            problem = f"rank {rank} is in no block above; expected {rank} ranks"
+            raise FormatError(problem, file=file, line=number)
     if rank < len(rows) - 1:
         problem = f"block {num_blocks} ends with rank {rank}; expected all of the {len(rows)} ranks"
         raise FormatError(problem, file=file, line=text.count("\n") + 1)

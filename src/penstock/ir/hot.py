@@ -25,6 +25,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+Array = NDArray[Any]
+Bools = NDArray[np.bool_]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+"""Columns, by the type of what they hold."""
+
 COMPILE_ABOVE_ROWS = 60_000
 BLOCK_ROWS = 1 << 16
 """Intermediate columns of so many rows stay in a processor's cache, and never add up to the size of a table."""
@@ -69,7 +75,7 @@ class Hot:
         return self._compiled[types](*columns)
 
 
-def frozen(column: NDArray[Any]) -> NDArray[Any]:
+def frozen(column: Array) -> Array:
     """Return a view that cannot be written: a loop is compiled anew for each mix of columns that can and cannot."""
     view = column.view()
     view.flags.writeable = False

@@ -17,14 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
+from penstock.ir.hot import Int32s
 
 Ints = NDArray[np.integer[Any]]
 
 
-def in_turn(turn: Ints, local_stage: Ints, microbatch: Ints, num_warmup: int) -> NDArray[np.int32]:
+def in_turn(turn: Ints, local_stage: Ints, microbatch: Ints, num_warmup: int) -> Int32s:
     """Return [2 num_forwards, 3] kind, local stage and microbatch of a rank, given the turn of each forward."""
     kind = np.repeat([Kind.FORWARD, Kind.BACKWARD], len(turn))
     stage = np.concatenate([local_stage, local_stage.max() - local_stage])
     rows = np.column_stack([kind, stage, np.tile(microbatch, 2)]).astype(np.int32)
-    place = np.concatenate([np.where(turn < num_warmup, turn, 2 * turn - num_warmup), 2 * turn + num_warmup + 1])
+    forward, backward = np.where(turn < num_warmup, turn, 2 * turn - num_warmup), 2 * turn + num_warmup + 1
+    place = np.concatenate([forward, backward])
     return rows[np.argsort(place, kind="stable")]

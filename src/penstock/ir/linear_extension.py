@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.deps import deciding
+from penstock.ir.hot import Array, Int32s, Int64s
 from penstock.ir.operations import OPERATIONS, Op
 from penstock.ir.table import Table
 from penstock.ir.walk import Walk, walk
@@ -19,7 +20,7 @@ Starts = NDArray[np.unsignedinteger[Any]]
 UNITS = np.array([OPERATIONS[op].units for op in Op], np.int8)
 
 
-def walk_untimed(table: Table, predecessors: NDArray[np.int32]) -> Walk:
+def walk_untimed(table: Table, predecessors: Int32s) -> Walk:
     """Run a table of actions alone, each as early as possible."""
     return walk(table.offsets, deciding(predecessors), table.joined, UNITS[table.op])
 
@@ -30,14 +31,14 @@ def whole_starts(walked: Walk) -> Starts:
     return walked.start.astype(np.uint16 if last <= np.iinfo(np.uint16).max else np.uint32)
 
 
-def linear_extension(start: Starts) -> NDArray[np.int64]:
+def linear_extension(start: Starts) -> Int64s:
     """[num_rows] the rows by start, then rank, then position."""
     # Rows are stored rank after rank, so a stable sort breaks ties by rank. Numpy sorts 16-bit numbers in linear time,
     # others by merging sorted runs.
     return np.argsort(start, kind="stable")
 
 
-def order_by_ends(table: Table, start: Starts, makers: NDArray[Any]) -> NDArray[np.int64]:
+def order_by_ends(table: Table, start: Starts, makers: Array) -> Int64s:
     """[num_rows + num_messages] the rows of a table of actions at their starts, and messages where their makers end.
 
     Message n, which the row `makers[n]` makes, is number num_rows + n; messages that leave together keep their order.

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.collectives import GATHERS
 from penstock.ir.deps import NONE
+from penstock.ir.hot import Array, Bools, Int64s
 from penstock.ir.keeps import keeps
 from penstock.ir.operations import NAMES_MICROBATCH, NUM_OPS, OPERATIONS, Size, Value
 from penstock.ir.program import Program
@@ -41,7 +42,6 @@ from penstock.ir.table import Table
 from penstock.ir.whole import is_sharded, sums_of_units, whole_gradients
 from penstock.placement import Placement, stages_without_copies
 
-Counts = NDArray[np.int64]
 _SIZES = ("activation", "weight_context", "checkpoint", "message", "static", "weights", "gradient")
 
 
@@ -49,17 +49,17 @@ _SIZES = ("activation", "weight_context", "checkpoint", "message", "static", "we
 class StageBytes:
     """[num_stages] bytes of what one microbatch (or slice) leaves on each stage, and of what is always there."""
 
-    activation: Counts
-    weight_context: Counts
+    activation: Int64s
+    weight_context: Int64s
     """Of the tensors saved for wgrad."""
-    checkpoint: Counts
+    checkpoint: Int64s
     """Of the inputs that a forward keeps which runs again."""
-    message: Counts
+    message: Int64s
     """Of the stage's output, and of its gradient."""
-    static: Counts
-    weights: Counts
+    static: Int64s
+    weights: Int64s
     """Of the whole weights of a stage that is sharded, while they are gathered."""
-    gradient: Counts
+    gradient: Int64s
     """Of its whole gradients, from its first backward to their reduction."""
     microbatch_factor: NDArray[np.float64] | None = None
     """[num_microbatches] how many times these bytes the values of each have; None: once."""
@@ -69,11 +69,10 @@ class StageBytes:
     @classmethod
     def of(cls, num_stages: int, **known: Any) -> "StageBytes":
         """Take what is known, an entry per stage or one for all; the rest has no bytes."""
-
         found: dict[str, Any] = {name: np.full(num_stages, known.get(name, 0), np.int64) for name in _SIZES}
         return cls(**found)
 
-    def static_of_ranks(self, placement: Placement) -> Counts:
+    def static_of_ranks(self, placement: Placement) -> Int64s:
         """[num_ranks] what each rank always holds; the copies of a stage on one rank are one module, and count once."""
         found = np.zeros(placement.num_ranks, np.int64)
         ranks, stages = np.array(placement.rank_of_stage), stages_without_copies(placement)
@@ -81,22 +80,17 @@ class StageBytes:
         return found
 
 
-def live_activations(table: Table) -> Counts:
-    """[num_rows] activations of one stage and microbatch (or slice) that the row's rank holds while the row runs."""
-    return live_bytes(table, one_each(table))
-
-
-def live_bytes(table: Table, sizes: StageBytes) -> Counts:
+def live_bytes(table: Table, sizes: StageBytes) -> Int64s:
     """[num_rows] bytes that the row's rank holds while the row runs, without what is static."""
-    return np.concatenate(list(_live_by_rank(table, sizes)))
+    return np.concatenate([live for live, _ in _levels_by_rank(table, sizes)])
 
 
-def left_bytes(table: Table, sizes: StageBytes) -> Counts:
+def left_bytes(table: Table, sizes: StageBytes) -> Int64s:
     """[num_rows] bytes that the row's rank still holds once the row has ended; in a pair, once both have."""
     return np.concatenate([left for _, left in _levels_by_rank(table, sizes)])
 
 
-def changes_of_rows(table: Table, sizes: StageBytes) -> tuple[Counts, Counts]:
+def changes_of_rows(table: Table, sizes: StageBytes) -> tuple[Int64s, Int64s]:
     """[num_rows] bytes that a row adds to its rank at its start, and [num_rows] that it frees at its end.
 
     Gradients of sharded units are left out; where two rows run together, each has its own.
@@ -112,7 +106,7 @@ def peak_activations(table: Table) -> list[int]:
 
 def peak_bytes(table: Table, sizes: StageBytes) -> list[int]:
     """Per rank, the largest value of `live_bytes`, without the column itself."""
-    return _peaks(_live_by_rank(table, sizes))
+    return _peaks(live for live, _ in _levels_by_rank(table, sizes))
 
 
 def peak_host_bytes(table: Table, sizes: StageBytes) -> list[int]:
@@ -122,7 +116,7 @@ def peak_host_bytes(table: Table, sizes: StageBytes) -> list[int]:
     return _peaks(live for live, _ in _levels_by_rank(table, sizes, on_host=True))
 
 
-def peak_alive(table: Table, taken: NDArray[Any], freed: NDArray[Any]) -> list[int]:
+def peak_alive(table: Table, taken: Array, freed: Array) -> list[int]:
     """Per rank, the most that is alive at once of what rows take at their start and free at their end."""
     return _peaks(
         _alive(table.joined[part], taken[part].astype(np.int64), freed[part].astype(np.int64)) for part in table.ranks
@@ -134,15 +128,11 @@ def one_each(table: Table) -> StageBytes:
     return StageBytes.of(table.num_stages, activation=1, weight_context=1)
 
 
-def _peaks(live_by_rank: Iterable[Counts]) -> list[int]:
+def _peaks(live_by_rank: Iterable[Int64s]) -> list[int]:
     return [int(live.max(initial=0)) for live in live_by_rank]
 
 
-def _live_by_rank(table: Table, sizes: StageBytes) -> Iterator[Counts]:
-    return (live for live, _ in _levels_by_rank(table, sizes))
-
-
-def _levels_by_rank(table: Table, sizes: StageBytes, *, on_host: bool = False) -> Iterator[tuple[Counts, Counts]]:
+def _levels_by_rank(table: Table, sizes: StageBytes, *, on_host: bool = False) -> Iterator[tuple[Int64s, Int64s]]:
     """Per rank, all that is alive while each row runs, and all that is left after it."""
     gradients = _gradients(table, sizes) if isinstance(table, Program) and not on_host else None
     changes = _changes_by_rank(table, sizes, on_host=on_host)
@@ -153,7 +143,7 @@ def _levels_by_rank(table: Table, sizes: StageBytes, *, on_host: bool = False) -
         yield _whole(live), _whole(live - freed)
 
 
-def _changes_by_rank(table: Table, sizes: StageBytes, *, on_host: bool) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+def _changes_by_rank(table: Table, sizes: StageBytes, *, on_host: bool) -> Iterator[tuple[Array, Array]]:
     """Per rank, all that each row takes at its start and frees at its end."""
     # Rows that make or move a checkpoint look into a second table, in which it stands for the activation.
     changes = [_changes(table, each, on_host) for each in (sizes, replace(sizes, activation=sizes.checkpoint))]
@@ -161,16 +151,17 @@ def _changes_by_rank(table: Table, sizes: StageBytes, *, on_host: bool) -> Itera
     has_checkpoint = keeps(table) == Value.CHECKPOINT
     for part in table.ranks:
         which = (table.op[part] + NUM_OPS * has_checkpoint[part]) * table.num_stages + table.stage[part]
-        taken: NDArray[Any] = start.take(which)
-        freed: NDArray[Any] = end.take(which)
+        taken: Array = start.take(which)
+        freed: Array = end.take(which)
         if sizes.microbatch_factor is not None:
-            factor = np.where(NAMES_MICROBATCH[table.op[part]], sizes.microbatch_factor[table.microbatch[part]], 1.0)
+            factor = sizes.microbatch_factor[table.microbatch[part]]
+            factor = np.where(NAMES_MICROBATCH[table.op[part]], factor, 1.0)
             # Rounded at the end: rounded parts of a value would not add up to it.
             taken, freed = taken * factor, freed * factor
         yield taken, freed
 
 
-def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Counts:
+def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Int64s:
     """[2, num_ops, num_stages] what a row adds to its rank, or its host, at its start, and takes from it at its end."""
     # Why sums of rows are what is alive: a value is added by one row and taken by one row of the same rank, with the
     # same size, so a cumulative sum over a rank holds each value from its maker to its last reader and nothing else.
@@ -199,12 +190,12 @@ def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Counts:
     return changes
 
 
-def _of_units(program: Program, of_stages: Counts) -> Counts:
+def _of_units(program: Program, of_stages: Int64s) -> Int64s:
     """[num_stages] the sum over the unit of each stage; 0 where it is not sharded."""
     return np.where(is_sharded(program), sums_of_units(program, of_stages), 0)
 
 
-def _gradients(program: Program, sizes: StageBytes) -> Counts | None:
+def _gradients(program: Program, sizes: StageBytes) -> Int64s | None:
     """[2, num_rows] the whole gradients of sharded units that rows begin to hold, and that are freed behind them."""
     if not sizes.gradient.any() or not len(program.rows_of(GATHERS)):
         return None
@@ -215,11 +206,11 @@ def _gradients(program: Program, sizes: StageBytes) -> Counts | None:
     return found
 
 
-def _whole(num_bytes: NDArray[Any]) -> Counts:
+def _whole(num_bytes: Array) -> Int64s:
     return num_bytes if num_bytes.dtype == np.int64 else np.rint(num_bytes).astype(np.int64)
 
 
-def _alive(joined: NDArray[np.bool_], taken: NDArray[Any], freed: NDArray[Any]) -> NDArray[Any]:
+def _alive(joined: Bools, taken: Array, freed: Array) -> Array:
     """[num_rows] what is alive on one rank; `taken` and `freed` are overwritten."""
     first = np.flatnonzero(joined)
     if len(first):  # a pair takes at its first row and frees at its second

@@ -1,17 +1,17 @@
 """`Program`: for every rank its instructions in order, as one immutable table; what is simulated and executed."""
 
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir.formats.json_text import program_from_json, program_to_json
 from penstock.ir.formats.torch_csv import program_from_csv, table_to_csv
+from penstock.ir.hot import Array, Int64s
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import IS_IN_TORCH, NAMES_MICROBATCH, NUM_OPS, Op
 from penstock.ir.schedule import Schedule
@@ -47,8 +47,8 @@ class Program(Table):
             _require_tied_group(group, self.placement)
         for unit in self.units:
             _require_unit(unit, self.placement)
-        self._require_range("slot", 0, None)
-        self._require_range("peer", 0, max(self.num_stages, len(self.tied_groups)) - 1)
+        self._require_range("slot", None)
+        self._require_range("peer", max(self.num_stages, len(self.tied_groups)) - 1)
         unnumbered = self.rows_of(~NAMES_MICROBATCH)
         stray = unnumbered[(self.microbatch[unnumbered] != 0) | (self.slice[unnumbered] != 0)]
         if len(stray):
@@ -68,13 +68,8 @@ class Program(Table):
         units: tuple[tuple[int, ...], ...] = (),
     ) -> "Program":
         """One compute instruction per action, nothing else."""
-        columns = {name: getattr(schedule, name) for name in (*Table.COLUMNS, "offsets", "route_of_microbatch")}
         return cls(
-            name=schedule.name,
-            placement=schedule.placement,
-            num_microbatches=schedule.num_microbatches,
-            num_slices=schedule.num_slices,
-            **columns,
+            **{field.name: getattr(schedule, field.name) for field in fields(Table)},
             # A tied reduction has the number of its group there.
             peer=schedule.stage.astype(short_type(max(schedule.num_stages, len(tied_groups))), copy=False),
             slot=np.zeros(schedule.num_rows, np.int32),
@@ -88,7 +83,7 @@ class Program(Table):
         return self.num_rows
 
     @cached_property
-    def unit_of_stage(self) -> NDArray[np.int64]:
+    def unit_of_stage(self) -> Int64s:
         """[num_stages] the first stage of the unit that each stage belongs to."""
         found = np.arange(self.num_stages)
         for unit in (*modules_of_ranks(self.placement), *self.units):
@@ -102,10 +97,8 @@ class Program(Table):
 
     def actions(self) -> Schedule:
         """Return the computations, in their order."""
-        columns = self.selected(self.compute_rows(), Table.COLUMNS)
-        return Schedule(
-            self.name, self.placement, self.num_microbatches, self.num_slices, self.route_of_microbatch, **columns
-        )
+        whole = {field.name: getattr(self, field.name) for field in fields(Table)}
+        return Schedule(**whole | self.selected(self.compute_rows(), Table.COLUMNS))
 
     def instruction(self, row: int) -> Instruction:
         """Return one row as a value."""
@@ -132,7 +125,7 @@ class Program(Table):
         """Return the same instructions with other slots."""
         program = self._with(slot=slot)
         program._require_shapes()
-        program._require_range("slot", 0, None)
+        program._require_range("slot", None)
         return program
 
     def inserted(self, new: "NewRows", **changes: Any) -> "Program":
@@ -159,18 +152,11 @@ class Program(Table):
         Raises:
             FormatError: with line and column of the first cell that is no instruction.
         """
-        return program_from_csv(text, cls, file=file, name=name)
+        return cls(name=name, **program_from_csv(text, file))
 
     def to_json(self) -> str:
         """Return a text that reads back as the same program."""
-        return program_to_json(
-            self,
-            peer=self.peer,
-            slot=self.slot,
-            tied_groups=self.tied_groups,
-            units=self.units,
-            omits_reductions=self.omits_reductions,
-        )
+        return program_to_json(self)
 
     @classmethod
     def from_json(cls, text: str, *, file: str = "<text>") -> "Program":
@@ -179,7 +165,7 @@ class Program(Table):
         Raises:
             FormatError: with the place of what does not fit.
         """
-        return program_from_json(text, cls, file=file)
+        return cls(**program_from_json(text, file))
 
     @property
     def _metadata(self) -> tuple[Any, ...]:
@@ -227,20 +213,21 @@ def _require_tied_group(group: tuple[int, ...], placement: Placement) -> None:
 
 def _require_unit(unit: tuple[int, ...], placement: Placement) -> None:
     if not all(0 <= stage < placement.num_stages for stage in unit):
-        raise ScheduleError(f"unit {unit}: the stages are 0..{placement.num_stages - 1}; name stages among them")
+        problem = f"unit {unit}: the stages are 0..{placement.num_stages - 1}"
+        raise ScheduleError(f"{problem}; name stages among them")
     ranks = sorted({placement.rank_of_stage[stage] for stage in unit})
     if len(ranks) > 1:
         problem = f"unit {unit}: its stages are on ranks {ranks}, so they hold copies of what they share"
         raise ScheduleError(f"{problem}; name stages of one rank, and tie stages of several ranks with tied_groups")
 
 
-def _interleaved(old: NDArray[Any], added: NDArray[Any], places: Ints) -> NDArray[Any]:
+def _interleaved(old: Array, added: Array, places: Ints) -> Array:
     """Put each added value before the old one at its place; few values among many by whole pieces, which is faster."""
     if not old.any() and not added.any():
         return np.zeros(len(old) + len(added), old.dtype)
     if len(added) > _MANY:
         return np.insert(old, places, added)
-    parts: list[NDArray[Any]] = [old[:0]] * (2 * len(added) + 1)
+    parts: list[Array] = [old[:0]] * (2 * len(added) + 1)
     parts[::2] = np.split(old, places)
     parts[1::2] = [added[index : index + 1] for index in range(len(added))]
     return np.concatenate(parts)

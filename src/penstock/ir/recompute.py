@@ -9,10 +9,10 @@ waits for nothing from other ranks, and fills the time in which the gradient is 
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, described
 from penstock.ir.deps import NONE, index_rows
+from penstock.ir.hot import Bools
 from penstock.ir.operations import RUNS_AUTOGRAD, Kind, Op
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
@@ -42,7 +42,7 @@ def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None) -> S
     return schedule.with_inserted(Kind.RECOMPUTE, backwards, places, name=f"{schedule.name} (recomputed)")
 
 
-def chosen_stages(table: Table, stages: Iterable[int], *, key: str) -> NDArray[np.bool_]:
+def chosen_stages(table: Table, stages: Iterable[int], *, key: str) -> Bools:
     """[num_stages] which stages are among those given. Raises: ConfigError, for one that the table does not have."""
     chosen = np.zeros(table.num_stages, np.bool_)
     expected = f"expected stages from 0 to {table.num_stages - 1}"

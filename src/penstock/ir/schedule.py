@@ -11,6 +11,7 @@ from penstock.errors import ScheduleError, described
 from penstock.ir.action import Action, OverlappedPair
 from penstock.ir.formats.json_text import schedule_from_json, schedule_to_json
 from penstock.ir.formats.torch_csv import schedule_from_csv, table_to_csv
+from penstock.ir.hot import Array, Bools
 from penstock.ir.operations import IS_COMPUTE, KIND_LETTERS, Kind
 from penstock.ir.table import Ints, Table, out_of_range, short_type
 from penstock.placement import Placement
@@ -36,11 +37,11 @@ class Schedule(Table):
         cls,
         name: str,
         placement: Placement,
-        orders: Sequence[NDArray[Any]],
+        orders: Sequence[Array],
         *,
         num_microbatches: int,
         num_slices: int = 1,
-        joined: NDArray[np.bool_] | None = None,
+        joined: Bools | None = None,
         route_of_microbatch: Ints | None = None,
     ) -> "Schedule":
         """Make a schedule from one array [num_actions, 3 or 4] per rank: kind, stage, microbatch (and slice).
@@ -54,8 +55,7 @@ class Schedule(Table):
             )
         for rank, order in enumerate(orders):
             _require_rows(name, rank, order)
-        offsets = np.zeros(len(orders) + 1, np.int64)
-        np.cumsum([len(order) for order in orders], out=offsets[1:])
+        offsets = np.cumsum([0, *map(len, orders)])
         num_rows = int(offsets[-1])
         largest = (max(Kind), placement.num_stages - 1, num_microbatches - 1, num_slices - 1)
         kind: Ints = np.zeros(num_rows, np.int8)
@@ -89,7 +89,7 @@ class Schedule(Table):
         Raises:
             ScheduleError: for anything but actions, and as `from_arrays`.
         """
-        arrays: list[NDArray[Any]] = []
+        arrays: list[Array] = []
         joined: list[bool] = []
         for rank, order in enumerate(orders):
             singles = [single for entry in order for single in _members(name, rank, entry)]
@@ -149,7 +149,8 @@ class Schedule(Table):
         added |= {"op": np.full(len(like), kind), "joined": np.zeros(len(like), np.bool_)}
         columns: dict[str, Any] = {what: np.insert(getattr(self, what), places, new) for what, new in added.items()}
         more = np.bincount(self.rank_of_row[like], minlength=self.num_ranks)
-        return replace(self, name=name, **columns, offsets=self.offsets + np.concatenate([[0], np.cumsum(more)]))
+        offsets = self.offsets + np.concatenate([[0], np.cumsum(more)])
+        return replace(self, name=name, **columns, offsets=offsets)
 
     def to_csv(self) -> str:
         """Return torch's compute-only CSV, without idle slots."""
@@ -162,7 +163,7 @@ class Schedule(Table):
         Raises:
             FormatError: with line and column of the first cell that is no action.
         """
-        return schedule_from_csv(text, cls, file=file, name=name)
+        return cls(name=name, **schedule_from_csv(text, file))
 
     def to_json(self) -> str:
         """Return a text that reads back as the same schedule."""
@@ -175,7 +176,7 @@ class Schedule(Table):
         Raises:
             FormatError: with the place of what does not fit.
         """
-        return schedule_from_json(text, cls, file=file)
+        return cls(**schedule_from_json(text, file))
 
 
 def _require_rows(name: str, rank: int, order: object) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError, cut, described, shortened
-from penstock.ir.hot import blocks, frozen
+from penstock.ir.hot import Array, Bools, Int32s, Int64s, blocks, frozen
 from penstock.ir.operations import (
     ENDS_KEEPING,
     IS_BACKWARD,
@@ -61,7 +61,7 @@ class Table(ABC):
     stage: Ints
     microbatch: Ints
     slice: Ints
-    joined: NDArray[np.bool_]
+    joined: Bools
     """True in the first row of an overlapped pair; the second is the next row."""
     offsets: Ints
 
@@ -74,10 +74,10 @@ class Table(ABC):
                 raise ScheduleError(f"{self.name}: {name} is {described(column)}; expected a numpy array")
             object.__setattr__(self, name, frozen(column))
         self._require_shapes()
-        self._require_range("op", 0, NUM_OPS - 1)
-        self._require_range("stage", 0, self.num_stages - 1)
-        self._require_range("microbatch", 0, self.num_microbatches - 1)
-        self._require_range("slice", 0, self.num_slices - 1)
+        self._require_range("op", NUM_OPS - 1)
+        self._require_range("stage", self.num_stages - 1)
+        self._require_range("microbatch", self.num_microbatches - 1)
+        self._require_range("slice", self.num_slices - 1)
 
     @property
     def num_ranks(self) -> int:
@@ -107,12 +107,12 @@ class Table(ABC):
         return self.microbatch
 
     @cached_property
-    def is_compute(self) -> NDArray[np.bool_]:
+    def is_compute(self) -> Bools:
         """[num_rows] which rows compute."""
         return self._flagged(IS_COMPUTE)
 
     @property
-    def is_backward(self) -> NDArray[np.bool_]:
+    def is_backward(self) -> Bools:
         """[num_rows] which rows are whole backwards or parts of one."""
         return self._flagged(IS_BACKWARD)
 
@@ -126,7 +126,7 @@ class Table(ABC):
         return frozenset(self.stage[self.rows_of(IS_PART)].tolist())
 
     @cached_property
-    def rank_of_row(self) -> NDArray[np.int32]:
+    def rank_of_row(self) -> Int32s:
         """[num_rows] the rank that runs each row."""
         return np.repeat(np.arange(self.num_ranks, dtype=np.int32), np.diff(self.offsets))
 
@@ -138,7 +138,7 @@ class Table(ABC):
             counts += np.bincount(self.op[part], minlength=NUM_OPS)
         return [op for op in Op if counts[op]]
 
-    def last_backwards(self) -> NDArray[np.int64]:
+    def last_backwards(self) -> Int64s:
         """[num_stages] the last row of each stage that is a backward or a part of one, -1 without any."""
         last = np.full(self.num_stages, -1, np.int64)
         for part in blocks(self.num_rows):
@@ -177,7 +177,7 @@ class Table(ABC):
             columns["joined"] &= np.append(rows[1:] == rows[:-1] + 1, False)[: len(rows)]
         return {**columns, "offsets": np.searchsorted(rows, self.offsets)}
 
-    def _with(self, **columns: NDArray[Any]) -> Self:
+    def _with(self, **columns: Array) -> Self:
         """Return the table with other columns that are as valid as its own, which it does not look at again."""
         table = copy(self)
         for name, column in columns.items():
@@ -228,7 +228,7 @@ class Table(ABC):
         """All that makes tables with the same columns different, apart from their names."""
         return self.placement.rank_of_stage, self.placement.routes, self.num_microbatches, self.num_slices
 
-    def _flagged(self, flags: Flags) -> NDArray[np.bool_]:
+    def _flagged(self, flags: Flags) -> Bools:
         found = np.empty(self.num_rows, np.bool_)
         for part in blocks(self.num_rows):
             flags.take(self.op[part], out=found[part], mode="clip")
@@ -257,7 +257,8 @@ class Table(ABC):
             )
         for name in self.COLUMNS:
             column = getattr(self, name)
-            if column.shape != (self.offsets[-1],) or column.dtype.kind not in ("b" if name == "joined" else "iu"):
+            kinds = "b" if name == "joined" else "iu"
+            if column.shape != (self.offsets[-1],) or column.dtype.kind not in kinds:
                 raise ScheduleError(
                     f"{self.name}: the column {name} has shape {column.shape} and type {column.dtype}; expected "
                     f"{self.offsets[-1]} {'booleans' if name == 'joined' else 'whole numbers'}"
@@ -275,15 +276,12 @@ class Table(ABC):
                 f"placement, from 0 and below {num_routes}"
             )
 
-    def _require_range(self, what: str, smallest: int, largest: int | None) -> None:
-        """Refuse a column with a number out of range; None where there is no largest."""
+    def _require_range(self, what: str, largest: int | None) -> None:
+        """Refuse a column with a number below 0 or above `largest`; None where there is no largest."""
         column = getattr(self, what)
-        if column.min(initial=smallest) < smallest or (
-            largest is not None and column.max(initial=smallest) > max(largest, smallest)
-        ):
-            is_wrong = (column < smallest) if largest is None else (column < smallest) | (column > largest)
-            expected = f"{smallest} or more" if largest is None else f"from {smallest} to {largest}"
-            raise self._wrong_number(int(np.flatnonzero(is_wrong)[0]), what, expected)
+        if column.min(initial=0) < 0 or (largest is not None and column.max(initial=0) > max(largest, 0)):
+            wrong = np.flatnonzero((column < 0) | (column > (column if largest is None else largest)))
+            raise self._wrong_number(int(wrong[0]), what, "0 or more" if largest is None else f"from 0 to {largest}")
 
     def _wrong_number(self, row: int, what: str, expected: str) -> ScheduleError:
         rank = int(np.searchsorted(self.offsets, row, side="right")) - 1

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, described
-from penstock.ir.hot import frozen
+from penstock.ir.hot import Int64s, frozen
 from penstock.ir.live import StageBytes, peak_activations, peak_bytes, peak_host_bytes
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
@@ -70,7 +70,7 @@ class Timeline:
                 first[rank], last[rank] = self.start_s[rows].min(), self.end_s[rows].max()
         return first, last
 
-    def compute_rows(self, rank: int) -> NDArray[np.int64]:
+    def compute_rows(self, rank: int) -> Int64s:
         """Return the rows of one rank's computations, in order."""
         return self.program.compute_rows(rank)
 
@@ -142,13 +142,12 @@ class Timeline:
 
         A receive takes from when it is posted until its message has arrived, so other instructions run meanwhile.
         """
-        return [self._seconds_of_rank(rank) for rank in range(self.num_ranks)]
-
-    def _seconds_of_rank(self, rank: int) -> dict[Op, float]:
-        rows = slice(*self.program.offsets[rank : rank + 2].tolist())
-        duration_s = self.end_s[rows] - self.start_s[rows]
-        total_s = np.bincount(self.program.op[rows], weights=duration_s, minlength=len(Op))
-        return {op: float(total_s[op]) for op in Op if (self.program.op[rows] == op).any()}
+        found = []
+        for rows in self.program.ranks:
+            op, duration_s = self.program.op[rows], self.end_s[rows] - self.start_s[rows]
+            total_s = np.bincount(op, weights=duration_s, minlength=len(Op)).tolist()
+            found.append({each: total_s[each] for each in Op if (op == each).any()})
+        return found
 
     def __repr__(self) -> str:
         return (

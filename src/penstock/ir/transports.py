@@ -52,6 +52,7 @@ COALESCED = TransportModel(
 MODELS = (POSTED, RENDEZVOUS, PAIR_FIFO, COALESCED)
 """Every model. A program that passes `rendezvous` passes with any buffer, and `posted`: a buffer only takes waits away.
 """
+_NAMES = ", ".join([*(model.name for model in MODELS), ALL])
 
 
 def find_transports(name: str) -> tuple[TransportModel, ...]:
@@ -61,7 +62,7 @@ def find_transports(name: str) -> tuple[TransportModel, ...]:
         ConfigError: for another name, with the nearest one and the list.
     """
     if not isinstance(name, str):
-        raise ConfigError(f"{described(name)}; expected one of {_names()}", key="transport")
+        raise ConfigError(f"{described(name)}; expected one of {_NAMES}", key="transport")
     known = {model.name: model for model in MODELS}
     if name == ALL:
         return MODELS
@@ -70,8 +71,4 @@ def find_transports(name: str) -> tuple[TransportModel, ...]:
     hint = nearest(name, [*known, ALL])
     if name.startswith("buffered"):
         hint = " Use 'rendezvous': a program that passes it passes with any buffer"
-    raise ConfigError(f"unknown transport {shortened(name)}; known: {_names()}.{hint}", key="transport")
-
-
-def _names() -> str:
-    return ", ".join([*(model.name for model in MODELS), ALL])
+    raise ConfigError(f"unknown transport {shortened(name)}; known: {_NAMES}.{hint}", key="transport")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.hot import Hot, frozen
+from penstock.ir.hot import Array, Bools, Hot, Int32s, Int64s, frozen
 
 NOT_RUN = -1
 BLOCKED = -2
@@ -20,9 +20,9 @@ BLOCKED = -2
 class Walk:
     """When each row ran: times in the unit of the durations; `NOT_RUN` where a row never became ready."""
 
-    start: NDArray[Any]
-    end: NDArray[Any]
-    reached: NDArray[np.int64]
+    start: Array
+    end: Array
+    reached: Int64s
     """[num_ranks] the first row that did not run, or the end of the rank's rows."""
 
     @property
@@ -31,13 +31,13 @@ class Walk:
 
 
 def walk(
-    offsets: NDArray[Any],
-    predecessors: NDArray[np.int32],
-    joined: NDArray[np.bool_],
-    duration: NDArray[Any],
+    offsets: Array,
+    predecessors: Int32s,
+    joined: Bools,
+    duration: Array,
     *,
     lag: NDArray[np.float64] | None = None,
-    rank_order: NDArray[np.int64] | None = None,
+    rank_order: Int64s | None = None,
     compiled: bool = False,
 ) -> Walk:
     """Run every rank's rows in order, each as early as its predecessors allow.

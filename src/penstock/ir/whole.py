@@ -8,44 +8,43 @@
 earlier that it is. A unit is sharded if some row gathers it.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.awaits import collective_of_row
 from penstock.ir.collectives import DROPS, GATHERS, MAKES_GRADIENT, REDUCES_REPLICAS
+from penstock.ir.hot import Array, Bools, Int64s
 from penstock.ir.program import Program
+from penstock.ir.table import Ints
 from penstock.placement import stages_without_copies
-
-Rows = NDArray[np.int64]
 
 
 class WholeGradients(NamedTuple):
     """Each time that a unit has whole gradients; one entry of each column per time."""
 
-    unit: Rows
-    begin: Rows
+    unit: Int64s
+    begin: Int64s
     """The row that makes the first part of them."""
-    end: Rows
+    end: Int64s
     """The last row that runs while they are there."""
 
 
-def is_sharded(program: Program) -> NDArray[np.bool_]:
+def is_sharded(program: Program) -> Bools:
     """[num_stages] which stages belong to a unit that is sharded."""
     gathered = np.zeros(program.num_stages, np.bool_)
     gathered[program.unit_of_stage[program.stage[program.rows_of(GATHERS)]]] = True
     return np.asarray(gathered[program.unit_of_stage])
 
 
-def sums_of_units(program: Program, of_stages: NDArray[Any]) -> NDArray[Any]:
+def sums_of_units(program: Program, of_stages: Array) -> Array:
     """[num_stages] the sum over the unit of each stage; copies of a stage on one rank count once."""
     found, stages = np.zeros_like(of_stages), stages_without_copies(program.placement)
     np.add.at(found, program.unit_of_stage[stages], of_stages[stages])
     return np.asarray(found[program.unit_of_stage])
 
 
-def num_whole(program: Program) -> NDArray[np.int64]:
+def num_whole(program: Program) -> Int64s:
     """[num_rows] how many sharded units of the row's rank are whole while it runs, those being gathered included."""
     dropped = DROPS[program.op] & is_sharded(program)[program.stage]
     changes = GATHERS[program.op].astype(np.int64)
@@ -65,7 +64,7 @@ def peak_whole(program: Program) -> list[int] | None:
     return [int(whole[rows].max(initial=0)) for rows in program.ranks]
 
 
-def have_new_gradients(program: Program, rows: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+def have_new_gradients(program: Program, rows: Ints) -> Bools:
     """[num_rows] whether a unit has got gradients before each of these rows of it, and behind the one before.
 
     The rows ascend, and name a stage.
@@ -98,16 +97,9 @@ def whole_gradients(program: Program) -> WholeGradients:
     reduced = reductions[np.searchsorted(reductions, begins)]
     is_reduced = np.append(unit, -1)[reduced] == unit[begins]
     ends = program.offsets[program.rank_of_row[rows[begins]] + 1].astype(np.int64) - 1
-    over = _known_over(program, np.append(rows, num_rows)[reduced[is_reduced]])
-    ends[is_reduced] = np.minimum(ends[is_reduced], over)
-    return WholeGradients(unit[begins], rows[begins], ends)
-
-
-def _known_over(program: Program, reductions: Rows) -> Rows:
-    """The last rows that run before a rank knows that its reductions are over.
-
-    Behind them is one that awaits them, or what the replicas exchange later; if it is in an overlapped pair, the pair.
-    """
+    # A rank knows that a reduction is over at a row that awaits it, or what the replicas exchange later; if that is in
+    # an overlapped pair, at the pair. The row before is the last that runs while the gradients are there.
     awaited = np.maximum.accumulate(collective_of_row(program))  # of another rank's rows, all are later ones
-    last = np.searchsorted(awaited, reductions) - 1
-    return last - program.joined[last]
+    last = np.searchsorted(awaited, np.append(rows, num_rows)[reduced[is_reduced]]) - 1
+    ends[is_reduced] = np.minimum(ends[is_reduced], last - program.joined[last])
+    return WholeGradients(unit[begins], rows[begins], ends)

@@ -133,7 +133,12 @@ class Engine:
         self.result = self.pipeline.step(*inputs, target=labels)
         if self._clip_norm:
             self.grad_norm = self.pipeline.clip_grad_norm_(self._clip_norm).item()
-        self._update()
+        self.global_steps += 1
+        if self.optimizer is not None:
+            self.optimizer.step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+            self.optimizer.zero_grad()
         assert self.result.loss is not None
         return self.result.loss
 
@@ -204,7 +209,9 @@ class Engine:
             has_copies = len(schedule.placement.routes) > 1
             built = {name: OwnStage(module) if has_copies else module for name, module in modules.items()}
             layers = [built.get(str(index), layer) for index, layer in enumerate(layers)]
-            options["tied"] = [*options.get("tied", ()), *self._ties()]
+            specs = [(index, layer) for index, layer in enumerate(self._layers) if not isinstance(layer, nn.Module)]
+            ties = [(f"{index}.{own}", other) for index, spec in specs for own, other in spec.tied]
+            options["tied"] = [*options.get("tied", ()), *ties]
         return Pipeline(
             layers,
             schedule,
@@ -215,11 +222,6 @@ class Engine:
             ranks=local.transport.num_ranks,
             **options,
         )
-
-    def _ties(self) -> list[tuple[str, str]]:
-        """Return the ties of the specs, for layers that are modules by now."""
-        specs = [(index, layer) for index, layer in enumerate(self._layers) if not isinstance(layer, nn.Module)]
-        return [(f"{index}.{own}", other) for index, spec in specs for own, other in spec.tied]
 
     def _require_loss(self) -> None:
         if self.model.loss_fn is None:
@@ -239,15 +241,6 @@ class Engine:
         inputs, labels = zip(*items, strict=True)
         first = (PreSplit(inputs),) if is_first else ()
         return first, PreSplit(labels) if is_last and needs_labels else None
-
-    def _update(self) -> None:
-        self.global_steps += 1
-        if self.optimizer is None:
-            return
-        self.optimizer.step()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        self.optimizer.zero_grad()
 
 
 def _items(data_iter: Iterator[Any] | None, pipeline: Pipeline) -> list[Any]:

@@ -124,20 +124,15 @@ class PipelineModule:
         if method.lower() == "parameters":
             return [float(_num_trained(entry)) for entry in self.layers]
         if method.lower().startswith("type:"):
-            return self._weights_by_type(method[len("type:") :])
+            expression, names = method[len("type:") :], [_type_name(entry) for entry in self.layers]
+            weights = [float(bool(re.search(expression, name, re.IGNORECASE))) for name in names]
+            if any(weights):
+                return weights
+            problem = f"no layer's class is named like {expression!r}; they are {', '.join(sorted(set(names)))}"
+            raise ConfigError(problem, key="partition_method")
         raise ConfigError(
             f"{method!r}; expected {', '.join(PARTITION_METHODS)} or a weight per layer", key="partition_method"
         )
-
-    def _weights_by_type(self, expression: str) -> list[float]:
-        names = [_type_name(entry) for entry in self.layers]
-        weights = [float(bool(re.search(expression, name, re.IGNORECASE))) for name in names]
-        if not any(weights):
-            raise ConfigError(
-                f"no layer's class is named like {expression!r}; they are {', '.join(sorted(set(names)))}",
-                key="partition_method",
-            )
-        return weights
 
 
 def _ties(entry: TiedLayerSpec, first_index: int, first: TiedLayerSpec) -> tuple[tuple[str, str], ...]:

@@ -6,7 +6,7 @@ be deleted.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,8 @@ _SLICES = (
 )
 
 
-@dataclass(slots=True, eq=False)
-class _Prepared:
-    """A pipeline over some model parts, and the stages through which they are called."""
-
-    pipeline: Pipeline
-    stages: list[StepStage]
+_Prepared = tuple[Pipeline, list[StepStage]]
+"""A pipeline over some model parts, and the stages through which they are called."""
 
 
 class ForwardBackward:
@@ -116,12 +112,12 @@ class ForwardBackward:
     @property
     def pipeline(self) -> Pipeline | None:
         """The pipeline of the last call; None before the first."""
-        return next((prepared.pipeline for prepared in reversed(self._prepared.values())), None)
+        return next((pipeline for pipeline, _ in reversed(self._prepared.values())), None)
 
     def close(self) -> None:
         """Close the connections of all pipelines made so far."""
-        for prepared in self._prepared.values():
-            prepared.pipeline.close()
+        for pipeline, _ in self._prepared.values():
+            pipeline.close()
         self._prepared.clear()
 
     def _prepare(self, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None) -> _Prepared:
@@ -129,8 +125,8 @@ class ForwardBackward:
         prepared = self._prepared.pop(key, None) or self._make(models, num_microbatches, problem)
         self._prepared[key] = prepared  # the last used comes last
         while len(self._prepared) > MAX_PIPELINES:
-            oldest = next(iter(self._prepared))
-            self._prepared.pop(oldest).pipeline.close()
+            pipeline, _ = self._prepared.pop(next(iter(self._prepared)))
+            pipeline.close()
         return prepared
 
     def _make(self, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None) -> _Prepared:
@@ -144,7 +140,7 @@ class ForwardBackward:
         stages = local.joined.together(
             lambda: [StepStage(*pair, self._count_tokens, step_loss=loss) for pair in zip(models, places, strict=True)]
         )
-        return _Prepared(local.pipeline(dict(zip(indices, stages, strict=True)), schedule, loss), stages)
+        return local.pipeline(dict(zip(indices, stages, strict=True)), schedule, loss), stages
 
     def _order(
         self, local: LocalStages, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None
@@ -170,21 +166,23 @@ class ForwardBackward:
         return schedule
 
     def _run(self, prepared: _Prepared, call: StepCall, problem: ConfigError | None) -> list[Any]:
+        pipeline, stages = prepared
         if problem is not None:
-            prepared.pipeline.refuse(problem, Mode.EVALUATE if call.is_forward_only else Mode.TRAIN)
+            pipeline.refuse(problem, Mode.EVALUATE if call.is_forward_only else Mode.TRAIN)
         target: PreSplit | None = None
-        for stage in prepared.stages:
+        for stage in stages:
             stage.begin(call)
             if stage.place.is_last:
                 target = PreSplit(stage.loss_targets())
         try:
-            run = prepared.pipeline.evaluate if call.is_forward_only else prepared.pipeline.step
+            run = pipeline.evaluate if call.is_forward_only else pipeline.step
             result = run(target=target, microbatch=PreSplit(range(call.num_microbatches)))
         finally:
-            for stage in prepared.stages:
+            for stage in stages:
                 stage.end()
-        is_without_loss = call.collects_non_loss_data
-        self.result = replace(result, loss=None, losses=MicrobatchLosses(), total=None) if is_without_loss else result
+        self.result = result
+        if call.collects_non_loss_data:
+            self.result = replace(result, loss=None, losses=MicrobatchLosses(), total=None)
         return result.reported
 
 

@@ -16,7 +16,8 @@ from itertools import groupby
 from penstock.errors import FormatError, PartitionError
 
 LETTERS = "EtmL"
-_TOKEN = re.compile(rf"[{LETTERS}|()]|\*\d+")
+_TOKEN = re.compile(rf"([{LETTERS}|()]|\*\d+)|[^, \t]")
+"""A token, or a character that is none and not between tokens."""
 _MAX_LAYERS = 1_000_000
 
 
@@ -103,15 +104,11 @@ class Layout:
 
 def _tokens(text: str) -> Iterator[tuple[str, int]]:
     """Yield the letters, bars, parentheses and stars of a layout, each with its column."""
-    position = 0
-    while position < len(text):
-        found = _TOKEN.match(text, position)
-        if found is not None:
-            yield found.group(), position + 1
-        elif text[position] not in ", \t":
-            problem = f"{text[position]!r} is no letter of {LETTERS} and none of | ( ) *3 ,"
-            raise FormatError(problem, file=text, column=position + 1)
-        position = position + 1 if found is None else found.end()
+    for found in _TOKEN.finditer(text):
+        if found[1] is None:
+            problem = f"{found.group()!r} is no letter of {LETTERS} and none of | ( ) *3 ,"
+            raise FormatError(problem, file=text, column=found.start() + 1)
+        yield found.group(), found.start() + 1
 
 
 def _written_out(text: str) -> str:

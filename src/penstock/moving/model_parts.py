@@ -57,7 +57,8 @@ class ModelParts:
             if self._is_needed(name, names) or isinstance(module, _CONTAINERS)
         }
         # deepcopy does not copy what it finds in its memory.
-        memory: dict[int, Any] = {id(module): Absent() for _, module in _modules(self._model) if id(module) not in kept}
+        absent = [module for _, module in _modules(self._model) if id(module) not in kept]
+        memory: dict[int, Any] = {id(module): Absent() for module in absent}
         part = copy.deepcopy(self._model, memory)
         self._prune(part, "", names)
         return part

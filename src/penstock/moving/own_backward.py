@@ -111,7 +111,8 @@ class _Call:
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Any]:
         assert self.outputs is not None
-        gradient = map_leaves(lambda leaf: leaf if isinstance(leaf, Tensor) else None, self.outputs.filled(gradients))
+        filled = self.outputs.filled(gradients)
+        gradient = map_leaves(lambda leaf: leaf if isinstance(leaf, Tensor) else None, filled)
         found = self.module.backward(gradient, self.context)
         return self.inputs.taken_from(found if len(self.inputs.spec.names) > 1 else (found,))
 

@@ -38,14 +38,24 @@ def agree_on_stages(transport: Transport, own: Mapping[int, nn.Module], schedule
     everyone = Control(transport).together(
         lambda: {
             "setup": {"schedule": f"{schedule!r} #{digest(schedule.to_csv()):x}"},
-            "stages": {str(stage): _described(module) for stage, module in sorted(own.items())},
+            # An identity within this process, and every parameter and buffer.
+            "stages": {
+                str(stage): [id(module), TiedCopy(dict(module.named_parameters()), (), [module]).describe()]
+                for stage, module in sorted(own.items())
+            },
             "shared": _shared({stage: own[stage] for stage in own if stage < len(parts)}, parts),
         }
     )
     require_equal([theirs["setup"] for theirs in everyone])
     described: dict[int, Any] = {}
     for rank, theirs in enumerate(everyone):
-        _require_stages(rank, sorted(map(int, theirs["stages"])), schedule)
+        found, wanted = sorted(map(int, theirs["stages"])), list(schedule.placement.stages_of_rank[rank])
+        if found != wanted:
+            drawn = " | ".join(" ".join(map(str, stages)) for stages in schedule.placement.stages_of_rank)
+            raise PartitionError(
+                f"rank {rank} brings the stages {found}, but {schedule.name} with {schedule.num_stages} stages places "
+                f"{wanted} there; bring these (in all: {drawn}), or use another schedule"
+            )
         described |= {int(stage): module for stage, module in theirs["stages"].items()}
     if not has_copies:
         return []
@@ -65,21 +75,6 @@ def parts_of_stages(placement: Placement) -> list[int]:
     return [part.start for part in split_over(placement, len(placement.routes[0]))]
 
 
-def _described(module: nn.Module) -> list[Any]:
-    """An identity within this process, and every parameter and buffer."""
-    return [id(module), TiedCopy(dict(module.named_parameters()), (), [module]).describe()]
-
-
-def _require_stages(rank: int, found: list[int], schedule: Schedule) -> None:
-    expected = list(schedule.placement.stages_of_rank[rank])
-    if found != expected:
-        drawn = " | ".join(" ".join(map(str, stages)) for stages in schedule.placement.stages_of_rank)
-        raise PartitionError(
-            f"rank {rank} brings the stages {found}, but {schedule.name} with {schedule.num_stages} stages places "
-            f"{expected} there; bring these (in all: {drawn}), or use another schedule"
-        )
-
-
 def _require_copies(
     described: Mapping[int, Any], first: int, other: int, placement: Placement, *, in_one_process: bool
 ) -> None:
@@ -93,12 +88,13 @@ def _require_copies(
                 "but two modules are given; give the same module for both"
             )
         return
-    for (name, text), (other_name, other_text) in zip_longest(expected, found, fillvalue=("nothing more", "")):
-        if (name, text) != (other_name, other_text):
+    for both in zip_longest(expected, found, fillvalue=("nothing more", "")):
+        wanted, brought = (" ".join(named).rstrip() for named in both)
+        if wanted != brought:
             raise PartitionError(
-                f"rank {rank} brings, as stage {other}, a module with {_named(other_name, other_text)}, where the "
-                f"other copy of this part of the model, stage {first} of rank {first_rank}, has {_named(name, text)}; "
-                "bring modules with the same parameters and buffers for both"
+                f"rank {rank} brings, as stage {other}, a module with {brought}, where the other copy of this part of "
+                f"the model, stage {first} of rank {first_rank}, has {wanted}; bring modules with the same parameters "
+                "and buffers for both"
             )
     # Ranks that are threads would add to the gradients of one module at the same time.
     if in_one_process and identity == other_identity:
@@ -106,10 +102,6 @@ def _require_copies(
             f"rank {first_rank} and rank {rank} bring the very same module as the stages {first} and {other}; give "
             "each rank a module of its own"
         )
-
-
-def _named(name: str, text: str) -> str:
-    return f"{name} {text}".rstrip()
 
 
 def _shared(own: Mapping[int, nn.Module], parts: Sequence[int]) -> list[Pair]:

@@ -101,18 +101,17 @@ class StepStage(nn.Module):
         self._data = call.iterators[self.place.part]
         self._counts = []
         self._failure = None
-        if self.place.is_last and self._count_tokens is not None and not call.collects_non_loss_data:
-            try:
-                self._pull_ahead(self._count_tokens, call.num_microbatches)
-            except Exception as error:  # told by the forward, where it ends the step on all ranks
-                self._failure = error
-
-    def _pull_ahead(self, count_tokens: CountTokens, num_microbatches: int) -> None:
-        if self._data is None:
-            raise ConfigError("is None on the last stage, but count_tokens needs its data", key="data_iterator")
-        items = list(islice(self._data, num_microbatches))
-        self._counts = [float(count_tokens(item)) for item in items]
-        self._data = iter(items)
+        count_tokens = self._count_tokens
+        if not self.place.is_last or count_tokens is None or call.collects_non_loss_data:
+            return
+        try:
+            if self._data is None:
+                raise ConfigError("is None on the last stage, but count_tokens needs its data", key="data_iterator")
+            items = list(islice(self._data, call.num_microbatches))
+            self._counts = [float(count_tokens(item)) for item in items]
+            self._data = iter(items)
+        except Exception as error:  # told by the forward, where it ends the step on all ranks
+            self._failure = error
 
     def loss_targets(self) -> list[Tensor]:
         """Return per microbatch what its loss is the mean over: its tokens, or 1 where microbatches count alike."""

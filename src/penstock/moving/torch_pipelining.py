@@ -162,8 +162,8 @@ class Schedule:
         """Run the forwards of one batch without gradients, modules in evaluation mode; returns as `step` does."""
         if self._loss_fn is None and not (target is None and losses is None):
             given = "losses" if target is None else "target"
-            problem = ConfigError("is given, but the schedule was made without a loss_fn; give it one", key=given)
-            self.pipeline.refuse(problem, Mode.EVALUATE)
+            problem = "is given, but the schedule was made without a loss_fn; give it one"
+            self.pipeline.refuse(ConfigError(problem, key=given), Mode.EVALUATE)
         result = self.pipeline.evaluate(*args, target=target, return_outputs=True, **kwargs)
         return self._given(result, losses)
 
@@ -260,7 +260,8 @@ def family_of(schedule: str | Path | Order) -> str | Path | Order:
 def _require_stages(stages: Sequence[PipelineStage]) -> None:
     for each in stages:
         if not isinstance(each, PipelineStage):
-            raise ConfigError(f"is a {type(each).__name__}; expected a PipelineStage, or a list of them", key="stage")
+            problem = f"is a {type(each).__name__}; expected a PipelineStage, or a list of them"
+            raise ConfigError(problem, key="stage")
     if not stages:
         raise ConfigError("this rank brings no stage; every rank holds at least one", key="stage")
     if len({each.num_stages for each in stages}) > 1:

@@ -3,10 +3,9 @@
 docs/moving/torchtitan.md describes what differs, and what can be deleted.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,7 @@ from penstock.moving.torch_pipelining import PipelineStage, Schedule, family_of,
 from penstock.partition.split import split_layers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pipelined:
+class Pipelined(NamedTuple):
     """All that a training loop of torchtitan holds; it unpacks into these four, too."""
 
     pp_schedule: Schedule
@@ -30,9 +28,6 @@ class Pipelined:
     """This rank's parts, by stage; their parameters have the whole model's names."""
     pp_has_first_stage: bool
     pp_has_last_stage: bool
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.pp_schedule, self.model_parts, self.pp_has_first_stage, self.pp_has_last_stage))
 
 
 def pipeline_llm(
@@ -70,7 +65,8 @@ def pipeline_llm(
     if prepare is not None:
         own = {stage: prepare(part) or part for stage, part in own.items()}
     stages = [PipelineStage(part, stage, order.num_stages, device, group=group) for stage, part in own.items()]
-    rest = dict(local.options) | {"tied": [*local.options.get("tied", ()), *parts.tied()], "transport": local.transport}
+    tied = [*local.options.get("tied", ()), *parts.tied()]
+    rest = {**local.options, "tied": tied, "transport": local.transport}
     pp_schedule = Schedule(order, stages, loss_fn=loss_fn, **rest)
     return Pipelined(
         pp_schedule, list(own.values()), any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)

@@ -12,7 +12,7 @@ Every finding of one call ends in one `ScheduleError`. A proof that rests on ano
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ConfigError, described
@@ -26,7 +26,7 @@ from penstock.proofs.channels import Messages, check_order, count_messages, find
 from penstock.proofs.collectives import check_collectives, leaves_reductions_out
 from penstock.proofs.cycle import check_feasible
 from penstock.proofs.lifetimes import check_lifetimes
-from penstock.proofs.linear_extension import KeptOrder
+from penstock.proofs.linear_extension import proved_by_order
 from penstock.proofs.memory import (
     NO_DEMAND,
     CostsOfStages,
@@ -38,15 +38,14 @@ from penstock.proofs.memory import (
     count_messages_alive,
 )
 from penstock.proofs.order import (
-    Actions,
     check_complete,
     check_names,
     check_pairs,
     check_positions,
     check_weight_order,
 )
-from penstock.proofs.report import Findings, Subject
-from penstock.proofs.transports import Traffic, check_transport
+from penstock.proofs.report import Subject
+from penstock.proofs.transports import check_transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +126,8 @@ def prove_weight_order(table: Schedule | Program, stages: Collection[int]) -> No
         ScheduleError: with the first violation of each stage, and a picture.
     """
     subject = Subject(table)
-    findings = Findings(subject)
-    check_weight_order(Actions.of(subject), stages, findings)
-    findings.raise_if_any()
+    check_weight_order(subject, stages)
+    subject.raise_if_any()
 
 
 def prove(
@@ -149,42 +147,42 @@ def prove(
         raise ConfigError(f"{described(table)}; expected a Schedule or a Program", key="table")
     models = find_transports(transport)
     subject = Subject(table)
-    findings = Findings(subject)
-    if not check_pairs(subject, findings):
-        findings.raise_if_any()
-    names_exist = check_names(subject, findings)
-    actions = Actions.of(subject)
-    if names_exist and known is not None and known.schedule == actions.schedule:
+    if not check_pairs(subject):
+        subject.raise_if_any()
+    names_exist = check_names(subject)
+    if names_exist and known is not None and known.schedule == subject.schedule:
         # One of two equal tables is kept: they may have millions of rows.
-        actions = replace(actions, schedule=known.schedule)
+        subject.schedule = known.schedule
         order = _Order(True, known.start, known.facts.num_messages)
         counts = known.facts.peak_activations
     else:
-        order = _prove_order(actions, names_exist, findings)
+        order = _prove_order(subject, names_exist)
         counts = peak_activations(table)
-    peaks = check_limit(subject, counts, demand, findings)
+    sizes = demand.sizes(table)
+    num_bytes = check_limit(subject, counts, sizes, demand.limit)
     messages, peak_whole = None, None
     if isinstance(table, Program):
-        peak_whole = check_residency(table, demand.residency, findings)
+        peak_whole = check_residency(subject, demand.residency)
     if isinstance(table, Program) and order.is_whole:
-        messages = _prove_program(subject, actions, order.start, models, findings)
-    findings.raise_if_any()
+        messages = _prove_program(subject, order.start, models)
+    subject.raise_if_any()
     assert order.start is not None
     peak_received, peak_unsent = (None, None) if messages is None else count_messages_alive(subject, messages)
+    not_there = () if isinstance(table, Program) else ("message_bytes",)
     facts = Facts(
-        num_actions=actions.schedule.num_actions,
+        num_actions=subject.schedule.num_actions,
         num_messages=order.num_messages,
-        peak_activations=peaks.activations,
-        peak_bytes=peaks.num_bytes,
-        static_bytes=peaks.static_bytes,
-        not_counted=peaks.not_counted,
+        peak_activations=counts,
+        peak_bytes=num_bytes,
+        static_bytes=None if sizes is None else sizes.static_of_ranks(table.placement).tolist(),
+        not_counted=() if sizes is None else tuple(dict.fromkeys(sizes.not_given + not_there)),
         peak_received=peak_received,
         peak_unsent=peak_unsent,
         transports=tuple(map(str, models)) if isinstance(table, Program) else (),
         omits_reductions=isinstance(table, Program) and leaves_reductions_out(table),
         peak_whole=peak_whole,
     )
-    return Proof(facts, actions.schedule, order.start)
+    return Proof(facts, subject.schedule, order.start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,38 +196,34 @@ class _Order:
     num_messages: int
 
 
-def _prove_order(actions: Actions, names_exist: bool, findings: Findings) -> _Order:
-    is_complete = check_complete(actions, findings)
+def _prove_order(subject: Subject, names_exist: bool) -> _Order:
+    is_complete = check_complete(subject)
     if not names_exist:
-        findings.raise_if_any()  # tables by stage and microbatch have no place for such rows
-    before = predecessors(actions.schedule)
-    is_ordered = check_positions(actions, before, findings)
-    start = check_feasible(actions, before, findings) if is_ordered else None
-    return _Order(is_complete and is_ordered, start, count_messages(actions, before))
+        subject.raise_if_any()  # tables by stage and microbatch have no place for such rows
+    before = predecessors(subject.schedule)
+    is_ordered = check_positions(subject, before)
+    start = check_feasible(subject, before) if is_ordered else None
+    return _Order(is_complete and is_ordered, start, count_messages(subject, before))
 
 
-def _prove_program(
-    subject: Subject, actions: Actions, start: Starts | None, models: Sequence[TransportModel], findings: Findings
-) -> list[Messages] | None:
+def _prove_program(subject: Subject, start: Starts | None, models: Sequence[TransportModel]) -> list[Messages] | None:
     """Prove what only programs have; a deadlock in the orders themselves is reported once, not per model."""
-    num_found = len(findings.violations)
+    num_found = len(subject.violations)
     rows = index_rows(subject.table)
-    messages = find_messages(subject, rows, findings)
-    is_matched = len(findings.violations) == num_found
-    joins = check_collectives(subject, findings)
-    order = None
+    messages = find_messages(subject, rows)
+    is_matched = len(subject.violations) == num_found
+    joins = check_collectives(subject)
+    proved = None
     if is_matched and start is not None:
-        order = KeptOrder.of(subject, actions, messages, start, is_grouped=COALESCED in models)
-    if order is None or not order.is_kept:
-        messages = [check_order(subject, messages, find_exchanges(joins or ()), findings)]
-    if joins is None or len(findings.violations) > num_found:
+        proved = proved_by_order(subject, messages, start, is_grouped=COALESCED in models)
+    if not proved:
+        messages = [check_order(subject, messages, find_exchanges(joins or ()))]
+    if joins is None or len(subject.violations) > num_found:
         return None
-    check_slots(subject, rows, messages, findings)
-    check_lifetimes(subject, findings)
-    if order is not None:
-        for model in models:
-            if not order.proves(model):
-                check_transport(subject, Traffic(join_messages(messages), joins), model, findings)
+    check_slots(subject, rows, messages)
+    check_lifetimes(subject)
+    for model in [] if proved is None else [each for each in models if each not in proved]:
+        check_transport(subject, join_messages(messages), joins, model)
     return messages
 
 

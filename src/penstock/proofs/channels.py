@@ -5,79 +5,75 @@ a tied group send their gradients to each other on the same channels: such an ex
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import permutations
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE, RowIndex, peers_of_messages, stages_at
-from penstock.ir.hot import blocks
+from penstock.ir.hot import Int32s, Int64s, blocks
 from penstock.ir.instruction import Instruction
 from penstock.ir.operations import IS_MESSAGE, MESSAGES, OPERATIONS, At, Op, makers, peer_at
 from penstock.proofs.collectives import Barrier
-from penstock.proofs.order import Actions, bounds_of_stage
-from penstock.proofs.report import Findings, Subject, first_of_each
+from penstock.proofs.order import bounds_of_stage
+from penstock.proofs.report import Subject, first_of_each
 
-Rows = NDArray[np.int32]
 NEIGHBOUR = {At.DOWNSTREAM: "next", At.UPSTREAM: "previous"}
 """Which stage of the route is at the other end."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Messages:
+class Messages(NamedTuple):
     """The four rows of every message, [num_messages] each."""
 
-    producer: Rows
-    send: Rows
-    receive: Rows
-    consumer: Rows
+    producer: Int32s
+    send: Int32s
+    receive: Int32s
+    consumer: Int32s
 
-    def channel(self, subject: Subject) -> NDArray[np.int64]:
+    def channel(self, subject: Subject) -> Int64s:
         """[num_messages] sending rank x num_ranks + receiving rank."""
-        channel: NDArray[np.int64] = subject.rank[self.send].astype(np.int64)
+        channel: Int64s = subject.rank[self.send].astype(np.int64)
         channel *= subject.table.num_ranks
         channel += subject.rank[self.receive]
         return channel
 
 
-def count_messages(actions: Actions, before: NDArray[np.int32]) -> int:
+def count_messages(subject: Subject, before: Int32s) -> int:
     """Return how many results cross from rank to rank."""
-    begin, end = bounds_of_stage(actions.schedule)
+    begin, end = bounds_of_stage(subject.schedule)
     count = 0
     for part in blocks(len(before)):
-        source, stage = before[part, 0], actions.schedule.stage[part]
-        count += int(np.count_nonzero((source != NONE) & ((source < begin.take(stage)) | (source >= end.take(stage)))))
+        source, stage = before[part, 0], subject.schedule.stage[part]
+        is_elsewhere = (source < begin.take(stage)) | (source >= end.take(stage))
+        count += int(np.count_nonzero(is_elsewhere & (source != NONE)))
     return count
 
 
-def find_messages(subject: Subject, rows: RowIndex, findings: Findings) -> list[Messages]:
+def find_messages(subject: Subject, rows: RowIndex) -> list[Messages]:
     """Prove that every send has its receive, its producer and its consumer; return the messages that have all four.
 
     `rows` are those of the program. There is one entry per stage and direction; most are views of the index.
     """
     found = []
-    for possible in _possible_messages(subject, rows, findings):
-        is_needed, is_sent, is_received = (end != NONE for end in (possible.producer, possible.send, possible.receive))
+    for possible in _possible_messages(subject, rows):
+        is_needed, is_sent, is_received = (end != NONE for end in possible[:3])
         is_whole = is_needed & is_sent & is_received
         if is_whole.all():
             found.append(possible)
             continue
         if not np.array_equal(is_whole, is_needed | is_sent | is_received):
-            _tell_missing_ends(findings, possible)
-        ends = (possible.producer, possible.send, possible.receive, possible.consumer)
-        found.append(Messages(*(end[is_whole] for end in ends)))
+            _tell_missing_ends(subject, possible)
+        found.append(Messages(*(end[is_whole] for end in possible)))
     return found
 
 
 def join_messages(parts: Sequence[Messages]) -> Messages:
     """Put messages one after the other."""
-    none = np.empty(0, np.int32)
-    ends = ("producer", "send", "receive", "consumer")
-    return Messages(*(np.concatenate([none, *(getattr(part, end) for part in parts)]) for end in ends))
+    none = Messages(*np.empty((4, 0), np.int32))
+    return Messages(*(np.concatenate(ends) for ends in zip(none, *parts, strict=True)))
 
 
-def _possible_messages(subject: Subject, rows: RowIndex, findings: Findings) -> Iterator[Messages]:
+def _possible_messages(subject: Subject, rows: RowIndex) -> Iterator[Messages]:
     """The rows of every message that could be, `NONE` where there is none: outputs, then gradients, by their makers."""
     peers = peers_of_messages(subject.table.placement)
     peers = np.where(subject.rank_of_stage[peers] != subject.rank_of_stage, peers, NONE)
@@ -85,16 +81,16 @@ def _possible_messages(subject: Subject, rows: RowIndex, findings: Findings) -> 
     for send, receive in MESSAGES.values():
         made = rows.plane(makers(OPERATIONS[send].reads[0].value)[0])
         sent, received = (
-            rows.plane(end) if has_right_ends else _locate(findings, end, rows.shape) for end in (send, receive)
+            rows.plane(end) if has_right_ends else _locate(subject, end, rows.shape) for end in (send, receive)
         )
         for source in np.flatnonzero(peers[send] != NONE).tolist():
             target = int(peers[send, source])
             receiver = target if has_right_ends else source  # `_locate` names both ends after the maker
-            ends = (made[source], sent[source], received[receiver], made[target])
+            ends = made[source], sent[source], received[receiver], made[target]
             yield Messages(*(end.reshape(-1) for end in ends))
 
 
-def _has_right_ends(subject: Subject, rows: RowIndex, peers: Rows) -> bool:
+def _has_right_ends(subject: Subject, rows: RowIndex, peers: Int32s) -> bool:
     """Whether every send and receive has the right stage at its other end, and none is there twice."""
     program = subject.program
     num_right = 0
@@ -106,33 +102,34 @@ def _has_right_ends(subject: Subject, rows: RowIndex, peers: Rows) -> bool:
         num_right += int(np.count_nonzero(is_right))
         if not np.array_equal(is_right, is_message):
             return False
-    return num_right == sum(int(np.count_nonzero(rows.plane(op) != NONE)) for ends in MESSAGES.values() for op in ends)
+    planes = [rows.plane(op) for ends in MESSAGES.values() for op in ends]
+    return num_right == sum(int(np.count_nonzero(plane != NONE)) for plane in planes)
 
 
-def _locate(findings: Findings, end: Op, shape: tuple[int, int, int]) -> Rows:
+def _locate(subject: Subject, end: Op, shape: tuple[int, int, int]) -> Int32s:
     """The row of each message's send or receive, by what makes it; ends that make no sense and duplicates are findings.
 
     An end makes sense where its peer is the right neighbour, on another rank.
     """
-    subject, program, at = findings.subject, findings.subject.program, peer_at(end)
+    program, at = subject.program, peer_at(end)
     rows = np.flatnonzero(program.op == end)
     expected = stages_at(program.placement, at)[program.stage[rows]]
     is_right = (expected != NONE) & (program.peer[rows] == expected)
     is_right &= subject.rank_of_stage[expected] != subject.rank[rows]
     for row, stage in zip(rows[~is_right].tolist(), expected[~is_right].tolist(), strict=True):
-        _add_wrong_peer(findings, row, NEIGHBOUR[at], stage)
+        _add_wrong_peer(subject, row, NEIGHBOUR[at], stage)
     rows = rows[is_right]
     place = ((program.stage if end.is_send else program.peer)[rows], program.microbatch[rows], program.slice[rows])
     where = np.full(shape, NONE, np.int32)
     where[place] = rows
     kept = where[place]
     for row, other in zip(rows[kept != rows].tolist(), kept[kept != rows].tolist(), strict=True):
-        findings.add(row, f"moves the same message as {subject.place(other, seen_from=row)}", "Drop one of the two")
+        subject.add(row, f"moves the same message as {subject.place(other, seen_from=row)}", "Drop one of the two")
     return where
 
 
-def _add_wrong_peer(findings: Findings, row: int, side: str, expected: int) -> None:
-    program = findings.subject.program
+def _add_wrong_peer(subject: Subject, row: int, side: str, expected: int) -> None:
+    program = subject.program
     stage, peer = int(program.stage[row]), int(program.peer[row])
     if expected == NONE:
         problem = f"has stage {peer} at its other end, but stage {stage} has no {side} stage"
@@ -140,25 +137,25 @@ def _add_wrong_peer(findings: Findings, row: int, side: str, expected: int) -> N
         problem = f"has stage {peer} at its other end; expected stage {expected}, the {side} one of stage {stage}"
     else:
         problem = f"goes to stage {expected} on its own rank, where no message is needed"
-    findings.add(row, problem, "Drop it" if expected == NONE or peer == expected else f"Name stage {expected}")
+    subject.add(row, problem, "Drop it" if expected == NONE or peer == expected else f"Name stage {expected}")
 
 
-def _tell_missing_ends(findings: Findings, possible: Messages) -> None:
+def _tell_missing_ends(subject: Subject, possible: Messages) -> None:
     """Say which ends lack their other end, or a result that somebody needs, and which results lack a message."""
-    subject = findings.subject
-    is_needed, is_sent, is_received = (end != NONE for end in (possible.producer, possible.send, possible.receive))
+    is_needed, is_sent, is_received = (end != NONE for end in possible[:3])
     lone = {"receive": possible.send[is_sent & ~is_received], "send": possible.receive[is_received & ~is_sent]}
     for lacking, row in ((lacking, row) for lacking, rows in lone.items() for row in rows.tolist()):
         other, rank = _other_end(subject, row)
-        findings.add(row, f"has no {lacking} on rank {rank}; expected one {other} there", f"Add {other} on rank {rank}")
+        subject.add(row, f"has no {lacking} on rank {rank}; expected one {other} there", f"Add {other} on rank {rank}")
     unneeded = is_sent & is_received & ~is_needed
     for row in np.concatenate([possible.send[unneeded], possible.receive[unneeded]]).tolist():
-        findings.add(row, "moves a result that no action makes or needs", "Drop both the send and the receive")
+        subject.add(row, "moves a result that no action makes or needs", "Drop both the send and the receive")
     unbrought = is_needed & ~is_sent & ~is_received
-    for producer, row in zip(possible.producer[unbrought].tolist(), possible.consumer[unbrought].tolist(), strict=True):
+    producers, consumers = possible.producer[unbrought], possible.consumer[unbrought]
+    for producer, row in zip(producers.tolist(), consumers.tolist(), strict=True):
         ranks = f"rank {subject.rank[producer]} and its receive on rank {subject.rank[row]}"
         problem = f"needs the result of {subject.place(producer)}, and no message brings it"
-        findings.add(row, problem, f"Add the send on {ranks}")
+        subject.add(row, problem, f"Add the send on {ranks}")
 
 
 def _other_end(subject: Subject, row: int) -> tuple[str, int]:
@@ -179,7 +176,7 @@ def find_exchanges(barriers: Sequence[Barrier]) -> Messages:
     return Messages(sender, sender, receiver, receiver)
 
 
-def check_order(subject: Subject, parts: Sequence[Messages], exchanges: Messages, findings: Findings) -> Messages:
+def check_order(subject: Subject, parts: Sequence[Messages], exchanges: Messages) -> Messages:
     """Prove that messages are received in the order of their sends, after their makers and before their consumers.
 
     Return them, without the exchanges, channel after channel, in the order of the sends. Of a channel, one difference
@@ -194,32 +191,26 @@ def check_order(subject: Subject, parts: Sequence[Messages], exchanges: Messages
     differs = np.flatnonzero(by_send != by_receive)
     for index in first_of_each(channel[by_send[differs]], differs):
         first_sent, first_received = int(by_send[index]), int(by_receive[index])
-        _add_swapped(findings, int(send[first_sent]), int(receive[first_received]))
+        _add_swapped(subject, int(send[first_sent]), int(receive[first_received]))
     kept = by_send[by_send < len(messages.send)]
-    in_order = Messages(messages.producer[kept], send[kept], receive[kept], messages.consumer[kept])
-    _check_places(in_order, findings)
+    in_order = Messages(*(end[kept] for end in messages))
+    # A message is made before its send and received before its consumer.
+    for index in np.flatnonzero(in_order.send < in_order.producer).tolist():
+        row, maker = int(in_order.send[index]), int(in_order.producer[index])
+        problem = f"is before {subject.place(maker, seen_from=row)}, which makes its message"
+        subject.add(row, problem, f"Move it after {subject.text(maker)}")
+    for index in np.flatnonzero(in_order.receive > in_order.consumer).tolist():
+        row, consumer = int(in_order.receive[index]), int(in_order.consumer[index])
+        problem = f"is after {subject.place(consumer, seen_from=row)}, which needs its message"
+        subject.add(row, problem, f"Move it before {subject.text(consumer)}")
     return in_order
 
 
-def _add_swapped(findings: Findings, send: int, receive: int) -> None:
-    subject = findings.subject
+def _add_swapped(subject: Subject, send: int, receive: int) -> None:
     problem = f"is sent where rank {subject.rank[receive]} receives {subject.place(receive)}; a channel keeps its order"
     if IS_MESSAGE[subject.table.op[[send, receive]]].all():
         fix = f"Move {_other_end(subject, receive)[0]} before it, or swap the receives"
     else:
         one, other = sorted((int(subject.rank[send]), int(subject.rank[receive])))
         fix = f"Move the tied reduction after all messages between rank {one} and rank {other}, on both"
-    findings.add(send, problem, fix)
-
-
-def _check_places(messages: Messages, findings: Findings) -> None:
-    """A message is made before its send and received before its consumer."""
-    subject = findings.subject
-    for index in np.flatnonzero(messages.send < messages.producer).tolist():
-        row, maker = int(messages.send[index]), int(messages.producer[index])
-        problem = f"is before {subject.place(maker, seen_from=row)}, which makes its message"
-        findings.add(row, problem, f"Move it after {subject.text(maker)}")
-    for index in np.flatnonzero(messages.receive > messages.consumer).tolist():
-        row, consumer = int(messages.receive[index]), int(messages.consumer[index])
-        problem = f"is after {subject.place(consumer, seen_from=row)}, which needs its message"
-        findings.add(row, problem, f"Move it before {subject.text(consumer)}")
+    subject.add(send, problem, fix)

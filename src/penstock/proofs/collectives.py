@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.collectives import IS_REDUCTION, JOINS_RANKS, REDUCES_REPLICAS
+from penstock.ir.hot import Int64s
 from penstock.ir.operations import NEEDS_BACKWARD, OPERATIONS, Op
 from penstock.ir.program import Program
 from penstock.ir.whole import have_new_gradients, is_sharded
-from penstock.proofs.report import Findings, Subject
+from penstock.proofs.report import Subject
 
 REDUCES_STAGE = next(op for op in Op if REDUCES_REPLICAS[op])
 """The reduction that every stage needs."""
@@ -31,31 +32,35 @@ REDUCES_STAGE = next(op for op in Op if REDUCES_REPLICAS[op])
 class Barrier:
     """One collective that joins ranks: per member rank the rows that take part, in order."""
 
-    name: str
     rows: dict[int, list[int]]
     is_exchange: bool
     """Whether its members send their gradients to each other on the channels of the pipeline, as tied stages do."""
 
 
-def check_collectives(subject: Subject, findings: Findings) -> list[Barrier] | None:
+def check_collectives(subject: Subject) -> list[Barrier] | None:
     """Prove the collectives of a program; return those that join ranks, or None if something is wrong."""
     program = subject.program
-    num_found = len(findings.violations)
+    num_found = len(subject.violations)
     last = program.last_backwards()
-    _check_reductions(program, last, findings)
-    barriers = _find_barriers(subject, findings)
+    _check_reductions(subject, last)
+    barriers = _find_barriers(subject)
     is_complete = not program.is_forward_only and not leaves_reductions_out(program)
     if is_complete:
-        _check_all_reduced(program, last, findings)
-    for index, group in enumerate(program.tied_groups):
+        reduced = program.stage[program.op == REDUCES_STAGE]
+        of_unit = is_sharded(program) & np.isin(program.unit_of_stage, program.unit_of_stage[reduced])
+        for stage in np.setdiff1d(np.flatnonzero((last >= 0) & ~of_unit), reduced).tolist():
+            text = f"{stage}{OPERATIONS[REDUCES_STAGE].text}"
+            problem = f"is the last backward of stage {stage}, whose gradient is never reduced; expected one {text}"
+            subject.add(int(last[stage]), f"{problem} after it", f"Add {text} after it")
+    for index in range(len(program.tied_groups)):
         if is_complete or index in barriers:
-            _check_tied_members(subject, barriers.get(index) or Barrier(_tied_name(index), {}, True), group, findings)
+            _check_tied_members(subject, index, barriers.get(index))
     step = barriers.get(len(program.tied_groups))
     if step is not None:
-        _check_step(subject, step, findings)
-    if len(findings.violations) == num_found:
-        _check_total_order(subject, list(barriers.values()), findings)
-    return list(barriers.values()) if len(findings.violations) == num_found else None
+        _check_step(subject, step)
+    if len(subject.violations) == num_found:
+        _check_total_order(subject, list(barriers.values()))
+    return list(barriers.values()) if len(subject.violations) == num_found else None
 
 
 def leaves_reductions_out(program: Program) -> bool:
@@ -63,17 +68,18 @@ def leaves_reductions_out(program: Program) -> bool:
     return program.omits_reductions and not len(program.rows_of(NEEDS_BACKWARD))
 
 
-def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findings) -> None:
-    subject = findings.subject
+def _check_reductions(subject: Subject, last: Int64s) -> None:
+    program = subject.program
     updates = program.rows_of(NEEDS_BACKWARD)
     reductions = program.rows_of(IS_REDUCTION)
-    of_units = reductions[is_sharded(program)[program.stage[reductions]] & REDUCES_REPLICAS[program.op[reductions]]]
-    _check_units(program, last, of_units, findings)
+    is_of_unit = is_sharded(program)[program.stage[reductions]] & REDUCES_REPLICAS[program.op[reductions]]
+    of_units = reductions[is_of_unit]
+    _check_units(subject, last, of_units)
     reductions = np.setdiff1d(reductions, of_units)
     for row in reductions[reductions < last[program.stage[reductions]]].tolist():
         final = int(last[program.stage[row]])
         place = subject.place(final, seen_from=row)
-        findings.add(
+        subject.add(
             row,
             f"runs before {place}, the last backward of its stage: the gradient is not whole yet",
             f"Move it after {subject.text(final)}",
@@ -81,7 +87,7 @@ def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findi
     is_own = ~JOINS_RANKS[program.op[updates]] | program.is_forward_only
     for row in updates[is_own & (last[program.stage[updates]] < 0)].tolist():
         what = "the program" if program.is_forward_only else f"stage {program.stage[row]}"
-        findings.add(row, f"belongs to training, but {what} has no backward", "Drop it")
+        subject.add(row, f"belongs to training, but {what} has no backward", "Drop it")
     # Of one stage, the gradient is reduced once, and once per tied group.
     is_tied = JOINS_RANKS[program.op[reductions]]
     group = np.where(is_tied, program.peer[reductions].astype(np.int64) + 1, 0)
@@ -90,21 +96,23 @@ def _check_reductions(program: Program, last: NDArray[np.int64], findings: Findi
     for index in np.setdiff1d(np.arange(len(reductions)), first).tolist():
         earlier = int(reductions[np.flatnonzero(key == key[index])[0]])
         problem = f"reduces the same gradient again as {subject.place(earlier)}"
-        findings.add(int(reductions[index]), problem, "Drop one of the two")
+        subject.add(int(reductions[index]), problem, "Drop one of the two")
 
 
-def _check_units(program: Program, last: NDArray[np.int64], reductions: NDArray[np.intp], findings: Findings) -> None:
+def _check_units(subject: Subject, last: Int64s, reductions: NDArray[np.intp]) -> None:
     """Prove that each reduction of a sharded unit has something to reduce, and that nothing is left behind the last."""
-    subject, unit = findings.subject, program.unit_of_stage[program.stage[reductions]]
+    program = subject.program
+    unit = program.unit_of_stage[program.stage[reductions]]
     for row in reductions[~have_new_gradients(program, reductions)].tolist():
         problem = "reduces nothing: since its stage was reduced last, or from the start, it has run no backward"
-        findings.add(row, problem, "Drop it")
+        subject.add(row, problem, "Drop it")
     final = np.full(program.num_stages, -1, np.int64)
     final[unit] = reductions  # rows ascend, and the last assignment stays
-    for stage in np.flatnonzero((final[program.unit_of_stage] >= 0) & (last > final[program.unit_of_stage])).tolist():
-        row, late = int(final[program.unit_of_stage[stage]]), int(last[stage])
+    reduced = final[program.unit_of_stage]
+    for stage in np.flatnonzero((reduced >= 0) & (last > reduced)).tolist():
+        row, late = int(reduced[stage]), int(last[stage])
         place = subject.place(late, seen_from=row)
-        findings.add(
+        subject.add(
             row,
             f"runs before {place}, the last backward of its stage, and no reduction follows: a part of the gradient "
             "is never reduced",
@@ -112,23 +120,7 @@ def _check_units(program: Program, last: NDArray[np.int64], reductions: NDArray[
         )
 
 
-def _check_all_reduced(program: Program, last: NDArray[np.int64], findings: Findings) -> None:
-    """Prove that each stage with a backward has its reduction somewhere."""
-    reduced = program.stage[program.op == REDUCES_STAGE]
-    of_unit = is_sharded(program) & np.isin(program.unit_of_stage, program.unit_of_stage[reduced])
-    for stage in np.setdiff1d(np.flatnonzero((last >= 0) & ~of_unit), reduced).tolist():
-        text = f"{stage}{OPERATIONS[REDUCES_STAGE].text}"
-        problem = (
-            f"is the last backward of stage {stage}, whose gradient is never reduced; expected one {text} after it"
-        )
-        findings.add(int(last[stage]), problem, f"Add {text} after it")
-
-
-def _tied_name(index: int) -> str:
-    return f"the reduction of tied group {index}"
-
-
-def _find_barriers(subject: Subject, findings: Findings) -> dict[int, Barrier]:
+def _find_barriers(subject: Subject) -> dict[int, Barrier]:
     """Collectives by number: tied groups by their index, the optimizer step after them."""
     program = subject.program
     barriers: dict[int, Barrier] = {}
@@ -136,27 +128,29 @@ def _find_barriers(subject: Subject, findings: Findings) -> dict[int, Barrier]:
     for row in program.rows_of(JOINS_RANKS).tolist():
         is_tied = bool(IS_REDUCTION[program.op[row]])
         number = int(program.peer[row]) if is_tied else num_groups
-        name = _tied_name(number) if is_tied else "the optimizer step"
-        barriers.setdefault(number, Barrier(name, {}, is_tied)).rows.setdefault(int(subject.rank[row]), []).append(row)
+        barrier = barriers.setdefault(number, Barrier({}, is_tied))
+        barrier.rows.setdefault(int(subject.rank[row]), []).append(row)
     return barriers
 
 
-def _check_tied_members(subject: Subject, barrier: Barrier, group: tuple[int, ...], findings: Findings) -> None:
-    stage_of = {int(subject.table.stage[row]): row for rows in barrier.rows.values() for row in rows}
+def _check_tied_members(subject: Subject, index: int, barrier: Barrier | None) -> None:
+    group, name = subject.program.tied_groups[index], f"the reduction of tied group {index}"
+    members = () if barrier is None else barrier.rows.values()
+    stage_of = {int(subject.table.stage[row]): row for rows in members for row in rows}
     for stage in sorted(set(group) - set(stage_of)):
         if stage_of:
             why = f"while {subject.place(min(stage_of.values()))} takes part and would wait for it"
         else:
             why = f"so the copies of its parameter on stages {group} would not stay equal"
         rank = int(subject.rank_of_stage[stage])
-        problem = f"{barrier.name} is missing for stage {stage}, {why}"
-        findings.add_missing(rank, problem, f"Add it on rank {rank} after the last backward of stage {stage}")
+        problem = f"{name} is missing for stage {stage}, {why}"
+        subject.add_missing(rank, problem, f"Add it on rank {rank} after the last backward of stage {stage}")
     for stage in set(stage_of) - set(group):
-        problem = f"is no member of {barrier.name}, whose stages are {group}"
-        findings.add(stage_of[stage], problem, "Drop it, or add the stage to the group")
+        problem = f"is no member of {name}, whose stages are {group}"
+        subject.add(stage_of[stage], problem, "Drop it, or add the stage to the group")
 
 
-def _check_step(subject: Subject, step: Barrier, findings: Findings) -> None:
+def _check_step(subject: Subject, step: Barrier) -> None:
     offsets = subject.table.offsets
     first = min(row for rows in step.rows.values() for row in rows)
     for rank in range(subject.table.num_ranks):
@@ -164,15 +158,15 @@ def _check_step(subject: Subject, step: Barrier, findings: Findings) -> None:
         end = int(offsets[rank + 1]) - 1
         if not rows:
             problem = f"the optimizer step is missing, while {subject.place(first)} takes it"
-            findings.add_missing(rank, problem, "Add it at the end, or drop it on all ranks")
+            subject.add_missing(rank, problem, "Add it at the end, or drop it on all ranks")
         for row in rows[:-1]:
-            findings.add(row, f"is taken again: {subject.place(rows[-1], seen_from=row)}", "Drop one of the two")
+            subject.add(row, f"is taken again: {subject.place(rows[-1], seen_from=row)}", "Drop one of the two")
         if rows and rows[-1] != end:
             after = subject.place(end, seen_from=end)
-            findings.add(rows[-1], f"runs before {after}; expected as the last instruction", "Move it to the end")
+            subject.add(rows[-1], f"runs before {after}; expected as the last instruction", "Move it to the end")
 
 
-def _check_total_order(subject: Subject, barriers: list[Barrier], findings: Findings) -> None:
+def _check_total_order(subject: Subject, barriers: list[Barrier]) -> None:
     """The union of all ranks' orders has no cycle."""
     edges: dict[tuple[int, int], tuple[int, int]] = {}
     by_rank: dict[int, list[tuple[int, int]]] = {}
@@ -191,15 +185,8 @@ def _check_total_order(subject: Subject, barriers: list[Barrier], findings: Find
         sorter.prepare()
     except CycleError as error:
         cycle: list[int] = error.args[1]
-        _add_crossing(subject, [edges[pair] for pair in pairwise(cycle)], findings)
-
-
-def _add_crossing(subject: Subject, steps: list[tuple[int, int]], findings: Findings) -> None:
-    (row, later), *rest = sorted(steps)
-    others = " and ".join(f"rank {subject.rank[a]} runs {subject.text(a)} before {subject.text(b)}" for a, b in rest)
-    findings.add(
-        row,
-        f"runs before {subject.place(later, seen_from=row)}, but {others or 'they are one'}: they would wait "
-        "for each other",
-        "Give the collectives one order on all ranks",
-    )
+        (row, later), *rest = sorted(edges[pair] for pair in pairwise(cycle))
+        others = [f"rank {subject.rank[a]} runs {subject.text(a)} before {subject.text(b)}" for a, b in rest]
+        problem = f"runs before {subject.place(later, seen_from=row)}, but {' and '.join(others) or 'they are one'}"
+        fix = "Give the collectives one order on all ranks"
+        subject.add(row, f"{problem}: they would wait for each other", fix)

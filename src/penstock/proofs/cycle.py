@@ -15,98 +15,92 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
+from penstock.ir.hot import Bools, Int32s, Int64s
 from penstock.ir.linear_extension import Starts, walk_untimed, whole_starts
-from penstock.proofs.order import Actions
-from penstock.proofs.report import Findings, Subject
+from penstock.proofs.report import Subject
 
 MAX_VISITS = 300_000
 """The search looks at so many waits at most; only a large table with very many open waits can exceed it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """A row that waits for a row of another rank."""
-
-    row: int
-    needed: int
-
-
-def check_feasible(actions: Actions, before: NDArray[np.int32], findings: Findings) -> Starts | None:
+def check_feasible(subject: Subject, before: Int32s) -> Starts | None:
     """Prove that every rank can run its order to the end; return the starts of an untimed walk, None without an end.
 
     Nothing is before what it needs on its own rank, as `check_positions` proves: so the first column alone decides.
     """
-    walked = walk_untimed(actions.schedule, before[:, :1])
+    walked = walk_untimed(subject.schedule, before[:, :1])
     if walked.is_complete:
         return whole_starts(walked)
-    cycle = shortest_cycle(actions, before, walked.reached)
-    rows = [Wait(int(actions.row[wait.row]), int(actions.row[wait.needed])) for wait in cycle]
-    subject, first = findings.subject, rows[0].row
-    fix = f"Move {subject.text(rows[-1].needed)} before {subject.text(first)} on rank {subject.rank[first]}"
-    findings.add(first, _chain(subject, rows), fix)
+    cycle = shortest_cycle(subject, before, walked.reached)
+    rows, needed = subject.action_row[cycle].tolist(), subject.action_row[before[cycle, 0]].tolist()
+    first = rows[0]
+    fix = f"Move {subject.text(needed[-1])} before {subject.text(first)} on rank {subject.rank[first]}"
+    subject.add(first, _chain(subject, rows, needed), fix)
     return None
 
 
-def _chain(subject: Subject, cycle: list[Wait]) -> str:
-    """Describe the cycle from its first row back to it."""
+def _chain(subject: Subject, rows: list[int], needed: list[int]) -> str:
+    """Describe the cycle from its first row back to it; each row waits for the one that it has in `needed`."""
     parts = []
-    for wait, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
-        link = f"waits for {subject.place(wait.needed)}"
-        if wait.needed != following.row:
-            link += ", which is after " if wait.needed > following.row else ", which is paired with "
-            link += subject.text(following.row)
-            link += "" if following is cycle[0] else f" (position {subject.position(following.row)})"
+    for awaited, following in zip(needed, [*rows[1:], rows[0]], strict=True):
+        link = f"waits for {subject.place(awaited)}"
+        if awaited != following:
+            link += ", which is after " if awaited > following else ", which is paired with "
+            link += subject.text(following)
+            link += "" if following == rows[0] else f" (position {subject.position(following)})"
         parts.append(link)
     return ", which ".join(parts)
 
 
-def shortest_cycle(actions: Actions, before: NDArray[np.int32], reached: NDArray[np.int64]) -> list[Wait]:
-    """Return the waits of a shortest cycle among the rows that a walk did not run, from the lowest rank on.
+def shortest_cycle(subject: Subject, before: Int32s, reached: Int64s) -> list[int]:
+    """Return the rows that wait in a shortest cycle among those that a walk did not run, from the lowest rank on.
 
     `reached` is per rank the first row that did not run. Waits for later rows of the own rank are not looked at.
     """
-    search = _Search(_waiting_rows(actions, before[:, 0], reached), before[:, 0], actions.schedule.joined, actions.rank)
+    rank, needed = subject.schedule.rank_of_row, before[:, 0]
+    # Per rank, the rows that wait for a row of another rank which did not run, in order.
+    waits = np.flatnonzero(needed != NONE)
+    target = needed[waits]
+    is_open = (waits >= reached[rank[waits]]) & (target >= reached[rank[target]]) & (rank[waits] != rank[target])
+    waits = waits[is_open]
+    ends = pairwise(np.searchsorted(waits, subject.schedule.offsets))
+    rows = [waits[begin:end].tolist() for begin, end in ends]
+    search = _Search(rows, needed, subject.schedule.joined, rank)
     # Nearest to where the ranks are stuck first: a short cycle that is found early cuts the other searches off. None is
     # shorter than two waits, since a cycle has at least two ranks.
     starts = [row for rows in search.rows for row in rows]
-    for row in sorted(starts, key=lambda row: row - reached[actions.rank[row]]):
+    for row in sorted(starts, key=lambda row: row - reached[rank[row]]):
         search.start_from(row)
         if len(search.best) == 2 or (search.best and search.num_visits > MAX_VISITS):
             break
     assert search.best, "a walk that does not end has a cycle"
-    first = search.best.index(min(search.best, key=lambda wait: wait.row))
+    first = search.best.index(min(search.best))
     return search.best[first:] + search.best[:first]
-
-
-def _waiting_rows(actions: Actions, needed: NDArray[np.int32], reached: NDArray[np.int64]) -> list[list[int]]:
-    """Per rank, the rows that wait for a row of another rank which did not run, in order."""
-    rank, row = actions.rank, np.flatnonzero(needed != NONE)
-    target = needed[row]
-    is_open = (row >= reached[rank[row]]) & (target >= reached[rank[target]]) & (rank[row] != rank[target])
-    row = row[is_open]
-    return [row[begin:end].tolist() for begin, end in pairwise(np.searchsorted(row, actions.schedule.offsets))]
 
 
 @dataclass(slots=True)
 class _Search:
-    """Breadth-first searches from one wait after the other; `best` is the shortest cycle so far."""
+    """Breadth-first searches from one wait after the other; `best` is the shortest cycle so far.
+
+    A path is the rows that wait, each for another rank, and the next of them is on that rank.
+    """
 
     rows: list[list[int]]
     """Per rank, those that wait for another rank, in order."""
-    needed: NDArray[np.int32]
+    needed: Int32s
     """[num_actions] what each waits for."""
-    joined: NDArray[np.bool_]
-    rank: NDArray[np.int32]
-    best: list[Wait] = field(default_factory=list)
+    joined: Bools
+    rank: Int32s
+    best: list[int] = field(default_factory=list)
+    """The rows that wait in it."""
     num_visits: int = 0
 
     def start_from(self, row: int) -> None:
         """Look for a shorter cycle through the wait of one row."""
         explored: dict[int, int] = {}
-        frontier = [[Wait(row, int(self.needed[row]))]]
+        frontier = [[row]]
         # The next step makes paths of one wait more; only a cycle shorter than the best is of interest.
         while frontier and (not self.best or len(frontier[0]) + 1 < len(self.best)):
             reached_next = []
@@ -117,9 +111,9 @@ class _Search:
                 reached_next += found
             frontier = reached_next
 
-    def _extend(self, path: list[Wait], explored: dict[int, int]) -> list[list[Wait]]:
+    def _extend(self, path: list[int], explored: dict[int, int]) -> list[list[int]]:
         """Leave the rank that the path has entered by every wait before its entry that is still unexplored."""
-        entry = path[-1].needed
+        entry = int(self.needed[path[-1]])
         rank = int(self.rank[entry])
         # The entry cannot run before the rows up to it, nor before its partner in a pair. Waits that were explored
         # earlier were reached in as few steps or fewer, so they need no second look.
@@ -127,14 +121,14 @@ class _Search:
         end = bisect_right(self.rows[rank], entry + int(self.joined[entry]))
         explored[rank] = max(begin, end)
         self.num_visits += max(0, end - begin) + 1
-        return [[*path, Wait(row, int(self.needed[row]))] for row in self.rows[rank][begin:end]]
+        return [[*path, row] for row in self.rows[rank][begin:end]]
 
-    def _closes(self, paths: list[list[Wait]]) -> bool:
+    def _closes(self, paths: list[list[int]]) -> bool:
         """Keep the first path whose last wait is for its first row or a row after it."""
-        first = paths[0][0].row  # and what is after it on its rank, or paired with it, cannot run before it
+        first = paths[0][0]  # and what is after it on its rank, or paired with it, cannot run before it
         begin_of_pair = first - int(first > 0 and self.joined[first - 1])
         for path in paths:
-            needed = path[-1].needed
+            needed = self.needed[path[-1]]
             if self.rank[needed] == self.rank[first] and needed >= begin_of_pair:
                 self.best = path
                 return True

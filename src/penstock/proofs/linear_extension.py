@@ -24,22 +24,19 @@ and `transports` look at each model on its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.collectives import JOINS_RANKS
 from penstock.ir.deps import NONE
-from penstock.ir.hot import Hot
+from penstock.ir.hot import Array, Hot, Int32s
 from penstock.ir.linear_extension import Starts, order_by_ends
 from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND
 from penstock.ir.table import Ints
-from penstock.ir.transports import COALESCED, TransportModel
+from penstock.ir.transports import COALESCED, MODELS, TransportModel
 from penstock.proofs.channels import Messages, join_messages
-from penstock.proofs.order import Actions
 from penstock.proofs.report import Subject
 
 COMPUTE, SEND, RECEIVE, JOIN, OTHER = range(5)
@@ -47,31 +44,17 @@ ROLES = np.select([IS_COMPUTE, IS_SEND, IS_RECEIVE, JOINS_RANKS], [COMPUTE, SEND
 """[NUM_OPS] what an operation is to this proof."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptOrder:
-    """Which of the conditions a program keeps."""
+def proved_by_order(
+    subject: Subject, messages: Sequence[Messages], start: Starts, *, is_grouped: bool = True
+) -> tuple[TransportModel, ...]:
+    """Return the models under which a program ends by the conditions alone; none where one of 1 to 4 does not hold.
 
-    is_kept: bool
-    """Whether 1 to 4 hold."""
-    is_kept_by_receives: bool
-    """Whether 5 holds as well."""
-
-    @classmethod
-    def of(
-        cls, subject: Subject, actions: Actions, messages: Sequence[Messages], start: Starts, *, is_grouped: bool = True
-    ) -> "KeptOrder":
-        """Look at a program; `start` are the starts of its actions in an untimed walk.
-
-        Without `is_grouped`, condition 5 is of no interest.
-        """
-        num_kept = _num_kept(subject, _timestamps(subject, actions, messages, start))
-        if num_kept < (5 if is_grouped else 4):
-            num_kept = max(num_kept, _num_kept(subject, _timestamps_by_ends(subject, actions, messages, start)))
-        return cls(num_kept >= 4, num_kept == 5)
-
-    def proves(self, model: TransportModel) -> bool:
-        """Whether the program ends under the model, by this alone."""
-        return self.is_kept_by_receives if model == COALESCED else self.is_kept
+    `start` are the starts of its actions in an untimed walk. Without `is_grouped`, condition 5 is of no interest.
+    """
+    num_kept = _num_kept(subject, _timestamps(subject, messages, start))
+    if num_kept < (5 if is_grouped else 4):
+        num_kept = max(num_kept, _num_kept(subject, _timestamps_by_ends(subject, messages, start)))
+    return tuple(model for model in MODELS if num_kept >= (5 if model == COALESCED else 4))
 
 
 class Rows(NamedTuple):
@@ -91,21 +74,22 @@ class Seen(NamedTuple):
     seen_by: Any
 
 
-def _num_kept(subject: Subject, timestamp: NDArray[Any]) -> int:
+def _num_kept(subject: Subject, timestamp: Array) -> int:
     program = subject.program
     rows = Rows(program.op, ROLES, timestamp, program.peer, subject.rank_of_stage)
     seen = Seen(np.zeros(program.num_ranks, np.int64), np.full(program.num_ranks, NONE, np.int64))
     return int(_KEEP(program.num_instructions, program.offsets, rows, seen))
 
 
-def _timestamps(subject: Subject, actions: Actions, messages: Sequence[Messages], start: Starts) -> NDArray[Any]:
+def _timestamps(subject: Subject, messages: Sequence[Messages], start: Starts) -> Array:
     """[num_instructions] multiples of 3 for actions, and after its maker's, the timestamp of both ends of a message."""
     num_ranks = subject.table.num_ranks
     largest = 3 * num_ranks * (int(start.max(initial=0)) + 1)
-    timestamp: Ints = np.full(subject.table.num_rows, NONE, np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+    number = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
+    timestamp: Ints = np.full(subject.table.num_rows, NONE, number)
     # The linear extension is by start and rank; only the actions of a pair agree in both.
-    for rank, (begin, end) in enumerate(pairwise(actions.schedule.offsets.tolist())):
-        timestamp[actions.row[begin:end]] = 3 * (num_ranks * start[begin:end].astype(timestamp.dtype) + rank)
+    for rank, (begin, end) in enumerate(pairwise(subject.schedule.offsets.tolist())):
+        timestamp[subject.action_row[begin:end]] = 3 * (num_ranks * start[begin:end].astype(timestamp.dtype) + rank)
     # Both messages of a pair leave after it, that of its first action first.
     second = np.flatnonzero(subject.table.joined) + 1
     timestamp[second] += 1
@@ -115,18 +99,16 @@ def _timestamps(subject: Subject, actions: Actions, messages: Sequence[Messages]
     return timestamp
 
 
-def _timestamps_by_ends(
-    subject: Subject, actions: Actions, messages: Sequence[Messages], start: Starts
-) -> NDArray[np.int32]:
+def _timestamps_by_ends(subject: Subject, messages: Sequence[Messages], start: Starts) -> Int32s:
     """[num_instructions] timestamps by the rule that a message has its place where its maker ends."""
     whole = join_messages(messages)
     by_maker = np.argsort(whole.producer)
-    makers = np.searchsorted(actions.row, whole.producer[by_maker])
-    order = order_by_ends(actions.schedule, start, makers)
+    makers = np.searchsorted(subject.action_row, whole.producer[by_maker])
+    order = order_by_ends(subject.schedule, start, makers)
     position = np.empty(len(order), np.int32)
     position[order] = np.arange(len(order), dtype=np.int32)
     timestamp = np.full(subject.table.num_rows, NONE, np.int32)
-    timestamp[actions.row] = position[: len(start)]
+    timestamp[subject.action_row] = position[: len(start)]
     timestamp[whole.send[by_maker]] = timestamp[whole.receive[by_maker]] = position[len(start) :]
     return timestamp
 

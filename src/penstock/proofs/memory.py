@@ -11,21 +11,19 @@ from fractions import Fraction
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, count_of, described, shortened
 from penstock.ir.deps import NONE, RowIndex, identities_of
-from penstock.ir.hot import Hot, blocks
-from penstock.ir.live import StageBytes, live_activations, live_bytes, peak_alive, peak_bytes
+from penstock.ir.hot import Array, Hot, Int32s, Int64s, blocks
+from penstock.ir.live import StageBytes, live_bytes, one_each, peak_alive, peak_bytes
 from penstock.ir.operations import BEGINS_KEEPING, ENDS_KEEPING, IS_RECEIVE, IS_SEND, NAMES_SLOT
 from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.ir.units import BYTES_OF_UNIT
 from penstock.ir.whole import num_whole, peak_whole
 from penstock.placement import Placement
-from penstock.proofs.channels import Messages, Rows, join_messages
-from penstock.proofs.report import Findings, Subject, first_of_each
+from penstock.proofs.channels import Messages, join_messages
+from penstock.proofs.report import Subject, first_of_each
 
 POOL = IS_RECEIVE + np.int8(2) * IS_SEND
 """[NUM_OPS] by the operation whose row holds the number of a slot: 0 activations, 1 received, 2 unsent messages."""
@@ -81,7 +79,7 @@ class Limit:
     def in_bytes(self) -> bool:
         return self.unit == "bytes"
 
-    def of_ranks(self, num_ranks: int, parts_per_rank: Fraction, key: str = "memory_limit") -> NDArray[np.int64]:
+    def of_ranks(self, num_ranks: int, parts_per_rank: Fraction) -> Int64s:
         """[num_ranks] the limit of each rank: bytes, or activations.
 
         A microbatch leaves an activation for each stage and slice that a rank runs of it, `parts_per_rank` in the mean.
@@ -90,13 +88,14 @@ class Limit:
             ConfigError: if there are neither as many limits as ranks nor a single one.
         """
         if len(self.amounts) not in (1, num_ranks):
-            raise ConfigError(f"{len(self.amounts)} values for {num_ranks} ranks; give one, or one per rank", key=key)
+            problem = f"{len(self.amounts)} values for {num_ranks} ranks; give one, or one per rank"
+            raise ConfigError(problem, key="memory_limit")
         factor = parts_per_rank if self.unit == "microbatches" else 1
         largest = int(np.iinfo(np.int64).max)
         limits = [min(math.floor(amount * factor), largest) for amount in self.amounts]
         return np.resize(np.array(limits, np.int64), num_ranks)
 
-    def require_sizes(self, activation_bytes: Sequence[float] | NDArray[Any] | None, key: str = "memory_limit") -> None:
+    def require_sizes(self, activation_bytes: Sequence[float] | Array | None, key: str = "memory_limit") -> None:
         """Refuse bytes where no one knows how large activations are; None: there are no costs. Raises: ConfigError."""
         if self.in_bytes and (activation_bytes is None or not any(activation_bytes)):
             lack = "there are no costs" if activation_bytes is None else "the costs have no activation_bytes"
@@ -165,52 +164,41 @@ class Demand:
 NO_DEMAND = Demand()
 
 
-@dataclass(frozen=True, slots=True)
-class Peaks:
-    """Per rank, the most that is alive at once; in bytes None where sizes are unknown."""
-
-    activations: list[int]
-    num_bytes: list[int] | None
-    static_bytes: list[int] | None
-    not_counted: tuple[str, ...]
-
-
-def check_limit(subject: Subject, counts: list[int], demand: Demand, findings: Findings) -> Peaks:
+def check_limit(subject: Subject, counts: list[int], sizes: StageBytes | None, limit: Limit | None) -> list[int] | None:
     """Prove that no row needs more than the limit of its rank; static bytes count in a limit in bytes.
 
-    `counts` are the peaks of activations per rank.
+    `counts` are the peaks of activations per rank. Return the peaks of bytes, None where sizes are unknown.
 
     Raises:
-        ConfigError: if limit and costs do not fit the table, or each other.
+        ConfigError: if the limit does not fit the table.
     """
-    table, limit, sizes = subject.table, demand.limit, demand.sizes(subject.table)
+    table = subject.table
     if limit is not None and not limit.in_bytes:
-        _prove_limit(limit, counts, lambda: live_activations(table), findings)
+        _prove_limit(subject, limit, counts, lambda: live_bytes(table, one_each(table)))
     if sizes is None:
-        return Peaks(counts, None, None, ())
+        return None
     static, num_bytes = sizes.static_of_ranks(table.placement), peak_bytes(table, sizes)
     if limit is not None and limit.in_bytes:
-        _prove_limit(limit, num_bytes + static, lambda: live_bytes(table, sizes) + static[subject.rank], findings)
-    not_there = ("message_bytes",) if isinstance(table, Schedule) else ()
-    return Peaks(counts, num_bytes, static.tolist(), tuple(dict.fromkeys(sizes.not_given + not_there)))
+        _prove_limit(subject, limit, num_bytes + static, lambda: live_bytes(table, sizes) + static[subject.rank])
+    return num_bytes
 
 
 def _prove_limit(
+    subject: Subject,
     limit: Limit,
-    peaks: Sequence[int] | NDArray[np.int64],
-    live: Callable[[], NDArray[np.int64]],
-    findings: Findings,
+    peaks: Sequence[int] | Int64s,
+    live: Callable[[], Int64s],
 ) -> None:
     """Note the first row of each rank that needs more than its limit, of which `live` has an entry per row."""
-    table = findings.subject.table
+    table = subject.table
     limits = limit.of_ranks(table.num_ranks, table.parts_per_rank)
     if (limits >= peaks).all():  # the column of all rows is made only where one of them is over its limit
         return
-    rank, held = findings.subject.rank, live()
+    rank, held = subject.rank, live()
     over = np.flatnonzero(held > limits[rank])
     for index in first_of_each(rank[over], over):
         unit = "byte" if limit.in_bytes else "activation"
-        findings.add(
+        subject.add(
             index,
             f"needs {count_of(int(held[index]), unit)} alive at once; the limit of rank {rank[index]} is "
             f"{limits[rank[index]]}{f' ({limit})' * (limit.unit == 'microbatches')}",
@@ -218,20 +206,21 @@ def _prove_limit(
         )
 
 
-def check_residency(program: Program, residency: int | None, findings: Findings) -> list[int] | None:
+def check_residency(subject: Subject, residency: int | None) -> list[int] | None:
     """Prove that no more stages of a rank are whole at once than may be, of those that are gathered; None: any number.
 
     0UNSHARD 0F0 1UNSHARD 1F0 0RESHARD 1RESHARD      two are whole while 1F0 runs
 
     Return the most of each rank, those being gathered included; None where none is gathered.
     """
+    program = subject.program
     peaks = peak_whole(program)
     if peaks is not None and residency is not None and max(peaks) > residency:
         whole = num_whole(program)
         over = np.flatnonzero(whole > residency)
         for row in first_of_each(program.rank_of_row[over], over):
             problem = f"makes {whole[row]} stages whole at once; rank {program.rank_of_row[row]} may have {residency}"
-            findings.add(row, problem, "Reshard one of them before it, or raise residency")
+            subject.add(row, problem, "Reshard one of them before it, or raise residency")
     return peaks
 
 
@@ -244,21 +233,22 @@ def count_messages_alive(subject: Subject, messages: Sequence[Messages]) -> tupl
     return peak_alive(subject.table, received, consumed), peak_alive(subject.table, made, sent)
 
 
-def check_slots(subject: Subject, rows: RowIndex, parts: Sequence[Messages], findings: Findings) -> None:
+def check_slots(subject: Subject, rows: RowIndex, parts: Sequence[Messages]) -> None:
     """Prove that whatever uses a slot is done with it before the next one takes it, in each rank's three pools."""
     program = subject.program
-    begin, end = _activation_lives(program, rows, findings)
+    begin, end = _activation_lives(subject, rows)
     # One linear pass, as most programs are right; the sorts below are for the messages of those that are not.
     if _num_overlaps(program, begin, end, parts) == 0:
         return
     messages = join_messages(parts)
-    _check_pool("the activation of", begin, end, begin, findings)
-    _check_pool("the message of", messages.receive, messages.consumer, messages.receive, findings)
-    _check_pool("the unsent result of", messages.producer, messages.send, messages.send, findings)
+    _check_pool(subject, "the activation of", begin, end, begin)
+    _check_pool(subject, "the message of", messages.receive, messages.consumer, messages.receive)
+    _check_pool(subject, "the unsent result of", messages.producer, messages.send, messages.send)
 
 
-def _activation_lives(program: Program, rows: RowIndex, findings: Findings) -> tuple[Rows, Rows]:
+def _activation_lives(subject: Subject, rows: RowIndex) -> tuple[Int32s, Int32s]:
     """First and last row of every activation; a backward that looks into another slot is a finding."""
+    program = subject.program
     of_op = {op: rows.plane(op).reshape(-1) for op in rows.planes if NAMES_SLOT[op]}
     forward = next((found for op, found in of_op.items() if BEGINS_KEEPING[op]), np.empty(0, np.int32))
     for part in blocks(program.num_rows):
@@ -267,9 +257,9 @@ def _activation_lives(program: Program, rows: RowIndex, findings: Findings) -> t
         for index in np.flatnonzero(program.slot[readers] != program.slot[savers]).tolist():
             row, saver = int(readers[index]), int(savers[index])
             mine, theirs = int(program.slot[row]), int(program.slot[saver])
-            place = findings.subject.place(saver, seen_from=row)
+            place = subject.place(saver, seen_from=row)
             problem = f"reads slot {mine}; {place} saved its activation in slot {theirs}"
-            findings.add(row, problem, f"Give it slot {theirs}")
+            subject.add(row, problem, f"Give it slot {theirs}")
     last = forward
     for op, found in of_op.items():  # B before W
         if ENDS_KEEPING[op]:
@@ -278,7 +268,7 @@ def _activation_lives(program: Program, rows: RowIndex, findings: Findings) -> t
     return forward[is_there], last[is_there]
 
 
-def _num_overlaps(program: Program, begin: Rows, end: Rows, messages: Sequence[Messages]) -> int:
+def _num_overlaps(program: Program, begin: Int32s, end: Int32s, messages: Sequence[Messages]) -> int:
     """Count slots that are taken while in use; more than 0 means that there may be some."""
     # Each life is noted at one row: that of an unsent result at its end, the others at their begin.
     other_end = np.full(program.num_instructions, NONE, np.int32)
@@ -315,9 +305,9 @@ def _count_overlaps(op: Any, pool_of_op: Any, slot: Any, other_end: Any, in_use:
 _COUNT_OVERLAPS = Hot(_count_overlaps)
 
 
-def _check_pool(what: str, begin: Rows, end: Rows, named_by: Rows, findings: Findings) -> None:
+def _check_pool(subject: Subject, what: str, begin: Int32s, end: Int32s, named_by: Int32s) -> None:
     """Prove that lives in one slot of one rank do not overlap; `named_by` are the rows that hold the slot's number."""
-    subject, program = findings.subject, findings.subject.program
+    program = subject.program
     # The two rows of a pair run together: what one frees is not free for the other.
     ends = end + program.joined[end]
     slot = program.slot[named_by].astype(np.int64)
@@ -328,7 +318,7 @@ def _check_pool(what: str, begin: Rows, end: Rows, named_by: Rows, findings: Fin
     clash = (pool[earlier] == pool[later]) & (begin[later] <= ends[earlier])
     for first, second in zip(earlier[clash].tolist(), later[clash].tolist(), strict=True):
         row, holder, last = int(begin[second]), int(begin[first]), int(end[first])
-        findings.add(
+        subject.add(
             row,
             f"overwrites slot {slot[second]}, where {what} {subject.place(holder, seen_from=row)} lives until "
             f"{subject.place(last, seen_from=row)}",

@@ -4,16 +4,12 @@
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.action import Action, Kind
 from penstock.ir.deps import NONE, identities, num_identities
-from penstock.ir.hot import blocks
+from penstock.ir.hot import Array, Bools, Int32s, Int64s, blocks
 from penstock.ir.operations import (
     ENDS_KEEPING,
     IS_COMPUTE,
@@ -26,7 +22,7 @@ from penstock.ir.operations import (
 )
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
-from penstock.proofs.report import Findings, Subject
+from penstock.proofs.report import Subject
 
 Where = tuple[int, int, int]
 """A stage, a microbatch and a slice."""
@@ -42,45 +38,23 @@ _NO_BACKWARD = "has no backward; expected one {}, or one I and one W", "Add {} a
 """Each says that an action lacks another one, and the fix; {} is the action that is missing."""
 
 
-@dataclass(frozen=True, eq=False)
-class Actions:
-    """The computations of a table as a schedule, and the row of the table for each of them."""
-
-    schedule: Schedule
-    row: NDArray[np.int32]
-
-    @classmethod
-    def of(cls, subject: Subject) -> "Actions":
-        return cls(subject.table.actions(), subject.table.compute_rows().astype(np.int32))
-
-    @cached_property
-    def rank(self) -> NDArray[np.int32]:
-        """[num_actions] the rank that runs each action."""
-        return self.schedule.rank_of_row
-
-
-def bounds_of_stage(table: Table) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def bounds_of_stage(table: Table) -> tuple[Int32s, Int32s]:
     """[num_stages] the first row of the rank that holds each stage, and the end of that rank's rows."""
     rank, offsets = np.array(table.placement.rank_of_stage), table.offsets.astype(np.int32)
     return offsets[rank], offsets[rank + 1]
 
 
-def check_pairs(subject: Subject, findings: Findings) -> bool:
+def check_pairs(subject: Subject) -> bool:
     """Prove that every overlapped pair is two computations in a row on one rank."""
     table = subject.table
     first = np.flatnonzero(table.joined)
     if not len(first):
         return True
-    second = np.minimum(first + 1, subject.table.num_rows - 1)
-    good = (
-        (second > first)
-        & (subject.rank[second] == subject.rank[first])
-        & IS_COMPUTE[subject.table.op[first]]
-        & IS_COMPUTE[subject.table.op[second]]
-        & ~table.joined[second]
-    )
+    second = np.minimum(first + 1, table.num_rows - 1)
+    good = (second > first) & (subject.rank[second] == subject.rank[first]) & ~table.joined[second]
+    good &= IS_COMPUTE[table.op[first]] & IS_COMPUTE[table.op[second]]
     for row in first[~good].tolist():
-        findings.add(
+        subject.add(
             row,
             "is marked as the first of an overlapped pair, but no partner follows; expected exactly two computations",
             "Take the mark away, or put the second computation of the pair right after it",
@@ -88,22 +62,21 @@ def check_pairs(subject: Subject, findings: Findings) -> bool:
     return bool(good.all())
 
 
-def check_names(subject: Subject, findings: Findings) -> bool:
+def check_names(subject: Subject) -> bool:
     """Prove that each row is on the rank of its stage, and its microbatch travels that stage's route."""
-    has_wrong = False
+    before = len(subject.violations)
     for part in blocks(subject.table.num_rows):
         wrong = part.start + np.flatnonzero(_is_wrongly_named(subject, part))
         for row in wrong.tolist():
-            _add_wrong_name(subject, findings, row)
-        has_wrong |= len(wrong) > 0
-    return not has_wrong
+            _add_wrong_name(subject, row)
+    return len(subject.violations) == before
 
 
-def _is_wrongly_named(subject: Subject, part: slice) -> NDArray[np.bool_]:
+def _is_wrongly_named(subject: Subject, part: slice) -> Bools:
     table = subject.table
     stage, rows = table.stage[part], np.arange(part.start, part.stop, dtype=np.int32)
     begin, end = bounds_of_stage(table)
-    is_wrong: NDArray[np.bool_] = (rows < begin.take(stage)) | (rows >= end.take(stage))
+    is_wrong: Bools = (rows < begin.take(stage)) | (rows >= end.take(stage))
     if len(table.placement.routes) > 1:
         route_of_stage = np.array(table.placement.route_of_stage)
         is_elsewhere = route_of_stage.take(stage) != table.route_of_microbatch.take(table.microbatch[part])
@@ -111,21 +84,21 @@ def _is_wrongly_named(subject: Subject, part: slice) -> NDArray[np.bool_]:
     return is_wrong
 
 
-def _add_wrong_name(subject: Subject, findings: Findings, row: int) -> None:
+def _add_wrong_name(subject: Subject, row: int) -> None:
     table = subject.table
     stage, microbatch = int(table.stage[row]), int(table.microbatch[row])
     owner = subject.rank_of_stage[stage]
     if owner != subject.rank[row]:
         problem = f"is on the wrong rank: stage {stage} is held by rank {owner}"
-        findings.add(row, problem, f"Move it to rank {owner}, or change the placement")
+        subject.add(row, problem, f"Move it to rank {owner}, or change the placement")
     else:
         problem = f"is out of place: microbatch {microbatch} does not travel the route of stage {stage}"
-        findings.add(row, problem, "Drop it, or change the microbatch's route")
+        subject.add(row, problem, "Drop it, or change the microbatch's route")
 
 
-def check_complete(actions: Actions, findings: Findings) -> bool:
+def check_complete(subject: Subject) -> bool:
     """Prove one F, and one B or one I and one W (none in a forward-only schedule), of all that every stage must run."""
-    schedule = actions.schedule
+    schedule = subject.schedule
     shape = (len(Kind), schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
     identity = identities(schedule)
     there = np.zeros(shape, np.bool_)
@@ -140,38 +113,38 @@ def check_complete(actions: Actions, findings: Findings) -> bool:
     key = _keys(schedule, identity, slice(None))
     last = np.full(shape, NONE, np.int64)
     last.reshape(-1)[key] = np.arange(schedule.num_actions)
-    before = len(findings.violations)
-    _suspect_lone_microbatches(actions, findings)
-    _add_duplicates(actions, findings, key)
-    _add_lacks(actions, findings, there, last, np.broadcast_to(expected, shape[1:]))
-    return len(findings.violations) == before
+    before = len(subject.violations)
+    _suspect_lone_microbatches(subject)
+    _add_duplicates(subject, key)
+    _add_lacks(subject, there, last, np.broadcast_to(expected, shape[1:]))
+    return len(subject.violations) == before
 
 
-def _suspect_lone_microbatches(actions: Actions, findings: Findings) -> None:
+def _suspect_lone_microbatches(subject: Subject) -> None:
     """Suspect the only action of its microbatch where a lower one has none: a text with a typo seems to have more."""
-    schedule = actions.schedule
+    schedule = subject.schedule
     count = np.bincount(schedule.microbatch, minlength=schedule.num_microbatches)
     unnamed = np.flatnonzero(count == 0)
     if not len(unnamed):
         return
     for row in np.flatnonzero((count[schedule.microbatch] == 1) & (schedule.microbatch > unnamed[0])).tolist():
         microbatch = int(schedule.microbatch[row])
-        findings.add(
-            int(actions.row[row]),
+        subject.add(
+            int(subject.action_row[row]),
             f"alone names microbatch {microbatch}, and nothing names microbatch {unnamed[0]}; it may be a typo",
             "Rename it, or add all that is missing",
             is_suspect=True,
         )
 
 
-def _keys(schedule: Schedule, identity: NDArray[np.int32], part: slice) -> NDArray[np.int64]:
+def _keys(schedule: Schedule, identity: Int32s, part: slice) -> Int64s:
     """A number for each (kind, stage, microbatch, slice)."""
-    keys: NDArray[np.int64] = KIND_INDEX[schedule.kind[part]].astype(np.int64) * num_identities(schedule)
+    keys: Int64s = KIND_INDEX[schedule.kind[part]].astype(np.int64) * num_identities(schedule)
     keys += identity[part]
     return keys
 
 
-def _is_consistent(there: NDArray[np.bool_], expected: NDArray[np.bool_], forward_only: bool) -> bool:
+def _is_consistent(there: Bools, expected: Bools, forward_only: bool) -> bool:
     """Whether what is there of each (stage, microbatch, slice) is all of it, or nothing where nothing is expected."""
     forward, whole, inputs, weights, again = there
     if forward_only:
@@ -180,33 +153,31 @@ def _is_consistent(there: NDArray[np.bool_], expected: NDArray[np.bool_], forwar
     return bool((is_all | ~(expected | there.any(axis=0))).all())
 
 
-def _add_duplicates(actions: Actions, findings: Findings, key: NDArray[Any]) -> None:
+def _add_duplicates(subject: Subject, key: Array) -> None:
     order = np.argsort(key, kind="stable")
     repeats = np.flatnonzero(np.diff(key[order]) == 0) + 1
     for index in repeats.tolist():
-        row, first = int(actions.row[order[index]]), int(actions.row[order[index - 1]])
-        findings.add(row, f"is a duplicate of {findings.subject.place(first)}; expected one", "Drop one of the two")
+        row, first = int(subject.action_row[order[index]]), int(subject.action_row[order[index - 1]])
+        subject.add(row, f"is a duplicate of {subject.place(first)}; expected one", "Drop one of the two")
 
 
-def _add_lacks(
-    actions: Actions, findings: Findings, there: NDArray[np.bool_], last: NDArray[np.int64], expected: NDArray[np.bool_]
-) -> None:
+def _add_lacks(subject: Subject, there: Bools, last: Int64s, expected: Bools) -> None:
     """Find what lacks another action, and what is not there at all.
 
     `there` and `last` are [num_kinds, num_stages, num_microbatches, num_slices]: whether an action is there, and where.
     """
     forward, whole, inputs, weights, again = there
     has_backward = whole | inputs | weights
-    trains = not actions.schedule.is_forward_only
+    trains = not subject.schedule.is_forward_only
 
     def row_of(kind: Kind, where: Where) -> int:
-        return int(actions.row[last[(KIND_INDEX[kind], *where)]])
+        return int(subject.action_row[last[(KIND_INDEX[kind], *where)]])
 
     for where in _where(whole & (inputs | weights)):
         part = Kind.BACKWARD_INPUT if inputs[where] else Kind.BACKWARD_WEIGHT
-        other = findings.subject.place(row_of(part, where))
+        other = subject.place(row_of(part, where))
         problem = f"computes again what {other} computes; expected one B, or one I and one W"
-        findings.add(row_of(Kind.BACKWARD, where), problem, "Drop the B, or the I and the W")
+        subject.add(row_of(Kind.BACKWARD, where), problem, "Drop the B, or the I and the W")
     for found, kind, lacking, problem, fix in (
         (inputs & ~weights & ~whole, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, *_NO_WEIGHT_GRADIENT),
         (weights & ~inputs & ~whole, Kind.BACKWARD_WEIGHT, Kind.BACKWARD_INPUT, *_NO_INPUT_GRADIENT),
@@ -218,26 +189,24 @@ def _add_lacks(
     ):
         for where in _where(found):
             text = str(Action(lacking, *where))
-            findings.add(row_of(kind, where), problem.format(text), fix.format(text))
+            subject.add(row_of(kind, where), problem.format(text), fix.format(text))
     kinds = (Kind.FORWARD, Kind.BACKWARD) if trains else (Kind.FORWARD,)
     for first, end in _runs(_where(expected & ~forward & ~has_backward)):
-        _add_absent(kinds, first, end, findings)
+        _add_absent(subject, kinds, first, end)
 
 
-def _add_absent(kinds: Sequence[Kind], first: Where, last: Where, findings: Findings) -> None:
+def _add_absent(subject: Subject, kinds: Sequence[Kind], first: Where, last: Where) -> None:
     is_one, trains = first == last, len(kinds) > 1
     texts = [str(Action(kind, *first)) + ("" if is_one else f" to {Action(kind, *last)}") for kind in kinds]
     missing = " and ".join(texts) + (f" (or {'its' if is_one else 'their'} I and W)" if trains else "")
-    rank = int(findings.subject.rank_of_stage[first[0]])
+    rank = int(subject.rank_of_stage[first[0]])
     verb = "is" if is_one and not trains else "are"
     problem = f"{missing} {verb} missing; every stage runs every microbatch of its route once"
-    findings.add_missing(rank, problem, f"Add {missing}")
+    subject.add_missing(rank, problem, f"Add {missing}")
 
 
-def _where(found: NDArray[np.bool_]) -> list[Where]:
-    if not found.any():
-        return []
-    return [(int(stage), int(microbatch), int(part)) for stage, microbatch, part in np.argwhere(found)]
+def _where(found: Bools) -> list[Where]:
+    return [(stage, microbatch, part) for stage, microbatch, part in np.argwhere(found).tolist()]
 
 
 def _runs(found: list[Where]) -> list[tuple[Where, Where]]:
@@ -252,12 +221,12 @@ def _runs(found: list[Where]) -> list[tuple[Where, Where]]:
     return runs
 
 
-def check_positions(actions: Actions, before: NDArray[np.int32], findings: Findings) -> bool:
+def check_positions(subject: Subject, before: Int32s) -> bool:
     """Prove that nothing is before what it needs on its own rank, or is paired with it."""
-    schedule = actions.schedule
+    schedule = subject.schedule
     _, end_of_stage = bounds_of_stage(schedule)
-    is_second = np.concatenate([[False], schedule.joined[:-1]]) if schedule.num_actions else schedule.joined
-    num_wrong = 0
+    is_second = np.append(False, schedule.joined)[:-1]
+    num_found = len(subject.violations)
     for part in blocks(schedule.num_actions):
         first_of_group = np.arange(part.start, part.stop, dtype=np.int32)
         first_of_group -= is_second[part]
@@ -267,63 +236,60 @@ def check_positions(actions: Actions, before: NDArray[np.int32], findings: Findi
             action = part.start + index
             needed = int(before[action, column])
             together = bool(schedule.joined[min(action, needed)]) and abs(action - needed) == 1
-            _add_position(actions, findings, action, needed, together=together or action == needed)
-            num_wrong += 1
-    return num_wrong == 0
+            _add_position(subject, action, needed, together=together or action == needed)
+    return len(subject.violations) == num_found
 
 
-def _add_position(actions: Actions, findings: Findings, action: int, other: int, *, together: bool) -> None:
-    row, needed = int(actions.row[action]), int(actions.row[other])
-    subject = findings.subject
+def _add_position(subject: Subject, action: int, other: int, *, together: bool) -> None:
+    row, needed = int(subject.action_row[action]), int(subject.action_row[other])
     text = subject.text(needed)
     if together:
         problem = f"is paired with {subject.place(needed, seen_from=row)}, for which it must wait"
-        findings.add(row, problem, "Take the pair apart")
+        subject.add(row, problem, "Take the pair apart")
         return
-    op, maker = (OPERATIONS[Op(int(actions.schedule.op[at]))] for at in (action, other))
+    op, maker = (OPERATIONS[Op(int(subject.schedule.op[at]))] for at in (action, other))
     is_own = any(read.at is At.OWN and read.value in maker.makes for read in op.reads)
     role, reason = (f"its {maker.label} ", "") if is_own else ("", ", whose result it needs")
-    findings.add(
+    subject.add(
         row,
         f"runs before {role}{subject.place(needed, seen_from=row)}{reason}",
-        f"Move {text} before it, or drop microbatch {actions.schedule.microbatch[action]}",
+        f"Move {text} before it, or drop microbatch {subject.schedule.microbatch[action]}",
     )
 
 
-def check_weight_order(actions: Actions, stages: Collection[int], findings: Findings) -> None:
+def check_weight_order(subject: Subject, stages: Collection[int]) -> None:
     """Prove that the weight gradients of these stages come in the order of their input gradients, for fused layers.
 
     A fused layer that computes its weight gradients later keeps what they need in a queue, first in, first out, and
     does not know microbatches. So the first `W` after some `I`, and a whole backward, takes the entry of the first `I`
     whose `W` has not run. Copies of a part on one rank are one module, with one queue.
     """
-    placement = actions.schedule.placement
+    placement = subject.schedule.placement
     parts = {stage: place for route in placement.routes for place, stage in enumerate(route)}
     shared: dict[tuple[int, int], list[int]] = {}  # by rank and part
     for stage in sorted(stages):
         shared.setdefault((placement.rank_of_stage[stage], parts[stage]), []).append(stage)
     for each in shared.values():
-        _check_queue(actions, each, findings)
+        _check_queue(subject, each)
 
 
-def _check_queue(actions: Actions, stages: list[int], findings: Findings) -> None:
-    is_own, kind = np.isin(actions.schedule.stage, stages), actions.schedule.kind
+def _check_queue(subject: Subject, stages: list[int]) -> None:
+    is_own, kind = np.isin(subject.schedule.stage, stages), subject.schedule.kind
     puts, takes = (np.flatnonzero(is_own & flags[kind]) for flags in (RUNS_AUTOGRAD, ENDS_KEEPING))
     for put, take in zip(puts.tolist(), takes.tolist(), strict=False):
-        if _entry(actions, put) != _entry(actions, take):
-            _add_taken(actions, put, take, findings)
+        if _entry(subject, put) != _entry(subject, take):
+            _add_taken(subject, put, take)
             return  # all later entries are shifted by this one
 
 
-def _entry(actions: Actions, index: int) -> Where:
-    schedule = actions.schedule
+def _entry(subject: Subject, index: int) -> Where:
+    schedule = subject.schedule
     return int(schedule.stage[index]), int(schedule.microbatch[index]), int(schedule.slice[index])
 
 
-def _add_taken(actions: Actions, put: int, take: int, findings: Findings) -> None:
-    row, first = int(actions.row[take]), int(actions.row[put])
-    subject = findings.subject
-    findings.add(
+def _add_taken(subject: Subject, put: int, take: int) -> None:
+    row, first = int(subject.action_row[take]), int(subject.action_row[put])
+    subject.add(
         row,
         f"would take the weight gradients of {subject.place(first, seen_from=row)} from a fused layer's queue, which "
         "gives them in the order of the input gradients",

@@ -1,15 +1,16 @@
-"""The parts that all proofs share: the table under proof, and the findings, which end in one error with a picture."""
+"""The parts that all proofs share: the table under proof with what is found, which ends in one error with a picture."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any
+from operator import attrgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import MAX_SHOWN, ScheduleError, Violation
+from penstock.ir.hot import Array, Int32s
 from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 
 MAX_COLUMNS = 12
@@ -17,11 +18,14 @@ MAX_RANKS = 8
 HERE = "<-- here"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Subject:
-    """The table under proof, and what every proof asks of it."""
+    """The table under proof, what every proof asks of it, and the violations found so far."""
 
     table: Table
+    violations: list[Violation] = field(default_factory=list)
+    suspects: list[Violation] = field(default_factory=list)
+    """Those that may well be the cause of all others; they are shown first."""
 
     @property
     def program(self) -> Program:
@@ -30,12 +34,23 @@ class Subject:
         return self.table
 
     @cached_property
-    def rank_of_stage(self) -> NDArray[np.int32]:
+    def schedule(self) -> Schedule:
+        """The computations of the table."""
+        actions: Schedule = self.table.actions()
+        return actions
+
+    @cached_property
+    def action_row(self) -> Int32s:
+        """[num_actions] the row of the table for each of its computations."""
+        return self.table.compute_rows().astype(np.int32)
+
+    @cached_property
+    def rank_of_stage(self) -> Int32s:
         """[num_stages] the rank that holds each stage."""
         return np.array(self.table.placement.rank_of_stage, np.int32)
 
     @property
-    def rank(self) -> NDArray[np.int32]:
+    def rank(self) -> Int32s:
         """[num_rows] the rank that runs each row."""
         return self.table.rank_of_row
 
@@ -52,24 +67,14 @@ class Subject:
         where = "" if same_rank else f"rank {self.rank[row]}, "
         return f"{self.text(row)} ({where}position {self.position(row)})"
 
-
-@dataclass(slots=True)
-class Findings:
-    """Violations found so far."""
-
-    subject: Subject
-    violations: list[Violation] = field(default_factory=list)
-    suspects: list[Violation] = field(default_factory=list)
-    """Those that may well be the cause of all others; they are shown first."""
-
     def add(self, row: int, problem: str, fix: str, *, is_suspect: bool = False) -> None:
         """Note that something is wrong with a row; a suspect may be all that is."""
-        subject, found = self.subject, self.suspects if is_suspect else self.violations
-        found.append(Violation(int(subject.rank[row]), subject.position(row), subject.text(row), problem, fix))
+        found = self.suspects if is_suspect else self.violations
+        found.append(Violation(int(self.rank[row]), self.position(row), self.text(row), problem, fix))
 
     def add_missing(self, rank: int, problem: str, fix: str) -> None:
         """Note that something is missing at the end of a rank's order."""
-        end = int(self.subject.table.offsets[rank + 1] - self.subject.table.offsets[rank])
+        end = int(self.table.offsets[rank + 1] - self.table.offsets[rank])
         self.violations.append(Violation(rank, end, "", problem, fix))
 
     def raise_if_any(self) -> None:
@@ -78,19 +83,15 @@ class Findings:
         Raises:
             ScheduleError: if anything was found.
         """
-        violations = sorted(self.suspects, key=_place) + sorted(self.violations, key=_place)
+        place = attrgetter("rank", "position")
+        violations = sorted(self.suspects, key=place) + sorted(self.violations, key=place)
         if not violations:
             return
-        table = self.subject.table
-        what = type(table).__name__.lower()
+        what = type(self.table).__name__.lower()
         count = len(violations)
-        title = f"{table.name}: the {what} breaks {count} rule{'s' if count > 1 else ''}"
+        title = f"{self.table.name}: the {what} breaks {count} rule{'s' if count > 1 else ''}"
         marks = {(found.rank, found.position) for found in violations[:MAX_SHOWN]}
-        raise ScheduleError(title, violations, draw(self.subject, marks))
-
-
-def _place(found: Violation) -> tuple[int, int]:
-    return found.rank, found.position
+        raise ScheduleError(title, violations, draw(self, marks))
 
 
 def draw(subject: Subject, marks: set[tuple[int, int]]) -> str:
@@ -129,7 +130,7 @@ def _cells(subject: Subject, rank: int, begin: int, marks: set[tuple[int, int]])
     return cells
 
 
-def first_of_each(groups: NDArray[Any], rows: NDArray[Any]) -> list[int]:
+def first_of_each(groups: Array, rows: Array) -> list[int]:
     """Return, for every value in `groups`, the first of its `rows`."""
     _, first = np.unique(groups, return_index=True)
     return [int(rows[index]) for index in np.sort(first)]

@@ -14,54 +14,50 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
+from penstock.ir.hot import Int64s
 from penstock.ir.operations import IS_SEND, Op
 from penstock.ir.program import Program
+from penstock.ir.table import Ints
 from penstock.ir.transports import COALESCED, MODELS, PAIR_FIFO, RENDEZVOUS, TransportModel
 from penstock.ir.walk import NOT_RUN, Walk, walk
 from penstock.proofs.channels import Messages, find_exchanges
 from penstock.proofs.collectives import Barrier
-from penstock.proofs.report import Findings, Subject
-
-Places = NDArray[np.int64]
+from penstock.proofs.report import Subject
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Traffic:
-    """All that goes between ranks: messages channel after channel in the order of their sends, and collectives."""
-
-    messages: Messages
-    barriers: Sequence[Barrier]
-
-
-def check_transport(subject: Subject, traffic: Traffic, model: TransportModel, findings: Findings) -> bool:
+def check_transport(subject: Subject, messages: Messages, barriers: Sequence[Barrier], model: TransportModel) -> None:
     """Prove that the program ends under the model; else add one violation per rank that cannot go on."""
-    machine = Machine(subject, traffic, model)
+    machine = Machine(subject, messages, barriers, model)
     walked = machine.run()
     if walked.is_complete:
-        return True
-    others = [other for other in MODELS if other != model and Machine(subject, traffic, other).run().is_complete]
+        return
+    machines = {each: Machine(subject, messages, barriers, each) for each in MODELS if each != model}
+    others = [each for each, other in machines.items() if other.run().is_complete]
     passes = ", ".join(str(other) for other in others) or "no other transport"
     fix = f"Lower its schedule with transport={str(model)!r}; as it is, the program passes under {passes}"
     stuck = _Stuck(subject, machine, walked)
     for rank in range(subject.table.num_ranks):
         row = stuck.head(rank)
         if row is not None:
-            findings.add(row, f"never ends under the transport {model}: it {stuck.reason(row)}", fix)
-    return False
+            subject.add(row, f"never ends under the transport {model}: it {stuck.reason(row)}", fix)
 
 
 class Machine:
-    """Lanes of rows and what each row waits for, built up until it runs."""
+    """Lanes of rows and what each row waits for, built up until it runs.
 
-    def __init__(self, subject: Subject, traffic: Traffic, model: TransportModel) -> None:
+    All that goes between ranks: `messages`, channel after channel in the order of their sends, and `barriers`.
+    """
+
+    def __init__(
+        self, subject: Subject, messages: Messages, barriers: Sequence[Barrier], model: TransportModel
+    ) -> None:
         self.subject = subject
-        self.messages = traffic.messages
-        self.exchanges = find_exchanges(traffic.barriers)
+        self.messages = messages
+        self.exchanges = find_exchanges(barriers)
         is_queued = model in (PAIR_FIFO, COALESCED)
-        self._keep(subject.program, traffic.barriers, sends_block=not is_queued)
+        self._keep(subject.program, barriers, sends_block=not is_queued)
         if not is_queued:
             self._add_channels(sends_block=model == RENDEZVOUS)
             ends = np.empty((0, 2), np.int64)
@@ -69,7 +65,7 @@ class Machine:
             ends = self._add_pair_queues()
         else:
             ends = self._add_groups()
-        for barrier in traffic.barriers:
+        for barrier in barriers:
             self._add_barrier(barrier, ends)
 
     def run(self) -> Walk:
@@ -98,15 +94,15 @@ class Machine:
         """Per row of the machine, the rows of the program that it is about; the first two waits are for reaching them.
         """
 
-    def last_before(self, rows: NDArray[np.integer]) -> Places:
+    def last_before(self, rows: Ints) -> Int64s:
         """Return what must have ended for the rows to be reached; `NONE` where they are reached at once."""
         return np.where(rows == NONE, NONE, self._last_before[rows])
 
-    def _wait(self, rows: NDArray[np.integer], ended: Places) -> None:
+    def _wait(self, rows: Ints, ended: Int64s) -> None:
         """Let rows of the program wait for rows of the machine to end."""
         self.waits[self.lane_row[rows], 2] = ended
 
-    def _add_lanes(self, lengths: NDArray[np.integer], ends: Places, reached: Places, ended: Places) -> None:
+    def _add_lanes(self, lengths: Ints, ends: Int64s, reached: Int64s, ended: Int64s) -> None:
         """Add rows in lanes of the given lengths, which wait for rows of the program and for one of the machine."""
         first = len(self.waits)
         waits = np.column_stack([self.last_before(reached[:, 0]), self.last_before(reached[:, 1]), ended])
@@ -124,7 +120,7 @@ class Machine:
             self.waits[sends, 0] = self.last_before(messages.receive)
             self.ends[sends, 0] = messages.receive
 
-    def _add_pair_queues(self) -> Places:
+    def _add_pair_queues(self) -> Int64s:
         """Add a lane per pair of ranks, whose n-th row is the match of the n-th entries; return those of exchanges.
 
         Entries that are not the same message never match: the first such row waits for the row after it, which is one
@@ -153,7 +149,7 @@ class Machine:
         self._wait(messages.consumer, place[: len(messages.send)])
         return np.column_stack([exchanges.send[once], place[len(messages.send) :]])
 
-    def _add_groups(self) -> Places:
+    def _add_groups(self) -> Int64s:
         """Add a lane per rank with its groups: a row for a group's start, then one per end, for the other end's group.
 
         Return the ends of exchanges. An exchange is a group of its own.
@@ -192,7 +188,7 @@ class Machine:
         self._wait(messages.consumer, end[group_of[numbers[1]]])
         return np.column_stack([exchanges.send, end[group_of[numbers[2]]]])
 
-    def _add_barrier(self, barrier: Barrier, ends: Places) -> None:
+    def _add_barrier(self, barrier: Barrier, ends: Int64s) -> None:
         """Add a lane with one row per member, and one per end of its exchanges; the collective ends with the last."""
         members = np.array([rows[0] for rows in barrier.rows.values()])
         # First the members, all of which must be reached; then the exchanges among them, which must have ended.

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, described
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.live import live_activations
+from penstock.ir.live import live_bytes, one_each
 from penstock.ir.operations import BEGINS_KEEPING, IS_RECEIVE
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
@@ -274,7 +274,7 @@ def memory_blocked_since_s(
         return [NEVER] * len(blocks)
     limits = _per_rank(memory_limit, timeline.num_ranks)
     is_forward = BEGINS_KEEPING[timeline.program.op]
-    live = live_activations(timeline.program)
+    live = live_bytes(timeline.program, one_each(timeline.program))
     ready_s = _ready_s(timeline, costs)
     found = [NEVER] * len(blocks)
     earliest_s = [NEVER] * timeline.num_ranks

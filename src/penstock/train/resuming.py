@@ -14,8 +14,9 @@ from typing import Any, NoReturn, TextIO, cast
 from uuid import uuid4
 
 from penstock.checkpoints.folder import step_of
-from penstock.checkpoints.loading import Loaded, load_newest
+from penstock.checkpoints.loading import load_newest
 from penstock.checkpoints.pretrained import load_weights
+from penstock.checkpoints.verification import FoundCheckpoint
 from penstock.checkpoints.weight_files import require_saveable
 from penstock.checkpoints.writer import CheckpointWriter
 from penstock.errors import CheckpointError, NotSaved, PenstockError
@@ -110,18 +111,19 @@ class RunCheckpoints:
         if not _has_checkpoints(self._pipeline, self._folder):
             return Progress()
         loaded = load_newest(self._folder.checkpoints.path, self._pipeline, self._update.optimizer)
-        if loaded.extra.get("data") != self._data.digest:
+        step, extra = loaded.manifest.step, loaded.manifest.extra
+        if extra.get("data") != self._data.digest:
             raise CheckpointError(
                 f"{loaded.path}: was trained on another text, or with another tokenizer: the files of "
                 "data.files, data.tokenizer or data.source have changed. Put them back, or begin in the next folder "
                 "with --fresh"
             )
         self._pipeline.control.on_rank_0(lambda: self._go_on(loaded), same_words)
-        self._saved = loaded.step
-        self._update.load_state(loaded.extra["update"])
-        self._early_stop.lowest, self._early_stop.num_since = loaded.extra["early_stop"]
-        self._resume_data(loaded.step, loaded.extra.get("source"))
-        return Progress(loaded.step, loaded.extra["loss"], loaded.extra["held_out_loss"])
+        self._saved = step
+        self._update.load_state(extra["update"])
+        self._early_stop.lowest, self._early_stop.num_since = extra["early_stop"]
+        self._resume_data(step, extra.get("source"))
+        return Progress(step, extra["loss"], extra["held_out_loss"])
 
     def after_step(self, progress: Progress, *, is_last: bool) -> None:
         """Save where it is due; a collective after every step.
@@ -232,7 +234,7 @@ class RunCheckpoints:
             self._output.write(f"stopped by a signal after step {progress.step}; {what}\n")
         raise KeyboardInterrupt
 
-    def _go_on(self, loaded: Loaded) -> None:
+    def _go_on(self, loaded: FoundCheckpoint) -> None:
         path = loaded.path
         for problem in loaded.damaged:
             self._output.write(f"warning: {problem}\n")

@@ -46,7 +46,15 @@ def test_cells_become_columns():
     assert cells.slice.tolist() == [2, 0, 0, 0, 0, 0]
     assert cells.joined.tolist() == [False, True, False, False, False, False]
     assert cells.offsets.tolist() == [0, 3, 6]
-    assert cells.communication() == (1, 0, 0)
+    with pytest.raises(FormatError) as caught:
+        cells.actions(fail, "not an action")
+    assert str(caught.value) == str(fail("not an action", 1, 0, 0))
+
+
+def test_the_cells_of_a_schedule_become_the_columns_of_one():
+    cells = parse_cells([["0F1.2", "(0F3;0B4)OVERLAP_F_B"]], fail)
+
+    assert cells.actions(fail, "not an action").keys() == cells.columns().keys()
 
 
 def test_a_row_knows_its_cell_behind_pairs():

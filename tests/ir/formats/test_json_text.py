@@ -8,11 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError
-from penstock.ir.formats.json_text import (
-    kind_of_json,
-    program_from_json,
-    schedule_from_json,
-)
+from penstock.ir.formats.json_text import kind_of_json
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
@@ -41,7 +37,7 @@ def with_value(text, path, value):
 
 @given(feasible_schedules())
 def test_a_schedule_reads_back_as_itself(schedule):
-    again = schedule_from_json(schedule.to_json(), Schedule)
+    again = Schedule.from_json(schedule.to_json())
 
     assert again == schedule
     assert (again.name, again.placement) == (schedule.name, schedule.placement)
@@ -51,7 +47,7 @@ def test_a_schedule_reads_back_as_itself(schedule):
 def test_a_program_reads_back_as_itself(schedule, has_step):
     program = lower(schedule, tied_groups=[(0,), ends(schedule)], optimizer_step=has_step)
 
-    again = program_from_json(program.to_json(), Program)
+    again = Program.from_json(program.to_json())
 
     assert_same_columns(again, program)
     assert (again.name, again.placement, again.tied_groups) == (program.name, program.placement, program.tied_groups)
@@ -82,7 +78,7 @@ def test_a_text_that_holds_neither_is_refused(text):
 )
 def test_what_is_no_json_is_refused_with_line_and_column(text, line, column):
     with pytest.raises(FormatError, match="this is no JSON") as caught:
-        schedule_from_json(text, Schedule, file="plan.json")
+        Schedule.from_json(text, file="plan.json")
 
     assert (caught.value.file, caught.value.line) == ("plan.json", line)
     assert abs(caught.value.column - column) <= 1
@@ -121,7 +117,7 @@ def test_what_is_no_json_is_refused_with_line_and_column(text, line, column):
 )
 def test_what_is_wrong_in_a_schedule_is_refused_with_its_path(path, value, told):
     with pytest.raises(FormatError, match=told):
-        schedule_from_json(with_value(SCHEDULE.to_json(), path, value), Schedule)
+        Schedule.from_json(with_value(SCHEDULE.to_json(), path, value))
 
 
 @pytest.mark.parametrize(
@@ -139,25 +135,25 @@ def test_what_is_wrong_in_a_schedule_is_refused_with_its_path(path, value, told)
 )
 def test_what_is_wrong_in_a_program_is_refused_with_its_path(path, value, told):
     with pytest.raises(FormatError, match=told):
-        program_from_json(with_value(PROGRAM.to_json(), path, value), Program)
+        Program.from_json(with_value(PROGRAM.to_json(), path, value))
 
 
 def test_a_program_with_units_reads_back_as_one_and_others_do_not_name_them():
     schedule = build("zbv", ranks=2, microbatches=4)
     program = lower(schedule, shard="full", residency=1, units=[(0, 3)])
 
-    assert program_from_json(program.to_json(), Program) == program
+    assert Program.from_json(program.to_json()) == program
     assert '"units": [[0,3]]' in program.to_json()
     assert "units" not in lower(schedule).to_json()
     with pytest.raises(FormatError, match=r"units\[0\]\[1\]: 4 does not fit"):
-        program_from_json(program.to_json().replace("[[0,3]]", "[[0,4]]"), Program)
+        Program.from_json(program.to_json().replace("[[0,3]]", "[[0,4]]"))
 
 
 def test_a_program_that_omits_its_reductions_reads_back_as_one():
     program = Program.from_schedule(SCHEDULE)
 
-    assert program_from_json(program.to_json(), Program).omits_reductions
-    assert not program_from_json(PROGRAM.to_json(), Program).omits_reductions
+    assert Program.from_json(program.to_json()).omits_reductions
+    assert not Program.from_json(PROGRAM.to_json()).omits_reductions
 
 
 @pytest.mark.parametrize("old", ['"microbatches": 3', '"style":"line"'])
@@ -169,14 +165,14 @@ def test_a_key_that_is_there_twice_is_refused(old, spelling):
     assert old in text
 
     with pytest.raises(FormatError, match=rf"the key {key} is there 2 times; expected it once"):
-        schedule_from_json(text.replace(old, f"{old}, {again}: {value}"), Schedule)
+        Schedule.from_json(text.replace(old, f"{old}, {again}: {value}"))
 
 
 def test_a_name_that_is_also_a_key_is_no_repeated_key():
     text = replace(SCHEDULE, name='ranks "ranks": \\').to_json()
 
-    assert schedule_from_json(text, Schedule).name == 'ranks "ranks": \\'
-    assert schedule_from_json(replace(SCHEDULE, name="ranks").to_json(), Schedule) == SCHEDULE
+    assert Schedule.from_json(text).name == 'ranks "ranks": \\'
+    assert Schedule.from_json(replace(SCHEDULE, name="ranks").to_json()) == SCHEDULE
 
 
 @pytest.mark.parametrize("depth", [300, 900])
@@ -185,7 +181,7 @@ def test_what_is_nested_too_deeply_is_refused(depth):
 
     for text in (nested, SCHEDULE.to_json().replace('"microbatches": 3', f'"microbatches": {nested}')):
         with pytest.raises(FormatError, match="a value that is nested too deeply"):
-            schedule_from_json(text, Schedule)
+            Schedule.from_json(text)
 
 
 @pytest.mark.parametrize("key", json.loads(PROGRAM.to_json()))
@@ -194,7 +190,7 @@ def test_every_key_is_needed(key):
     del document[key]
 
     with pytest.raises(FormatError, match=f'the key "{key}" is missing'):
-        program_from_json(json.dumps(document), Program)
+        Program.from_json(json.dumps(document))
 
 
 @settings(max_examples=100)
@@ -203,7 +199,7 @@ def test_whatever_stands_at_a_key_nothing_but_a_format_error_comes_out(key, valu
     text = with_value(PROGRAM.to_json(), [key], value)
 
     try:
-        program = program_from_json(text, Program)
+        program = Program.from_json(text)
     except FormatError:
         return
     assert program.num_instructions == PROGRAM.num_instructions
@@ -212,4 +208,4 @@ def test_whatever_stands_at_a_key_nothing_but_a_format_error_comes_out(key, valu
 @given(st.text(max_size=20))
 def test_whatever_the_text_nothing_but_a_format_error_comes_out(text):
     with pytest.raises(FormatError):
-        schedule_from_json(text, Schedule)
+        Schedule.from_json(text)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError
-from penstock.ir.formats.torch_csv import program_from_csv, schedule_from_csv, table_to_csv
+from penstock.ir.formats.torch_csv import table_to_csv
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
@@ -32,7 +32,7 @@ def assert_same_columns(program, other):
 
 @given(schedules())
 def test_a_schedule_reads_back_as_itself(schedule):
-    again = schedule_from_csv(table_to_csv(schedule), Schedule)
+    again = Schedule.from_csv(table_to_csv(schedule))
 
     assert again == schedule
     assert again.placement == schedule.placement
@@ -40,7 +40,7 @@ def test_a_schedule_reads_back_as_itself(schedule):
 
 @given(feasible_schedules())
 def test_any_order_reads_back_in_its_order(schedule):
-    again = schedule_from_csv(table_to_csv(schedule), Schedule)
+    again = Schedule.from_csv(table_to_csv(schedule))
 
     assert list(again) == list(schedule)
     assert again.placement.rank_of_stage == schedule.placement.rank_of_stage
@@ -51,7 +51,7 @@ def test_a_program_reads_back_as_itself_once_its_slots_are_assigned(schedule, ha
     groups = [] if schedule.is_forward_only else [(0,), ends(schedule)]
     program = lower(schedule, tied_groups=groups, optimizer_step=has_step)
 
-    again = assign_slots(program_from_csv(table_to_csv(program), Program))
+    again = assign_slots(Program.from_csv(table_to_csv(program)))
 
     assert_same_columns(again, program)
     assert again.tied_groups == program.tied_groups
@@ -62,7 +62,7 @@ def test_a_program_reads_back_as_itself_once_its_slots_are_assigned(schedule, ha
 def test_rows_of_torch_are_read_with_their_stages(key):
     text = "\r\n".join(ROWS[key]["rows"]) + "\r\n"
 
-    schedule = schedule_from_csv(text, Schedule)
+    schedule = Schedule.from_csv(text)
 
     assert list(schedule.placement.rank_of_stage) == ROWS[key]["stage_to_rank"]
     assert table_to_csv(schedule).splitlines() == [
@@ -74,12 +74,12 @@ def test_rows_of_torch_are_read_with_their_stages(key):
 def test_programs_of_torch_are_read_and_written_as_they_are(key):
     text = "\r\n".join(LOWERED[key]) + "\r\n"
 
-    assert table_to_csv(program_from_csv(text, Program)) == text
+    assert table_to_csv(Program.from_csv(text)) == text
 
 
 @pytest.mark.parametrize("key", LOWERED)
 def test_programs_of_torch_are_whole(key):
-    program = assign_slots(program_from_csv("\n".join(LOWERED[key]), Program))
+    program = assign_slots(Program.from_csv("\n".join(LOWERED[key])))
 
     assert not check(program).omits_reductions
 
@@ -95,7 +95,7 @@ def test_programs_of_torch_are_whole(key):
     ],
 )
 def test_a_training_program_without_reductions_is_read_as_one_that_omits_them(text, omits):
-    assert program_from_csv(text, Program).omits_reductions == omits
+    assert Program.from_csv(text).omits_reductions == omits
 
 
 def test_lines_end_as_torch_ends_them():
@@ -120,13 +120,13 @@ def test_what_torch_does_not_have_can_be_left_out():
     ],
 )
 def test_line_ends_blanks_quotes_and_a_byte_order_mark_do_not_matter(text):
-    assert table_to_csv(schedule_from_csv(text, Schedule)) == "0F0,0B0\r\n1F0,1B0\r\n"
+    assert table_to_csv(Schedule.from_csv(text)) == "0F0,0B0\r\n1F0,1B0\r\n"
 
 
 def test_messages_know_the_stage_at_their_other_end():
     text = "0F0,0SEND_F0,3RECV_F0,3F0\n1RECV_F0,1F0,2F0,2SEND_F0\n"
 
-    program = program_from_csv(text, Program)
+    program = Program.from_csv(text)
 
     ends = {str(instruction): instruction.peer for order in program for instruction in order}
     assert {name: ends[name] for name in ("0SEND_F0", "1RECV_F0", "2SEND_F0", "3RECV_F0")} == {
@@ -135,7 +135,7 @@ def test_messages_know_the_stage_at_their_other_end():
 
 
 def test_the_name_is_the_one_given():
-    assert schedule_from_csv("0F0", Schedule, name="mine").name == "mine"
+    assert Schedule.from_csv("0F0", name="mine").name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_the_name_is_the_one_given():
 )
 def test_what_is_no_schedule_is_refused_with_line_and_column(text, line, column, told):
     with pytest.raises(FormatError) as caught:
-        schedule_from_csv(text, Schedule, file="plan.csv")
+        Schedule.from_csv(text, file="plan.csv")
 
     assert str(caught.value).startswith(f"plan.csv:{line}:{column}: ")
     assert told in str(caught.value)
@@ -176,7 +176,7 @@ def test_what_is_no_schedule_is_refused_with_line_and_column(text, line, column,
 )
 def test_what_is_no_program_is_refused_with_line_and_column(text, line, column, told):
     with pytest.raises(FormatError) as caught:
-        program_from_csv(text, Program, file="plan.csv")
+        Program.from_csv(text, file="plan.csv")
 
     assert str(caught.value).startswith(f"plan.csv:{line}:{column}: ")
     assert told in str(caught.value)
@@ -188,9 +188,9 @@ def test_what_is_no_program_is_refused_with_line_and_column(text, line, column, 
 @example("0F0,0F2147483647")
 @example("0F0.32767\n1F32000.32767")
 def test_whatever_the_text_nothing_but_a_format_error_comes_out(text):
-    for read, make in ((schedule_from_csv, Schedule), (program_from_csv, Program)):
+    for kind in (Schedule, Program):
         try:
-            table = read(text, make)
+            table = kind.from_csv(text)
         except FormatError:
             continue
         assert table.num_microbatches * table.num_slices * table.num_stages <= 1_000_000
@@ -200,6 +200,6 @@ def test_whatever_the_text_nothing_but_a_format_error_comes_out(text):
 def test_the_lines_that_run_to_read_cells_grow_with_their_number_and_not_with_the_square():
     def num_lines(num_microbatches):
         text = table_to_csv(build("1f1b", ranks=8, microbatches=num_microbatches))
-        return lines_run(lambda: schedule_from_csv(text, Schedule))
+        return lines_run(lambda: Schedule.from_csv(text))
 
     assert num_lines(400) < 1.1 * 4 * num_lines(100)

@@ -7,13 +7,13 @@ only, so that schedules and programs can offer their texts as methods.
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, FormatError, count_of, described, nearest
+from penstock.ir.hot import Bools, Int32s
 from penstock.ir.operations import IS_COMPUTE, KIND_LETTERS, NAMES_MICROBATCH, OP_OF_TEXT, OPERATIONS, Op
 from penstock.ir.table import Ints, Table
 from penstock.placement import Placement
@@ -52,17 +52,19 @@ class Cells:
     number: Ints
     """The microbatch; of `REDUCE_TIED` the tied group."""
     slice: Ints
-    joined: NDArray[np.bool_]
+    joined: Bools
     offsets: Ints
 
     @property
     def num_ranks(self) -> int:
         return len(self.offsets) - 1
 
-    def communication(self) -> tuple[int, int, int] | None:
-        """Return the place of the first row that is no action; None in a schedule."""
+    def actions(self, fail: Fail, problem: str) -> dict[str, Any]:
+        """Return the columns of a schedule. Raises: FormatError, for the first row that is no action."""
         rows = np.flatnonzero(~IS_COMPUTE[self.op])
-        return self.place(int(rows[0])) if len(rows) else None
+        if len(rows):
+            raise fail(problem, *self.place(int(rows[0])))
+        return self.columns()
 
     def columns(self) -> dict[str, Any]:
         """Return the columns by the names that they have in every table."""
@@ -86,12 +88,10 @@ def cells_of(table: Table) -> list[list[str]]:
         )
     ]
     for first in np.flatnonzero(table.joined).tolist():
-        texts[first] = f"({texts[first]};{texts[first + 1]}){PAIR_SUFFIX}"
-    is_second = np.concatenate([[False], table.joined[:-1]]) if len(texts) else table.joined
-    kept = np.flatnonzero(~is_second)
-    bounds = np.searchsorted(kept, table.offsets).tolist()
-    rows = kept.tolist()
-    return [[texts[row] for row in rows[begin:end]] for begin, end in pairwise(bounds)]
+        if texts[first]:
+            texts[first] = f"({texts[first]};{texts[first + 1]}){PAIR_SUFFIX}"
+        texts[first + 1] = ""  # it has no cell of its own
+    return [[text for text in texts[rows] if text] for rows in table.ranks]
 
 
 def cannot_express(format_name: str, problem: str, expected: str) -> ConfigError:
@@ -131,8 +131,8 @@ def parse_cells(ranks: Iterable[Sequence[str]], fail: Fail) -> Cells:
     Raises:
         FormatError: made by `fail`, for a cell that is no action, instruction or pair, and for too large numbers.
     """
-    columns: list[NDArray[np.int32]] = []
-    joined: list[NDArray[np.bool_]] = []
+    columns: list[Int32s] = []
+    joined: list[Bools] = []
     num_rows = 0
     for rank, cells in enumerate(ranks):
         num_rows += len(cells)
@@ -141,7 +141,7 @@ def parse_cells(ranks: Iterable[Sequence[str]], fail: Fail) -> Cells:
         part, together = _parse_rank(cells, rank, fail)
         columns.append(part)
         joined.append(together)
-    offsets = np.concatenate([[0], np.cumsum([len(part) for part in columns])]).astype(np.int64)
+    offsets = np.cumsum([0, *map(len, columns)])
     whole = np.concatenate([np.zeros((0, 4), np.int32), *columns])
     return Cells(
         op=whole[:, 0].astype(np.int8),
@@ -153,7 +153,7 @@ def parse_cells(ranks: Iterable[Sequence[str]], fail: Fail) -> Cells:
     )
 
 
-def _parse_rank(cells: Sequence[str], rank: int, fail: Fail) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+def _parse_rank(cells: Sequence[str], rank: int, fail: Fail) -> tuple[Int32s, Bools]:
     """[num_rows, 4] the rows of one rank, and which of them are the first of a pair."""
     rows: list[_Row] = []
     firsts: list[int] = []
@@ -252,9 +252,8 @@ def infer_layout(cells: Cells, fail: Fail) -> dict[str, Any]:
     largest = int(named[np.argmax(cells.number[named])])
     num_microbatches = int(cells.number[largest]) + 1
     num_slices = int(cells.slice.max()) + 1
-    refuse_sparse(
-        len(cells.op), len(rank_of_stage), num_microbatches, num_slices, lambda text: fail(text, *cells.place(largest))
-    )
+    if problem := too_sparse(len(cells.op), len(rank_of_stage), num_microbatches, num_slices):
+        raise fail(problem, *cells.place(largest))
     placement, routes = _match_placement(cells, rank_of_stage, named, num_microbatches)
     return {
         "placement": placement,
@@ -264,15 +263,14 @@ def infer_layout(cells: Cells, fail: Fail) -> dict[str, Any]:
     }
 
 
-def refuse_sparse(
-    num_rows: int, num_stages: int, num_microbatches: int, num_slices: int, fail: Callable[[str], FormatError]
-) -> None:
-    """Refuse sizes far beyond the number of rows: whoever proves such a table would need memory for what is missing."""
-    if num_stages * num_microbatches * num_slices > max(1_000_000, 4 * num_rows):
-        raise fail(
-            f"{num_stages} stages x {num_microbatches} microbatches x {num_slices} slices are far more than the "
-            f"{num_rows} actions there are; number stages, microbatches and slices from 0 without gaps"
-        )
+def too_sparse(num_rows: int, num_stages: int, num_microbatches: int, num_slices: int) -> str:
+    """Return what is wrong with sizes far beyond the number of rows, which a proof needs memory for, or nothing."""
+    if num_stages * num_microbatches * num_slices <= max(1_000_000, 4 * num_rows):
+        return ""
+    return (
+        f"{num_stages} stages x {num_microbatches} microbatches x {num_slices} slices are far more than the "
+        f"{num_rows} actions there are; number stages, microbatches and slices from 0 without gaps"
+    )
 
 
 def _rank_of_stage(cells: Cells, fail: Fail) -> tuple[int, ...]:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, FormatError
 from penstock.ir.formats.deepspeed_streams import SEQUENTIAL, Listing, Stream, listing_of, streams
+from penstock.ir.hot import Int32s
 from penstock.ir.operations import Kind
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
@@ -65,7 +65,8 @@ def from_deepspeed(text: str, *, file: str = "<text>", name: str = "from DeepSpe
     listing = _read_title(lines, file)
     ranks = [_read_line(rank, number, line, file) for rank, (number, line) in enumerate(lines[1:])]
     if not ranks:
-        raise FormatError("there is no rank; expected lines such as rank 0, 2 buffers: L0 F0|B0", file=file, line=2)
+        problem = "there is no rank; expected lines such as rank 0, 2 buffers: L0 F0|B0"
+        raise FormatError(problem, file=file, line=2)
     orders = [rank.order() for rank in ranks]
     num_forwards = [int((order[:, 0] == Kind.FORWARD).sum()) for order in orders]
     for rank, num in zip(ranks, num_forwards, strict=True):
@@ -104,7 +105,7 @@ class _RankLine:
     """The column after each step."""
     fail: Callable[[int, str], FormatError]
 
-    def order(self) -> NDArray[np.int32]:
+    def order(self) -> Int32s:
         """[num_actions, 3] kind, stage, microbatch; forwards are in order, a backward is of what its buffer holds."""
         held: dict[int, int] = {}
         rows: list[tuple[int, int, int]] = []
@@ -133,17 +134,14 @@ class _RankLine:
         """Refuse the first difference from what the order asks for."""
         if self.num_buffers != expected.num_buffers:
             raise self.fail(1, f"{self.num_buffers} buffers; expected {expected.num_buffers} for this order")
-        for step, (words, wanted) in enumerate(zip(self.steps, expected.steps, strict=False)):
-            self._compare_step(step, words, wanted)
+        for step, pair in enumerate(zip(self.steps, expected.steps, strict=False)):
+            for found, text in zip_longest(*pair, fillvalue=None):
+                column, word = found or (self.ends[step], "the end of the step")
+                if word != text:
+                    problem = f"{word} in step {step} of rank {self.rank}; expected {text or 'the end of the step'}"
+                    raise self.fail(column, f"{problem}, as the order of F and B asks for")
         if len(self.steps) != len(expected.steps):
             raise self.fail(self.ends[-1], f"{len(self.steps)} steps; expected {len(expected.steps)} for this order")
-
-    def _compare_step(self, step: int, words: list[_Word], wanted: list[str]) -> None:
-        for found, text in zip_longest(words, wanted, fillvalue=None):
-            column, word = found or (self.ends[step], "the end of the step")
-            if word != text:
-                problem = f"{word} in step {step} of rank {self.rank}; expected {text or 'the end of the step'}"
-                raise self.fail(column, f"{problem}, as the order of F and B asks for")
 
 
 def _read_line(rank: int, number: int, line: str, file: str) -> _RankLine:

@@ -12,13 +12,13 @@ buffer more.
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.errors import ConfigError
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.formats.cells import cannot_express, describe_placement, require_whole_actions
+from penstock.ir.hot import Bools, Int64s
 from penstock.ir.operations import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints
@@ -41,6 +41,7 @@ SEQUENTIAL = "sequential"
 """The name of what is listed without a pipeline on one rank, where 1F1B has the same order."""
 
 _STREAMS = "DeepSpeed's streams"
+_refusal = partial(cannot_express, _STREAMS)
 _AT_THE_END = {Listing.INFERENCE: (), Listing.DATA_PARALLEL: ("RDG", "OPT")}
 
 
@@ -88,11 +89,7 @@ def _refuse_other_forms(schedule: Schedule, listing: Listing) -> None:
             raise _refusal(f"rank {rank} has {is_backward.sum()} backwards", expected)
 
 
-def _refusal(problem: str, expected: str) -> ConfigError:
-    return cannot_express(_STREAMS, problem, expected)
-
-
-def _steps_in_turn(schedule: Schedule) -> NDArray[np.int64]:
+def _steps_in_turn(schedule: Schedule) -> Int64s:
     """[num_actions] the step of every action where each step is F and B of one microbatch."""
     num_microbatches = schedule.num_microbatches
     in_turn = np.array_equal(schedule.microbatch, np.repeat(np.arange(num_microbatches), 2)) and np.array_equal(
@@ -103,7 +100,7 @@ def _steps_in_turn(schedule: Schedule) -> NDArray[np.int64]:
     return schedule.microbatch.astype(np.int64)
 
 
-def _steps(schedule: Schedule, listing: Listing) -> NDArray[np.int64]:
+def _steps(schedule: Schedule, listing: Listing) -> Int64s:
     """[num_actions] the step of every action of a pipeline."""
     duration = np.ones(schedule.num_actions)
     if listing is not Listing.INFERENCE:
@@ -157,7 +154,7 @@ def _codes_in_order(listing: Listing, rank: int) -> list[str]:
     return ["SG", "RA", "RG", "SA", "L", "F", "B"]
 
 
-def _num_buffers(is_backward: NDArray[np.bool_], microbatch: Ints, step: Ints, listing: Listing) -> int:
+def _num_buffers(is_backward: Bools, microbatch: Ints, step: Ints, listing: Listing) -> int:
     """As many as there are from the oldest microbatch that is still in a buffer to the newest."""
     if listing in (Listing.INFERENCE, Listing.DATA_PARALLEL):
         return 2 if listing is Listing.INFERENCE else 1

@@ -11,17 +11,16 @@ and one with stages of a rank that share a parameter has "units": [[0, 3]].
 """
 
 import json
-from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from penstock.errors import FormatError, ScheduleError, nearest
-from penstock.ir.formats.cells import MAX_NUMBER, Cells, cells_of, parse_cells, refuse_sparse, require_text
+from penstock.ir.formats.cells import MAX_NUMBER, Cells, cells_of, parse_cells, require_text, too_sparse
+from penstock.ir.hot import Int32s
 from penstock.ir.operations import Op
-from penstock.ir.table import Ints, Table
+from penstock.ir.table import Table
 from penstock.placement import Placement
 
 SCHEDULE_FORMAT = "penstock-schedule"
@@ -47,31 +46,23 @@ def schedule_to_json(schedule: Table) -> str:
     return _lay_out(_metadata(schedule, SCHEDULE_FORMAT) | {"ranks": cells_of(schedule)})
 
 
-def program_to_json(
-    program: Table,
-    *,
-    peer: Ints,
-    slot: Ints,
-    tied_groups: Sequence[Sequence[int]],
-    units: Sequence[Sequence[int]],
-    omits_reductions: bool,
-) -> str:
-    """Write a program, one line per rank."""
+def program_to_json(program: Any) -> str:
+    """Write a `Program`, whose file imports this one, one line per rank."""
     return _lay_out(
         _metadata(program, PROGRAM_FORMAT)
         | {
-            "tied_groups": tied_groups,
+            "tied_groups": program.tied_groups,
             "ranks": cells_of(program),
-            "peers": [peer[rows].tolist() for rows in program.ranks],
-            "slots": [slot[rows].tolist() for rows in program.ranks],
+            "peers": [program.peer[rows].tolist() for rows in program.ranks],
+            "slots": [program.slot[rows].tolist() for rows in program.ranks],
         }
-        | ({_UNITS: units} if units else {})
-        | ({_OMITS: True} if omits_reductions else {})
+        | ({_UNITS: program.units} if program.units else {})
+        | ({_OMITS: True} if program.omits_reductions else {})
     )
 
 
-def schedule_from_json(text: str, make: Callable[..., Made], *, file: str = "<text>") -> Made:
-    """Read a schedule; `make` is called with the fields of a `Schedule`, by name.
+def schedule_from_json(text: str, file: str) -> dict[str, Any]:
+    """Read a schedule; return the fields of a `Schedule`.
 
     Raises:
         FormatError: with line and column for what is no JSON, else with the JSON path of what is wrong.
@@ -79,20 +70,13 @@ def schedule_from_json(text: str, make: Callable[..., Made], *, file: str = "<te
     reader = _Reader(file)
     document = reader.document(text, SCHEDULE_FORMAT, _SCHEDULE_KEYS)
     cells, fields = reader.table(document)
-    place = cells.communication()
-    if place is not None:
-        raise reader.fail(
-            f"ranks[{place[0]}][{place[1]}]", "a schedule has no communication; expected an action such as 0F0"
-        )
-    return make(**fields, **cells.columns())
+    problem = "a schedule has no communication; expected an action such as 0F0"
+    columns = cells.actions(lambda text, rank, cell, _: reader.fail(f"ranks[{rank}][{cell}]", text), problem)
+    return fields | columns
 
 
-def program_from_json(text: str, make: Callable[..., Made], *, file: str = "<text>") -> Made:
-    """Read a program; `make` is called with the fields of a `Program`, by name.
-
-    Raises:
-        FormatError: with line and column for what is no JSON, else with the JSON path of what is wrong.
-    """
+def program_from_json(text: str, file: str) -> dict[str, Any]:
+    """Read a program; return the fields of a `Program`. Raises: FormatError, as `schedule_from_json`."""
     reader = _Reader(file)
     document = reader.document(text, PROGRAM_FORMAT, _PROGRAM_KEYS, optional=(_OMITS, _UNITS))
     if document.get(_OMITS, True) is not True:
@@ -101,26 +85,27 @@ def program_from_json(text: str, make: Callable[..., Made], *, file: str = "<tex
     num_stages = fields["placement"].num_stages
     groups = reader.number_lists(document["tied_groups"], "tied_groups", num_stages - 1)
     units = reader.number_lists(document.get(_UNITS, []), _UNITS, num_stages - 1)
-    peer = reader.column(document["peers"], "peers", cells, MAX_NUMBER)
+    peer = reader.column(document["peers"], "peers", cells)
     is_tied = cells.op == Op.REDUCE_TIED
     limit = np.where(is_tied, len(groups), num_stages)
     wrong = np.flatnonzero((peer >= limit) | (is_tied & (peer != cells.number)))
     if len(wrong):
         row = int(wrong[0])
         rank = cells.place(row)[0]
-        what = f"the tied group that its text names, below {len(groups)}" if is_tied[row] else f"below {num_stages}"
+        what = f"the tied group that its text names, below {len(groups)}"
+        what = what if is_tied[row] else f"below {num_stages}"
         raise reader.fail(
             f"peers[{rank}][{row - int(cells.offsets[rank])}]", f"{peer[row]} is no peer; expected {what}"
         )
-    return make(
+    return {
         **fields,
         **cells.columns(),
-        tied_groups=tuple(tuple(group) for group in groups),
-        units=tuple(tuple(unit) for unit in units),
-        peer=peer,
-        slot=reader.column(document["slots"], "slots", cells, MAX_NUMBER),
-        omits_reductions=_OMITS in document,
-    )
+        "tied_groups": tuple(map(tuple, groups)),
+        "units": tuple(map(tuple, units)),
+        "peer": peer,
+        "slot": reader.column(document["slots"], "slots", cells),
+        "omits_reductions": _OMITS in document,
+    }
 
 
 def kind_of_json(text: str, *, file: str = "<text>") -> str:
@@ -226,15 +211,11 @@ class _Reader:
         num_slices = self._count(document["slices"], "slices")
         routes = self.numbers(document["route_of_microbatch"], "route_of_microbatch", len(placement.routes) - 1)
         if len(routes) != num_microbatches:
-            raise self.fail("route_of_microbatch", f"{len(routes)} entries; expected {num_microbatches}, one each")
+            problem = f"{len(routes)} entries; expected {num_microbatches}, one each"
+            raise self.fail("route_of_microbatch", problem)
         cells = self._cells(document["ranks"], placement.num_ranks)
-        refuse_sparse(
-            len(cells.op),
-            placement.num_stages,
-            num_microbatches,
-            num_slices,
-            lambda text: self.fail("microbatches", text),
-        )
+        if problem := too_sparse(len(cells.op), placement.num_stages, num_microbatches, num_slices):
+            raise self.fail("microbatches", problem)
         fields = {
             "name": self.require(str, document["name"], "name", _TEXT),
             "placement": placement,
@@ -244,9 +225,9 @@ class _Reader:
         }
         return cells, fields
 
-    def column(self, value: Any, path: str, cells: Cells, largest: int) -> NDArray[np.int32]:
+    def column(self, value: Any, path: str, cells: Cells) -> Int32s:
         """Read one number per row, given as one list per rank."""
-        rows = self.number_lists(value, path, largest)
+        rows = self.number_lists(value, path, MAX_NUMBER)
         lengths = np.diff(cells.offsets).tolist()
         if len(rows) != len(lengths):
             raise self.fail(path, f"{len(rows)} lists; expected {len(lengths)}, one per rank")
@@ -294,7 +275,8 @@ class _Reader:
     def _keys(self, value: dict[str, Any], path: str, keys: tuple[str, ...]) -> dict[str, Any]:
         for key in value:
             if key not in keys:
-                raise self.fail(path, f"{_shown(key)} is no key of it; expected {', '.join(keys)}.{nearest(key, keys)}")
+                hint = f"expected {', '.join(keys)}.{nearest(key, keys)}"
+                raise self.fail(path, f"{_shown(key)} is no key of it; {hint}")
         for key in keys:
             if key not in value:
                 raise self.fail(path, f'the key "{key}" is missing; expected all of {", ".join(keys)}')

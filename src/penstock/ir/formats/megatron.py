@@ -22,12 +22,13 @@ taken.
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.errors import ConfigError, FormatError, count_of
+from penstock.errors import FormatError, count_of
 from penstock.ir.formats.cells import MAX_CELLS, cannot_express, describe_placement, require_whole_actions
+from penstock.ir.hot import Bools, Int32s
 from penstock.ir.interleaving import Ints, in_turn
 from penstock.ir.operations import Kind
 from penstock.ir.schedule import Schedule
@@ -36,12 +37,11 @@ from penstock.placement import Placement
 TITLE = "Megatron-LM schedule table"
 FORWARD_ONLY = "forward only"
 _TABLE = "a table of Megatron-LM"
+_refusal = partial(cannot_express, _TABLE)
 
 _FIELD = re.compile(r"\s*(ranks|group size|warm-up):((?:\s+[0-9]{1,9})+)\s*")
 _PAIR = re.compile(r"\(\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*\)|[^\s,\[\]]")
 """A pair, or a character that is neither a part of one nor between pairs."""
-
-Rows = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class _Form:
     num_local_stages: int
     group_size: int
 
-    def table(self) -> Rows:
+    def table(self) -> Int32s:
         """[num_pairs, 2] microbatch and local stage: groups of microbatches, each through all stages of a rank."""
         local_stage = np.repeat(np.arange(self.num_local_stages), self.num_microbatches)
         microbatch = np.tile(np.arange(self.num_microbatches), self.num_local_stages)
         in_turn = np.lexsort((microbatch, local_stage, microbatch // self.group_size))
         return np.column_stack([microbatch, local_stage])[in_turn].astype(np.int32)
 
-    def order(self, rank: int, num_warmup: int | None) -> Rows:
+    def order(self, rank: int, num_warmup: int | None) -> Int32s:
         """[num_actions, 3] kind, stage and microbatch of a rank's actions; forwards alone without a warm-up."""
         microbatch, local_stage = self.table().T
         turn = np.arange(len(microbatch))
@@ -112,41 +112,29 @@ def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
     num_local_stages, rest = divmod(schedule.num_stages, num_ranks)
     loop = Placement.loop(num_ranks, schedule.num_stages)
     placement = schedule.placement
-    if rest or num_local_stages < 2 or (placement.rank_of_stage, placement.routes) != (loop.rank_of_stage, loop.routes):
+    is_loop = (placement.rank_of_stage, placement.routes) == (loop.rank_of_stage, loop.routes)
+    if rest or num_local_stages < 2 or not is_loop:
         raise _refusal(describe_placement(schedule), "a loop with as many stages on each rank, 2 or more")
     require_whole_actions(schedule, _TABLE)
     leading = [_num_leading(schedule.kind[rows] == Kind.FORWARD) for rows in schedule.ranks]
-    form = _Form(num_ranks, num_microbatches, num_local_stages, _group_size(schedule))
+    first = schedule.ranks[0]
+    stages = schedule.stage[first][schedule.kind[first] == Kind.FORWARD]
+    group_size = max(_num_leading(stages == 0), 1)  # so many microbatches visit a stage of rank 0 in one go
+    form = _Form(num_ranks, num_microbatches, num_local_stages, group_size)
+    # A likely cause of another order: here turns stay empty in a last group that has too few for all ranks.
+    rest = num_microbatches % group_size
+    cause = f" (its last group has {count_of(rest, 'microbatch')} for {num_ranks} ranks; Megatron-LM leaves no turns "
+    cause = f"{cause}empty for that)" if 0 < rest < num_ranks else ""
     warmups = [] if schedule.is_forward_only else [_warmup(form, rank, num) for rank, num in enumerate(leading)]
     for rank, rows in enumerate(schedule.ranks):
         expected = form.order(rank, warmups[rank] if warmups else None)
         found = np.column_stack([column[rows] for column in (schedule.kind, schedule.stage, schedule.microbatch)])
-        _refuse_other_order(schedule, rank, found, expected, cause=_short_group(form))
+        _refuse_other_order(schedule, rank, found, expected, cause=cause)
     return form, warmups
 
 
-def _short_group(form: _Form) -> str:
-    """A likely cause of another order: here turns stay empty in a last group that has too few for all ranks."""
-    rest = form.num_microbatches % form.group_size
-    if not 0 < rest < form.num_ranks:
-        return ""
-    had = count_of(rest, "microbatch")
-    return f" (its last group has {had} for {form.num_ranks} ranks; Megatron-LM leaves no turns empty for that)"
-
-
-def _refusal(problem: str, expected: str) -> ConfigError:
-    return cannot_express(_TABLE, problem, expected)
-
-
-def _num_leading(claims: NDArray[np.bool_]) -> int:
+def _num_leading(claims: Bools) -> int:
     return int(np.argmin(np.append(claims, False)))
-
-
-def _group_size(schedule: Schedule) -> int:
-    """How many microbatches visit a stage of rank 0 in one go."""
-    first = schedule.ranks[0]
-    stages = schedule.stage[first][schedule.kind[first] == Kind.FORWARD]
-    return max(_num_leading(stages == 0), 1)
 
 
 def _warmup(form: _Form, rank: int, num_leading: int) -> int:
@@ -158,7 +146,7 @@ def _warmup(form: _Form, rank: int, num_leading: int) -> int:
     return num_forwards - 1 if usual == num_forwards - 1 else num_forwards
 
 
-def _refuse_other_order(schedule: Schedule, rank: int, found: Ints, expected: Rows, *, cause: str) -> None:
+def _refuse_other_order(schedule: Schedule, rank: int, found: Ints, expected: Int32s, *, cause: str) -> None:
     if len(found) != len(expected):
         raise _refusal(f"rank {rank} has {len(found)} actions", str(len(expected)))
     different = np.flatnonzero((found != expected).any(axis=1))
@@ -249,7 +237,8 @@ class _Reader:
         if form.num_local_stages < 2:
             raise self.fail("the table has a single chunk; expected 2 or more", *self.places[-1])
         if 2 * num_pairs * form.num_ranks > MAX_CELLS:
-            raise self.fail(f"{form.num_ranks} ranks have more than {MAX_CELLS} actions; expected at most as many", 1)
+            problem = f"{form.num_ranks} ranks have more than {MAX_CELLS} actions; expected at most as many"
+            raise self.fail(problem, 1)
         if warmups and (len(warmups) != form.num_ranks or max(warmups) > num_pairs):
             problem = f"warm-up: {' '.join(map(str, warmups))}; expected {form.num_ranks} numbers"
             raise self.fail(f"{problem}, none above {num_pairs}", 1)

@@ -7,8 +7,7 @@ The text has no header and no metadata: which rank holds which stage, and the nu
 read off the cells (see `cells.infer_layout`). Instructions that torch does not have are `0REDUCE_TIED1` and `0STEP`.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +17,6 @@ from penstock.ir.formats.cells import MAX_CELLS, Cells, Fail, cells_of, infer_la
 from penstock.ir.operations import IS_BACKWARD, IS_MESSAGE, NEEDS_BACKWARD, OPERATIONS, At, Op, peer_at
 from penstock.ir.table import Table
 from penstock.placement import Placement
-
-Made = TypeVar("Made")
 
 _BLANK = " \t"
 
@@ -32,40 +29,38 @@ def table_to_csv(table: Table) -> str:
     return "".join(",".join(cells) + "\r\n" for cells in cells_of(table))
 
 
-def schedule_from_csv(text: str, make: Callable[..., Made], *, file: str = "<text>", name: str = "from CSV") -> Made:
-    """Read actions; `make` is called with the fields of a `Schedule`, by name.
+def schedule_from_csv(text: str, file: str) -> dict[str, Any]:
+    """Read actions; return the fields of a `Schedule`, but for its name.
 
     Raises:
         FormatError: with line and column, for whatever is not exactly such a text.
     """
     cells, layout, fail = _read(text, file)
-    place = cells.communication()
-    if place is not None:
-        raise fail("the text has communication; expected actions alone. Read it as a program", *place)
-    return make(name=name, **layout, **cells.columns())
+    problem = "the text has communication; expected actions alone. Read it as a program"
+    return layout | cells.actions(fail, problem)
 
 
-def program_from_csv(text: str, make: Callable[..., Made], *, file: str = "<text>", name: str = "from CSV") -> Made:
-    """Read instructions; `make` is called with the fields of a `Program`, by name. All slots are 0.
+def program_from_csv(text: str, file: str) -> dict[str, Any]:
+    """Read instructions; return the fields of a `Program`, but for its name. All slots are 0.
 
     A training program without a single reduction or optimizer step is read as one that omits its reductions: earlier
-    versions of torch, which had no REDUCE_GRAD, wrote such texts.
-
-    Raises:
-        FormatError: with line and column, for whatever is not exactly such a text.
+    versions of torch, which had no REDUCE_GRAD, wrote such texts. Raises: FormatError, as `schedule_from_csv`.
     """
     cells, layout, fail = _read(text, file)
-    _refuse_idle_cells(text, file)
+    for index, line in enumerate(_lines(text, file)):
+        for begin, content in _content(line):
+            if not content:
+                problem = "an empty cell among communication; expected an instruction, idle slots are for actions alone"
+                raise FormatError(problem, file=file, line=index + 1, column=begin + 1)
     is_training, has_updates = bool(IS_BACKWARD[cells.op].any()), bool(NEEDS_BACKWARD[cells.op].any())
-    return make(
-        name=name,
+    return {
         **layout,
         **cells.columns(),
-        tied_groups=_tied_groups(cells, fail),
-        peer=_peers(cells, layout["placement"], fail),
-        slot=np.zeros(len(cells.op), np.int32),
-        omits_reductions=is_training and not has_updates,
-    )
+        "tied_groups": _tied_groups(cells, fail),
+        "peer": _peers(cells, layout["placement"], fail),
+        "slot": np.zeros(len(cells.op), np.int32),
+        "omits_reductions": is_training and not has_updates,
+    }
 
 
 def _read(text: str, file: str) -> tuple[Cells, dict[str, Any], Fail]:
@@ -89,11 +84,12 @@ def _lines(text: str, file: str) -> list[str]:
     while lines and not lines[-1].strip(_BLANK):
         lines.pop()
     if not lines:
-        raise FormatError("the text is empty; expected one line of actions per rank, such as 0F0,0B0", file=file)
+        problem = "the text is empty; expected one line of actions per rank, such as 0F0,0B0"
+        raise FormatError(problem, file=file)
     for index, line in enumerate(lines):
         if line.count('"') % 2:
-            column = line.rindex('"') + 1
-            raise FormatError("a quotation mark is not closed; expected none", file=file, line=index + 1, column=column)
+            place = {"line": index + 1, "column": line.rindex('"') + 1}
+            raise FormatError("a quotation mark is not closed; expected none", file=file, **place)
     return lines
 
 
@@ -109,14 +105,6 @@ def _content(line: str) -> list[tuple[int, str]]:
         cells.append((begin + lead, content))
         begin += len(cell) + 1
     return cells
-
-
-def _refuse_idle_cells(text: str, file: str) -> None:
-    for index, line in enumerate(_lines(text, file)):
-        for begin, content in _content(line):
-            if not content:
-                problem = "an empty cell among communication; expected an instruction, idle slots are for actions alone"
-                raise FormatError(problem, file=file, line=index + 1, column=begin + 1)
 
 
 def _peers(cells: Cells, placement: Placement, fail: Fail) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
