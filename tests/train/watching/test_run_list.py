@@ -53,10 +53,10 @@ def test_all_runs_of_a_folder_are_listed_by_name_and_other_folders_left_out(tmp_
 
 def test_a_run_that_a_process_holds_is_running_and_any_other_unfinished_one_interrupted(tmp_path):
     folder = tmp_path / "one"
-    with claimed(config_of(folder)) as claim:
-        (folder / "config.toml").write_text(config_to_toml(claim.config))
-        assert [run.state for run in list_runs([folder]).runs] == ["running"]
-    assert [run.state for run in list_runs([folder]).runs] == ["interrupted"]
+    with claimed(config_of(folder)) as (config, _):
+        (folder / "config.toml").write_text(config_to_toml(config))
+        assert [run.state for run in list_runs([folder])[0]] == ["running"]
+    assert [run.state for run in list_runs([folder])[0]] == ["interrupted"]
 
 
 def test_of_a_step_written_twice_the_last_line_counts_and_a_broken_line_none(tmp_path):
