@@ -9,7 +9,7 @@ A batch depends on its number alone, or comes from an iterator in order, so whic
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Thread
 
@@ -49,11 +49,6 @@ class Wants:
             replica=pipeline.replica,
             num_replicas=pipeline.num_replicas,
         )
-
-    @property
-    def all_of_replica(self) -> "Wants":
-        """The same rows, inputs and targets."""
-        return replace(self, inputs=True, target=True)
 
     def rows_of(self, size: int) -> slice:
         """Return the rows of the replica, of a batch of this size."""
