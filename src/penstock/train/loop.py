@@ -158,7 +158,7 @@ def _run_steps(
                 # At once: whoever asks where the time goes should not have to wait for the run's end.
                 folder.write(TIMELINE, recorded_step_to_json(runner.recorded))
             is_last = early_stop.note(metrics.held_out_loss) or step == config.run.steps
-            progress = Progress(step, metrics.loss, metrics.held_out_loss)
+            progress = Progress(step, metrics.outcome.loss, metrics.held_out_loss)
             checkpoints.after_step(progress, is_last=is_last)
             if is_last and step < config.run.steps:
                 write_line(output, f"stopped early: {early_stop.describe()}")

@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 from pydantic import Field, ValidationError
 
-from penstock.errors import ConfigError, FormatError, PenstockError
+from penstock.errors import ConfigError, FormatError
 from penstock.execute.split.planner import ImmediateWeights
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
@@ -209,11 +209,3 @@ def read_recorded_step(folder: Path) -> RecordedStep:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     return recorded_step_from_json(text, file=str(path))
-
-
-def recorded_before(folder: Path) -> RecordedStep | None:
-    """Return the step that a run recorded before it was interrupted; None where it was lost, or none was."""
-    try:
-        return read_recorded_step(folder)
-    except PenstockError:
-        return None
