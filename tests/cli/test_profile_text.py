@@ -11,7 +11,6 @@ from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.costs import Channel, Spread
-from penstock.train.measuring.exchanges import ChannelSpeed
 from penstock.train.profiling import Profile
 
 COSTS = Costs(
@@ -22,7 +21,7 @@ COSTS = Costs(
     launch_s=5e-5,
     spreads=(Spread(Kind.FORWARD, 0, 0.0098, 0.0005),),
 )
-CHANNELS = (ChannelSpeed(0, 1, 3e-5, 2.0 * 2**30), ChannelSpeed(1, 0, 4e-5, float("inf")))
+CHANNELS = (Channel(0, 1, 3e-5, 2.0 * 2**30), Channel(1, 0, 4e-5, float("inf")))
 
 
 def profile_of(costs=COSTS, channels=CHANNELS, name="1f1b", **shape):

@@ -36,13 +36,13 @@ def config_in(folder, **sections):
 
 def run_in(folder, *, is_finished=True, start=Start.BY_RULE, **sections):
     """Run in a folder by the rule; return the name of the folder that it began in, and the line that says so."""
-    with claimed(config_in(folder, **sections), start) as claim:
-        own = RunFolder(folder.with_name(os.path.basename(claim.config.run.folder)))
-        own.begin(claim.config, is_forced=start is Start.FORCE)
+    with claimed(config_in(folder, **sections), start) as (config, note):
+        own = RunFolder(folder.with_name(os.path.basename(config.run.folder)))
+        own.begin(config, is_forced=start is Start.FORCE)
         own.write("weights.safetensors", own.path.name.encode())
         if is_finished:
             own.write("summary.json", b"{}")
-    return own.path.name, claim.note
+    return own.path.name, note
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_two_that_begin_fresh_at_once_get_two_folders(base):
     with ExitStack() as stack:
         claims = [stack.enter_context(claimed(config_in(base), Start.FRESH)) for _ in range(3)]
 
-        assert [os.path.basename(claim.config.run.folder) for claim in claims] == ["run-2", "run-3", "run-4"]
+        assert [os.path.basename(config.run.folder) for config, _ in claims] == ["run-2", "run-3", "run-4"]
 
 
 @pytest.mark.parametrize("start", [Start.BY_RULE, Start.FRESH, Start.FORCE])
@@ -329,9 +329,9 @@ def test_runs_that_start_at_the_same_moment_never_share_a_folder(base, start, is
     def begin(_):
         together.wait()
         try:
-            with claimed(config_in(base), start) as claim:
+            with claimed(config_in(base), start) as (config, _):
                 all_claimed.wait()
-                return claim.config.run.folder
+                return config.run.folder
         except ConfigError as error:
             all_claimed.wait()
             return str(error)
@@ -372,8 +372,8 @@ def test_a_rank_shares_the_folder_of_its_run_and_no_other(base, holder):
         pass
     with joined(base.with_name("not here")):
         assert not base.with_name("not here").exists()
-    with claimed(config_in(base), Start.FRESH) as claim:
-        lock_file = base.with_name(os.path.basename(claim.config.run.folder)) / ".lock"
+    with claimed(config_in(base), Start.FRESH) as (config, _):
+        lock_file = base.with_name(os.path.basename(config.run.folder)) / ".lock"
         with joined(lock_file.parent):
             assert len(lock_file.read_text().splitlines()) == 2
 

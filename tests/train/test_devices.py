@@ -8,7 +8,7 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.train import devices
-from penstock.train.devices import Machine, choose_device, describe_devices, device_of_rank, look, peak_bytes
+from penstock.train.devices import Machine, choose_device, device_of_rank, look, peak_bytes
 from penstock.train.settings.config import config_from_table
 
 
@@ -114,13 +114,6 @@ def test_this_machine_can_be_looked_at():
 
     assert machine.num_gpus == torch.accelerator.device_count()
     assert machine.kind is not None or not machine.has_backend
-
-
-def test_a_line_says_where_a_run_computes():
-    cpu = torch.device("cpu")
-
-    assert describe_devices(cpu, 1, "float32") == "1 rank on CPU; precision float32"
-    assert describe_devices(cpu, 2, "bfloat16") == "2 ranks on CPU, backend gloo; precision bfloat16"
 
 
 def test_on_a_cpu_it_is_what_the_process_had_in_memory_at_most():

@@ -106,7 +106,7 @@ def test_the_wait_for_batches_is_told(text, pipelines, monkeypatch):
 
     metrics = runner_of(text, pipelines, batch={"accumulate": 2}, data={"prefetch": 0}).run(1)
 
-    assert 0.1 <= metrics.data_wait_s <= metrics.duration_s
+    assert 0.1 <= metrics.outcome.data_wait_s <= metrics.duration_s
 
 
 def test_recorded_and_profiled_steps_are_slowed(text, pipelines):

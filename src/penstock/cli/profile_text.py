@@ -105,8 +105,8 @@ def _exchanges(profile: Profile, screen: Screen) -> Iterator[str]:
     ]
     columns = [Column("stage"), Column("gather"), Column("reduction"), Column("weights"), Column("gradients")]
     link = (
-        f"between {count_of(found.replicas, 'replica')}: latency {format_seconds(found.latency_s)}, "
-        f"bandwidth {_speed(found.bandwidth_bytes_per_s)}"
+        f"between {count_of(found.replicas, 'replica')}: latency {format_seconds(found.replica_latency_s)}, "
+        f"bandwidth {_speed(found.replica_bandwidth_bytes_per_s)}"
     )
     yield f"{screen.wrapped(link)}\n{table_text(columns, rows, screen)}"
 

@@ -31,13 +31,13 @@ def run(arguments: Namespace) -> int:
     from penstock.train.watching.run_list import list_runs
 
     output = Output.of(arguments, SUFFIXES | {".json": "json"}, TABLE, {"theme": CURVES})
-    found = list_runs(arguments.names)
-    for problem in found.unreadable:
+    found, unreadable = list_runs(arguments.names)
+    for problem in unreadable:
         complain(problem)
     if output.format in CURVES:
-        output.write(_curves(found.runs, arguments, output.format))
+        output.write(_curves(found, arguments, output.format))
     else:
-        output.write(_json(found.runs) if output.format == "json" else _table(found.runs, output.screen))
+        output.write(_json(found) if output.format == "json" else _table(found, output.screen))
     return ExitStatus.FINE
 
 

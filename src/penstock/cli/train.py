@@ -55,11 +55,11 @@ def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
     require_packages(config)
     tokenizer_of(config)
     config = with_digests(config)
-    with claimed(config, _start_of(arguments)) as claim:
-        folder = RunFolder(run_path(claim.config.run.folder))
-        say_at_once(claim.note)
+    with claimed(config, _start_of(arguments)) as (config, note):
+        folder = RunFolder(run_path(config.run.folder))
+        say_at_once(note)
         try:
-            yield claim.config
+            yield config
         except KeyboardInterrupt:
             with suppress(OSError):
                 say(folder.describe_kept())

@@ -11,12 +11,12 @@ Of DIR, DIR-2, DIR-3, ... the one with the highest number decides:
 So no result is ever overwritten, unless `Start.FORCE` asks for it.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from penstock.checkpoints.verification import newest_readable
 from penstock.errors import CheckpointError, ConfigError, PenstockError
@@ -27,14 +27,13 @@ from penstock.train.data.tokenizer import TOKENIZER_KEY, describe_change
 from penstock.train.folder.run_folder import CONFIG, LOCK, SUMMARY, RunFolder, numbered_folders, remove_empty, run_path
 from penstock.train.folder.run_lock import RunLock, holder_of
 from penstock.train.settings.config import RunConfig, load_config
-from penstock.train.settings.sections import Section
 from penstock.train.together import same_words
 
 KEY = "run.folder"
 SAME_SECTIONS = ("model", "data", "batch", "precision", "optimizer")
 """With the seed, what a run must share with an earlier one to continue it."""
-MAY_DIFFER: Mapping[str, Mapping[str, Any]] = {"data": {"prefetch": 0, "tokenizer_digest": ""}}
-"""Keys of these sections that change no bit, with a value for the comparison; another digest is refused by itself."""
+MAY_DIFFER = ("data.prefetch", "data.tokenizer_digest")
+"""Keys of these sections that change no bit; another digest is refused by itself."""
 MOST_ATTEMPTS = 100
 
 
@@ -53,30 +52,18 @@ class Start(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """A folder that is held for a run."""
-
-    config: RunConfig
-    """With that folder."""
-    note: str
-    """The first line of the run: its folder, and why it is this one."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Choice:
     path: Path
     reason: str
     is_new: bool = False
     """Whether this process must make the folder itself, so that no other one has it."""
 
-    @property
-    def note(self) -> str:
-        return f"run folder: {self.path} ({self.reason})"
-
 
 @contextmanager
-def claimed(config: RunConfig, start: Start = Start.BY_RULE) -> Iterator[Claim]:
+def claimed(config: RunConfig, start: Start = Start.BY_RULE) -> Iterator[tuple[RunConfig, str]]:
     """Hold a folder for a run while the block lasts; if no run begins there, leave everything as it was.
+
+    Yields the configuration with that folder, and the first line of the run: its folder, and why it is this one.
 
     Raises:
         ConfigError: a process holds the folder, or `Start.FORCE` meets files that no run wrote.
@@ -101,7 +88,8 @@ def claimed(config: RunConfig, start: Start = Start.BY_RULE) -> Iterator[Claim]:
                 folder.remove_tokens()
             if not lock.share():
                 raise _in_use(choice.path)
-            yield Claim(in_folder(config, choice.path), choice.note)
+            note = f"run folder: {choice.path} ({choice.reason})"
+            yield in_folder(config, choice.path), note
             return
     raise PenstockError(f"{base}: other processes took {MOST_ATTEMPTS} folders meanwhile; start again")
 
@@ -116,9 +104,9 @@ def claimed_together(config: RunConfig, transport: Transport, start: Start, outp
     with ExitStack() as stack:
 
         def claim() -> str:
-            own = stack.enter_context(claimed(config, start))
-            output.write(f"{own.note}\n")
-            return own.config.run.folder
+            own, note = stack.enter_context(claimed(config, start))
+            output.write(f"{note}\n")
+            return own.run.folder
 
         yield in_folder(config, Path(Control(transport).on_rank_0(claim, same_words)))
 
@@ -133,11 +121,8 @@ def joined(folder: Path) -> Iterator[None]:
         lock = RunLock.join(folder)
     if lock is None and (folder / LOCK).exists():
         raise _in_use(folder)
-    try:
+    with nullcontext() if lock is None else closing(lock):
         yield
-    finally:
-        if lock is not None:
-            lock.close()
 
 
 def in_folder(config: RunConfig, path: Path) -> RunConfig:
@@ -180,7 +165,8 @@ def _choose(base: Path, config: RunConfig, start: Start) -> _Choice:
 
 def _require_same_tokenizer(path: Path, config: RunConfig) -> None:
     """Refuse a tokenizer file that is not that of the checkpoints. Raises: CheckpointError."""
-    found, expected = config.data.tokenizer_digest, load_config(path / CONFIG).data.tokenizer_digest
+    found = config.data.tokenizer_digest
+    expected = load_config(path / CONFIG).data.tokenizer_digest
     if found and expected and found != expected:
         raise CheckpointError(
             f"{path}: {TOKENIZER_KEY}: {describe_change(config.data.tokenizer, found, expected)}. Put the file back, "
@@ -219,14 +205,10 @@ def _differing_keys(earlier: RunConfig, config: RunConfig) -> list[str]:
     """Return what is another setting than before, of those that decide about the weights."""
     keys = []
     for name in SAME_SECTIONS:
-        before = dict(_compared(earlier, name))
-        keys += [f"{name}.{key}" for key, value in _compared(config, name) if value != before[key]]
-    return keys + (["run.seed"] if earlier.run.seed != config.run.seed else [])
-
-
-def _compared(config: RunConfig, name: str) -> Section:
-    section: Section = getattr(config, name)
-    return section.model_copy(update=dict(MAY_DIFFER.get(name, {})))
+        before = dict(getattr(earlier, name))
+        keys += [f"{name}.{key}" for key, value in getattr(config, name) if value != before[key]]
+    seed = ["run.seed"] if earlier.run.seed != config.run.seed else []
+    return [key for key in keys if key not in MAY_DIFFER] + seed
 
 
 def _take(choice: _Choice) -> RunLock | None:

@@ -16,8 +16,6 @@ from penstock.execute.accelerator import (
     accelerator_type,
     allocator_bytes,
     has_bfloat16,
-    is_queued,
-    name_of,
     num_accelerators,
     queued_backend,
 )
@@ -45,7 +43,8 @@ def look() -> Machine:
     """Look at this machine, without starting an accelerator."""
     kind = accelerator_type()
     backend = None if kind is None or not dist.is_available() else queued_backend(kind)
-    return Machine(kind, num_accelerators(), backend is not None and dist.is_backend_available(backend))
+    has_backend = backend is not None and dist.is_backend_available(backend)
+    return Machine(kind, num_accelerators(), has_backend)
 
 
 def choose_device(wanted: str, num_local_ranks: int, machine: Machine) -> str:
@@ -62,10 +61,8 @@ def choose_device(wanted: str, num_local_ranks: int, machine: Machine) -> str:
         choices = " or ".join(repr(each) for each in (AUTO, CPU, kind) if each is not None)
         raise ConfigError(f"this torch {own}, and has no device {wanted!r}; expected {choices}", key=KEY)
     if machine.num_gpus < num_local_ranks:
-        ranks, gpus = (
-            count_of(num_local_ranks, "rank"),
-            count_of(machine.num_gpus, "GPU") if machine.num_gpus else "no GPU",
-        )
+        ranks = count_of(num_local_ranks, "rank")
+        gpus = count_of(machine.num_gpus, "GPU") if machine.num_gpus else "no GPU"
         fewer = f"pipeline.ranks={machine.num_gpus}, one a GPU, of all replicas; " if machine.num_gpus else ""
         raise ConfigError(
             f"{ranks} on a machine with {gpus} that torch sees. Choose: {fewer}run.device='cpu' to train on CPUs; or a "
@@ -79,15 +76,6 @@ def choose_device(wanted: str, num_local_ranks: int, machine: Machine) -> str:
             key=KEY,
         )
     return kind
-
-
-def describe_devices(device: torch.device, num_ranks: int, precision: str) -> str:
-    """Return the line that says where and how a run computes."""
-    where, between = "CPU", "gloo"
-    if is_queued(device):
-        where, between = name_of(device), (queued_backend(device.type) or "no").upper()
-    each = f"1 rank on {where}" if num_ranks == 1 else f"{num_ranks} ranks on {where}, backend {between}"
-    return f"{each}; precision {precision}"
 
 
 def device_of_rank(config: RunConfig) -> torch.device:

@@ -7,7 +7,7 @@ its end to one length, so that the ranks agree on its shapes once: no position r
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +38,10 @@ def draw(section: SampleSection, logits: Tensor, generator: torch.Generator) -> 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str, *, key: str) -> list[int]:
     """Return the tokens of a prompt. Raises: ConfigError, naming `key`, if there are none."""
-    tokens = tokenizer.encode(prompt.encode()).tolist()
+    tokens: list[int] = tokenizer.encode(prompt.encode()).tolist()
     if not tokens:
         raise ConfigError(f"{prompt!r} has no tokens; give a text that the tokenizer knows", key=key)
-    return cast("list[int]", tokens)
+    return tokens
 
 
 def generate(
@@ -69,7 +69,8 @@ def generate(
         drawn = -1
         if outputs is not None:  # on one rank
             drawn = draw(section, outputs[0, len(context) - 1, : tokenizer.vocabulary], generator)
-        token = max(cast("list[int]", pipeline.control.all_gather_object(drawn)))
+        tokens: list[Any] = pipeline.control.all_gather_object(drawn)
+        token = max(tokens)
         if token == tokenizer.end_of_document:
             return
         text.append(token)
@@ -91,7 +92,7 @@ def obstacle_to_sampling(config: RunConfig, pipeline: Pipeline) -> str:
         with precision.region(pipeline.device):
             found.append(pipeline.evaluate(tokens, return_outputs=True).outputs)
     own = "" if found[0] is None else _obstacle_in(found[0], found[1], vocabulary)
-    reasons = cast("list[str]", pipeline.control.all_gather_object(own))
+    reasons: list[Any] = pipeline.control.all_gather_object(own)
     return next((reason for reason in reasons if reason), "")
 
 
@@ -106,19 +107,13 @@ def _obstacle_in(logits: Any, others: Any, vocabulary: int) -> str:
     return ""
 
 
-def sample_prompt(config: RunConfig) -> list[int]:
-    """Return the tokens that the run's sample begins with; empty where it has none. Raises: ConfigError."""
-    if not config.sample.prompt:
-        return []
-    return prompt_tokens(tokenizer_of(config), config.sample.prompt, key="sample.prompt")
-
-
 def sample(config: RunConfig, pipeline: Pipeline, prompt: Sequence[int]) -> Iterator[str]:
     """Yield the run's sample piece by piece, on every rank: the text that follows a prompt."""
     obstacle = obstacle_to_sampling(config, pipeline)
     if obstacle:
         return iter([f" ... the model of {config.model.place} writes no text: {obstacle}"])
-    tokenizer, length = tokenizer_of(config), config.batch.length  # of the sequences that it was trained on
+    tokenizer = tokenizer_of(config)
+    length = config.batch.length  # of the sequences that it was trained on
     seed, precision = config.run.seed, Precision(config.precision)
     tokens = generate(pipeline, prompt, tokenizer, config.sample, length=length, seed=seed, precision=precision)
     return as_text(tokens, tokenizer.decode)

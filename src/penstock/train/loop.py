@@ -5,20 +5,20 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from penstock.checkpoints.weight_files import save_weights
 from penstock.errors import PenstockWarning
 from penstock.execute.control.collectives import Control
-from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import default_transport
 from penstock.pipeline import Pipeline
 from penstock.train.claim import Start, claimed_together, joined
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.data.user_data import Dataset
 from penstock.train.folder.run_folder import SCHEDULE, TIMELINE, RunFolder, run_log
-from penstock.train.generation import sample, sample_prompt
+from penstock.train.generation import prompt_tokens, sample
 from penstock.train.measuring.split import choose_split
 from penstock.train.model_source import build_layers
 from penstock.train.resuming import Progress, RunCheckpoints, begin_with_weights
@@ -81,8 +81,11 @@ def train(
             write_line(output, device_line(config))
             write_line(output, "preparing the text ...")
             dataset = prepare_together(config, folder, transport, output)
-            prompt = sample_prompt(config)
-            _begin_together(config, folder, transport, output, is_forced=start is Start.FORCE)
+            text = config.sample.prompt
+            prompt = prompt_tokens(tokenizer_of(config), text, key="sample.prompt") if text else []
+            begin = partial(folder.begin, config, is_forced=start is Start.FORCE)
+            note = Control(transport).on_rank_0(begin, same_words)
+            output.write(f"{note}\n" if note else "")
             stack.enter_context(run_log(folder.path, transport.rank, config.debug.log))
             write_line(output, "building the model ...")
             layers = build_layers(config, dataset.vocabulary)
@@ -101,21 +104,11 @@ def train(
             for line in write_report(folder, result, time.monotonic() - begin_s, screen):
                 output.write(f"{screen.wrapped(line)}\n")
         if prompt:
-            write_line(output, f"\nsample:\n{config.sample.prompt}", end="")
+            write_line(output, f"\nsample:\n{text}", end="")
             for piece in sample(config, pipeline, prompt):
                 write_line(output, piece, end="")
             write_line(output, "")
         return result
-
-
-def _begin_together(
-    config: RunConfig, folder: RunFolder, transport: Transport, output: TextIO, *, is_forced: bool
-) -> None:
-    def begin() -> None:
-        note = folder.begin(config, is_forced=is_forced)
-        output.write(f"{note}\n" if note else "")
-
-    Control(transport).on_rank_0(begin, same_words)
 
 
 def _run_steps(
@@ -127,7 +120,8 @@ def _run_steps(
     stop: StopRequest,
 ) -> TrainingResult:
     begin_with_weights(config, folder, pipeline, output)
-    runner, early_stop = StepRunner(config, dataset, build_trainer(config, pipeline)), EarlyStop(config.run.patience)
+    runner = StepRunner(config, dataset, build_trainer(config, pipeline))
+    early_stop = EarlyStop(config.run.patience)
     checkpoints = RunCheckpoints(config, folder, runner.trainer, early_stop, stop, data=dataset, output=output)
     progress = checkpoints.resume()
     first_step = progress.step + 1
@@ -158,7 +152,7 @@ def _run_steps(
                 # At once: whoever asks where the time goes should not have to wait for the run's end.
                 folder.write(TIMELINE, recorded_step_to_json(runner.recorded))
             is_last = early_stop.note(metrics.held_out_loss) or step == config.run.steps
-            progress = Progress(step, metrics.loss, metrics.held_out_loss)
+            progress = Progress(step, metrics.outcome.loss, metrics.held_out_loss)
             checkpoints.after_step(progress, is_last=is_last)
             if is_last and step < config.run.steps:
                 write_line(output, f"stopped early: {early_stop.describe()}")

@@ -35,12 +35,13 @@ def build_layers(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
             since the run began.
     """
     if config.model.source:
-        return Precision(config.precision).cast(_layers_of_source(config, vocabulary))
-    if config.model.transformers:
-        return Precision(config.precision).cast(_layers_of_transformers(config, vocabulary))
-    sizes = {"vocabulary": vocabulary, "length": config.max_length}
-    model = config.model.model_copy(update=sizes)
-    layers = decoder_layers(model, seed=config.run.seed, takes_positions=config.data.packing == "documents")
+        layers = _layers_of_source(config, vocabulary)
+    elif config.model.transformers:
+        layers = _layers_of_transformers(config, vocabulary)
+    else:
+        sizes = {"vocabulary": vocabulary, "length": config.max_length}
+        model = config.model.model_copy(update=sizes)
+        layers = decoder_layers(model, seed=config.run.seed, takes_positions=config.data.packing == "documents")
     return Precision(config.precision).cast(layers)
 
 
@@ -129,7 +130,10 @@ def _layers_of_source(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
     # Modules are made at once, so every rank draws the same numbers for all of them.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.run.seed)
-        made = run_third_party(place, lambda: list(_layers_in(place, call())))
+        returned: object = run_third_party(place, call)
+        if not isinstance(returned, Iterable):
+            raise ConfigError(f"{place} returned {described(returned)}; expected {EXPECTED}", key=KEY)
+        made: list[Any] = run_third_party(place, lambda: list(returned))
     if not made:
         raise ConfigError(f"{place} returned no layers; expected {EXPECTED}", key=KEY)
     if all(isinstance(layer, LayerSpec) for layer in made):
@@ -138,12 +142,6 @@ def _layers_of_source(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
         if not isinstance(layer, nn.Module):
             raise ConfigError(f"{place} returned {described(layer)} as layer {index}; expected {EXPECTED}", key=KEY)
     return _described_modules(made)
-
-
-def _layers_in(place: str, returned: object) -> Iterable[Any]:
-    if not isinstance(returned, Iterable):
-        raise ConfigError(f"{place} returned {described(returned)}; expected {EXPECTED}", key=KEY)
-    return returned
 
 
 def _described_modules(modules: list[nn.Module]) -> list[LayerSpec]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,13 @@ from penstock.ir.table import IS_PART
 from penstock.ir.timeline import Timeline
 from penstock.pipeline import Pipeline
 from penstock.simulation import Costs, LayerCosts
-from penstock.simulation.costs.costs import VALUE_BYTES
+from penstock.simulation.costs.costs import VALUE_BYTES, Channel
 from penstock.simulation.costs.fit import costs_from_timelines
 from penstock.train.data.batches import Batch, Wants
 from penstock.train.data.user_data import Dataset
 from penstock.train.folder.run_folder import RunFolder, run_path
 from penstock.train.loop import PREPARING_DEADLINE_S
-from penstock.train.measuring.exchanges import ChannelSpeed, Exchanges, channels_of, measure_channels, measure_exchanges
+from penstock.train.measuring.exchanges import Exchanges, channels_of, measure_channels, measure_exchanges
 from penstock.train.measuring.measure import LayerTimes
 from penstock.train.measuring.split import choose_split, times_of_layers
 from penstock.train.model_source import build_layers
@@ -39,6 +39,7 @@ from penstock.train.settings.config import RunConfig
 from penstock.train.settings.sections import OptimizerSection
 from penstock.train.setup import build_pipeline, check_together, prepare_together
 
+T = TypeVar("T")
 NUM_WARM_UP_STEPS = 2
 """The first step agrees on shapes, and the second is the first to post receives ahead."""
 SMALLEST_LARGE_BYTES = 1 << 20
@@ -58,7 +59,7 @@ class Profile:
     """Of any split: what stages took is shared by what their layers take by themselves."""
     program: Program
     num_steps: int
-    channels: tuple[ChannelSpeed, ...]
+    channels: tuple[Channel, ...]
     """Channels by themselves, while nothing else ran."""
     memory: tuple[RankMemory, ...] = ()
     """The bytes that each rank held during a step, without an optimizer."""
@@ -82,7 +83,7 @@ def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
         dataset = prepare_together(config, folder, transport, sys.stderr)
         layers = build_layers(config, dataset.vocabulary)
         split = choose_split(config, layers, dataset, folder, transport)
-        times = times_of_layers(config, layers, dataset, folder, transport)
+        times, _ = times_of_layers(config, layers, dataset, folder, transport)
         pipeline = build_pipeline(config, layers, split, dataset.vocabulary)
     with closing(pipeline), Precision(config.precision).region(pipeline.device):
         return profile_pipeline(pipeline, dataset, num_steps, times, config.optimizer)
@@ -100,13 +101,17 @@ def profile_pipeline(
     `times` of the layers by themselves say what each takes of its stage; without them, the weights that layers declare.
     `optimizer` decides what is kept of each parameter.
     """
-    batches = partial(dataset.batch, wants=Wants.of(pipeline).all_of_replica)
+    wants = replace(Wants.of(pipeline), inputs=True, target=True)
+    batches = partial(dataset.batch, wants=wants)
     timelines = _record(pipeline, batches, num_steps)
     parts = _record(pipeline, batches, num_steps, split_backwards=True) if _runs_wholes(pipeline) else []
     assert pipeline.recording is not None
     message_bytes = pipeline.recording.message_bytes
-    report = _measure_memory(pipeline, batches(0))
-    channels, exchanges = _measure_channels(pipeline, message_bytes), measure_exchanges(pipeline)
+    report = _measured(pipeline, pipeline.memory_report, batches(0))
+    pairs = channels_of(pipeline.schedule.placement)
+    num_bytes = max(SMALLEST_LARGE_BYTES, *message_bytes)
+    channels = measure_channels(pipeline.transport, pairs, num_bytes, pipeline.device)
+    exchanges = measure_exchanges(pipeline)
     costs = costs_from_timelines(
         timelines,
         message_bytes=message_bytes,
@@ -129,7 +134,8 @@ def profile_pipeline(
     if exchanges is not None:
         per_layer = exchanges.shared_out(per_layer, pipeline.layers_of_stage)
     held = per_layer.of_stages(pipeline.layers_of_stage).of_share(1 / num_slices)
-    of_stages = {each.name: getattr(held, each.name) for each in fields(Costs) if each.name in report.layer_bytes}
+    names = {each.name for each in fields(Costs)} & set(report.layer_bytes)
+    of_stages = {name: getattr(held, name) for name in names}
     costs = replace(costs, source=source, **of_stages | {"message_bytes": message_bytes})
     return Profile(
         pipeline.control.rank,
@@ -148,28 +154,23 @@ def _record(
     pipeline: Pipeline, batches: Callable[[int], Batch], num_steps: int, *, split_backwards: bool = False
 ) -> list[Timeline]:
     """Record steps, after others in which the ranks agree on shapes."""
-    timelines = []
-    for step in range(NUM_WARM_UP_STEPS + num_steps):
-        timelines.append(_run_step(pipeline, batches(step), split_backwards=split_backwards))
+    steps = range(NUM_WARM_UP_STEPS + num_steps)
+    timelines = [_measured(pipeline, pipeline.profile, batches(step), split_backwards) for step in steps]
     return timelines[NUM_WARM_UP_STEPS:]
 
 
-def _run_step(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False) -> Timeline:
-    timeline = pipeline.profile(*batch.args, target=batch.target, split_backwards=split_backwards, **batch.kwargs)
+def _measured(pipeline: Pipeline, measure: Callable[..., T], batch: Batch, split_backwards: bool = False) -> T:
+    """Run a step that is measured, and drop its gradients."""
+    found = measure(*batch.args, target=batch.target, split_backwards=split_backwards, **batch.kwargs)
     drop_gradients(pipeline.parameters())
-    return timeline
-
-
-def _measure_memory(pipeline: Pipeline, batch: Batch, *, split_backwards: bool = False) -> MemoryReport:
-    report = pipeline.memory_report(*batch.args, target=batch.target, split_backwards=split_backwards, **batch.kwargs)
-    drop_gradients(pipeline.parameters())
-    return report
+    return found
 
 
 def _layer_bytes(pipeline: Pipeline, batch: Batch, report: MemoryReport, optimizer: OptimizerSection) -> dict[str, Any]:
     """Return the measured bytes of each layer, with the contexts of split backwards and the state of an optimizer."""
     # Only from the second such step on do custom functions and layers that run again leave their weights for later.
-    split = [_measure_memory(pipeline, batch, split_backwards=_runs_wholes(pipeline)) for _ in range(2)][-1]
+    for _ in range(2):
+        split = _measured(pipeline, pipeline.memory_report, batch, _runs_wholes(pipeline))
     has_main_weights = pipeline.options.main_gradients
     found = state_bytes(
         pipeline.stages, optimizer, has_main_weights=has_main_weights, is_sharded=pipeline.options.is_sharded
@@ -219,9 +220,3 @@ def with_parts(costs: Costs, parts: Costs) -> Costs:
         backward_weight_s=parts.backward_weight_s,
         spreads=costs.spreads + tuple(each for each in parts.spreads if IS_BACKWARD[each.kind]),
     )
-
-
-def _measure_channels(pipeline: Pipeline, message_bytes: Sequence[int]) -> list[ChannelSpeed]:
-    channels = channels_of(pipeline.schedule.placement)
-    num_bytes = max(SMALLEST_LARGE_BYTES, *message_bytes)
-    return measure_channels(pipeline.transport, channels, num_bytes, pipeline.device)

@@ -10,10 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, cast
-from uuid import uuid4
+from typing import Any, NoReturn, TextIO
 
-from penstock.checkpoints.folder import step_of
+from penstock.checkpoints.folder import CheckpointFolder, step_of
 from penstock.checkpoints.loading import load_newest
 from penstock.checkpoints.pretrained import load_weights
 from penstock.checkpoints.verification import FoundCheckpoint
@@ -91,15 +90,17 @@ class RunCheckpoints:
         self._update = trainer.update
         self._early_stop = early_stop
         self._pipeline = trainer.pipeline
+        self._control = trainer.pipeline.control
         self._stop = stop
         self._data = data
         self._output = output
         self._saved = 0
-        self._held = HeldFolder(folder.path) if self._pipeline.control.rank == 0 else None
+        self._held = HeldFolder(folder.path) if self._control.rank == 0 else None
         self._writer = self._writer_to(folder)
         num_bytes = require_saveable(self._pipeline)
         if self._options.every:
-            self._pipeline.control.on_rank_0(lambda: _require_writable(folder.checkpoints.path, num_bytes), same_words)
+            probe = partial(_require_writable, folder.checkpoints, num_bytes)
+            self._control.on_rank_0(probe, same_words)
 
     def resume(self) -> Progress:
         """Load the newest checkpoint that verifies, if the run has any; return how far it had come.
@@ -118,7 +119,7 @@ class RunCheckpoints:
                 "data.files, data.tokenizer or data.source have changed. Put them back, or begin in the next folder "
                 "with --fresh"
             )
-        self._pipeline.control.on_rank_0(lambda: self._go_on(loaded), same_words)
+        self._control.on_rank_0(lambda: self._go_on(loaded), same_words)
         self._saved = step
         self._update.load_state(extra["update"])
         self._early_stop.lowest, self._early_stop.num_since = extra["early_stop"]
@@ -134,7 +135,7 @@ class RunCheckpoints:
             PenstockError: on every rank, if the run folder was renamed or removed; the checkpoint is saved then.
         """
         asked = [self._stop.is_requested, self._is_moved]
-        told = cast("list[list[bool]]", self._pipeline.control.all_gather_object(asked))
+        told: list[Any] = self._control.all_gather_object(asked)
         is_stopped = any(is_requested for is_requested, _ in told)
         if told[0][1]:
             self._leave_moved(progress)
@@ -169,7 +170,7 @@ class RunCheckpoints:
         try:
             save()
         except NotSaved:  # on every rank
-            if self._pipeline.control.all_gather_object(self._is_moved)[0]:
+            if self._control.all_gather_object(self._is_moved)[0]:
                 self._leave_moved(progress)
             raise
 
@@ -179,8 +180,9 @@ class RunCheckpoints:
         A folder that was removed is made again, or the next number where the name is taken. Raises: PenstockError.
         """
         with suppress(CheckpointError):
-            self._writer.finish(limit_s=self._limit_s)  # what is being written lies in the folder that is gone
-        folder, what = self._pipeline.control.on_rank_0(self._find_or_begin, same_words)
+            # The folder that is gone holds what is being written.
+            self._writer.finish(limit_s=self._limit_s)
+        folder, what = self._control.on_rank_0(self._find_or_begin, same_words)
         self._writer, self._saved = self._writer_to(RunFolder(Path(folder))), 0
         self._save(progress)
         self._writer.finish()
@@ -216,20 +218,19 @@ class RunCheckpoints:
         """Return the state of the data behind a step, where they have one; a collective there."""
         if not isinstance(self._data, UserDataset) or not self._data.is_stateful:
             return None
-        states = self._pipeline.control.all_gather_object(self._data.state(step))
+        states = self._control.all_gather_object(self._data.state(step))
         return next((state for state in states if state is not None), None)
 
     def _resume_data(self, step: int, state: Any) -> None:
         """Go on in the data where a checkpoint was; passing over batches may take any time."""
         if isinstance(self._data, UserDataset):
-            control = self._pipeline.control
-            note = working_together(control, partial(self._data.resume, step, state))
-            if note and control.rank == 0:
+            note = working_together(self._control, partial(self._data.resume, step, state))
+            if note and self._control.rank == 0:
                 self._output.write(f"{note}\n")
 
     def _finish_stopped(self, progress: Progress) -> None:
         is_saved = self._writer.finish(limit_s=self._limit_s) and self._options.every > 0
-        if self._pipeline.control.rank == 0:
+        if self._control.rank == 0:
             what = "its checkpoint is saved" if is_saved else "no checkpoint of it was saved"
             self._output.write(f"stopped by a signal after step {progress.step}; {what}\n")
         raise KeyboardInterrupt
@@ -253,18 +254,15 @@ def _has_checkpoints(pipeline: Pipeline, folder: RunFolder) -> bool:
     return bool(pipeline.control.on_rank_0(lambda: bool(folder.checkpoints.steps()), same_words))
 
 
-def _require_writable(folder: Path, num_bytes: int) -> None:
+def _require_writable(checkpoints: CheckpointFolder, num_bytes: int) -> None:
     """Write a file and look for so much space, so that the first checkpoint does not fail after hours."""
-    with naming_storage(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f"step-0.{uuid4().hex[:12]}.partial"
-        probe.mkdir()
+    with naming_storage(checkpoints.path):
+        probe = checkpoints.begin(0)
         (probe / "file.json").write_bytes(b"{}")
-        (probe / "file.json").unlink()
-        probe.rmdir()
-        left = shutil.disk_usage(folder).free
+        shutil.rmtree(probe)
+        left = shutil.disk_usage(checkpoints.path).free
     if left < num_bytes:
         raise NotSaved(
-            f"{folder}: the disk has {format_bytes(left)} left, and a checkpoint takes more than the "
+            f"{checkpoints.path}: the disk has {format_bytes(left)} left, and a checkpoint takes more than the "
             f"{format_bytes(num_bytes)} of the weights. Free some space, or choose another folder"
         )

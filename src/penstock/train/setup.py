@@ -83,9 +83,10 @@ def prepare_together(
         ConfigError, PenstockError: on every rank, if any rank cannot; or if the ranks do not see the same text.
     """
     dataset: Dataset | None = None
+    work = partial(_open_dataset, config, folder, output, may_be_small)
+    control = Control(transport, limit_s=config.run.deadline_s)
     for turn in (transport.rank == 0, transport.rank != 0):
-        work = partial(_open_dataset, config, folder, output, may_be_small) if turn else None
-        dataset = working_together(Control(transport, limit_s=config.run.deadline_s), work) or dataset
+        dataset = working_together(control, work if turn else None) or dataset
     assert dataset is not None
     digests = Control(transport).all_gather_object(dataset.digest)
     if len(set(map(str, digests))) > 1:
@@ -148,7 +149,8 @@ def check_plan(config: RunConfig) -> None:
 def _require_shardable(config: RunConfig, plan: Schedule | Program) -> None:
     """Refuse a schedule whose stages cannot be gathered as the settings say. Raises: ConfigError."""
     sharding = config.parallel.sharding
-    if not sharding.passes or isinstance(plan, Program):  # a program gathers by itself; the pipeline looks at it
+    # A program gathers by itself; the pipeline looks at it.
+    if not sharding.passes or isinstance(plan, Program):
         return
     try:
         lower(plan, **asdict(sharding))
@@ -203,16 +205,6 @@ def _require_tokens(config: RunConfig, num_slices: int) -> None:
         )
 
 
-def _with_checkpointing(
-    config: RunConfig, layers: list[LayerSpec], rule: SplitRule, schedule: Schedule | Program
-) -> list[LayerSpec]:
-    weights = rule.weights or [layer.weight for layer in layers]
-    stages = split_over(
-        schedule.placement, len(layers), split=rule.split, weights=None if rule.split is not None else weights
-    )
-    return with_checkpointing(layers, kinds_of_layers(config.pipeline.activation_checkpointing, stages))
-
-
 def build_plan(config: RunConfig) -> Schedule | Program:
     """Return the schedule that the configuration names, or the program, which is a schedule with its communication.
 
@@ -248,14 +240,17 @@ def build_plan(config: RunConfig) -> Schedule | Program:
 
 def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, vocabulary: int) -> Pipeline:
     """Build this rank's part of the model; every rank calls it."""
-    schedule, precision, device = build_plan(config), Precision(config.precision), device_of_rank(config)
-    plan = config.batch_plan
+    schedule, plan = build_plan(config), config.batch_plan
+    precision, device = Precision(config.precision), device_of_rank(config)
+    weights = None if rule.split is not None else rule.weights or [layer.weight for layer in layers]
+    stages = split_over(schedule.placement, len(layers), split=rule.split, weights=weights)
+    kinds = kinds_of_layers(config.pipeline.activation_checkpointing, stages)
     # Batches of documents have other numbers of targets each, so their shares in a step differ.
     is_uneven = config.data.packing == "none"
     counts_targets = is_uneven or config.data.source
     scales_each = precision.scales_losses or not plan.is_constant or (is_uneven and plan.full > 1)
     return Pipeline(
-        _with_checkpointing(config, layers, rule, schedule),
+        with_checkpointing(layers, kinds),
         schedule=schedule,
         loss=loss_of(config, vocabulary),
         count=count_target_tokens if counts_targets else None,

@@ -2,10 +2,11 @@
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -14,44 +15,19 @@ from penstock.execute.batch.stream import Stream, as_part
 from penstock.execute.losses.results import StepResult
 from penstock.pipeline import Pipeline
 from penstock.simulation.prologue import Prologue
-from penstock.train.data.batches import Batch
+from penstock.train.data.batches import Batch, BatchReader
 from penstock.train.optimizing.precision import Precision
 from penstock.train.optimizing.update import Update
 from penstock.train.settings.sections import OptimizerSection
 from penstock.train.settings.steps import learning_rate_at
+from penstock.train.watching.progress import StepOutcome
 from penstock.train.watching.recorded_step import RecordedStep
 
+Batches = BatchReader | Sequence[Batch | tuple[Tensor, Tensor] | Stream]
+"""The batches of one optimizer step; each is asked for just before its pipeline step, so that waits for it show.
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """The outcome of an optimizer step, on every rank alike."""
-
-    loss: float
-    """Mean of the pipeline's losses over the batches."""
-    gradient_norm: float | None
-    """Over all ranks, before clipping; None in a dry run, in which no gradient is whole."""
-    learning_rate: float
-    recorded: RecordedStep | None = None
-    """The last pipeline step as it was measured, if it was to be recorded."""
-    named_losses: Mapping[str, float] = field(default_factory=dict)
-    """Mean over the batches of every loss that has a name, those that layers add before their weights."""
-    is_updated: bool = True
-    """Whether the weights were changed; not where a number was not finite, nor in a dry run."""
-    loss_scale: float | None = None
-    """By which the losses of this step were multiplied; None where they were not."""
-    data_wait_s: float = field(default=0.0, compare=False)
-    """Seconds that this rank waited for the batches; ranks differ in it, and so do equal steps."""
-
-
-class Batches(Protocol):
-    """The batches of one optimizer step; each is asked for just before its pipeline step, so that waits for it show.
-
-    A pair is tokens and target. A `Stream` brings a batch one microbatch after another, on this rank's device already.
-    """
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Batch | tuple[Tensor, Tensor] | Stream: ...
+A pair is tokens and target. A `Stream` brings a batch one microbatch after another, on this rank's device already.
+"""
 
 
 def scale_over(num_batches: int) -> float | None:
@@ -84,6 +60,7 @@ class Trainer:
         self._options = options
         self._num_steps = num_steps
         self._precision = precision or Precision()
+        self._region = partial(self._precision.region, pipeline.device)
         self.update = Update(pipeline, options, self._precision, embeddings)
 
     def step(
@@ -105,13 +82,15 @@ class Trainer:
             NotFinite: on every rank, if the loss or the gradient norm is not finite, and the precision says to stop or
                 too many steps in a row were skipped; the weights stay as they were.
         """
-        rate, scale = learning_rate_at(number, self._options, self._num_steps), self.update.loss_scale
+        rate = learning_rate_at(number, self._options, self._num_steps)
+        scale = self.update.loss_scale
         with self.pipeline.no_sync(tied=False) if skip_update else nullcontext():
             losses, moments_s = self._accumulate(batches, shares, record)
         loss = losses.mean
         recorded = self._gather(number, moments_s) if record else None
         norm = self.update.measure()
-        if skip_update and self.pipeline.num_replicas > 1:  # their gradients are not summed: all see what any has
+        if skip_update and self.pipeline.num_replicas > 1:
+            # Their gradients are not summed: all see what any has.
             norm = sum(self.pipeline.control.across(norm))
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if not is_finite:
@@ -136,7 +115,7 @@ class Trainer:
         self, batches: Sequence[Batch | tuple[Tensor, Tensor]], weights: Sequence[float] | None = None
     ) -> float:
         """Return the mean loss of batches, by default of equal weight, in the precision of the steps."""
-        with self._precision.region(self.pipeline.device):
+        with self._region():
             return mean_loss(self.pipeline, batches, weights)
 
     def _require_tolerable(self, loss: float, norm: float, number: int, rate: float, batches: Batches) -> None:
@@ -144,9 +123,10 @@ class Trainer:
         options = self._precision.options
         is_overflow = self.update.loss_scale is not None and math.isfinite(loss)
         where = "" if is_overflow else self._find_first(batches)
+        advice = advice_on(rate, self._options.clip_norm)
         if not is_overflow and options.not_finite == "stop":
-            require_finite("the loss", loss, number, self._advice(rate), where)
-            require_finite("the gradient norm", norm, number, self._advice(rate), where)
+            require_finite("the loss", loss, number, advice, where)
+            require_finite("the gradient norm", norm, number, advice, where)
         if where and self.pipeline.control.rank == 0:
             logging.getLogger("penstock").warning("step %d is skipped. %s", number, where)
         if self.update.num_skipped_in_a_row + 1 >= options.most_skipped:
@@ -154,11 +134,8 @@ class Trainer:
             fallen = "" if scale is None else f" The loss scale fell to {scale:g}."
             raise NotFinite(
                 f"step {number}: {options.most_skipped} steps in a row were skipped (precision.most_skipped), the loss "
-                f"is {loss} and the gradient norm {norm}.{fallen} {self._advice(rate)}"
+                f"is {loss} and the gradient norm {norm}.{fallen} {advice}"
             )
-
-    def _advice(self, rate: float) -> str:
-        return advice_on(rate, self._options.clip_norm)
 
     def _find_first(self, batches: Batches) -> str:
         """Run the step's batches again and say where the first value that is not finite comes from; a collective.
@@ -173,7 +150,7 @@ class Trainer:
             self.update.optimizer.zero_grad(set_to_none=True)
             self.pipeline.step_number = num_steps - count + index  # so that layers draw the same numbers
             part = as_part(batch)
-            with self._precision.region(self.pipeline.device):
+            with self._region():
                 found = self.pipeline.find_not_finite(*part.args, target=part.target, **part.kwargs)
             self.pipeline.step_number = num_steps
             if found:
@@ -185,7 +162,7 @@ class Trainer:
     ) -> tuple["_Losses", list[float]]:
         """Return the losses, and when this rank was free for the last pipeline step, had its batch, and asked for the
         step."""
-        losses, device, read = _Losses(), self.pipeline.device, self.pipeline.options.clock.read
+        losses, read = _Losses(), self.pipeline.options.clock.read
         moments_s: list[float] = []
         for index in range(len(batches)):
             moments_s = [read()]
@@ -193,32 +170,31 @@ class Trainer:
             moments_s.append(read())
             losses.data_wait_s += moments_s[1] - moments_s[0]
             share = None if shares is None else shares[index]
+            is_recorded = record and index == len(batches) - 1
             self.update.begin_batch(1 / len(batches) if share is None else share)
-            with self._precision.region(device):
+            with self._region():
                 moments_s.append(read())
-                result = self._run(batch, is_recorded=record and index == len(batches) - 1)
+                result = self.pipeline.step(*batch.args, target=batch.target, record=is_recorded, **batch.kwargs)
             losses.add(result, 1.0 if share is None else share)
         return losses, moments_s
 
-    def _asked(self, batches: Batches, index: int) -> Batch | Stream:
-        """Return a batch; where this rank has none, every rank is told why, and none waits for this one's step."""
+    def _asked(self, batches: Batches, index: int) -> Batch:
+        """Return a batch, or the stream of one, as `Pipeline.step` takes it.
+
+        Where this rank has none, every rank is told why, and none waits for this one's step.
+        """
         try:
             batch = batches[index]
         except PenstockError as error:
             self.pipeline.refuse(error)
-        return batch if isinstance(batch, Stream) else as_part(batch)
-
-    def _run(self, batch: Batch | Stream, *, is_recorded: bool) -> StepResult:
-        if isinstance(batch, Stream):
-            return self.pipeline.step(batch, record=is_recorded)
-        return self.pipeline.step(*batch.args, target=batch.target, record=is_recorded, **batch.kwargs)
+        return Batch(batch) if isinstance(batch, Stream) else as_part(batch)
 
     def _gather(self, number: int, moments_s: list[float]) -> RecordedStep:
         """Put the recorded step together with what each rank of the replica did before it; a collective there."""
         recording = self.pipeline.recording
         assert recording is not None, "the last pipeline step was recorded"
         own = [recording.from_own_clock(moment_s) for moment_s in moments_s]
-        everyone = cast(list[list[float]], self.pipeline.control.within.all_gather_object(own))
+        everyone: list[Any] = self.pipeline.control.within.all_gather_object(own)
         return RecordedStep(
             number,
             recording.timeline,

@@ -2,42 +2,26 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.execute.undocumented_compiler import watch_compilations
-from penstock.train.data.batches import Batch, BatchReader, Wants
+from penstock.train.data.batches import BatchReader, Wants
 from penstock.train.data.user_data import Dataset
 from penstock.train.devices import peak_bytes
 from penstock.train.settings.config import RunConfig
-from penstock.train.step import StepOutcome, Trainer, advice_on, require_finite
+from penstock.train.step import Trainer, advice_on, require_finite
 from penstock.train.stopping import refusing_exit
 from penstock.train.watching.profiler_window import ProfilerWindow
-from penstock.train.watching.progress import StepMetrics
-from penstock.train.watching.recorded_step import RecordedStep, recorded_before
+from penstock.train.watching.progress import StepMetrics, StepOutcome
+from penstock.train.watching.recorded_step import RecordedStep, read_recorded_step
 from penstock.train.watching.report import predict_again
 
 Say = Callable[[str], None]
 """Shows a line to people."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Batches:
-    """The batches of one optimizer step, taken from a reader when they are asked for."""
-
-    reader: BatchReader
-    first: int
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.reader.get(self.first + index)
 
 
 class StepRunner:
@@ -53,7 +37,8 @@ class StepRunner:
         self._dataset = dataset
         pipeline, folder = trainer.pipeline, Path(config.run.folder)
         control = pipeline.control
-        self._profiler = ProfilerWindow(config.profile, folder, control.names.numbers[control.rank], pipeline.device)
+        number = control.names.numbers[control.rank]
+        self._profiler = ProfilerWindow(config.profile, folder, number, pipeline.device)
         num_held_out = config.run.evaluate_batches
         self._wants = Wants.of(trainer.pipeline)
         self._held_out = dataset.held_out_batches(num_held_out, self._wants) if num_held_out else []
@@ -68,7 +53,9 @@ class StepRunner:
         if not 0 < self._recorded_step < first_step:
             return
         pipeline, run = self.trainer.pipeline, self._config.run
-        before = recorded_before(Path(run.folder))
+        before = None  # where it was lost, or none was recorded
+        with suppress(PenstockError):
+            before = read_recorded_step(Path(run.folder))
         now = pipeline.program, tuple(pipeline.layers_of_stage), pipeline.num_replicas
         is_same = before is not None and (before.timeline.program, before.layers_of_stage, before.num_replicas) == now
         if pipeline.control.all_gather_object(is_same)[0]:  # rank 0 writes the file
@@ -94,17 +81,19 @@ class StepRunner:
     def run(self, step: int, say: Say = lambda line: None) -> StepMetrics:
         """Run one optimizer step, counted from 1, and evaluate where it is due; `say` shows people a line meanwhile."""
         plan = self._config.batch_plan
+        first, count = plan.begin(step), plan.count(step)
+        numbers = range(first, first + count)
         assert self._reader is not None, "steps run within `reading`"
-        self._reader.begin(plan.begin(step))
-        batches = _Batches(self._reader, plan.begin(step), plan.count(step))
-        is_recorded = self._is_recorded(step)
+        self._reader.begin(first, count)
+        every = self._config.metrics.bubble_every
+        is_recorded = step == self._recorded_step or (every > 0 and step % every == 0)
         compilation = telling_compilation(f"step {step}", say)
         with refusing_exit(f"step {step}"), self._profiler.around(step), compilation as compiled:
             begin_s = time.monotonic()
             outcome = self.trainer.step(
                 step,
-                batches,
-                shares=self._dataset.shares(batches.first, batches.count),
+                self._reader,
+                shares=self._dataset.shares(first, count),
                 record=is_recorded,
                 skip_update=self._config.run.skip_updates,
             )
@@ -113,25 +102,17 @@ class StepRunner:
             self.recorded = outcome.recorded
         return StepMetrics(
             step=step,
-            loss=outcome.loss,
-            num_tokens=sum(self._dataset.num_targets(batches.first + index) for index in range(batches.count)),
+            outcome=outcome,
+            num_tokens=sum(map(self._dataset.num_targets, numbers)),
             duration_s=duration_s,
-            learning_rate=outcome.learning_rate,
-            gradient_norm=outcome.gradient_norm,
             bubble_fraction=None if outcome.recorded is None else outcome.recorded.timeline.bubble_fraction,
             held_out_loss=self._held_out_loss(step, outcome, say),
-            loss_scale=outcome.loss_scale,
             num_skipped=self.trainer.update.num_skipped,
             predicted_bubble_fraction=self._predicted_bubble(outcome),
-            data_wait_s=outcome.data_wait_s,
             peak_bytes=self._peak_bytes(step),
             is_slowed=is_recorded or self._profiler.has(step),
             has_compiled=bool(compiled),
         )
-
-    def _is_recorded(self, step: int) -> bool:
-        every = self._config.metrics.bubble_every
-        return step == self._recorded_step or (every > 0 and step % every == 0)
 
     def _predicted_bubble(self, outcome: StepOutcome) -> float | None:
         """Return, on the rank that writes it, what the simulator makes of the costs of a recorded step."""
@@ -148,7 +129,7 @@ class StepRunner:
         if not every or (step % every and step != self._config.run.steps):
             return ()
         pipeline = self.trainer.pipeline
-        everyone = cast("list[int]", pipeline.control.all_gather_object(peak_bytes(pipeline.device)))
+        everyone: list[Any] = pipeline.control.all_gather_object(peak_bytes(pipeline.device))
         return everyone[: pipeline.transport.num_ranks]
 
     def _held_out_loss(self, step: int, outcome: StepOutcome, say: Say) -> float | None:

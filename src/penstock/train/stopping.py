@@ -35,16 +35,12 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._requested = Event()
-        self._limit_s: float | None = None
+        self.limit_s: float | None = None
+        """How long the loop may take to stop; None where no loop looks, so that the process has to be ended."""
 
     @property
     def is_requested(self) -> bool:
         return self._requested.is_set()
-
-    @property
-    def limit_s(self) -> float | None:
-        """How long the loop may take to stop; None where no loop looks, so that the process has to be ended."""
-        return self._limit_s
 
     def request(self) -> None:
         self._requested.set()
@@ -52,11 +48,11 @@ class StopRequest:
     @contextmanager
     def watched(self, limit_s: float) -> Iterator[None]:
         """Promise to look at the wish between steps, and to stop within so long, while the block lasts."""
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         try:
             yield
         finally:
-            self._limit_s = None
+            self.limit_s = None
 
 
 @dataclass(slots=True)

@@ -34,7 +34,8 @@ def working_together(control: Control, work: Callable[[Beat], T] | None) -> T | 
         PeerLost, DeadlineExceeded: a rank is lost.
     """
     if control.num_ranks == 1:
-        return None if work is None else work(lambda: None)  # an interruption reaches the work by itself
+        # An interruption reaches the work by itself.
+        return None if work is None else work(lambda: None)
     heartbeat = Heartbeat()
     return work_together(
         control,

@@ -34,7 +34,8 @@ def test_batches_come_in_order_and_each_is_read_once(num_ahead):
 
     found = []
     for first in (3, 5, 7):
-        reader.begin(first)
+        reader.begin(first, 2)
+        assert [int(batch.args[0]) for batch in reader] == [first, first + 1]
         found += numbers_of(reader, [first, first + 1, first])  # a step that is not finite is run again
     reader.close()
 

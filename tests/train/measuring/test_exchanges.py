@@ -53,10 +53,10 @@ def test_all_ranks_learn_what_each_stage_takes(shard):
 
     found = results[0][0]
     assert all(other == found for other, _ in results)
-    assert (found.replicas, found.is_sharded) == (2, shard != "none")
+    assert (found.replicas, found.shards) == (2, 1 if shard == "none" else 2)
     assert len(found.unshard_s) == len(found.reduce_s) == 4
-    assert all((seconds > 0) is found.is_sharded for seconds in found.unshard_s)
-    assert min(*found.reduce_s, found.latency_s, found.bandwidth_bytes_per_s) > 0
+    assert all((seconds > 0) is (found.shards > 1) for seconds in found.unshard_s)
+    assert min(*found.reduce_s, found.replica_latency_s, found.replica_bandwidth_bytes_per_s) > 0
     assert all(gradient is None for _, gradients in results for gradient in gradients)
 
 
@@ -92,7 +92,7 @@ def test_seconds_are_those_of_the_way_between_replicas(shard, gathers, ways):
     connect = slow(lambda *ends, num_bytes: WIRE_S)
     found = on_mesh(1, 2, lambda places: measure(places, shard), connect=connect)[0][0]
 
-    assert found.latency_s == pytest.approx(WIRE_S, rel=0.3)
+    assert found.replica_latency_s == pytest.approx(WIRE_S, rel=0.3)
     for seconds, expected in ((found.unshard_s, gathers * WIRE_S), (found.reduce_s, ways * WIRE_S)):
         assert all(each == pytest.approx(expected, rel=0.4, abs=0.001) for each in seconds)
 
@@ -119,8 +119,8 @@ def test_a_replica_that_comes_late_does_not_make_exchanges_longer():
 
 def exchanges(**options):
     both = {"unshard_s": (3.0, 6.0), "reduce_s": (8.0, 5.0)}
-    link = {"latency_s": 0.5, "bandwidth_bytes_per_s": 100.0}
-    return Exchanges(**({"replicas": 2, "is_sharded": True} | both | link | options))
+    link = {"replica_latency_s": 0.5, "replica_bandwidth_bytes_per_s": 100.0}
+    return Exchanges(**({"replicas": 2, "shards": 2} | both | link | options))
 
 
 def test_costs_of_other_numbers_of_replicas_follow():
@@ -131,7 +131,7 @@ def test_costs_of_other_numbers_of_replicas_follow():
     assert (costs.unshard_s, costs.reduce_s, costs.replicas, costs.shards) == ((3.0, 6.0), (8.0, 5.0), 2, 2)
     # An exchange between two takes 2.5 and 4.5 on this link, between four 3.5 and 6.5.
     assert of_replicas(costs, 4, is_sharded=True).unshard_s == pytest.approx((3.0 * 3.5 / 2.5, 6.0 * 6.5 / 4.5))
-    assert exchanges(is_sharded=False).added_to(sizes).shards == 1
+    assert exchanges(shards=1).added_to(sizes).shards == 1
 
 
 def test_layers_share_what_their_stage_takes_by_their_bytes():
@@ -160,7 +160,7 @@ def test_a_profile_of_replicas_writes_what_their_exchanges_take():
     of_stages = layers.of_stages([3, 4])
     assert of_stages.unshard_s == pytest.approx(costs.unshard_s)
     assert of_stages.reduce_s == pytest.approx(costs.reduce_s)
-    assert of_stages.replica_latency_s == sharded.exchanges.latency_s
+    assert of_stages.replica_latency_s == sharded.exchanges.replica_latency_s
     for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
         assert getattr(costs, name) == getattr(whole.costs, name)
 

@@ -11,13 +11,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from penstock.errors import ConfigError, FormatError, PenstockError
 from penstock.train.settings.sections import MetricsSection
-from penstock.train.watching.metrics import MetricsWriter, StepMetrics, read_metrics
+from penstock.train.watching.metrics import MetricsWriter, read_metrics
+from penstock.train.watching.progress import StepMetrics, StepOutcome
 from penstock.train.watching.utilization import Utilization
 from tests.test_files import largest_file
 
 
-def step_of(step, duration_s=0.5, **optional):
-    return StepMetrics(step, 2.0 + step, 100, duration_s, 1e-3, 0.5, **optional)
+def step_of(step, duration_s=0.5, *, loss=None, data_wait_s=0.0, loss_scale=None, **optional):
+    loss = 2.0 + step if loss is None else loss
+    outcome = StepOutcome(loss, 0.5, 1e-3, data_wait_s=data_wait_s, loss_scale=loss_scale)
+    return StepMetrics(step, outcome, 100, duration_s, **optional)
 
 
 def write_all(folder, steps, num_steps=10, **options):
@@ -124,7 +127,7 @@ def test_a_line_is_in_the_file_before_the_next_step(tmp_path):
 
 
 def test_numbers_that_are_not_finite_stay_json(tmp_path):
-    write_all(tmp_path, [StepMetrics(1, float("nan"), 1, 1.0, 1e-3, float("inf"))])
+    write_all(tmp_path, [StepMetrics(1, StepOutcome(float("nan"), float("inf"), 1e-3), 1, 1.0)])
 
     (only,) = objects_of(tmp_path)
     assert (only["loss"], only["gradient_norm"]) == (None, None)
@@ -195,7 +198,7 @@ def test_metrics_are_appended_to_and_the_last_line_of_a_step_counts(tmp_path):
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step":4,"lo')  # killed
 
-    write_all(tmp_path, [replace(step_of(3), loss=7.0), step_of(4)])
+    write_all(tmp_path, [step_of(3, loss=7.0), step_of(4)])
 
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
     rows = read_metrics(tmp_path / "metrics.jsonl")
@@ -204,7 +207,7 @@ def test_metrics_are_appended_to_and_the_last_line_of_a_step_counts(tmp_path):
 
 
 def test_a_number_that_was_not_finite_is_left_out_when_it_is_read(tmp_path):
-    write_all(tmp_path, [replace(step_of(1), loss=float("nan"))])
+    write_all(tmp_path, [step_of(1, loss=float("nan"))])
 
     [row] = read_metrics(tmp_path / "metrics.jsonl")
     assert "loss" not in row

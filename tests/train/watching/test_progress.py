@@ -11,6 +11,7 @@ from penstock.train.watching.progress import (
     Pace,
     ShareLines,
     StepMetrics,
+    StepOutcome,
     duration_text,
     open_display,
     screen_of,
@@ -23,7 +24,8 @@ class Terminal(io.StringIO):
         return True
 
 
-METRICS = StepMetrics(7, 2.34567, 2048, 0.1, 3e-4, 0.83, bubble_fraction=0.1234, held_out_loss=2.5)
+OUTCOME = StepOutcome(2.34567, 0.83, 3e-4)
+METRICS = StepMetrics(7, OUTCOME, 2048, 0.1, bubble_fraction=0.1234, held_out_loss=2.5)
 PACE = Pace(20480.0, 59.3)
 
 
@@ -37,7 +39,7 @@ def test_a_line_holds_every_number():
 
 
 def test_what_was_not_measured_is_a_dash_or_left_out():
-    line = step_line(StepMetrics(1, 2.0, 10, 0.0, 1e-3, 1.0), Pace(0.0, 0.0), num_steps=1)
+    line = step_line(StepMetrics(1, StepOutcome(2.0, 1.0, 1e-3), 10, 0.0), Pace(0.0, 0.0), num_steps=1)
 
     assert "bubble     -" in line
     assert "held-out" not in line
@@ -46,7 +48,8 @@ def test_what_was_not_measured_is_a_dash_or_left_out():
 
 
 def test_what_only_some_runs_have_is_at_the_end():
-    more = {"predicted_bubble_fraction": 0.1, "peak_bytes": (2**20, 3 * 2**30), "num_skipped": 2, "data_wait_s": 0.025}
+    more = {"predicted_bubble_fraction": 0.1, "peak_bytes": (2**20, 3 * 2**30), "num_skipped": 2}
+    more["outcome"] = replace(OUTCOME, data_wait_s=0.025)
 
     line = step_line(replace(METRICS, **more), replace(PACE, utilization=0.412), num_steps=600)
 
@@ -57,7 +60,8 @@ def test_what_only_some_runs_have_is_at_the_end():
 
 
 def test_a_wait_for_data_is_shown_where_it_is_a_part_of_the_step():
-    waiting = [step_line(replace(METRICS, data_wait_s=wait_s), PACE, num_steps=600) for wait_s in (0.0019, 0.0021)]
+    outcomes = [replace(OUTCOME, data_wait_s=wait_s) for wait_s in (0.0019, 0.0021)]
+    waiting = [step_line(replace(METRICS, outcome=outcome), PACE, num_steps=600) for outcome in outcomes]
 
     assert ["data wait" in line for line in waiting] == [False, True]
 
@@ -78,8 +82,8 @@ def test_a_pipe_gets_plain_lines_that_stay():
     output = io.StringIO()
 
     with open_display(output, 600) as display:
-        display.update(METRICS, replace(PACE, left_s=60.0))
-        display.show(METRICS, PACE)
+        display.show(METRICS, replace(PACE, left_s=60.0), stays=False)
+        display.show(METRICS, PACE, stays=True)
 
     assert output.getvalue() == step_line(METRICS, PACE, num_steps=600) + "\n"
 
@@ -90,10 +94,10 @@ def test_a_terminal_gets_one_line_in_place_and_whole_lines_above_it(monkeypatch,
     output = Terminal()
 
     with open_display(output, 600) as display:
-        display.show(METRICS, PACE)
+        display.show(METRICS, PACE, stays=True)
         display.say("step 8 compiles the layers; that takes a while")
         for step in range(8, 20):
-            display.update(replace(METRICS, step=step, held_out_loss=None), PACE)
+            display.show(replace(METRICS, step=step, held_out_loss=None), PACE, stays=False)
 
     assert step_line(METRICS, PACE, num_steps=600) in output.getvalue()
     assert "step 8 compiles the layers; that takes a while" in output.getvalue()

@@ -202,7 +202,10 @@ def parameters_drawn(split):
 
 
 def test_the_device_line_names_device_and_precision():
+    two = config_of(pipeline={"ranks": 2, "microbatches": 4}, precision={"compute": "bfloat16", "autocast": True})
+
     assert device_line(config_of()) == "1 rank on CPU; precision float32"
+    assert device_line(two) == "2 ranks on CPU, backend gloo; precision bfloat16 by autocast"
 
 
 def test_the_lines_tell_model_text_and_split():

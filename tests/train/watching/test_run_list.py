@@ -33,7 +33,7 @@ def write_run(folder, rows=ROWS, *, is_finished=False, **batch):
 
 
 def test_a_run_is_known_by_its_files(tmp_path):
-    [run] = list_runs([write_run(tmp_path / "one", is_finished=True)]).runs
+    [run] = list_runs([write_run(tmp_path / "one", is_finished=True)])[0]
 
     assert (run.name, run.state, run.step, run.config.run.steps) == ("one", "finished", 5, 5)
     assert (run.last("loss"), run.last("held_out_loss"), run.last("bubble_fraction")) == (2.0, 4.5, None)
@@ -48,15 +48,15 @@ def test_all_runs_of_a_folder_are_listed_by_name_and_other_folders_left_out(tmp_
         write_run(tmp_path / name)
     (tmp_path / "tokens").mkdir()
 
-    assert [run.name for run in list_runs([tmp_path]).runs] == ["a", "b", "c"]
+    assert [run.name for run in list_runs([tmp_path])[0]] == ["a", "b", "c"]
 
 
 def test_a_run_that_a_process_holds_is_running_and_any_other_unfinished_one_interrupted(tmp_path):
     folder = tmp_path / "one"
-    with claimed(config_of(folder)) as claim:
-        (folder / "config.toml").write_text(config_to_toml(claim.config))
-        assert [run.state for run in list_runs([folder]).runs] == ["running"]
-    assert [run.state for run in list_runs([folder]).runs] == ["interrupted"]
+    with claimed(config_of(folder)) as (config, _):
+        (folder / "config.toml").write_text(config_to_toml(config))
+        assert [run.state for run in list_runs([folder])[0]] == ["running"]
+    assert [run.state for run in list_runs([folder])[0]] == ["interrupted"]
 
 
 def test_of_a_step_written_twice_the_last_line_counts_and_a_broken_line_none(tmp_path):
@@ -65,7 +65,7 @@ def test_of_a_step_written_twice_the_last_line_counts_and_a_broken_line_none(tmp
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
 
-    [run] = list_runs([folder]).runs
+    [run] = list_runs([folder])[0]
 
     assert run.curve("loss") == ([1, 2, 3, 4, 5], [5.0, 4.0, 3.0, 2.25, 2.0])
 
@@ -74,7 +74,7 @@ def test_a_run_without_metrics_has_no_numbers(tmp_path):
     folder = write_run(tmp_path / "one")
     (folder / "metrics.jsonl").unlink()
 
-    [run] = list_runs([folder]).runs
+    [run] = list_runs([folder])[0]
 
     assert (run.step, run.last("loss"), run.tokens_per_s) == (0, None, None)
 
@@ -83,11 +83,11 @@ def test_only_settings_that_decide_what_is_learned_count_as_differences(tmp_path
     write_run(tmp_path / "a", size=8)
     write_run(tmp_path / "b", size=16, length=64)
 
-    assert differences(list_runs([tmp_path]).runs) == [
+    assert differences(list_runs([tmp_path])[0]) == [
         ["batch.size=8", "batch.length=128"],
         ["batch.size=16", "batch.length=64"],
     ]
-    assert differences(list_runs([tmp_path / "a"]).runs) == [[]]
+    assert differences(list_runs([tmp_path / "a"])[0]) == [[]]
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,10 @@ def test_runs_that_cannot_be_read_are_named_and_the_others_listed(tmp_path):
     (tmp_path / "b" / "config.toml").write_text("[run\n")
     (tmp_path / "c" / "metrics.jsonl").write_text('{"step":1,"loss":2.0}\nloss 2.0\n')
 
-    found = list_runs([tmp_path])
+    found, unreadable = list_runs([tmp_path])
 
-    assert [run.name for run in found.runs] == ["a", "d"]
-    of_config, of_metrics = found.unreadable
+    assert [run.name for run in found] == ["a", "d"]
+    of_config, of_metrics = unreadable
     assert of_config.startswith(f"run b is left out: {tmp_path / 'b' / 'config.toml'}:")
     assert of_metrics == (
         f"run c is left out: {tmp_path / 'c' / 'metrics.jsonl'}:2:1: not the numbers of a step; remove the line"
@@ -142,7 +142,7 @@ def test_places_may_be_folders_of_runs_runs_and_patterns_and_a_run_counts_once(t
     (tmp_path / "new" / "lr-tokens").mkdir()
     monkeypatch.chdir(tmp_path)
 
-    found = list_runs(["old", "new/lr-*", "new/other", "old/z", "new/lr-[12]"]).runs
+    found = list_runs(["old", "new/lr-*", "new/other", "old/z", "new/lr-[12]"])[0]
 
     assert [run.name for run in found] == ["z", "lr-1", "lr-2", "other"]
     assert [str(run.folder) for run in found] == ["old/z", "new/lr-1", "new/lr-2", "new/other"]
@@ -153,14 +153,14 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, monkeypatch):
         write_run(tmp_path / name)
     monkeypatch.chdir(tmp_path)
 
-    assert [run.name for run in list_runs(["a/demo", "b"]).runs] == ["a/demo", "b/demo", "x"]
-    assert [run.name for run in list_runs(["a/demo"]).runs] == ["demo"]
+    assert [run.name for run in list_runs(["a/demo", "b"])[0]] == ["a/demo", "b/demo", "x"]
+    assert [run.name for run in list_runs(["a/demo"])[0]] == ["demo"]
 
 
 def test_a_folder_whose_name_looks_like_a_pattern_is_taken_as_it_is(tmp_path):
     write_run(tmp_path / "lr[1]")
 
-    assert [run.name for run in list_runs([tmp_path / "lr[1]"]).runs] == ["lr[1]"]
+    assert [run.name for run in list_runs([tmp_path / "lr[1]"])[0]] == ["lr[1]"]
 
 
 def test_a_pattern_without_runs_and_one_folder_that_is_none_are_refused(tmp_path):

@@ -100,8 +100,13 @@ def costs_from_toml(text: str, *, file: str = "<text>") -> AnyCosts:
         ConfigError: with file and key.
         FormatError: with file, line and column.
     """
+    return _from_table(toml_table(text, file=file), file)
+
+
+def toml_table(text: str, *, file: str = "<text>") -> dict[str, object]:
+    """Read TOML as nested tables of plain values. Raises: FormatError, with file, line and column."""
     try:
-        return _from_table(tomllib.loads(text), file)
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         place = re.search(r"\(at line (\d+), column (\d+)\)$", str(error))
         end = (text.count("\n") + 1, len(text) - text.rfind("\n"))

@@ -9,7 +9,7 @@ A batch depends on its number alone, or comes from an iterator in order, so whic
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Thread
 
@@ -50,11 +50,6 @@ class Wants:
             num_replicas=pipeline.num_replicas,
         )
 
-    @property
-    def all_of_replica(self) -> "Wants":
-        """The same rows, inputs and targets."""
-        return replace(self, inputs=True, target=True)
-
     def rows_of(self, size: int) -> slice:
         """Return the rows of the replica, of a batch of this size."""
         each, more = divmod(size, self.num_replicas)
@@ -63,7 +58,7 @@ class Wants:
 
 
 class BatchReader:
-    """Reads the batches of a run in order, some of them ahead in a thread.
+    """Reads the batches of a run in order, some of them ahead in a thread; it stands for those of a step.
 
     An error in the thread is raised by `get` for that batch; the thread ends with `close`, or with the process.
     """
@@ -79,6 +74,7 @@ class BatchReader:
         self._limit_s = limit_s
         self._following = first
         self._used: dict[int, Batch] = {}
+        self._step = range(0)
         self._changed = Condition()
         self._ready: deque[Batch | BaseException] = deque()
         self._is_closed = False
@@ -88,9 +84,16 @@ class BatchReader:
             self._thread = Thread(target=self._work, args=(first, end), name="penstock-data", daemon=True)
             self._thread.start()
 
-    def begin(self, first: int) -> None:
-        """Begin the step whose first batch has this number; the batches before it are not needed any more."""
+    def begin(self, first: int, count: int) -> None:
+        """Begin a step of so many batches from this number on; the batches before it are not needed any more."""
         self._used = {number: batch for number, batch in self._used.items() if number >= first}
+        self._step = range(first, first + count)
+
+    def __len__(self) -> int:
+        return len(self._step)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.get(self._step[index])
 
     def get(self, number: int) -> Batch:
         """Return the next batch, or again one of this step.

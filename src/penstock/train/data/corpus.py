@@ -7,7 +7,6 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from penstock.errors import ConfigError
 
@@ -16,32 +15,6 @@ PIECE_BYTES = 1 << 20
 """Most that is read, and tokenized, at once."""
 MOST_CHARACTER_BYTES = 4
 NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
-
-
-class Corpus(Protocol):
-    """Documents with numbers from 0, which are read in pieces so that none is ever held whole."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int:
-        """About how much there is to read."""
-        ...
-
-    def stamp(self) -> list[object]:
-        """Return plain values that differ where the content may have changed."""
-        ...
-
-    def name(self, index: int) -> str:
-        """Return what a document is called in messages."""
-        ...
-
-    def pieces(self, index: int) -> Iterator[bytes]:
-        """Yield a document; where a piece ends depends on the content alone.
-
-        Raises: ConfigError, if it cannot be read, or is no text where it should be.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +28,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """Files of UTF-8 text; each is a document."""
+    """Files of UTF-8 text; each is a document, which is read in pieces so that none is ever held whole."""
 
     documents: Sequence[Document]
 
@@ -64,15 +37,22 @@ class TextFiles:
 
     @property
     def num_bytes(self) -> int:
+        """About how much there is to read."""
         return sum(document.size_bytes for document in self.documents)
 
     def stamp(self) -> list[object]:
+        """Return plain values that differ where the content may have changed."""
         return [[str(each.path.absolute()), each.size_bytes, each.modified_ns] for each in self.documents]
 
     def name(self, index: int) -> str:
+        """Return what a document is called in messages."""
         return str(self.documents[index].path)
 
     def pieces(self, index: int) -> Iterator[bytes]:
+        """Yield a document; where a piece ends depends on the content alone.
+
+        Raises: ConfigError, if it cannot be read, or is no text.
+        """
         path, begin = self.documents[index].path, 0
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:

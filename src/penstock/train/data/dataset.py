@@ -19,17 +19,15 @@ import torch
 from penstock.errors import ConfigError
 from penstock.models.decoder import IGNORED_TARGET
 from penstock.train.data.batches import Batch, Wants
-from penstock.train.data.corpus import FILES_KEY, Corpus, TextFiles, find_documents, find_standard_library
+from penstock.train.data.corpus import FILES_KEY, TextFiles, find_documents, find_standard_library
 from penstock.train.data.saved_dataset import SavedDataset, id_tokenizer
 from penstock.train.data.sequences import Mixture, Source, Span, Spans
 from penstock.train.data.tokenizer import Tokenizer, tokenizer_of
-from penstock.train.data.tokens import Tell, TokenFile, tokenize
+from penstock.train.data.tokens import Corpus, Tell, TokenFile, tokenize
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.sections import SourceKeys
 
 EVERYTHING = Wants()
-POSITIONS = {False: "positions", True: "position_ids"}
-"""The name of positions, by whether the model is one of transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ class TokenDataset:
     def num_targets(self, number: int) -> int:
         """Return how many tokens the loss of a batch is the mean of; no token is read for it."""
         if self.has_even_batches:
-            return self._options.batch_size * self._options.length
+            return self.batch_size * self._options.length
         return _num_targets(self._spans(number))
 
     def shares(self, first: int, count: int) -> list[float] | None:
@@ -138,12 +136,13 @@ class TokenDataset:
         return [float(_num_targets(spans)) for spans in self._held_out_spans(num_batches)]
 
     def _spans(self, number: int) -> list[tuple[Source, Span]]:
-        first = number * self._options.batch_size
-        found = [self._mixture.locate(place) for place in range(first, first + self._options.batch_size)]
+        first = number * self.batch_size
+        places = range(first, first + self.batch_size)
+        found = [self._mixture.locate(place) for place in places]
         return [(self.sources[source], self.sources[source].train_span(place)) for source, place in found]
 
     def _held_out_spans(self, num_batches: int) -> list[list[tuple[Source, Span]]]:
-        size = self._options.batch_size
+        size = self.batch_size
         num_all = sum(len(source.held_out) for source in self.sources)
         num_wanted = min(num_batches, num_all // size) * size
         if not num_wanted:
@@ -243,18 +242,18 @@ def open_dataset(
     corpora = [_corpus(each) for each in data.all_sources]
     sources, digests = [], []
     for number, corpus in enumerate(corpora):
-        own = _tokenizer_for(corpus, tokenizer, vocabulary)
+        has_ids = isinstance(corpus, SavedDataset) and corpus.has_ids
+        own = id_tokenizer(vocabulary) if has_ids else tokenizer
         file = tokenize(corpus, own, cache, others=others, tell=tell)
         sources.append(_source(config, file, own, number))
         digests.append(file.manifest.digest)
     weights = [each.weight for each in data.all_sources]
     num_sequences = sum(len(source.train) for source in sources)
     size = min(config.batch.size, max(num_sequences, 1)) if may_be_small else config.batch.size
+    positions = "position_ids" if config.model.transformers else "positions"
     return TokenDataset(
         sources,
-        BatchOptions(
-            size, config.batch.length, config.run.seed, data.packing, POSITIONS[bool(config.model.transformers)]
-        ),
+        BatchOptions(size, config.batch.length, config.run.seed, data.packing, positions),
         weights=weights,
         vocabulary=vocabulary,
         digest=_digest(digests, weights),
@@ -266,12 +265,6 @@ def _corpus(keys: SourceKeys) -> Corpus:
         return SavedDataset(keys.files[0], keys.column)
     documents = find_standard_library() if keys.corpus == "stdlib" else find_documents(keys.files, keys.suffixes)
     return TextFiles(documents)
-
-
-def _tokenizer_for(corpus: Corpus, tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
-    """Return what makes tokens of a corpus, which may have token ids already."""
-    has_ids = isinstance(corpus, SavedDataset) and corpus.has_ids
-    return id_tokenizer(vocabulary) if has_ids else tokenizer
 
 
 def _source(config: RunConfig, file: TokenFile, tokenizer: Tokenizer, number: int) -> Source:

@@ -12,7 +12,6 @@ The end of the tokens is held out. The rest is shuffled anew in every epoch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +29,6 @@ PATTERN_LENGTH = 1 << 16
 """About the number of sequences after which the pattern repeats: shares are exact to so small a part."""
 OFFSETS = 1 << 10
 """In how many places the sequences of a source may begin, by seed."""
-
-
-class Spans(Protocol):
-    """Sequences with numbers from 0."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Span: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +62,12 @@ class Documents:
 
     def __getitem__(self, index: int) -> Span:
         number = int(self.numbers[index])
-        begin, end = begin_of(self.ends, number), int(self.ends[number])
-        return begin, min(end, begin + self.length + 1)
+        begin = int(self.ends[number - 1]) if number else 0
+        return begin, min(int(self.ends[number]), begin + self.length + 1)
+
+
+Spans = Windows | Documents
+"""Sequences with numbers from 0."""
 
 
 class Source:
@@ -103,7 +98,11 @@ class Source:
         self.train: Spans
         self.held_out: Spans
         if by_document and ends is not None:
-            self.train, self.held_out = _documents(ends, cut, length)
+            lengths = np.diff(ends, prepend=0)
+            numbers = np.flatnonzero(lengths > 1)  # a document of one token has nothing to predict
+            is_train = ends[numbers] - lengths[numbers] < cut
+            self.train = Documents(ends, numbers[is_train], length)
+            self.held_out = Documents(ends, numbers[~is_train], length)
         else:
             self.train = Windows(0, cut, length)
             self.held_out = Windows(cut + _rest_of_document(tokens[cut:], end_of_document), len(tokens), length)
@@ -122,19 +121,6 @@ class Source:
         lengths = np.diff(np.append(begins, end - 1))
         positions: NDArray[np.int64] = np.arange(end - 1 - begin) - np.repeat(begins - begin, lengths)
         return positions
-
-
-def begin_of(ends: NDArray[np.signedinteger], number: int) -> int:
-    """Return the first token of a document."""
-    return int(ends[number - 1]) if number else 0
-
-
-def _documents(ends: NDArray[np.signedinteger], cut: int, length: int) -> tuple[Documents, Documents]:
-    """Return the documents that begin before the cut, and the others; one of one token has nothing to predict."""
-    lengths = np.diff(ends, prepend=0)
-    numbers = np.flatnonzero(lengths > 1)
-    is_train = ends[numbers] - lengths[numbers] < cut
-    return Documents(ends, numbers[is_train], length), Documents(ends, numbers[~is_train], length)
 
 
 def _rest_of_document(tokens: Ids, end: int | None) -> int:

@@ -62,7 +62,8 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
         ConfigError: as `load_tokenizer` does, or the file is another one than that which the run began with.
     """
     data = config.data
-    tokenizer, found = load_tokenizer(data.tokenizer, data.end_of_document), tokenizer_digest(data.tokenizer)
+    tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
+    found = tokenizer_digest(data.tokenizer)
     if data.tokenizer_digest not in ("", found):
         raise ConfigError(
             f"{describe_change(data.tokenizer, found, data.tokenizer_digest)}. Put the file back; for a new run, "
@@ -147,7 +148,8 @@ def _parse_tokenizer(name: str, content: bytes, end_of_document: str) -> Tokeniz
         return str(parsed.decode(list(ids)))
 
     identity = hashlib.sha256(content).hexdigest() + ("" if end is None else f" {end}")
-    encode_part, added = partial(encode, adds=False), _added(encode(PROBE), encode(PROBE, adds=False))
+    encode_part = partial(encode, adds=False)
+    added = _added(encode(PROBE), encode_part(PROBE))
     return Tokenizer(identity, vocabulary, encode, decode, end, encode_part, added, depends_on_pieces=True)
 
 

@@ -28,23 +28,25 @@ from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from penstock.errors import ConfigError
 from penstock.files import ABANDONED_AFTER_S, atomic_file, naming_storage, remove_abandoned
-from penstock.train.data.corpus import FILES_KEY, PIECE_BYTES, Corpus
+from penstock.train.data.corpus import FILES_KEY, PIECE_BYTES, TextFiles
+from penstock.train.data.saved_dataset import SavedDataset
 from penstock.train.data.tokenizer import Tokenizer
+from penstock.train.settings.sections import Section
 
+Corpus = TextFiles | SavedDataset
+"""Documents with numbers from 0."""
 FORMAT_VERSION = 1
 SUFFIX = ".unfinished"
 TOKENS, ENDS = "tokens", "ends"
 END_TYPE = np.dtype("<i8")
 
 
-class Manifest(BaseModel):
+class Manifest(Section):
     """The content of a token file, and from what it was made."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     key: str
     """Hash of the sources' paths, sizes and times, the tokenizer and the format."""
@@ -150,7 +152,8 @@ def tokenize(
         ConfigError: a document cannot be read or is not UTF-8, the corpus is empty, or the cache cannot be created.
         PenstockError: the cache cannot be written (disk full, say).
     """
-    key = _key_of(corpus, tokenizer)
+    parts = json.dumps([FORMAT_VERSION, tokenizer.identity, corpus.stamp()])
+    key = hashlib.sha256(parts.encode()).hexdigest()[:32]
     for folder in (cache, *others):
         found = _find_in_cache(folder, key)
         if found is not None:
@@ -164,10 +167,6 @@ def tokenize(
         ) from error
     remove_abandoned(cache, now_s=time.time())
     return _write(corpus, tokenizer, cache, key, tell or (lambda what, num_done, num_all: None))
-
-
-def _key_of(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    return hashlib.sha256(json.dumps([FORMAT_VERSION, tokenizer.identity, corpus.stamp()]).encode()).hexdigest()[:32]
 
 
 def _find_in_cache(cache: Path, key: str) -> TokenFile | None:
@@ -239,7 +238,8 @@ def _write_tokens(
     num_all = int(sources.sizes_bytes.sum())
     num_done = 0
     for number in range(len(sources)):
-        index, size = int(sources.indices[number]), int(sources.sizes_bytes[number])
+        index = int(sources.indices[number])
+        size = int(sources.sizes_bytes[number])
         content, offset = hashlib.sha256(), 0
         for piece in corpus.pieces(index):
             content.update(piece)
@@ -305,7 +305,8 @@ def unfinished_tokens(cache: Path, key: str) -> Iterator[UnfinishedTokens]:
 def _open_own(cache: Path, key: str) -> tuple[Path, BinaryIO]:
     """Return a folder that this process alone writes to, and its file of tokens, locked."""
     shared = cache / f"{key}{SUFFIX}"
-    with suppress(FileNotFoundError, FileExistsError):  # another process has just finished, and taken the folder away
+    # Another process may just have finished, and taken the folder away.
+    with suppress(FileNotFoundError, FileExistsError):
         shared.mkdir(exist_ok=True)
         file = (shared / TOKENS).open("ab")
         if _lock(file, shared / TOKENS):

@@ -23,13 +23,12 @@ from penstock.execute.batch.stream import Part, as_part
 from penstock.models.decoder import IGNORED_TARGET, count_target_tokens
 from penstock.schedules.third_party import run_third_party
 from penstock.train.data.batches import Batch, Wants
-from penstock.train.data.dataset import TokenDataset
+from penstock.train.data.dataset import EVERYTHING, TokenDataset
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.user_function import load_function
 from penstock.train.together import Beat
 
-EVERYTHING = Wants()
 KEY = "data.source"
 SPLIT = "split"
 NO_MORE = object()
@@ -48,9 +47,7 @@ class UserDataset:
         Raises:
             ConfigError: there is no such function, it fails (with its file and line), or it gives no batches of tokens.
         """
-        self.vocabulary = config.model.vocabulary
-        if not self.vocabulary:
-            self.vocabulary = tokenizer_of(config).vocabulary
+        self.vocabulary = config.model.vocabulary or tokenizer_of(config).vocabulary
         self._plan, self._num_ahead = config.batch_plan, config.data.prefetch
         self._source = UserSource(config, self.vocabulary)
         if config.run.patience and not self._source.has_held_out:
@@ -152,7 +149,8 @@ Dataset = TokenDataset | UserDataset
 def _wanted(batch: Batch, wants: Wants) -> Batch:
     own: Batch | Microbatch = batch
     if wants.num_replicas > 1:
-        parts = BatchRule(wants.num_replicas, allow_ragged=True).microbatches(batch.args, batch.kwargs, batch.target)
+        rule = BatchRule(wants.num_replicas, allow_ragged=True)
+        parts = rule.microbatches(batch.args, batch.kwargs, batch.target)
         own = parts[wants.replica]
     args = own.args if wants.inputs else ()
     return Part(*args, target=own.target if wants.target else None, **own.kwargs)
@@ -260,19 +258,20 @@ class UserSource:
         """Return a batch of tokens and target. Raises: ConfigError, if it is none."""
         size, length = self._config.batch.size, self._config.batch.length
         expected = f"expected tokens and target, int64 tensors of shape [{size}, up to {length}]"
+        which = f"batch {number} of {self.place}"
         batch = _as_batch(item)
         if batch is None:
-            raise ConfigError(f"batch {number} of {self.place} is {described(item)}; {expected}", key=KEY)
+            raise ConfigError(f"{which} is {described(item)}; {expected}", key=KEY)
         for name, value in (("tokens", batch.args[0]), ("target", batch.target)):
             if not (isinstance(value, Tensor) and value.dtype == torch.int64 and _fits(value, size, length)):
-                raise ConfigError(f"batch {number} of {self.place}: {name} is {_shown(value)}; {expected}", key=KEY)
+                raise ConfigError(f"{which}: {name} is {_shown(value)}; {expected}", key=KEY)
         counted = batch.target[batch.target != IGNORED_TARGET]
         ids = torch.cat([batch.args[0].flatten(), counted])
         wrong = ids[(ids < 0) | (ids >= self._vocabulary)]
         if len(wrong):
             raise ConfigError(
-                f"batch {number} of {self.place} has token {int(wrong[0])}, but the model's vocabulary is "
-                f"{self._vocabulary}; set model.vocabulary",
+                f"{which} has token {int(wrong[0])}, but the model's vocabulary is {self._vocabulary}; "
+                "set model.vocabulary",
                 key=KEY,
             )
         return batch

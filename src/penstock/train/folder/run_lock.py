@@ -18,6 +18,7 @@ from io import FileIO
 from pathlib import Path
 
 from penstock.errors import PenstockError, warn
+from penstock.execute.control.diagnosis import process_trouble
 from penstock.train.folder.run_folder import LOCK
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -84,7 +85,7 @@ def holder_of(folder: Path) -> str:
         lines = [line.split() for line in file.read(4096).decode(errors="replace").splitlines()]
     holders = [(int(words[0]), words[1]) for words in lines if len(words) == 2 and words[0].isdecimal()]
     here = socket.gethostname()
-    alive = [pid for pid, host in holders if host == here and _is_alive(pid)]
+    alive = [pid for pid, host in holders if host == here and process_trouble(pid) != "gone"]
     elsewhere = [f"process {pid} on {host}" for pid, host in holders if host != here]
     return f"process {alive[0]}" if alive else (elsewhere or ["another process"])[0]
 
@@ -125,13 +126,3 @@ def _is_in_place(file: FileIO) -> bool:
 
 def _sign(file: FileIO) -> None:
     file.write(f"{os.getpid()} {socket.gethostname()}\n".encode())
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # of another user
-    return True

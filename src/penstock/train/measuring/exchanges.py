@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,28 +25,19 @@ from penstock.execute.accelerator import synchronize
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.clock import ask, reply
 from penstock.execute.parameters.gradient_store import dense_gradient, drop_gradients
+from penstock.execute.parameters.layout import Launched
 from penstock.execute.rank_parameters import Unit
 from penstock.execute.replicas.lane import ReplicaLane
 from penstock.execute.transport.protocol import Transport
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from penstock.simulation import Costs, LayerCosts
+from penstock.simulation.costs.costs import Channel
 
 NUM_WARM_UP_ROUNDS, NUM_ROUNDS = 1, 7
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
 """Of messages: the small one, and that which a replica sends to each other one to measure the link."""
 NUM_TRIPS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelSpeed:
-    """One channel as it was measured while nothing else ran."""
-
-    sender: int
-    receiver: int
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    """Infinite where a large message took no longer than a small one."""
 
 
 def channels_of(placement: Placement) -> list[tuple[int, int]]:
@@ -63,8 +54,11 @@ def channels_of(placement: Placement) -> list[tuple[int, int]]:
 
 def measure_channels(
     transport: Transport, channels: Sequence[tuple[int, int]], num_bytes: int, device: torch.device
-) -> list[ChannelSpeed]:
-    """Measure one channel after the other with messages of up to so many bytes; a collective, equal on all ranks."""
+) -> list[Channel]:
+    """Measure one channel after the other with messages of up to so many bytes; a collective, equal on all ranks.
+
+    The bandwidth is infinite where a large message took no longer than a small one.
+    """
     found = []
     for sender, receiver in channels:
         Control(transport).all_gather_object(None)  # nobody else talks meanwhile
@@ -72,12 +66,12 @@ def measure_channels(
             found.append(asdict(_measure(transport, receiver, num_bytes, device)))
         elif transport.rank == receiver:
             _answer(transport, sender, num_bytes, device)
-    everyone = cast(list[list[dict[str, Any]]], Control(transport).all_gather_object(found))
-    by_channel = {(row["sender"], row["receiver"]): ChannelSpeed(**row) for rows in everyone for row in rows}
+    everyone: list[Any] = Control(transport).all_gather_object(found)
+    by_channel = {(row["sender"], row["receiver"]): Channel(**row) for rows in everyone for row in rows}
     return [by_channel[channel] for channel in channels]
 
 
-def _measure(transport: Transport, receiver: int, num_bytes: int, device: torch.device) -> ChannelSpeed:
+def _measure(transport: Transport, receiver: int, num_bytes: int, device: torch.device) -> Channel:
     answer = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
     shortest_s = []
     for size in (SMALL_BYTES, num_bytes):
@@ -87,40 +81,33 @@ def _measure(transport: Transport, receiver: int, num_bytes: int, device: torch.
     small_s, large_s = shortest_s
     longer_s = large_s - small_s
     bandwidth = (num_bytes - SMALL_BYTES) / longer_s if longer_s > 0 else inf
-    return ChannelSpeed(transport.rank, receiver, small_s / 2, bandwidth)
+    return Channel(transport.rank, receiver, small_s / 2, bandwidth)
 
 
 def _answer(transport: Transport, sender: int, num_bytes: int, device: torch.device) -> None:
     answer = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
     for size in (SMALL_BYTES, num_bytes):
-        reply(transport, sender, torch.zeros(size, dtype=torch.uint8, device=device), lambda: answer, NUM_TRIPS)
+        payload = torch.zeros(size, dtype=torch.uint8, device=device)
+        reply(transport, sender, payload, lambda: answer, NUM_TRIPS)
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """The exchanges of replicas as they were measured, on every rank alike."""
+    """The exchanges of replicas as they were measured, on every rank alike, by the names of `Costs`."""
 
     replicas: int
-    is_sharded: bool
+    shards: int
     unshard_s: tuple[float, ...]
     """[num_stages] what gathering the parameters of each stage takes; of stages that share some, the first has all."""
     reduce_s: tuple[float, ...]
-    latency_s: float
+    replica_latency_s: float
     """Of a gather with next to nothing in it."""
-    bandwidth_bytes_per_s: float
+    replica_bandwidth_bytes_per_s: float
     """At which a replica sends its part of a gather to others, and receives theirs."""
 
     def added_to(self, costs: Costs) -> Costs:
         """Return costs with these seconds, from which those of other numbers of replicas follow."""
-        return replace(
-            costs,
-            unshard_s=self.unshard_s,
-            reduce_s=self.reduce_s,
-            replicas=self.replicas,
-            shards=self.replicas if self.is_sharded else 1,
-            replica_latency_s=self.latency_s,
-            replica_bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
-        )
+        return replace(costs, **asdict(self))
 
     def shared_out(self, costs: LayerCosts, layers_of_stage: Sequence[range]) -> LayerCosts:
         """Return costs per layer with what each layer takes of these seconds, by its bytes."""
@@ -157,7 +144,7 @@ def measure_exchanges(pipeline: Pipeline) -> Exchanges | None:
             found = {"link": _measure_link(control, data, device), "stages": {}}
             for unit in pipeline.units:
                 found["stages"] |= _measure_unit(control, unit, device)
-    everyone = cast(list[dict[str, Any]], control.all_gather_object(found))
+    everyone: list[Any] = control.all_gather_object(found)
     seconds = np.array([
         [_latest_s([own["stages"][name][kind] for own in everyone if name in own["stages"]]) for kind in (0, 1)]
         for name in map(str, range(pipeline.program.num_stages))
@@ -166,11 +153,11 @@ def measure_exchanges(pipeline: Pipeline) -> Exchanges | None:
     sent_bytes = (data.num_ranks - 1) * (LARGE_BYTES - SMALL_BYTES)
     return Exchanges(
         replicas=data.num_ranks,
-        is_sharded=pipeline.options.is_sharded,
+        shards=data.num_ranks if pipeline.options.is_sharded else 1,
         unshard_s=tuple(seconds[:, 0].tolist()),
         reduce_s=tuple(seconds[:, 1].tolist()),
-        latency_s=small_s,
-        bandwidth_bytes_per_s=sent_bytes / (large_s - small_s) if large_s > small_s else inf,
+        replica_latency_s=small_s,
+        replica_bandwidth_bytes_per_s=sent_bytes / (large_s - small_s) if large_s > small_s else inf,
     )
 
 
@@ -181,7 +168,8 @@ def _latest_s(replicas: Sequence[Sequence[float]]) -> float:
 
 def _measure_unit(control: Control, unit: Unit, device: torch.device) -> dict[str, list[list[float]]]:
     """Return, per stage of a unit, the seconds of its gathers and of its reductions, round by round."""
-    rounds = [_round(control, unit, device) for _ in range(NUM_WARM_UP_ROUNDS + NUM_ROUNDS)][NUM_WARM_UP_ROUNDS:]
+    rounds = [_round(control, unit, device) for _ in range(NUM_WARM_UP_ROUNDS + NUM_ROUNDS)]
+    rounds = rounds[NUM_WARM_UP_ROUNDS:]
     return {
         str(stage.index): [[each[stage.index][kind] for each in rounds] for kind in (0, 1)] for stage in unit.stages
     }
@@ -228,16 +216,11 @@ def _seconds(control: Control, launch: Callable[[], Any], device: torch.device) 
 def _measure_link(control: Control, data: Transport, device: torch.device) -> list[float]:
     """Return the shortest seconds of a gather of small and of large parts."""
     lane = ReplicaLane(data)
-    parts = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for num_bytes in (SMALL_BYTES, LARGE_BYTES)]
+
+    def gather(part: torch.Tensor) -> Launched:
+        return Launched(lane, lane.gather([part], lambda wholes: None))
+
+    sizes = (SMALL_BYTES, LARGE_BYTES)
+    parts = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
     rounds = range(NUM_WARM_UP_ROUNDS + NUM_ROUNDS)
-    return [min([_seconds(control, partial(_Gather, lane, part), device) for _ in rounds]) for part in parts]
-
-
-class _Gather:
-    """A gather that is under way."""
-
-    def __init__(self, lane: ReplicaLane, part: torch.Tensor) -> None:
-        self._lane, self._exchange = lane, lane.gather([part], lambda wholes: None)
-
-    def wait(self) -> None:
-        self._lane.complete(self._exchange)
+    return [min([_seconds(control, partial(gather, part), device) for _ in rounds]) for part in parts]

@@ -8,7 +8,7 @@ whole can be measured, as long as each of its layers fits.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -85,20 +85,12 @@ def measure_layers(
         raise ConfigError(f"{num_rounds} is out of range; expected a whole number, 1 or larger", key="num_rounds")
     own_device = device or default_device(group)
 
-    def measure() -> LayerTimes:
-        walk = _Walk(tuple(args), kwargs or {}, own_device, num_rounds=num_rounds, clock=clock)
-        return walk.times(layers, _last_call(loss, target, own_device))
+    def measure() -> dict[str, Any]:
+        moved, named = map_leaves(partial(_to, own_device), (tuple(args), dict(kwargs or {})))
+        walk = _Walk(moved, named, own_device, num_rounds, clock)
+        return asdict(walk.times(layers, _last_call(loss, target, own_device)))
 
     wires = transport or default_transport(group, MAX_WAIT_S, device=device)
-    try:
-        return _broadcast_from_rank0(wires, measure)
-    finally:
-        if transport is None:
-            wires.close()
-
-
-def _broadcast_from_rank0(wires: Transport, measure: Callable[[], LayerTimes]) -> LayerTimes:
-    """Let rank 0 measure and tell the others, also if it fails: they wait for it."""
 
     def error_of(failure: Failure) -> Exception:
         return failure.own or PipelineError(
@@ -107,7 +99,12 @@ def _broadcast_from_rank0(wires: Transport, measure: Callable[[], LayerTimes]) -
             rank=0,
         )
 
-    received = Control(wires).on_rank_0(lambda: asdict(measure()), error_of)
+    try:
+        # Rank 0 tells the others also if it fails: they wait for it.
+        received = Control(wires).on_rank_0(measure, error_of)
+    finally:
+        if transport is None:
+            wires.close()
     return LayerTimes(**{name: tuple(values) for name, values in received.items()})
 
 
@@ -124,23 +121,16 @@ def _as_it_is(output: Any) -> Any:
     return output
 
 
+@dataclass(slots=True, eq=False)
 class _Walk:
     """A microbatch on its way through the layers, each of which it meets several times."""
 
-    def __init__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        device: torch.device,
-        *,
-        num_rounds: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self._args, self._kwargs = map_leaves(partial(_to, device), (args, dict(kwargs)))
-        self._skips: dict[str, Any] = {}
-        self._device = device
-        self._num_rounds = num_rounds
-        self._clock = clock
+    _args: tuple[Any, ...]
+    _kwargs: dict[str, Any]
+    _device: torch.device
+    _num_rounds: int
+    _clock: Callable[[], float]
+    _skips: dict[str, Any] = field(default_factory=dict)
 
     def times(self, layers: Sequence[Layer], last_call: Callable[[Any], Any]) -> LayerTimes:
         """Measure all layers, in order."""
@@ -212,7 +202,8 @@ class _LayerWork:
         _, added = take_all(self._auxiliary)
         self._buffer.close()
         self.output, self.put = as_graph_leaves((output, put))
-        return [leaf for leaf in flatten((value, put, added))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves, _ = flatten((value, put, added))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def backward(self, roots: Sequence[Tensor]) -> None:
         """Run the whole backward; layers that run again find the skips that they got."""

@@ -5,11 +5,11 @@ next run in the folder are split alike, although no two measurements are equal.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from penstock.errors import FormatError, PenstockError
 from penstock.execute.batch.cutting import BatchRule
@@ -25,6 +25,7 @@ from penstock.train.measuring.measure import LayerTimes, measure_layers
 from penstock.train.model_source import loss_of
 from penstock.train.optimizing.precision import Precision
 from penstock.train.settings.config import RunConfig
+from penstock.train.settings.sections import Section
 from penstock.train.together import same_words
 
 Seconds = list[Annotated[float, Field(ge=0)]]
@@ -42,11 +43,7 @@ class SplitRule:
     """A line that says where measured weights come from."""
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Subject(_Document):
+class Subject(Section):
     """The subject of a measurement; the split of another one needs times of its own."""
 
     model: dict[str, Any]
@@ -58,7 +55,7 @@ class Subject(_Document):
     """The kind, such as cpu or cuda."""
 
 
-class StoredTimes(_Document):
+class StoredTimes(Section):
     """The seconds of each layer."""
 
     format: Literal["penstock-layer-times"] = "penstock-layer-times"
@@ -74,10 +71,6 @@ class StoredTimes(_Document):
         if len(set(counts)) > 1:
             raise ValueError(f"names, forward_s and backward_s have {counts} entries, which should be equal")
         return self
-
-    @property
-    def times(self) -> LayerTimes:
-        return LayerTimes(tuple(self.names), tuple(self.forward_s), tuple(self.backward_s))
 
 
 def choose_split(
@@ -95,66 +88,51 @@ def choose_split(
         case "even":
             return SplitRule(weights=(1.0,) * len(layers))
         case "measured":
-            return _measured_split(config, layers, dataset, folder, transport)
+            times, is_kept = times_of_layers(config, layers, dataset, folder, transport)
         case sizes:
             return SplitRule(split=sizes)
-
-
-def _measured_split(
-    config: RunConfig, layers: Sequence[LayerSpec], dataset: Dataset, folder: RunFolder, transport: Transport
-) -> SplitRule:
-    subject = _subject(config, dataset)
     path = folder.path / LAYER_TIMES
-    times = _kept_times(path, subject, transport)
-    if times is not None:
-        return SplitRule(
-            weights=times.weights,
-            note=f"{_described(times)} when they were measured: {path}; delete it to measure anew",
-        )
-    times = _measured_times(config, layers, dataset, transport)
-    stored = StoredTimes(
-        of=subject, names=list(times.names), forward_s=list(times.forward_s), backward_s=list(times.backward_s)
-    )
-    content = stored.model_dump_json(indent=2).encode()
+    note = f"split by what layers take of a microbatch, {format_seconds(sum(times.weights))} in all"
+    if is_kept:
+        note += f" when they were measured: {path}; delete it to measure anew"
+        return SplitRule(weights=times.weights, note=note)
+    found: dict[str, Any] = {name: list(values) for name, values in asdict(times).items()}
+    content = StoredTimes(of=_subject(config, dataset), **found).model_dump_json(indent=2).encode()
     Control(transport).on_rank_0(lambda: folder.write(LAYER_TIMES, content), same_words)
-    return SplitRule(weights=times.weights, note=f"{_described(times)}, measured now: {path}")
+    return SplitRule(weights=times.weights, note=f"{note}, measured now: {path}")
 
 
 def times_of_layers(
     config: RunConfig, layers: Sequence[LayerSpec], dataset: Dataset, folder: RunFolder, transport: Transport
-) -> LayerTimes:
-    """Return what each layer takes of a microbatch: as it was kept for the split, or measured now. A collective.
+) -> tuple[LayerTimes, bool]:
+    """Return what each layer takes of a microbatch, and whether it was kept for the split or measured now.
+
+    A collective.
 
     Raises:
         FormatError, PenstockError: on every rank, if kept times cannot be read.
         PipelineError: on the other ranks, if rank 0 could not measure.
     """
     kept = _kept_times(folder.path / LAYER_TIMES, _subject(config, dataset), transport)
-    return _measured_times(config, layers, dataset, transport) if kept is None else kept
-
-
-def _measured_times(
-    config: RunConfig, layers: Sequence[LayerSpec], dataset: Dataset, transport: Transport
-) -> LayerTimes:
+    if kept is not None:
+        return kept, True
     first = _first_microbatch(config, dataset)
     device, loss = device_of_rank(config), loss_of(config, dataset.vocabulary)
     with Precision(config.precision).region(device):
-        return measure_layers(layers, first.args, target=first.target, loss=loss, transport=transport, device=device)
+        times = measure_layers(layers, first.args, target=first.target, loss=loss, transport=transport, device=device)
+    return times, False
 
 
 def _subject(config: RunConfig, dataset: Dataset) -> Subject:
+    model = config.model.model_dump()
+    if config.precision.compute != "model":  # else the model's own type is computed in
+        model |= config.precision.model_dump(include={"compute", "autocast"})
     return Subject(
-        model=config.model.model_dump() | _precision_of(config),
+        model=model,
         vocabulary=dataset.vocabulary,
         microbatch=list(_first_microbatch(config, dataset).args[0].shape),
         device=device_of_rank(config).type,
     )
-
-
-def _precision_of(config: RunConfig) -> dict[str, Any]:
-    """Return what the precision changes of the layers' times; nothing where the model's own type is computed in."""
-    precision = config.precision
-    return {} if precision.compute == "model" else {"compute": precision.compute, "autocast": precision.autocast}
 
 
 def _first_microbatch(config: RunConfig, dataset: Dataset) -> Batch:
@@ -172,7 +150,10 @@ def _kept_times(path: Path, subject: Subject, transport: Transport) -> LayerTime
         return found.model_dump_json() if found is not None and found.of == subject else ""
 
     text = Control(transport).on_rank_0(look, same_words)
-    return StoredTimes.model_validate_json(text).times if text else None
+    if not text:
+        return None
+    found = StoredTimes.model_validate_json(text)
+    return LayerTimes(tuple(found.names), tuple(found.forward_s), tuple(found.backward_s))
 
 
 def _read(path: Path) -> StoredTimes | None:
@@ -188,7 +169,3 @@ def _read(path: Path) -> StoredTimes | None:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "$"
         raise FormatError(f"{place}: {first['msg']}; delete it to measure the layers anew", file=str(path)) from None
-
-
-def _described(times: LayerTimes) -> str:
-    return f"split by what layers take of a microbatch, {format_seconds(sum(times.weights))} in all"

@@ -55,7 +55,7 @@ class MainWeightOptimizer(Optimizer):
                 raise ConfigError("main weights need a pipeline with main_gradients=True", key="main_gradients")
             main.grad = getattr(parameter, MAIN_GRAD)
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in own.items() if key != "params"})
+            inner.update(_without(own, "params"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those beside the parameters included."""
@@ -74,15 +74,11 @@ class MainWeightOptimizer(Optimizer):
         Raises:
             CheckpointError: a main weight is missing, or has another shape.
         """
-        states, order = (
-            dict(state_dict["state"]),
-            [each for group in state_dict["param_groups"] for each in group["params"]],
-        )
+        states = state_dict["state"]
+        order = [each for group in state_dict["param_groups"] for each in group["params"]]
         for number, main in zip(order, self._mains.values(), strict=True):
             _require_main(number, states.get(number, {}).get(MAIN), main)
-        inner = {
-            number: {key: value for key, value in state.items() if key != MAIN} for number, state in states.items()
-        }
+        inner = {number: _without(state, MAIN) for number, state in states.items()}
         # torch casts what it loads to the type of the parameters, which would round it: those of `inner` are float32
         kept = {number: state for number, state in inner.items() if state}
         self.inner.load_state_dict({"state": kept, "param_groups": state_dict["param_groups"]})
@@ -102,15 +98,19 @@ class MainWeightOptimizer(Optimizer):
         for parameter, main in self._mains.items():
             self.state[parameter] = {MAIN: main.detach(), **self.inner.state.get(main, {})}
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            own.update({key: value for key, value in inner.items() if key != "params"})
+            own.update(_without(inner, "params"))
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         mains: list[Any] = [self._mains[parameter] for parameter in group["params"]]
         named = list(zip(group["param_names"], mains, strict=True)) if "param_names" in group else mains
-        return {**{key: value for key, value in group.items() if key != "param_names"}, "params": named}
+        return {**_without(group, "param_names"), "params": named}
 
     def _parameters(self) -> Iterable[nn.Parameter]:
         return (parameter for group in self.param_groups for parameter in group["params"])
+
+
+def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != name}
 
 
 def _main_of(parameter: nn.Parameter) -> nn.Parameter:

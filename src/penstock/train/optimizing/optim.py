@@ -42,8 +42,16 @@ def build_optimizer(
     copies of the parameters.
     """
     groups = _groups(named_parameters, options, embeddings)
-    found, arguments = optimizer_class(options), _arguments(options)
-    arguments |= _implementation(found, options, device, [each for group in groups for _, each in group["params"]])
+    found = optimizer_class(options)
+    taken = _taken(found)
+    arguments: dict[str, Any] = {"lr": options.learning_rate}
+    if "betas" in taken:
+        arguments["betas"] = (options.beta1, options.beta2)
+    if _takes_epsilon(taken):
+        arguments["eps"] = options.epsilon
+    arguments |= options.options
+    trained = [each for group in groups for _, each in group["params"]]
+    arguments |= _implementation(found, options, device, trained)
     if has_main_weights:
         return MainWeightOptimizer(groups, found, **arguments)
     made: Optimizer = found(groups, **arguments)
@@ -93,25 +101,12 @@ def _groups(
         is_matrix = parameter.dim() >= 2 or options.decay_vectors
         return is_matrix and (options.decay_embeddings or name not in embeddings)
 
-    decayed = [(name, parameter) for name, parameter in trained if decays(name, parameter)]
-    others = [(name, parameter) for name, parameter in trained if not decays(name, parameter)]
     has_decay = "weight_decay" in _taken(optimizer_class(options))
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others}]
-    for group, decay in zip(groups, (options.weight_decay, 0.0), strict=True):
-        if has_decay:
-            group["weight_decay"] = decay
+    groups: list[dict[str, Any]] = []
+    for is_decayed, decay in ((True, options.weight_decay), (False, 0.0)):
+        own = [each for each in trained if decays(*each) is is_decayed]
+        groups.append({"params": own, "weight_decay": decay} if has_decay else {"params": own})
     return [group for group in groups if group["params"]] or [{"params": []}]
-
-
-def _arguments(options: OptimizerSection) -> dict[str, Any]:
-    """Return what a class is made with, but for the weight decay of each group."""
-    taken = _taken(optimizer_class(options))
-    found: dict[str, Any] = {"lr": options.learning_rate}
-    if "betas" in taken:
-        found["betas"] = (options.beta1, options.beta2)
-    if _takes_epsilon(taken):
-        found["eps"] = options.epsilon
-    return found | options.options
 
 
 def _refuse_unknown_options(found: Any, options: OptimizerSection) -> None:

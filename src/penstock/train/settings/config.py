@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import tomlkit
-import tomlkit.items
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -112,17 +111,13 @@ def config_to_toml(config: RunConfig) -> str:
     """Return every setting with its meaning as a comment; `load_config` reads it back to an equal value."""
     document = tomlkit.document()
     for name, section in config:
-        document.add(name, _table_of(section))
+        table = tomlkit.table()
+        for key, value in section:
+            if value is not None:
+                table.add(tomlkit.comment(meaning_of(type(section).model_fields[key])))
+                table.add(key, _toml_value(value))
+        document.add(name, table)
     return tomlkit.dumps(document)
-
-
-def _table_of(section: Section) -> tomlkit.items.Table:
-    table = tomlkit.table()
-    for key, value in section:
-        if value is not None:
-            table.add(tomlkit.comment(meaning_of(type(section).model_fields[key])))
-            table.add(key, _toml_value(value))
-    return table
 
 
 def _toml_value(value: Any) -> Any:
@@ -139,12 +134,12 @@ def _toml_value(value: Any) -> Any:
 
 def _problems_of(error: ValidationError) -> list[Problem]:
     # A union reports one error per member, all for the same key: the first speaks for them.
-    found: dict[str, Problem] = {}
+    found: dict[str, str] = {}
     for detail in error.errors(include_url=False):
         names, field = _resolve(detail["loc"])
         key = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).lstrip(".")
-        found.setdefault(key, Problem(key, _describe(detail, names, field)))
-    return list(found.values())
+        found.setdefault(key, _describe(detail, names, field))
+    return list(found.items())
 
 
 def _resolve(location: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], FieldInfo | None]:

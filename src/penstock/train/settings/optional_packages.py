@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.train.settings.config import RunConfig
-from penstock.train.settings.rules import Problem, config_error
+from penstock.train.settings.rules import config_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ PICTURES = OptionalPackage(
 def require_packages(config: RunConfig) -> None:
     """Refuse a run that asks for packages which cannot be imported. Raises: ConfigError, for all of them at once."""
     wanted = [package for package in OPTIONAL_PACKAGES if package.is_needed(config)]
-    problems = [Problem(package.key, problem) for package in wanted if (problem := package.problem())]
+    problems = [(package.key, problem) for package in wanted if (problem := package.problem())]
     if problems:
         raise config_error(problems)
 

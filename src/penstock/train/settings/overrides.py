@@ -1,11 +1,11 @@
 """Reading a TOML file, and changing single values of it through dotted overrides."""
 
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.errors import MAX_KEY_CHARACTERS, MAX_PATH_CHARACTERS, ConfigError, FormatError, cut, shortened
+from penstock.simulation.costs.file import toml_table
 
 Table = dict[str, object]
 
@@ -34,14 +34,7 @@ def read_toml(path: Path) -> Table:
             line=before.count(b"\n") + 1,
             column=error.start - before.rfind(b"\n"),
         ) from error
-    try:
-        return dict(tomllib.loads(text))
-    except (ValueError, RecursionError) as error:
-        place = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
-        lines = text.split("\n")  # without a place, it is the end of the file
-        line, column = (int(place[1]), int(place[2])) if place else (len(lines), len(lines[-1]) + 1)
-        problem = re.sub(r" \(at [^()]*\)$", "", str(error))
-        raise FormatError(f"not TOML: {problem}", file=str(path), line=line, column=column) from error
+    return toml_table(text, file=str(path))
 
 
 def apply_overrides(table: Mapping[str, object], overrides: Sequence[str]) -> Table:

@@ -1,7 +1,6 @@
 """Rules between the keys of a configuration, which no single field can know."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from penstock.errors import MAX_KEY_CHARACTERS, MAX_SHOWN, ConfigError, cut, nearest, shortened
 from penstock.models.decoder_config import DecoderConfig
@@ -16,19 +15,16 @@ COMPILERS = ("inductor", "aot_eager")
 """The backends of torch.compile whose backwards can be split."""
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One setting that cannot be used: its dotted key and what is wrong with it."""
-
-    key: str
-    text: str
+Problem = tuple[str, str]
+"""A setting that cannot be used: its dotted key, and what is wrong with it."""
 
 
 def config_error(problems: list[Problem]) -> ConfigError:
     """Return one error that lists every problem; its `key` is set where there is only one."""
     if len(problems) == 1:
-        return ConfigError(problems[0].text, key=problems[0].key)
-    lines = [f"  {cut(problem.key, MAX_KEY_CHARACTERS)}: {problem.text}" for problem in problems[:MAX_SHOWN]]
+        [(key, text)] = problems
+        return ConfigError(text, key=key)
+    lines = [f"  {cut(key, MAX_KEY_CHARACTERS)}: {text}" for key, text in problems[:MAX_SHOWN]]
     more = [f"  ... {len(problems)} settings in all"] if len(problems) > MAX_SHOWN else []
     return ConfigError("\n".join([f"{len(problems)} settings cannot be used:", *lines, *more]))
 
@@ -40,7 +36,8 @@ def problems_of(config: Sections) -> list[Problem]:
 
 def _batch_problems(config: Sections) -> Iterator[Problem]:
     """A batch is shared out over the replicas, and the part of each over its microbatches."""
-    batch, size, each, replicas = config.batch, config.batch.size, config.pipeline.microbatches, config.parallel.data
+    batch, replicas = config.batch, config.parallel.data
+    size, each = batch.size, config.pipeline.microbatches
     most = each * replicas
     if size >= most and (size % most == 0 or batch.allow_ragged):
         return
@@ -56,7 +53,7 @@ def _batch_problems(config: Sections) -> Iterator[Problem]:
         fix = f"use {smaller} or {smaller + most}, or set batch.allow_ragged = true"
         fix += f", or pipeline.microbatches = {fewer}" if fewer else ""
         problem = f"{size} is not a multiple of {wanted}; {fix}"
-    yield Problem("batch.size", problem)
+    yield "batch.size", problem
 
 
 def _ramp_problems(config: Sections) -> Iterator[Problem]:
@@ -65,36 +62,36 @@ def _ramp_problems(config: Sections) -> Iterator[Problem]:
     given = {"accumulate": batch.accumulate > 1, "samples": batch.samples > 0, "tokens": batch.tokens > 0}
     said = [name for name, is_given in given.items() if is_given]
     if len(said) > 1:
-        yield Problem(f"batch.{said[1]}", f"batch.{said[0]} says already how large an optimizer step is; drop one")
+        yield f"batch.{said[1]}", f"batch.{said[0]} says already how large an optimizer step is; drop one"
         return
     for name, value, unit in (("samples", batch.samples, batch.size), ("tokens", batch.tokens, tokens)):
         if value % unit:
             size = "batch.size" if name == "samples" else "batch.size * batch.length"
             near = value - value % unit
             hint = f"{near} or {near + unit}" if near else str(unit)
-            yield Problem(f"batch.{name}", f"{value} is not a multiple of {size} = {unit}; use {hint}")
+            yield f"batch.{name}", f"{value} is not a multiple of {size} = {unit}; use {hint}"
             return
     full = max(batch.accumulate, batch.samples // batch.size, batch.tokens // tokens)
     if full > MOST_BATCHES:
         name = said[0]
         unit = {"accumulate": 1, "samples": batch.size, "tokens": tokens}[name]
         problem = f"{full} batches in one optimizer step take too long; use at most {MOST_BATCHES * unit}"
-        yield Problem(f"batch.{name}", problem)
+        yield f"batch.{name}", problem
         return
     if bool(batch.ramp_from) != bool(batch.ramp_steps):
         key, other = ("ramp_from", "ramp_steps") if batch.ramp_from else ("ramp_steps", "ramp_from")
-        yield Problem(f"batch.{key}", f"a ramp-up needs batch.{other} too; set both, or neither")
+        yield f"batch.{key}", f"a ramp-up needs batch.{other} too; set both, or neither"
     elif batch.ramp_from > full:
-        yield Problem("batch.ramp_from", f"{batch.ramp_from} batches are more than the {full} that it grows to")
+        yield "batch.ramp_from", f"{batch.ramp_from} batches are more than the {full} that it grows to"
 
 
 def _precision_problems(config: Sections) -> Iterator[Problem]:
     precision, model = config.precision, config.model
     if precision.compute == "model":
         if precision.autocast:
-            yield Problem("precision.autocast", "true needs the type to compute in; set precision.compute = 'bfloat16'")
+            yield "precision.autocast", "true needs the type to compute in; set precision.compute = 'bfloat16'"
     elif model.dtype != "float32":
-        yield Problem(
+        yield (
             "precision.compute",
             f"{precision.compute!r} beside model.dtype = {model.dtype!r}; leave model.dtype at 'float32', the type of "
             "the main weights, or set precision.compute = 'model'",
@@ -105,14 +102,14 @@ def _optimizer_problems(config: Sections) -> Iterator[Problem]:
     optimizer, run = config.optimizer, config.run
     if optimizer.learning_rate_schedule != "wsd":
         if optimizer.decay_steps:
-            yield Problem(
+            yield (
                 "optimizer.decay_steps",
                 f"only 'wsd' has them, but optimizer.learning_rate_schedule = {optimizer.learning_rate_schedule!r}",
             )
         return
     decaying = decay_steps_of(optimizer, run.steps)
     if optimizer.warmup_steps + decaying > run.steps:
-        yield Problem(
+        yield (
             "optimizer.decay_steps",
             f"{optimizer.warmup_steps} steps of warm-up and {decaying} of decay do not fit into run.steps = "
             f"{run.steps}; lower optimizer.warmup_steps or optimizer.decay_steps",
@@ -123,38 +120,38 @@ def _profile_problems(config: Sections) -> Iterator[Problem]:
     profile, run = config.profile, config.run
     if not profile.steps:
         if profile.memory:
-            yield Problem("profile.memory", "true needs the steps to look at; set profile.steps = [FIRST, LAST]")
+            yield "profile.memory", "true needs the steps to look at; set profile.steps = [FIRST, LAST]"
         return
     if len(profile.steps) != 2 or profile.steps[0] > profile.steps[1]:
-        yield Problem("profile.steps", f"{list(profile.steps)}; give the first and the last step, as in [100, 105]")
+        yield "profile.steps", f"{list(profile.steps)}; give the first and the last step, as in [100, 105]"
     elif profile.steps[1] > run.steps:
-        yield Problem("profile.steps", f"{list(profile.steps)} goes beyond run.steps = {run.steps}; end it earlier")
+        yield "profile.steps", f"{list(profile.steps)} goes beyond run.steps = {run.steps}; end it earlier"
 
 
 def _pipeline_problems(config: Sections) -> Iterator[Problem]:
     pipeline = config.pipeline
     if pipeline.split == ():
-        yield Problem("pipeline.split", "the list is empty; give the layers of each stage, or drop the key")
+        yield "pipeline.split", "the list is empty; give the layers of each stage, or drop the key"
     if isinstance(pipeline.compile, str) and pipeline.compile not in COMPILERS:
         problem = f"no such backend: {shortened(pipeline.compile)}.{nearest(pipeline.compile, COMPILERS)}"
-        yield Problem("pipeline.compile", f"{problem} Use true, false, {' or '.join(map(repr, COMPILERS))}")
+        yield "pipeline.compile", f"{problem} Use true, false, {' or '.join(map(repr, COMPILERS))}"
 
 
 def _decoder_problems(model: ModelSection) -> Iterator[Problem]:
-    yield from (Problem(key, text) for key, text in model.problems("model."))
+    yield from model.problems("model.")
     for key in ("options", "loss", "source_digest"):
         if getattr(model, key):
-            yield Problem(f"model.{key}", "is for a model of your own; name its function in model.source, or drop it")
+            yield f"model.{key}", "is for a model of your own; name its function in model.source, or drop it"
 
 
 def _source_of_model_problems(model: ModelSection) -> Iterator[Problem]:
     """The decoder's keys say nothing of another model."""
     for key, field in DecoderConfig.model_fields.items():
         if key not in ("vocabulary", "length") and getattr(model, key) != field.default:
-            yield Problem(f"model.{key}", f"is of the decoder; give {key} to model.source, in model.options")
+            yield f"model.{key}", f"is of the decoder; give {key} to model.source, in model.options"
     for key in ("vocabulary", "length"):
         if key in model.options:
-            yield Problem(f"model.options.{key}", f"model.source gets it already; set model.{key} to change it")
+            yield f"model.options.{key}", f"model.source gets it already; set model.{key} to change it"
 
 
 def _transformers_problems(model: ModelSection) -> Iterator[Problem]:
@@ -162,7 +159,7 @@ def _transformers_problems(model: ModelSection) -> Iterator[Problem]:
     for key, field in ModelSection.model_fields.items():
         is_own = key in ("transformers", "source_digest", "dtype", "length")
         if not is_own and getattr(model, key) != field.get_default(call_default_factory=True):
-            yield Problem(f"model.{key}", "is not for a model of transformers, whose config.json says it all; drop it")
+            yield f"model.{key}", "is not for a model of transformers, whose config.json says it all; drop it"
 
 
 def _model_problems(config: Sections) -> Iterator[Problem]:
@@ -172,7 +169,7 @@ def _model_problems(config: Sections) -> Iterator[Problem]:
     else:
         yield from _source_of_model_problems(model) if model.source else _decoder_problems(model)
     if 0 < model.length < batch.length:
-        yield Problem("batch.length", f"{batch.length} tokens are more than model.length = {model.length}")
+        yield "batch.length", f"{batch.length} tokens are more than model.length = {model.length}"
 
 
 def _source_problems(config: Sections) -> Iterator[Problem]:
@@ -181,41 +178,41 @@ def _source_problems(config: Sections) -> Iterator[Problem]:
     own = SourceKeys(**{name: getattr(data, name) for name in SourceKeys.model_fields})
     if data.source:
         if data.sources or own != SourceKeys():
-            yield Problem("data.source", "data.files or data.sources are set too; keep one of them")
+            yield "data.source", "data.files or data.sources are set too; keep one of them"
         if data.packing != "windows":
-            yield Problem("data.packing", f"{data.packing!r} is for text; a source of your own packs by itself")
+            yield "data.packing", f"{data.packing!r} is for text; a source of your own packs by itself"
         return
     if data.sources and own != SourceKeys():
-        yield Problem("data.sources", "data.files or its neighbours are set too; move them into a source of their own")
+        yield "data.sources", "data.files or its neighbours are set too; move them into a source of their own"
         return
     named: list[tuple[str, SourceKeys]] = [(f"data.sources[{at}]", each) for at, each in enumerate(data.sources)]
     for key, source in named or [("data", own)]:
         if source.corpus == "files" and not source.files:
-            yield Problem(f"{key}.files", f"no file or folder is named; name some, or set {key}.corpus = 'stdlib'")
+            yield f"{key}.files", f"no file or folder is named; name some, or set {key}.corpus = 'stdlib'"
         if source.corpus == "stdlib" and source.files:
-            yield Problem(f"{key}.files", f"files are named although {key}.corpus = 'stdlib'; drop one of the two")
+            yield f"{key}.files", f"files are named although {key}.corpus = 'stdlib'; drop one of the two"
         if source.corpus == "datasets" and len(source.files) != 1:
-            yield Problem(f"{key}.files", f"{key}.corpus = 'datasets' needs one folder; name more in data.sources")
+            yield f"{key}.files", f"{key}.corpus = 'datasets' needs one folder; name more in data.sources"
         if source.corpus != "datasets" and source.column != "text":
-            yield Problem(f"{key}.column", f"only {key}.corpus = 'datasets' has columns; drop it")
+            yield f"{key}.column", f"only {key}.corpus = 'datasets' has columns; drop it"
         if not source.suffixes:
-            yield Problem(f"{key}.suffixes", "the list is empty; name at least one ending, as in ['.txt']")
+            yield f"{key}.suffixes", "the list is empty; name at least one ending, as in ['.txt']"
 
 
 def _data_problems(config: Sections) -> Iterator[Problem]:
     data, model, run = config.data, config.model, config.run
     if model.source and data.packing == "documents":
-        yield Problem("data.packing", "'documents' is for the decoder, which takes positions; use 'windows' or 'none'")
+        yield "data.packing", "'documents' is for the decoder, which takes positions; use 'windows' or 'none'"
     if run.patience and not (run.evaluate_batches and run.evaluate_every):
-        yield Problem("run.patience", "needs evaluations; set run.evaluate_every and run.evaluate_batches")
+        yield "run.patience", "needs evaluations; set run.evaluate_every and run.evaluate_batches"
     if data.tokenizer == "bytes" and 0 < model.vocabulary < 256:
-        yield Problem("model.vocabulary", f"{model.vocabulary} is too small for bytes; use 0, or 256 and more")
+        yield "model.vocabulary", f"{model.vocabulary} is too small for bytes; use 0, or 256 and more"
     if data.tokenizer == "bytes" and data.tokenizer_digest:
-        yield Problem("data.tokenizer_digest", "bytes have no tokenizer file; leave it empty, or name the file")
+        yield "data.tokenizer_digest", "bytes have no tokenizer file; leave it empty, or name the file"
     if data.tokenizer == "bytes" and data.end_of_document:
-        yield Problem("data.end_of_document", "bytes have no named tokens; leave it empty, or name a tokenizer file")
+        yield "data.end_of_document", "bytes have no named tokens; leave it empty, or name a tokenizer file"
     if run.evaluate_batches and data.held_out_fraction == 0:
-        yield Problem(
+        yield (
             "data.held_out_fraction",
             "0 leaves nothing to evaluate on; use more than 0, or set run.evaluate_batches = 0",
         )

@@ -49,7 +49,7 @@ Checkpointing = Annotated[
 
 
 class Section(BaseModel):
-    """Every section is frozen and has no unknown keys, no conversions between types, and finite numbers only."""
+    """Sections, and parts of other files, are frozen, with no unknown keys, no conversions, and finite numbers only."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True

@@ -1,8 +1,8 @@
 """Finds the function of a user that `--function FILE:NAME` or a run file names; the file is run, like any script."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from inspect import isfunction
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -56,18 +56,11 @@ def _run(path: Path, code: CodeType) -> ModuleType:
     module = ModuleType(f"penstock_user_{path.stem}")  # no name of another module, whatever the file is called
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # where dataclasses look for the module that they are in
-    with _imports_from(path.parent):
-        run_third_party(str(path), lambda: exec(code, vars(module)))
-    return module
-
-
-@contextmanager
-def _imports_from(folder: Path) -> Iterator[None]:
-    """Find modules of a folder, as for a script there."""
-    entry = str(folder.resolve())
-    sys.path.insert(0, entry)
+    entry = str(path.parent.resolve())
+    sys.path.insert(0, entry)  # modules of its folder are found, as for a script there
     try:
-        yield
+        run_third_party(str(path), lambda: exec(code, vars(module)))
     finally:
         with suppress(ValueError):
             sys.path.remove(entry)
+    return module

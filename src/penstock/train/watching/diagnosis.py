@@ -1,17 +1,18 @@
 """The diagnosis of a recorded step: where its time went, and what would take less."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.ir.collectives import REDUCES_REPLICAS
+from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.schedules import is_family_name
 from penstock.searching.what_if import Change, MeasuredRun, Setting, what_if
 from penstock.simulation import Costs, LayerCosts, simulate
 from penstock.simulation.blocks import Block, blocks_of
-from penstock.simulation.causes import Cause, IdleTimes, idle_times
+from penstock.simulation.causes import IdleTimes, idle_times
 from penstock.simulation.costs.costs import Spread
 from penstock.simulation.costs.fit import HALVES, SplitShares, costs_from_timelines
 from penstock.simulation.costs.variation import largest_variation
@@ -71,12 +72,6 @@ class Diagnosis:
         variation = largest_variation(self.spreads)
         return variation is not None and variation.is_busy
 
-    @property
-    def chief_loss(self) -> Loss | None:
-        """The most expensive cause that is not the schedule's own order; None where there is none."""
-        found = next((loss for loss in self.losses if loss.cause is not Cause.DEPENDENCY), None)
-        return found if found is not None and found.duration_s > 0 else None
-
 
 def diagnose(
     recorded: RecordedStep,
@@ -94,21 +89,7 @@ def diagnose(
     shares = None if profiled is None else SplitShares.of(profiled, recorded.layers_of_stage)
     timeline = with_true_arrivals(recorded.timeline)
     costs = costs_from_timelines([timeline], message_bytes=recorded.message_bytes, shares=shares or HALVES)
-    schedule = timeline.program.actions()
-    early = {stage: found.share for stage, found in recorded.early_weights.items()}
-    of_layers = _of_layers(recorded, profiled)
-    forward_weights, backward_weights = _layer_weights(recorded, of_layers)
-    activation_bytes, weight_context_bytes = _layer_bytes(of_layers)
-    run = MeasuredRun(
-        schedule,
-        costs,
-        recorded.layers_of_stage,
-        forward_weights,
-        early,
-        backward_weights,
-        activation_bytes=activation_bytes,
-        weight_context_bytes=weight_context_bytes,
-    )
+    run = _measured_run(recorded, timeline.program.actions(), costs, profiled)
     before = idle_before(timeline, recorded.prologues)
     within = idle_times(timeline, costs, memory_limit=memory_limit)
     return Diagnosis(
@@ -120,30 +101,31 @@ def diagnose(
         what_if(run, setting),
         costs.spreads,
         shares is not None,
-        bool(activation_bytes),
+        bool(run.activation_bytes),
         replica_waits(timeline) if recorded.num_replicas > 1 else None,
     )
 
 
-def _of_layers(recorded: RecordedStep, profiled: Costs | LayerCosts | None) -> LayerCosts | None:
-    """Return what was profiled, if it is per layer and of as many layers."""
-    if not isinstance(profiled, LayerCosts) or profiled.num_layers != len(recorded.layer_weights):
-        return None
-    return profiled
+def _measured_run(
+    recorded: RecordedStep, schedule: Schedule, costs: Costs, profiled: Costs | LayerCosts | None
+) -> MeasuredRun:
+    """Return the plan that ran, with what was profiled, if it is per layer and of as many layers.
 
-
-def _layer_weights(recorded: RecordedStep, profiled: LayerCosts | None) -> list[tuple[float, ...]]:
-    """By which forwards and backwards of a stage are shared among its layers: a profile's seconds, else the weights."""
-    if profiled is None:
-        return [recorded.layer_weights] * 2
-    return [tuple(seconds) for seconds in profiled.seconds_of_layers.tolist()]
-
-
-def _layer_bytes(profiled: LayerCosts | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes of the activations of each layer, and of what is kept for its weight gradients; empty where not known."""
-    if profiled is None or not any(profiled.activation_bytes):
-        return (), ()
-    return profiled.activation_bytes, profiled.weight_context_bytes
+    By a profile's seconds, else the weights, forwards and backwards of a stage are shared among its layers.
+    """
+    early = {stage: found.share for stage, found in recorded.early_weights.items()}
+    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights, early)
+    if not isinstance(profiled, LayerCosts) or profiled.num_layers != len(run.layer_weights):
+        return run
+    forwards, backwards = map(tuple, profiled.seconds_of_layers.tolist())
+    run = replace(run, layer_weights=forwards, backward_weights=backwards)
+    if not any(profiled.activation_bytes):
+        return run
+    return replace(
+        run,
+        activation_bytes=profiled.activation_bytes,
+        weight_context_bytes=profiled.weight_context_bytes,
+    )
 
 
 def setting_of(config: RunConfig) -> Setting:

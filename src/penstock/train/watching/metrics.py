@@ -21,8 +21,6 @@ from penstock.train.watching.progress import SECONDS_BETWEEN_LINES, Pace, StepMe
 from penstock.train.watching.sinks import Sink, open_jsonl, open_tensorboard, open_wandb
 from penstock.train.watching.utilization import Utilization
 
-__all__ = ["MetricsWriter", "StepMetrics"]
-
 NUM_RECENT_STEPS = 20
 PEAK_BYTES = "peak_bytes_rank"
 """Of the numbers with the memory of each rank, before its rank."""
@@ -76,10 +74,9 @@ class MetricsWriter:
         numbers = _numbers(metrics, pace)
         for sink in self._sinks:
             sink(metrics.step, numbers)
-        shown = self._with_last_measured(metrics)
-        self._display.update(shown, pace)
-        if self._is_shown(metrics):
-            self._display.show(shown, pace)
+        is_shown = self._is_shown(metrics)
+        self._display.show(self._with_last_measured(metrics), pace, stays=is_shown)
+        if is_shown:
             self._shown_at_s = self._clock()
 
     def say(self, line: str) -> None:
@@ -124,20 +121,21 @@ class MetricsWriter:
 
 
 def _numbers(metrics: StepMetrics, pace: Pace) -> dict[str, float]:
+    outcome = metrics.outcome
     numbers = {
-        "loss": metrics.loss,
+        "loss": outcome.loss,
         "num_tokens": metrics.num_tokens,
         "tokens_per_s": pace.tokens_per_s,
         "duration_s": metrics.duration_s,
-        "data_wait_s": metrics.data_wait_s,
-        "learning_rate": metrics.learning_rate,
-        "gradient_norm": metrics.gradient_norm,
+        "data_wait_s": outcome.data_wait_s,
+        "learning_rate": outcome.learning_rate,
+        "gradient_norm": outcome.gradient_norm,
         "left_s": pace.left_s,
         "model_flops_utilization": pace.utilization,
         "bubble_fraction": metrics.bubble_fraction,
         "predicted_bubble_fraction": metrics.predicted_bubble_fraction,
         "held_out_loss": metrics.held_out_loss,
-        "loss_scale": metrics.loss_scale,
+        "loss_scale": outcome.loss_scale,
         "num_skipped": metrics.num_skipped or None,
     }
     memory = {f"{PEAK_BYTES}{rank}": size for rank, size in enumerate(metrics.peak_bytes)}

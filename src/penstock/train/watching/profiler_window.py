@@ -46,7 +46,11 @@ class ProfilerWindow:
             yield
             return
         if self._profiler is None:
-            self._profiler = self._started()
+            # None: the accelerator's too.
+            activities = None if is_queued(self._device) else [ProfilerActivity.CPU]
+            profiler = profile(activities=activities, profile_memory=self._options.memory)
+            profiler.start()
+            self._profiler = profiler
         with record_function(f"step {step}"):
             yield
         if step == self._options.steps[1]:
@@ -62,12 +66,6 @@ class ProfilerWindow:
             self._write(profiler)
         except PenstockError as error:
             LOG.warning("rank %d: the profile is lost: %s", self._rank, error)
-
-    def _started(self) -> profile:
-        activities = None if is_queued(self._device) else [ProfilerActivity.CPU]  # None: the accelerator's too
-        profiler = profile(activities=activities, profile_memory=self._options.memory)
-        profiler.start()
-        return profiler
 
     def _write(self, profiler: profile) -> None:
         with naming_storage(self._folder), TemporaryDirectory() as scratch:

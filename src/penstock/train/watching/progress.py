@@ -1,9 +1,9 @@
 """The lines that people see of a run: one that is updated in a terminal, and lines that stay."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TextIO
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from penstock.show.text import format_bytes
 from penstock.tables import NO_SCREEN, Screen
+from penstock.train.watching.recorded_step import RecordedStep
 
 MISSING = "-"
 SECONDS_BETWEEN_LINES = 5.0
@@ -21,30 +22,44 @@ SHOWN_WAIT = 0.02
 
 
 @dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """The outcome of an optimizer step, on every rank alike."""
+
+    loss: float
+    """Mean of the pipeline's losses over the batches; of a run, in nats per token."""
+    gradient_norm: float | None
+    """Over all ranks, before clipping; None in a dry run, in which no gradient is whole."""
+    learning_rate: float
+    recorded: RecordedStep | None = None
+    """The last pipeline step as it was measured, if it was to be recorded."""
+    named_losses: Mapping[str, float] = field(default_factory=dict)
+    """Mean over the batches of every loss that has a name, those that layers add before their weights."""
+    is_updated: bool = True
+    """Whether the weights were changed; not where a number was not finite, nor in a dry run."""
+    loss_scale: float | None = None
+    """By which the losses of this step were multiplied; None where they were not."""
+    data_wait_s: float = field(default=0.0, compare=False)
+    """Seconds that this rank waited for the batches; ranks differ in it, and so do equal steps."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepMetrics:
     """One optimizer step, in numbers."""
 
     step: int
     """Counted from 1."""
-    loss: float
-    """Mean over the counted tokens, in nats per token."""
+    outcome: StepOutcome
+    """As rank 0 has it."""
     num_tokens: int
     duration_s: float
-    learning_rate: float
-    gradient_norm: float | None
-    """Over all ranks, before clipping; absent in a dry run."""
     bubble_fraction: float | None = None
     """Measured share of idle time; absent where it was not measured."""
     held_out_loss: float | None = None
     """In nats per token; absent where the step was not evaluated."""
-    loss_scale: float | None = None
-    """Of the losses of this step; absent where they are not scaled against underflow."""
     num_skipped: int = 0
     """Steps so far that changed no weight, because a number was not finite."""
     predicted_bubble_fraction: float | None = None
     """As the simulator has it from the measured costs; absent where nothing was measured."""
-    data_wait_s: float = 0.0
-    """Seconds that rank 0 waited for the batches."""
     is_slowed: bool = False
     """Whether it was recorded or profiled, which takes time: then it does not count in tokens per second."""
     has_compiled: bool = False
@@ -91,24 +106,25 @@ class ShareLines:
 
 def step_line(metrics: StepMetrics, pace: Pace, *, num_steps: int) -> str:
     """Return one line for people, with what matters most first: a narrow terminal cuts its end."""
+    outcome = metrics.outcome
     bubble = MISSING if metrics.bubble_fraction is None else f"{metrics.bubble_fraction:.1%}"
     parts = [
         f"step {metrics.step:>{len(str(num_steps))}}/{num_steps}",
-        f"loss {metrics.loss:.4f}",
+        f"loss {outcome.loss:.4f}",
         f"left {MISSING if pace.left_s is None else duration_text(pace.left_s)}",
         f"{pace.tokens_per_s:>7,.0f} tokens/s",
         f"{metrics.duration_s:.3f} s/step",
         f"bubble {bubble:>5}",
-        f"lr {metrics.learning_rate:.2e}",
+        f"lr {outcome.learning_rate:.2e}",
     ]
-    if metrics.gradient_norm is not None:
-        parts.append(f"norm {metrics.gradient_norm:.2f}")
+    if outcome.gradient_norm is not None:
+        parts.append(f"norm {outcome.gradient_norm:.2f}")
     if pace.utilization is not None:
         parts.append(f"MFU {pace.utilization:.1%}")
     if metrics.peak_bytes:
         parts.append(f"memory {format_bytes(max(metrics.peak_bytes))}")
-    if metrics.data_wait_s >= SHOWN_WAIT * metrics.duration_s > 0:
-        parts.append(f"data wait {metrics.data_wait_s:.3f} s")
+    if outcome.data_wait_s >= SHOWN_WAIT * metrics.duration_s > 0:
+        parts.append(f"data wait {outcome.data_wait_s:.3f} s")
     if metrics.num_skipped:
         parts.append(f"skipped {metrics.num_skipped}")
     if metrics.predicted_bubble_fraction is not None:
@@ -139,15 +155,13 @@ class Display:
     live: Live | None = None
     """The line of a terminal that is updated in place; a pipe has none, for all that is written to it stays."""
 
-    def update(self, metrics: StepMetrics, pace: Pace) -> None:
-        """Show the state of the run in place of the last one, where that is possible."""
+    def show(self, metrics: StepMetrics, pace: Pace, *, stays: bool) -> None:
+        """Show the state of the run in place of the last one, where that is possible, and on a line that stays."""
+        line = step_line(metrics, pace, num_steps=self.num_steps)
         if self.live is not None:
-            line = step_line(metrics, pace, num_steps=self.num_steps)
             self.live.update(Text(line, no_wrap=True, overflow="ellipsis"))
-
-    def show(self, metrics: StepMetrics, pace: Pace) -> None:
-        """Show a line that stays."""
-        self.say(step_line(metrics, pace, num_steps=self.num_steps))
+        if stays:
+            self.say(line)
 
     def say(self, line: str) -> None:
         """Show a line that stays, which is not about a finished step."""

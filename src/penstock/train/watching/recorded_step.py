@@ -9,19 +9,19 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from penstock.errors import ConfigError, FormatError, PenstockError
+from penstock.errors import ConfigError, FormatError
 from penstock.execute.split.planner import ImmediateWeights
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.prologue import Prologue
 from penstock.train.folder.run_folder import CONFIG, TIMELINE
+from penstock.train.settings.sections import NotNegative, Section
 
 FORMAT: Literal["penstock-recorded-step"] = "penstock-recorded-step"
 """At the begin of the file."""
 Moments = Annotated[list[float], Field(min_length=3, max_length=3)]
-NotNegative = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,18 +44,14 @@ class RecordedStep:
     """That ran the step together; this is what the first one measured."""
 
 
-class _Wait(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
+class _Wait(Section):
     rank: NotNegative
     microbatch: NotNegative
     begin_s: float
     end_s: float
 
 
-class _ImmediateWeights(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
+class _ImmediateWeights(Section):
     stage: NotNegative
     share: Annotated[float, Field(ge=0, le=1)]
     names: list[str]
@@ -64,9 +60,7 @@ class _ImmediateWeights(BaseModel):
     rungs: dict[str, float] = Field(default_factory=dict, exclude=True)
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
+class _Document(Section):
     format: Literal["penstock-recorded-step"] = FORMAT
     version: Literal[1] = 1
     step: Annotated[int, Field(ge=1)]
@@ -127,7 +121,7 @@ def recorded_step_from_json(text: bytes, *, file: str = "<text>") -> RecordedSte
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "$"
-        raise FormatError(f"{place}: {first['msg']}; record the step again", file=file) from None
+        raise _wrong(f"{place}: {first['msg']}", file) from None
     program = Program.from_json(orjson.dumps(document.program).decode(), file=file)
     _require_whole(document, program, file)
     timeline = Timeline(
@@ -150,6 +144,10 @@ def recorded_step_from_json(text: bytes, *, file: str = "<text>") -> RecordedSte
     )
 
 
+def _wrong(problem: str, file: str) -> FormatError:
+    return FormatError(f"{problem}; record the step again", file=file)
+
+
 def _require_whole(document: _Document, program: Program, file: str) -> None:
     """Refuse lists whose lengths do not belong together."""
     num_layers = max((end for _, end in document.layers_of_stage), default=0)
@@ -164,10 +162,10 @@ def _require_whole(document: _Document, program: Program, file: str) -> None:
     for name, length in expected.items():
         found = len(getattr(document, name))
         if found != length:
-            raise FormatError(f"{name}: {found} entries, but {length} belong there; record the step again", file=file)
+            raise _wrong(f"{name}: {found} entries, but {length} belong there", file)
     wrong = [moments for moments in document.lead_ins if any(later < earlier for earlier, later in pairwise(moments))]
     if wrong:
-        raise FormatError(f"lead_ins: {wrong[0]} goes back in time; record the step again", file=file)
+        raise _wrong(f"lead_ins: {wrong[0]} goes back in time", file)
     stages = [each.stage for each in document.early_weights if each.stage >= program.num_stages]
     if stages:
         raise FormatError(f"early_weights: stage {stages[0]}, but there are {program.num_stages}", file=file)
@@ -185,7 +183,7 @@ def _require_waits(waits: Sequence[_Wait], program: Program, file: str) -> None:
         elif not ends_s[wait.rank] <= wait.begin_s <= wait.end_s:
             problem = f"from {wait.begin_s} to {wait.end_s} s, which goes back in time"
         if problem:
-            raise FormatError(f"data_waits.{index}: {problem}; record the step again", file=file)
+            raise _wrong(f"data_waits.{index}: {problem}", file)
         ends_s[wait.rank] = wait.end_s
 
 
@@ -211,11 +209,3 @@ def read_recorded_step(folder: Path) -> RecordedStep:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     return recorded_step_from_json(text, file=str(path))
-
-
-def recorded_before(folder: Path) -> RecordedStep | None:
-    """Return the step that a run recorded before it was interrupted; None where it was lost, or none was."""
-    try:
-        return read_recorded_step(folder)
-    except PenstockError:
-        return None

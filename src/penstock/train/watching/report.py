@@ -11,6 +11,7 @@ from itertools import zip_longest
 import orjson
 
 from penstock.errors import ConfigError, count_of
+from penstock.execute.accelerator import is_queued, name_of, queued_backend
 from penstock.files import naming_storage
 from penstock.ir.timeline import Timeline
 from penstock.models import LayerSpec, count_parameters
@@ -24,7 +25,7 @@ from penstock.show.trace import to_trace
 from penstock.simulation import simulate
 from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
-from penstock.train.devices import describe_devices, device_of_rank
+from penstock.train.devices import device_of_rank
 from penstock.train.folder.run_folder import MEANING, PAGE, PICTURE, SUMMARY, TENSORBOARD, TRACE, RunFolder
 from penstock.train.optimizing.precision import Precision, note_on_speed
 from penstock.train.settings.config import RunConfig
@@ -57,17 +58,15 @@ class TrainingResult:
     def timeline(self) -> Timeline | None:
         return None if self.recorded is None else self.recorded.timeline
 
-    @property
-    def steps_text(self) -> str:
-        """Say how many steps this run took: `80 steps`, or `60 of 80 steps` of a run that was continued."""
-        of_all = count_of(self.num_steps, "step")
-        return f"{self.num_steps - self.num_earlier} of {of_all}" if self.num_earlier else of_all
-
 
 def device_line(config: RunConfig) -> str:
     """Say where a run computes, and in which types. Raises: ConfigError; see `device_of_rank`."""
-    precision = Precision(config.precision).describe(config.model)
-    return describe_devices(device_of_rank(config), config.num_processes, precision)
+    device, num_ranks = device_of_rank(config), config.num_processes
+    where, between = "CPU", "gloo"
+    if is_queued(device):
+        where, between = name_of(device), (queued_backend(device.type) or "no").upper()
+    each = f"1 rank on {where}" if num_ranks == 1 else f"{num_ranks} ranks on {where}, backend {between}"
+    return f"{each}; precision {Precision(config.precision).describe(config.model)}"
 
 
 def opening_lines(
@@ -161,13 +160,16 @@ def page_of_step(timelines: Timelines, step: int, *, theme: str | None = None) -
 
 def _findings(result: TrainingResult, duration_s: float, timelines: Timelines) -> Iterator[str]:
     held_out = "" if result.held_out_loss is None else f"held-out loss {result.held_out_loss:.4f} nats per token, "
-    yield f"\n{held_out}loss {result.loss:.4f}, {result.steps_text} in {duration_text(duration_s)}"
+    of_all = count_of(result.num_steps, "step")
+    steps = f"{result.num_steps - result.num_earlier} of {of_all}" if result.num_earlier else of_all  # continued
+    yield f"\n{held_out}loss {result.loss:.4f}, {steps} in {duration_text(duration_s)}"
     step = result.recorded.step if result.recorded else 0
     for name, timeline in timelines.items():
+        uncertainty_s = timeline.clock_uncertainty_s
+        within = f"; times of different hosts within {format_seconds(uncertainty_s)} of each other"
         yield (
             f"{name + ':':<10} makespan {format_seconds(timeline.makespan_s)}, "
-            f"bubble {format_share(timeline.bubble_fraction)} (step {step})"
-            f"{_uncertainty_text(timeline)}"
+            f"bubble {format_share(timeline.bubble_fraction)} (step {step}){within if uncertainty_s else ''}"
         )
 
 
@@ -189,11 +191,6 @@ def _table_of_ranks(result: TrainingResult, timelines: Timelines, screen: Screen
 
 def _bubbles(timeline: Timeline) -> list[str]:
     return [format_share(1 - float(each) / timeline.makespan_s) for each in timeline.work_s]
-
-
-def _uncertainty_text(timeline: Timeline) -> str:
-    uncertainty_s = timeline.clock_uncertainty_s
-    return f"; times of different hosts within {format_seconds(uncertainty_s)} of each other" if uncertainty_s else ""
 
 
 def _listing(folder: RunFolder) -> Iterator[str]:

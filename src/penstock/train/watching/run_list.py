@@ -1,6 +1,6 @@
 """Runs side by side: how far each has come, what it reached, and what it was set to."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -59,18 +59,11 @@ class RunRecord:
         return [step for step, _ in found], [value for _, value in found]
 
 
-@dataclass(frozen=True, slots=True)
-class RunList:
-    """The runs at some places."""
-
-    runs: Sequence[RunRecord]
-    """In the order of the places, and of their names at each; at least one."""
-    unreadable: Sequence[str] = ()
-    """A line for each whose files cannot be read, with the reason."""
-
-
-def list_runs(places: Sequence[str | Path]) -> RunList:
+def list_runs(places: Sequence[str | Path]) -> tuple[list[RunRecord], list[str]]:
     """Return the runs at places: each is a run's folder, one that holds such, or a pattern of these (`runs/lr-*`).
+
+    They are in the order of the places, and of their names at each; at least one. Then a line for each whose files
+    cannot be read, with the reason.
 
     Raises:
         ConfigError: a place has none, or none can be read.
@@ -87,7 +80,7 @@ def list_runs(places: Sequence[str | Path]) -> RunList:
             unreadable.append(f"run {name} is left out: {error}")
     if not runs:
         raise ConfigError("\n".join(["no run can be read:", *unreadable]), key="DIR")
-    return RunList(runs, unreadable)
+    return runs, unreadable
 
 
 def _folders_at(place: str) -> list[Path]:
@@ -136,14 +129,9 @@ def _record_of(folder: Path, name: str) -> RunRecord:
 
 def differences(runs: Sequence[RunRecord]) -> list[list[str]]:
     """Return, per run, the settings that decide what it learns in which not all agree, such as `batch.size=32`."""
-    settings = [dict(_settings_of(run.config)) for run in runs]
+    settings = [{"run.seed": run.config.run.seed} for run in runs]
+    for own, run in zip(settings, runs, strict=True):
+        for name, section in run.config:
+            own.update({f"{name}.{key}": value for key, value in section if name not in ASIDE})
     keys = [key for key in settings[0] if len({str(own[key]) for own in settings}) > 1]
     return [[f"{key}={own[key]}" for key in keys] for own in settings]
-
-
-def _settings_of(config: RunConfig) -> Iterator[tuple[str, object]]:
-    yield "run.seed", config.run.seed
-    for section, values in config:
-        if section in ASIDE:
-            continue
-        yield from ((f"{section}.{key}", value) for key, value in values)

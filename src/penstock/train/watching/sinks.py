@@ -3,7 +3,7 @@
 import os
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -84,15 +84,12 @@ def open_tensorboard(folder: Path, first_step: int) -> Iterator[Sink]:
 class _Wandb:
     """Passes numbers on to W&B until it fails; a run does not end for that, and one line says so."""
 
-    def __init__(self, tell: Callable[[str], None], limit_s: float) -> None:
+    def __init__(self, init: Callable[[], Any], tell: Callable[[str], None], limit_s: float) -> None:
+        """Begin the run that `init` returns."""
         self._tell = tell
         self._limit_s = limit_s
-        self._run: Any = None
+        self._run: Any = self._attempt(init)
         """That of W&B; None once it has failed."""
-
-    def begin(self, init: Callable[[], Any]) -> None:
-        """Begin the run that a function returns."""
-        self._run = self._attempt(init)
 
     def _attempt(self, act: Callable[[], Any]) -> Any:
         try:
@@ -129,18 +126,14 @@ def open_wandb(
     """
     wandb = WANDB.load()
     settings = tomllib.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
-    sink = _Wandb(tell, limit_s)
-    sink.begin(
-        lambda: wandb.init(
-            project=options.wandb_project,
-            name=folder.name,
-            dir=str(folder),
-            mode=options.wandb,
-            config=settings,
-            settings=WANDB_SETTINGS,
-        )
+    begin = partial(
+        wandb.init,
+        project=options.wandb_project,
+        name=folder.name,
+        dir=str(folder),
+        mode=options.wandb,
+        config=settings,
+        settings=WANDB_SETTINGS,
     )
-    try:
+    with closing(_Wandb(begin, tell, limit_s)) as sink:
         yield sink.write
-    finally:
-        sink.close()
