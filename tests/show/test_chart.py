@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.show.chart import draw_overlay, draw_timeline, overlay_chart, timeline_chart
+from penstock.show.chart import draw_overlay, overlay_chart, timeline_chart
 from penstock.simulation import Costs
 from tests.show.timelines import UNIT, timeline_of, timeline_with_bars
 
@@ -94,10 +94,10 @@ def test_the_same_timeline_gives_the_same_bytes(format):
 
 
 def test_the_suffix_tells_the_format(tmp_path):
-    draw_timeline(timeline_of(2, 2), tmp_path / "timeline.SVG")
-    draw_overlay(timeline_of(2, 8), timeline_of(2, 8), tmp_path / "overlay.png")
+    for name in ("overlay.SVG", "overlay.png"):
+        draw_overlay(timeline_of(2, 8), timeline_of(2, 8), tmp_path / name)
 
-    assert "rank 1" in texts_of((tmp_path / "timeline.SVG").read_bytes())
+    assert "rank 1" in texts_of((tmp_path / "overlay.SVG").read_bytes())
     assert (tmp_path / "overlay.png").read_bytes().startswith(PNG)
 
 
@@ -161,4 +161,4 @@ def test_timelines_of_different_ranks_cannot_be_laid_over_each_other():
 
 def test_an_unknown_suffix_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"\.jpeg"):
-        draw_timeline(timeline_of(2, 4), tmp_path / "timeline.jpeg")
+        draw_overlay(timeline_of(2, 4), timeline_of(2, 4), tmp_path / "overlay.jpeg")

@@ -111,16 +111,6 @@ def overlay_chart(measured: Timeline, predicted: Timeline, *, format: str = "svg
     return sheet.to_bytes()
 
 
-def draw_timeline(timeline: Timeline, path: str | Path, *, title: str | None = None, theme: str = "light") -> None:
-    """Draw one timeline into a PNG or SVG file, by its suffix.
-
-    Raises:
-        ConfigError: for another suffix or theme, or if matplotlib is not installed.
-    """
-    file = Path(path)
-    file.write_bytes(timeline_chart(timeline, format=format_of_name(file), title=title, theme=theme))
-
-
 def draw_overlay(measured: Timeline, predicted: Timeline, path: str | Path, *, theme: str = "light") -> None:
     """Draw the predicted timeline above the measured one into a PNG or SVG file, by its suffix.
 
