@@ -108,7 +108,7 @@ class Problem:
             "seconds": seconds_of_rows(table, costs, seconds_of_ops(table, costs)),
             "source": action_of_row[found[:, 0]],
             "saved": action_of_row[found[:, 1]],
-            "lag_s": Lags.of(placement, messages, factors).of_rows(table),
+            "lag_s": Lags.of(table, costs).of_rows(table),
             "link": wires.link,
             "wire_s": wires.seconds,
             "taken": taken,

@@ -38,7 +38,6 @@ from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.blocks import Block, blocks_of, in_order
 from penstock.simulation.channels import Lags
 from penstock.simulation.costs.costs import Costs
-from penstock.simulation.costs.messages import message_costs
 from penstock.simulation.durations import durations_s
 
 
@@ -291,11 +290,7 @@ def _ready_s(timeline: Timeline, costs: Costs) -> NDArray[np.float64]:
     """[num_instructions] when a forward could have run at the earliest, after what it waits for."""
     program = timeline.program
     before = predecessors(program)
-    lags = Lags.of(
-        program.placement,
-        message_costs(program.placement, costs),
-        costs.per_microbatch("microbatch_bytes_factor", program.num_microbatches),
-    )
+    lags = Lags.of(program, costs)
     is_receive = IS_RECEIVE[program.op]
     # A receive may have been posted long after its message could have come: the send counts.
     known_s = timeline.end_s.copy()

@@ -20,11 +20,13 @@ from penstock.ir.hot import blocks
 from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE, IS_SEND, MADE, MOVED, NUM_OPS, TAKEN, At
 from penstock.ir.program import Program
 from penstock.ir.table import Table
+from penstock.ir.timeline import Floats
 from penstock.placement import Placement
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.costs.messages import BACKWARD, FORWARD, MessageCosts, message_costs
 from penstock.simulation.queues import Queues, Rows
 
+ALL_ROWS = slice(None)
 SENDER_OF = {FORWARD: At.UPSTREAM, BACKWARD: At.DOWNSTREAM}
 """By direction, which is the index among `operations.MESSAGES`: where the messages come from that a stage takes."""
 
@@ -36,12 +38,12 @@ class Messages:
     receives: Rows
     carriers: NDArray[np.int32]
     """For each receive, the row after which its message arrives: a send, or a row of a queue."""
-    lag_s: NDArray[np.float64]
+    lag_s: Floats
     """[num_instructions] seconds from the end of what carries the message that a row takes until the row may start."""
     posts: NDArray[np.int32] | None = None
     """[num_instructions] the receive of the message that a row takes; None where messages do not wait for receives."""
 
-    def arrivals_s(self, end_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    def arrivals_s(self, end_s: Floats) -> Floats:
         """For each receive, when its message arrives, from the ends of all rows."""
         begin_s = end_s[self.carriers] if self.posts is None else np.maximum(end_s[self.carriers], end_s[self.receives])
         return np.asarray(begin_s + self.lag_s[self.receives])
@@ -65,19 +67,28 @@ def add_messages(program: Program, costs: Costs, before: NDArray[np.int32], queu
     receive_of_send = np.full(program.num_instructions, NONE, np.int32)
     if posts is not None:
         receive_of_send[before[receives]] = receives
-    if len(receives):
-        _let_consumers_wait(program, before)
+    # Posting a receive does not hold up the rank: consumers wait for the send of their message instead.
+    for part in blocks(program.num_instructions) if len(receives) else ():
+        computes = part.start + np.flatnonzero(IS_COMPUTE[program.op[part]])
+        sources = before[computes]
+        waits = (sources != NONE) & IS_RECEIVE[program.op[sources]]
+        before[computes[waits]] = before[sources[waits]]
     if table.is_exclusive.any():
         sends = program.rows_of(IS_SEND)
         sources = sends if len(sends) else program.compute_rows()
-        leaving, wires = _queue(program, sources, table, factors, queues, receive_of_send)
-        _let_messages_queue(program, before, leaving, wires)
+        wires = Wires.of(program, table, factors, sources)
+        leaving = sources[wires.link != NONE]
+        runs = _queue(leaving, wires, queues, receive_of_send)
+        # On other ranks, what sends a message is replaced by the row of the queue that carries it.
+        carrier = np.append(np.arange(program.num_instructions, dtype=np.int32), np.int32(NONE))
+        carrier[leaving] = runs
+        takers = np.flatnonzero((before != NONE) & (program.rank_of_row[before] != program.rank_of_row))
+        before[takers] = carrier[before[takers]]
         if len(sends):
-            queues.outlasting.append((leaving, wires))
+            queues.outlasting.append((leaving, runs))
     carriers = before[receives]
     before[receives] = NONE
-    lags = Lags.of(program.placement, table, factors)
-    return Messages(receives, carriers, lags.of_rows(program), posts)
+    return Messages(receives, carriers, Lags.of(program, costs).of_rows(program), posts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,22 +98,24 @@ class Lags:
     That is the latency, and on contention-free links the time on the wire.
     """
 
-    wire_s: NDArray[np.float64]
+    wire_s: Floats
     """[num_ops, num_stages] by what takes the message, times a factor; all 0 where the factors are equal."""
-    latency_s: NDArray[np.float64]
+    latency_s: Floats
     """[num_ops, num_stages] the rest."""
-    factors: NDArray[np.float64]
+    factors: Floats
     """[num_microbatches] of `wire_s`."""
 
     @classmethod
-    def of(cls, placement: Placement, table: MessageCosts, factors: NDArray[np.float64]) -> "Lags":
-        wire_s = _by_taker(placement, np.where(table.is_exclusive, 0.0, table.wire_s))
-        latency_s = _by_taker(placement, table.latency_s)
+    def of(cls, table: Table, costs: Costs) -> "Lags":
+        factors = costs.per_microbatch("microbatch_bytes_factor", table.num_microbatches)
+        messages = message_costs(table.placement, costs)
+        wire_s = _by_taker(table.placement, np.where(messages.is_exclusive, 0.0, messages.wire_s))
+        latency_s = _by_taker(table.placement, messages.latency_s)
         if (factors == factors[0]).all():
             return cls(np.zeros_like(wire_s), wire_s * factors[0] + latency_s, factors)
         return cls(wire_s, latency_s, factors)
 
-    def of_rows(self, table: Table) -> NDArray[np.float64]:
+    def of_rows(self, table: Table) -> Floats:
         """[num_rows] the lag of each row."""
         lag_s = np.empty(table.num_rows)
         varies = bool(self.wire_s.any())
@@ -116,24 +129,24 @@ class Lags:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wires:
-    """[num_rows] the serialized links by which messages leave, of the rows that they leave after."""
+    """[rows] the serialized links by which messages leave, of the rows that they leave after."""
 
     link: NDArray[np.int32]
     """A number for each ordered pair of ranks; `NONE` for a row whose message does not leave by such a link."""
-    seconds: NDArray[np.float64]
+    seconds: Floats
     """That a message keeps the link busy."""
 
     @classmethod
-    def of(cls, table: Table, costs: MessageCosts, factors: NDArray[np.float64]) -> "Wires":
-        """Look them up for the rows of a schedule."""
-        key = table.op * np.int32(table.num_stages) + table.stage
+    def of(cls, table: Table, costs: MessageCosts, factors: Floats, rows: Rows | slice = ALL_ROWS) -> "Wires":
+        """Look them up for these rows of a schedule or program."""
+        key = table.op[rows] * np.int32(table.num_stages) + table.stage[rows]
         is_queued = np.take(_by_sender(costs.is_exclusive.astype(np.float64)), key) > 0
         link = np.where(is_queued, np.take(_by_sender(_links(table.placement)), key), NONE)
-        wire_s = np.take(_by_sender(costs.wire_s), key) * factors[table.microbatch]
+        wire_s = np.take(_by_sender(costs.wire_s), key) * factors[table.microbatch[rows]]
         return cls(link.astype(np.int32), np.where(is_queued, wire_s, 0.0))
 
 
-def _by_taker(placement: Placement, values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _by_taker(placement: Placement, values: Floats) -> Floats:
     """[num_ops, num_stages] what messages have by direction and sending stage, for the rows that take them; else 0."""
     table = np.zeros((NUM_OPS, placement.num_stages))
     for direction, at in SENDER_OF.items():
@@ -143,7 +156,7 @@ def _by_taker(placement: Placement, values: NDArray[np.float64]) -> NDArray[np.f
     return table
 
 
-def _by_sender(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _by_sender(values: Floats) -> Floats:
     """The same for the rows that messages leave after: sends, and computations where there are none."""
     table = np.zeros((NUM_OPS, values.shape[1]))
     for direction, of_direction in enumerate(values):
@@ -151,47 +164,19 @@ def _by_sender(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return table
 
 
-def _let_consumers_wait(program: Program, before: NDArray[np.int32]) -> None:
-    """Replace receives by the sends of their messages: posting a receive does not hold up the rank."""
-    for part in blocks(program.num_instructions):
-        computes = part.start + np.flatnonzero(IS_COMPUTE[program.op[part]])
-        sources = before[computes]
-        waits = (sources != NONE) & IS_RECEIVE[program.op[sources]]
-        before[computes[waits]] = before[sources[waits]]
-
-
-def _let_messages_queue(program: Program, before: NDArray[np.int32], leaving: Rows, wires: Rows) -> None:
-    """Replace what sends a message by the row of the queue that carries it, for those on other ranks."""
-    carrier = np.append(np.arange(program.num_instructions, dtype=np.int32), np.int32(NONE))
-    carrier[leaving] = wires
-    takers = np.flatnonzero((before != NONE) & (program.rank_of_row[before] != program.rank_of_row))
-    before[takers] = carrier[before[takers]]
-
-
-def _queue(
-    program: Program,
-    sources: Rows,
-    table: MessageCosts,
-    factors: NDArray[np.float64],
-    queues: Queues,
-    receive_of_send: NDArray[np.int32],
-) -> tuple[Rows, Rows]:
-    """Give each message of a serialized link a row of the link's queue; return what sends them, and these rows."""
-    key = program.op[sources] * np.int32(program.num_stages) + program.stage[sources]
-    is_queued = np.take(_by_sender(table.is_exclusive.astype(np.float64)), key) > 0
-    leaving, key = sources[is_queued], key[is_queued]
-    links = np.take(_by_sender(_links(program.placement)), key)
+def _queue(leaving: Rows, wires: Wires, queues: Queues, receive_of_send: NDArray[np.int32]) -> Rows:
+    """Give each message of a serialized link, by what sends it, a row of the link's queue; return these rows."""
+    is_queued = wires.link != NONE
+    links, wire_s = wires.link[is_queued], wires.seconds[is_queued]
     in_order = np.argsort(links, kind="stable")
     begins = np.flatnonzero(np.diff(links[in_order], prepend=NONE))
+    sent, runs = leaving[in_order], np.empty(len(leaving), np.int64)
     lengths = np.diff(begins, append=len(leaving))
-    wires = np.empty(len(leaving), np.int64)
-    wire_s = np.take(_by_sender(table.wire_s), key) * factors[program.microbatch[leaving]]
-    sent = leaving[in_order]
-    wires[in_order] = queues.add(lengths, after=sent, and_after=receive_of_send[sent], duration_s=wire_s[in_order])
-    return leaving, wires
+    runs[in_order] = queues.add(lengths, after=sent, and_after=receive_of_send[sent], duration_s=wire_s[in_order])
+    return runs
 
 
-def _links(placement: Placement) -> NDArray[np.float64]:
+def _links(placement: Placement) -> Floats:
     """[2, num_stages] a number for each ordered pair of ranks, by direction and sending stage."""
     ranks = np.array(placement.rank_of_stage)
     receivers = np.array([placement.next_stage, placement.previous_stage])

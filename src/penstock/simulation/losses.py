@@ -30,7 +30,7 @@ from penstock.simulation.causes import Cause, IdleTimes, RankAccount, accounts_o
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
 from penstock.simulation.costs.messages import hops, message_costs
 from penstock.simulation.engine import simulate
-from penstock.simulation.message_latency import with_unhindered_arrivals
+from penstock.simulation.message_latency import with_true_arrivals
 from penstock.simulation.prologue import Prologue, last_to_ask, with_first_waits
 
 
@@ -178,7 +178,7 @@ def makespan_without_waits_s(timeline: Timeline, ranks: Collection[int], *, is_r
 
     And, unless `is_reducing`, if no reduction had held up any rank.
     """
-    blocks = blocks_of(with_unhindered_arrivals(timeline))
+    blocks = blocks_of(with_true_arrivals(timeline, after_posts=False))
     begin_s = min((block.start_s for block in blocks), default=0.0)
     free_s = dict.fromkeys(range(timeline.num_ranks), begin_s)
     # How much earlier than measured each block would be over, and of each rank the one before.

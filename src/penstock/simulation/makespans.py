@@ -39,10 +39,8 @@ class Makespans:
         require_costs(costs)
         self._costs = costs
         self._shape = (like.placement, like.num_microbatches, like.num_slices)
-        table = message_costs(like.placement, costs)
-        self._is_serialized = bool(table.is_exclusive.any())
-        factors = costs.per_microbatch("microbatch_bytes_factor", like.num_microbatches)
-        self._lags = Lags.of(like.placement, table, factors)
+        self._is_serialized = bool(message_costs(like.placement, costs).is_exclusive.any())
+        self._lags = Lags.of(like, costs)
         self._seconds = seconds_of_ops(like, costs)
         self._waits = _waits(like)
 

@@ -21,7 +21,7 @@ from penstock.ir.collectives import GATHERS, REDUCES_REPLICAS
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import IS_RECEIVE, OPERATIONS, Op, Value
 from penstock.ir.program import Program
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import Floats, Timeline
 from penstock.simulation.blocks import blocking_reductions, data_ready_s
 
 ORDINARY = 1.5
@@ -29,7 +29,6 @@ ORDINARY = 1.5
 _MOVES_OUTPUT = np.array([OPERATIONS[op].message is Value.OUTPUT for op in Op])
 
 Rows = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,31 +108,19 @@ def message_latency_s(timelines: Sequence[Timeline], transfers: Transfers) -> Fl
     return found
 
 
-def with_true_arrivals(timeline: Timeline) -> Timeline:
+def with_true_arrivals(timeline: Timeline, *, after_posts: bool = True) -> Timeline:
     """Return a measured timeline in which messages that had been there before they were looked for arrive when they
-    usually do, not when they were noticed."""
-    return _with_arrivals(timeline, np.minimum(timeline.start_s, timeline.end_s))
+    usually do, not when they were noticed.
 
-
-def with_unhindered_arrivals(timeline: Timeline) -> Timeline:
-    """Return the same without regard to when a receive was posted: had its rank been earlier, it would have been, too.
-
-    So some messages arrive before their receive is posted.
+    Unless `after_posts`, that is without regard to when a receive was posted: had its rank been
+    earlier, it would have been, too. So some messages arrive before their receive is posted.
     """
-    return _with_arrivals(timeline, np.full(len(timeline.start_s), -np.inf))
-
-
-def _with_arrivals(timeline: Timeline, earliest_s: Floats) -> Timeline:
-    """The timeline with receives that end when their messages arrived, at the earliest at these moments by row."""
     transfers = Transfers.of(timeline.program)
-    end_s = timeline.end_s.copy()
-    end_s[transfers.receives] = np.maximum(_arrivals_s(timeline, transfers), earliest_s[transfers.receives])
-    return replace(timeline, end_s=end_s)
-
-
-def _arrivals_s(timeline: Timeline, transfers: Transfers) -> Floats:
-    """When messages arrived: as noted if they were awaited, else after the usual time, but not later than noted."""
     expected_s = timeline.end_s[transfers.sends] + message_latency_s([timeline], transfers)
-    noted_s = timeline.end_s[transfers.receives]
+    posted_s, noted_s = timeline.start_s[transfers.receives], timeline.end_s[transfers.receives]
+    # As noted if they were awaited, else after the usual time, but not later than noted.
     was_there = expected_s <= transfers.idle_from_s(timeline)
-    return np.asarray(np.where(was_there, np.minimum(expected_s, noted_s), noted_s))
+    arrivals_s = np.where(was_there, np.minimum(expected_s, noted_s), noted_s)
+    end_s = timeline.end_s.copy()
+    end_s[transfers.receives] = np.maximum(arrivals_s, np.minimum(posted_s, noted_s)) if after_posts else arrivals_s
+    return replace(timeline, end_s=end_s)

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
 from penstock.ir.program import Program
+from penstock.ir.timeline import Floats
 from penstock.ir.walk import Walk, walk
 
 Rows = NDArray[np.int64]
-Seconds = NDArray[np.float64]
 
 
 class Queues:
@@ -25,34 +25,30 @@ class Queues:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._lengths: list[Rows] = []
-        self._after: list[Rows] = []
-        self._and_after: list[NDArray[np.int32]] = []
-        self._duration_s: list[Seconds] = []
+        self._parts: list[tuple[Rows, Rows, NDArray[np.int32], Floats]] = []
+        """Added by the calls of `add`."""
         self.next_row = program.num_instructions
         """The number that the first row of the next queue will have."""
         self.outlasting: list[tuple[Rows, Rows]] = []
         """Rows of the program that are over when a row of a queue is, and these rows."""
 
     def add(
-        self, lengths: Rows, *, after: Rows, duration_s: Seconds, and_after: NDArray[np.int32] | None = None
+        self, lengths: Rows, *, after: Rows, duration_s: Floats, and_after: NDArray[np.int32] | None = None
     ) -> Rows:
         """Add queues of these lengths and return the numbers of their rows.
 
         Each row comes after one row, which may be of a later queue, and after one row of the program, if any.
         """
-        self._lengths.append(lengths)
-        self._after.append(after)
-        self._and_after.append(np.full(len(after), NONE, np.int32) if and_after is None else and_after)
-        self._duration_s.append(duration_s)
+        alone = np.full(len(after), NONE, np.int32)
+        self._parts.append((lengths, after, alone if and_after is None else and_after, duration_s))
         self.next_row += len(after)
         return np.arange(self.next_row - len(after), self.next_row)
 
     def walk(
         self,
         before: Sequence[NDArray[np.int32]],
-        duration_s: Seconds,
-        lag_s: Seconds,
+        duration_s: Floats,
+        lag_s: Floats,
         *,
         num_lagged: int = 1,
         compiled: bool = False,
@@ -63,36 +59,25 @@ class Queues:
         time from the end of each of the first `num_lagged` of these until the row may start.
         """
         program = self._program
+        offsets, joined, rank_order = program.offsets, program.joined, None
         num_added = self.next_row - program.num_instructions
-        if not num_added:
-            return walk(
-                program.offsets,
-                _table(before),
-                program.joined,
-                duration_s,
-                lag=_table([lag_s] * num_lagged),
-                compiled=compiled,
-            )
-        # Each row of a queue waits for one row or two, without a lag, and for the queue's rows before it.
-        ends = program.num_instructions + np.cumsum(np.concatenate(self._lengths))
-        nothing = np.full(num_added, NONE, np.int32)
-        after = np.concatenate(self._after).astype(np.int32)
-        added = [after, np.concatenate(self._and_after), *[nothing] * len(before)]
-        columns = [np.concatenate(pair) for pair in zip(before, added, strict=False)]
-        return walk(
-            np.concatenate([program.offsets, ends]),
-            _table(columns),
-            np.concatenate([program.joined, np.zeros(num_added, np.bool_)]),
-            np.concatenate([duration_s, *self._duration_s]),
-            lag=_table([np.concatenate([lag_s, np.zeros(num_added)])] * num_lagged),
-            rank_order=self._rank_order(),
-            compiled=compiled,
-        )
+        if num_added:
+            # Each row of a queue waits for one row or two, without a lag, and for the queue's rows before it.
+            lengths, after, and_after, busy_s = map(np.concatenate, zip(*self._parts, strict=True))
+            nothing = np.full(num_added, NONE, np.int32)
+            added = [after.astype(np.int32), and_after, *[nothing] * len(before)]
+            before = [np.concatenate(pair) for pair in zip(before, added, strict=False)]
+            offsets = np.concatenate([offsets, program.num_instructions + np.cumsum(lengths)])
+            joined, rank_order = np.concatenate([joined, np.zeros(num_added, np.bool_)]), self._rank_order()
+            duration_s = np.concatenate([duration_s, busy_s])
+            lag_s = np.concatenate([lag_s, np.zeros(num_added)])
+        rows, lag = _table(before), _table([lag_s] * num_lagged)
+        return walk(offsets, rows, joined, duration_s, lag=lag, rank_order=rank_order, compiled=compiled)
 
     def _rank_order(self) -> Rows:
         """Each queue right after the rank that fills it: so one round takes a message from end to end."""
         program = self._program
-        parts = [_first_after(*each) for each in zip(self._lengths, self._after, strict=True)]
+        parts = [_first_after(lengths, after) for lengths, after, *_ in self._parts]
         # A queue that another queue fills has a row past all ranks here, and so comes after them.
         fillers = np.searchsorted(program.offsets, np.concatenate(parts), side="right") - 1
         return np.argsort(np.concatenate([np.arange(program.num_ranks), fillers]), kind="stable")

@@ -14,20 +14,18 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.awaits import gather_of_row, reductions_of_row
 from penstock.ir.collectives import GATHERS, REDUCES_REPLICAS
 from penstock.ir.deps import NONE
 from penstock.ir.operations import IS_RECEIVE, Op
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import Floats, Timeline
 from penstock.simulation.blocks import blocking_reductions
 
 AWAITED = 0.5
 """The share of its seconds for which a rank waits at least for an exchange whose end it sees."""
 _OPS = (Op.UNSHARD, Op.REDUCE_GRADIENT)
 _IS_EXCHANGE = GATHERS | REDUCES_REPLICAS
-Floats = NDArray[np.float64]
 
 
 class _Sample(NamedTuple):
