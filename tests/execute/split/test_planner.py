@@ -74,6 +74,34 @@ def test_a_small_weight_stays_whole_from_the_next_step_on():
     assert [plan.is_small(layer.weight) for layer in module] == [True, False]
 
 
+def test_of_weights_that_have_become_small_none_is_said_to_wait():
+    module = nn.Linear(WIDTH, WIDTH, bias=False)
+    plan = SplitPlanner([module], small=math.inf)
+
+    assert [(late_weights(plan, module), plan.how(module.named_parameters())) for _ in range(2)] == [
+        ({"weight"}, {"weight": "product"}),
+        (set(), {}),
+    ]
+
+
+class Penalized(nn.Module):
+    """Adds a penalty for its weight to what its product gives."""
+
+    def __init__(self, penalty):
+        super().__init__()
+        self.weight, self.penalty = nn.Parameter(values(2, WIDTH, WIDTH)), penalty
+
+    def forward(self, hidden):
+        return hidden @ self.weight + self.penalty(self.weight).sum()
+
+
+@pytest.mark.parametrize(("penalty", "late"), [(lambda w: w.pow(2), {"weight"}), (lambda w: w * w, set())])
+def test_a_weight_waits_with_all_its_uses_where_their_sum_does_not_depend_on_the_order(penalty, late):
+    module = Penalized(penalty)
+
+    assert late_weights(SplitPlanner([module], small=0), module) == late
+
+
 def test_sizes_are_looked_at_again_when_the_batch_grows():
     module = nn.Linear(WIDTH, WIDTH, bias=False)
     plan = SplitPlanner([module], small=4 * WIDTH * WIDTH)

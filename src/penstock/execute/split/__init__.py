@@ -21,8 +21,9 @@ One file per way to wait; none of them knows another one, and neither does the w
 
 Why does a weight not wait? `SplitPlanner.early` has the reason of each (`Reason`):
 
-    small                   `SplitPlan.small`: its size is under `planner.SMALL`
-    cannot be told apart    no finder has found it: `WeightGraph.behind` has returned None; or `_Search.settle` has
-                            refused it; or it `is_kept_elsewhere`, and `SplitPlan.in_forward` does not have it
+    small                   `SplitPlan.small`: its size is under `planner.SMALL`; `SplitPlanner.is_small` says so
+    cannot be told apart    no finder has found it: its node is of no kind that one knows, or a function that does not
+                            ask, or `WeightGraph.behind` has returned None; or `_Search.settle` has refused it; or it
+                            `is_kept_elsewhere`, and `SplitPlan.in_forward` does not have it
     its layer computes it   no gradient has come to it in I, and no finder has found it
 """

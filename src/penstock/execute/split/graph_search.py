@@ -2,7 +2,7 @@
 
     loss <- Add <- Mm <- Gelu <- Addmm <- ... <- Mul <- input      what I goes through
                    |             |    |          |
-                   T             T    bias       Tanh              W waits; vectors do not
+                   T             T    bias       Tanh              W waits; biases do not
                    |             |               |
                    W1            W2              W3
 
@@ -162,7 +162,8 @@ class _Search:
         """Return entries that lie within what else waits, and nodes whose gradients would be added up otherwise.
 
         A node gets gradients from what waits first and then from other nodes; in a whole backward they may come in
-        turn. Two gradients have one sum, whichever comes first; three have not.
+        turn. Two gradients have one sum, whichever comes first; three have not. So beside `x @ w`, which adds one
+        gradient, `w.pow(2)` waits and `w * w`, which leads to w twice, does not.
         """
         used = [id(parameter) for each in every for parameter in each.parameters]
         if len(set(used)) == len(used):

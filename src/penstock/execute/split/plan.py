@@ -44,6 +44,7 @@ class SplitPlan:
     asking: frozenset[Any] = frozenset()
     """Custom functions that are run in two parts."""
     finds_branches: bool = True
+    """Whether what is made of weights alone is looked for: not once a walk has come to all weights and found none."""
     searches: bool = True
     """Whether graphs are walked at all: not where it is known that nothing can wait."""
 

@@ -39,9 +39,10 @@ class Reason(StrEnum):
     SMALL = "small"
     """It takes less time than to wait."""
     NOT_TOLD_APART = "cannot be told apart"
-    """Nothing tells the input's gradient from that of the weight, or I uses the weight in another way as well."""
+    """Nothing tells the input's gradient from that of the weight, I uses the weight in another way as well, or its
+    gradients would be added up in another order."""
     OWN = "its layer computes it"
-    """The layer leaves it for later by itself, or has none."""
+    """No gradient came to it in I, and nothing that waits was found: its layer leaves it for later, or has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,8 @@ class SplitPlanner:
                 self.plan = following
             self._is_new_step = False
         walk = self._survey if self.plan.searches else None
+        if walk is None:
+            self._how = {}
         return DeferredWeights(walk, self.plan.in_forward, self._watch, self._give_up)
 
     @property
@@ -105,7 +108,7 @@ class SplitPlanner:
         return is_same and following.asking == now.asking
 
     def is_small(self, weight: Tensor) -> bool:
-        """Whether a weight is too small for its gradient to be deferred."""
+        """Whether a weight is too small for its gradient to be deferred: names the reason, `plan_from` decides."""
         return self._shown.sizes.get(id(weight), self._border) < self._border
 
     def how(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
@@ -115,6 +118,7 @@ class SplitPlanner:
     @contextmanager
     def examining(self, stage: int, parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
         """Look which weights get their gradients in a backward of inputs, and say it once the plan is settled."""
+        # Not vectors, such as biases and norms: their gradients stay in I by design.
         matrices = {name: weight for name, weight in parameters if weight.requires_grad and weight.dim() > 1}
         early: set[str] = set()
 
