@@ -14,7 +14,7 @@ from typing import Any, Self
 from penstock.execute.batch.microbatch import Microbatch, MicrobatchKey
 from penstock.execute.batch.prefetcher import Prefetcher
 from penstock.execute.losses.step_losses import StepLosses
-from penstock.execute.parameters.layout import Ticket
+from penstock.execute.parameters.layout import Launched
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class Step:
     """Values that rows leave for later rows, by the numbers of `ops.keys`."""
     carried: dict[tuple[int, int], Any] = field(default_factory=dict)
     """Per stage and microbatch, what slices carry to later slices."""
-    tickets: dict[int, Ticket] = field(default_factory=dict)
+    tickets: dict[int, Launched] = field(default_factory=dict)
     """By row, what it has launched and nobody has waited for."""
 
     def wait_for(self, row: int) -> None:

@@ -7,24 +7,11 @@ RESHARD        drops what was gathered
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import nn
 
 from penstock.execute.replicas.first_replica import Share
 from penstock.execute.replicas.lane import ReplicaLane, Serial
-
-
-class Ticket(Protocol):
-    """Something that was launched."""
-
-    def wait(self) -> None:
-        """Return when it is done.
-
-        Raises:
-            PipelineError: it has failed, or is late.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,14 +51,14 @@ class ParameterLayout:
     def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None:
         """Begin a step; unless `is_synced`, replicas reduce none but those of tied parameters, if these are summed."""
 
-    def unshard(self) -> Ticket | None:
+    def unshard(self) -> Launched | None:
         """Make the parameters whole."""
         return None
 
     def reshard(self) -> None:
         """Go back to this rank's part."""
 
-    def reduce(self, stage: int, *, is_last: bool) -> Ticket | None:
+    def reduce(self, stage: int, *, is_last: bool) -> Launched | None:
         """Add up over the replicas what has come to the gradients of a stage; nothing comes behind the last one."""
         return None
 
