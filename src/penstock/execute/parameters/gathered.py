@@ -32,18 +32,13 @@ class GatheredParameter:
     """One parameter of a unit."""
 
     rows: Rows
-    begin: int
-    """Its first element in the part of a replica."""
+    in_part: slice
+    """Where its rows are in the part of a replica."""
     whole: nn.Parameter
     filled: Tensor
     """The memory of `whole`: [D, elements of a part]."""
     shard: nn.Parameter
     holders: Sequence[Holder]
-
-    @property
-    def in_part(self) -> slice:
-        """Where its rows are in the part of a replica."""
-        return slice(self.begin, self.begin + self.rows.part_elements)
 
 
 class Block:
@@ -64,7 +59,8 @@ class Block:
         """Of the whole parameters, when they were filled."""
         begin = 0
         for parameter, own in rows.items():
-            part = self.own[begin : begin + own.part_elements]
+            in_part = slice(begin, begin + own.part_elements)
+            part = self.own[in_part]
             if (left := early[parameter]) is None:
                 own.take_own(parameter.detach(), part, replica)
             else:
@@ -74,14 +70,14 @@ class Block:
             self.parameters.append(
                 GatheredParameter(
                     own,
-                    begin,
+                    in_part,
                     _like(whole, parameter),
                     filled,
                     _like(as_shard(own.own_in(part, replica), mesh, own.shape, own.strides()), parameter),
                     held[parameter],
                 )
             )
-            begin += own.part_elements
+            begin = in_part.stop
         self.drop()
 
     @property
@@ -109,7 +105,9 @@ class Block:
 
     def drop(self) -> None:
         """Let the modules hold shards, and free the whole parameters."""
-        self._hold_shards()
+        for each in self.parameters:
+            for module, name in each.holders:
+                put_parameter(module, name, each.shard)
         self._memory.resize_(0)
 
     def changed(self) -> str:
@@ -117,11 +115,6 @@ class Block:
         pairs = zip(self.parameters, self._versions, strict=True)
         changed = next((each for each, version in pairs if version_of(each.whole) != version), None)
         return "" if changed is None else f"{type(changed.holders[0][0]).__name__}.{changed.holders[0][1]}"
-
-    def _hold_shards(self) -> None:
-        for each in self.parameters:
-            for module, name in each.holders:
-                put_parameter(module, name, each.shard)
 
     def _view(self, begin: int, *shape: int) -> Tensor:
         """Return a tensor in the memory of whole parameters, with a version counter of its own."""
