@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PipelineError
-from penstock.execute.values.layouts import Layout, PlainNumbers, TensorInfo, decode_layout, encode_layout, is_alike
+from penstock.execute.values.layouts import Layout, TensorInfo, decode_layout, encode_layout, is_alike
 from penstock.execute.values.tree import flatten
 
 INFO = TensorInfo((2, 3), torch.float32, requires_grad=False)
@@ -196,7 +196,7 @@ def layout_of(*leaves):
 def test_numbers_come_back_with_their_types_and_everything_else_as_agreed():
     agreed = layout_of(True, INFO, 7, "text", 0.5, 2**63)
     leaves = [False, torch.zeros(2, 3), -(2**63), "text", math.nan, 2**63]
-    numbers = PlainNumbers.of(agreed)
+    numbers = agreed.numbers
 
     written = numbers.written(leaves)
     found = numbers.read(agreed, written).leaves
@@ -211,7 +211,7 @@ def test_numbers_come_back_with_their_types_and_everything_else_as_agreed():
 @pytest.mark.parametrize("number", [0.1, -0.0, math.inf, 5e-324])
 def test_a_float_arrives_bit_for_bit(number):
     agreed = layout_of(1.0)
-    numbers = PlainNumbers.of(agreed)
+    numbers = agreed.numbers
 
     (found,) = numbers.read(agreed, numbers.written([number])).leaves
 
@@ -219,7 +219,7 @@ def test_a_float_arrives_bit_for_bit(number):
 
 
 def test_a_tree_without_numbers_has_none():
-    assert PlainNumbers.of(layout_of(INFO, "text", 2**64)) is None
+    assert layout_of(INFO, "text", 2**64).numbers is None
 
 
 @pytest.mark.parametrize(

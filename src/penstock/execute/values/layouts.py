@@ -85,8 +85,10 @@ class Layout:
 
     @cached_property
     def numbers(self) -> "PlainNumbers | None":
-        """The leaves that may have other values in each message."""
-        return PlainNumbers.of(self)
+        """The leaves that may have other values in each message; None where there are none."""
+        places = tuple(index for index, leaf in enumerate(self.leaves) if is_number(leaf))
+        codes = [_CODES[type(self.leaves[place])] for place in places]
+        return PlainNumbers(places, "<" + "".join(codes)) if places else None
 
     @property
     def num_bytes(self) -> int:
@@ -263,12 +265,6 @@ class PlainNumbers:
     """Indices of leaves."""
     code: str
     """Of `struct`."""
-
-    @classmethod
-    def of(cls, layout: Layout) -> "PlainNumbers | None":
-        """Return those of a layout; None where it has none."""
-        places = tuple(index for index, leaf in enumerate(layout.leaves) if is_number(leaf))
-        return cls(places, "<" + "".join(_CODES[type(layout.leaves[place])] for place in places)) if places else None
 
     @property
     def num_bytes(self) -> int:
