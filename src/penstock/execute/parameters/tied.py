@@ -62,7 +62,7 @@ class TiedCopy:
             gradients = list(map(store.of, parameters))
             for index, total in sum_over(transport, self.ranks, gradients, list(map(store.like, parameters))):
                 store.put_sum(parameters[index], total)
-        self._take_from_owner(transport, self._saved_buffers())
+        self._take_from_owner(transport, (buffer for layer in self.layers for buffer in _saved_buffers(layer)))
 
     def describe(self) -> list[list[str]]:
         """Name every tensor that is kept equal, each with what must be alike on all holders."""
@@ -75,9 +75,6 @@ class TiedCopy:
 
     def _buffers(self) -> list[Tensor]:
         return [buffer for layer in self.layers for buffer in layer.buffers()]
-
-    def _saved_buffers(self) -> list[Tensor]:
-        return [buffer for layer in self.layers for buffer in _saved_buffers(layer)]
 
     def _take_from_owner(self, transport: Messages, tensors: Iterable[Tensor]) -> None:
         owner = self.ranks[0]
