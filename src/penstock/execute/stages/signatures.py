@@ -43,11 +43,10 @@ class TakenKeywords:
 
     def select(self, kwargs: Mapping[str, Any], num_positional: int = 1) -> dict[str, Any]:
         """Return the entries of `kwargs` that the forward can take, but for those taken by position."""
-        if not kwargs:
-            return {}
         free = self.names(num_positional)
-        passed_on = kwargs.keys() - self.positions.keys() if self.accepts_any_keyword else set()
-        return {name: value for name, value in kwargs.items() if name in free or name in passed_on}
+        if self.accepts_any_keyword:
+            free |= kwargs.keys() - self.positions.keys()
+        return {name: value for name, value in kwargs.items() if name in free}
 
 
 def taken_keywords(module: nn.Module) -> TakenKeywords:
