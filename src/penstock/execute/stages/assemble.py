@@ -148,12 +148,6 @@ def with_skips(
     return replace(assembly, skips={index: found for index, found in skips.items() if not found.is_empty})
 
 
-def _copies(placement: Placement, stage: int) -> list[int]:
-    """The stages that hold the same layers, one per route."""
-    place = placement.routes[placement.route_of_stage[stage]].index(stage)
-    return [route[place] for route in placement.routes]
-
-
 def _homes(layers: Sequence[Layer], names: Sequence[str]) -> dict[str, str]:
     """The layer of each parameter that layers with full names are known to hold, whose names do not tell it."""
     homes: dict[str, str] = {}
@@ -240,8 +234,8 @@ class _Ties:
             if parameter is not None:
                 copies[len(tied_groups)] = TiedCopy({here[0]: parameter}, list(holders))
             tied_groups.append(tuple(holders.values()))
-        for copied in self.placement.routes[0]:
-            holders = self._holders(_copies(self.placement, copied))
+        for copies_of_stage in zip(*self.placement.routes, strict=True):
+            holders = self._holders(copies_of_stage)
             if len(holders) < 2:
                 continue
             if self.rank in holders:
