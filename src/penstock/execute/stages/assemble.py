@@ -107,9 +107,8 @@ def assemble(
     for stage in (stage for route in placement.routes for stage in route):
         for index in layers_of_stage[stage]:
             stages_of_layer.setdefault(names[index], []).append(stage)
-    homes = _homes(layers, names)
-    groups = _tied_names(layers, names, homes, tied)
-    return _Ties(stages_of_layer, placement, rank, here, homes).assembly(stages, groups)
+    groups = _tied_names(layers, names, _homes(layers, names), tied)
+    return _Ties(stages_of_layer, placement, rank, here).assembly(stages, groups)
 
 
 def _copied_layers(
@@ -161,8 +160,8 @@ def _homes(layers: Sequence[Layer], names: Sequence[str]) -> dict[str, str]:
 
 def _tied_names(
     layers: Sequence[Layer], names: Sequence[str], homes: Mapping[str, str], tied: Iterable[tuple[str, str]]
-) -> list[list[str]]:
-    """Groups of parameter names that mean one parameter; the first layer's name comes first."""
+) -> list[dict[str, str]]:
+    """Groups of parameter names that mean one parameter, each with its layer; the first layer's name comes first."""
     pairs = list(tied)
     for name, layer in zip(names, layers, strict=True):
         pairs += [(full_name(name, layer, own), other) for own, other in spec_attribute(layer, "tied", ())]
@@ -172,7 +171,8 @@ def _tied_names(
         touching = [group for group in groups if group & set(pair)]  # a pair may join groups that were apart so far
         groups = [group for group in groups if group not in touching] + [set(pair).union(*touching)]
     position = {name: index for index, name in enumerate(names)}
-    return [sorted(group, key=lambda full: (position[_layer_of(full, names, homes)], full)) for group in groups]
+    layers_of_names = [{full: _layer_of(full, names, homes) for full in group} for group in groups]
+    return [dict(sorted(group.items(), key=lambda pair: (position[pair[1]], pair[0]))) for group in layers_of_names]
 
 
 def _shared_objects(layers: Sequence[Layer], names: Sequence[str]) -> list[tuple[str, str]]:
@@ -211,28 +211,26 @@ class _Ties:
     rank: int
     layers: Mapping[str, nn.Module]
     """The layers of this rank."""
-    homes: Mapping[str, str]
-    """By name of a parameter, the layer that holds it, where its name does not begin with that of the layer."""
 
-    def assembly(self, stages: list[Stage], groups: Sequence[Sequence[str]]) -> Assembly:
+    def assembly(self, stages: list[Stage], groups: Sequence[Mapping[str, str]]) -> Assembly:
         tied_groups: list[tuple[int, ...]] = []
         copies: dict[int, TiedCopy] = {}
         owner_names: dict[str, str] = {}
         # Every rank walks all groups in one order, also those that it has no part of: the number of a group in
         # `tied_groups` is what programs name it by.
         for group in groups:
-            layers = [self._layer(name) for name in group]
-            here = [name for name, layer in zip(group, layers, strict=True) if layer in self.layers]
+            here = {name: layer for name, layer in group.items() if layer in self.layers}
             parameter = self._share(here)
-            listed = {layer: self._listed_name(layer, parameter) for layer in layers if layer in self.layers}
-            owner = listed.get(layers[0], group[0])
+            listed = {layer: self._listed_name(layer, parameter) for layer in here.values()}
+            (first_name, first_layer), *_ = group.items()
+            owner = listed.get(first_layer, first_name)
             owner_names |= dict.fromkeys([*here, *listed.values()], owner)
-            owner_names.pop(listed.get(layers[0], ""), None)
-            holders = self._holders(stage for layer in layers for stage in self.stages_of_layer[layer])
+            owner_names.pop(listed.get(first_layer, ""), None)
+            holders = self._holders(stage for layer in group.values() for stage in self.stages_of_layer[layer])
             if len(holders) < 2:
                 continue  # one object on one rank: autograd adds up its uses by itself
             if parameter is not None:
-                copies[len(tied_groups)] = TiedCopy({here[0]: parameter}, list(holders))
+                copies[len(tied_groups)] = TiedCopy({next(iter(here)): parameter}, list(holders))
             tied_groups.append(tuple(holders.values()))
         for copies_of_stage in zip(*self.placement.routes, strict=True):
             holders = self._holders(copies_of_stage)
@@ -255,44 +253,42 @@ class _Ties:
             holders.setdefault(self.placement.rank_of_stage[stage], stage)
         return holders
 
-    def _layer(self, name: str) -> str:
-        return _layer_of(name, list(self.stages_of_layer), self.homes)
-
-    def _share(self, names: Sequence[str]) -> nn.Parameter | None:
-        """Make all these names of this rank one object and return it."""
-        if not names:
+    def _share(self, layer_of: Mapping[str, str]) -> nn.Parameter | None:
+        """Make all these names of this rank one object and return it; each is of a layer."""
+        if not layer_of:
             return None
-        first = self._parameter(names[0])
-        _require_whole(names[0], first)
-        for name in names[1:]:
-            if self._parameter(name).shape != first.shape:
+        first_name, *names = layer_of
+        first = self._parameter(first_name, layer_of[first_name])
+        _require_whole(first_name, first)
+        for name in names:
+            other = self._parameter(name, layer_of[name])
+            if other.shape != first.shape:
                 raise PartitionError(
-                    f"{names[0]!r} {tuple(first.shape)} and {name!r} {tuple(self._parameter(name).shape)} are tied but "
+                    f"{first_name!r} {tuple(first.shape)} and {name!r} {tuple(other.shape)} are tied but "
                     "differ in shape; tie parameters of one shape"
                 )
-            self._replace(name, first)
+            _replace(name, self.layers[layer_of[name]], other, first)
         return first
 
-    def _parameter(self, name: str) -> nn.Parameter:
-        layer = self._layer(name)
+    def _parameter(self, name: str, layer: str) -> nn.Parameter:
         parameter = dict(named_parameters(layer, self.layers[layer], remove_duplicate=False)).get(name)
         if parameter is None:
             raise PartitionError(f"{name!r} is tied but is no parameter of its layer; name one of its parameters")
         return parameter
 
-    def _replace(self, name: str, new: nn.Parameter) -> None:
-        """Put one parameter in the place of another wherever a layer holds it, which names do not tell: some wrappers
-        leave themselves out of them, and a layer may hold a parameter twice."""
-        layer, old = self.layers[self._layer(name)], self._parameter(name)
-        if old is not new and has_hooks(old):
-            raise PartitionError(
-                f"{name!r} is tied to a parameter before it, which takes its place, but has hooks that would be lost; "
-                "register them on the parameter of the first layer"
-            )
-        for module in layer.modules():
-            for own, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                if parameter is old:
-                    setattr(module, own, new)
+
+def _replace(name: str, layer: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put one parameter in the place of another wherever a layer holds it, which names do not tell: some wrappers
+    leave themselves out of them, and a layer may hold a parameter twice."""
+    if old is not new and has_hooks(old):
+        raise PartitionError(
+            f"{name!r} is tied to a parameter before it, which takes its place, but has hooks that would be lost; "
+            "register them on the parameter of the first layer"
+        )
+    for module in layer.modules():
+        for own, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter is old:
+                setattr(module, own, new)
 
 
 def _copy_of_stage(stage: Stage, others: Iterable[TiedCopy], ranks: Sequence[int]) -> TiedCopy:
