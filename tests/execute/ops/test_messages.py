@@ -26,7 +26,7 @@ def sent(compile_row, text, rank, value, *, at=None):
     said = []
     context = context_of(PROGRAM, rank, said, row_of=None if at is None else lambda peer: at)
     step, row = step_for(context), row_of(PROGRAM, text, rank)
-    step.values[context.keys.made_by(context.rows.source(row))] = value
+    step.values[context.keys.made_by(context.rows.source[row])] = value
     [bound] = compile_row(context, row)
     bound.call(step)
     assert step.values == {}

@@ -18,7 +18,7 @@ def test_each_row_has_the_row_of_this_rank_that_its_data_come_from():
     program = lower(build("1f1b", ranks=2, microbatches=1))
     rows = RankRows.of(program, 1)
 
-    found = dict(zip(texts(program, rows.rows), texts(program, map(rows.source, rows.rows)), strict=True))
+    found = dict(zip(texts(program, rows.rows), texts(program, rows.source.values()), strict=True))
 
     assert found == {"1RECV_F0": "", "1F0": "1RECV_F0", "1B0": "", "1SEND_B0": "1B0", "1REDUCE_GRAD": ""}
 
@@ -31,7 +31,7 @@ def test_the_rows_of_a_rank_and_its_peers_show_what_those_of_all_ranks_do(name):
     for rank in range(4):
         rows, own = RankRows.of(program, rank), slice(*program.offsets[rank : rank + 2])
         sources = [row if own.start <= row < own.stop else NONE for row in before[own]]
-        assert rows.sources == sources
+        assert list(rows.source.values()) == sources
         arrived, used = arrived_before(program, before, rank), used_after(program, before, rank)
         assert rows.arrived == arrived
         assert rows.used == used

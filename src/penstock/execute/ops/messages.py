@@ -11,7 +11,7 @@ from penstock.execute.transport.messages import Incoming
 
 def send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle SEND_F: send a stage's outputs, unless they were changed in place since."""
-    peer, key, source = context.peer(row), context.key(row), context.rows.source(row)
+    peer, key, source = context.peer(row), context.key(row), context.rows.source[row]
     made, action, send = context.keys.made_by(source), context.text(source), context.messenger.sender.send_forward
     release_arrived = _release_arrived(context, peer)
 
@@ -24,7 +24,7 @@ def send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
 
 def send_backward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle SEND_B: send the gradients of a stage's inputs."""
-    peer, key, source = context.peer(row), context.key(row), context.rows.source(row)
+    peer, key, source = context.peer(row), context.key(row), context.rows.source[row]
     made, send = context.keys.made_by(source), context.messenger.sender.send_backward
     release_arrived = _release_arrived(context, peer)
 

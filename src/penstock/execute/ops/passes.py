@@ -25,7 +25,7 @@ Take = Callable[[Step], Any]
 
 def forward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle F: run a stage. Its saved tensors wait for the backward, its outputs for the next stage."""
-    value, place = context.rows.keeps(row), context.place(row)
+    value, place = context.rows.keeps[row], context.place(row)
     run = (context.recomputation_of if value == Value.CHECKPOINT else context.passes_of)(row).forward
     microbatch, index = place
     kept, made, take = context.keys.kept_by(row), context.keys.made_by(row), _take_inputs(context, row)
@@ -106,7 +106,7 @@ def wait_for_message(context: CompileContext, row: int, take: Callable[[Incoming
 
     `take` gets the message, which then waits for the row.
     """
-    receive = context.rows.awaits(row)
+    receive = context.rows.awaits[row]
     if receive == NONE:
         return
     key, release = context.keys.message_of(receive), context.messenger.sender.release
@@ -121,7 +121,7 @@ def wait_for_message(context: CompileContext, row: int, take: Callable[[Incoming
 
 def _take_inputs(context: CompileContext, row: int) -> Take:
     """Return what gets the inputs of a stage, as a tuple."""
-    receive, source = context.rows.awaits(row), context.rows.source(row)
+    receive, source = context.rows.awaits[row], context.rows.source[row]
     if receive != NONE:
         message = context.keys.message_of(receive)
         return lambda step: (step.values.pop(message),)
@@ -134,7 +134,7 @@ def _take_inputs(context: CompileContext, row: int) -> Take:
 
 def _take_gradients(context: CompileContext, row: int) -> Take:
     """Return what gets the gradients of a stage's outputs."""
-    receive, source = context.rows.awaits(row), context.rows.source(row)
+    receive, source = context.rows.awaits[row], context.rows.source[row]
     if receive == source == NONE:
         return lambda step: ()  # a last stage begins at its loss
     # Taken out as it is read: else it would live as long as the step, not as its stage needs it.

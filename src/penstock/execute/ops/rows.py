@@ -32,12 +32,12 @@ class RankRows:
     """The rows of one rank; all rows are numbers in the whole program."""
 
     rows: range
-    sources: list[int]
-    """Per row, from 0, the row of this rank that it gets its data from, else NONE."""
-    receives: list[int]
-    """Per row, from 0, the receive whose message it awaits, else NONE."""
-    kept: list[int]
-    """Per row, from 0, the `Value` that it begins to keep for a backward, else 0."""
+    source: Mapping[int, int]
+    """Per row, the row of this rank that it gets its data from, else NONE."""
+    awaits: Mapping[int, int]
+    """Per row, the receive whose message it awaits, else NONE."""
+    keeps: Mapping[int, int]
+    """Per row, the `Value` that it begins to keep for a backward, else 0."""
     arrived: Mapping[int, tuple[int, int]]
     """Per receive: its peer, and how many messages to that peer have arrived for certain once this one is here."""
     used: Mapping[int, list[int]]
@@ -54,26 +54,15 @@ class RankRows:
         own, shift = before[own_first:own_end], first - own_first
         awaited = receive_of_row(part, before)[own_first:own_end]
         is_local = (own >= own_first) & (own < own_end)
+        rows = range(first, end)
         return cls(
-            range(first, end),
-            np.where(is_local, own + shift, NONE).tolist(),
-            np.where(awaited == NONE, NONE, awaited + shift).tolist(),
-            keeps(program, slice(first, end)).tolist(),
+            rows,
+            dict(zip(rows, np.where(is_local, own + shift, NONE).tolist(), strict=True)),
+            dict(zip(rows, np.where(awaited == NONE, NONE, awaited + shift).tolist(), strict=True)),
+            dict(zip(rows, keeps(program, slice(first, end)).tolist(), strict=True)),
             {row + shift: found for row, found in arrived_before(part, before, rank).items()},
             used_after(part, before, rank),
         )
-
-    def source(self, row: int) -> int:
-        """Return the row of this rank that a row gets its data from, NONE if it gets none."""
-        return self.sources[row - self.rows.start]
-
-    def keeps(self, row: int) -> int:
-        """Return the `Value` that a row begins to keep for a backward, 0 if it keeps none."""
-        return self.kept[row - self.rows.start]
-
-    def awaits(self, row: int) -> int:
-        """Return the receive whose message a row awaits, NONE if it awaits none."""
-        return self.receives[row - self.rows.start]
 
 
 def _rows_nearby(program: Program, rank: int) -> NDArray[np.intp]:
