@@ -120,9 +120,10 @@ class _Packed:
         is_large = [_is_large(each, like, lane.transport.num_ranks) for each in parameters]
         self._small = [each for each, large in zip(parameters, is_large, strict=True) if not large]
         self._large = [each for each, large in zip(parameters, is_large, strict=True) if large]
-        num_elements = sum(parameter.numel() for parameter in self._small)
-        packed = lane.room_for(num_elements + len(parameters), like)
-        self._places, self._uses = self._cut(packed, num_elements)
+        sizes = [*(each.numel() for each in self._small), len(parameters)]
+        packed = lane.room_for(sum(sizes), like)
+        *places, self._uses = packed[: sum(sizes)].split_with_sizes(sizes)
+        self._places = [place.view(each.shape) for place, each in zip(places, self._small, strict=True)]
         with torch.no_grad():
             self._uses.fill_(1)  # for a copy from the host, it would wait for its device
             for index, (place, parameter) in enumerate(zip(self._places, self._small, strict=True)):
@@ -164,14 +165,6 @@ class _Packed:
             self._gradients.put(parameter, room.copy_(total))
         elif own.data_ptr() != total.data_ptr():
             own.detach().copy_(total)
-
-    def _cut(self, packed: Tensor, num_elements: int) -> tuple[list[Tensor], Tensor]:
-        places, begin = [], 0
-        for parameter in self._small:
-            end = begin + parameter.numel()
-            places.append(packed[begin:end].view(parameter.shape))
-            begin = end
-        return places, packed[num_elements : num_elements + len(self._small) + len(self._large)]
 
 
 def _is_large(parameter: nn.Parameter, like: Tensor, num_replicas: int) -> bool:

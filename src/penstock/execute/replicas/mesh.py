@@ -138,29 +138,22 @@ def connect_mesh(
 def _meet(mesh: object, deadline_s: float) -> MeshRanks:
     """Return the ranks of a mesh that all ranks have alike. Raises: ConfigError, PeerLost, DeadlineExceeded."""
     join_default_group(torch.device("cpu"), deadline_s)
-    ranks: MeshRanks | None = None
-    refusal: ConfigError | None = None
+    has_group = dist.is_available() and dist.is_initialized()
     try:
         ranks = read_mesh(mesh)
     except ConfigError as error:
-        refusal = error
-    if not (dist.is_available() and dist.is_initialized()):
-        raise refusal or ConfigError("there is no process group; call init_device_mesh on every rank", key=MESH)
-    is_whole = ranks is None or len(ranks.names().numbers) == dist.get_world_size()
-    if is_whole:
-        report = {
-            "mesh": None if ranks is None else ranks.numbers,
-            "refusal": None if refusal is None else str(refusal),
-        }
-        _compare([json.loads(text) for text in meet_with_meshes(json.dumps(report), deadline_s)], refusal)
-    if ranks is None:
-        raise refusal or ConfigError("it cannot be read", key=MESH)
+        if has_group:  # the others wait for what this rank has to say
+            meet_with_meshes(json.dumps({"mesh": None, "refusal": str(error)}), deadline_s)
+        raise
+    if not has_group:
+        raise ConfigError("there is no process group; call init_device_mesh on every rank", key=MESH)
+    if len(ranks.names().numbers) == dist.get_world_size():
+        report = {"mesh": ranks.numbers, "refusal": None}
+        _compare([json.loads(text) for text in meet_with_meshes(json.dumps(report), deadline_s)])
     return ranks
 
 
-def _compare(everyone: Sequence[dict[str, Any]], own: ConfigError | None) -> None:
-    if own is not None:
-        raise own
+def _compare(everyone: Sequence[dict[str, Any]]) -> None:
     for rank, report in enumerate(everyone):
         if report["refusal"] is not None:
             raise ConfigError(f"rank {rank}: {report['refusal']}", key=MESH)
