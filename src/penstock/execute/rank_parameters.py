@@ -21,7 +21,7 @@ from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore,
 from penstock.execute.parameters.layout import ParameterLayout, StageParts
 from penstock.execute.parameters.sharded import Sharded, ShardGradients
 from penstock.execute.parameters.summed import Summed
-from penstock.execute.parameters.tied import TiedCopy, agree_on_copies
+from penstock.execute.parameters.tied import TiedCopy, described_copies, require_equal_kinds
 from penstock.execute.replicas.early import early_rows
 from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.replicas.lane import lane_of
@@ -189,7 +189,8 @@ class RankParameters:
     def agree_on_tied(self, trained: int) -> None:
         """Compare the copies of tied parameters once more if any rank trains others than in the step before."""
         if trained != self._trained:
-            agree_on_copies(self._control, self.copies)
+            everyone = self._control.all_gather_object(described_copies(self.copies))
+            require_equal_kinds(everyone, self._control.names)
             self._trained = trained
 
     @contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 from penstock.errors import ConfigError, PartitionError, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.parameters.gradient_store import GradientStore
-from penstock.execute.parameters.tied import TiedCopy, agree_on_copies
+from penstock.execute.parameters.tied import TiedCopy, described_copies, require_equal_kinds
 from penstock.ir.schedule import Schedule
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
@@ -413,6 +413,12 @@ def test_a_tied_weight_is_settled_by_its_first_layer():
     assert torch.equal(last, first)
 
 
+def refusal_of(copy, wires):
+    control = Control(wires)
+    everyone = control.all_gather_object(described_copies({0: copy}))
+    return str(error_of(require_equal_kinds, everyone, control.names))
+
+
 @pytest.mark.parametrize(
     ("second", "text"),
     [
@@ -429,7 +435,7 @@ def test_copies_that_differ_in_kind_are_refused_on_every_rank(second, text):
 
     def agree(wires):
         copy = copy_of((first, second)[wires.rank], [0, 1])
-        return str(error_of(agree_on_copies, Control(wires), {0: copy}))
+        return refusal_of(copy, wires)
 
     for message in on_ranks(2, agree):
         assert re.search(text, message)
@@ -448,7 +454,7 @@ def test_a_frozen_copy_gets_no_gradient():
 def test_a_parameter_without_a_shape_cannot_have_copies():
     def agree(wires):
         layer = nn.LazyLinear(3)
-        return str(error_of(agree_on_copies, Control(wires), {0: TiedCopy(dict(layer.named_parameters()), [0, 1])}))
+        return refusal_of(TiedCopy(dict(layer.named_parameters()), [0, 1]), wires)
 
     for message in on_ranks(2, agree):
         assert "'weight' is without a shape before its first input on rank 0" in message
@@ -457,7 +463,7 @@ def test_a_parameter_without_a_shape_cannot_have_copies():
 def test_copies_of_different_layers_are_refused_on_every_rank():
     def agree(wires):
         layer = nn.Linear(2, 2, bias=wires.rank == 0)
-        return str(error_of(agree_on_copies, Control(wires), {0: TiedCopy(dict(layer.named_parameters()), [0, 1])}))
+        return refusal_of(TiedCopy(dict(layer.named_parameters()), [0, 1]), wires)
 
     for message in on_ranks(2, agree):
         assert "rank 0 holds 2 parameters and buffers of a stage, but rank 1 holds 1 of its copy" in message

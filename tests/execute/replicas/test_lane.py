@@ -45,7 +45,7 @@ def test_every_replica_has_the_bits_of_the_sum_in_their_order(num_replicas, num_
     def case(transport):
         lane = ReplicaLane(transport)
         buffer = buffer_of(lane, own[transport.rank])
-        lane.complete(lane.sum([buffer]))
+        lane.complete(lane.sum([buffer], lambda sums: None))
         return buffer
 
     expected = own[0].clone()
@@ -62,7 +62,7 @@ def test_a_rank_sends_its_part_of_the_bytes_twice(num_replicas):
         counted = Counted(transport)
         lane = ReplicaLane(counted)
         buffer = buffer_of(lane, values(transport.rank, 4001))
-        lane.complete(lane.sum([buffer]))
+        lane.complete(lane.sum([buffer], lambda sums: None))
         return counted
 
     for counted in on_ranks(num_replicas, case):
@@ -77,7 +77,7 @@ def test_several_are_under_way_and_nothing_is_waited_for_when_one_is_launched():
         counted = Counted(transport)
         lane = ReplicaLane(counted)
         buffers = [buffer_of(lane, each) for each in own[transport.rank]]
-        launched = [lane.sum([buffer]) for buffer in buffers]
+        launched = [lane.sum([buffer], lambda sums: None) for buffer in buffers]
         assert (counted.num_waits, counted.num_sends) == (0, 3)
         lane.complete(launched.pop(0))
         assert counted.num_sends == 6  # the sums of all are under way before any is waited for
@@ -94,7 +94,7 @@ def test_buffers_of_several_types_are_one_reduction():
     def case(transport):
         lane = ReplicaLane(transport)
         single, double = torch.full((4,), 1.5), torch.full((6,), 2.5, dtype=torch.float64)
-        lane.complete(lane.sum([single, double]))
+        lane.complete(lane.sum([single, double], lambda sums: None))
         return single, double
 
     for single, double in on_ranks(2, case):
@@ -105,7 +105,7 @@ def test_buffers_of_several_types_are_one_reduction():
 def test_what_was_launched_before_a_failure_is_forgotten():
     first, other = LocalTransport.create(2, 0.1)
     lane, theirs = ReplicaLane(first), ReplicaLane(other)
-    left = lane.sum([torch.ones(2)])
+    left = lane.sum([torch.ones(2)], lambda sums: None)
     assert "deadline" in str(error_of(lane.complete, left))
 
     lane.forget()
@@ -116,7 +116,7 @@ def test_what_was_launched_before_a_failure_is_forgotten():
 
     def case(pair):
         own, buffer = pair
-        own.complete(own.sum([buffer]))
+        own.complete(own.sum([buffer], lambda sums: None))
 
     on_ranks_of(list(zip((lane, theirs), buffers, strict=True)), case)
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError
-from penstock.execute.control.collectives import Control
 from penstock.execute.parameters.gradient_store import StoredGradients
 from penstock.execute.parameters.gradient_sums import sum_over
 from penstock.execute.transport.protocol import Messages
@@ -108,22 +107,13 @@ def refuse_renormalized(named_layers: Iterable[tuple[str, nn.Module]], copies: I
                 )
 
 
-def agree_on_copies(control: Control, copies: Mapping[int, TiedCopy]) -> None:
-    """Make sure that all holders of a tied parameter hold the same kind of tensor; a collective over all ranks.
-
-    Raises:
-        PartitionError: on every rank alike, naming the ranks and what differs.
-    """
-    require_equal_kinds(control.all_gather_object(described_copies(copies)), control.names)
-
-
 def described_copies(copies: Mapping[int, TiedCopy]) -> dict[str, list[list[str]]]:
     """Return what all holders must have alike, by the number of a group."""
     return {str(group): copy.describe() for group, copy in copies.items()}
 
 
 def require_equal_kinds(everyone: Sequence[object], names: RankNames) -> None:
-    """Compare what all ranks have described.
+    """Make sure that all holders of a tied parameter have described the same kind of tensor.
 
     Raises:
         PartitionError: on every rank alike, naming the ranks and what differs.

@@ -39,9 +39,6 @@ Serial = int
 """Stands for an exchange; whoever has it does not hold the buffers."""
 
 
-def _nothing(results: Sequence[Tensor]) -> None: ...
-
-
 class ReplicaLane:
     """The exchanges of one rank that are under way."""
 
@@ -81,7 +78,7 @@ class ReplicaLane:
 
     # ---- exchanges
 
-    def sum(self, buffers: Sequence[Tensor], then: Then = _nothing) -> Serial:
+    def sum(self, buffers: Sequence[Tensor], then: Then) -> Serial:
         """Begin to sum buffers of `room_for` in place; they are the exchange's until it is complete.
 
         `then` is called with them when they are the sums.
