@@ -48,6 +48,15 @@ def test_the_mode_of_the_layers_is_that_of_torch():
     assert on_ranks(1, case) == [([False] * 5, [True] * 5)]
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_mode_reaches_all_modules_of_the_layers(is_training):
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()), nn.Dropout()]
+
+    on_ranks(1, lambda wires: pipeline_of(wires, layers).train(is_training))
+
+    assert [module.training for layer in layers for module in layer.modules()] == [is_training] * 4
+
+
 def test_a_container_of_torch_gives_its_layers_their_names():
     def make():
         first, second = block(0), block(1)

@@ -58,7 +58,7 @@ class ModelPart:
     @property
     def copied_names(self) -> frozenset[str]:
         """Names of this rank's parameters that are copies of another name's."""
-        return self._assembly.copied_names
+        return frozenset(self._assembly.owner_names)
 
     @property
     def owner_names(self) -> Mapping[str, str]:
@@ -67,8 +67,8 @@ class ModelPart:
 
     def train(self, mode: bool = True) -> Self:
         """Put this rank's layers into training mode, or evaluation mode; `evaluate` needs no call of it."""
-        for stage in self.stages:
-            stage.set_training(mode)
+        for layer in self._assembly.layers:
+            layer.train(mode)
         return self
 
     def eval(self) -> Self:

@@ -66,7 +66,7 @@ def message_log() -> list[Observer]:
 
 def log_norms(control: Control, step: int, assembly: Assembly, gradient_attribute: str) -> None:
     """Log the norms of this rank's parameters and gradients, and on rank 0 those over all ranks; a collective."""
-    named, rank, copied = assembly.named_parameters(), control.transport.rank, assembly.copied_names
+    named, rank, copied = assembly.named_parameters(), control.transport.rank, assembly.owner_names
     across = None if control.places.data is None else control.across
     values = norms_of([(name, each.detach()) for name, each in named], across=across)
     found = [(name, getattr(each, gradient_attribute, None)) for name, each in named]

@@ -73,7 +73,7 @@ class Block:
                     in_part,
                     _like(whole, parameter),
                     filled,
-                    _like(as_shard(own.own_in(part, replica), mesh, own.shape, own.strides()), parameter),
+                    _like(as_shard(own.own_in(part, replica), mesh, own.shape, whole.stride()), parameter),
                     held[parameter],
                 )
             )

@@ -42,7 +42,7 @@ class Rows:
     @property
     def per_replica(self) -> int:
         """How many rows each replica has room for."""
-        return 1 if self.is_scalar else -(-self.num_rows // self.num_replicas)
+        return -(-self.num_rows // self.num_replicas)
 
     @property
     def row_elements(self) -> int:
@@ -52,14 +52,6 @@ class Rows:
     def part_elements(self) -> int:
         """Of the part of one replica."""
         return self.per_replica * self.row_elements
-
-    def strides(self) -> tuple[int, ...]:
-        """Return those of the whole parameter."""
-        return (
-            torch.empty(self._stored_shape(self.num_rows), device="meta")
-            .permute(_inverse(self.order, len(self.shape)))
-            .stride()
-        )
 
     def whole_in(self, memory: Tensor) -> Tensor:
         """Return a view of the whole parameter in the memory of all parts: [D x part]."""

@@ -15,7 +15,7 @@ from torch import nn
 from penstock.errors import PartitionError, nearest
 from penstock.execute.parameters.tied import TiedCopy
 from penstock.execute.split.planner import ImmediateWeights
-from penstock.execute.stages.layers import Layer, build_layer, layer_names, spec_attribute
+from penstock.execute.stages.layers import Layer, build_layer, layer_names, own_ties
 from penstock.execute.stages.names import full_name, named_parameters
 from penstock.execute.stages.skips import StageSkips, open_at
 from penstock.execute.stages.stage import Stage, distinct
@@ -45,11 +45,6 @@ class Assembly:
     def layers(self) -> list[nn.Module]:
         """The layers of all stages of this rank."""
         return [layer for stage in self.stages for layer in stage.modules]
-
-    @property
-    def copied_names(self) -> frozenset[str]:
-        """Names under which this rank holds parameters that belong to another name."""
-        return frozenset(self.owner_names)
 
     def keyword_names(self) -> dict[int, set[str]]:
         """Return, per stage of this rank, the keyword arguments that its layers can take."""
@@ -152,7 +147,7 @@ def _homes(layers: Sequence[Layer], names: Sequence[str]) -> dict[str, str]:
     homes: dict[str, str] = {}
     for name, layer in zip(names, layers, strict=True):
         if getattr(layer, "has_full_names", False) is True:
-            own = (pair[0] for pair in spec_attribute(layer, "tied", ()))
+            own = (pair[0] for pair in own_ties(layer))
             known = layer.named_parameters(remove_duplicate=False) if isinstance(layer, nn.Module) else ()
             homes |= dict.fromkeys([*own, *(full for full, _ in known)], name)
     return homes
@@ -164,7 +159,7 @@ def _tied_names(
     """Groups of parameter names that mean one parameter, each with its layer; the first layer's name comes first."""
     pairs = list(tied)
     for name, layer in zip(names, layers, strict=True):
-        pairs += [(full_name(name, layer, own), other) for own, other in spec_attribute(layer, "tied", ())]
+        pairs += [(full_name(name, layer, own), other) for own, other in own_ties(layer)]
     pairs += _shared_objects(layers, names)
     groups: list[set[str]] = []
     for pair in pairs:

@@ -5,7 +5,7 @@ its parameters; else the container that holds the layers names it, else its inde
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,9 +18,9 @@ from penstock.execute.undocumented import has_hooks, is_out_of_memory
 Layer = nn.Module | Callable[[], nn.Module]
 
 
-def spec_attribute(layer: Layer, name: str, default: Any) -> Any:
-    """Return what a layer's spec says of itself; a module says nothing, its attributes mean something else."""
-    return default if isinstance(layer, nn.Module) else getattr(layer, name, default)
+def own_ties(layer: Layer) -> Iterable[tuple[str, str]]:
+    """Return what a layer's spec says is tied; a module says nothing, its attributes mean something else."""
+    return () if isinstance(layer, nn.Module) else getattr(layer, "tied", ())
 
 
 def layer_names(layers: Sequence[Layer], given: Sequence[str] = ()) -> list[str]:

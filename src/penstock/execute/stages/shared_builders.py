@@ -40,7 +40,7 @@ class BuiltLayers:
     """By index."""
     shared: Sequence[Pair]
     """Names of one parameter: that of a layer of this rank, and that of another rank's."""
-    seen: Mapping[int, Any]
+    seen: Mapping[int, nn.Module]
     """Layers of other ranks that may share something with this rank's, by index."""
 
 
@@ -75,14 +75,14 @@ def build_own(
     kept: dict[int, str] = {}
     for index, module in built.items() if len(own) < len(layers) else ():
         if not isinstance(layers[index], nn.Module):
-            kept |= {id(parameter): name for name, parameter in _named_parameters(module, names[index])}
+            kept |= {id(parameter): name for name, parameter in named_parameters(names[index], module)}
     looks = bool(kept) or any(True for module in built.values() for _ in module.buffers())
     others = [index for index, layer in enumerate(layers) if looks and index not in own and _may_share(layer)]
-    seen = {index: _glance(layers[index]) for index in others}
+    seen = {index: each for index in others if isinstance(each := _glance(layers[index]), nn.Module)}
     shared = [
         (kept[id(parameter)], name)
         for index, layer in seen.items()
-        for name, parameter in _named_parameters(layer, names[index])
+        for name, parameter in named_parameters(names[index], layer)
         if id(parameter) in kept
     ]
     return BuiltLayers(built, shared, seen)
@@ -100,11 +100,6 @@ def refuse_shared_objects(shared: Sequence[Pair], transport: Transport) -> None:
             "ranks that are threads of one process would both add to its gradient; let each builder make a parameter "
             "of its own, and tie the two by name, as in tied=[('0.weight', '5.weight')]"
         )
-
-
-def _named_parameters(module: Any, layer: str) -> Iterator[tuple[str, nn.Parameter]]:
-    if isinstance(module, nn.Module):
-        yield from named_parameters(layer, module)
 
 
 def _glance(layer: Any) -> Any:

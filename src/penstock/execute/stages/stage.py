@@ -47,11 +47,6 @@ class Stage:
         """Return the keyword arguments that the layers can take; `ANY_KEYWORD` among them if one may take any."""
         return {name for taken in self.taken_keywords for name in taken.names()}
 
-    def set_training(self, is_training: bool) -> None:
-        """Switch all layers between training and evaluation."""
-        for module in self.modules:
-            module.train(is_training)
-
 
 def distinct(named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
     """Drop what was already listed under another name, as a weight that two layers of this rank share."""
