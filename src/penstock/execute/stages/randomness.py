@@ -101,14 +101,17 @@ class RandomPart(ForwardPart):
         """
         randomness = self._randomness
         with generator_lock(randomness.max_wait_s):
+            states = [generator.get_state() for generator in randomness.generators]
             if randomness.seed is None and self._first is None:
-                self._states[what] = [generator.get_state() for generator in randomness.generators]
+                self._states[what] = states
                 yield
                 return
-            with set_back(randomness.generators):
+            try:
                 if randomness.seed is None and self._first is not None:
                     _set_states(randomness.generators, self._first._states[what])
                 yield
+            finally:
+                _set_states(randomness.generators, states)
 
     def _begin_layer(self, seed: int, layer: int) -> None:
         start = generator_seed(seed, self._step, layer, self._place)
@@ -121,16 +124,6 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
     generators = [torch.default_generator]
     own = default_generator(device) if is_queued(device) else None
     return generators if own is None else [*generators, own]
-
-
-@contextmanager
-def set_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Leave the generators as they are, whatever is drawn inside."""
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        _set_states(generators, states)
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
