@@ -229,12 +229,10 @@ class IdlePasses(StagePasses):
             step.losses.compute(place, self._output, None, is_training=True)
         return self._output, self._saved
 
-    def backward(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
         return self._gradients
 
-    def backward_input(
-        self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]
-    ) -> tuple[list[Tensor], WeightInputs]:
+    def backward_input(self, saved: SavedForward, gradients: Sequence[Tensor]) -> tuple[list[Tensor], WeightInputs]:
         return self._gradients, self._left
 
 

@@ -128,7 +128,7 @@ class Case:
         yield
         saved = saved_by(passes, step, leaf)
         yield
-        passes.backward(step, saved, [self.gradient])
+        passes.backward(saved, [self.gradient])
         yield
 
     def parts(self) -> Iterator[None]:
@@ -138,7 +138,7 @@ class Case:
         yield
         saved = saved_by(passes, step, leaf)
         yield
-        _, inputs = passes.backward_input(step, saved, [self.gradient])
+        _, inputs = passes.backward_input(saved, [self.gradient])
         yield
         passes.gradients.add(inputs)
         yield

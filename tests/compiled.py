@@ -44,11 +44,11 @@ class SayingPasses:
         self._said.append(("forward", place, inputs, dict(keywords)))
         return "outputs", "saved"
 
-    def backward(self, step, saved, gradients):
+    def backward(self, saved, gradients):
         self._said.append(("backward", saved, gradients))
         return "gradients"
 
-    def backward_input(self, step, saved, gradients):
+    def backward_input(self, saved, gradients):
         self._said.append(("backward input", saved, gradients))
         return "gradients", "left"
 

@@ -63,11 +63,11 @@ class OneStage:
 
     def backward(self, saved, *gradients):
         """Run a whole backward."""
-        return self.passes.backward(self.step, saved, gradients)
+        return self.passes.backward(saved, gradients)
 
     def backward_input(self, saved, *gradients):
         """Run the part for the gradients of inputs; what it leaves is in `saved` again."""
-        results, saved.deferred = self.passes.backward_input(self.step, saved, gradients)
+        results, saved.deferred = self.passes.backward_input(saved, gradients)
         return results
 
     def backward_weight(self, saved):

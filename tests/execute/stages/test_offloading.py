@@ -62,7 +62,7 @@ def bytes_of(saved):
 
 
 def gradients(stage, saved):
-    found = stage.passes.backward(stage.step, saved, [values(2, ROWS, WIDTH)])
+    found = stage.passes.backward(saved, [values(2, ROWS, WIDTH)])
     return [*found, *[parameter.grad for parameter in stage.stage.parameters()]]
 
 
@@ -200,7 +200,7 @@ def test_a_split_backward_leaves_the_same_weights_for_later():
         for each in [movable(saved)] if places else []:
             each.offload(saved)
             each.reload()
-        _, left = one.passes.backward_input(one.step, saved, [values(2, 64, 64)])
+        _, left = one.passes.backward_input(saved, [values(2, 64, 64)])
         kept.append([entry.parameters[0].shape for entry in left.entries])
         one.passes.gradients.add(left)
 

@@ -61,7 +61,7 @@ def backward(context: CompileContext, row: int) -> Iterator[Bound]:
     kept, made = context.keys.kept_by(row), context.keys.made_by(row)
 
     def run_backward(step: Step) -> None:
-        gradients = run(step, step.values.pop(kept), take(step))
+        gradients = run(step.values.pop(kept), take(step))
         if not is_first:
             step.values[made] = gradients
 
@@ -75,7 +75,7 @@ def backward_input(context: CompileContext, row: int) -> Iterator[Bound]:
     kept, made = context.keys.kept_by(row), context.keys.made_by(row)
 
     def run_backward_input(step: Step) -> None:
-        gradients, step.values[kept] = run(step, step.values.pop(kept), take(step))
+        gradients, step.values[kept] = run(step.values.pop(kept), take(step))
         if not is_first:
             step.values[made] = gradients
 

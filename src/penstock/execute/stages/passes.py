@@ -98,7 +98,7 @@ class StagePasses:
         outputs, deferred = self.run_layers(parts, inputs, keywords)
         return outputs, self.finish(step, place, parts, inputs, outputs, deferred)
 
-    def backward(self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Add to the gradients of the weights and return those of the inputs, one for each saved input.
 
         `gradients` holds one tensor per output that needs one; on a last stage it is empty, the backward begins at the
@@ -111,9 +111,7 @@ class StagePasses:
             self.gradients.add(saved.take_weight_inputs())
         return results
 
-    def backward_input(
-        self, step: Step, saved: SavedForward, gradients: Sequence[Tensor]
-    ) -> tuple[list[Tensor], WeightInputs]:
+    def backward_input(self, saved: SavedForward, gradients: Sequence[Tensor]) -> tuple[list[Tensor], WeightInputs]:
         """Return the gradients of the inputs, and what is left for those of the weights."""
         stage, planner = self.stage, self.stage.split_planner
         with nullcontext() if planner.is_examined else planner.examining(stage.index, stage.named_parameters()):
