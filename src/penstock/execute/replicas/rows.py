@@ -89,14 +89,9 @@ class Rows:
     def _view(self, memory: Tensor, num_rows: int) -> Tensor:
         if self.is_scalar:
             return memory[0]
-        shape = self._stored_shape(num_rows)
-        return memory[: num_rows * self.row_elements].view(shape).permute(_inverse(self.order, len(self.shape)))
-
-    def _stored_shape(self, num_rows: int) -> tuple[int, ...]:
-        if self.is_scalar:
-            return ()
-        rest = [self.shape[dim] for dim in self.order[1:]] if self.order else self.shape[1:]
-        return num_rows, *rest
+        row = [self.shape[dim] for dim in self.order[1:]] if self.order else self.shape[1:]
+        stored_rows = memory[: num_rows * self.row_elements].view(num_rows, *row)
+        return stored_rows.permute(_inverse(self.order, len(self.shape)))
 
 
 def _inverse(order: Order, num_dims: int) -> tuple[int, ...]:
