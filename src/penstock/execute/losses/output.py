@@ -116,6 +116,7 @@ def _as_output(value: Any) -> LossOutput:
 
 
 def _checked_weight(weight: object, microbatch: int, count: float | None) -> float:
+    """Return a weight as a number, if it is the count."""
     place = f"microbatch {microbatch}: the loss function returned a sum with the weight"
     if isinstance(weight, Mapping):
         raise PipelineError(

@@ -119,6 +119,7 @@ def _sums_of_dense(
     gradients: list[Tensor | None],
     likes: Sequence[Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
+    """Yield the sums of those with these indices, along the holders."""
     position, last = ranks.index(transport.rank), ranks[-1]
     leaving: list[Ticket] = []
     if position == 0:

@@ -159,6 +159,7 @@ class _Packed:
         return room
 
     def _put(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Put a sum where the gradient is, if it is not there."""
         own = self._gradients.of(parameter)
         if own is None or own.is_sparse:
             room = torch.empty_like(parameter, dtype=total.dtype, requires_grad=False)

@@ -76,6 +76,7 @@ class TiedCopy:
         return [buffer for layer in self.layers for buffer in layer.buffers()]
 
     def _take_from_owner(self, transport: Messages, tensors: Iterable[Tensor]) -> None:
+        """Copy these tensors of the owner to all other holders."""
         owner = self.ranks[0]
         values = [local_part(tensor.detach()) for tensor in tensors]
         if transport.rank == owner:

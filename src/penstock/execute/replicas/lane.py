@@ -182,6 +182,8 @@ class _Exchange:
 
 
 class _Gather(_Exchange):
+    """A gather between CPUs."""
+
     def __init__(
         self, transport: Transport, wholes: Sequence[Tensor], parts: Sequence[Tensor], then: Callable[[], None]
     ) -> None:
@@ -200,6 +202,8 @@ class _Gather(_Exchange):
 
 
 class _ScatteredSum(_Exchange):
+    """A scattered sum between CPUs."""
+
     def __init__(self, transport: Transport, buffers: Sequence[Tensor], then: Callable[[], None]) -> None:
         self._parts = [buffer.view(transport.num_ranks, -1) for buffer in buffers]
         super().__init__(transport, self._parts, then)
@@ -244,6 +248,8 @@ class _ScatteredSum(_Exchange):
 
 
 class _Sum(_ScatteredSum):
+    """A sum between CPUs: what each replica has added up goes to all."""
+
     _is_added_up = False
 
     def add_up(self) -> None:

@@ -140,6 +140,7 @@ def _send(transport: Transport, peer: int, value: Tensor, device: torch.device) 
 
 
 def _receive(transport: Transport, peer: int, entry: Entry, device: torch.device) -> Tensor:
+    """Return a peer's tensor; nothing is sent for one without elements."""
     value = torch.empty(entry.shape, dtype=entry.dtype, device=device)
     content = value.reshape(-1).view(torch.uint8)
     if content.numel():

@@ -188,6 +188,7 @@ class StagePasses:
             return step.losses.compute(place, outputs, target, is_training=self.options.is_training)
 
     def _require_training(self, step: Step, saved: SavedForward, loss: Tensor | None) -> None:
+        """Refuse a loss whose backward would train nothing."""
         begins = any(part.begins_backwards for part in saved.parts)
         is_idle = loss is not None and not loss.requires_grad and not begins
         if is_idle and step.is_frozen:
