@@ -28,7 +28,8 @@ def with_data_calls(bounds: Sequence[Bound], needs: Mapping[int, int]) -> list[B
     """Return a rank's calls with those for its data; `needs` gives, per row that takes data, its microbatch."""
     first, last = _uses(bounds, needs)
     pulls = _pulls(bounds, first)
-    arrivals, releases = ({position: microbatch for microbatch, position in uses.items()} for uses in (first, last))
+    arrivals = {position: microbatch for microbatch, position in first.items()}
+    releases = {position: microbatch for microbatch, position in last.items()}
     found: list[Bound] = []
     for position, bound in enumerate(bounds):
         found += [Bound(bound.row, partial(_pull, microbatch)) for microbatch in pulls.get(position, ())]

@@ -62,7 +62,7 @@ class CompiledPrograms:
             places.replica * session.schedule.num_microbatches,
             self._longest_wait_s,
         )
-        rank, stages, skips = places.pipeline.rank, session.assembly.stages, session.assembly.skips
+        rank, assembly = places.pipeline.rank, session.assembly
         units = parameters.unit_of.items()
         stores = {stage: unit.gradients for stage, unit in units}
         copied = {stage: unit.layout.copied for stage, unit in units if isinstance(unit.layout, Sharded)}
@@ -70,11 +70,12 @@ class CompiledPrograms:
             program,
             rank,
             RankRows.of(program, rank),
-            compose_stages(program, stages, skips, randomness, stores, copied),
+            compose_stages(program, assembly.stages, assembly.skips, randomness, stores, copied),
             self._messenger,
             parameters,
             places.within_replica(session.board.row_of),
         )
-        hook, note, first = options.overlap, session.board.note, int(program.offsets[rank])
+        hook, note = options.overlap, session.board.note
+        first = int(program.offsets[rank])
         changes = [] if hook is None else [overlapping(program, hook, session.device, lambda row: note(row - first))]
         return compile_program(context, self._observers, changes)

@@ -73,7 +73,8 @@ class StepLosses:
     def note(self, name: LossName, place: MicrobatchKey, loss: Tensor) -> None:
         """Remember a loss by its name; of several stages of this rank, the sum."""
         # float64, so that it matters little which stages share a rank, whose losses are added up here.
-        noted, exact = self.named.setdefault(name, {}), loss.detach().to(torch.float64)
+        noted = self.named.setdefault(name, {})
+        exact = loss.detach().to(torch.float64)
         noted[place] = noted[place] + exact if place in noted else exact
 
     def root_of(self, loss: Tensor, factor: float) -> Tensor | None:
@@ -124,8 +125,10 @@ class LossMaker:
         (rows, own), self._measured = self._measured or self._measure(batch, agreed), None
         of_job = of_rows = None
         if (job := agreed.weight) is not None:
-            of_job, of_rows = (job.count, job.num_microbatches), (job.rows, job.num_microbatches)
-        loss, weights = self._loss if agreed.is_training or batch.has_target else None, self._weights
+            of_job = job.count, job.num_microbatches
+            of_rows = job.rows, job.num_microbatches
+        loss = self._loss if agreed.is_training or batch.has_target else None
+        weights = self._weights
         return StepLosses(
             len(batch.slices),
             len(batch.slices[0]),

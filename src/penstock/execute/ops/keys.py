@@ -20,7 +20,8 @@ class Keys:
     def __init__(self, program: Program, rank: int) -> None:
         first, end = map(int, program.offsets[rank : rank + 2])
         self._program, self.first_row = program, first
-        num_kept, num_messages = (self._num_slots(flags, end) for flags in (BEGINS_KEEPING, IS_RECEIVE))
+        num_kept = self._num_slots(BEGINS_KEEPING, end)
+        num_messages = self._num_slots(IS_RECEIVE, end)
         self.kept = range(num_kept)
         self.messages = range(num_kept, num_kept + num_messages)
         self.made = range(self.messages.stop, self.messages.stop + end - first)

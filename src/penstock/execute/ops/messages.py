@@ -12,7 +12,8 @@ from penstock.execute.transport.messages import Incoming
 def send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle SEND_F: send a stage's outputs, unless they were changed in place since."""
     peer, key, source = context.peer(row), context.key(row), context.rows.source[row]
-    made, action, send = context.keys.made_by(source), context.text(source), context.messenger.sender.send_forward
+    made, action = context.keys.made_by(source), context.text(source)
+    send = context.messenger.sender.send_forward
     release_arrived = _release_arrived(context, peer)
 
     def send_outputs(step: Step) -> None:
@@ -25,7 +26,8 @@ def send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
 def send_backward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle SEND_B: send the gradients of a stage's inputs."""
     peer, key, source = context.peer(row), context.key(row), context.rows.source[row]
-    made, send = context.keys.made_by(source), context.messenger.sender.send_backward
+    made = context.keys.made_by(source)
+    send = context.messenger.sender.send_backward
     release_arrived = _release_arrived(context, peer)
 
     def send_gradients(step: Step) -> None:
@@ -57,7 +59,8 @@ def _receive(context: CompileContext, row: int, post: Callable[[int, Key], Incom
 
 def _release_arrived(context: CompileContext, peer: int) -> Callable[[], None]:
     """Return a call that releases what was sent to a peer and is seen to have been used there."""
-    row_of, used, release = context.row_of, context.rows.used[peer], context.messenger.sender.release
+    row_of, used = context.row_of, context.rows.used[peer]
+    release = context.messenger.sender.release
     if row_of is None:
         return lambda: None
     return lambda: release(peer, bisect_left(used, row_of(peer)))

@@ -39,7 +39,8 @@ def reduce(context: CompileContext, row: int) -> Iterator[Bound]:
     a stage is resharded in between, they are whole behind the last of several.
     """
     stage, hook = int(context.program.stage[row]), context.parameters.reduce_stage
-    reduce_stage, is_last = _layout_of(context, row).reduce, _is_last(context, row)
+    reduce_stage = _layout_of(context, row).reduce
+    is_last = _is_last(context, row)
 
     def launch(step: Step) -> None:
         if (ticket := reduce_stage(stage, is_last=is_last)) is not None:
@@ -54,7 +55,8 @@ def reduce(context: CompileContext, row: int) -> Iterator[Bound]:
 def reduce_tied(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle REDUCE_TIED: the ranks whose stages hold one parameter add its gradients up."""
     group = int(context.program.peer[row])
-    messenger, copy, store = context.messenger, context.parameters.copies[group], context.parameters.store_of(group)
+    messenger = context.messenger
+    copy, store = context.parameters.copies[group], context.parameters.store_of(group)
 
     def reduce_copy(step: Step) -> None:
         for peer in copy.ranks:

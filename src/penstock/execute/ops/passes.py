@@ -28,8 +28,9 @@ def forward(context: CompileContext, row: int) -> Iterator[Bound]:
     value, place = context.rows.keeps[row], context.place(row)
     run = (context.recomputation_of if value == Value.CHECKPOINT else context.passes_of)(row).forward
     microbatch, index = place
-    kept, made, take = context.keys.kept_by(row), context.keys.made_by(row), _take_inputs(context, row)
-    key, action, note_outputs = context.key(row), context.text(row), context.messenger.layouts.note_outputs
+    kept, made = context.keys.kept_by(row), context.keys.made_by(row)
+    take, key, action = _take_inputs(context, row), context.key(row), context.text(row)
+    note_outputs = context.messenger.layouts.note_outputs
     is_last = context.program.placement.next_stage[key[0]] == NONE
 
     def run_forward(step: Step) -> None:
@@ -47,7 +48,8 @@ def forward(context: CompileContext, row: int) -> Iterator[Bound]:
 
 def recompute(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle R: run a forward again; its activation takes the place of the inputs that the first run kept."""
-    run, place, kept = context.recomputation_of(row).run_again, context.place(row), context.keys.kept_by(row)
+    run = context.recomputation_of(row).run_again
+    place, kept = context.place(row), context.keys.kept_by(row)
 
     def run_again(step: Step) -> None:
         step.values[kept] = run(step, place, step.values[kept])
@@ -57,7 +59,8 @@ def recompute(context: CompileContext, row: int) -> Iterator[Bound]:
 
 def backward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle B."""
-    run, take, is_first = context.passes_of(row).backward, _take_gradients(context, row), _is_first(context, row)
+    run = context.passes_of(row).backward
+    take, is_first = _take_gradients(context, row), _is_first(context, row)
     kept, made = context.keys.kept_by(row), context.keys.made_by(row)
 
     def run_backward(step: Step) -> None:
@@ -71,7 +74,8 @@ def backward(context: CompileContext, row: int) -> Iterator[Bound]:
 
 def backward_input(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle I: the part of a backward that computes the gradients of inputs."""
-    run, take, is_first = context.passes_of(row).backward_input, _take_gradients(context, row), _is_first(context, row)
+    run = context.passes_of(row).backward_input
+    take, is_first = _take_gradients(context, row), _is_first(context, row)
     kept, made = context.keys.kept_by(row), context.keys.made_by(row)
 
     def run_backward_input(step: Step) -> None:

@@ -74,7 +74,8 @@ class Sharded(ParameterLayout):
 
     def held(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters, whole ones having memory while they are gathered, and the gradients of both kinds."""
-        wholes, shards = self.wholes(), [each.shard for block in self._blocks for each in block.parameters]
+        wholes = self.wholes()
+        shards = [each.shard for block in self._blocks for each in block.parameters]
         found = [getattr(each, self._gradients.attribute, None) for each in (*shards, *wholes)]
         gradients = [*self._sums, *(gradient for gradient in found if gradient is not None)]
         return [*(block.own for block in self._blocks), *wholes], gradients

@@ -137,7 +137,8 @@ def with_skips(
     skips = {}
     for stage in assembly.stages:
         own_layers = layers_of_stage[stage.index]
-        arriving, leaving = open_at(own_layers.start, holders), open_at(own_layers.stop, holders)
+        arriving = open_at(own_layers.start, holders)
+        leaving = open_at(own_layers.stop, holders)
         skips[stage.index] = StageSkips(stage.modules, arriving, leaving, f"stage {stage.index}")
     return replace(assembly, skips={index: found for index, found in skips.items() if not found.is_empty})
 
@@ -166,8 +167,11 @@ def _tied_names(
         touching = [group for group in groups if group & set(pair)]  # a pair may join groups that were apart so far
         groups = [group for group in groups if group not in touching] + [set(pair).union(*touching)]
     position = {name: index for index, name in enumerate(names)}
-    layers_of_names = [{full: _layer_of(full, names, homes) for full in group} for group in groups]
-    return [dict(sorted(group.items(), key=lambda pair: (position[pair[1]], pair[0]))) for group in layers_of_names]
+    layers_of_groups = [{full: _layer_of(full, names, homes) for full in group} for group in groups]
+    return [
+        {full: found[full] for full in sorted(found, key=lambda full: (position[found[full]], full))}
+        for found in layers_of_groups
+    ]
 
 
 def _shared_objects(layers: Sequence[Layer], names: Sequence[str]) -> list[tuple[str, str]]:

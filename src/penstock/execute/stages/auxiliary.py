@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
 from penstock.execute.losses.step_losses import StepLosses
-from penstock.execute.stages.feature import ForwardPart
+from penstock.execute.stages.feature import ForwardPart, Roots
 
 
 class Auxiliary(Protocol):
@@ -53,7 +53,8 @@ def take_all(modules: Sequence[Auxiliary]) -> Added:
     for module in modules:
         if (value := module.take()) is None:
             continue
-        name, exact = LossName(module.name, True, value.dtype), value.detach().to(torch.float64)
+        name = LossName(module.name, True, value.dtype)
+        exact = value.detach().to(torch.float64)
         values[name] = values[name] + exact if name in values else exact
         weighted = value * module.weight
         total = weighted if total is None else total + weighted
@@ -70,7 +71,7 @@ class AddedLossPart(ForwardPart):
         self._losses = losses
         self._place = place
         self._added = _NONE
-        self._roots: tuple[list[GradientEdge], list[Tensor]] = ([], [])
+        self._roots: Roots = ([], [])
 
     @contextmanager
     def around_forward(self) -> Iterator[None]:
@@ -95,7 +96,7 @@ class AddedLossPart(ForwardPart):
                 self._roots = [get_gradient_edge(root)], [torch.ones_like(root)]
         return outputs
 
-    def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
+    def roots(self) -> Roots:
         return self._roots
 
     def again(self) -> ForwardPart:

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import ConfigError
 from penstock.execute.batch.microbatch import MicrobatchKey
-from penstock.execute.stages.feature import Copied, ForwardPart, has_methods
+from penstock.execute.stages.feature import Copied, ForwardPart, Roots, has_methods
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
 from penstock.execute.values.tree import as_graph_leaves, needing_gradient
@@ -121,7 +121,7 @@ class CarryPart(ForwardPart):
     def leaves(self) -> list[Tensor]:
         return [leaf for leaves in self._leaves for leaf in leaves]
 
-    def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
+    def roots(self) -> Roots:
         left = [each for each in self.left if each is not None and each.gradients]
         return [edge for each in left for edge in each.edges], [g for each in left for g in each.gradients]
 

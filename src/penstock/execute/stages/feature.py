@@ -23,6 +23,8 @@ BeforeLayer = Callable[[int], None]
 """Takes the place of a layer in the unsplit model."""
 Copied = Callable[[Any], Any]
 """Returns a value with copies of its tensors that lie in gathered weights."""
+Roots = tuple[list[GradientEdge], list[Tensor]]
+"""Outputs of a graph, and the gradient of each."""
 
 
 class ForwardPart:
@@ -61,7 +63,7 @@ class ForwardPart:
         """Further inputs that need a gradient."""
         return []
 
-    def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
+    def roots(self) -> Roots:
         """Return further outputs with their gradients; called right before the backward."""
         return [], []
 

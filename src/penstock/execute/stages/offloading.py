@@ -54,7 +54,8 @@ class SavedTensor:
 
     def problem(self) -> Exception | None:
         """Return why the tensor must not be read now, if so; torch itself looks at no version under hooks."""
-        shape, version = list(self.tensor.shape), version_of(self.tensor)
+        shape = list(self.tensor.shape)
+        version = version_of(self.tensor)
         if version != self.version:
             return RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
