@@ -103,10 +103,10 @@ class LossWeights:
         total, num_microbatches = (sum(measured.wholes), len(measured.wholes)) if job is None else job
         # Where nothing counts, the losses of the slices are shown as they are: not a number.
         fractions = [self._parts_of(sum(row), len(row), row) for row in measured.slices]
+        weights = self._parts_of(total, num_microbatches, measured.wholes)
         if not measured.is_counted:
-            return LossShares(self._parts_of(total, num_microbatches, measured.wholes), fractions)
-        weights = self._parts_of(total, num_microbatches, measured.wholes) if total else [0.0] * len(measured.wholes)
-        return LossShares(weights, fractions, measured.slices)
+            return LossShares(weights, fractions)
+        return LossShares(weights if total else [0.0] * len(weights), fractions, measured.slices)
 
     @property
     def of_rows(self) -> "LossWeights":
