@@ -87,7 +87,8 @@ class Improvement:
             if self._budget.is_over_at(self._share) or not num_moves:
                 break
             improved = moves.improve(sequence, best, best_s, num_moves, temperature_s)
-            sequence, best, best_s = improved.sequence, improved.best, improved.best_s
+            sequence, best = improved.sequence, improved.best
+            best_s = float(improved.best_s[0])
             temperature_s *= COOLING
             self._budget.spent += num_moves
             self._report(best_s)
