@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.searching.problem import Ints, Problem
-from penstock.searching.sequences import Columns, Timing, earliest_s, put
+from penstock.searching.problem import Problem
+from penstock.searching.sequences import earliest_s, put
 
 
 class Sweep(NamedTuple):
@@ -48,21 +48,6 @@ class Sweep(NamedTuple):
             np.zeros(problem.num_actions, np.int32),
             np.zeros(1, np.int64),
         )
-
-
-class Room(NamedTuple):
-    """The arguments of one construction."""
-
-    columns: Columns
-    sweep: Sweep
-    timing: Timing
-
-    @classmethod
-    def of(cls, problem: Problem, allowed_s: Any = None) -> "Room":
-        return cls(Columns.of(problem), Sweep.of(problem, allowed_s), Timing.of(problem))
-
-    def sequence(self) -> Ints:
-        return np.asarray(self.sweep.found)
 
 
 def next_of(sweep: Any, plane: int, stage: int) -> int:
