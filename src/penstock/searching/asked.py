@@ -100,7 +100,8 @@ def _problem(placement: Placement, microbatches: int, costs: Costs, limit: Limit
     if limit is None:
         return problem
     limit.require_sizes(costs.activation_bytes)
-    return problem.within(sizes_and_limit(every_action(placement, microbatches), costs, limit)[1])
+    _, most = sizes_and_limit(every_action(placement, microbatches), costs, limit)
+    return replace(problem, limit=most)
 
 
 def sizes_and_limit(table: Schedule | Program, costs: Costs, limit: Limit) -> tuple[StageBytes, Bytes]:
