@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError, described, nearest
+from penstock.errors import ConfigError, described, require_choice
 from penstock.ir.live import StageBytes, one_each
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -31,13 +31,6 @@ class Asked:
     memory_limit: Any
     noise_shares: NDArray[np.float64] | None
     seed: int
-
-
-def require_choice(key: str, given: object, choices: tuple[str, ...]) -> None:
-    """Refuse what is none of the choices. Raises: ConfigError."""
-    if given not in choices:
-        near = nearest(str(given), choices) if isinstance(given, str) else ""
-        raise ConfigError(f"{described(given)}; expected one of {', '.join(choices)}.{near}", key=key)
 
 
 def require_number(key: str, given: object, *, at_least: int, is_whole: bool = True) -> None:

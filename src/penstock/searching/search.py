@@ -13,8 +13,9 @@ import math
 from collections.abc import Callable
 from typing import Any, get_args
 
+from penstock.errors import require_choice
 from penstock.placement import Placement
-from penstock.searching.asked import Asked, cheapest, problems_of, require_choice, require_number
+from penstock.searching.asked import Asked, cheapest, problems_of, require_number
 from penstock.searching.bounds import Bound, lower_bound
 from penstock.searching.budget import Budget
 from penstock.searching.candidates import Candidate, by_objective, different, of_families
