@@ -204,13 +204,19 @@ class PretrainedWeights:
 
     def _require_equal(self, names: list[str]) -> None:
         """Refuse tied parameters of which the files have several with other values. Raises: CheckpointError."""
-        values = [self._read(self._conversions[name], None)[name] for name in names] if len(names) > 1 else []
-        for name, value in zip(names[1:], values[1:], strict=True):
-            if not torch.equal(value, values[0]):
-                raise CheckpointError(
-                    f"{self.folder}: {name!r} and {names[0]!r} have other values, but the model ties them. Set "
-                    "tie_word_embeddings to false in its config.json"
-                )
+        if len(names) > 1:
+            values = {name: self._read(self._conversions[name], None)[name] for name in names}
+            for name in names[1:]:
+                require_tied(self.folder, name, names[0], values)
+
+
+def require_tied(where: Path, name: str, owner: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tied parameters with other values. Raises: CheckpointError."""
+    if not torch.equal(tensors[name], tensors[owner]):
+        raise CheckpointError(
+            f"{where}: {name!r} and {owner!r} have other values, but the model ties them. Set tie_word_embeddings to "
+            "false in its config.json"
+        )
 
 
 def _require_float(dtype: Any) -> None:
