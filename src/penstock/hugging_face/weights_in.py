@@ -1,7 +1,7 @@
 """The weights of a transformers model from the folder that it is saved in: each tensor by the name that modules have.
 
     folder   model.safetensors, or model.safetensors.index.json and its files     headers only, when it is opened
-    read     the sources of one tensor ─► cast ─► converted by the rules of transformers
+    read     the sources of one tensor ─► converted by the rules of transformers
 
 A rank thus reads the bytes of its own tensors, and the headers of all files.
 """
@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoints.shards import DTYPES
-from penstock.errors import CheckpointError, described, listed, nearest
+from penstock.errors import CheckpointError, listed, nearest
 from penstock.hugging_face.stored import Stored, stored_in_folder
 from penstock.hugging_face.undocumented import (
     Conversion,
@@ -71,14 +70,13 @@ class PretrainedWeights:
         """Whether the files have a tensor of the model, under its own name or one that it is tied to."""
         return name in self._conversions or any(name in group for group in self._present_groups())
 
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read one tensor of the model, by its name there; floating point values become `dtype` if one is given.
+    def read(self, name: str) -> Tensor:
+        """Read one tensor of the model, by its name there.
 
-        Raises: CheckpointError: no such tensor or type, or a file changed since it was opened.
+        Raises: CheckpointError: no such tensor, or a file changed since it was opened.
         """
-        _require_float(dtype)
         target = self._target(name)
-        return self._read(self._conversions[target], dtype)[target]
+        return self._read(self._conversions[target])[target]
 
     def fill(self, module: nn.Module, names: Mapping[str, str] | None = None) -> None:
         """Copy tensors into the parameters and saved buffers of a module, each cast to the type that it has there.
@@ -106,7 +104,7 @@ class PretrainedWeights:
     def _fill(self, conversion: Conversion, several: list[tuple[str, Tensor]]) -> None:
         if len(several) == 1 and self._fill_directly(conversion, *several[0]):
             return
-        found = self._read(conversion, None)
+        found = self._read(conversion)
         for target, value in several:
             if value.shape != found[target].shape:
                 raise _other_shape(self.folder, target, found[target].shape, value.shape)
@@ -123,15 +121,10 @@ class PretrainedWeights:
         stored.read_into(value)
         return True
 
-    def _read(self, conversion: Conversion, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        tensors = {name: self._source(name, dtype) for name, _ in conversion.sources}
-        return conversion.convert(tensors, self.model)
-
-    def _source(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        stored = self._stored[name]
-        self.bytes_read += stored.num_bytes
-        tensor = stored.read()
-        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+    def _read(self, conversion: Conversion) -> dict[str, Tensor]:
+        sources = {name: self._stored[name] for name, _ in conversion.sources}
+        self.bytes_read += sum(stored.num_bytes for stored in sources.values())
+        return conversion.convert({name: stored.read() for name, stored in sources.items()}, self.model)
 
     def _check(self, conversion: Conversion) -> Iterable[str]:
         """Return the targets of a conversion, which runs without values.
@@ -205,7 +198,7 @@ class PretrainedWeights:
     def _require_equal(self, names: list[str]) -> None:
         """Refuse tied parameters of which the files have several with other values. Raises: CheckpointError."""
         if len(names) > 1:
-            values = {name: self._read(self._conversions[name], None)[name] for name in names}
+            values = {name: self._read(self._conversions[name])[name] for name in names}
             for name in names[1:]:
                 require_tied(self.folder, name, names[0], values)
 
@@ -217,13 +210,6 @@ def require_tied(where: Path, name: str, owner: str, tensors: Mapping[str, Tenso
             f"{where}: {name!r} and {owner!r} have other values, but the model ties them. Set tie_word_embeddings to "
             "false in its config.json"
         )
-
-
-def _require_float(dtype: Any) -> None:
-    known = [str(each).removeprefix("torch.") for each in DTYPES.values() if each.is_floating_point]
-    if dtype is not None and (dtype not in DTYPES.values() or not dtype.is_floating_point):
-        hint = nearest(str(dtype).removeprefix("torch."), known)
-        raise CheckpointError(f"dtype: is {described(dtype)}; expected a torch.dtype: {', '.join(known)}.{hint}")
 
 
 def _lacks(where: Path, found: Iterable[str], names: Iterable[str]) -> CheckpointError:
