@@ -130,15 +130,13 @@ def test_a_module_is_filled_in_its_own_type(tmp_path):
         assert torch.equal(value, saved.state[name].to(torch.bfloat16)), name
 
 
-def test_a_module_with_other_names_is_filled_by_the_full_name_of_each(tmp_path):
+def test_a_part_of_a_model_is_filled_by_the_full_name_of_each(tmp_path):
     saved = saved_model("llama", tmp_path)
-    module = nn.Linear(16, 64)
-    before = module.bias.detach().clone()
+    module = nn.ModuleDict({"lm_head": nn.Linear(16, 64, bias=False)})
 
-    PretrainedWeights.open(tmp_path, saved.empty).fill(module, {"weight": "lm_head.weight"})
+    PretrainedWeights.open(tmp_path, saved.empty).fill(module)
 
-    assert torch.equal(module.weight, saved.state["lm_head.weight"])
-    assert torch.equal(module.bias, before)
+    assert torch.equal(module["lm_head"].weight, saved.state["lm_head.weight"])
 
 
 def test_what_files_may_lack_stays_as_the_module_has_it(tmp_path):
@@ -295,7 +293,7 @@ def test_what_is_not_there_cannot_be_read_or_filled(tmp_path):
     assert "model.norms.weight" not in weights
     with pytest.raises(CheckpointError, match=r"has no tensor for 'model.norms.weight'\. Did you mean"):
         weights.read("model.norms.weight")
-    with pytest.raises(CheckpointError, match=r"Linear has no parameter or saved buffer 'wieght' to fill\. Did you"):
-        weights.fill(nn.Linear(2, 2), {"wieght": "lm_head.weight"})
+    with pytest.raises(CheckpointError, match=r"has no tensor for 'lm_head.bias'\. Did you mean 'lm_head.weight'"):
+        weights.fill(nn.ModuleDict({"lm_head": nn.Linear(16, 64)}))
     with pytest.raises(CheckpointError, match=r"'lm_head.weight' has the shape \(64, 16\); expected \(2, 2\)"):
-        weights.fill(nn.Linear(2, 2), {"weight": "lm_head.weight"})
+        weights.fill(nn.ModuleDict({"lm_head": nn.Linear(2, 2, bias=False)}))

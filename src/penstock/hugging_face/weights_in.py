@@ -78,26 +78,23 @@ class PretrainedWeights:
         target = self._target(name)
         return self._read(self._conversions[target])[target]
 
-    def fill(self, module: nn.Module, names: Mapping[str, str] | None = None) -> None:
+    def fill(self, module: nn.Module) -> None:
         """Copy tensors into the parameters and saved buffers of a module, each cast to the type that it has there.
 
-        `names` gives the model's name of each that is to be filled; without it, the module has the model's names. One
-        tensor of the model is in memory at a time, and its sources. Tensors that the files may lack stay as they are.
+        The module has the model's names. One tensor of the model is in memory at a time, and its sources. Tensors that
+        the files may lack stay as they are.
 
-        Raises: CheckpointError: the module has no such tensor, or one of another shape; or as `read`.
+        Raises: CheckpointError: one of another shape; or as `read`.
         """
-        state = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
         wanted: dict[int, tuple[Conversion, list[tuple[str, Tensor]]]] = {}
-        for own, name in ({each: each for each in state} if names is None else names).items():
-            if own not in state:
-                raise CheckpointError(
-                    f"{type(module).__name__} has no parameter or saved buffer {own!r} to fill.{nearest(own, state)}"
-                )
+        for name, value in module.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                continue
             if name not in self and not missing_and_strange(self.model, [name], [])[0]:
                 continue
             target = self._target(name)
             conversion = self._conversions[target]
-            wanted.setdefault(id(conversion), (conversion, []))[1].append((target, state[own]))
+            wanted.setdefault(id(conversion), (conversion, []))[1].append((target, value))
         for conversion, several in wanted.values():
             self._fill(conversion, several)
 
@@ -124,7 +121,8 @@ class PretrainedWeights:
     def _read(self, conversion: Conversion) -> dict[str, Tensor]:
         sources = {name: self._stored[name] for name, _ in conversion.sources}
         self.bytes_read += sum(stored.num_bytes for stored in sources.values())
-        return conversion.convert({name: stored.read() for name, stored in sources.items()}, self.model)
+        tensors = {name: stored.read() for name, stored in sources.items()}
+        return conversion.convert(tensors, self.model)
 
     def _check(self, conversion: Conversion) -> Iterable[str]:
         """Return the targets of a conversion, which runs without values.
