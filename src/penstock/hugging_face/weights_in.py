@@ -66,9 +66,9 @@ class PretrainedWeights:
         weights._require_all(strange)
         return weights
 
-    def __contains__(self, name: object) -> bool:
+    def __contains__(self, name: str) -> bool:
         """Whether the files have a tensor of the model, under its own name or one that it is tied to."""
-        return name in self._conversions or any(name in group for group in self._present_groups())
+        return any(each in self._conversions for each in self._names_of(name))
 
     def read(self, name: str) -> Tensor:
         """Read one tensor of the model, by its name there.
@@ -163,8 +163,7 @@ class PretrainedWeights:
 
     def _require_all(self, strange: Mapping[str, str]) -> None:
         """Refuse files that lack tensors of the model, or have others. Raises: CheckpointError."""
-        tied = {name for group in self._present_groups() for name in group}
-        lacking = self._shapes.keys() - self._conversions.keys() - tied
+        lacking = [name for name in self._shapes if name not in self]
         missing, unknown = missing_and_strange(self.model, lacking, strange.values())
         if missing:
             raise _lacks(self.folder, self._stored, missing)
@@ -174,18 +173,14 @@ class PretrainedWeights:
                 f"{self.folder}: is of another model, which also has {_listed(extra)}.{hint} {SAME_MODEL}"
             )
 
-    def _present_groups(self) -> list[set[str]]:
-        """Return the sets of tied names of which the files have one at least."""
-        groups: dict[str, set[str]] = {}
-        for name, source in self._ties.items():
-            groups.setdefault(source, {source}).add(name)
-        return [group for group in groups.values() if group & self._conversions.keys()]
+    def _names_of(self, name: str) -> list[str]:
+        """Return all names of a tensor of the model: that to which others are tied, and these."""
+        source = self._ties.get(name, name)
+        return [source, *sorted(each for each, other in self._ties.items() if other == source)]
 
     def _target(self, name: str) -> str:
         """Return the name under which the files have a tensor. Raises: CheckpointError."""
-        source = self._ties.get(name, name)
-        group = [source, *sorted(each for each, other in self._ties.items() if other == source)]
-        present = [each for each in group if each in self._conversions]
+        present = [each for each in self._names_of(name) if each in self._conversions]
         if not present:
             raise CheckpointError(
                 f"{self.folder}: has no tensor for {name!r}.{nearest(name, self._conversions)} Name one of the model"
