@@ -211,7 +211,7 @@ class CutPart(nn.Module):
         name: str,
         segment: Segment,
         modules: Mapping[str, nn.Module],
-        tensors: Mapping[str, Tensor] | None = None,
+        tensors: Mapping[str, Tensor],
     ) -> None:
         """`modules` and `tensors` are those that the segment names; `name` is that of the layer."""
         super().__init__()
@@ -222,7 +222,7 @@ class CutPart(nn.Module):
         for name, module in modules.items():
             path, own = _branch(self, name)
             path.add_module(own, module)
-        for name, tensor in (tensors or {}).items():
+        for name, tensor in tensors.items():
             path, own = _branch(self, name)
             if isinstance(tensor, nn.Parameter):
                 path.register_parameter(own, tensor)
