@@ -115,9 +115,8 @@ def fill(of: Any, sweep: Any, timing: Any, action: int, is_over: bool, is_within
     gap_s = starts_s - timing.free_s[own]
     if gap_s <= 0.0 or not has_weight(sweep, own):
         return
-    if (gap_s > most_idle_s(sweep, own) - sweep.idle_s[own] and is_over) or (
-        gap_s <= most_idle_s(sweep, own) - sweep.idle_s[own] and is_within
-    ):
+    idles_most = gap_s > most_idle_s(sweep, own) - sweep.idle_s[own]
+    if (idles_most and is_over) or (not idles_most and is_within):
         do_weight(of, sweep, timing, own)
 
 
