@@ -21,7 +21,6 @@ from penstock.planning import (
     prove_and_lower,
     prove_and_lower_once,
     resolve_plan,
-    resolve_schedule,
 )
 from penstock.proofs import Demand, check
 from penstock.schedules import build
@@ -205,7 +204,7 @@ def test_only_the_last_small_tables_are_kept():
 
 
 def test_a_name_is_built_for_the_ranks_that_run():
-    schedule = resolve_schedule("1f1b", ranks=3, microbatches=5, options={"warmup": "eager"})
+    schedule = resolve_plan("1f1b", ranks=3, microbatches=5, options={"warmup": "eager"})
 
     assert schedule == build("1f1b", ranks=3, microbatches=5, warmup="eager")
 
@@ -213,20 +212,20 @@ def test_a_name_is_built_for_the_ranks_that_run():
 def test_a_schedule_is_taken_as_it_is():
     schedule = build("gpipe", ranks=2, microbatches=4)
 
-    assert resolve_schedule(schedule, ranks=2, options={}) is schedule
-    assert resolve_schedule(schedule, ranks=2, microbatches=4, options={}) is schedule
-    assert resolve_schedule(schedule, ranks=2, stages_per_rank=1, options={}) is schedule
+    assert resolve_plan(schedule, ranks=2, options={}) is schedule
+    assert resolve_plan(schedule, ranks=2, microbatches=4, options={}) is schedule
+    assert resolve_plan(schedule, ranks=2, stages_per_rank=1, options={}) is schedule
 
 
 def test_other_stages_per_rank_than_those_of_a_whole_schedule_are_refused():
     schedule = build("gpipe", ranks=2, microbatches=4)
 
     with pytest.raises(ConfigError, match=r"stages_per_rank: 2, but gpipe has 2 stages on 2 ranks; leave it out"):
-        resolve_schedule(schedule, ranks=2, stages_per_rank=2, options={})
+        resolve_plan(schedule, ranks=2, stages_per_rank=2, options={})
 
 
 def test_a_name_without_a_number_of_microbatches_gets_8():
-    assert resolve_schedule("gpipe", ranks=2, options={}) == build("gpipe", ranks=2, microbatches=8)
+    assert resolve_plan("gpipe", ranks=2, options={}) == build("gpipe", ranks=2, microbatches=8)
 
 
 @pytest.mark.parametrize("as_text", [True, False])
@@ -235,7 +234,7 @@ def test_a_file_is_read(tmp_path, as_text):
     file = tmp_path / "mine.csv"
     file.write_text(schedule.to_csv())
 
-    found = resolve_schedule(str(file) if as_text else file, ranks=2, options={})
+    found = resolve_plan(str(file) if as_text else file, ranks=2, options={})
 
     assert found == schedule
 
@@ -257,12 +256,12 @@ def test_a_file_is_read(tmp_path, as_text):
 )
 def test_a_wrong_schedule_is_one_clear_error(schedule, options, text):
     with pytest.raises(ConfigError, match=text):
-        resolve_schedule(schedule, ranks=2, microbatches=2, options=options)
+        resolve_plan(schedule, ranks=2, microbatches=2, options=options)
 
 
 def test_a_missing_file_is_one_clear_error(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.csv"):
-        resolve_schedule(str(tmp_path / "nowhere.csv"), ranks=2, microbatches=2, options={})
+        resolve_plan(str(tmp_path / "nowhere.csv"), ranks=2, microbatches=2, options={})
 
 
 def test_fewer_microbatches_than_stages_are_told_with_the_bubble_that_they_cost():

@@ -222,6 +222,13 @@ def listed(
     return f"{separator.join(map(quoted, names[:most]))}{more}"
 
 
+def require_choice(key: str, given: object, choices: Sequence[str]) -> None:
+    """Refuse what is none of the choices. Raises: ConfigError."""
+    if given not in choices:
+        near = nearest(given, choices) if isinstance(given, str) else ""
+        raise ConfigError(f"{described(given)}; expected one of {', '.join(choices)}.{near}", key=key)
+
+
 def count_of(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `4 ranks`, `2 microbatches`."""
     plural = "es" if noun.endswith("ch") else "s"

@@ -250,28 +250,6 @@ def few_microbatches(program: Program) -> str | None:
     )
 
 
-def resolve_schedule(
-    schedule: str | Path | Schedule,
-    *,
-    ranks: int,
-    microbatches: int | None = None,
-    stages_per_rank: int | None = None,
-    options: Mapping[str, Any],
-) -> Schedule:
-    """Return a schedule by its family's name, from a file, or as given, as `resolve_plan` does, and no program.
-
-    Raises:
-        ConfigError, FormatError: as `resolve_plan`, and for a program.
-    """
-    plan = resolve_plan(
-        schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, options=options
-    )
-    if isinstance(plan, Program):
-        problem = f"{plan.name} is a program with communication; expected a schedule of F, B, I and W"
-        raise ConfigError(problem, key="schedule")
-    return plan
-
-
 def resolve_plan(
     plan: ScheduleLike,
     *,

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
+from penstock.lowering import lower
 from penstock.moving.own_stages import LocalStages, OwnStage, RemoteStage, require_parts
 from penstock.schedules import build
 from tests.local_pipelines import error_of, on_ranks, square_loss
@@ -224,6 +225,13 @@ def test_a_model_of_another_number_of_parts_is_refused():
 
 def test_slices_are_an_option_of_the_schedule():
     assert LocalStages.of(None, {"slices": 2}).schedule("seq1f1b", 4, 1).num_slices == 2
+
+
+def test_a_program_is_refused():
+    program = lower(build("1f1b", ranks=1, microbatches=2))
+
+    with pytest.raises(ConfigError, match=r"schedule: 1f1b is a program with communication; expected a schedule of F"):
+        LocalStages.of(None, {}).schedule(program, 2, 1)
 
 
 def test_unknown_options_are_refused_and_those_of_the_family_taken():

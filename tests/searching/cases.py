@@ -1,6 +1,7 @@
 """Problems of searches for tests."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,4 +49,4 @@ def searched_case(row):
 
 def problem_of(placement, microbatches, costs, limit=None):
     problem = Problem.of(placement, microbatches, costs)
-    return problem if limit is None else problem.within(np.full(placement.num_ranks, limit, np.int64))
+    return problem if limit is None else replace(problem, limit=np.full(placement.num_ranks, limit, np.int64))

@@ -1,5 +1,7 @@
 """The end of a search: what fits with its messages, and which of several is chosen."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -77,4 +79,4 @@ def test_where_no_family_fits_there_is_none_to_compare_with():
 
 
 def _within(limit):
-    return PROBLEM.within(np.full(4, limit, np.int64))
+    return replace(PROBLEM, limit=np.full(4, limit, np.int64))

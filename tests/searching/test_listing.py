@@ -36,8 +36,8 @@ def test_every_setting_gives_a_schedule_that_is_proved_under_the_limit(placement
 
 
 def setting_of(problem, most_under_way, *, prefers_inputs=True, waits_for_share=0.0, deep_first=True):
-    options = {"prefers_inputs": prefers_inputs, "waits_for_share": waits_for_share, "deep_first": deep_first}
-    return Setting.alike(problem, np.array(most_under_way, np.int32), **options)
+    of_ranks = (np.full(problem.num_ranks, each) for each in (prefers_inputs, float(waits_for_share), deep_first))
+    return Setting(np.array(most_under_way, np.int32), *of_ranks)
 
 
 def test_a_rank_may_have_a_setting_of_its_own():

@@ -17,10 +17,10 @@ def improved(placement, family, *, seed=0, limit=None, by_span=False, rounds=5, 
     schedule = build(family, ranks=placement.num_ranks, microbatches=6, stages=placement.num_stages)
     begin = sequence = best = sequence_of(schedule)
     moves = Moves(problem, seed, by_span=by_span)
-    best_s = begin_s = moves.objective_s(begin)
+    best_s = begin_s = run(problem, begin).objective_s(by_span=by_span)
     for _ in range(rounds):
         found = moves.improve(sequence, best, best_s, 400, 0.3)
-        sequence, best, best_s = found.sequence, found.best, found.best_s
+        sequence, best, best_s = found.sequence, found.best, float(found.best_s[0])
         for each in (sequence, best):
             assert run(problem, each).fits(problem)
             check(problem.schedule(each, "moved"))

@@ -7,7 +7,8 @@ from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.searching.asked import Asked, problems_of
 from penstock.searching.budget import Budget
-from penstock.searching.starting import NUM_KEPT, families_of, nothing_fits, starts_of
+from penstock.searching.candidates import of_families
+from penstock.searching.starting import NUM_KEPT, nothing_fits, starts_of
 from penstock.simulation import Costs
 
 SIZES = {"activation_bytes": 10, "weight_context_bytes": 5}
@@ -22,7 +23,7 @@ def asked_for(memory_limit, **costs):
 def test_the_best_come_first_and_all_fit():
     problem, asked = asked_for(45)
     budget = Budget(60.0, None)
-    families = families_of(problem, asked, budget)
+    families = list(of_families(problem, by_span=asked.by_span))
 
     found = starts_of(problem, families, asked, budget)
 
@@ -35,7 +36,7 @@ def test_the_best_come_first_and_all_fit():
 def test_a_limit_is_lowered_by_what_messages_need():
     problem, asked = asked_for(45, message_bytes=8)
     budget = Budget(60.0, None)
-    families = families_of(problem, asked, budget)
+    families = list(of_families(problem, by_span=asked.by_span))
 
     best = starts_of(problem, families, asked, budget)[0]
 

@@ -9,6 +9,7 @@ Their mean over the microbatches is trained, with the weight `router_aux_loss_co
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ class Balance:
         """Return what makes each layer; a block without experts is a plain one."""
         routed, closing = _routed(kind), _closing(kind)
         made: dict[str, Callable[..., CutPart]] = dict.fromkeys(names, kind)
-        made |= {name: _with(routed, self, place) for name, place in self._places.items()}
-        made[names[-1]] = _with(closing, self, len(self._places) - 1)
+        made |= {name: partial(routed, self, place) for name, place in self._places.items()}
+        made[names[-1]] = partial(closing, self, len(self._places) - 1)
         return made
 
     def sums(self, logits: Tensor, mask: Tensor | None) -> Tensor:
@@ -73,11 +74,12 @@ class Balance:
         return (sent / rows * (likely / rows)).sum() * self.num_experts
 
 
-def _routed(kind: type[CutPart]) -> type[CutPart]:
+def _routed(kind: type[CutPart]) -> Callable[..., CutPart]:
     class Routed(kind):  # type: ignore[misc, valid-type]
         """A block with experts."""
 
-        def set_balance(self, balance: Balance, place: int) -> None:
+        def __init__(self, balance: Balance, place: int, *args: Any) -> None:
+            super().__init__(*args)
             self._balance = balance
             self.own, self.before = Skip(f"{NAME} {place}"), Skip(f"{NAME} {place - 1}") if place else None
 
@@ -92,11 +94,12 @@ def _routed(kind: type[CutPart]) -> type[CutPart]:
     return Routed
 
 
-def _closing(kind: type[CutPart]) -> type[CutPart]:
+def _closing(kind: type[CutPart]) -> Callable[..., CutPart]:
     class Closing(kind):  # type: ignore[misc, valid-type]
         """The last layer, which makes the loss."""
 
-        def set_balance(self, balance: Balance, place: int) -> None:
+        def __init__(self, balance: Balance, place: int, *args: Any) -> None:
+            super().__init__(*args)
             self._balance = balance
             self.skip, self.auxiliary = Skip(f"{NAME} {place}"), AuxiliaryLoss(NAME, balance.weight)
 
@@ -106,16 +109,6 @@ def _closing(kind: type[CutPart]) -> type[CutPart]:
             return output
 
     return Closing
-
-
-def _with(kind: Any, balance: Balance, place: int) -> Callable[..., CutPart]:
-    def make(*args: Any) -> CutPart:
-        made = kind(*args)
-        made.set_balance(balance, place)
-        part: CutPart = made
-        return part
-
-    return make
 
 
 @contextmanager

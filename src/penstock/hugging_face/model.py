@@ -1,6 +1,6 @@
 """`TransformersModel`: the layers of a causal language model of transformers, with its loss."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -42,9 +42,6 @@ class TransformersModel(Sequence[Layer]):
 
     def __len__(self) -> int:
         return len(self._layers)
-
-    def __iter__(self) -> Iterator[Layer]:
-        return iter(self._layers)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the model's own loss, as the mean over the labels that count.

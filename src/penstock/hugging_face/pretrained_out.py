@@ -27,6 +27,7 @@ from penstock.checkpoints.weight_format import Entries, Unit, WeightFormat
 from penstock.errors import CheckpointError, NotSaved, nearest
 from penstock.files import naming_storage
 from penstock.hugging_face.undocumented import is_quantized, reverted, tied_names, unsaved_names
+from penstock.hugging_face.weights_in import require_tied
 from penstock.pipeline import Pipeline
 
 TOKENIZER_FILES = (
@@ -88,7 +89,7 @@ def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
 
     for name, owner in tied_names(model).items():
         if name in entries and owner in entries:
-            _require_tied(where, name, owner, read([name, owner]))
+            require_tied(where, name, owner, read([name, owner]))
             del entries[name]
     save_tensors(folder, entries, read, PretrainedFormat(model, source, where))
     return where
@@ -199,11 +200,3 @@ def _main_type(saved: Entries) -> str:
     for dtype, shape in saved.values():
         counts[dtype] += math.prod(shape) if DTYPES[dtype].is_floating_point else 0
     return str(DTYPES[counts.most_common(1)[0][0]]).removeprefix("torch.")
-
-
-def _require_tied(where: Path, name: str, owner: str, tensors: Mapping[str, Tensor]) -> None:
-    if not torch.equal(tensors[name], tensors[owner]):
-        raise CheckpointError(
-            f"{where}: {name!r} and {owner!r} have other values, but the model ties them. Set tie_word_embeddings to "
-            "false in its config.json"
-        )

@@ -1,7 +1,7 @@
 """The weights of a transformers model from the folder that it is saved in: each tensor by the name that modules have.
 
     folder   model.safetensors, or model.safetensors.index.json and its files     headers only, when it is opened
-    read     the sources of one tensor ─► cast ─► converted by the rules of transformers
+    read     the sources of one tensor ─► converted by the rules of transformers
 
 A rank thus reads the bytes of its own tensors, and the headers of all files.
 """
@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoints.shards import DTYPES
-from penstock.errors import CheckpointError, described, listed, nearest
+from penstock.errors import CheckpointError, listed, nearest
 from penstock.hugging_face.stored import Stored, stored_in_folder
 from penstock.hugging_face.undocumented import (
     Conversion,
@@ -67,46 +66,42 @@ class PretrainedWeights:
         weights._require_all(strange)
         return weights
 
-    def __contains__(self, name: object) -> bool:
+    def __contains__(self, name: str) -> bool:
         """Whether the files have a tensor of the model, under its own name or one that it is tied to."""
-        return name in self._conversions or any(name in group for group in self._present_groups())
+        return any(each in self._conversions for each in self._names_of(name))
 
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read one tensor of the model, by its name there; floating point values become `dtype` if one is given.
+    def read(self, name: str) -> Tensor:
+        """Read one tensor of the model, by its name there.
 
-        Raises: CheckpointError: no such tensor or type, or a file changed since it was opened.
+        Raises: CheckpointError: no such tensor, or a file changed since it was opened.
         """
-        _require_float(dtype)
         target = self._target(name)
-        return self._read(self._conversions[target], dtype)[target]
+        return self._read(self._conversions[target])[target]
 
-    def fill(self, module: nn.Module, names: Mapping[str, str] | None = None) -> None:
+    def fill(self, module: nn.Module) -> None:
         """Copy tensors into the parameters and saved buffers of a module, each cast to the type that it has there.
 
-        `names` gives the model's name of each that is to be filled; without it, the module has the model's names. One
-        tensor of the model is in memory at a time, and its sources. Tensors that the files may lack stay as they are.
+        The module has the model's names. One tensor of the model is in memory at a time, and its sources. Tensors that
+        the files may lack stay as they are.
 
-        Raises: CheckpointError: the module has no such tensor, or one of another shape; or as `read`.
+        Raises: CheckpointError: one of another shape; or as `read`.
         """
-        state = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
         wanted: dict[int, tuple[Conversion, list[tuple[str, Tensor]]]] = {}
-        for own, name in ({each: each for each in state} if names is None else names).items():
-            if own not in state:
-                raise CheckpointError(
-                    f"{type(module).__name__} has no parameter or saved buffer {own!r} to fill.{nearest(own, state)}"
-                )
+        for name, value in module.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                continue
             if name not in self and not missing_and_strange(self.model, [name], [])[0]:
                 continue
             target = self._target(name)
             conversion = self._conversions[target]
-            wanted.setdefault(id(conversion), (conversion, []))[1].append((target, state[own]))
+            wanted.setdefault(id(conversion), (conversion, []))[1].append((target, value))
         for conversion, several in wanted.values():
             self._fill(conversion, several)
 
     def _fill(self, conversion: Conversion, several: list[tuple[str, Tensor]]) -> None:
         if len(several) == 1 and self._fill_directly(conversion, *several[0]):
             return
-        found = self._read(conversion, None)
+        found = self._read(conversion)
         for target, value in several:
             if value.shape != found[target].shape:
                 raise _other_shape(self.folder, target, found[target].shape, value.shape)
@@ -123,15 +118,11 @@ class PretrainedWeights:
         stored.read_into(value)
         return True
 
-    def _read(self, conversion: Conversion, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        tensors = {name: self._source(name, dtype) for name, _ in conversion.sources}
+    def _read(self, conversion: Conversion) -> dict[str, Tensor]:
+        sources = {name: self._stored[name] for name, _ in conversion.sources}
+        self.bytes_read += sum(stored.num_bytes for stored in sources.values())
+        tensors = {name: stored.read() for name, stored in sources.items()}
         return conversion.convert(tensors, self.model)
-
-    def _source(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        stored = self._stored[name]
-        self.bytes_read += stored.num_bytes
-        tensor = stored.read()
-        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
     def _check(self, conversion: Conversion) -> Iterable[str]:
         """Return the targets of a conversion, which runs without values.
@@ -172,8 +163,7 @@ class PretrainedWeights:
 
     def _require_all(self, strange: Mapping[str, str]) -> None:
         """Refuse files that lack tensors of the model, or have others. Raises: CheckpointError."""
-        tied = {name for group in self._present_groups() for name in group}
-        lacking = self._shapes.keys() - self._conversions.keys() - tied
+        lacking = [name for name in self._shapes if name not in self]
         missing, unknown = missing_and_strange(self.model, lacking, strange.values())
         if missing:
             raise _lacks(self.folder, self._stored, missing)
@@ -183,18 +173,14 @@ class PretrainedWeights:
                 f"{self.folder}: is of another model, which also has {_listed(extra)}.{hint} {SAME_MODEL}"
             )
 
-    def _present_groups(self) -> list[set[str]]:
-        """Return the sets of tied names of which the files have one at least."""
-        groups: dict[str, set[str]] = {}
-        for name, source in self._ties.items():
-            groups.setdefault(source, {source}).add(name)
-        return [group for group in groups.values() if group & self._conversions.keys()]
+    def _names_of(self, name: str) -> list[str]:
+        """Return all names of a tensor of the model: that to which others are tied, and these."""
+        source = self._ties.get(name, name)
+        return [source, *sorted(each for each, other in self._ties.items() if other == source)]
 
     def _target(self, name: str) -> str:
         """Return the name under which the files have a tensor. Raises: CheckpointError."""
-        source = self._ties.get(name, name)
-        group = [source, *sorted(each for each, other in self._ties.items() if other == source)]
-        present = [each for each in group if each in self._conversions]
+        present = [each for each in self._names_of(name) if each in self._conversions]
         if not present:
             raise CheckpointError(
                 f"{self.folder}: has no tensor for {name!r}.{nearest(name, self._conversions)} Name one of the model"
@@ -204,20 +190,19 @@ class PretrainedWeights:
 
     def _require_equal(self, names: list[str]) -> None:
         """Refuse tied parameters of which the files have several with other values. Raises: CheckpointError."""
-        values = [self._read(self._conversions[name], None)[name] for name in names] if len(names) > 1 else []
-        for name, value in zip(names[1:], values[1:], strict=True):
-            if not torch.equal(value, values[0]):
-                raise CheckpointError(
-                    f"{self.folder}: {name!r} and {names[0]!r} have other values, but the model ties them. Set "
-                    "tie_word_embeddings to false in its config.json"
-                )
+        if len(names) > 1:
+            values = {name: self._read(self._conversions[name])[name] for name in names}
+            for name in names[1:]:
+                require_tied(self.folder, name, names[0], values)
 
 
-def _require_float(dtype: Any) -> None:
-    known = [str(each).removeprefix("torch.") for each in DTYPES.values() if each.is_floating_point]
-    if dtype is not None and (dtype not in DTYPES.values() or not dtype.is_floating_point):
-        hint = nearest(str(dtype).removeprefix("torch."), known)
-        raise CheckpointError(f"dtype: is {described(dtype)}; expected a torch.dtype: {', '.join(known)}.{hint}")
+def require_tied(where: Path, name: str, owner: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tied parameters with other values. Raises: CheckpointError."""
+    if not torch.equal(tensors[name], tensors[owner]):
+        raise CheckpointError(
+            f"{where}: {name!r} and {owner!r} have other values, but the model ties them. Set tie_word_embeddings to "
+            "false in its config.json"
+        )
 
 
 def _lacks(where: Path, found: Iterable[str], names: Iterable[str]) -> CheckpointError:

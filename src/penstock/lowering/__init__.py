@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.errors import ConfigError, described, nearest
+from penstock.errors import ConfigError, described, require_choice
 from penstock.ir.linear_extension import Starts
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -48,9 +48,7 @@ class Sharding:
     @property
     def passes(self) -> tuple[Pass, ...]:
         """Raises: ConfigError, where there is no such way to shard."""
-        if self.shard not in SHARDS:
-            hint = nearest(self.shard, SHARDS) if isinstance(self.shard, str) else ""
-            raise ConfigError(f"{described(self.shard)}; expected one of {', '.join(SHARDS)}.{hint}", key="shard")
+        require_choice("shard", self.shard, SHARDS)
         if self.shard == NONE:
             return ()
         return (partial(place_gathers, residency=self.most_whole, look_ahead=self.look_ahead),)

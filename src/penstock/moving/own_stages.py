@@ -20,10 +20,11 @@ from penstock.execute.losses.loss import Loss
 from penstock.execute.options import refuse_unknown
 from penstock.execute.stages.layers import Layer
 from penstock.execute.transport.protocol import Transport
+from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.moving.stage_agreement import agree_on_stages, parts_of_stages
 from penstock.pipeline import Pipeline
-from penstock.planning import resolve_schedule
+from penstock.planning import resolve_plan
 from penstock.schedules import find_family, is_family_name
 
 
@@ -79,7 +80,7 @@ class LocalStages:
         """Return the schedule for this many ranks, a file's or a given one's as it is.
 
         Raises:
-            ConfigError: there is no such schedule, or it cannot run here.
+            ConfigError: there is no such schedule, it cannot run here, or it is a program.
         """
         is_name = is_family_name(schedule)
         family_options = dict(self.joined.family_options)
@@ -87,13 +88,17 @@ class LocalStages:
             refuse_unknown(family_options, str(schedule), find_family(str(schedule)).all_options)
             if self.options.get("slices") is not None:
                 family_options["slices"] = self.options["slices"]
-        return resolve_schedule(
+        plan = resolve_plan(
             schedule,
             ranks=self.transport.num_ranks,
             microbatches=microbatches,
             stages_per_rank=stages_per_rank if is_name else None,
             options=family_options,
         )
+        if isinstance(plan, Program):
+            problem = f"{plan.name} is a program with communication; expected a schedule of F, B, I and W"
+            raise ConfigError(problem, key="schedule")
+        return plan
 
     def stages_per_rank(self, schedule: str | Path | Schedule, num_parts: int) -> int | None:
         """Return how many stages a rank has of a model in so many parts; None where a family leaves no choice.

@@ -9,13 +9,13 @@ options of every family need no parameter. It gives the rows of all ranks or, if
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.errors import ConfigError, described, shortened
 from penstock.ir.schedule import Schedule
 from penstock.schedules.family import with_common
-from penstock.schedules.options import COMMON, Options, require_known
+from penstock.schedules.options import COMMON, SIZES, Options, require_known
 from penstock.schedules.third_party import as_schedule, require_sizes, run_third_party
 
 ScheduleFunction = Callable[..., Any]
@@ -35,9 +35,6 @@ class Asked:
     stages_per_rank: int | None
     stages: int | None
     forward_only: bool
-
-
-NUMBERS = tuple(field.name for field in fields(Asked))
 
 
 def custom_schedule(function: ScheduleFunction, asked: Asked, options: Mapping[str, object]) -> Schedule:
@@ -97,7 +94,7 @@ def _numbers(name: str, parameters: Parameters, asked: Asked) -> dict[str, objec
         values |= {key: _default(parameters, key, count) for key, count in (("stages_per_rank", 1), ("stages", ranks))}
     else:
         values["stages_per_rank"] = stages // ranks
-    return {key: values[key] for key in NUMBERS if key in parameters}
+    return {key: values[key] for key in SIZES if key in parameters}
 
 
 def _default(parameters: Parameters, key: str, otherwise: int) -> object:
@@ -111,7 +108,7 @@ def _options(name: str, parameters: Parameters, given: Mapping[str, object]) -> 
     known: dict[str, object] = {
         key: parameter.default
         for key, parameter in parameters.items()
-        if key not in (RANK, *NUMBERS) and parameter.kind is not parameter.VAR_KEYWORD
+        if key not in (RANK, *SIZES) and parameter.kind is not parameter.VAR_KEYWORD
     }
     for key in given:
         if not takes_any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError, described, nearest
+from penstock.errors import ConfigError, described, require_choice
 from penstock.ir.live import StageBytes, one_each
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -31,13 +31,6 @@ class Asked:
     memory_limit: Any
     noise_shares: NDArray[np.float64] | None
     seed: int
-
-
-def require_choice(key: str, given: object, choices: tuple[str, ...]) -> None:
-    """Refuse what is none of the choices. Raises: ConfigError."""
-    if given not in choices:
-        near = nearest(str(given), choices) if isinstance(given, str) else ""
-        raise ConfigError(f"{described(given)}; expected one of {', '.join(choices)}.{near}", key=key)
 
 
 def require_number(key: str, given: object, *, at_least: int, is_whole: bool = True) -> None:
@@ -100,7 +93,8 @@ def _problem(placement: Placement, microbatches: int, costs: Costs, limit: Limit
     if limit is None:
         return problem
     limit.require_sizes(costs.activation_bytes)
-    return problem.within(sizes_and_limit(every_action(placement, microbatches), costs, limit)[1])
+    _, most = sizes_and_limit(every_action(placement, microbatches), costs, limit)
+    return replace(problem, limit=most)
 
 
 def sizes_and_limit(table: Schedule | Program, costs: Costs, limit: Limit) -> tuple[StageBytes, Bytes]:

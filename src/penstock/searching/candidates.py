@@ -38,8 +38,8 @@ class Candidate:
     def of(cls, problem: Problem, sequence: Ints, method: Method, *, by_span: bool, **source: Any) -> "Candidate":
         """Time a sequence; `source` is its family or its setting."""
         timed = run(problem, sequence)
-        objective_s = timed.span_s if by_span else timed.makespan_s
-        return cls(problem, sequence, objective_s if timed.fits(problem) else math.inf, method, **source)
+        objective_s = timed.objective_s(by_span=by_span) if timed.fits(problem) else math.inf
+        return cls(problem, sequence, objective_s, method, **source)
 
     @property
     def fits(self) -> bool:

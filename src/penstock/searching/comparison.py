@@ -7,7 +7,6 @@ from fractions import Fraction
 from penstock.errors import PenstockError
 from penstock.ir.collectives import GATHERS
 from penstock.ir.operations import IS_SEND
-from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.whole import peak_whole
 from penstock.lowering import NONE, NOT_SHARDED, Sharding
@@ -31,6 +30,7 @@ class Comparison:
     bubble_rate: float
     peak_activations: list[int]
     num_messages: int
+    """How many results cross from rank to rank."""
     num_microbatches: int
     num_parts: Fraction
     """Stages and slices that a rank runs for one microbatch, in the mean."""
@@ -118,7 +118,7 @@ def compare(
         bubble_fraction=timeline.bubble_fraction,
         bubble_rate=timeline.bubble_rate,
         peak_activations=timeline.peak_activations,
-        num_messages=count_messages(program),
+        num_messages=len(program.rows_of(IS_SEND)),
         num_microbatches=schedule.num_microbatches,
         num_parts=schedule.parts_per_rank,
         peak_bytes=totals if any(own_costs.activation_bytes) else None,
@@ -129,11 +129,6 @@ def compare(
         peak_whole=peak_whole(program),
         exchanges_are_free=not any(own_costs.unshard_s) and not any(own_costs.reduce_s),
     )
-
-
-def count_messages(program: Program) -> int:
-    """Return how many results cross from rank to rank."""
-    return len(program.rows_of(IS_SEND))
 
 
 def equal_work_s(rows: Sequence[Comparison]) -> list[float]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from penstock.searching.exact_model import Model, timed
+from penstock.searching.exact_model import Model
 from penstock.searching.problem import Ints, Problem
 from penstock.searching.sequences import run
 from penstock.searching.ticks import Ticks
@@ -49,8 +49,7 @@ class _Asked:
         """Return the ticks of a sequence; None where there is none, or it does not fit."""
         if sequence is None or not run(self.problem, sequence).fits(self.problem):
             return None
-        timing = timed(self.ticks.problem, sequence)
-        return int(timing.span_s[0] if self.by_span else timing.makespan_s[0])
+        return int(run(self.ticks.problem, sequence).objective_s(by_span=self.by_span))
 
 
 def is_installed() -> bool:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE
 from penstock.searching.problem import FORWARD, WEIGHT, Ints, Problem
-from penstock.searching.sequences import TIME, Columns, Timing
+from penstock.searching.sequences import run
 
 Bools = NDArray[np.bool_]
 STEPS = 4
@@ -194,9 +194,9 @@ class Model:
 
     def hint(self, sequence: Ints) -> None:
         """Let the solver begin with a sequence."""
-        timing = timed(self.problem, sequence)
+        timed = run(self.problem, sequence)
         start_s, arrival_s = (
-            _in_turn(self.problem, self._groups, column) for column in (timing.start_s, timing.arrival_s)
+            _in_turn(self.problem, self._groups, column) for column in (timed.start_s, timed.arrival_s)
         )
         leaves = (arrival_s - self.problem.wire_s).astype(np.int64)
         start, end = start_s.astype(np.int64), (start_s + self.problem.seconds).astype(np.int64)
@@ -231,13 +231,6 @@ class Model:
             for each in behind[missing[behind] == 0]:
                 heapq.heappush(ready, keys[each])
         return np.array(found, np.int32)
-
-
-def timed(problem: Problem, sequence: Ints) -> Timing:
-    """Time a sequence."""
-    timing = Timing.of(problem)
-    TIME.compiled(sequence, Columns.of(problem), timing)
-    return timing
 
 
 def _add_if(constraints: Any, literal: Any, claim: Any) -> None:

@@ -1,6 +1,7 @@
 """Improvement of the best few candidates: first other settings (`varying`), then moves of actions (`moves`)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from penstock.searching.asked import Asked
 from penstock.searching.budget import Budget
@@ -23,15 +24,17 @@ COOLING = 0.6
 """The share of a temperature that is left after a round."""
 
 
+@dataclass(slots=True, eq=False)
 class Improvement:
     """Improves candidates until a share of the budget is over, or one is as short as can be."""
 
-    def __init__(
-        self, asked: Asked, budget: Budget, goal_s: float, share: float, report: Callable[[float], None]
-    ) -> None:
-        self._asked, self._budget, self._goal_s, self._share, self._report = asked, budget, goal_s, share, report
-        self.found: list[Candidate] = []
-        """The sequences that are shorter than those they were made from."""
+    asked: Asked
+    budget: Budget
+    goal_s: float
+    share: float
+    report: Callable[[float], None]
+    found: list[Candidate] = field(default_factory=list)
+    """The sequences that are shorter than those they were made from."""
 
     def run(self, candidates: Sequence[Candidate]) -> None:
         """Improve the best few of the candidates."""
@@ -42,7 +45,7 @@ class Improvement:
         self._move([*varied, *(each for each in candidates if each.setting is None)])
 
     def _is_over(self, best: Candidate, share: float) -> bool:
-        return best.objective_s <= self._goal_s or self._budget.is_over_at(share)
+        return best.objective_s <= self.goal_s or self.budget.is_over_at(share)
 
     def _vary(self, candidates: Sequence[Candidate], best: Candidate) -> list[Candidate]:
         """Vary the settings of list schedules, until that brings nothing more; return what each start has become.
@@ -52,26 +55,26 @@ class Improvement:
         starts = sorted(candidates, key=by_objective)[:NUM_STARTS]
         if not starts:
             return starts
-        variation = Variation(starts, self._asked.seed, by_span=self._asked.by_span)
+        variation = Variation(starts, self.asked.seed, by_span=self.asked.by_span)
         num_vain, found = 0, []
-        while num_vain < MOST_VAIN and not self._is_over(best, SHARE_OF_VARIATION * self._share):
+        while num_vain < MOST_VAIN and not self._is_over(best, SHARE_OF_VARIATION * self.share):
             varied = variation.step()
-            self._budget.spent += 1
+            self.budget.spent += 1
             num_vain += 1
             if varied is not None:
                 found.append(varied)
                 best, num_vain = min(best, varied, key=by_objective), 0
-                self._report(best.objective_s)
+                self.report(best.objective_s)
         self.found += sorted(found, key=by_objective)[:NUM_KEPT]
         return variation.pool
 
     def _move(self, candidates: Sequence[Candidate]) -> None:
         """Move actions of the best few in turns."""
         starts = sorted(candidates, key=by_objective)[:NUM_STARTS]
-        seed, by_span = self._asked.seed, self._asked.by_span
+        seed, by_span = self.asked.seed, self.asked.by_span
         moves = {id(each.problem): Moves(each.problem, seed, by_span=by_span) for each in starts}
         best, turn = starts[0], 0
-        while not self._is_over(best, self._share):
+        while not self._is_over(best, self.share):
             start = best if turn % 2 else starts[turn // 2 % len(starts)]
             turn += 1
             of_run = self._cool_down(moves[id(start.problem)], start, TEMPERATURES[turn % len(TEMPERATURES)])
@@ -83,12 +86,13 @@ class Improvement:
         sequence, best, best_s = start.sequence, start.sequence, start.objective_s
         temperature_s = temperature * best_s
         for _ in range(NUM_ROUNDS):
-            num_moves = self._budget.next_moves()
-            if self._budget.is_over_at(self._share) or not num_moves:
+            num_moves = self.budget.next_moves()
+            if self.budget.is_over_at(self.share) or not num_moves:
                 break
             improved = moves.improve(sequence, best, best_s, num_moves, temperature_s)
-            sequence, best, best_s = improved.sequence, improved.best, improved.best_s
+            sequence, best = improved.sequence, improved.best
+            best_s = float(improved.best_s[0])
             temperature_s *= COOLING
-            self._budget.spent += num_moves
-            self._report(best_s)
+            self.budget.spent += num_moves
+            self.report(best_s)
         return Candidate(start.problem, best, best_s, "improved" if best_s < start.objective_s else start.method)

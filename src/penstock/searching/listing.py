@@ -35,15 +35,6 @@ class Setting:
     deep_first: Bools
     """[num_ranks] of several stages, whether the later one goes first."""
 
-    @classmethod
-    def alike(
-        cls, problem: Problem, most_under_way: Ints, *, prefers_inputs: bool, waits_for_share: float, deep_first: bool
-    ) -> "Setting":
-        """Return a setting that is the same on all ranks."""
-        ranks = problem.num_ranks
-        waits = np.full(ranks, float(waits_for_share))
-        return cls(most_under_way, np.full(ranks, prefers_inputs), waits, np.full(ranks, deep_first))
-
 
 class _Work(NamedTuple):
     """The loop's knowledge of a setting and a placement, and its notes."""

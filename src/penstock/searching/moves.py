@@ -5,7 +5,6 @@ can run. Half of the moves take an action of the critical path, along which the 
 accepted if it is worse by less than a random share of a temperature, which falls; the best one that fits is kept.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,21 +22,11 @@ LONGEST_MOVE = 12
 """Of its rank's actions that an action passes at most."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Improved:
-    """The result of some moves."""
-
-    sequence: Ints
-    """From which the next moves go on."""
-    best: Ints
-    best_s: float
-    """The objective of the best one."""
-
-
-class _State(NamedTuple):
+class State(NamedTuple):
     """The sequence, and all that moves change with it."""
 
     sequence: Any
+    """From which the next moves go on."""
     place: Any
     """By action, where it is in the sequence."""
     path: Any
@@ -46,7 +35,7 @@ class _State(NamedTuple):
     """[1]"""
     best: Any
     best_s: Any
-    """[1]"""
+    """[1] the objective of the best one."""
 
 
 class Moves:
@@ -59,12 +48,7 @@ class Moves:
         self._by_span = by_span
         self._successors = _successors(problem)
 
-    def objective_s(self, sequence: Ints) -> float:
-        """Return what is to be as small as it can be."""
-        found = run(self._problem, sequence)
-        return found.span_s if self._by_span else found.makespan_s
-
-    def improve(self, sequence: Ints, best: Ints, best_s: float, num_moves: int, temperature_s: float) -> Improved:
+    def improve(self, sequence: Ints, best: Ints, best_s: float, num_moves: int, temperature_s: float) -> State:
         """Try so many moves of a sequence that fits."""
         problem = self._problem
         found = run(problem, sequence)
@@ -72,11 +56,11 @@ class Moves:
         place = np.empty(len(sequence), np.int64)
         place[sequence] = np.arange(len(sequence))
         own = sequence[np.lexsort((place[sequence], found.end_s[sequence], found.start_s[sequence]))].astype(np.int32)
-        path, bests = np.zeros(problem.num_actions, np.int32), np.array([best_s])
-        state = _State(own, place, path, self._random, best.copy(), bests)
+        path = np.zeros(problem.num_actions, np.int32)
+        state = State(own, place, path, self._random, best.copy(), np.array([best_s]))
         options = self._by_span, num_moves, float(temperature_s)
         _MOVE.compiled(self._columns, self._successors, *options, state, Timing.of(problem))
-        return Improved(own, state.best, float(bests[0]))
+        return state
 
 
 def _successors(problem: Problem) -> Ints:

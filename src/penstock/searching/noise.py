@@ -74,4 +74,4 @@ def perturbed(problem: Problem, shares: NDArray[np.float64], seed: int) -> list[
 def mean_s(problems: Sequence[Problem], sequence: Ints, *, by_span: bool) -> float:
     """Return the mean of the objective over perturbed problems."""
     runs = [run(problem, sequence) for problem in problems]
-    return float(np.mean([each.span_s if by_span else each.makespan_s for each in runs]))
+    return float(np.mean([each.objective_s(by_span=by_span) for each in runs]))

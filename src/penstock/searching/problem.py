@@ -6,7 +6,7 @@ Seconds, lags and bytes are those of the simulator and of the model of memory, o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -75,10 +75,6 @@ class Problem:
         """[num_stages, num_microbatches] the entries of one plane."""
         size = self.num_stages * self.num_microbatches
         return column[plane * size : (plane + 1) * size].reshape(self.num_stages, self.num_microbatches)
-
-    def within(self, limit: Bytes) -> "Problem":
-        """Return it with another limit."""
-        return replace(self, limit=limit)
 
     @classmethod
     def of(

@@ -13,11 +13,12 @@ import math
 from collections.abc import Callable
 from typing import Any, get_args
 
+from penstock.errors import require_choice
 from penstock.placement import Placement
-from penstock.searching.asked import Asked, cheapest, problems_of, require_choice, require_number
+from penstock.searching.asked import Asked, cheapest, problems_of, require_number
 from penstock.searching.bounds import Bound, lower_bound
 from penstock.searching.budget import Budget
-from penstock.searching.candidates import Candidate, by_objective, different
+from penstock.searching.candidates import Candidate, by_objective, different, of_families
 from penstock.searching.ending import planned, shortest, steadiest
 from penstock.searching.exact import MOST_ACTIONS, is_installed, solve
 from penstock.searching.improving import Improvement
@@ -27,7 +28,7 @@ from penstock.searching.noise import Measured, shares_of
 from penstock.searching.problem import Problem
 from penstock.searching.result import OPTIMAL_GAP, Objective, Progress, SearchResult
 from penstock.searching.settings import settings_for
-from penstock.searching.starting import families_of, nothing_fits, starts_of
+from penstock.searching.starting import nothing_fits, starts_of
 from penstock.searching.sweeps import sequences_of_sweeps
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.engine import require_costs
@@ -125,8 +126,9 @@ class _Search:
     def _start(self) -> list[Candidate]:
         found = []
         for problem in self._problems:
-            families = families_of(problem, self._asked, self._budget)
+            families = list(of_families(problem, by_span=self._asked.by_span))
             self._families += families
+            self._budget.spent += len(families)
             starts = starts_of(problem, families, self._asked, self._budget)
             self._searched += [each for each in starts if each.method != "family"]
             found += starts

@@ -73,6 +73,8 @@ class Run:
     start_s: Seconds
     """By action."""
     end_s: Seconds
+    arrival_s: Seconds
+    """That of `Timing`."""
     peak: Bytes
     """[num_ranks]"""
     makespan_s: float
@@ -84,12 +86,17 @@ class Run:
         """Whether no rank holds more than it may."""
         return bool((self.peak <= problem.limit).all())
 
+    def objective_s(self, *, by_span: bool) -> float:
+        """Return what is to be as small as it can be."""
+        return self.span_s if by_span else self.makespan_s
+
 
 def run(problem: Problem, sequence: Ints) -> Run:
     """Time a sequence, and count what ranks hold."""
     timing = Timing.of(problem)
     TIME.compiled(sequence, Columns.of(problem), timing)
-    return Run(timing.start_s, timing.end_s, timing.peak, float(timing.makespan_s[0]), float(timing.span_s[0]))
+    makespan_s, span_s = float(timing.makespan_s[0]), float(timing.span_s[0])
+    return Run(timing.start_s, timing.end_s, timing.arrival_s, timing.peak, makespan_s, span_s)
 
 
 def sequence_of(schedule: Schedule) -> Ints:

@@ -19,11 +19,12 @@ WAITS = (-ANY_NUMBER, 0.0, 0.25, 0.5, 1.0)
 
 
 def settings_for(problem: Problem) -> Iterator[Setting]:
-    """Yield them, those first that are best most often."""
-    has_one_stage = problem.num_stages == problem.num_ranks
-    depths = (True,) if has_one_stage else (True, False)
+    """Yield them, each the same on all ranks, those first that are best most often."""
+    ranks = problem.num_ranks
+    depths = (True,) if problem.num_stages == ranks else (True, False)
     for wait, most, prefers_inputs, deep_first in product(WAITS, _numbers(problem), (True, False), depths):
-        yield Setting.alike(problem, most, prefers_inputs=prefers_inputs, waits_for_share=wait, deep_first=deep_first)
+        waits = np.full(ranks, float(wait))
+        yield Setting(most, np.full(ranks, prefers_inputs), waits, np.full(ranks, deep_first))
 
 
 def _numbers(problem: Problem) -> list[Ints]:

@@ -1,6 +1,7 @@
 """The start of a search: families, and constructions under a limit that leaves room for messages."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,20 +12,13 @@ from penstock.lowering import lower
 from penstock.proofs import Limit
 from penstock.searching.asked import Asked, sizes_and_limit
 from penstock.searching.budget import Budget
-from penstock.searching.candidates import Candidate, by_objective, of_constructions, of_families
+from penstock.searching.candidates import Candidate, by_objective, of_constructions
 from penstock.searching.problem import FORWARD, Bytes, Problem, every_action
 
 NUM_KEPT = 32
 """The best ones of a start, at most."""
 NUM_TIGHTENED = 3
 """Times that the limit is lowered to make room for messages."""
-
-
-def families_of(problem: Problem, asked: Asked, budget: Budget) -> list[Candidate]:
-    """Return every family of the shape, whether it fits or not."""
-    found = list(of_families(problem, by_span=asked.by_span))
-    budget.spent += len(found)
-    return found
 
 
 def starts_of(problem: Problem, families: Sequence[Candidate], asked: Asked, budget: Budget) -> list[Candidate]:
@@ -38,7 +32,7 @@ def starts_of(problem: Problem, families: Sequence[Candidate], asked: Asked, bud
         missing = _missing(found[0], asked) if found else np.zeros(1, np.int64)
         if not missing.any():
             break
-        problem = problem.within(problem.limit - missing)
+        problem = replace(problem, limit=problem.limit - missing)
     return found
 
 

@@ -18,9 +18,9 @@ COSTS = Costs(
 def test_times_along_the_route_are_those_of_the_fastest_microbatch_with_the_ways_between():
     route = Route(problem_of(Placement.line(3), 2, COSTS))
 
-    assert route.forwards_before(0) == 0.0
-    assert route.forwards_before(2) == 1.0 + 0.5 + 2.0 + 0.5
-    assert route.inputs_after(2) == 0.5 + 16.0 + 0.5 + 8.0
+    assert route.forwards_between(0, 0) == 0.0
+    assert route.forwards_between(0, 2) == 1.0 + 0.5 + 2.0 + 0.5
+    assert route.inputs_between(0, 2) == 0.5 + 16.0 + 0.5 + 8.0
     assert route.there_and_back(0) == 0.5 + 2.0 + 0.5 + 4.0 + 32.0 + 0.5 + 16.0 + 0.5
     assert route.there_and_back(2) == 0.0
     assert route.forwards_between(1, 2) == 2.0 + 0.5
@@ -32,7 +32,7 @@ def test_the_time_on_a_serialized_link_is_a_part_of_the_way():
     costs = Costs.uniform(transfer=0.5, message_bytes=10, bandwidth_bytes_per_s=10.0, is_exclusive=True)
     route = Route(problem_of(Placement.line(2), 1, costs))
 
-    assert route.forwards_before(1) == 1.0 + 1.5
+    assert route.forwards_between(0, 1) == 1.0 + 1.5
 
 
 def test_what_is_found_for_a_rank_is_kept():

@@ -1,24 +1,27 @@
 """Sweeps have in common: gaps are filled with W, and idle time decides on one more."""
 
+from collections import namedtuple
+
 import numpy as np
 import pytest
 
 from penstock.placement import Placement
-from penstock.searching.sequences import clear
-from penstock.searching.sweeps.common import Room, do, fill, flush, make_room, most_idle_s
+from penstock.searching.sequences import Columns, Timing, clear
+from penstock.searching.sweeps.common import Sweep, do, fill, flush, make_room, most_idle_s
 from penstock.simulation import Costs
 from tests.searching.cases import problem_of
 
 M = 4
 """Microbatches."""
+Room = namedtuple("Room", "columns sweep timing")
 
 
 def room_of(limit=None, **costs):
     """Two ranks that have run the F and the I of two microbatches; F takes 1 s, I 2 s, W 3 s."""
     costs = {"forward": 1.0, "backward_input": 2.0, "backward_weight": 3.0, "transfer": 0.5} | costs
-    room = Room.of(
-        problem_of(Placement.line(2), M, Costs.uniform(**costs, activation_bytes=10, weight_context_bytes=4), limit)
-    )
+    costs = Costs.uniform(**costs, activation_bytes=10, weight_context_bytes=4)
+    problem = problem_of(Placement.line(2), M, costs, limit)
+    room = Room(Columns.of(problem), Sweep.of(problem), Timing.of(problem))
     clear(room.timing)
     for action in (F(0, 0), F(0, 1), F(1, 0), I(1, 0), F(1, 1), I(1, 1), I(0, 0), I(0, 1)):
         do(*room, action)
@@ -94,9 +97,9 @@ def test_what_was_allowed_before_may_be_idled_again():
     room = room_of()
     assert most_idle_s(room.sweep, 1) == 4.0
 
-    allowed = Room.of(problem_of(Placement.line(2), M, Costs.uniform()), np.array([1.0, 6.0]))
-    assert most_idle_s(allowed.sweep, 0) == 5.0
-    assert most_idle_s(allowed.sweep, 1) == 0.0
+    allowed = Sweep.of(problem_of(Placement.line(2), M, Costs.uniform()), np.array([1.0, 6.0]))
+    assert most_idle_s(allowed, 0) == 5.0
+    assert most_idle_s(allowed, 1) == 0.0
 
 
 def test_room_is_made_by_weights_and_not_otherwise():

@@ -311,18 +311,11 @@ class Template:
         blank = [name for name in cut.before if any(True for _ in model.get_submodule(name).parameters())]
         names = [*blank, *(name for name in cut.before if name not in blank), *cut.points]
         self.likes = {name: Placeholder(on_meta(model.get_submodule(name))) for name in names}
-        memo: dict[int, Any] = {id(model.get_submodule(name)): _Kept(name) for name in names}
+        # Bare modules keep the places in which each frame puts its stand-ins.
+        memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Module() for name in names}
         memo |= {id(tensor): _blank(tensor) for name in cut.tensors for tensor in [tensor_of(model, name)]}
         self.model: nn.Module = copy.deepcopy(model, memo)
         self.modules = {name: self.model.get_submodule(name) for name in names}
-
-
-class _Kept(nn.Module):
-    """Keeps the place of a module in the template."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
 
 
 def _blank(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.placeholders import is_bare, lacks_values, tensors_in
+from penstock.models.cutting.placeholders import is_bare, tensors_in
 
 SHAPES = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
@@ -51,7 +51,9 @@ class Missing(TorchFunctionMode):
         storage = _storage_of(tensor)
         if storage is not None and storage.data_ptr() in self._storages:
             return True
-        return not tensor.is_meta and is_bare(tensor) and lacks_values(tensor[(slice(1),) * tensor.dim()])
+        if tensor.is_meta or not is_bare(tensor):
+            return False
+        return bool(tensor[(slice(1),) * tensor.dim()].isnan().any())
 
     @contextmanager
     def paused(self) -> Iterator[None]:

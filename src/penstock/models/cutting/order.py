@@ -22,9 +22,9 @@ def in_order_of_calls(model: nn.Module, cut: CutModel, first: str, complete: Any
     """
     blocks = tuple(name for name in cut.points if name.startswith(first))
     others = (*cut.before, *(name for name in cut.points if name not in blocks))
-    frame = Frame(Template(model, replace(cut, points=blocks, before=others), complete), torch.device("cpu"))
-    places = {name: place for place, name in enumerate(blocks)}
-    course = Course(places, frame.device, None, None, {}, met=[])
+    template = Template(model, replace(cut, points=blocks, before=others), complete)
+    frame = Frame(template, torch.device("cpu"))
+    course = Course(template.places, frame.device, None, None, {}, met=[])
     try:
         with torch.no_grad():
             frame.run(call, course, {}, is_training=False)

@@ -9,7 +9,8 @@ may depend on the batch and on the mode.
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,23 @@ class PartCall:
     keywords: Mapping[str, Any]
     """Those of the batch."""
     is_first: bool
+    is_training: bool = False
     is_dense: bool = False
     """Whether the forward may change in place what takes the place of tensors that are not there."""
+
+    @property
+    def kind(self) -> Any:
+        """What the course of a forward commonly depends on: the keywords that the batch has, and the mode."""
+        given = frozenset(name for name, value in self.keywords.items() if value is not None)
+        return self.is_training, given
+
+    def device(self, lent: Mapping[str, nn.Module]) -> torch.device:
+        """Return that of the modules of the part, else that of its inputs."""
+        for module in lent.values():
+            for tensor in (*module.parameters(), *module.buffers()):
+                return tensor.device
+        tensors = tensors_in((self.inputs, dict(self.keywords)))
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 class Entry(Protocol):
@@ -65,19 +81,20 @@ class _Notes:
     """
 
     inputs: tuple[tuple[Any, ...], ...]
+    """Shape, type and device of each tensor that came."""
     keywords: Mapping[str, Any]
     is_training: bool
     given: dict[str, Given]
     straight: set[str]
     """The points that are called in plain modes, and whose output goes to the next point as it is."""
 
-    def take(
-        self, point: str, inputs: tuple[tuple[Any, ...], ...], keywords: Mapping[str, Any], *, is_training: bool
-    ) -> Given | None:
+    def take(self, point: str, inputs: tuple[tuple[Any, ...], ...], call: PartCall) -> Given | None:
         """Return what a point is given, unless it was taken already or is that of another microbatch or mode."""
-        if is_training is not self.is_training or inputs != self.inputs or keywords.keys() != self.keywords.keys():
+        if call.is_training is not self.is_training or inputs != self.inputs:
             return None
-        if any(value is not self.keywords[name] for name, value in keywords.items()):
+        if call.keywords.keys() != self.keywords.keys():
+            return None
+        if any(value is not self.keywords[name] for name, value in call.keywords.items()):
             return None
         return self.given.pop(point, None) if self.keywords else self.given.get(point)
 
@@ -110,64 +127,49 @@ class CutForward:
         segment: Segment,
         lent: Mapping[str, nn.Module],
         tensors: Mapping[str, Tensor],
-        inputs: tuple[Any, ...],
-        keywords: Mapping[str, Any],
+        given: PartCall,
         *,
-        is_training: bool,
         checks: bool = False,
     ) -> tuple[Any, bool]:
         """Run a segment; return its output, and whether that is what its first module returned.
 
         With `checks`, an output that depends on what is not there is refused.
         """
-        frame = self._frame(_device_of(inputs, keywords, lent))
+        frame = self._frame(given.device(lent))
         course = Course(self.template.places, frame.device, segment.start, segment.stop, lent)
-        course.arrived = inputs[0] if segment.start is not None else None
+        course.arrived = given.inputs[0] if segment.start is not None else None
         course.missing = Missing() if checks and segment.start is not None else None
-        output = self._on(frame, course, tensors, inputs, keywords, is_training=is_training)
+        output = self._on(frame, course, tensors, given)
         if course.missing is not None:
             _refuse_lost(segment, course.missing.has(output))
         return output, segment.start in course.straight & course.plain
 
-    def given(
-        self, point: str, inputs: tuple[Any, ...], keywords: Mapping[str, Any], *, is_training: bool
-    ) -> Given | None:
+    def given(self, point: str, call: PartCall) -> Given | None:
         """Return what a point is given besides its first argument; None if its output does not go straight on."""
-        here, kinds = self._here, tuple((tuple(each.shape), each.dtype, each.device) for each in tensors_in(inputs))
-        found = None if here.notes is None else here.notes.take(point, kinds, keywords, is_training=is_training)
+        here = self._here
+        kinds = tuple((tuple(each.shape), each.dtype, each.device) for each in tensors_in(call.inputs))
+        found = None if here.notes is None else here.notes.take(point, kinds, call)
         if found is not None:
             return found if here.notes is not None and point in here.notes.straight else None
-        frame = self._frame(_device_of(inputs, keywords, {}))
+        frame = self._frame(call.device({}))
         last = next(reversed(self.template.places))
         course = Course(self.template.places, frame.device, last, last, {}, notes={})
-        kind = kind_of(keywords, is_training=is_training)
-        course.missing = Missing() if kind not in here.checked else None
-        self._on(frame, course, {}, inputs, keywords, is_training=is_training)
+        course.missing = Missing() if call.kind not in here.checked else None
+        self._on(frame, course, {}, call)
         straight = course.straight & course.plain
-        here.notes = notes = _Notes(kinds, dict(keywords), is_training, course.notes or {}, straight)
+        here.notes = notes = _Notes(kinds, dict(call.keywords), call.is_training, course.notes or {}, straight)
         if course.missing is not None:
             _refuse_missing(notes.given, course.missing)
-            here.checked.add(kind)
-        found = notes.take(point, kinds, keywords, is_training=is_training)
+            here.checked.add(call.kind)
+        found = notes.take(point, kinds, call)
         return found if point in notes.straight else None
 
-    def _on(
-        self,
-        frame: Frame,
-        course: Course,
-        tensors: Mapping[str, Tensor],
-        inputs: tuple[Any, ...],
-        keywords: Mapping[str, Any],
-        *,
-        is_training: bool,
-    ) -> Any:
-        def call(model: nn.Module) -> Any:
-            return self.entry.call(model, PartCall(inputs, keywords, course.start is None, course.is_dense))
-
+    def _on(self, frame: Frame, course: Course, tensors: Mapping[str, Tensor], given: PartCall) -> Any:
         while True:
             course.restart(is_dense=self._is_dense)
+            call = partial(self.entry.call, given=replace(given, is_dense=course.is_dense))
             try:
-                return frame.run(call, course, tensors, is_training=is_training)
+                return frame.run(call, course, tensors, is_training=given.is_training)
             except Exception as error:
                 if ALIASED in str(error) and not self._is_dense:
                     self._is_dense = True  # the forward changes what a stand-in returned
@@ -209,7 +211,7 @@ class CutPart(nn.Module):
         name: str,
         segment: Segment,
         modules: Mapping[str, nn.Module],
-        tensors: Mapping[str, Tensor] | None = None,
+        tensors: Mapping[str, Tensor],
     ) -> None:
         """`modules` and `tensors` are those that the segment names; `name` is that of the layer."""
         super().__init__()
@@ -220,7 +222,7 @@ class CutPart(nn.Module):
         for name, module in modules.items():
             path, own = _branch(self, name)
             path.add_module(own, module)
-        for name, tensor in (tensors or {}).items():
+        for name, tensor in tensors.items():
             path, own = _branch(self, name)
             if isinstance(tensor, nn.Parameter):
                 path.register_parameter(own, tensor)
@@ -231,18 +233,16 @@ class CutPart(nn.Module):
         """Run this part of the model's forward."""
         segment, forward = self._segment, self._forward
         lent = {name: self.get_submodule(name) for name in segment.modules}
+        call = PartCall(inputs, keywords, segment.start is None, self.training)
         needs_gradient = any(each.requires_grad for each in tensors_in(keywords))  # each part needs a graph of its own
         if self._passes_on and segment.start is not None and not needs_gradient:
-            given = forward.given(segment.start, inputs, keywords, is_training=self.training)
+            given = forward.given(segment.start, call)
             if given is not None:
                 return lent[segment.start](inputs[0], *given[0], **given[1])
         tensors = {name: tensor_of(self, name) for name in segment.tensors}
-        kind = kind_of(keywords, is_training=self.training)
-        checks = kind not in self._checked
-        output, passes_on = forward.run(
-            segment, lent, tensors, inputs, keywords, is_training=self.training, checks=checks
-        )
-        self._checked.add(kind)
+        checks = call.kind not in self._checked
+        output, passes_on = forward.run(segment, lent, tensors, call, checks=checks)
+        self._checked.add(call.kind)
         if self._passes_on is None:
             self._passes_on = passes_on and segment.stop is not None
         return output
@@ -287,18 +287,6 @@ def _branch(root: nn.Module, name: str) -> tuple[nn.Module, str]:
             root.add_module(step, nn.Module())
         root = root.get_submodule(step)
     return root, own
-
-
-def _device_of(inputs: Any, keywords: Any, lent: Mapping[str, nn.Module]) -> torch.device:
-    for module in lent.values():
-        for tensor in (*module.parameters(), *module.buffers()):
-            return tensor.device
-    return next((tensor.device for tensor in tensors_in((inputs, dict(keywords)))), torch.device("cpu"))
-
-
-def kind_of(keywords: Mapping[str, Any], *, is_training: bool) -> Any:
-    """Return what of a batch the course of a forward commonly depends on: the keywords that it has, and the mode."""
-    return is_training, frozenset(name for name, value in keywords.items() if value is not None)
 
 
 def _refuse_missing(given: Mapping[str, Given], missing: Missing) -> None:

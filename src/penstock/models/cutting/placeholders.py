@@ -60,11 +60,6 @@ def versions_of(value: Any) -> tuple[int, ...]:
     return tuple(map(version_of, tensors_in(value)))
 
 
-def lacks_values(value: Any) -> bool:
-    """Whether a tensor of a tree was computed from what is not there."""
-    return any(each.is_floating_point() and bool(each.isnan().any()) for each in tensors_in(value))
-
-
 def on_meta(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose tensors have no memory."""
     memo: dict[int, Any] = {}

@@ -50,8 +50,9 @@ def cut_model(model: nn.Module, patterns: Sequence[str]) -> CutModel:
     places = {name: place for place, (name, _) in enumerate(model.named_modules())}
     before: list[str] = []
     later: list[str] = []
-    for name, module in _outermost(model, around):
-        if name in points:
+    for name, module in model.named_modules():
+        # Of the modules around the points: their submodules, but for these and the points.
+        if name in around or name in points or name.rpartition(".")[0] not in around:
             continue
         is_behind = places[name] > places[points[0]]
         has_parameters = any(True for _ in module.parameters())
@@ -120,15 +121,6 @@ def _require_apart(found: Sequence[str]) -> None:
 def _parents(name: str) -> Iterable[str]:
     parts = name.split(".")
     return (".".join(parts[:length]) for length in range(len(parts)))
-
-
-def _outermost(model: nn.Module, around: set[str]) -> list[tuple[str, nn.Module]]:
-    """The submodules of the modules around the points, but for these."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if name not in around and name.rpartition(".")[0] in around
-    ]
 
 
 def _merged(points: Sequence[str], later: Sequence[str], places: dict[str, int]) -> list[str]:

@@ -58,17 +58,9 @@ class Route:
         launch_s = self.problem.launch_s
         return Bound(name, rank, {**terms, "first launch": -launch_s} if launch_s else terms)
 
-    def forwards_before(self, stage: int) -> float:
-        """From the first start of all to when a stage can begin: the F of the stages before it."""
-        return self.forwards_between(0, stage)
-
     def forwards_between(self, first: int, last: int) -> float:
         """From the start of the F of a stage to when that of a later one can start."""
         return float(self.forward[first:last].sum() + self.down[first + 1 : last + 1].sum())
-
-    def inputs_after(self, stage: int) -> float:
-        """From the end of the I of a stage to the end of the I of the first one."""
-        return self.inputs_between(0, stage)
 
     def inputs_between(self, first: int, last: int) -> float:
         """From the end of the I of a stage to the end of that of an earlier one."""

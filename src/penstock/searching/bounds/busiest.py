@@ -15,7 +15,7 @@ def of_work(route: Route) -> Iterator[Bound]:
 def of_begin_and_work(route: Route) -> Iterator[Bound]:
     """A step: a rank begins when the first microbatch has come to it, and then computes all that it has to."""
     for rank, stages in enumerate(route.problem.placement.stages_of_rank):
-        begin = route.forwards_before(stages[0])
+        begin = route.forwards_between(0, stages[0])
         yield route.bound("begin and work", rank, {"begin": begin, "work": work_of(route.problem, rank)})
 
 
@@ -31,9 +31,9 @@ def of_inputs_and_end(route: Route) -> Iterator[Bound]:
             "inputs and end",
             rank,
             {
-                "begin": route.forwards_before(first),
+                "begin": route.forwards_between(0, first),
                 "F and I": work_of(problem, rank) - work_of(problem, rank, WEIGHT),
-                "end": route.inputs_after(first) + float(route.weight[0]),
+                "end": route.inputs_between(0, first) + float(route.weight[0]),
             },
         )
 

@@ -48,8 +48,8 @@ def of_fill_and_drain(route: Route) -> Iterator[Bound]:
 def of_begin_fill_and_drain(route: Route) -> Iterator[Bound]:
     """A step: what comes before the first F of the rank is added."""
     for rank, bound in enumerate(of_fill_and_drain(route)):
-        first = route.problem.placement.stages_of_rank[rank][0]
-        yield Bound(f"begin, {bound.name}", rank, {"begin": route.forwards_before(first), **bound.terms})
+        begin = route.forwards_between(0, route.problem.placement.stages_of_rank[rank][0])
+        yield Bound(f"begin, {bound.name}", rank, {"begin": begin, **bound.terms})
 
 
 def of_fill_and_end(route: Route) -> Iterator[Bound]:
@@ -60,7 +60,8 @@ def of_fill_and_end(route: Route) -> Iterator[Bound]:
     for rank, stages in enumerate(route.problem.placement.stages_of_rank):
         if stages[0] != 0:
             drains = list(_drains(route, route.once(RankStages.of, rank), to_end=True))
-            terms = {"begin": route.forwards_before(stages[0]), **_most_idle(route, rank, drains, "end")}
+            begin = route.forwards_between(0, stages[0])
+            terms = {"begin": begin, **_most_idle(route, rank, drains, "end")}
             yield route.bound("fill and end", rank, terms)
 
 
@@ -129,7 +130,7 @@ def _fills_of(route: Route, own: RankStages, place: int, others: int) -> Iterato
 def _drains(route: Route, own: RankStages, *, to_end: bool) -> Iterator[Phase]:
     """From the last I of each stage, and the last F of the last stage: to the end of the rank, or of stage 0."""
     first, places = own.stages[0], range(len(own.stages))
-    end = route.inputs_after(first) + float(route.weight[0]) - own.weight[0] if to_end else 0.0
+    end = route.inputs_between(0, first) + float(route.weight[0]) - own.weight[0] if to_end else 0.0
     weights: Kinds = [(own.context[each], own.weight[each], own.count - 1) for each in places]
     both: Kinds = [(own.activation[each], own.input[each] + own.weight[each], own.count - 1) for each in places]
     for place, stage in enumerate(own.stages):

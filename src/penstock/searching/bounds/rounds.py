@@ -11,9 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.searching.bounds.bound import RankStages, Route
-from penstock.searching.problem import FORWARD, INPUT, NO_LIMIT, WEIGHT
-
-Seconds = NDArray[np.float64]
+from penstock.searching.problem import FORWARD, INPUT, NO_LIMIT, WEIGHT, Seconds
 
 
 @dataclass(frozen=True, slots=True)

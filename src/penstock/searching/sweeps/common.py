@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.searching.problem import Ints, Problem
-from penstock.searching.sequences import Columns, Timing, earliest_s, put
+from penstock.searching.problem import Problem
+from penstock.searching.sequences import earliest_s, put
 
 
 class Sweep(NamedTuple):
@@ -48,21 +48,6 @@ class Sweep(NamedTuple):
             np.zeros(problem.num_actions, np.int32),
             np.zeros(1, np.int64),
         )
-
-
-class Room(NamedTuple):
-    """The arguments of one construction."""
-
-    columns: Columns
-    sweep: Sweep
-    timing: Timing
-
-    @classmethod
-    def of(cls, problem: Problem, allowed_s: Any = None) -> "Room":
-        return cls(Columns.of(problem), Sweep.of(problem, allowed_s), Timing.of(problem))
-
-    def sequence(self) -> Ints:
-        return np.asarray(self.sweep.found)
 
 
 def next_of(sweep: Any, plane: int, stage: int) -> int:
@@ -130,9 +115,8 @@ def fill(of: Any, sweep: Any, timing: Any, action: int, is_over: bool, is_within
     gap_s = starts_s - timing.free_s[own]
     if gap_s <= 0.0 or not has_weight(sweep, own):
         return
-    if (gap_s > most_idle_s(sweep, own) - sweep.idle_s[own] and is_over) or (
-        gap_s <= most_idle_s(sweep, own) - sweep.idle_s[own] and is_within
-    ):
+    idles_most = gap_s > most_idle_s(sweep, own) - sweep.idle_s[own]
+    if (idles_most and is_over) or (not idles_most and is_within):
         do_weight(of, sweep, timing, own)
 
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from penstock.ir.hot import Hot
 from penstock.searching.problem import Ints, Problem
-from penstock.searching.sequences import clear
+from penstock.searching.sequences import Columns, Timing, clear
 from penstock.searching.sweeps.common import (
     HELPERS,
-    Room,
+    Sweep,
     do,
     fill,
     flush,
@@ -28,11 +28,12 @@ from penstock.searching.sweeps.common import (
 
 def line_sweeps(problem: Problem) -> Iterator[Ints | None]:
     """Yield the sequence of each of the eight settings; None where memory leaves no way."""
+    columns = Columns.of(problem)
     for setting in product((True, False), repeat=3):
-        room = Room.of(problem)
+        sweep, timing = Sweep.of(problem), Timing.of(problem)
         extra = np.zeros(problem.num_ranks, np.int64)
-        is_complete = _SWEEP.compiled(room.columns, room.sweep, room.timing, *setting, extra)
-        yield room.sequence() if is_complete else None
+        is_complete = _SWEEP.compiled(columns, sweep, timing, *setting, extra)
+        yield sweep.found if is_complete else None
 
 
 def _sweep_line(

@@ -14,10 +14,10 @@ import numpy as np
 
 from penstock.ir.hot import Hot
 from penstock.searching.problem import Ints, Problem
-from penstock.searching.sequences import clear, earliest_s
+from penstock.searching.sequences import Columns, Timing, clear, earliest_s
 from penstock.searching.sweeps.common import (
     HELPERS,
-    Room,
+    Sweep,
     do,
     fill,
     flush,
@@ -33,26 +33,26 @@ MOST_SPARE = 4
 def vee_sweeps(problem: Problem) -> Iterator[Ints | None]:
     """Yield the sequences of each of the four settings; None where memory leaves no way."""
     for setting in product((True, False), repeat=2):
-        num_spare, room = next(
-            ((number, room) for number in range(MOST_SPARE + 1) if (room := _swept(problem, setting, number, None))),
+        num_spare, sweep = next(
+            ((number, sweep) for number in range(MOST_SPARE + 1) if (sweep := _swept(problem, setting, number))),
             (0, None),
         )
         most_s = math.inf
-        while room is not None:
-            yield room.sequence()
-            if room.sweep.idle_s.max() >= most_s:
+        while sweep is not None:
+            yield sweep.found
+            if sweep.idle_s.max() >= most_s:
                 break
-            most_s = room.sweep.idle_s.max()
-            room = _swept(problem, setting, num_spare, room.sweep.idle_s)
+            most_s = sweep.idle_s.max()
+            sweep = _swept(problem, setting, num_spare, sweep.idle_s)
         else:
             yield None
 
 
-def _swept(problem: Problem, setting: tuple[bool, ...], num_spare: int, allowed_s: Any) -> Room | None:
-    room = Room.of(problem, allowed_s)
+def _swept(problem: Problem, setting: tuple[bool, ...], num_spare: int, allowed_s: Any = None) -> Sweep | None:
+    columns, sweep, timing = Columns.of(problem), Sweep.of(problem, allowed_s), Timing.of(problem)
     chosen = np.zeros(problem.num_ranks, np.int64)
-    is_complete = _SWEEP.compiled(room.columns, room.sweep, room.timing, *setting, num_spare, chosen)
-    return room if is_complete else None
+    is_complete = _SWEEP.compiled(columns, sweep, timing, *setting, num_spare, chosen)
+    return sweep if is_complete else None
 
 
 def _sweep_vee(
