@@ -39,7 +39,7 @@ class PartCall:
 
     @property
     def kind(self) -> Any:
-        """What the course of a forward commonly depends on: the keywords that the batch has, and the mode."""
+        """The keywords that the batch has, and the mode, on which the course of a forward commonly depends."""
         given = frozenset(name for name, value in self.keywords.items() if value is not None)
         return self.is_training, given
 
