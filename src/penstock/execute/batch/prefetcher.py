@@ -1,4 +1,9 @@
-"""`Prefetcher`: has the data of one step there when they are needed, and drops them after their last use."""
+"""`Prefetcher`: has the data of one step there when they are needed, and drops them after their last use.
+
+pull      the microbatch is taken off its stream, and what the host has of it begins its way to the device
+arrive    what is queued from now on may read it
+release   it has been used
+"""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,9 @@
 """`Observer`: the one protocol of all that looks at a step; and how observers get around the calls of a step.
 
+    around(program, bound)  once per call of a program, when it is compiled: the context in which the call is to run
+    begin(step)             before the first call of a step
+    end(step, failed)       behind the last call, or behind the failure
+
 Guarantees: without observers the calls of a step are those that were compiled. Each call runs once, with any
 observers around it. An observer that raises is removed and reported once, and the step goes on. Each `begin` has
 its `end`, and each context that was entered is left, in the thread that entered it.
