@@ -115,8 +115,10 @@ class BatchRule:
         _require_equal(_SAMPLES, given)
         if given and whole and whole[0][1] != sum(given[0][1]):
             raise _disagreement(_SAMPLES, given[0], whole[0])
-        if given or not whole:
-            return list(given[0][1]) if given else []
+        if given:
+            return list(given[0][1])
+        if not whole:
+            return []
         leaf, num_rows = whole[0]
         num_parts = self.num_microbatches
         if self.takes_any_size:
@@ -239,7 +241,10 @@ def _require_equal(axis: _Axis, found: Sequence[_Measured]) -> None:
 
 
 def _disagreement(axis: _Axis, *found: _Measured) -> PipelineError:
-    one, other = (f"{leaf} has {'parts of ' * isinstance(size, tuple)}{size} {axis.unit}s" for leaf, size in found)
+    one, other = (
+        f"{leaf} has parts of {size} {axis.unit}s" if isinstance(size, tuple) else f"{leaf} has {size} {axis.unit}s"
+        for leaf, size in found
+    )
     return PipelineError(
         f"{one}, but {other}; expected the same {axis.unit}s in everything that is split. Mark what has no "
         f"{axis.dimension} Replicate() in {axis.option}, or give Split(dim) the {axis.dimension}"

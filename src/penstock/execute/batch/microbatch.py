@@ -150,9 +150,7 @@ def merge_outputs(outputs: Sequence[Any], spec: Any = None, *, part: str = "micr
 
 
 def _merge(place: str, rule: Reducer | None, values: tuple[Any, ...]) -> Any:
-    if rule is None:
-        is_tensors = all(isinstance(value, Tensor) for value in values)
-        rule = (Stack() if values[0].dim() == 0 else Concat()) if is_tensors else list
+    rule = rule or _default_rule(values)
     try:
         return rule(list(values))
     except (RuntimeError, TypeError, IndexError) as error:
@@ -160,3 +158,9 @@ def _merge(place: str, rule: Reducer | None, values: tuple[Any, ...]) -> Any:
         raise PipelineError(
             f"{place}: {rule} cannot merge {shown} ({error}). Give another rule for it, such as `list` or your own"
         ) from error
+
+
+def _default_rule(values: tuple[Any, ...]) -> Reducer:
+    if not all(isinstance(value, Tensor) for value in values):
+        return list
+    return Stack() if values[0].dim() == 0 else Concat()
