@@ -162,10 +162,11 @@ class Admission:
 
     def _agree(self, own: StepProposal, given: Batch, values: BatchValues | None) -> tuple[AgreedStep, Batch]:
         """Agree with the ranks of this replica. Raises: StepRefused."""
+        within = self.control.within
         try:
-            proposals = agree_on_step(self.control.within, own)
+            proposals = agree_on_step(within, own)
             digests = [each.values or (0,) * NUM_PARTS for each in proposals]
-            refuse_other_values(self.control.within, values, digests)
+            refuse_other_values(within, values, digests)
             agreed = AgreedStep.of(proposals)
             return agreed, self._sized(given, agreed)
         except StepRefused as refused:
