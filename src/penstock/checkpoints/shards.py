@@ -194,12 +194,18 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         require_regular(path)
         with path.open("rb") as file:
-            is_utf8 = str(path).encode(errors="ignore").decode() == str(path)
-            name = str(path) if is_utf8 else f"/dev/fd/{file.fileno()}"
+            name = str(path) if _is_utf8(path) else f"/dev/fd/{file.fileno()}"
             with safe_open(name, framework="pt") as tensors:
                 yield tensors
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as a safetensors file: {error}") from error
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        return bool(str(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def pickles_in(folder: Path, known: Iterable[str] = ()) -> list[str]:
