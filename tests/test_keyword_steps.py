@@ -1,7 +1,9 @@
 """Keywords reach layers behind wrappers in whole steps, as they do on one process."""
 
 import copy
+import gc
 import inspect
+import itertools
 import tracemalloc
 
 import pytest
@@ -243,9 +245,9 @@ def soak(wires, num_steps, numbers_of):
     return losses
 
 
-def counted_soak(monkeypatch, numbers_of, num_steps=100):
+def counted_soak(monkeypatch, numbers_of, num_steps=200):
     """The losses, how many headers and messages were sent, and the bytes that Python held more towards the end."""
-    headers, sends, held = [], [], []
+    headers, sends, held = [], itertools.count(), []
     encode, post_send = messages.encode_layout, LocalTransport.post_send
 
     def count_headers(tree):
@@ -253,7 +255,7 @@ def counted_soak(monkeypatch, numbers_of, num_steps=100):
         return encode(tree)
 
     def count_sends(transport, peer, tensor, *tag):
-        sends.append(transport.rank)
+        next(sends)
         return post_send(transport, peer, tensor, *tag)
 
     monkeypatch.setattr(messages, "encode_layout", count_headers)
@@ -261,6 +263,7 @@ def counted_soak(monkeypatch, numbers_of, num_steps=100):
 
     def numbers(index):
         if index in (num_steps // 10, num_steps - 1):
+            gc.collect()  # a step's cycles wait for the collector, which comes at another step in every run
             held.append(tracemalloc.get_traced_memory()[0])
         return numbers_of(index)
 
@@ -269,7 +272,7 @@ def counted_soak(monkeypatch, numbers_of, num_steps=100):
         losses, _ = on_ranks(2, lambda wires: soak(wires, num_steps, numbers))
     finally:
         tracemalloc.stop()
-    return losses, len(headers), len(sends), held[-1] - held[0]
+    return losses, len(headers), next(sends), held[-1] - held[0]
 
 
 @pytest.mark.slow
@@ -281,9 +284,10 @@ def test_numbers_that_change_at_every_step_cost_what_fixed_ones_do(monkeypatch):
 
     assert (headers, sends) == (num_headers, num_sends)
     assert num_headers == NUM_MICROBATCHES  # those of the first step
-    assert growth < usual + 20_000
+    # Python's own caches vary by 30 kB; keeping the numbers of each step and rank would take 80 kB.
+    assert growth < usual + 60_000
     assert len(set(fixed)) == 1
-    assert len(set(losses)) == 100
+    assert len(set(losses)) == 200
 
 
 @pytest.mark.parametrize("check_batches", [True, False])
