@@ -293,6 +293,16 @@ def test_each_weight_waits_in_one_way_or_not_for_one_reason():
     assert plan._shown.sizes[id(module.asks)] == math.inf
 
 
+def test_what_waits_is_said_once_small_weights_do_not():
+    module = nn.Linear(WIDTH, WIDTH)
+    plan = SplitPlanner([module])
+
+    assert late_weights(plan, module, stage=0) == {"weight"}
+    assert plan.early is None
+    assert late_weights(plan, module, stage=0) == set()
+    assert plan.early.reasons == {"weight": Reason.SMALL}
+
+
 def test_a_plan_looks_for_branches_while_it_does_not_know_and_where_there_are_any(monkeypatch):
     asked = []
     monkeypatch.setattr(

@@ -37,7 +37,7 @@ class Reason(StrEnum):
     """Why the gradient of a weight does not wait for W."""
 
     SMALL = "small"
-    """It takes less time than to wait."""
+    """To compute it at once takes less time than to keep it for later."""
     NOT_TOLD_APART = "cannot be told apart"
     """Nothing tells the input's gradient from that of the weight, I uses the weight in another way as well, or its
     gradients would be added up in another order."""
@@ -102,10 +102,10 @@ class SplitPlanner:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the next step will split what this one does, but for small weights."""
+        """Whether the next step will split what this one does."""
         following, now = self._following(), self.plan
-        is_same = following.watches_all == now.watches_all and following.in_forward <= now.in_forward | now.small
-        return is_same and following.asking == now.asking
+        is_same = following.watches_all == now.watches_all and following.in_forward <= now.in_forward
+        return is_same and following.asking == now.asking and following.small == now.small
 
     def is_small(self, weight: Tensor) -> bool:
         """Whether a weight is too small for its gradient to be deferred: names the reason, `plan_from` decides."""
@@ -191,7 +191,7 @@ def _report(stage: int, early: ImmediateWeights, how: Mapping[str, str], matrice
             f"{listed(large)}. They are right, but leave `W` less to do, which a schedule "
             "with split backwards lives on. Expected weights that are the right side of products, convolutions or "
             "tables alone, or custom functions whose backward asks ps.wants_weight_gradient(ctx); or use a schedule "
-            "with whole backwards. docs/explanations/split_backward.md says for each layer what can wait"
+            "with whole backwards. docs/reference/pipeline.md (Split backwards) says for each layer what can wait"
         )
 
 
