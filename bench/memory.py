@@ -8,7 +8,7 @@ With --predicted, how far the peaks that the model of memory has are from those 
 a rank holds. The sizes of layers are measured under the first family, and predict them all. Next to them, the peaks of
 what the allocator has given out: between instructions, and at any moment, with what an instruction takes for itself.
 
-With --held, what is held between I and W, on every rung that a weight can be on: given out and not got back by the
+With --held, what is held between I and W, for every way in which a weight can wait: given out and not got back by the
 allocator, and as the model has it.
 
 torch's profiler notes every allocation and every release of the CPU allocator, of Python's tensors and of those that
@@ -30,9 +30,9 @@ import torch.distributed as dist
 from allocations import allocations_of
 from in_torch import COUNTERPARTS, torch_step
 from on_ranks import Table, become_rank, bench_parser, comma_separated, give_rows, rows_of_ranks, write_rows
-from rung_layers import LAYERS, ROWS, WIDTH
 from torch import nn
 from torch.profiler import record_function
+from waiting_layers import LAYERS, ROWS, WIDTH
 
 import penstock
 from penstock.errors import PenstockWarning
@@ -112,7 +112,7 @@ class PredictedRow:
 
 @dataclass(frozen=True)
 class HeldRow:
-    """One rung; bytes of some microbatches between I and W."""
+    """One way to wait; bytes of some microbatches between I and W."""
 
     weights: str
     measured_bytes: int
@@ -163,7 +163,7 @@ def allocated(pipeline: Pipeline, report: MemoryReport, step: Callable[[], objec
 
 
 def held() -> Iterator[HeldRow]:
-    """Measure and predict what is held between I and W, rung by rung."""
+    """Measure and predict what is held between I and W, way by way."""
     kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     order = [Action(kind, 0, microbatch) for kind in kinds for microbatch in range(NUM_HELD)]
     schedule = Schedule.from_actions("in phases", Placement.line(1), [order], num_microbatches=NUM_HELD)
@@ -264,7 +264,7 @@ def main() -> int:
     """Print one line per schedule; return 1 when a budget is missed."""
     parser = bench_parser(__doc__)
     parser.add_argument("--predicted", action="store_true", help="compare predicted peaks with measured ones")
-    parser.add_argument("--held", action="store_true", help="compare what is held between I and W, rung by rung")
+    parser.add_argument("--held", action="store_true", help="compare what is held between I and W, way by way")
     parser.add_argument("--families", type=comma_separated)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bench.allocations import allocations_of
-from bench.rung_layers import LAYERS, ROWS, WIDTH
+from bench.waiting_layers import LAYERS, ROWS, WIDTH
 from penstock.execute.observing.ranges import range_name
 from penstock.ir.action import Action, Kind
 from penstock.ir.live import left_bytes
@@ -50,12 +50,12 @@ def held_between_parts(make_layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rung", LAYERS)
-def test_what_is_held_before_i_and_between_i_and_w_is_what_the_model_says(rung):
-    measured, predicted = held_between_parts(LAYERS[rung])
+@pytest.mark.parametrize("way", LAYERS)
+def test_what_is_held_before_i_and_between_i_and_w_is_what_the_model_says(way):
+    measured, predicted = held_between_parts(LAYERS[way])
 
     torch.compiler.reset()
-    assert (measured[1] > NUM_MICROBATCHES * ROWS * WIDTH) == (rung not in ("small", "opaque"))
+    assert (measured[1] > NUM_MICROBATCHES * ROWS * WIDTH) == (way not in ("small", "opaque"))
     assert predicted == pytest.approx(measured, rel=0.05, abs=SCALARS)
 
 

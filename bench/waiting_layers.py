@@ -1,4 +1,4 @@
-"""A layer for each rung on which a weight gradient waits for W, and one whose gradients are computed in I."""
+"""A layer for each way in which a weight gradient waits for W, and two whose gradients are computed in I."""
 
 from collections import deque
 from collections.abc import Callable
@@ -238,4 +238,4 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "small": lambda: nn.LayerNorm(WIDTH),
     "opaque": partial(Calling, NeverAsking),
 }
-"""By rung, and what stands on it; each takes and returns [ROWS, WIDTH]."""
+"""By the way of waiting; each takes and returns [ROWS, WIDTH]."""
