@@ -7,11 +7,10 @@ from hypothesis import given
 from penstock.ir import hot
 from penstock.ir.deps import NONE, identities, index_rows, num_identities, predecessors
 from penstock.ir.instruction import Op
-from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
-from tests.actions import parse_action
+from tests.proofs.tables import schedule_of
 from tests.strategies import feasible_schedules, needs
 
 
@@ -28,11 +27,13 @@ def program_waits(program):
     return waits(program, lambda row: str(program.instruction(row)))
 
 
-def one_rank(*texts, microbatches=1, slices=1):
-    orders = [[parse_action(text) for text in texts]]
-    return Schedule.from_actions(
-        "drawn", Placement.loop(1, 2), orders, num_microbatches=microbatches, num_slices=slices
-    )
+def schedule_waits(schedule):
+    return waits(schedule, lambda row: str(schedule.action(row)))
+
+
+def one_rank(order, slices=1):
+    """Two stages on one rank."""
+    return schedule_of(order, placement=Placement.loop(1, 2), slices=slices)
 
 
 @given(feasible_schedules())
@@ -57,26 +58,23 @@ def test_in_a_program_messages_stand_between_the_ranks():
 
 
 def test_stages_of_one_rank_wait_for_each_other_without_messages():
-    schedule = one_rank("0F0", "1F0", "1I0", "1W0", "0B0")
+    schedule = one_rank("0F0 1F0 1I0 1W0 0B0")
 
-    found = program_waits(lower(one_rank("0F0", "1F0", "1B0", "0B0")))
+    found = program_waits(lower(one_rank("0F0 1F0 1B0 0B0")))
 
     assert found["1F0"] == {"0F0"}
     assert found["0B0"] == {"1B0", "0F0"}
-    assert waits(schedule, lambda row: str(schedule.action(row)))["1W0"] == {"1I0"}
+    assert schedule_waits(schedule)["1W0"] == {"1I0"}
 
 
 def test_a_whole_backward_waits_for_an_input_part():
-    schedule = one_rank("0F0", "1F0", "1I0", "0B0", "1W0")
+    schedule = one_rank("0F0 1F0 1I0 0B0 1W0")
 
-    assert waits(schedule, lambda row: str(schedule.action(row)))["0B0"] == {"1I0", "0F0"}
+    assert schedule_waits(schedule)["0B0"] == {"1I0", "0F0"}
 
 
 def test_slices_go_up_in_forwards_and_down_in_backwards():
-    texts = ["0F0", "0F0.1", "1F0", "1F0.1", "1B0.1", "1B0", "0B0.1", "0B0"]
-    schedule = one_rank(*texts, slices=2)
-
-    found = waits(schedule, lambda row: str(schedule.action(row)))
+    found = schedule_waits(one_rank("0F0 0F0.1 1F0 1F0.1 1B0.1 1B0 0B0.1 0B0", slices=2))
 
     assert found["0F0.1"] == {"0F0"}
     assert found["1B0.1"] == {"1F0.1"}
@@ -95,18 +93,18 @@ def test_rows_are_found_by_stage_microbatch_and_slice():
 
 
 def test_whole_backwards_and_input_parts_are_found_in_one_plane():
-    rows = index_rows(one_rank("0F0", "1F0", "1I0", "0B0", "1W0"))
+    rows = index_rows(one_rank("0F0 1F0 1I0 0B0 1W0"))
 
     assert rows.plane(Op.BACKWARD).tolist() == [[[3]], [[2]]]
     assert rows.plane(Op.BACKWARD_WEIGHT).tolist() == [[[NONE]], [[4]]]
 
 
 def test_of_duplicates_the_last_one_is_found():
-    assert index_rows(one_rank("0F0", "1F0", "0F0")).plane(Op.FORWARD).tolist() == [[[2]], [[1]]]
+    assert index_rows(one_rank("0F0 1F0 0F0")).plane(Op.FORWARD).tolist() == [[[2]], [[1]]]
 
 
 def test_identities_count_slices_within_microbatches_within_stages():
-    schedule = one_rank("0F0", "0F0.1", "0F1", "1F1.1", microbatches=2, slices=2)
+    schedule = one_rank("0F0 0F0.1 0F1 1F1.1", slices=2)
 
     assert identities(schedule).tolist() == [0, 1, 2, 7]
     assert num_identities(schedule) == 8
@@ -132,9 +130,9 @@ def test_tables_of_many_blocks_have_the_predecessors_of_one(schedule):
 
 
 def test_a_backward_waits_for_its_recomputation_and_that_for_the_forward():
-    schedule = one_rank("0F0", "1F0", "1R0", "1B0", "0B0")
+    schedule = one_rank("0F0 1F0 1R0 1B0 0B0")
 
-    found = waits(schedule, lambda row: str(schedule.action(row)))
+    found = schedule_waits(schedule)
 
     assert found["1R0"] == {"1F0"}
     assert found["1B0"] == {"1R0"}

@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import FormatError
 from penstock.ir.grid import from_grid, grid_columns, to_grid
-from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
-from penstock.placement import Placement
 from penstock.schedules import build
-from tests.actions import parse_action
 from tests.grids import assert_grid
+from tests.proofs.tables import schedule_of
 from tests.strategies import feasible_schedules, schedules
 
 SCHEDULE = build("1f1b", ranks=2, microbatches=2)
@@ -21,11 +19,6 @@ SCHEDULE = build("1f1b", ranks=2, microbatches=2)
 
 def clean(drawing):
     return dedent(drawing).strip()
-
-
-def blocked():
-    orders = [[parse_action(text) for text in line.split()] for line in ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")]
-    return Schedule.from_actions("drawn", Placement.line(2), orders, num_microbatches=2)
 
 
 def test_a_schedule_is_drawn_in_time():
@@ -47,7 +40,9 @@ def test_a_schedule_is_drawn_plain_on_request():
 
 
 def test_an_order_that_cannot_run_is_drawn_plain():
-    assert to_grid(blocked()) == clean(
+    blocked = schedule_of("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
+
+    assert to_grid(blocked) == clean(
         """
         rank 0: 0F0 0B0 0F1 0B1
         rank 1: 1F1 1B1 1F0 1B0
@@ -65,10 +60,7 @@ def test_a_program_is_drawn_plain_and_aligned():
 
 
 def test_an_overlapped_pair_is_one_cell_and_takes_the_time_of_both():
-    orders = [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
-    schedule = Schedule.from_actions(
-        "drawn", Placement.line(2), [list(map(parse_action, order)) for order in orders], num_microbatches=2
-    )
+    schedule = schedule_of("0F0 (0F1;0B0)OVERLAP_F_B 0B1\n1F0 1B0 1F1 1B1")
 
     assert to_grid(schedule).splitlines()[0].split() == [
         "rank", "0:", "0F0", ".", ".", ".", "(0F1;0B0)", "=", "=", ".", ".", ".", "0B1", "=",

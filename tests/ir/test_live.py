@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.ir.action import Action, Kind
 from penstock.ir.instruction import Op
 from penstock.ir.live import (
     StageBytes,
@@ -283,13 +282,7 @@ def test_a_receive_that_is_posted_early_counts_from_where_it_stands():
 
 
 def test_what_stays_on_the_rank_is_there_from_its_maker_to_its_consumer():
-    order = [
-        Action(Kind.FORWARD, 0, 0),
-        Action(Kind.FORWARD, 1, 0),
-        Action(Kind.BACKWARD, 1, 0),
-        Action(Kind.BACKWARD, 0, 0),
-    ]
-    schedule = Schedule.from_actions("one rank", Placement.explicit((0, 0)), [order], num_microbatches=1)
+    schedule = schedule_of("0F0 1F0 1B0 0B0", placement=Placement.explicit((0, 0)))
 
     assert live_bytes(lower(schedule), StageBytes.of(2, message=7)).tolist()[:4] == [7, 0, 7, 7]
 
@@ -367,16 +360,27 @@ def test_what_is_left_is_what_the_next_row_finds():
     assert left_bytes(schedule, StageBytes.of(1, activation=3)).tolist() == [3, 6, 3, 0]
 
 
-def test_a_backward_still_holds_the_activation_that_it_frees():
-    schedule = schedule_of("0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3")
-
-    assert live_activations(schedule).tolist() == [1, 2, 3, 3, 3, 3, 2, 1]
-
-
-def test_an_input_part_frees_no_activation_and_the_weight_part_does():
-    schedule = schedule_of("0F0 0F1 0I0 0I1 0W0 0W1")
-
-    assert live_activations(schedule).tolist() == [1, 2, 2, 2, 2, 1]
+@pytest.mark.parametrize(
+    ("orders", "live"),
+    [
+        ("0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", [1, 2, 3, 3, 3, 3, 2, 1]),
+        ("0F0 0F1 0I0 0I1 0W0 0W1", [1, 2, 2, 2, 2, 1]),
+        ("0F0 0F1 0F2", [1, 1, 1]),
+        ("0F0 (0F1;0B0)OVERLAP_F_B 0B1", [1, 2, 2, 1]),
+        ("0F0 (0B0;0F1)OVERLAP_F_B 0B1", [1, 2, 2, 1]),
+        ("0F0 0F1\n1F0 1F1 1B0 1B1", [1, 2, 1, 2, 2, 1]),
+    ],
+    ids=[
+        "a backward still holds the activation that it frees",
+        "an input gradient frees no activation and the weight gradient does",
+        "a forward without any backward frees its activation itself",
+        "both members of a pair are alive together",
+        "both members of a pair are alive together, the backward first",
+        "what one rank leaves alive does not count on the next",
+    ],
+)
+def test_activations_are_alive_from_their_forward_to_the_end_of_their_backward(orders, live):
+    assert live_activations(schedule_of(orders)).tolist() == live
 
 
 def test_bytes_shrink_to_the_weight_context_after_the_input_part():
@@ -391,19 +395,6 @@ def test_bytes_are_those_of_each_stage():
     schedule = schedule_of("0F0 0B0\n1F0 1B0")
 
     assert live_bytes(schedule, StageBytes.of(2, activation=[10, 7])).tolist() == [10, 10, 7, 7]
-
-
-def test_a_forward_without_any_backward_frees_its_activation_itself():
-    assert live_activations(schedule_of("0F0 0F1 0F2")).tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize("pair", ["(0F1;0B0)OVERLAP_F_B", "(0B0;0F1)OVERLAP_F_B"])
-def test_both_members_of_a_pair_are_alive_together(pair):
-    assert live_activations(schedule_of(f"0F0 {pair} 0B1")).tolist() == [1, 2, 2, 1]
-
-
-def test_what_one_rank_leaves_alive_does_not_count_on_the_next():
-    assert live_activations(schedule_of("0F0 0F1\n1F0 1F1 1B0 1B1")).tolist() == [1, 2, 1, 2, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -15,35 +15,29 @@ from penstock.schedules import build
 from tests.actions import parse_action
 from tests.strategies import feasible_schedules
 
-
-def two_ranks():
-    pair = parse_action("(0F1;0B0)OVERLAP_F_B")
-    orders = [[parse_action("0F0"), pair, parse_action("0B1")], list(map(parse_action, ("1F0", "1B0", "1F1", "1B1")))]
-    return Schedule.from_actions("drawn", Placement.line(2), orders, num_microbatches=2), orders
+TEXTS = [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+ORDERS = [[parse_action(text) for text in texts] for texts in TEXTS]
+SCHEDULE = Schedule.from_actions("drawn", Placement.line(2), ORDERS, num_microbatches=2)
 
 
 def test_a_rank_lists_its_actions_as_values():
-    schedule, orders = two_ranks()
-
-    assert schedule[0] == orders[0]
-    assert schedule[-1] == orders[1]
-    assert list(schedule) == orders
-    assert isinstance(schedule[0][1], OverlappedPair)
+    assert SCHEDULE[0] == ORDERS[0]
+    assert SCHEDULE[-1] == ORDERS[1]
+    assert list(SCHEDULE) == ORDERS
+    assert isinstance(SCHEDULE[0][1], OverlappedPair)
 
 
 @pytest.mark.parametrize("rank", [2, -3])
 def test_a_rank_that_does_not_exist_is_an_index_error(rank):
     with pytest.raises(IndexError, match=f"rank {rank} of a schedule for 2 ranks"):
-        two_ranks()[0][rank]
+        SCHEDULE[rank]
 
 
 def test_counts_and_rows():
-    schedule, _ = two_ranks()
-
-    assert (schedule.num_ranks, schedule.num_stages, schedule.num_actions, len(schedule)) == (2, 2, 8, 2)
-    assert schedule.rank_of_row[[0, 3, 4, 7]].tolist() == [0, 0, 1, 1]
-    assert schedule.action(1) == Action(Kind.FORWARD, 0, 1)
-    assert "ranks=2, stages=2, microbatches=2, actions=8" in repr(schedule)
+    assert (SCHEDULE.num_ranks, SCHEDULE.num_stages, SCHEDULE.num_actions, len(SCHEDULE)) == (2, 2, 8, 2)
+    assert SCHEDULE.rank_of_row[[0, 3, 4, 7]].tolist() == [0, 0, 1, 1]
+    assert SCHEDULE.action(1) == Action(Kind.FORWARD, 0, 1)
+    assert "ranks=2, stages=2, microbatches=2, actions=8" in repr(SCHEDULE)
 
 
 @given(feasible_schedules())
@@ -61,31 +55,27 @@ def test_the_values_of_a_schedule_make_the_same_schedule(schedule):
 
 
 def test_the_name_does_not_count_in_equality_and_everything_else_does():
-    schedule, orders = two_ranks()
     line, turned = Placement.line(2), Placement.explicit([0, 1], [[1, 0]])
-    plain = [orders[1], [parse_action(str(action).replace("1", "0", 1)) for action in orders[1]]]
+    plain = [ORDERS[1], [parse_action(str(action).replace("1", "0", 1)) for action in ORDERS[1]]]
 
-    assert schedule == Schedule.from_actions("other", line, orders, num_microbatches=2)
-    assert schedule != Schedule.from_actions("drawn", line, orders, num_microbatches=3)
-    assert schedule != Schedule.from_actions("drawn", line, orders, num_microbatches=2, num_slices=2)
-    assert schedule != Schedule.from_actions("drawn", line, plain, num_microbatches=2)
-    assert schedule != Schedule.from_actions("drawn", Placement.explicit([1, 0]), orders, num_microbatches=2)
-    assert schedule != Schedule.from_actions("drawn", turned, orders, num_microbatches=2)
-    assert schedule != "drawn"
+    assert Schedule.from_actions("other", line, ORDERS, num_microbatches=2) == SCHEDULE
+    assert Schedule.from_actions("drawn", line, ORDERS, num_microbatches=3) != SCHEDULE
+    assert Schedule.from_actions("drawn", line, ORDERS, num_microbatches=2, num_slices=2) != SCHEDULE
+    assert Schedule.from_actions("drawn", line, plain, num_microbatches=2) != SCHEDULE
+    assert Schedule.from_actions("drawn", Placement.explicit([1, 0]), ORDERS, num_microbatches=2) != SCHEDULE
+    assert Schedule.from_actions("drawn", turned, ORDERS, num_microbatches=2) != SCHEDULE
+    assert SCHEDULE != "drawn"
 
 
 def test_a_pair_differs_from_its_actions_one_after_the_other():
-    schedule, orders = two_ranks()
-    apart = [[orders[0][0], orders[0][1].first, orders[0][1].second, orders[0][2]], orders[1]]
+    apart = [[ORDERS[0][0], ORDERS[0][1].first, ORDERS[0][1].second, ORDERS[0][2]], ORDERS[1]]
 
-    assert schedule != Schedule.from_actions("drawn", Placement.line(2), apart, num_microbatches=2)
+    assert Schedule.from_actions("drawn", Placement.line(2), apart, num_microbatches=2) != SCHEDULE
 
 
 def test_the_columns_cannot_be_changed():
-    schedule, _ = two_ranks()
-
     with pytest.raises(ValueError, match="read-only"):
-        schedule.stage[0] = 1
+        SCHEDULE.stage[0] = 1
 
 
 def routed(routes, *, microbatches=2):
@@ -160,11 +150,9 @@ def test_a_schedule_of_nothing_is_refused(counts):
 
 
 def test_columns_that_do_not_fit_together_are_refused():
-    schedule, _ = two_ranks()
-
-    for changes in ({"offsets": schedule.offsets[:-1]}, {"stage": schedule.stage[1:]}, {"stage": schedule.stage / 2}):
+    for changes in ({"offsets": SCHEDULE.offsets[:-1]}, {"stage": SCHEDULE.stage[1:]}, {"stage": SCHEDULE.stage / 2}):
         with pytest.raises(ScheduleError, match=r"drawn: the (offsets|column stage) .*; expected"):
-            replace(schedule, **changes)
+            replace(SCHEDULE, **changes)
 
 
 def test_a_number_of_an_action_that_does_not_fit_is_refused():
@@ -194,9 +182,7 @@ def test_forward_only_keeps_the_forwards_in_order():
 
 
 def test_forward_only_takes_pairs_apart():
-    schedule, _ = two_ranks()
-
-    assert list(map(str, schedule.forward_only()[0])) == ["0F0", "0F1"]
+    assert list(map(str, SCHEDULE.forward_only()[0])) == ["0F0", "0F1"]
 
 
 @pytest.mark.parametrize("family", ["1f1b", "chimera", "interleaved-1f1b"])

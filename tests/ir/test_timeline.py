@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.ir.action import Action, Kind, OverlappedPair
+from penstock.ir.action import Action, Kind
 from penstock.ir.instruction import Op
 from penstock.ir.live import StageBytes
 from penstock.ir.program import Program
@@ -12,8 +12,9 @@ from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
+from tests.proofs.tables import schedule_of
 
-F, B = Kind.FORWARD, Kind.BACKWARD
+TWO_RANKS = Program.from_schedule(schedule_of("0F0 0B0\n1F0 1B0"))
 
 
 def timeline_of(program, spans, activation_bytes=0):
@@ -22,13 +23,8 @@ def timeline_of(program, spans, activation_bytes=0):
     return Timeline(program, "measured", start, end, sizes)
 
 
-def two_ranks():
-    orders = [[Action(F, 0, 0), Action(B, 0, 0)], [Action(F, 1, 0), Action(B, 1, 0)]]
-    return Program.from_schedule(Schedule.from_actions("by hand", Placement.line(2), orders, num_microbatches=1))
-
-
 def test_makespan_and_span_are_read_off_the_first_starts_and_last_ends():
-    timeline = timeline_of(two_ranks(), [(0, 1), (7, 9), (2, 3), (3, 5)])
+    timeline = timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)])
 
     assert timeline.makespan_s == 9
     assert timeline.span_s == 9
@@ -36,7 +32,7 @@ def test_makespan_and_span_are_read_off_the_first_starts_and_last_ends():
 
 
 def test_a_rank_without_computations_does_not_stretch_the_makespan():
-    orders = [[Action(F, 0, 0), Action(B, 0, 0)], []]
+    orders = [[Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)], []]
     schedule = Schedule.from_actions("idle rank", Placement.line(2), orders, num_microbatches=1)
 
     timeline = timeline_of(Program.from_schedule(schedule), [(1, 2), (7, 9)])
@@ -45,7 +41,7 @@ def test_a_rank_without_computations_does_not_stretch_the_makespan():
 
 
 def test_both_bubble_conventions_follow_their_definitions():
-    timeline = timeline_of(two_ranks(), [(1, 2), (7, 9), (2, 3), (3, 5)])
+    timeline = timeline_of(TWO_RANKS, [(1, 2), (7, 9), (2, 3), (3, 5)])
 
     assert timeline.bubble_fraction == pytest.approx(1 - 6 / (2 * 8))
     assert timeline.bubble_rate == pytest.approx(1 - 3 / 8)
@@ -71,8 +67,7 @@ def test_the_seconds_of_each_operation_add_up_per_rank():
 
 
 def test_two_actions_that_overlap_count_their_time_once():
-    order = [Action(F, 0, 0), OverlappedPair(Action(F, 0, 1), Action(B, 0, 0)), Action(B, 0, 1)]
-    schedule = Schedule.from_actions("pairs", Placement.line(1), [order], num_microbatches=2)
+    schedule = schedule_of("0F0 (0F1;0B0)OVERLAP_F_B 0B1")
     timeline = timeline_of(Program.from_schedule(schedule), [(0, 1), (1, 3), (1, 4), (4, 6)])
 
     assert timeline.work_s.tolist() == [6]
@@ -95,11 +90,11 @@ def test_peaks_of_what_is_offloaded_are_those_of_the_host():
     assert timeline.peak_bytes == [200, 50]
     assert timeline.peak_host_bytes == [400, 0]
     assert simulate(program, Costs.uniform()).peak_host_bytes == [0, 0]
-    assert timeline_of(two_ranks(), [(0, 1), (7, 9), (2, 3), (3, 5)]).peak_host_bytes == [0, 0]
+    assert timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)]).peak_host_bytes == [0, 0]
 
 
 def test_a_timeline_cannot_be_changed():
-    timeline = timeline_of(two_ranks(), [(0, 1), (7, 9), (2, 3), (3, 5)])
+    timeline = timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)])
 
     with pytest.raises(ValueError, match="read-only"):
         timeline.start_s[0] = 1
@@ -120,7 +115,7 @@ def test_what_is_always_in_memory_is_apart_from_the_peak():
 
     assert timeline.static_bytes == (24, 35)
     assert timeline.peak_bytes == [20, 10]
-    assert timeline_of(two_ranks(), [(0, 1), (7, 9), (2, 3), (3, 5)]).static_bytes == ()
+    assert timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)]).static_bytes == ()
 
 
 @pytest.mark.parametrize("key", ["start_s", "end_s"])
@@ -138,7 +133,7 @@ def test_times_that_are_not_one_for_each_instruction_are_refused(key, times, fou
     columns = {"start_s": np.zeros(4), "end_s": np.zeros(4)} | {key: times}
 
     with pytest.raises(ConfigError, match=f"{found}; expected a numpy array of 4 seconds, one for each") as caught:
-        Timeline(two_ranks(), "measured", **columns)
+        Timeline(TWO_RANKS, "measured", **columns)
 
     assert caught.value.key == key
 

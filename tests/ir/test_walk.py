@@ -7,11 +7,9 @@ from hypothesis import strategies as st
 
 from penstock.ir import walk as walk_file
 from penstock.ir.deps import NONE, predecessors
-from penstock.ir.schedule import Schedule
 from penstock.ir.walk import NOT_RUN, walk
-from penstock.placement import Placement
 from penstock.schedules import build
-from tests.actions import parse_action
+from tests.proofs.tables import schedule_of
 from tests.strategies import feasible_schedules
 
 
@@ -20,13 +18,8 @@ def walked(schedule, durations=(1.0, 2.0, 1.0, 1.0), **options):
     return walk(schedule.offsets, predecessors(schedule), schedule.joined, duration, **options)
 
 
-def drawn(*lines):
-    orders = [[parse_action(text) for text in line.split()] for line in lines]
-    return Schedule.from_actions("drawn", Placement.line(len(lines)), orders, num_microbatches=2)
-
-
 def test_a_row_starts_when_its_rank_is_free_and_its_inputs_are_there():
-    result = walked(drawn("0F0 0B0", "1F0 1B0"))
+    result = walked(schedule_of("0F0 0B0\n1F0 1B0"))
 
     assert result.start.tolist() == [0, 4, 1, 2]
     assert result.end.tolist() == [1, 6, 2, 4]
@@ -52,7 +45,7 @@ def test_the_makespan_is_that_of_the_formula(name, num_ranks, num_microbatches):
 
 
 def test_a_lag_delays_its_edge_and_not_the_ranks():
-    schedule = drawn("0F0 0F1", "1F0 1F1")
+    schedule = schedule_of("0F0 0F1\n1F0 1F1")
 
     result = walked(schedule, lag=np.array([[9.0], [9.0], [0.5], [2.0]]))
 
@@ -92,7 +85,7 @@ def test_what_goes_there_and_back_takes_a_few_rounds_on_any_number_of_ranks(monk
 
 
 def test_an_order_that_blocks_itself_stops_where_it_blocks():
-    result = walked(drawn("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
+    result = walked(schedule_of("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0"))
 
     assert not result.is_complete
     assert result.reached.tolist() == [1, 4]
@@ -101,7 +94,7 @@ def test_an_order_that_blocks_itself_stops_where_it_blocks():
 
 
 def test_joined_rows_start_together_and_take_the_sum():
-    result = walked(drawn("0F0 (0F1;0B0)OVERLAP_F_B 0B1", "1F0 1B0 1F1 1B1"))
+    result = walked(schedule_of("0F0 (0F1;0B0)OVERLAP_F_B 0B1\n1F0 1B0 1F1 1B1"))
 
     assert result.start.tolist() == [0, 4, 4, 10, 1, 2, 7, 8]
     assert result.end.tolist() == [1, 7, 7, 12, 2, 4, 8, 10]

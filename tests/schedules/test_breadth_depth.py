@@ -3,11 +3,10 @@
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulation import Costs, simulate
 from tests.grids import assert_grid
 from tests.schedules.golden import orders, recorded, sizes
+from tests.schedules.timing import timeline
 
 
 def grid_of(key, forward_only=False):
@@ -93,12 +92,6 @@ def test_any_number_of_stages_runs():
     )
 
 
-def test_forward_only_has_the_forwards_alone():
-    assert_grid(
-        build("breadth-depth", ranks=2, microbatches=2, depth=2, forward_only=True), "0F0 2F0 0F1 2F1\n1F0 3F0 1F1 3F1"
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -122,11 +115,10 @@ def test_one_microbatch_is_told_as_one():
 
 @pytest.mark.parametrize(("depth", "slices"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 3)])
 def test_bubble_and_memory_are_those_promised(depth, slices):
-    schedule = build("breadth-depth", ranks=3, microbatches=12, depth=depth, slices=slices)
-    timeline = simulate(lower(schedule), Costs.uniform(forward=2, backward_input=3, backward_weight=2))
+    found = timeline("breadth-depth", 3, 12, (2, 3, 2), depth=depth, slices=slices)
 
-    assert timeline.makespan_s == pytest.approx((12 * 2 * slices + depth * 2) * 7)
-    assert timeline.peak_activations == [12 // depth * 2 * slices] * 3
+    assert found.makespan_s == pytest.approx((12 * 2 * slices + depth * 2) * 7)
+    assert found.peak_activations == [12 // depth * 2 * slices] * 3
 
 
 @pytest.mark.parametrize(("key", "ranks"), recorded("fast_llm", "train/"))

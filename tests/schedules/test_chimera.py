@@ -3,10 +3,9 @@
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.planning import prove_and_lower
 from penstock.schedules import build
 from tests.grids import assert_grid
-from tests.schedules.folded import bubble, timeline
+from tests.schedules.timing import bubble, timeline
 
 
 def one_way(schedule, rank, stage, first_microbatch):
@@ -48,18 +47,6 @@ def test_on_two_ranks_nothing_ever_waits():
     )
 
 
-def test_forward_only_has_the_forwards_alone():
-    assert_grid(
-        build("chimera", ranks=4, microbatches=4, forward_only=True),
-        """
-        0F0 0F1 .   7F2 .   7F3
-        .   1F0 6F2 1F1 6F3
-        .   5F2 2F0 5F3 2F1
-        4F2 4F3 .   3F0 .   3F1
-        """,
-    )
-
-
 @pytest.mark.parametrize("ranks", [4, 6, 8, 12])
 def test_with_as_many_microbatches_as_ranks_each_direction_is_1f1b(ranks):
     both = build("chimera", ranks=ranks, microbatches=ranks)
@@ -85,23 +72,25 @@ def test_with_as_many_microbatches_as_ranks_each_direction_is_1f1b(ranks):
     ],
 )
 def test_it_ends_as_early_as_any_order_of_its_placement(ranks, microbatches, forward, backward, makespan):
-    assert timeline("chimera", ranks, microbatches, forward=forward, backward=backward).makespan_s == makespan
+    costs = (forward, backward / 2, backward / 2)
+
+    assert timeline("chimera", ranks, microbatches, costs).makespan_s == makespan
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 1), (2, 3), (1, 2)])
 @pytest.mark.parametrize("ranks", [4, 6, 8])
 def test_the_bubble_is_that_of_its_formula_for_any_number_of_microbatches(ranks, forward, backward):
-    costs = {"forward": forward, "backward": backward}
+    costs = (forward, backward / 2, backward / 2)
 
-    assert bubble("chimera", ranks, ranks, **costs) == (ranks - 2) * backward
+    assert bubble("chimera", ranks, ranks, costs) == (ranks - 2) * backward
     for microbatches in (ranks + 2, 2 * ranks, 5 * ranks + 2):
-        assert bubble("chimera", ranks, microbatches, **costs) == (ranks - 3) * backward + forward
-    assert bubble("chimera", 2, ranks, **costs) == 0
+        assert bubble("chimera", ranks, microbatches, costs) == (ranks - 3) * backward + forward
+    assert bubble("chimera", 2, ranks, costs) == 0
 
 
 def test_longer_backwards_keep_the_bubble_below_that_of_few_microbatches():
     for microbatches in (8, 12, 30):
-        assert bubble("chimera", 6, microbatches, forward=2, backward=7) < (6 - 2) * 7
+        assert bubble("chimera", 6, microbatches, (2, 3.5, 3.5)) < (6 - 2) * 7
 
 
 @pytest.mark.parametrize("ranks", [4, 6, 8])
@@ -112,12 +101,6 @@ def test_memory_is_as_published_and_does_not_grow_with_the_microbatches(ranks):
 
     assert timeline("chimera", ranks, ranks).peak_activations == at_first + at_first[::-1]
     assert timeline("chimera", ranks, 10 * ranks).peak_activations == for_ever + for_ever[::-1]
-
-
-@pytest.mark.parametrize("microbatches", [2, 4, 8, 14])
-def test_the_program_is_proved_for_any_even_number_of_microbatches(microbatches):
-    for is_forward_only in (False, True):
-        prove_and_lower(build("chimera", ranks=6, microbatches=microbatches, forward_only=is_forward_only))
 
 
 @pytest.mark.parametrize(

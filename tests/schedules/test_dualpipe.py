@@ -1,13 +1,10 @@
-"""`dualpipe`: its order as drawn, as recorded from its repository, and its time and memory as published."""
+"""`dualpipe`: its order as drawn, its placement, and what it refuses."""
 
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.planning import prove_and_lower
 from penstock.schedules import build
 from tests.grids import assert_grid
-from tests.schedules.folded import bubble, published, timeline
-from tests.schedules.golden import built, recorded
 
 
 def test_forwards_of_one_direction_overlap_with_backwards_of_the_other():
@@ -38,38 +35,6 @@ def test_half_of_the_microbatches_travels_each_way():
     assert schedule.placement.routes == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert schedule.placement.rank_of_stage == (0, 1, 2, 3, 3, 2, 1, 0)
     assert schedule.route_of_microbatch.tolist() == [0] * 5 + [1] * 5
-
-
-@pytest.mark.parametrize(("key", "ranks"), recorded("dualpipe", "DualPipe/train/"))
-def test_the_order_is_that_of_its_repository(key, ranks):
-    assert built("dualpipe", key) == ranks
-
-
-@pytest.mark.parametrize(("key", "ranks"), recorded("dualpipe", "DualPipe/train_nooverlap/"))
-def test_the_order_without_overlap_is_that_of_its_repository(key, ranks):
-    assert built("dualpipe", key, overlap=False) == ranks
-
-
-@pytest.mark.parametrize(("key", "ranks"), recorded("dualpipe", "DualPipe/forward_only/"))
-def test_the_forwards_are_those_of_its_repository(key, ranks):
-    assert built("dualpipe", key, forward_only=True) == ranks
-
-
-@pytest.mark.parametrize("row", published("dualpipe"), ids=str)
-def test_time_and_memory_are_those_published(row):
-    shape = ("dualpipe", row["ranks"], row["microbatches"])
-
-    found = timeline(*shape)
-
-    assert found.makespan_s == row["makespan"]
-    assert found.peak_activations == [row["peak_activations"]] * row["ranks"]
-    assert bubble(*shape) == row["bubble"]
-
-
-@pytest.mark.parametrize("microbatches", [12, 16, 26])
-def test_the_program_is_proved_with_and_without_pairs_and_backwards(microbatches):
-    for options in ({}, {"overlap": False}, {"forward_only": True}):
-        prove_and_lower(build("dualpipe", ranks=6, microbatches=microbatches, **options))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.placement import Placement
-from penstock.schedules import FAMILIES, Choice, Options, Shape, build
+from penstock.schedules import FAMILIES, Choice, Options, Shape
 from penstock.schedules.family import by_rank, loop
 from penstock.schedules.phases import b, f, pair, phases, repeat
 from tests.grids import assert_grid
@@ -22,13 +22,6 @@ def test_defaults_are_among_the_choices(family):
     choices = [option for option in family.options.values() if isinstance(option, Choice)]
 
     assert all(option.default in option.choices for option in choices)
-
-
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_a_family_can_make_its_own_example(family):
-    ranks, microbatches = family.example
-
-    assert build(family.name, ranks=ranks, microbatches=microbatches).num_ranks == ranks
 
 
 def test_options_are_read_under_the_name_of_the_family():

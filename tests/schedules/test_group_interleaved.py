@@ -2,16 +2,11 @@
 
 import pytest
 
-from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulation import Costs, simulate
 from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded, sizes
-from tests.schedules.groupings import PARTS, groupings
-
-
-def timed(costs, **shape):
-    return simulate(lower(build("group-interleaved", **shape)), costs)
+from tests.schedules.groupings import PARTS, assert_formulas_hold
+from tests.schedules.timing import timeline
 
 
 def test_both_parts_of_a_backward_follow_each_other():
@@ -56,31 +51,22 @@ def test_any_number_of_stages_runs():
     )
 
 
-def test_forward_only_has_the_forwards_alone():
-    assert_grid(
-        build("group-interleaved", ranks=2, microbatches=3, forward_only=True),
-        "0F0 0F1 2F0 2F1 0F2 2F2\n1F0 1F1 3F0 3F1 1F2 3F2",
-    )
-
-
 @pytest.mark.parametrize(
     ("ranks", "per_rank", "group"), [(4, 2, 2), (4, 2, 3), (4, 3, 2), (4, 3, 4), (5, 2, 3), (6, 3, 4)]
 )
 def test_small_groups_trade_the_bubble_for_memory(ranks, per_rank, group):
-    shape = {"ranks": ranks, "microbatches": 2 * group, "stages_per_rank": per_rank, "group": group}
-    timeline = timed(Costs.uniform(), **shape)
+    found = timeline("group-interleaved", ranks, 2 * group, stages_per_rank=per_rank, group=group)
 
     work, bubble = 2 * group * per_rank * 3, (ranks - 1) * 2 + (per_rank - 1) * (ranks - group)
-    assert timeline.makespan_s == pytest.approx(work + bubble)
+    assert found.makespan_s == pytest.approx(work + bubble)
     fullest = [(per_rank - 1) * group + ranks - rank for rank in range(ranks)]
-    assert timeline.peak_activations == [min(2 * group * per_rank, each) for each in fullest]
+    assert found.peak_activations == [min(2 * group * per_rank, each) for each in fullest]
 
 
 def test_groups_of_all_ranks_wait_for_forwards_and_input_parts_alone():
-    costs = Costs.uniform(forward=2, backward_input=3, backward_weight=4)
-    timeline = timed(costs, ranks=4, microbatches=8, stages_per_rank=3)
+    found = timeline("group-interleaved", 4, 8, (2, 3, 4), stages_per_rank=3)
 
-    assert timeline.makespan_s == pytest.approx(8 * 3 * 9 + 3 * 5)
+    assert found.makespan_s == pytest.approx(8 * 3 * 9 + 3 * 5)
 
 
 @pytest.mark.parametrize(("key", "ranks"), recorded("zero_bubble", "group_interleaved"))
@@ -90,14 +76,6 @@ def test_the_order_is_that_of_the_authors(key, ranks):
 
 @pytest.mark.slow
 def test_the_formulas_hold_where_the_page_says_so():
-    for shape in groupings():
-        p, m, v, g = shape.p, shape.m, shape.v, shape.g
-        peaks = shape.timeline("group-interleaved").peak_activations
-        most = [min(v * m, (v - 1) * g + p - s) for s in range(p)]
-        least_idle = (p - 1) * (PARTS["forward"] + PARTS["backward_input"])
+    forward, backward_input, _ = PARTS
 
-        assert shape.bubble("group-interleaved") >= least_idle
-        assert (shape.bubble("group-interleaved") == least_idle) >= shape.fills_all_groups
-        if g >= p / 2:
-            assert all(map(int.__le__, peaks, most))
-            assert (peaks == most) >= (g <= m and p <= m)
+    assert_formulas_hold("group-interleaved", forward + backward_input, lambda p, v, g, s: (v - 1) * g + p - s)

@@ -2,24 +2,11 @@
 
 import pytest
 
-from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulation import Costs, simulate
 from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded, sizes
-from tests.schedules.groupings import PARTS, groupings
-
-SHAPES = [(2, 2, 4), (2, 3, 5), (3, 2, 7), (4, 1, 6), (4, 2, 8), (4, 3, 9)]
-"""Ranks, stages per rank, microbatches."""
-
-
-def group_of_torch(ranks, microbatches):
-    """As few groups as there can be with a microbatch for each rank, the last one no larger."""
-    return -(-microbatches // max(1, microbatches // ranks))
-
-
-def timed(costs, **shape):
-    return simulate(lower(build("interleaved-1f1b", **shape)), costs)
+from tests.schedules.groupings import PARTS, SHAPES, group_of_torch, groupings
+from tests.schedules.timing import timeline
 
 
 def test_groups_follow_each_other():
@@ -127,42 +114,33 @@ def test_all_forwards_can_come_first():
     )
 
 
-def test_forward_only_keeps_the_groups():
-    assert_grid(
-        build("interleaved-1f1b", ranks=2, microbatches=3, group=2, forward_only=True),
-        "0F0 0F1 2F0 2F1 0F2 2F2\n1F0 1F1 3F0 3F1 1F2 3F2",
-    )
-
-
 @pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), SHAPES)
 def test_the_bubble_is_that_of_1f1b_with_smaller_stages(ranks, per_rank, microbatches):
-    costs = Costs.uniform(forward=2, backward_input=3, backward_weight=2)
-    shape = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": per_rank}
-    timeline = timed(costs, **shape, group=group_of_torch(ranks, microbatches))
+    group = group_of_torch(ranks, microbatches)
+    found = timeline("interleaved-1f1b", ranks, microbatches, (2, 3, 2), stages_per_rank=per_rank, group=group)
 
-    assert timeline.makespan_s == pytest.approx((microbatches * per_rank + ranks - 1) * 7)
+    assert found.makespan_s == pytest.approx((microbatches * per_rank + ranks - 1) * 7)
 
 
 @pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), SHAPES)
 def test_the_memory_is_that_of_the_warm_up(ranks, per_rank, microbatches):
     group = group_of_torch(ranks, microbatches)
-    shape = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": per_rank}
-    timeline = timed(Costs.uniform(), **shape, group=group)
+    found = timeline("interleaved-1f1b", ranks, microbatches, stages_per_rank=per_rank, group=group)
 
     fullest = [(per_rank - 1) * group + 2 * (ranks - rank) - 1 for rank in range(ranks)]
-    assert timeline.peak_activations == [min(per_rank * microbatches, each) for each in fullest]
+    assert found.peak_activations == [min(per_rank * microbatches, each) for each in fullest]
 
 
 @pytest.mark.slow
 def test_the_formulas_hold_where_the_page_says_so():
     for shape in groupings():
         p, m, v, g = shape.p, shape.m, shape.v, shape.g
-        bubble = shape.bubble("interleaved-1f1b")
-        peaks = shape.timeline("interleaved-1f1b").peak_activations
+        found = shape.timeline("interleaved-1f1b")
+        bubble, peaks = shape.bubble(found), found.peak_activations
         most = [min(v * m, (v - 1) * g + 2 * (p - s) - 1) for s in range(p)]
 
-        assert bubble >= (p - 1) * sum(PARTS.values())
-        assert (bubble == (p - 1) * sum(PARTS.values())) >= shape.fills_all_groups
+        assert bubble >= (p - 1) * sum(PARTS)
+        assert (bubble == (p - 1) * sum(PARTS)) >= shape.fills_all_groups
         if g >= p:
             assert all(map(int.__le__, peaks, most))
             assert (peaks == most) >= (m % g == 0)
@@ -172,18 +150,20 @@ def test_the_formulas_hold_where_the_page_says_so():
 
 @pytest.mark.parametrize("group", [2, 3])
 def test_small_groups_hold_less(group):
-    timeline = timed(Costs.uniform(), ranks=4, microbatches=12, stages_per_rank=3, group=group)
+    found = timeline("interleaved-1f1b", 4, 12, stages_per_rank=3, group=group)
 
-    assert timeline.peak_activations == [2 * group + 4 - rank for rank in range(4)]
+    assert found.peak_activations == [2 * group + 4 - rank for rank in range(4)]
 
 
 @pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 12), (8, 3, 24)])
 def test_transfers_cost_twice_a_lap_of_the_loop(ranks, per_rank, microbatches):
     """The closed form of arXiv 2401.10241 has p transfers fewer, but in its order none of them is hidden."""
-    shape = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": per_rank}
-    work = {"forward": 18.522, "backward_input": 18.086, "backward_weight": 9.337}  # of the 1.5B model there
+    costs = (18.522, 18.086, 9.337)  # of the 1.5B model there
 
-    without, delayed = timed(Costs.uniform(**work), **shape), timed(Costs.uniform(**work, transfer=0.6), **shape)
+    without, delayed = (
+        timeline("interleaved-1f1b", ranks, microbatches, costs, stages_per_rank=per_rank, transfer=transfer)
+        for transfer in (0.0, 0.6)
+    )
 
     assert delayed.makespan_s - without.makespan_s == pytest.approx((2 * per_rank * ranks - 2) * 0.6)
 
@@ -193,11 +173,6 @@ def test_the_order_is_that_of_torch(key, ranks):
     group = group_of_torch(sizes(key)["p"], sizes(key)["m"])
 
     assert built("interleaved-1f1b", key, group=group) == ranks
-
-
-@pytest.mark.parametrize(("key", "ranks"), recorded("pippy", "Interleaved1F1B/p"))
-def test_the_order_is_what_pippy_runs(key, ranks):
-    assert built("interleaved-1f1b", key) == ranks
 
 
 @pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "interleaved/train"))
@@ -217,6 +192,6 @@ def test_groups_of_every_size_are_those_of_megatron(key, ranks):
     assert built("interleaved-1f1b", key, group=sizes(key)["group"]) == ranks
 
 
-@pytest.mark.parametrize(("key", "ranks"), recorded("zero_bubble", "vpp"))
-def test_the_order_is_that_of_the_zero_bubble_authors(key, ranks):
+@pytest.mark.parametrize(("key", "ranks"), [*recorded("pippy", "Interleaved1F1B/p"), *recorded("zero_bubble", "vpp")])
+def test_by_default_the_order_is_what_pippy_and_the_zero_bubble_authors_run(key, ranks):
     assert built("interleaved-1f1b", key) == ranks

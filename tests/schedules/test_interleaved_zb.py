@@ -2,19 +2,11 @@
 
 import pytest
 
-from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulation import Costs, simulate
 from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded, sizes
-from tests.schedules.groupings import PARTS, groupings
-
-SHAPES = [(2, 2, 4), (2, 3, 5), (3, 2, 7), (4, 1, 6), (4, 2, 8), (4, 3, 9)]
-"""Ranks, stages per rank, microbatches."""
-
-
-def timed(costs, **shape):
-    return simulate(lower(build("interleaved-zb", **shape)), costs)
+from tests.schedules.groupings import PARTS, SHAPES, assert_formulas_hold, group_of_torch
+from tests.schedules.timing import timeline
 
 
 def test_weight_parts_follow_late_on_later_ranks():
@@ -71,25 +63,24 @@ def test_forward_only_has_the_forwards_alone():
 
 @pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), SHAPES)
 def test_weight_parts_fill_the_bubble(ranks, per_rank, microbatches):
-    costs = Costs.uniform(forward=2, backward_input=3, backward_weight=2)
-    timeline = timed(costs, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
+    found = timeline("interleaved-zb", ranks, microbatches, (2, 3, 2), stages_per_rank=per_rank)
 
-    assert timeline.makespan_s == pytest.approx(microbatches * per_rank * 7 + (ranks - 1) * (2 + 3 - 2))
+    assert found.makespan_s == pytest.approx(microbatches * per_rank * 7 + (ranks - 1) * (2 + 3 - 2))
 
 
 @pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), SHAPES)
 def test_every_rank_holds_as_much(ranks, per_rank, microbatches):
-    timeline = timed(Costs.uniform(), ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
+    found = timeline("interleaved-zb", ranks, microbatches, stages_per_rank=per_rank)
 
-    group = -(-microbatches // max(1, microbatches // ranks))
-    assert timeline.peak_activations == [min(per_rank * microbatches, (per_rank - 1) * group + ranks)] * ranks
+    most = (per_rank - 1) * group_of_torch(ranks, microbatches) + ranks
+    assert found.peak_activations == [min(per_rank * microbatches, most)] * ranks
 
 
 @pytest.mark.parametrize("group", [2, 3])
 def test_small_groups_hold_less(group):
-    timeline = timed(Costs.uniform(), ranks=4, microbatches=12, stages_per_rank=3, group=group)
+    found = timeline("interleaved-zb", 4, 12, stages_per_rank=3, group=group)
 
-    assert timeline.peak_activations == [2 * group + 4] * 4
+    assert found.peak_activations == [2 * group + 4] * 4
 
 
 @pytest.mark.parametrize(("key", "ranks"), recorded("torch", "compute/InterleavedZeroBubble"))
@@ -103,14 +94,7 @@ def test_the_order_is_that_of_torch(key, ranks):
 
 @pytest.mark.slow
 def test_the_formulas_hold_where_the_page_says_so():
-    for shape in groupings():
-        p, m, v, g = shape.p, shape.m, shape.v, shape.g
-        peaks = shape.timeline("interleaved-zb").peak_activations
-        most = [min(v * m, (v - 1) * g + p)] * p
-        least_idle = (p - 1) * (PARTS["forward"] + PARTS["backward_input"] - PARTS["backward_weight"])
+    forward, backward_input, backward_weight = PARTS
+    idle_s = forward + backward_input - backward_weight
 
-        assert shape.bubble("interleaved-zb") >= least_idle
-        assert (shape.bubble("interleaved-zb") == least_idle) >= shape.fills_all_groups
-        if g >= p / 2:
-            assert all(map(int.__le__, peaks, most))
-            assert (peaks == most) >= (g <= m and p <= m)
+    assert_formulas_hold("interleaved-zb", idle_s, lambda p, v, g, s: (v - 1) * g + p)

@@ -5,11 +5,9 @@ import pytest
 
 from penstock.ir.deps import predecessors
 from penstock.ir.walk import walk
-from penstock.schedules import build
 from penstock.schedules.family import Shape
 from penstock.schedules.interleaving import Groups, Turns, interleave, split_backwards
 from tests.grids import assert_grid
-from tests.work import lines_run
 
 
 def shape(ranks, stages, microbatches):
@@ -179,12 +177,3 @@ def test_a_long_skew_and_small_groups_would_wait_for_each_other():
 
     assert can_run(interleave("toy", sizes, Groups.of_size(2, sizes), 1))
     assert not can_run(interleave("toy", sizes, Groups.of_size(2, sizes), 2))
-
-
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zb", "group-interleaved"])
-def test_the_lines_that_run_to_make_a_schedule_grow_with_ranks_and_not_with_microbatches(name):
-    def num_lines(ranks, microbatches):
-        return lines_run(lambda: build(name, ranks=ranks, microbatches=microbatches))
-
-    assert num_lines(16, 256) < 1.1 * num_lines(16, 64)
-    assert num_lines(32, 64) < 1.1 * 2 * num_lines(16, 64)

@@ -2,11 +2,10 @@
 
 import pytest
 
-from penstock.lowering import lower
 from penstock.schedules import build
-from penstock.simulation import Costs, simulate
 from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded
+from tests.schedules.timing import timeline
 
 
 def test_all_microbatches_run_on_a_stage_before_the_next():
@@ -63,24 +62,15 @@ def test_one_stage_per_rank_is_gpipe():
     assert schedule == build("gpipe", **shape)
 
 
-def test_forward_only_has_the_forwards_alone():
-    assert_grid(build("looped-bfs", ranks=2, microbatches=2, forward_only=True), "0F0 0F1 2F0 2F1\n1F0 1F1 3F0 3F1")
-
-
 @pytest.mark.parametrize("backward_order", ["ascending", "descending"])
 @pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), [(2, 2, 4), (3, 3, 5), (4, 2, 4)])
 def test_bubble_and_memory_are_those_promised(ranks, per_rank, microbatches, backward_order):
-    schedule = build(
-        "looped-bfs",
-        ranks=ranks,
-        microbatches=microbatches,
-        stages_per_rank=per_rank,
-        backward_order=backward_order,
-    )
-    timeline = simulate(lower(schedule), Costs.uniform(forward=2, backward_input=3, backward_weight=2))
+    options = {"stages_per_rank": per_rank, "backward_order": backward_order}
 
-    assert timeline.makespan_s == pytest.approx((microbatches * per_rank + ranks - 1) * 7)
-    assert timeline.peak_activations == [microbatches * per_rank] * ranks
+    found = timeline("looped-bfs", ranks, microbatches, (2, 3, 2), **options)
+
+    assert found.makespan_s == pytest.approx((microbatches * per_rank + ranks - 1) * 7)
+    assert found.peak_activations == [microbatches * per_rank] * ranks
 
 
 @pytest.mark.parametrize(("key", "ranks"), recorded("torch", "compute/LoopedBFS"))

@@ -54,23 +54,22 @@ def test_fewer_microbatches_than_ranks_shorten_the_warm_up():
     )
 
 
-def test_forward_only_has_the_forwards_alone():
-    assert_grid(build("1f1b", ranks=2, microbatches=3, forward_only=True), "0F0 0F1 0F2\n1F0 1F1 1F2")
-
-
-@pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "1f1b/train"))
-def test_the_order_is_that_of_megatron(key, ranks):
+@pytest.mark.parametrize(
+    ("key", "ranks"),
+    [
+        *recorded("megatron", "1f1b/train"),
+        *recorded("megatron", "enc_dec_1f1b/train"),  # an encoder and a decoder share the order
+        *recorded("torch", "exec/1F1B"),
+        *recorded("zero_bubble", "basic1f1b"),  # the baseline of its schedulers
+    ],
+)
+def test_the_order_is_that_of_megatron_torch_and_the_zero_bubble_authors(key, ranks):
     assert built("1f1b", key) == ranks
 
 
 @pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "1f1b/fwd"))
 def test_the_forwards_are_those_of_megatron(key, ranks):
     assert built("1f1b", key, forward_only=True) == ranks
-
-
-@pytest.mark.parametrize(("key", "ranks"), recorded("torch", "exec/1F1B"))
-def test_the_order_is_what_torch_runs(key, ranks):
-    assert built("1f1b", key) == ranks
 
 
 @pytest.mark.parametrize(("key", "ranks"), recorded("deepspeed", "TrainSchedule"))
@@ -81,13 +80,3 @@ def test_the_order_is_that_of_deepspeed(key, ranks):
 @pytest.mark.parametrize(("key", "ranks"), recorded("pippy", "1F1B/p"))
 def test_the_eager_order_is_what_pippy_runs(key, ranks):
     assert built("1f1b", key, warmup="eager") == ranks
-
-
-@pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "enc_dec_1f1b/train"))
-def test_an_encoder_and_a_decoder_share_the_order(key, ranks):
-    assert built("1f1b", key) == ranks
-
-
-@pytest.mark.parametrize(("key", "ranks"), recorded("zero_bubble", "basic1f1b"))
-def test_the_order_is_the_baseline_of_the_zero_bubble_schedulers(key, ranks):
-    assert built("1f1b", key) == ranks

@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedules import build
 from penstock.schedules.phases import b, f, i, pair, phases, repeat, w
-from tests.work import lines_run
 
 
 def test_forwards_and_backwards_of_a_stage_are_counted_apart():
@@ -188,12 +186,3 @@ def test_what_cannot_be_repeated_is_refused(times, action, told):
 
 def test_numbers_may_be_those_of_numpy():
     assert str(phases(repeat(np.int64(2), f(0)))) == "0F0 0F1"
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "dualpipe"])
-def test_the_lines_that_run_to_make_a_schedule_grow_with_ranks_and_not_with_microbatches(name):
-    def num_lines(ranks, microbatches):
-        return lines_run(lambda: build(name, ranks=ranks, microbatches=microbatches))
-
-    assert num_lines(16, 256) < 1.1 * num_lines(16, 64)
-    assert num_lines(32, 64) < 1.1 * 2 * num_lines(16, 64)

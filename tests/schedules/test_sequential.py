@@ -30,10 +30,6 @@ def test_four_ranks_as_in_its_docstring():
     )
 
 
-def test_forward_only_has_the_forwards_alone():
-    assert_grid(build("sequential", ranks=2, microbatches=2, forward_only=True), "0F0 0F1\n1F0 1F1")
-
-
 @pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "no_pipelining/train"))
 def test_one_rank_does_what_megatron_does_without_pipelining(key, ranks):
     assert built("sequential", key) == ranks

@@ -2,15 +2,11 @@
 
 import pytest
 
-from penstock.lowering import lower
-from penstock.planning import prove_and_lower
 from penstock.schedules import build
-from penstock.simulation import Costs, simulate
 from tests.grids import assert_grid
-from tests.schedules.golden import built, orders, recorded, sizes
-from tests.schedules.late_weights import SIZES, orders_step_by_step
+from tests.schedules.golden import built, recorded, sizes
+from tests.schedules.timing import timeline
 
-WHOLE = [("zb-h1", {"backward": "whole"}), ("1f1b", {})]
 PATCH = recorded("zero_bubble", "zbh1_patch")
 
 
@@ -73,10 +69,6 @@ def test_whole_backwards_split_only_what_has_to_wait():
     )
 
 
-def test_forward_only_has_the_forwards_alone():
-    assert_grid(build("zb-h1", ranks=2, microbatches=3, forward_only=True), "0F0 0F1 0F2\n1F0 1F1 1F2")
-
-
 @pytest.mark.parametrize(("key", "ranks"), PATCH)
 def test_with_whole_backwards_the_order_is_that_of_the_authors_patch(key, ranks):
     assert built("zb-h1", key, backward="whole") == ranks
@@ -104,35 +96,19 @@ def test_with_fewer_microbatches_the_patch_holds_back_in_the_drain_too():
     )
 
 
-@pytest.mark.parametrize("costs", [(1, 1, 1), (10, 12, 8), (18, 18, 9), (6, 4, 4), (1, 2, 0)])
+@pytest.mark.parametrize("costs", [(1, 1, 1), (10, 12, 8), (18, 18, 9), (6, 4, 4), (1, 2, 0)], ids=str)
 def test_bubble_and_memory_are_those_of_the_formulas(costs):
-    parts = dict(zip(("forward", "backward_input", "backward_weight"), costs, strict=True))
+    forward, backward_input, backward_weight = costs
     for ranks in range(1, 7):
+        bubble = (ranks - 1) * (forward + backward_input - backward_weight)
         for microbatches in (ranks, ranks + 1, 2 * ranks + 1, 12):
-            program = lower(build("zb-h1", ranks=ranks, microbatches=microbatches))
+            found = timeline("zb-h1", ranks, microbatches, costs)
 
-            timeline = simulate(program, Costs.uniform(**parts))
-
-            bubble = (ranks - 1) * (parts["forward"] + parts["backward_input"] - parts["backward_weight"])
-            assert timeline.span_s == timeline.makespan_s == microbatches * sum(costs) + bubble
-            assert timeline.peak_activations == [min(microbatches, ranks)] * ranks
-
-
-def test_the_order_is_that_of_the_rule_step_by_step():
-    for ranks, microbatches in SIZES:
-        found = orders(build("zb-h1", ranks=ranks, microbatches=microbatches))
-
-        assert found == orders_step_by_step(ranks, microbatches, depth=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backward", ["split", "whole"])
-def test_every_size_is_proved(backward):
-    for ranks, microbatches in SIZES:
-        prove_and_lower(build("zb-h1", ranks=ranks, microbatches=microbatches, backward=backward))
+            assert found.span_s == found.makespan_s == microbatches * sum(costs) + bubble
+            assert found.peak_activations == [min(microbatches, ranks)] * ranks
 
 
 def test_without_ranks_before_it_whole_backwards_are_those_of_1f1b():
-    whole, plain = (build(name, ranks=5, microbatches=7, **options) for name, options in WHOLE)
+    whole = build("zb-h1", ranks=5, microbatches=7, backward="whole")
 
-    assert whole[0] == plain[0]
+    assert whole[0] == build("1f1b", ranks=5, microbatches=7)[0]

@@ -2,13 +2,9 @@
 
 import pytest
 
-from penstock.lowering import lower
-from penstock.planning import prove_and_lower
 from penstock.schedules import build
-from penstock.simulation import Costs, simulate
 from tests.grids import assert_grid
-from tests.schedules.golden import orders
-from tests.schedules.late_weights import SIZES, orders_step_by_step
+from tests.schedules.timing import timeline
 
 
 def test_warm_up_and_delay_are_twice_those_of_zb_h1():
@@ -45,34 +41,15 @@ def test_too_few_microbatches_for_the_delay_shorten_it():
     )
 
 
-def test_forward_only_has_the_forwards_alone():
-    assert_grid(build("zb-h2", ranks=2, microbatches=3, forward_only=True), "0F0 0F1 0F2\n1F0 1F1 1F2")
-
-
-@pytest.mark.parametrize("costs", [(1, 1, 1), (10, 12, 8), (18, 18, 9), (6, 4, 4), (1, 2, 0)])
+@pytest.mark.parametrize("costs", [(1, 1, 1), (10, 12, 8), (18, 18, 9), (6, 4, 4), (1, 2, 0)], ids=str)
 def test_bubble_and_memory_are_those_of_the_formulas(costs):
-    parts = dict(zip(("forward", "backward_input", "backward_weight"), costs, strict=True))
-    bubble = parts["forward"] + parts["backward_input"] - 2 * parts["backward_weight"]
+    forward, backward_input, backward_weight = costs
+    bubble = forward + backward_input - 2 * backward_weight
     for ranks in range(1, 7):
         for microbatches in (2 * ranks - 1, 2 * ranks, 3 * ranks + 1, 12):
-            program = lower(build("zb-h2", ranks=ranks, microbatches=microbatches))
-
-            timeline = simulate(program, Costs.uniform(**parts))
+            found = timeline("zb-h2", ranks, microbatches, costs)
 
             work = microbatches * sum(costs)
-            assert timeline.span_s == work + (ranks - 1) * bubble
-            assert timeline.makespan_s == work + (ranks - 1) * max(bubble, parts["forward"])
-            assert timeline.peak_activations == [min(microbatches, 2 * ranks - 1)] * ranks
-
-
-def test_the_order_is_that_of_the_rule_step_by_step():
-    for ranks, microbatches in SIZES:
-        found = orders(build("zb-h2", ranks=ranks, microbatches=microbatches))
-
-        assert found == orders_step_by_step(ranks, microbatches, depth=2)
-
-
-@pytest.mark.slow
-def test_every_size_is_proved():
-    for ranks, microbatches in SIZES:
-        prove_and_lower(build("zb-h2", ranks=ranks, microbatches=microbatches))
+            assert found.span_s == work + (ranks - 1) * bubble
+            assert found.makespan_s == work + (ranks - 1) * max(bubble, forward)
+            assert found.peak_activations == [min(microbatches, 2 * ranks - 1)] * ranks

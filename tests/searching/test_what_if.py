@@ -19,10 +19,11 @@ SETTING = Setting(batch_size=16, family="1f1b", stages_per_rank=1)
 UNEVEN = (1.0, 1.0, 1.0, 2.0)
 
 
-def changes(recorded, setting=SETTING, shares=HALVES):
-    costs = costs_from_timelines([recorded.timeline], shares=shares)
+def changes(recorded, setting=SETTING, *, costs=None, shares=HALVES, **known):
+    """The changes to a recorded step by their texts; its costs are those that were measured unless given."""
+    costs = costs or costs_from_timelines([recorded.timeline], shares=shares)
     schedule = recorded.timeline.program.actions()
-    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights)
+    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights, **known)
     return {change.text: change for change in what_if(run, setting)}
 
 
@@ -54,13 +55,10 @@ def test_another_order_of_the_same_stages_keeps_their_split():
 def test_memory_is_by_the_bytes_of_each_layer_where_they_are_known():
     """The first and the last of four stages are large. A loop has them on two ranks, a wave on one."""
     recorded = recorded_step(build("interleaved-1f1b", ranks=2, microbatches=4))
-    costs = costs_from_timelines([recorded.timeline])
-    schedule = recorded.timeline.program.actions()
     of_stages = (32, 4, 4, 32)
     sizes = tuple(size // 4 for size in of_stages for _ in range(4))
-    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights, activation_bytes=sizes)
 
-    found = {change.text: change for change in what_if(run, replace(SETTING, family=None, stages_per_rank=None))}
+    found = changes(recorded, replace(SETTING, family=None, stages_per_rank=None), activation_bytes=sizes)
 
     def peak(name):
         table = lower(build(name, ranks=2, microbatches=4))
@@ -85,15 +83,9 @@ def test_weight_gradients_that_come_early_are_moved_to_w():
     """All of it in `I` against halves."""
     recorded = recorded_step(build("zb-h1", ranks=4, microbatches=8), backward_input_s=(2.0,), backward_weight_s=(0.0,))
     costs = Costs.uniform(forward=1.0, backward_input=2.0, backward_weight=0.0)
-    run = MeasuredRun(
-        recorded.timeline.program.actions(),
-        costs,
-        recorded.layers_of_stage,
-        recorded.layer_weights,
-        dict.fromkeys(range(4), 1.0),
-    )
+    early = dict.fromkeys(range(4), 1.0)
 
-    found = {change.text: change for change in what_if(run, SETTING)}["all weight gradients wait for W"]
+    found = changes(recorded, costs=costs, early_weights=early)["all weight gradients wait for W"]
 
     now_s = makespan_s("zb-h1", costs)
     then_s = makespan_s("zb-h1", Costs.uniform(forward=1.0, backward_input=1.0, backward_weight=1.0))

@@ -6,10 +6,9 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.ir.formats.deepspeed_streams import Listing, listing_of, streams
-from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.schedules import build
-from tests.actions import parse_action
+from tests.proofs.tables import schedule_of
 from tests.schedules.golden import cases, sizes
 
 RECORDED = cases("deepspeed")
@@ -19,12 +18,6 @@ SHAPES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 7) for microbatches in
 
 def written(found):
     return ["|".join(" ".join(step) for step in stream.steps) for stream in found]
-
-
-def schedule_of(*orders, placement=None, num_microbatches=2):
-    actions = [[parse_action(text) for text in order.split()] for order in orders]
-    placement = placement or Placement.line(len(orders))
-    return Schedule.from_actions("own", placement, actions, num_microbatches=num_microbatches)
 
 
 @pytest.mark.parametrize("key", [key for key in RECORDED if not key.startswith("Data")])
@@ -153,7 +146,7 @@ def test_the_old_order_with_the_buffers_of_today_overwrites_one():
 
 
 def test_buffers_are_as_many_as_lie_from_the_oldest_microbatch_to_the_newest():
-    last_first = schedule_of("0F0 0F1 0B1 0F2 0B0 0B2", num_microbatches=3)
+    last_first = schedule_of("0F0 0F1 0B1 0F2 0B0 0B2")
 
     assert [stream.num_buffers for stream in streams(last_first, Listing.TRAIN)] == [3]
 
@@ -162,15 +155,15 @@ def test_buffers_are_as_many_as_lie_from_the_oldest_microbatch_to_the_newest():
     ("schedule", "told"),
     [
         (build("forward-only", ranks=2, microbatches=2, stages_per_rank=2), "4 stages on 2 ranks .*stage s on rank s"),
-        (schedule_of("1F0", "0F0", placement=Placement.explicit([1, 0]), num_microbatches=1), "2 stages on 2 ranks"),
-        (schedule_of("0F0 0I0 0W0", num_microbatches=1), "splits backwards"),
-        (schedule_of("0F0 0R0 0B0", num_microbatches=1), "runs forwards again"),
+        (schedule_of("1F0\n0F0", placement=Placement.explicit([1, 0])), "2 stages on 2 ranks"),
+        (schedule_of("0F0 0I0 0W0"), "splits backwards"),
+        (schedule_of("0F0 0R0 0B0"), "runs forwards again"),
         (schedule_of("0F0 (0F1;0B0)OVERLAP_F_B 0B1"), "overlaps actions"),
         (build("1f1b", ranks=4, microbatches=8, warmup="eager"), "0B0 cannot run in the step after 1B0"),
         (schedule_of("0F1 0F0 0B0 0B1"), "the forwards of rank 0 are in another order; expected microbatch 0, then 1"),
         (schedule_of("0F0 0F1 0B0"), "rank 0 has 1 backwards; expected 2"),
         (schedule_of("0F0 0F1 0B0 0B0"), "rank 0 has 2 backwards; expected 2, at most one of each"),
-        (schedule_of("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), "it cannot run to its end"),
+        (schedule_of("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), "it cannot run to its end"),
     ],
 )
 def test_what_such_streams_cannot_express_is_refused(schedule, told):
@@ -179,11 +172,8 @@ def test_what_such_streams_cannot_express_is_refused(schedule, told):
 
 
 def test_slices_are_refused():
-    actions = [[parse_action(text) for text in ("0F0", "0F0.1", "0B0.1", "0B0")]]
-    schedule = Schedule.from_actions("own", Placement.line(1), actions, num_microbatches=1, num_slices=2)
-
     with pytest.raises(ConfigError, match="cut into 2 slices"):
-        streams(schedule, Listing.TRAIN)
+        streams(schedule_of("0F0 0F0.1 0B0.1 0B0", slices=2), Listing.TRAIN)
 
 
 @pytest.mark.parametrize(("family", "ranks"), [("gpipe", 1), ("sequential", 2)])

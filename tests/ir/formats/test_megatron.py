@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError, FormatError, ScheduleError
 from penstock.ir.formats import megatron
 from penstock.ir.formats.megatron import from_megatron, to_megatron
-from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.schedules import build
-from tests.actions import parse_action
 from tests.grids import assert_grid
+from tests.proofs.tables import schedule_of
 from tests.schedules.golden import recorded, sizes
 from tests.strategies import schedules
 
@@ -31,10 +30,9 @@ warm-up: 4 2
 ORDERS = ("0F0 0F1 2F0 2F1 0F2 2B0 2F2 2B1 0B0 0B1 2B2 0B2", "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 3F2 1B1 3B2 1B2")
 
 
-def schedule_of(*orders, placement=None, num_microbatches=3, num_slices=1):
-    actions = [[parse_action(text) for text in order.split()] for order in orders]
-    placement = placement or Placement.loop(len(orders), 2 * len(orders))
-    return Schedule.from_actions("own", placement, actions, num_microbatches=num_microbatches, num_slices=num_slices)
+def looped(*orders, stages_per_rank=2, slices=1):
+    placement = Placement.loop(len(orders), stages_per_rank * len(orders))
+    return schedule_of("\n".join(orders), placement=placement, slices=slices)
 
 
 def fields(text):
@@ -46,7 +44,7 @@ def test_a_table_is_read_as_the_order_of_every_rank():
 
 
 def test_a_schedule_is_written_with_its_table_group_size_and_warm_up():
-    assert to_megatron(schedule_of(*ORDERS)) == TABLE
+    assert to_megatron(looped(*ORDERS)) == TABLE
 
 
 def test_the_docstring_shows_a_table():
@@ -58,9 +56,7 @@ def test_the_docstring_shows_a_table():
 @pytest.mark.parametrize(("key", "orders"), recorded("megatron", "head_interleaved"))
 def test_a_recorded_order_has_the_group_size_and_the_warm_up_of_megatron(key, orders):
     size = sizes(key)
-    schedule = schedule_of(
-        *orders, placement=Placement.loop(size["p"], size["p"] * size["vpp"]), num_microbatches=size["m"]
-    )
+    schedule = looped(*orders, stages_per_rank=size["vpp"])
 
     text = to_megatron(schedule)
 
@@ -173,18 +169,18 @@ def test_what_is_no_table_is_refused_with_its_place(right, wrong, place, told):
     [
         (build("1f1b", ranks=2, microbatches=4), "2 stages on 2 ranks .*a loop with as many stages on each rank"),
         (build("forward-only", ranks=2, microbatches=2, stages=5), "5 stages on 2 ranks"),
-        (schedule_of("0F0 1F0", placement=Placement.explicit([0, 0], [[0], [1]]), num_microbatches=1), "2 stages on 1"),
-        (schedule_of("0F0 1F0 1I0 1W0 0B0", num_microbatches=1), "it splits backwards"),
-        (schedule_of("0F0 1F0 1R0 1B0 0B0", num_microbatches=1), "runs forwards again"),
-        (schedule_of("0F0 1F0 1F0.1", num_slices=2), "cut into 2 slices"),
-        (schedule_of("0F0 0F1 (1F0;1F1)OVERLAP_F_B"), "overlaps actions"),
+        (schedule_of("0F0 1F0", placement=Placement.explicit([0, 0], [[0], [1]])), "2 stages on 1"),
+        (looped("0F0 1F0 1I0 1W0 0B0"), "it splits backwards"),
+        (looped("0F0 1F0 1R0 1B0 0B0"), "runs forwards again"),
+        (looped("0F0 1F0 1F0.1", slices=2), "cut into 2 slices"),
+        (looped("0F0 0F1 (1F0;1F1)OVERLAP_F_B"), "overlaps actions"),
         (
-            schedule_of(ORDERS[0].replace("0F2 2B0", "2B0 0F2"), ORDERS[1]),
+            looped(ORDERS[0].replace("0F2 2B0", "2B0 0F2"), ORDERS[1]),
             r"6 is 2F2 \(its last group has 1 microbatch for 2 ranks; .*\); expected 2B1",
         ),
-        (schedule_of(ORDERS[0], ORDERS[1].replace(" 1B2", "")), "rank 1 has 11 actions; expected 12"),
-        (schedule_of("1F0 0F0", num_microbatches=1), "position 0 is 1F0; expected 0F0"),
-        (schedule_of("1B0 0F0 0B0 1F0", num_microbatches=1), "position 0 is 1B0; expected 0F0"),
+        (looped(ORDERS[0], ORDERS[1].replace(" 1B2", "")), "rank 1 has 11 actions; expected 12"),
+        (looped("1F0 0F0"), "position 0 is 1F0; expected 0F0"),
+        (looped("1B0 0F0 0B0 1F0"), "position 0 is 1B0; expected 0F0"),
     ],
 )
 def test_what_is_no_interleaved_1f1b_is_refused(schedule, told):

@@ -1,21 +1,14 @@
 """Tables of slots as drawings, and what the tests of V schedules have in common."""
 
-import json
-from pathlib import Path
 from textwrap import dedent
 
 import numpy as np
 
-from penstock.lowering import lower
-from penstock.schedules import build
-from penstock.simulation import Costs, simulate
+from penstock.schedules.v.slots import FORWARDS, Pass
+from tests.schedules.timing import UNIT, timeline
 
 LETTERS = ".FfbBwoh"
 """Idle, and a letter for each pass: `o` and `h` are weight gradients of the later and of the earlier stage."""
-
-PUBLISHED = json.loads(
-    (Path(__file__).parents[2] / "data" / "published_controllable_memory.json").read_text(encoding="utf-8")
-)["unit_costs"]
 
 
 def table(drawing):
@@ -37,17 +30,11 @@ def _drawn(slots):
     return "\n".join(" ".join(line) for line in lines)
 
 
-def published(name):
-    """The published rows of a family."""
-    return [row for row in PUBLISHED if row["schedule"] == name]
+def most_held(slots):
+    """The most activations that a rank of a table of slots holds."""
+    return int(np.cumsum(np.isin(slots, FORWARDS).astype(int) - (slots == Pass.WEIGHT), axis=1).max())
 
 
-def timeline(name, ranks, microbatches, **costs):
-    """What a schedule of the registry does in time; every part of a stage takes one unit unless given."""
-    return simulate(lower(build(name, ranks=ranks, microbatches=microbatches)), Costs.uniform(**costs))
-
-
-def bubble(name, ranks, microbatches, *, forward=1.0, backward_input=1.0, backward_weight=1.0):
+def bubble(name, ranks, microbatches, costs=UNIT):
     """Idle time by span, in the unit of the costs."""
-    costs = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
-    return timeline(name, ranks, microbatches, **costs).span_s - 2 * microbatches * sum(costs.values())
+    return timeline(name, ranks, microbatches, costs).span_s - 2 * microbatches * sum(costs)

@@ -1,4 +1,4 @@
-"""V schedules from a block: proved for every size, in memory that the block alone decides."""
+"""V schedules from a block: as recorded and published, in memory that the block alone decides."""
 
 from itertools import product
 
@@ -6,18 +6,29 @@ import numpy as np
 import pytest
 
 from penstock.ir.live import peak_activations
-from penstock.planning import prove_and_lower
 from penstock.schedules import build
 from penstock.schedules.family import Shape
 from penstock.schedules.options import Options
 from penstock.schedules.v import one_f_one_b_v, v_half, v_min, v_zb
 from penstock.schedules.v.block import split_schedule, whole_schedule
-from penstock.schedules.v.slots import FORWARDS, Pass, fill_weights, repeat, widen_backwards
+from penstock.schedules.v.slots import fill_weights, repeat, widen_backwards
 from tests.grids import assert_grid
-from tests.schedules.v.tables import assert_table
+from tests.schedules.golden import built, recorded
+from tests.schedules.timing import published, timeline
+from tests.schedules.v.tables import assert_table, bubble, most_held
 
 SPLIT = {"v-min": v_min, "v-half": v_half, "v-zb": v_zb}
 FAMILIES = {**SPLIT, "1f1b-v": one_f_one_b_v}
+FAMILY_OF_RECORD = {"v_min": "v-min", "v_half": "v-half", "v1f1b": "1f1b-v"}
+"""By the first word of the keys of the authors' orders."""
+
+LIMITS = {
+    "v-min": ((12, 14), lambda f, i, w: w >= max(2 * f - i, 2 * i - f)),
+    "v-half": ((12, 14), lambda f, i, w: w + 2 * i >= 2 * f and w + 2 * f >= 2 * i),
+    "v-zb": ((16, 20), lambda f, i, w: True),
+    "1f1b-v": ((12, 14), lambda f, i, w: 2 * f <= i + w),
+}
+"""Few and many microbatches to compare, and whether costs of F, I and W are within the limits of the family."""
 
 
 def one_rank(num_ranks):
@@ -27,11 +38,6 @@ def one_rank(num_ranks):
 def made(generate):
     """The schedule of two microbatches on one rank."""
     return generate(Shape(1, 2, 2, 1), Options())
-
-
-def held(slots):
-    """The most activations that a rank of a table of slots holds."""
-    return int(np.cumsum(np.isin(slots, FORWARDS).astype(int) - (slots == Pass.WEIGHT), axis=1).max())
 
 
 def test_three_microbatches_of_v_min_before_anything_moves_are_those_of_the_package_page():
@@ -57,19 +63,35 @@ def test_a_block_becomes_a_schedule_with_whole_backwards():
     assert_grid(made(whole_schedule("one rank", one_rank)), "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1")
 
 
-def test_forward_only_is_the_order_of_the_forwards_in_training():
-    for name in FAMILIES:
-        trained = build(name, ranks=4, microbatches=7).forward_only()
-
-        assert build(name, ranks=4, microbatches=7, forward_only=True) == trained
+@pytest.mark.parametrize(
+    ("key", "ranks"), [case for word in FAMILY_OF_RECORD for case in recorded("zero_bubble", f"{word}/")]
+)
+def test_the_order_is_that_of_its_authors_scheduler_whatever_the_costs(key, ranks):
+    assert built(FAMILY_OF_RECORD[key.split("/")[0]], key) == ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forward_only", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_size_is_proved(name, forward_only):
-    for ranks, microbatches in product(range(1, 9), [1, 2, 3, 5, 7, 8, 12, 17]):
-        prove_and_lower(build(name, ranks=ranks, microbatches=microbatches, forward_only=forward_only))
+@pytest.mark.parametrize(
+    "row",
+    published("published_controllable_memory.json"),
+    ids=lambda row: f"{row['schedule']} on {row['ranks']} ranks",
+)
+def test_bubble_and_memory_are_as_published(row):
+    found = timeline(row["schedule"], row["ranks"], row["microbatches"])
+
+    assert found.span_s - 6 * row["microbatches"] == row["bubble"]
+    assert max(found.peak_activations) == row["peak_activations"]
+
+
+@pytest.mark.parametrize("costs", list(product([1, 2, 3, 4], repeat=3)), ids=str)
+@pytest.mark.parametrize("name", LIMITS)
+def test_only_costs_beyond_the_limits_of_the_family_add_to_the_bubble_with_every_microbatch(name, costs):
+    microbatches, are_within = LIMITS[name]
+
+    few, many = (bubble(name, 4, number, costs) for number in microbatches)
+
+    assert many >= few
+    assert (many == few) == are_within(*costs)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -86,7 +108,7 @@ def test_the_slots_of_a_block_differ_modulo_six_on_every_rank(name):
 def test_no_rank_holds_more_than_the_repeated_block_does_on_some_rank(name):
     for ranks, microbatches in product(range(1, 7), [1, 2, 3, 5, 9]):
         slots = repeat(FAMILIES[name].block(ranks), microbatches)
-        limit = held(fill_weights(slots) if name in SPLIT else widen_backwards(slots))
+        limit = most_held(fill_weights(slots) if name in SPLIT else widen_backwards(slots))
 
         assert max(peak_activations(build(name, ranks=ranks, microbatches=microbatches))) <= limit
 

@@ -10,7 +10,6 @@ from penstock.schedules.v import one_f_one_b_v, v_half, v_min, v_zb
 from penstock.schedules.v.reorder import move_earlier, move_end_earlier, move_whole_earlier
 from penstock.schedules.v.slots import (
     BACKWARDS,
-    FORWARDS,
     PASSES,
     Pass,
     fill_weights,
@@ -19,7 +18,7 @@ from penstock.schedules.v.slots import (
     widen_backwards,
     without_weights,
 )
-from tests.schedules.v.tables import assert_table, table
+from tests.schedules.v.tables import assert_table, most_held, table
 
 SIZES = list(product([1, 2, 3, 5, 6], [1, 2, 3, 7, 12]))
 SPLIT = [v_min.block, v_half.block, v_zb.block]
@@ -40,8 +39,7 @@ def slots_of(slots, each):
 
 def peak(slots):
     """The most activations that a rank holds, with weight gradients in idle slots where they have none of their own."""
-    full = slots if (slots == Pass.WEIGHT).any() else fill_weights(slots)
-    return int(np.cumsum(np.isin(full, FORWARDS).astype(int) - (full == Pass.WEIGHT), axis=1).max())
+    return most_held(slots if (slots == Pass.WEIGHT).any() else fill_weights(slots))
 
 
 def assert_possible(slots, length):

@@ -3,7 +3,10 @@
 from collections import Counter
 from itertools import product
 
-SIZES = list(product(range(1, 9), [*range(1, 10), 14, 15, 17]))
+import pytest
+
+from penstock.schedules import build
+from tests.schedules.golden import orders
 
 
 def step_by_step(rank, num_ranks, num_microbatches, depth):
@@ -29,6 +32,9 @@ def step_by_step(rank, num_ranks, num_microbatches, depth):
     return " ".join(order)
 
 
-def orders_step_by_step(num_ranks, num_microbatches, depth):
-    """The orders of all ranks."""
-    return [step_by_step(rank, num_ranks, num_microbatches, depth) for rank in range(num_ranks)]
+@pytest.mark.parametrize(("name", "depth"), [("zb-h1", 1), ("zb-h2", 2)])
+def test_the_order_is_that_of_the_rule_step_by_step(name, depth):
+    for ranks, microbatches in product(range(1, 9), [*range(1, 10), 14, 15, 17]):
+        expected = [step_by_step(rank, ranks, microbatches, depth) for rank in range(ranks)]
+
+        assert orders(build(name, ranks=ranks, microbatches=microbatches)) == expected

@@ -1,0 +1,114 @@
+"""Properties that families share: forwards alone, proofs of every size, the work to build one; and both DualPipes."""
+
+import pytest
+
+from penstock.planning import prove_and_lower
+from penstock.schedules import build
+from tests.grids import assert_grid
+from tests.schedules.golden import built, recorded
+from tests.schedules.timing import bubble, published, timeline
+from tests.work import lines_run
+
+FORWARDS = {
+    "sequential": ({"ranks": 2, "microbatches": 2}, "0F0 0F1\n1F0 1F1"),
+    "gpipe": ({"ranks": 2, "microbatches": 2}, "0F0 0F1\n1F0 1F1"),
+    "1f1b": ({"ranks": 2, "microbatches": 3}, "0F0 0F1 0F2\n1F0 1F1 1F2"),
+    "zb-h1": ({"ranks": 2, "microbatches": 3}, "0F0 0F1 0F2\n1F0 1F1 1F2"),
+    "zb-h2": ({"ranks": 2, "microbatches": 3}, "0F0 0F1 0F2\n1F0 1F1 1F2"),
+    "looped-bfs": ({"ranks": 2, "microbatches": 2}, "0F0 0F1 2F0 2F1\n1F0 1F1 3F0 3F1"),
+    "breadth-depth": ({"ranks": 2, "microbatches": 2, "depth": 2}, "0F0 2F0 0F1 2F1\n1F0 3F0 1F1 3F1"),
+    "group-interleaved": ({"ranks": 2, "microbatches": 3}, "0F0 0F1 2F0 2F1 0F2 2F2\n1F0 1F1 3F0 3F1 1F2 3F2"),
+    "interleaved-1f1b": (
+        {"ranks": 2, "microbatches": 3, "group": 2},
+        "0F0 0F1 2F0 2F1 0F2 2F2\n1F0 1F1 3F0 3F1 1F2 3F2",
+    ),
+    "seq1f1b": ({"ranks": 2, "microbatches": 2, "slices": 2}, "0F0 0F0.1 0F1 0F1.1\n1F0 1F0.1 1F1 1F1.1"),
+    "zbv": (
+        {"ranks": 2, "microbatches": 4},
+        """
+        0F0 0F1 0F2 3F0 3F1 0F3 3F2 3F3
+        1F0 2F0 1F1 2F1 1F2 2F2 1F3 2F3
+        """,
+    ),
+    "chimera": (
+        {"ranks": 4, "microbatches": 4},
+        """
+        0F0 0F1 .   7F2 .   7F3
+        .   1F0 6F2 1F1 6F3
+        .   5F2 2F0 5F3 2F1
+        4F2 4F3 .   3F0 .   3F1
+        """,
+    ),
+}
+
+ANY_RANKS, ANY_MICROBATCHES = range(1, 9), [1, 2, 3, 5, 7, 8, 12, 16, 17]
+PROVED = {
+    "seq1f1b": (ANY_RANKS, ANY_MICROBATCHES, [{"slices": slices} for slices in (1, 2, 3, 4)]),
+    "zb-h1": (ANY_RANKS, [*range(1, 10), 14, 15, 17], [{"backward": "split"}, {"backward": "whole"}]),
+    "zb-h2": (ANY_RANKS, [*range(1, 10), 14, 15, 17], [{}]),
+    "zbv": (ANY_RANKS, ANY_MICROBATCHES, [{}]),
+    "v-min": (ANY_RANKS, ANY_MICROBATCHES, [{}]),
+    "v-half": (ANY_RANKS, ANY_MICROBATCHES, [{}]),
+    "v-zb": (ANY_RANKS, ANY_MICROBATCHES, [{}]),
+    "1f1b-v": (ANY_RANKS, ANY_MICROBATCHES, [{}]),
+    "dualpipe": ([6], [12, 16, 26], [{}, {"overlap": False}]),
+    "dualpipe-v": ([5], [10, 11, 17], [{}, {"overlap": False}]),
+    "chimera": ([6], [2, 4, 8, 14], [{}]),
+    "hanayo": ([3], [1, 2, 4, 7], [{"waves": waves} for waves in (1, 2, 3)]),
+}
+"""Ranks, microbatches and options of each family; the shapes are all their combinations."""
+
+BY_PHASES = ["1f1b", "zb-h1", "zbv", "dualpipe"]
+BY_TURNS = ["interleaved-1f1b", "interleaved-zb", "group-interleaved"]
+FAMILY_OF_CLASS = {"DualPipe": "dualpipe", "DualPipeV": "dualpipe-v"}
+OPTIONS_OF_RECORD = {"train": {}, "train_nooverlap": {"overlap": False}, "forward_only": {"forward_only": True}}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forward_only_has_the_forwards_alone(name):
+    shape, drawing = FORWARDS[name]
+
+    assert_grid(build(name, **shape, forward_only=True), drawing)
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "options"),
+    [(name, number, each) for name, (_, numbers, options) in PROVED.items() for number in numbers for each in options],
+    ids=str,
+)
+def test_every_size_is_proved_and_its_forwards_alone_keep_their_order(name, microbatches, options):
+    all_ranks, _, _ = PROVED[name]
+    for ranks in all_ranks:
+        trained = build(name, ranks=ranks, microbatches=microbatches, **options)
+        forwards = build(name, ranks=ranks, microbatches=microbatches, forward_only=True, **options)
+
+        assert forwards == trained.forward_only()
+        for schedule in (trained, forwards):
+            prove_and_lower(schedule)
+
+
+@pytest.mark.parametrize("name", [*BY_PHASES, *BY_TURNS])
+def test_the_lines_that_run_to_make_a_schedule_grow_with_ranks_and_not_with_microbatches(name):
+    def num_lines(ranks, microbatches):
+        return lines_run(lambda: build(name, ranks=ranks, microbatches=microbatches))
+
+    assert num_lines(16, 256) < 1.1 * num_lines(16, 64)
+    assert num_lines(32, 64) < 1.1 * 2 * num_lines(16, 64)
+
+
+@pytest.mark.parametrize(("key", "ranks"), recorded("dualpipe", ""))
+def test_the_orders_of_both_dualpipes_are_those_of_their_repository(key, ranks):
+    recorded_class, kind, *_ = key.split("/")
+
+    assert built(FAMILY_OF_CLASS[recorded_class], key, **OPTIONS_OF_RECORD[kind]) == ranks
+
+
+@pytest.mark.parametrize("row", published("published_dualpipe.json"), ids=str)
+def test_time_and_memory_of_both_dualpipes_are_those_published(row):
+    shape = (row["schedule"], row["ranks"], row["microbatches"])
+
+    found = timeline(*shape)
+
+    assert found.makespan_s == row["makespan"]
+    assert found.peak_activations == [row["peak_activations"]] * row["ranks"]
+    assert bubble(*shape) == row["bubble"]
