@@ -246,8 +246,8 @@ def soak(wires, num_steps, numbers_of):
 
 
 def counted_soak(monkeypatch, numbers_of, num_steps=200):
-    """The losses, how many headers and messages were sent, and the bytes that Python held more towards the end."""
-    headers, sends, held = [], itertools.count(), []
+    """The losses, how many headers and messages were sent, and how many bytes Python holds more after 40 steps."""
+    headers, sends, held = [], itertools.count(), {}
     encode, post_send = messages.encode_layout, LocalTransport.post_send
 
     def count_headers(tree):
@@ -262,9 +262,9 @@ def counted_soak(monkeypatch, numbers_of, num_steps=200):
     monkeypatch.setattr(LocalTransport, "post_send", count_sends)
 
     def numbers(index):
-        if index in (num_steps // 10, num_steps - 1):
+        if index % 40 == 39:
             gc.collect()  # a step's cycles wait for the collector, which comes at another step in every run
-            held.append(tracemalloc.get_traced_memory()[0])
+            held[index] = tracemalloc.get_traced_memory()[0]
         return numbers_of(index)
 
     tracemalloc.start()
@@ -272,7 +272,8 @@ def counted_soak(monkeypatch, numbers_of, num_steps=200):
         losses, _ = on_ranks(2, lambda wires: soak(wires, num_steps, numbers))
     finally:
         tracemalloc.stop()
-    return losses, len(headers), next(sends), held[-1] - held[0]
+    growths = [after - before for before, after in itertools.pairwise(held.values())]
+    return losses, len(headers), next(sends), min(growths)  # caches grow now and then, what each step leaves always
 
 
 @pytest.mark.slow
@@ -284,8 +285,7 @@ def test_numbers_that_change_at_every_step_cost_what_fixed_ones_do(monkeypatch):
 
     assert (headers, sends) == (num_headers, num_sends)
     assert num_headers == NUM_MICROBATCHES  # those of the first step
-    # Python's own caches vary by 30 kB; keeping the numbers of each step and rank would take 80 kB.
-    assert growth < usual + 60_000
+    assert growth < usual + 10_000  # to keep the numbers of each step and rank would take 20 kB
     assert len(set(fixed)) == 1
     assert len(set(losses)) == 200
 
