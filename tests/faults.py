@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock import Pipeline
 from penstock.errors import PipelineError
-from penstock.execute.transport import LocalTransport, Ticket
+from penstock.execute.transport import LocalTransport, Ticket, TorchTransport
 from penstock.execute.transport.protocol import Tag
 from tests.reference import reference_step
 
@@ -24,6 +24,7 @@ NUM_RANKS = 4
 NUM_MICROBATCHES = 4
 WIDTH = 6
 DEADLINE_S = 2.0
+LONGEST_S = 60
 NEVER_SENT = -1
 
 
@@ -193,6 +194,14 @@ class FaultyRank:
             **options,
         )
         return cls(switch, transport, pipeline)
+
+    @classmethod
+    def start_warm(cls, deadline_s):
+        """Start when torch has imported what its first backward imports, which may take longer than the deadline."""
+        patient = cls.start(TorchTransport(deadline_s=LONGEST_S))
+        patient.step()
+        patient.pipeline.close()
+        return cls.start(TorchTransport(deadline_s=deadline_s))
 
     def step(self, fault=None, *, call="step", narrow=False):
         """Run one step from zero gradients, with this fault or none, and tell how it ended; `narrow` is a bad batch."""

@@ -72,14 +72,29 @@ def block(seed, dtype=torch.float32, width=WIDTH):
     )
 
 
+class Around(nn.Module):
+    """A layer with a block; subclasses have their own forward."""
+
+    def __init__(self, seed, dtype=torch.float32):
+        super().__init__()
+        self.inner = block(seed, dtype)
+
+
+class Masked(Around):
+    """A layer that takes keywords."""
+
+    def forward(self, x, *, mask=None, scale=1.0):
+        return self.inner(x) * scale if mask is None else self.inner(x) * mask * scale
+
+
 def float_layers(dtype=torch.float32, num_layers=5):
     return [block(seed, dtype) for seed in range(num_layers)]
 
 
-def token_layers(dtype=torch.float32):
+def token_layers(dtype=torch.float32, num_blocks=3):
     embedding = settle(nn.Embedding(VOCABULARY, WIDTH, dtype=dtype), 100)
     head = settle(nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=dtype), 101)
-    return [embedding, *float_layers(dtype, 3), head]
+    return [embedding, *float_layers(dtype, num_blocks), head]
 
 
 def values(seed, *shape, dtype=torch.float32):
@@ -121,13 +136,23 @@ class Task:
     target: Any
     loss: Any = square_loss
     options: dict = field(default_factory=dict)
+    keywords: dict = field(default_factory=dict)
+    """Of the layers."""
 
-    def reference(self, num_microbatches):
-        """What one process computes: its result, and the gradients by name."""
+    def reference(self, num_microbatches, num_steps=1):
+        """What one process computes in steps that add up: the result of the last one, and the gradients by name."""
         layers = self.make_layers()
-        result = reference_step(
-            layers, self.inputs, {}, self.target, loss=self.loss, num_microbatches=num_microbatches, **self.options
-        )
+        for number in range(num_steps):
+            result = reference_step(
+                layers,
+                self.inputs,
+                self.keywords,
+                self.target,
+                loss=self.loss,
+                num_microbatches=num_microbatches,
+                step_number=number,
+                **self.options,
+            )
         return result, gradients_of(named(layers))
 
 
@@ -170,6 +195,10 @@ class Outcome:
     timeline: Any = None
 
 
+def outcome_of(pipeline, result):
+    return Outcome(result, gradients_of(pipeline.named_parameters()), pipeline.timeline)
+
+
 def pipeline_of(transport, task, schedule="1f1b", num_microbatches=4, **options):
     """A pipeline for a task; the options come before the task's own."""
     return Pipeline(
@@ -189,16 +218,17 @@ def second_step(pipeline, task):
     return step_task(pipeline, task)
 
 
+def two_steps(pipeline, task):
+    """The outcome of two steps without zeroing in between."""
+    step_task(pipeline, task)
+    return step_task(pipeline, task)
+
+
 def mistakes(task, schedule, **options):
     """How two steps without zeroing in between, the second on known shapes, differ from twice the unsplit model."""
-
-    def two_steps(pipeline):
-        step_task(pipeline, task)
-        return step_task(pipeline, task)
-
     result, gradients = task.reference(schedule.num_microbatches)
     twice = {name: None if gradient is None else 2 * gradient for name, gradient in gradients.items()}
-    outcomes = on_pipelines(schedule.num_ranks, task, two_steps, schedule, None, **options)
+    outcomes = on_pipelines(schedule.num_ranks, task, lambda own: two_steps(own, task), schedule, None, **options)
     return difference(outcomes, (result, twice), **NEARLY)
 
 
@@ -243,8 +273,8 @@ def step_task(pipeline, task, **options):
     is_first = any(placement.previous_stage[stage.index] < 0 for stage in pipeline.stages)
     is_last = any(placement.next_stage[stage.index] < 0 for stage in pipeline.stages)
     args = task.inputs if is_first else ()
-    result = pipeline.step(*args, target=task.target if is_last else None, return_outputs=True, **options)
-    return Outcome(result, gradients_of(pipeline.named_parameters()), pipeline.timeline)
+    target = task.target if is_last else None
+    return outcome_of(pipeline, pipeline.step(*args, target=target, return_outputs=True, **task.keywords, **options))
 
 
 def difference(outcomes, reference, *, tolerance=None, loss_tolerance=None):
@@ -264,6 +294,19 @@ def difference(outcomes, reference, *, tolerance=None, loss_tolerance=None):
         if len(losses) != len(wanted) or not all(_same(*pair, loss_tolerance) for pair in pairs):
             found.append(f"the losses on rank {rank}")
     return found
+
+
+def same_outcomes(ours, theirs):
+    """Whether ranks saw the same bit for bit: losses, gradients and outputs."""
+    return all(map(_saw_the_same, ours, theirs))
+
+
+def _saw_the_same(one, other):
+    losses = [(one.result.loss, other.result.loss), *zip(one.result.losses, other.result.losses, strict=True)]
+    gradients = [(one.gradients[name], other.gradients[name]) for name in one.gradients | other.gradients]
+    outputs = (one.result.outputs, other.result.outputs)
+    has_outputs = outputs[0] is not None or outputs[1] is not None
+    return all(torch.equal(*pair) for pair in [*losses, *gradients, *([outputs] if has_outputs else [])])
 
 
 def outcomes_on_gloo(rank, cases, body):

@@ -115,12 +115,21 @@ def on_pipelines(job, schedule, body, *, pipeline=2, max_wait_s=MAX_WAIT_S, **op
 
 def gradients_after(job, schedule, body, **options):
     """The whole gradients, by name, of a job's pipelines on which `body` has run."""
-    return whole(on_pipelines(job, schedule, followed_by(Rows, body), **options), len(job.rows))
+    return whole(on_pipelines(job, schedule, rows_after(body), **options), len(job.rows))
 
 
-def followed_by(last, body):
-    """A body that returns `last(own)`."""
-    return lambda own, *batch: (body(own, *batch), last(own))[1]
+def rows_after(body):
+    """A body that returns what a rank has of the gradients when `body` has run."""
+    return lambda own, *batch: (body(own, *batch), Rows(own))[1]
+
+
+def one_step(own, inputs, target):
+    own.step(inputs, target=target)
+
+
+def two_steps(own, inputs, target):
+    own.step(inputs, target=target)
+    own.step(inputs, target=target)
 
 
 def index_of(own):

@@ -153,9 +153,9 @@ def run_ranks(num_ranks, fn, *args, timeout_s=60.0, backend="gloo"):
         return pool.run(fn, *args, timeout_s=timeout_s)
 
 
-def run_ranks_with_deaths(num_ranks, fn, *args, timeout_s=60.0, backend="gloo"):
+def run_ranks_with_deaths(num_ranks, fn, *args, timeout_s=60.0):
     """Call `fn(rank, *args)` on fresh processes and return the Outcome, whatever becomes of the ranks."""
-    with RankPool(num_ranks, backend=backend) as pool:
+    with RankPool(num_ranks) as pool:
         return pool.attempt(fn, *args, timeout_s=timeout_s)
 
 

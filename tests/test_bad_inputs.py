@@ -5,7 +5,7 @@ per schedule, since only the second step of a layout goes without headers, and m
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +19,7 @@ from penstock.execute.split.planner import SplitPlanner
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import (
     WIDTH,
-    Outcome,
+    Around,
     Task,
     assert_errors,
     assert_gradients,
@@ -28,9 +28,9 @@ from tests.local_pipelines import (
     error_of,
     errors_before_a_right_step,
     gradients_of,
-    named,
     on_pipelines,
     on_ranks,
+    outcome_of,
     second_step,
     settle,
     square_loss,
@@ -52,16 +52,15 @@ def first_backward():
     checkpoint(torch.sin, inputs, use_reentrant=False).sum().backward()
 
 
-class Body(nn.Module):
+class Body(Around):
     """A layer with weights that does `act(block, value)`."""
 
     def __init__(self, seed, act=None):
-        super().__init__()
-        self.block = block(seed, FLOAT64)
+        super().__init__(seed, FLOAT64)
         self._act = act
 
     def forward(self, value):
-        return self.block(value) if self._act is None else self._act(self.block, value)
+        return self.inner(value) if self._act is None else self._act(self.inner, value)
 
 
 class Pair(NamedTuple):
@@ -337,7 +336,7 @@ class Faulty(Body):
         self.is_broken = False
 
     def forward(self, value):
-        return self.fault(self, value) if self.is_broken else self.block(value)
+        return self.fault(self, value) if self.is_broken else self.inner(value)
 
 
 def out_of_memory(layer, value):
@@ -345,7 +344,7 @@ def out_of_memory(layer, value):
 
 
 def in_place(layer, value):
-    return layer.block(value.mul_(2.0))
+    return layer.inner(value.mul_(2.0))
 
 
 def other_recompute(layer, value):
@@ -354,17 +353,17 @@ def other_recompute(layer, value):
 
     def run(value):
         runs.append(value)
-        return layer.block(value) if len(runs) == 1 else value.sin()
+        return layer.inner(value) if len(runs) == 1 else value.sin()
 
     return checkpoint(run, value, use_reentrant=False)
 
 
 def no_output_shape(layer, value):
-    return layer.block(value).reshape(-1)[:-1]
+    return layer.inner(value).reshape(-1)[:-1]
 
 
 def unsendable(layer, value):
-    return layer.block(value), object()
+    return layer.inner(value), object()
 
 
 FAULTS = {
@@ -409,17 +408,16 @@ def test_a_loss_that_is_not_a_number_is_reported_on_every_rank_and_reaches_the_g
 # ---- hooks
 
 
-class Hooked(nn.Module):
+class Hooked(Body):
     """Registers a hook on its input in every forward, and counts all that fire."""
 
     def __init__(self, seed):
-        super().__init__()
-        self.block = block(seed, FLOAT64)
+        super().__init__(seed)
         self.fired = Counter()
         self.register_forward_pre_hook(lambda *_: self.note("before the forward"))
         self.register_forward_hook(lambda *_: self.note("after the forward"))
-        self.block.register_full_backward_hook(lambda *_: self.note("after the backward"))
-        for parameter in self.block.parameters():
+        self.inner.register_full_backward_hook(lambda *_: self.note("after the backward"))
+        for parameter in self.inner.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: self.note("accumulated"))
 
     def note(self, what):
@@ -428,7 +426,7 @@ class Hooked(nn.Module):
     def forward(self, value):
         if value.requires_grad:
             value.register_hook(lambda _: self.note("input"))
-        return self.block(value)
+        return super().forward(value)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -476,33 +474,21 @@ def test_targets_may_be_dicts():
 
 
 class Masked(Body):
-    def forward(self, value, mask=None):
-        return self.block(value) if mask is None else self.block(mask[: value.shape[0], :WIDTH] * value)
+    def forward(self, value, mask):
+        return super().forward(mask[: value.shape[0], :WIDTH] * value)
 
 
 def test_a_keyword_without_rows_is_refused_with_the_way_out_and_right_when_marked():
     task = task_of(lambda: [Masked(seed) for seed in range(3)])
-    mask = values(4, 16, 16, dtype=FLOAT64)
-    layers = task.make_layers()
-    specs = BatchSpec(kwargs=Replicate())
-    expected = reference_step(
-        layers, task.inputs, {"mask": mask}, task.target, loss=task.loss, num_microbatches=M, specs=specs
-    )
+    task.keywords = {"mask": values(4, 16, 16, dtype=FLOAT64)}
+    marked = replace(task, options={"specs": BatchSpec(kwargs=Replicate())})
 
-    def case(wires):
-        plain = Pipeline(task.make_layers(), "1f1b", M, task.loss, transport=wires)
-        error = error_of(plain.step, *task.inputs, target=task.target, mask=mask)
-        marked = Pipeline(task.make_layers(), "1f1b", M, task.loss, transport=wires, specs=specs)
-        result = marked.step(*task.inputs, target=task.target, mask=mask)
-        return error, Outcome(result, gradients_of(marked.named_parameters()))
+    errors = on_pipelines(2, task, lambda pipeline: error_of(step_task, pipeline, task))
+    outcomes = on_pipelines(2, marked, lambda pipeline: step_task(pipeline, marked))
 
-    answers = on_ranks(2, case)
-
-    for error, _ in answers:
-        assert isinstance(error, StepRefused)
-        assert "kwargs['mask'] (shape (16, 16), split on dim 0) has 16 rows" in str(error)
-        assert "Mark what has no batch dimension Replicate()" in str(error)
-    assert difference([outcome for _, outcome in answers], (expected, gradients_of(named(layers)))) == []
+    words = "kwargs['mask'] (shape (16, 16), split on dim 0) has 16 rows"
+    assert_errors(errors, StepRefused, words, "Mark what has no batch dimension Replicate()")
+    assert difference(outcomes, marked.reference(M)) == []
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -514,8 +500,7 @@ def test_a_first_layer_may_change_the_callers_batch_in_place_as_on_one_process(s
 
     def case(pipeline):
         own = inputs.clone()
-        result = pipeline.step(own, target=task.target)
-        return Outcome(result, gradients_of(pipeline.named_parameters())), own
+        return outcome_of(pipeline, pipeline.step(own, target=task.target)), own
 
     answers = on_pipelines(2, task, case, schedule, M)
 
@@ -540,16 +525,12 @@ def test_gradients_that_the_caller_asks_of_its_own_batch_add_up_as_on_one_proces
     assert last is None
 
 
-class Scaling(nn.Module):
+class Scaling(Body):
     """Hands a number on that all layers behind the first get from it."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.block = block(seed, FLOAT64)
 
     def forward(self, value, scale=None):
         x, factor, _ = value if isinstance(value, tuple) else (value, scale, None)
-        return self.block(x) * factor, factor, float("nan")
+        return super().forward(x) * factor, factor, float("nan")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

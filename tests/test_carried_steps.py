@@ -13,15 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PenstockError, PipelineError
 from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
-from penstock.ir.schedule import Schedule
 from penstock.models import Carry, DecoderConfig, count_target_tokens, cross_entropy_loss, decoder_layers
-from penstock.placement import Placement
 from penstock.schedules import build
-from tests.actions import parse_action
 from tests.local_pipelines import (
     NEARLY,
     VOCABULARY,
     WIDTH,
+    Around,
     Outcome,
     Task,
     block,
@@ -38,6 +36,7 @@ from tests.local_pipelines import (
     values,
     zero,
 )
+from tests.proofs.tables import schedule_of
 from tests.reference import reference_evaluate
 from tests.strategies import feasible_schedules
 
@@ -47,16 +46,16 @@ GUIDE = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding=
 SIZES = {"vocabulary": VOCABULARY, "width": 8, "heads": 4, "key_value_heads": 2, "hidden": 12}
 
 
-def decoder(num_blocks=4):
-    config = DecoderConfig(**SIZES, layers=num_blocks, length=LENGTH, dtype="float64")
+def decoder():
+    config = DecoderConfig(**SIZES, layers=4, length=LENGTH, dtype="float64")
     return [settle(spec(), seed) for seed, spec in enumerate(decoder_layers(config))]
 
 
-def decoder_task(rows=4, length=LENGTH, num_blocks=4):
-    tokens, target = torch.randint(VOCABULARY, (2, rows, length), generator=torch.Generator().manual_seed(5))
+def decoder_task(length=LENGTH):
+    tokens, target = torch.randint(VOCABULARY, (2, 4, length), generator=torch.Generator().manual_seed(5))
     target[::2, 2:4] = -100
     options = {"allow_ragged": True, "count": count_target_tokens}
-    return Task(partial(decoder, num_blocks), (tokens,), target, cross_entropy_loss, options)
+    return Task(decoder, (tokens,), target, cross_entropy_loss, options)
 
 
 # ---- the decoder
@@ -120,12 +119,11 @@ def cases_on_gloo():
 # ---- layers of a user's own
 
 
-class RunningSum(nn.Module):
+class RunningSum(Around):
     """Adds to every position all positions before it, in two ways that it carries apart."""
 
     def __init__(self, seed):
-        super().__init__()
-        self.inner = block(seed, FLOAT64)
+        super().__init__(seed, FLOAT64)
         self.sums, self.steps = Carry(), Carry()
 
     def forward(self, x):  # [batch, seq, width]
@@ -212,15 +210,9 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-class Frozen(nn.Module):
+def frozen(seed):
     """A carrying layer without trained parameters."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.inner = RunningSum(seed).requires_grad_(False)
-
-    def forward(self, x):
-        return self.inner(x)
+    return RunningSum(seed).requires_grad_(False)
 
 
 def from_the_docs(seed):
@@ -232,7 +224,7 @@ def from_the_docs(seed):
 
 
 CARRYING = [
-    RunningSum, CellOverTime, CarriedGRU, CarriedAttention, OnceInAWhile, Checkpointed, Frozen, from_the_docs,
+    RunningSum, CellOverTime, CarriedGRU, CarriedAttention, OnceInAWhile, Checkpointed, frozen, from_the_docs,
 ]  # fmt: skip
 
 
@@ -265,18 +257,12 @@ def test_in_every_feasible_order_carrying_layers_learn_as_on_whole_sequences(sch
     assert mistakes(task, schedule, split=[2] * num_layers) == []
 
 
-SPLIT = Schedule.from_actions(
-    "split",
-    Placement.line(2),
-    [
-        [parse_action(text) for text in order.split()]
-        for order in (
-            "0F0 0F0.1 0F1 0F1.1 0I0.1 0I0 0W0.1 0I1.1 0W0 0I1 0W1.1 0W1",
-            "1F0 1F0.1 1I0.1 1F1 1I0 1W0 1F1.1 1W0.1 1I1.1 1I1 1W1.1 1W1",
-        )
-    ],
-    num_microbatches=2,
-    num_slices=2,
+SPLIT = schedule_of(
+    """
+    0F0 0F0.1 0F1 0F1.1 0I0.1 0I0 0W0.1 0I1.1 0W0 0I1 0W1.1 0W1
+    1F0 1F0.1 1I0.1 1F1 1I0 1W0 1F1.1 1W0.1 1I1.1 1I1 1W1.1 1W1
+    """,
+    slices=2,
 )
 
 

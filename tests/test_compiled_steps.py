@@ -17,13 +17,14 @@ from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.house.source import ROOT
 from tests.local_pipelines import (
-    Outcome,
+    NEARLY,
     Task,
     block,
     difference,
     error_of,
     gradients_of,
     named,
+    outcome_of,
     settle,
     square_loss,
     values,
@@ -113,9 +114,9 @@ def train(rank, make_layers, backend, schedule, steps, options):
             result = pipeline.step(inputs, target=target)
     inputs, target = batch()
     evaluated = pipeline.evaluate(inputs, target=target).loss
-    gradients = gradients_of(pipeline.named_parameters())
+    outcome = outcome_of(pipeline, result)
     pipeline.close()
-    return Outcome(result, gradients), Counter(shares), evaluated
+    return outcome, Counter(shares), evaluated
 
 
 def reference(layers, steps, **options):
@@ -151,7 +152,7 @@ def test_split_backwards_of_compiled_layers_are_whole_ones_bit_for_bit(two_ranks
 
     exact = None if visits_in_order(schedule) else 1e-12
     assert difference(outcomes, reference(compiled(blocks, backend), steps), tolerance=exact) == []
-    assert difference(outcomes, reference(blocks(), steps), tolerance=1e-12, loss_tolerance=1e-12) == []
+    assert difference(outcomes, reference(blocks(), steps), **NEARLY) == []
     assert all(shares["W"] >= 0.95 * (shares["W"] + shares["I"]) > 0 for _, shares, _ in found)
     inputs, target = batch()
     expected = square_loss(nn.Sequential(*blocks())(inputs), target)
@@ -171,7 +172,7 @@ def test_microbatches_of_other_sizes_are_split_too(two_ranks):
     found = two_ranks.run(train, blocks, "aot_eager", built("zb-h1"), steps, {})
 
     outcomes = [outcome for outcome, _, _ in found]
-    assert difference(outcomes, reference(blocks(), steps), tolerance=1e-12, loss_tolerance=1e-12) == []
+    assert difference(outcomes, reference(blocks(), steps), **NEARLY) == []
     assert all(set(shares) == {"W"} for _, shares, _ in found)
 
 
@@ -197,7 +198,7 @@ def test_compiled_layers_run_on_two_routes(two_ranks):
     inputs, target = batch(2 * ROWS)
     result, gradients = Task(blocks, (inputs,), target).reference(2 * NUM_MICROBATCHES)
     outcomes = [outcome for outcome, _, _ in found]
-    assert difference(outcomes, (result, gradients), tolerance=1e-12, loss_tolerance=1e-12) == []
+    assert difference(outcomes, (result, gradients), **NEARLY) == []
     assert all(shares["W"] > 0 == shares["I"] for _, shares, _ in found)
 
 
@@ -210,7 +211,7 @@ def train_returned(rank, backend):
     result = pipeline.step(values(1, 8, 6), target=values(2, 8, 6))
     names = list(pipeline.state_dict()), [name for name, _ in pipeline.named_parameters()]
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    outcome = Outcome(result, gradients_of(pipeline.named_parameters()))
+    outcome = outcome_of(pipeline, result)
     pipeline.close()
     return outcome, num_graphs, names
 

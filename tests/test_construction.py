@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,17 @@ from penstock.errors import ConfigError, PartitionError, PipelineError
 from penstock.execute.batch.microbatch import BatchSpec, Replicate, Split
 from penstock.execute.control.collectives import Control
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import error_of, float_layers, float_task, on_ranks, square_loss, step_task, token_task
+from tests.local_pipelines import (
+    difference,
+    error_of,
+    float_layers,
+    float_task,
+    on_ranks,
+    pipeline_of,
+    square_loss,
+    step_task,
+    token_task,
+)
 from tests.local_wires import ordered
 
 CASES = {
@@ -65,8 +76,7 @@ def test_what_one_rank_cannot_do_is_told_on_all_at_once_and_the_transports_are_u
     def case(wires):
         options = {"layers": [nn.Tanh()] * 4, "main_gradients": True} | mistake(wires.rank)
         error = error_of(Pipeline, options.pop("layers"), "1f1b", 4, square_loss, transport=wires, **options)
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
-        return error, step_task(pipeline, task).result.loss
+        return error, step_task(pipeline_of(wires, task), task).result.loss
 
     begin_s = time.monotonic()
     (told, loss), (own, _) = on_ranks(2, case, deadline_s=40.0)
@@ -102,8 +112,15 @@ def do_nothing(*args):
 
 TIED = ("0.1.weight", "4.1.weight")
 DIFFERENT = {
+    "split": ("1f1b", {}, {"split": [1, 4]}, "3, 2", "1, 4"),
+    "seed": ("1f1b", {"seed": 0}, {"seed": 1}, "0", "1"),
+    "reduction": ("1f1b", {}, {"reduction": "sum"}, "mean", "sum"),
+    "scale_loss": ("1f1b", {"scale_loss": 1.0}, {"scale_loss": 2.0}, "1.0", "2.0"),
+    "variable_shapes": ("1f1b", {}, {"variable_shapes": True}, "False", "True"),
+    "check_batches": ("1f1b", {}, {"check_batches": False}, "True", "False"),
     "count": ("dualpipe", {}, {"count": weighted}, "none", "a function"),
     "allow_ragged": ("1f1b", {}, {"allow_ragged": True}, "False", "True"),
+    "slice_dim": ("seq1f1b", {"slices": 2}, {"slices": 2, "slice_dim": 2}, "1", "2"),
     "specs": ("1f1b", {}, {"specs": BatchSpec(args=Split(-2))}, "none", "args=Split(dim=-2)"),
     "slice_specs": (
         "1f1b",
@@ -112,6 +129,7 @@ DIFFERENT = {
         "target=Split(dim=1)",
         "target=Replicate()",
     ),
+    "tied on one rank": ("1f1b", {}, {"tied": [TIED]}, "none", "0.1.weight = 4.1.weight"),
     "tied": (
         "1f1b",
         {"tied": [TIED]},
@@ -139,11 +157,8 @@ def test_an_option_that_ranks_must_share_is_compared_before_anything_runs(name, 
     task = float_task(8)
 
     def case(wires):
-        def make(**options):
-            return Pipeline(task.make_layers(), schedule, 4, task.loss, transport=wires, **options)
-
-        error = error_of(make, **(other if wires.rank == differing_rank else usual))
-        make(**other).close()  # on all ranks it is no mistake
+        error = error_of(pipeline_of, wires, task, schedule, **(other if wires.rank == differing_rank else usual))
+        pipeline_of(wires, task, schedule, **other).close()  # on all ranks it is no mistake
         return error
 
     for error in on_ranks(2, case):
@@ -165,17 +180,14 @@ def test_reductions_are_compared_only_where_ranks_hold_copies():
 @pytest.mark.parametrize("counting_ranks", [[1], [0, 1]])
 def test_only_ranks_that_compute_losses_need_a_count(counting_ranks):
     task = float_task(8)
-    task.options = {"count": weighted}
-    expected, _ = task.reference(4)
+    counted = replace(task, options={"count": weighted}).reference(4)[0].loss
 
     def case(wires):
         options = {"count": weighted} if wires.rank in counting_ranks else {}
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, **options)
-        return step_task(pipeline, task).result.loss
+        return step_task(pipeline_of(wires, task, **options), task).result.loss
 
-    assert all(torch.equal(loss, expected.loss) for loss in on_ranks(2, case))
-    task.options = {}
-    assert not torch.equal(expected.loss, task.reference(4)[0].loss)
+    assert all(torch.equal(loss, counted) for loss in on_ranks(2, case))
+    assert not torch.equal(counted, task.reference(4)[0].loss)
 
 
 def test_either_name_of_a_tied_pair_may_come_first():
@@ -183,8 +195,7 @@ def test_either_name_of_a_tied_pair_may_come_first():
 
     def case(wires):
         tied = [TIED[::-1] if wires.rank else TIED]
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, tied=tied)
-        return step_task(pipeline, task).gradients
+        return step_task(pipeline_of(wires, task, tied=tied), task).gradients
 
     first, last = on_ranks(2, case)
 
@@ -193,21 +204,15 @@ def test_either_name_of_a_tied_pair_may_come_first():
 
 def test_a_pipeline_is_equal_to_one_process_in_whichever_order_messages_arrive():
     task = token_task(7)
-    expected, gradients = task.reference(4)
 
-    for seed in range(8):
-
-        def case(wires):
-            pipeline = Pipeline(task.make_layers(), "zb-h1", 4, task.loss, transport=wires, **task.options)
+    def case(wires):
+        with pipeline_of(wires, task, "zb-h1") as pipeline:
             outcomes = [step_task(pipeline, task) for _ in range(2)]
-            pipeline.close()
-            return outcomes[0]
+        return outcomes[0]
 
-        found = on_ranks(3, case, connect=ordered(seed))
-        assert all(torch.equal(outcome.result.loss, expected.loss) for outcome in found), f"order_seed={seed}"
-        for outcome in found:
-            for name in outcome.gradients:
-                assert torch.equal(outcome.gradients[name], gradients[name]), f"order_seed={seed}: {name}"
+    expected = task.reference(4)
+    found = {seed: difference(on_ranks(3, case, connect=ordered(seed)), expected) for seed in range(8)}
+    assert {seed: wrong for seed, wrong in found.items() if wrong} == {}
 
 
 def test_running_ahead_needs_events_of_the_device(monkeypatch):

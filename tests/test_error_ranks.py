@@ -102,10 +102,7 @@ def test_a_transport_alone_blames_the_rank_that_it_waits_for():
 
 def suffer(rank, faults, deadline_s):
     """Run a step with each fault and one without; a rank that stops is woken when all others have their error."""
-    warm = FaultyRank.start(TorchTransport(deadline_s=MAX_WAIT_S))
-    warm.step()  # torch imports what its first backward needs, which may take longer than the deadline
-    warm.pipeline.close()
-    me = FaultyRank.start(TorchTransport(deadline_s=deadline_s))
+    me = FaultyRank.start_warm(deadline_s)
     pids = me.pipeline.control.all_gather_object(os.getpid())
     store = dist.group.WORLD.get_group_store()
     blamed = []

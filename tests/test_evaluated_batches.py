@@ -1,5 +1,7 @@
 """An evaluation takes a batch of any number of rows and gives the outputs and the loss of one process."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,15 +9,14 @@ from torch import nn
 from penstock.errors import StepRefused
 from penstock.models import AuxiliaryLoss
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, block, error_of, on_ranks, square_loss, values
+from tests.local_pipelines import WIDTH, block, error_of, float_layers, on_ranks, square_loss, values
 
 M = 4
 F64 = torch.float64
 FAMILIES = ["sequential", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "chimera", "dualpipe", "hanayo"]
 
 
-def layers():
-    return [block(seed, F64) for seed in range(8)]
+layers = partial(float_layers, F64, 8)
 
 
 def batch(rows):
@@ -27,10 +28,6 @@ def one_process(rows):
     with torch.no_grad():
         outputs = nn.Sequential(*layers()).eval()(inputs)
         return outputs, square_loss(outputs, target)
-
-
-def sizes_of(rows):
-    return [len(part) for part in torch.arange(rows).tensor_split(min(M, rows))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

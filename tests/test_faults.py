@@ -16,13 +16,12 @@ import torch.distributed as dist
 from penstock.errors import DeadlineExceeded, PeerLost
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport import TorchTransport
-from tests.faults import DEADLINE_S, NUM_MICROBATCHES, NUM_RANKS, Fault, FaultyRank, is_right
+from tests.faults import DEADLINE_S, LONGEST_S, NUM_MICROBATCHES, NUM_RANKS, Fault, FaultyRank, is_right
 from tests.ranks import RankPool, run_ranks
 
 pytestmark = pytest.mark.alone
 
 ALLOWED_S = DEADLINE_S + 2
-LONGEST_S = 60
 
 # Per pool of processes; a kill comes last, because it ends its pool.
 FAULTS = [
@@ -62,17 +61,9 @@ class Peers:
             os.kill(self._pids[fault.rank], signal.SIGUSR1 if fault.kind == "hang" else signal.SIGCONT)
 
 
-def start_warm():
-    """Start when torch has imported what its first backward imports, which may take longer than the deadline."""
-    patient = FaultyRank.start(TorchTransport(deadline_s=LONGEST_S))
-    patient.step()
-    patient.pipeline.close()
-    return FaultyRank.start(TorchTransport(deadline_s=DEADLINE_S))
-
-
 def suffer(rank, faults, call="step"):
     """Run a step with each fault and, unless its rank is dead then, one without; return both endings of each."""
-    me = start_warm()
+    me = FaultyRank.start_warm(DEADLINE_S)
     signal.signal(signal.SIGUSR1, me.switch.wake)
     peers = Peers(me.pipeline.transport)
     endings = []
@@ -191,7 +182,7 @@ def test_a_rank_that_never_creates_its_pipeline_is_named_by_all_others():
 
 
 def lose_and_swap(rank):
-    me = start_warm()
+    me = FaultyRank.start_warm(DEADLINE_S)
     me.step()  # from the second step on, messages have no headers
     me.transport.loses = 2 if rank == 1 else None
     lost = me.step()

@@ -10,18 +10,17 @@ from penstock.errors import ConfigError, PipelineError, StepRefused
 from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, Stack, Sum
 from penstock.execute.transport.protocol import Tag
 from penstock.ir.instruction import Op
-from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from penstock.planning import plan
 from penstock.schedules import build
 from penstock.simulation import Costs
-from tests.actions import parse_action
 from tests.local_pipelines import (
     IGNORED,
     VOCABULARY,
     WIDTH,
+    Around,
     Task,
     assert_errors,
     block,
@@ -45,14 +44,8 @@ from tests.local_pipelines import (
     values,
     zero,
 )
+from tests.proofs.tables import schedule_of as drawn
 from tests.reference import reference_evaluate, reference_step
-
-
-def drawn(placement, *orders, num_microbatches):
-    """Make a schedule from one line of actions per rank."""
-    actions = [[parse_action(text) for text in order.split()] for order in orders]
-    return Schedule.from_actions("by hand", placement, actions, num_microbatches=num_microbatches)
-
 
 # ---- outputs
 
@@ -128,18 +121,13 @@ def test_outputs_that_cannot_be_merged_fail_the_step_on_all_ranks(schedule, num_
 # ---- parts that the caller made
 
 
-def tokens_of(seed, shapes):
+def packed_task(shapes):
     """One part of tokens and one of targets per shape [rows, length]; some targets do not count."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(3)
     tokens = [torch.randint(VOCABULARY, shape, generator=generator) for shape in shapes]
     target = [torch.randint(VOCABULARY, shape, generator=generator) for shape in shapes]
     for part in target:
         part[0, 1:] = IGNORED
-    return tokens, target
-
-
-def packed_task(shapes, seed=3):
-    tokens, target = tokens_of(seed, shapes)
     make_layers = partial(token_layers, torch.float64)
     return Task(make_layers, (PreSplit(tokens),), PreSplit(target), token_loss, {"count": count_tokens})
 
@@ -242,13 +230,10 @@ def test_nothing_is_sent_below_a_frozen_stage(num_frozen):
     ]
 
 
-class Cutting(nn.Module):
+class Cutting(Around):
     """Cuts the gradient of every second microbatch, that of its own weight too."""
 
-    def __init__(self, seed):
-        super().__init__()
-        self.inner = block(seed, torch.float64)
-        self.cuts = True
+    cuts = True
 
     def forward(self, x):
         self.cuts = not self.cuts
@@ -267,7 +252,7 @@ class CuttingBelow(Cutting):
 
 def cut_task(cutting, place):
     def make_layers():
-        return [cutting(seed) if seed == place else block(seed, torch.float64) for seed in range(4)]
+        return [(cutting if seed == place else block)(seed, torch.float64) for seed in range(4)]
 
     inputs, target = values(1, 8, WIDTH, dtype=torch.float64), values(2, 8, WIDTH, dtype=torch.float64)
     return Task(make_layers, (inputs,), target)
@@ -312,19 +297,15 @@ def test_microbatches_that_change_places_in_the_next_step_are_right_or_a_clear_e
 # ---- calls
 
 
-class Switching(nn.Module):
+class Switching(Around):
     """Behaves differently in training and in evaluation, without chance."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.inner = block(seed, torch.float64)
 
     def forward(self, x):
         return self.inner(x) * (2.0 if self.training else 1.0)
 
 
 def switching_layers():
-    return [Switching(seed) for seed in range(4)]
+    return [Switching(seed, torch.float64) for seed in range(4)]
 
 
 def descend(named_parameters):
@@ -494,12 +475,10 @@ def test_forward_only_needs_at_most_two_receive_slots(name, num_ranks):
         assert program.slot[is_receive].max() < 2
 
 
-BY_HAND = drawn(
-    Placement.line(2),
-    "0F0 0F1 0F2 0B0 0B1 0B2",
-    "1F0 1B0 1F1 1B1 1F2 1B2",
-    num_microbatches=3,
-)
+BY_HAND = drawn("""
+    0F0 0F1 0F2 0B0 0B1 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+""")
 
 
 def test_a_schedule_written_by_hand_is_predicted_and_run():
@@ -507,7 +486,7 @@ def test_a_schedule_written_by_hand_is_predicted_and_run():
     task = float_task(6)
 
     predicted = plan(BY_HAND, costs).timeline
-    outcomes = on_ranks(2, lambda wires: run_recorded(wires, task, BY_HAND))
+    outcomes = on_pipelines(2, task, lambda pipeline: step_task(pipeline, task, record=True), BY_HAND, None)
 
     # Rank 1 begins after 1 second and is never idle; the last backward of rank 0 follows it.
     assert predicted.makespan_s == pytest.approx(1 + 3 * 3 + 2)
@@ -520,18 +499,12 @@ def test_a_schedule_written_by_hand_is_predicted_and_run():
     assert measured.peak_activations == predicted.peak_activations
 
 
-def run_recorded(wires, task, schedule):
-    pipeline = Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires)
-    outcome = step_task(pipeline, task, record=True)
-    pipeline.close()
-    return outcome
-
-
 RING = drawn(
-    Placement.loop(2, 4),
-    "0F0 0F1 2F0 2F1 0F2 0F3 2B0 2B1 0B0 0B1 2F2 2F3 2B2 2B3 0B2 0B3",
-    "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1F2 1F3 3F2 3B2 3F3 3B3 1B2 1B3",
-    num_microbatches=4,
+    """
+    0F0 0F1 2F0 2F1 0F2 0F3 2B0 2B1 0B0 0B1 2F2 2F3 2B2 2B3 0B2 0B3
+    1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1F2 1F3 3F2 3B2 3F3 3B3 1B2 1B3
+    """,
+    placement=Placement.loop(2, 4),
 )
 
 

@@ -14,10 +14,10 @@ import penstock as ps
 from penstock.errors import FormatError, PipelineError, ScheduleError, StepRefused
 from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
-from penstock.placement import Placement
 from tests.actions import parse_action
 from tests.local_pipelines import (
     WIDTH,
+    Around,
     Outcome,
     Task,
     assert_errors,
@@ -29,13 +29,16 @@ from tests.local_pipelines import (
     named,
     on_pipelines,
     on_ranks,
+    outcome_of,
     settle,
     square_loss,
     step_task,
     token_task,
+    two_steps,
     values,
     zero,
 )
+from tests.proofs.tables import schedule_of as drawn
 from tests.reference import reference_evaluate, reference_step
 
 M = 4
@@ -60,7 +63,7 @@ def changing_shapes(transport, schedule, **options):
     for call, rows in CALLS:
         task = task_of(rows)
         result = getattr(pipeline, call)(*task.inputs, target=task.target, return_outputs=True)
-        outcomes.append(Outcome(result, gradients_of(pipeline.named_parameters())))
+        outcomes.append(outcome_of(pipeline, result))
         zero(pipeline)
     pipeline.close()
     return outcomes
@@ -129,11 +132,9 @@ def test_a_ragged_batch_has_the_loss_and_the_gradients_of_the_whole(schedule):
 def test_gradients_of_two_steps_add_up_and_none_is_scaled_twice(schedule, make_task):
     task = make_task()
 
-    def two_steps(pipeline):
-        step_task(pipeline, task)
-        return step_task(pipeline, task)
+    found = on_pipelines(2, task, lambda pipeline: two_steps(pipeline, task), schedule, M)
 
-    assert difference(on_pipelines(2, task, two_steps, schedule, M), in_two_steps(task)) == []
+    assert difference(found, task.reference(M, num_steps=2)) == []
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -222,13 +223,8 @@ def test_running_statistics_and_calls_of_the_loss_count_each_microbatch_once(sch
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def drawn(placement, num_microbatches, *orders):
-    actions = [[parse_action(text) for text in order.split()] for order in orders]
-    return Schedule.from_actions("drawn", placement, actions, num_microbatches=num_microbatches)
-
-
 def test_losses_are_those_of_their_microbatches_in_whatever_order_the_last_stage_takes_them():
-    schedule = drawn(Placement.line(2), 2, "0F1 0F0 0B1 0B0", "1F1 1F0 1B0 1B1")
+    schedule = drawn("0F1 0F0 0B1 0B0\n1F1 1F0 1B0 1B1")
     task = task_of(4)
     expected, _ = task.reference(2)
 
@@ -266,20 +262,19 @@ def test_an_error_in_a_large_schedule_shows_its_place_and_not_the_whole_grid():
 
 # ---- ranks that were not started alike
 
+LOOP = {"schedule": "interleaved-1f1b"}
 DIFFERENT = {
-    "microbatches": (("1f1b", 4), ("1f1b", 8), ("microbatches=4", "microbatches=8")),
-    "schedule": (("1f1b", 4), ("gpipe", 4), ("1f1b", "gpipe")),
-    "stages": (("interleaved-1f1b", 4, 2), ("interleaved-1f1b", 4, 1), ("stages=4", "stages=2")),
+    "microbatches": ({}, {"microbatches": 8}, ("microbatches=4", "microbatches=8")),
+    "schedule": ({}, {"schedule": "gpipe"}, ("1f1b", "gpipe")),
+    "option": ({}, {"warmup": "eager"}, ("rank 0 has Schedule('1f1b', ", "rank 1 has Schedule('1f1b', ")),
+    "stages": (LOOP | {"stages_per_rank": 2}, LOOP | {"stages_per_rank": 1}, ("stages=4", "stages=2")),
 }
 
 
 def started_differently(transport, rank, case):
-    schedule, num_microbatches, *stages_per_rank = DIFFERENT[case][rank]
-    options = {"stages_per_rank": stages_per_rank[0]} if stages_per_rank else {}
+    options = {"schedule": "1f1b", "microbatches": M, "loss": square_loss} | DIFFERENT[case][rank]
     begin_s = time.monotonic()
-    error = error_of(
-        Pipeline, float_layers(FLOAT64, 4), schedule, num_microbatches, square_loss, transport=transport, **options
-    )
+    error = error_of(Pipeline, float_layers(FLOAT64, 4), transport=transport, **options)
     return type(error).__name__, str(error), time.monotonic() - begin_s
 
 
@@ -302,11 +297,8 @@ def test_processes_with_another_plan_end_in_seconds_and_not_in_minutes(two_ranks
     assert all(kind == "PipelineError" and took_s < 10.0 for kind, _, took_s in answers)
 
 
-class Breaking(nn.Module):
-    def __init__(self, seed):
-        super().__init__()
-        self.inner = block(seed, FLOAT64)
-        self.breaks = False
+class Breaking(Around):
+    breaks = False
 
     def forward(self, value):
         if self.breaks:
@@ -315,7 +307,7 @@ class Breaking(nn.Module):
 
 
 def test_after_a_caught_failure_any_number_of_steps_and_evaluations_are_right():
-    task = task_of(8, lambda: [Breaking(seed) for seed in range(3)])
+    task = task_of(8, lambda: [Breaking(seed, FLOAT64) for seed in range(3)])
 
     def case(wires):
         pipeline = Pipeline(task.make_layers(), "1f1b", M, square_loss, transport=wires)
@@ -343,13 +335,3 @@ def step_evaluated(pipeline, task, outcome):
     """An evaluation, told like the step before it: the same losses, the gradients untouched."""
     result = pipeline.evaluate(*task.inputs, target=task.target)
     return Outcome(result, outcome.gradients)
-
-
-def in_two_steps(task):
-    """What one process computes in two steps, without zeroing in between."""
-    layers = task.make_layers()
-    for _ in range(2):
-        result = reference_step(
-            layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=M, **task.options
-        )
-    return result, gradients_of(named(layers))

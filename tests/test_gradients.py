@@ -4,14 +4,13 @@ By default a seeded sample of small shapes runs; with the hypothesis profile `fu
 """
 
 import random
-from functools import cache
+from functools import cache, partial
 from itertools import chain, islice, product, zip_longest
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
-from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
@@ -22,13 +21,13 @@ from tests.local_pipelines import (
     WIDTH,
     Outcome,
     Task,
-    block,
     count_tokens,
     difference,
-    on_ranks,
-    settle,
+    float_layers,
+    on_pipelines,
     square_loss,
     step_task,
+    token_layers,
     token_loss,
     values,
     visits_in_order,
@@ -83,21 +82,11 @@ def options_of(family, chance):
 # ---- the models
 
 
-def float_layers(num_layers):
-    return [block(seed, FLOAT64) for seed in range(num_layers)]
-
-
-def token_layers(num_layers):
-    embedding = settle(nn.Embedding(VOCABULARY, WIDTH, dtype=FLOAT64), 100)
-    head = settle(nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=FLOAT64), 101)
-    return [embedding, *float_layers(num_layers - 2), head]
-
-
 @cache
 def float_task(num_layers, num_microbatches):
     """Mean squares over all positions."""
     inputs, target = (values(seed, 2 * num_microbatches, LENGTH, WIDTH, dtype=FLOAT64) for seed in (1, 2))
-    return Task(lambda: float_layers(num_layers), (inputs,), target, square_loss, {"allow_ragged": True})
+    return Task(partial(float_layers, FLOAT64, num_layers), (inputs,), target, square_loss, {"allow_ragged": True})
 
 
 @cache
@@ -107,7 +96,7 @@ def token_task(num_layers, num_microbatches):
     tokens, target = torch.randint(VOCABULARY, (2, 2 * num_microbatches + 1, LENGTH), generator=generator)
     target[::2, 2:] = IGNORED
     options = {"allow_ragged": True, "count": count_tokens}
-    return Task(lambda: token_layers(num_layers), (tokens,), target, token_loss, options)
+    return Task(partial(token_layers, FLOAT64, num_layers - 2), (tokens,), target, token_loss, options)
 
 
 def task_for(schedule):
@@ -119,11 +108,6 @@ def task_for(schedule):
 
 
 # ---- the runs
-
-
-def run(wires, schedule, task, num_steps):
-    pipeline = Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires, **task.options)
-    return run_in(pipeline, task, num_steps)
 
 
 def run_in(pipeline, task, num_steps=2):
@@ -169,7 +153,9 @@ def is_close(outcome, wanted):
 
 def mistakes(schedule, num_steps=2):
     """What is wrong with the schedule when its ranks are threads."""
-    return differences(schedule, on_ranks(schedule.num_ranks, run, schedule, task_for(schedule), num_steps))
+    task = task_for(schedule)
+    runs = on_pipelines(schedule.num_ranks, task, lambda pipeline: run_in(pipeline, task, num_steps), schedule, None)
+    return differences(schedule, runs)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from penstock.schedules import build
 from penstock.simulation import LayerCosts
 from tests.local_pipelines import (
     WIDTH,
+    Masked,
     Outcome,
     Task,
     assert_errors,
@@ -62,9 +63,7 @@ def test_a_step_is_bitwise_gradient_accumulation_on_one_process(schedule, option
     differences = {}
     for cell, num_microbatches in enumerate((1, 2, 3, 4, 8), start=num_ranks):
         for task in tasks_of(cell, num_microbatches):
-            outcomes = on_ranks(
-                num_ranks, lambda wires, task=task, m=num_microbatches: run_task(wires, task, schedule, m, **options)
-            )
+            outcomes = on_ranks(num_ranks, run_with(task, schedule, num_microbatches, **options))
             differences[num_microbatches, task.loss.__name__] = difference(outcomes, task.reference(num_microbatches))
 
     assert {key: found for key, found in differences.items() if found} == {}
@@ -72,9 +71,7 @@ def test_a_step_is_bitwise_gradient_accumulation_on_one_process(schedule, option
 
 def test_all_forwards_first_is_bitwise_gradient_accumulation_on_one_process():
     for task in tasks_of(0, 2):
-        outcomes = on_ranks(
-            2, lambda wires, task=task: run_task(wires, task, "interleaved-1f1b", 2, all_forward_first=True)
-        )
+        outcomes = on_ranks(2, run_with(task, "interleaved-1f1b", 2, all_forward_first=True))
         assert difference(outcomes, task.reference(2)) == []
 
 
@@ -167,31 +164,14 @@ def test_two_steps_add_up_bit_for_bit_as_on_one_process():
     assert_gradients(found, layers)
 
 
-class Masked(nn.Module):
-    """A layer that takes a keyword."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.inner = block(seed, torch.float64)
-
-    def forward(self, x, *, mask=None, scale=1.0):
-        return self.inner(x) * scale if mask is None else self.inner(x) * mask * scale
-
-
 def test_keywords_reach_every_layer_that_names_them_split_like_the_batch():
-    keywords = {"mask": torch.arange(6.0, dtype=torch.float64)[:, None], "scale": 0.5}
-    layers = [Masked(0), block(1, torch.float64), Masked(2)]
-    task = float_task(6, torch.float64)
-    task.make_layers = lambda: copy.deepcopy(layers)
+    task = float_task(6)
+    task.make_layers = lambda: [Masked(0), block(1), Masked(2)]
+    task.keywords = {"mask": torch.arange(6.0)[:, None], "scale": 0.5}
 
-    def case(pipeline):
-        pipeline.step(*task.inputs, target=task.target, **keywords)
-        return gradients_of(pipeline.named_parameters())
+    found = on_pipelines(2, task, lambda pipeline: step_task(pipeline, task), "1f1b", 3)
 
-    found = on_pipelines(2, task, case, "1f1b", 3)
-
-    reference_step(layers, task.inputs, keywords, task.target, loss=square_loss, num_microbatches=3)
-    assert_gradients(found, layers)
+    assert difference(found, task.reference(3)) == []
 
 
 # ---- what is left alone
@@ -578,25 +558,6 @@ def test_a_first_stage_without_inputs_is_refused_everywhere():
     assert_errors(found, StepRefused)
     assert "rank 0" in str(found[0])
     assert "no inputs" in str(found[1])
-
-
-@pytest.mark.parametrize(
-    ("field", "options"),
-    [
-        ("schedule", ({}, {"warmup": "eager"})),
-        ("split", ({}, {"split": [1, 4]})),
-        ("reduction", ({}, {"reduction": "sum"})),
-        ("variable_shapes", ({}, {"variable_shapes": True})),
-        ("tied", ({}, {"tied": [("0.1.bias", "4.1.bias")]})),
-    ],
-)
-def test_ranks_that_were_set_up_differently_say_so_everywhere(field, options):
-    task = float_task(8)
-
-    found = on_ranks(2, lambda wires: error_of(pipeline_of, wires, task, **options[wires.rank]))
-
-    assert [type(error) for error in found] == [PipelineError, PipelineError]
-    assert_errors(found, PipelineError, f"disagree on {field}: rank 0 has", "rank 1 has")
 
 
 def test_ranks_with_different_layers_say_so_everywhere():

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.instruction import Op
-from penstock.ir.schedule import Schedule
 from penstock.lowering import Sharding, lower
-from penstock.placement import Placement
 from penstock.planning import (
     RecentTables,
     few_microbatches,
@@ -25,14 +23,11 @@ from penstock.planning import (
 from penstock.proofs import Demand, check
 from penstock.schedules import build
 from penstock.simulation import Costs, LayerCosts
-from tests.actions import parse_action
-from tests.proofs.tables import without
+from tests.proofs.tables import schedule_of, without
 from tests.strategies import feasible_schedules
 
 COSTS = Costs.uniform(forward=1, backward_input=1, backward_weight=1)
-BACKWARD_FIRST = Schedule.from_actions(
-    "backward first", Placement.line(1), [[parse_action("0B0"), parse_action("0F0")]], num_microbatches=1
-)
+BACKWARD_FIRST = schedule_of("0B0 0F0")
 
 
 def test_a_plan_is_a_schedule_its_program_and_what_is_predicted_of_it():
@@ -271,23 +266,23 @@ def test_fewer_microbatches_than_stages_are_told_with_the_bubble_that_they_cost(
     assert advice.endswith("use 4 or more")
 
 
-@pytest.mark.parametrize("shape", [{"ranks": 4, "microbatches": 4}, {"ranks": 1, "microbatches": 1}])
+ENOUGH = {
+    "one per stage": {"name": "1f1b", "ranks": 4, "microbatches": 4},
+    "one rank": {"name": "1f1b", "ranks": 1, "microbatches": 1},
+    "one rank with more stages than microbatches": {
+        "name": "interleaved-1f1b",
+        "ranks": 1,
+        "microbatches": 2,
+        "stages_per_rank": 4,
+    },
+    "slices count as microbatches": {"name": "seq1f1b", "ranks": 4, "microbatches": 2, "slices": 2},
+    "each of two routes has its own stages": {"name": "chimera", "ranks": 4, "microbatches": 4},
+}
+
+
+@pytest.mark.parametrize("shape", ENOUGH.values(), ids=ENOUGH)
 def test_enough_microbatches_are_nothing_to_tell(shape):
-    assert few_microbatches(prove_and_lower(build("1f1b", **shape))) is None
-
-
-def test_one_rank_never_waits_whatever_its_stages():
-    schedule = build("interleaved-1f1b", ranks=1, microbatches=2, stages_per_rank=4)
-
-    assert few_microbatches(prove_and_lower(schedule)) is None
-
-
-def test_slices_count_as_microbatches():
-    assert few_microbatches(prove_and_lower(build("seq1f1b", ranks=4, microbatches=2, slices=2))) is None
-
-
-def test_each_of_two_routes_has_its_own_stages():
-    assert few_microbatches(prove_and_lower(build("chimera", ranks=4, microbatches=4))) is None
+    assert few_microbatches(prove_and_lower(build(**shape))) is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,19 @@ from penstock.ir.program import Program
 from penstock.lowering import add_messages, assign_slots
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES
-from tests.local_pipelines import difference, error_of, float_layers, float_task, on_ranks, run_task, step_task, zero
+from tests.local_pipelines import (
+    difference,
+    error_of,
+    float_layers,
+    float_task,
+    on_pipelines,
+    on_ranks,
+    pipeline_of,
+    run_task,
+    same_outcomes,
+    second_step,
+    step_task,
+)
 from tests.mutated_programs import REORDERINGS, mutated
 from tests.proofs.machine import verdict
 from tests.proofs.tables import edited, find, schedule_of
@@ -41,16 +53,6 @@ def late(program):
     return assign_slots(edited(program, move))
 
 
-def same(outcomes, others):
-    """Whether all ranks have the same losses and gradients, bit for bit."""
-    return all(
-        torch.equal(one.result.loss, other.result.loss)
-        and one.gradients.keys() == other.gradients.keys()
-        and all(torch.equal(one.gradients[name], other.gradients[name]) for name in one.gradients)
-        for one, other in zip(outcomes, others, strict=True)
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), SHAPES, ids=[name for name, _ in SHAPES])
 def test_a_program_gives_the_bits_of_its_schedule(name, options, tmp_path):
@@ -68,20 +70,19 @@ def test_a_program_gives_the_bits_of_its_schedule(name, options, tmp_path):
         plans.append(Path(tmp_path / "program.csv"))  # without the placement, which CSV holds only for one stage a rank
 
     for plan in plans:
-        assert same(on_ranks(2, run_task, task, plan, None), expected)
+        assert same_outcomes(on_ranks(2, run_task, task, plan, None), expected)
 
 
 def test_what_runs_is_the_program_itself_and_an_evaluation_plans_its_own():
     task = float_task(8)
     program = late(ps.lower(ps.build("1f1b", ranks=2, microbatches=4)))
 
-    def run(wires):
-        pipeline = Pipeline(task.make_layers(), program, loss=task.loss, transport=wires)
+    def run(pipeline):
         step = pipeline.step(*task.inputs, target=task.target, record=True)
         evaluation = pipeline.evaluate(*task.inputs, target=task.target)
         return pipeline.program is program, pipeline.schedule, step.loss, evaluation.loss
 
-    for is_given, schedule, loss, evaluated in on_ranks(2, run):
+    for is_given, schedule, loss, evaluated in on_pipelines(2, task, run, program, None):
         assert is_given
         assert schedule == ps.build("1f1b", ranks=2, microbatches=4)
         assert torch.equal(loss, evaluated)
@@ -91,12 +92,11 @@ def test_a_program_of_forwards_alone_evaluates_and_refuses_to_train():
     task = float_task(8)
     program = ps.lower(ps.build("1f1b", ranks=2, microbatches=4, forward_only=True), transport="coalesced")
 
-    def run(wires):
-        pipeline = Pipeline(task.make_layers(), program, loss=task.loss, transport=wires)
+    def run(pipeline):
         result = pipeline.evaluate(*task.inputs, target=task.target)
         return result.loss, error_of(pipeline.step, *task.inputs, target=task.target)
 
-    for loss, error in on_ranks(2, run):
+    for loss, error in on_pipelines(2, task, run, program, None):
         assert loss > 0
         assert isinstance(error, ConfigError)
         assert "has no backwards to train with" in str(error)
@@ -105,14 +105,14 @@ def test_a_program_of_forwards_alone_evaluates_and_refuses_to_train():
 # ---- what is refused, before any step
 
 
-def refusal(program, num_ranks=2, **options):
+def refusal(program, **options):
     """What every rank says."""
     task = float_task(8)
 
     def run(wires):
         return error_of(Pipeline, task.make_layers(), program, loss=task.loss, transport=wires, **options)
 
-    errors = on_ranks(num_ranks, run)
+    errors = on_ranks(2, run)
     assert len({(type(error), str(error)) for error in errors}) <= 2  # the first rank's own, and what others say of it
     return errors[0]
 
@@ -170,8 +170,7 @@ def test_a_program_that_is_edited_on_one_rank_only_is_refused_at_once():
     task = float_task(8)
 
     def run(wires):
-        own = late(program) if wires.rank else program
-        return error_of(Pipeline, task.make_layers(), own, loss=task.loss, transport=wires)
+        return error_of(pipeline_of, wires, task, late(program) if wires.rank else program, None)
 
     begin_s = time.monotonic()
     errors = on_ranks(2, run)
@@ -196,17 +195,11 @@ def tied_layers(*, pair, num_layers=4):
 def test_a_tied_reduction_between_messages_gets_its_own_values(first, second):
     """Also in the first step, in which messages are taken from their channel only when they are needed."""
     task = replace(float_task(2, FLOAT64), make_layers=partial(tied_layers, pair=(2, 3)))
-    expected = task.reference(1)
+    program = with_reductions(first, second)
 
-    def run(wires):
-        pipeline = Pipeline(task.make_layers(), with_reductions(first, second), loss=task.loss, transport=wires)
-        step_task(pipeline, task)
-        zero(pipeline)
-        return step_task(pipeline, task)
+    outcomes = on_pipelines(2, task, lambda pipeline: second_step(pipeline, task), program, None)
 
-    outcomes = on_ranks(2, run)
-
-    assert wrong_gradients(outcomes, expected) == []
+    assert wrong_gradients(outcomes, task.reference(1)) == []
 
 
 def wrong_gradients(outcomes, expected):
@@ -243,12 +236,6 @@ def random_training(chance):
         return task, num_ranks, schedule
 
 
-def program_of(wires, task, schedule):
-    pipeline = Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires)
-    pipeline.close()
-    return pipeline.program
-
-
 def hung(wires, task, good, program):
     """What a step says in which a program runs that no pipeline would take, so it is put in by hand."""
     pipeline = Pipeline(task.make_layers(), good, loss=task.loss, transport=wires)
@@ -265,7 +252,7 @@ def test_changed_programs_train_or_hang_as_the_proof_says(seed, is_full):
     chance, counts = random.Random(seed), Counter()
     while counts.total() < (50 if is_full else 3):
         task, num_ranks, schedule = random_training(chance)
-        good = on_ranks(num_ranks, program_of, task, schedule)[0]
+        good = on_pipelines(num_ranks, task, lambda pipeline: pipeline.program, schedule, None)[0]
         program = mutated(good, chance, REORDERINGS).program
         judged = verdict(program, "posted")
         if judged == "ends":

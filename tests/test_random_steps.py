@@ -11,6 +11,7 @@ from penstock.errors import ConfigError, PipelineError
 from penstock.models import Skip
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
+from tests.exactness.features import Recomputed
 from tests.local_pipelines import (
     WIDTH,
     Task,
@@ -18,30 +19,17 @@ from tests.local_pipelines import (
     difference,
     differences_on_gloo,
     error_of,
-    gradients_of,
-    named,
     on_ranks,
     square_loss,
     step_task,
+    two_steps,
     values,
     visits_in_order,
 )
-from tests.reference import reference_step
 
 FLOAT64 = torch.float64
 SEED = 5
 NUM_MICROBATCHES = 8
-
-
-class Recomputed(nn.Module):
-    """Runs its forward again in the backward, draws included."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 def dropping(seed):
@@ -65,23 +53,6 @@ def pipeline_of(wires, own, schedule, **options):
     return Pipeline(own.make_layers(), schedule, loss=own.loss, transport=wires, **own.options | options)
 
 
-def reference_of(own, num_steps=1):
-    """What one process computes in some steps, without zeroing in between."""
-    modules = own.make_layers()
-    for number in range(num_steps):
-        result = reference_step(
-            modules,
-            own.inputs,
-            {},
-            own.target,
-            loss=own.loss,
-            num_microbatches=NUM_MICROBATCHES,
-            step_number=number,
-            **own.options,
-        )
-    return result, gradients_of(named(modules))
-
-
 SHAPES = [
     {"name": "1f1b", "ranks": 1},
     {"name": "1f1b", "ranks": 2},
@@ -97,15 +68,10 @@ SHAPES = [
 def test_dropout_draws_the_same_on_any_split(shape):
     own, schedule = task(), build(microbatches=NUM_MICROBATCHES, **shape)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, own, schedule)
-        step_task(pipeline, own)
-        return step_task(pipeline, own)
-
-    found = on_ranks(schedule.num_ranks, case)
+    found = on_ranks(schedule.num_ranks, lambda wires: two_steps(pipeline_of(wires, own, schedule), own))
 
     tolerance = None if visits_in_order(schedule) else 1e-12
-    assert difference(found, reference_of(own, 2), tolerance=tolerance) == []
+    assert difference(found, own.reference(NUM_MICROBATCHES, num_steps=2), tolerance=tolerance) == []
 
 
 def in_two_threads(first, second):
@@ -142,7 +108,7 @@ def test_pairs_of_computations_in_two_threads_draw_and_hand_on_the_same():
 
     found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, own, schedule, overlap=in_two_threads), own))
 
-    assert difference(found, reference_of(own), tolerance=1e-12) == []
+    assert difference(found, own.reference(NUM_MICROBATCHES), tolerance=1e-12) == []
 
 
 def test_a_loss_that_draws_does_so_alike_on_any_split():
@@ -150,7 +116,7 @@ def test_a_loss_that_draws_does_so_alike_on_any_split():
 
     found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, own, "1f1b"), own))
 
-    assert difference(found, reference_of(own)) == []
+    assert difference(found, own.reference(NUM_MICROBATCHES)) == []
 
 
 def test_every_step_draws_anew_and_a_number_brings_a_draw_back():
@@ -257,17 +223,7 @@ def test_a_step_that_failed_draws_the_same_when_it_is_run_again():
         last.fails = False
         return [*layers(), last]
 
-    assert difference(found, reference_of(task(make_layers=working))) == []
-
-
-def test_ranks_with_different_seeds_are_told_so():
-    def case(wires):
-        return pipeline_of(wires, task(), "1f1b", seed=wires.rank)
-
-    error = error_of(on_ranks, 2, case)
-
-    assert isinstance(error, PipelineError)
-    assert "disagree on seed" in str(error)
+    assert difference(found, task(make_layers=working).reference(NUM_MICROBATCHES)) == []
 
 
 def test_what_is_no_seed_is_refused_at_once():

@@ -13,7 +13,7 @@ from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
 from tests.exactness.combinations import schedule_of
 from tests.exactness.features import LOSSES, MODELS, batch, options
-from tests.local_pipelines import WIDTH, block, error_of, gradients_of, mistakes, on_ranks, square_loss, values
+from tests.local_pipelines import WIDTH, Around, block, error_of, gradients_of, mistakes, on_ranks, square_loss, values
 from tests.test_carried_steps import CarriedAttention, CarriedGRU, RunningSum, carrying_task, decoder_task
 
 TRAINING = [name for name in FAMILIES if name != "forward-only"]
@@ -92,12 +92,12 @@ def test_slices_that_carry_state_learn_the_same():
     assert mistakes(carrying_task(RunningSum, CarriedGRU, CarriedAttention, RunningSum), schedule) == []
 
 
-class Counting(nn.Module):
+class Counting(Around):
     """Has buffers that its forward changes: a count, and the running means of a batch norm."""
 
     def __init__(self, seed):
-        super().__init__()
-        self.inner, self.norm = block(seed), nn.BatchNorm1d(WIDTH)
+        super().__init__(seed)
+        self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x):
@@ -105,12 +105,11 @@ class Counting(nn.Module):
         return self.norm(self.inner(x))
 
 
-class Growing(nn.Module):
+class Growing(Around):
     """Computes with a buffer that every forward changes, as a spectral norm does."""
 
     def __init__(self, seed):
-        super().__init__()
-        self.inner = block(seed)
+        super().__init__(seed)
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x):
@@ -118,12 +117,8 @@ class Growing(nn.Module):
         return self.inner(x) * self.scale.clone()
 
 
-class Doubling(nn.Module):
+class Doubling(Around):
     """Changes its input in place, which autograd does not see."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.inner = block(seed)
 
     def forward(self, x):
         with torch.no_grad():
@@ -131,12 +126,8 @@ class Doubling(nn.Module):
         return self.inner(x)
 
 
-class Dropping(nn.Module):
+class Dropping(Around):
     """Draws from torch's default generator."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.inner = block(seed)
 
     def forward(self, x):
         return nn.functional.dropout(self.inner(x), 0.3)
@@ -255,21 +246,25 @@ def test_a_memory_report_finds_the_activations_that_the_program_says(name):
     schedule = build(name, ranks=2, microbatches=4)
 
     for each in (schedule, ps.with_recompute(schedule)):
-        peak = ps.check(each).peak_activations
+        assert reported_activations(each) == ps.check(each).peak_activations
 
-        def run(wires, each=each):
-            pipeline = Pipeline([block(seed) for seed in range(4)], each, loss=square_loss, transport=wires)
-            report = pipeline.memory_report(values(1, 8, WIDTH), target=values(2, 8, WIDTH))
-            return [rank.peak_activations for rank in report.ranks]
 
-        assert on_ranks(2, run)[0] == peak
+def reported_activations(plan):
+    """The peaks of both ranks by a memory report."""
+
+    def run(wires):
+        pipeline = Pipeline([block(seed) for seed in range(4)], plan, loss=square_loss, transport=wires)
+        report = pipeline.memory_report(values(1, 12, WIDTH), target=values(2, 12, WIDTH))
+        return [rank.peak_activations for rank in report.ranks]
+
+    return on_ranks(2, run)[0]
 
 
 def test_what_was_not_noted_before_is_not_noted_twice():
-    class Penalized(nn.Module):
+    class Penalized(Around):
         def __init__(self, seed):
-            super().__init__()
-            self.inner, self.penalty = block(seed), AuxiliaryLoss("size", weight=0.1)
+            super().__init__(seed)
+            self.penalty = AuxiliaryLoss("size", weight=0.1)
 
         def forward(self, x):
             output = self.inner(x)

@@ -21,14 +21,12 @@ from tests.sharded_pipelines import NONE, ONE, OPTIMIZER, TWO, adamw, name_of
 
 DEADLINE_S = 20.0
 LONGEST_NOTICE_S = 3.0
-
-
 STEPS = 5
 
 
-def trained(rank, pipeline, data, names, schedule):
+def trained(rank, pipeline, data, names, schedule, setting=NONE, steps=STEPS):
     mesh = device_mesh(pipeline, data, names)
-    return train(mesh, Job([8] * data), schedule, STEPS, adamw, deadline_s=DEADLINE_S)
+    return train(mesh, Job([8] * data), schedule, steps, adamw, deadline_s=DEADLINE_S, **setting)
 
 
 def by_replica(found, pipeline, data, names):

@@ -34,18 +34,19 @@ from tests.mesh_pipelines import (
     FLOAT,
     MICROBATCHES,
     Job,
-    Rows,
     assert_near,
     difference,
-    followed_by,
     gradients_after,
     gradients_of_steps,
     index_of,
     layers_of,
     on_mesh,
     on_pipelines,
+    one_step,
+    rows_after,
     train,
     train_alone,
+    two_steps,
 )
 from tests.sharded_pipelines import (
     ALL,
@@ -278,8 +279,7 @@ def test_a_gradient_stays_in_the_memory_that_its_caller_gave_it_and_is_added_to(
         given = {}
         for name, each in own.named_parameters():
             given[name] = each.grad = torch.ones_like(each)
-        own.step(inputs, target=target)
-        own.step(inputs, target=target)
+        two_steps(own, inputs, target)
         assert all(each.grad is given[name] for name, each in own.named_parameters())
 
     expected = {name: value + 1 for name, value in gradients_of_steps(job, [1, 1]).items()}
@@ -293,7 +293,7 @@ def test_within_no_sync_nothing_is_summed_but_what_is_tied():
         with own.no_sync():
             own.step(inputs, target=target)
 
-    ranks = [rows.gradients for rows in on_pipelines(job, "1f1b", followed_by(Rows, step), pipeline=1)]
+    ranks = [rows.gradients for rows in on_pipelines(job, "1f1b", rows_after(step), pipeline=1)]
 
     layers = job.make_layers()
     inputs, target = job.of(1)
@@ -355,10 +355,6 @@ def test_a_state_is_gathered_from_the_first_replica_and_loaded_by_all():
 def test_equal_batches_on_all_replicas_are_warned_of_once():
     job = Job([8, 8])
 
-    def two_steps(own, inputs, target):
-        for _ in range(2):
-            own.step(inputs, target=target)
-
     def same_batch(own, *_):
         two_steps(own, *job.of(0))
 
@@ -391,16 +387,12 @@ def errors_of(change, job=None, deadline_s=5.0):
     return [error for error, *_ in ranks]
 
 
-def train_step(own, inputs, target):
-    own.step(inputs, target=target)
-
-
 def evaluation(own, inputs, target):
     own.evaluate(inputs, target=target)
 
 
-def only_in(replica, odd, usual=train_step):
-    return lambda own, *batch: (odd if own.replica == replica else usual)(own, *batch)
+def only_in_one(odd, usual=one_step):
+    return lambda own, *batch: (odd if own.replica == 1 else usual)(own, *batch)
 
 
 def freeze(own, inputs, target):
@@ -427,7 +419,7 @@ def within_no_sync(own, inputs, target):
     ],
 )
 def test_a_step_that_one_replica_cannot_run_is_refused_by_all_and_the_next_one_is_right(odd, words):
-    errors = errors_of(only_in(1, odd))
+    errors = errors_of(only_in_one(odd))
 
     assert {type(error).__name__ for error in errors} <= {"StepRefused", "EndOfData"}
     assert len({(type(error), error.rank) for error in errors}) == 1
@@ -435,7 +427,7 @@ def test_a_step_that_one_replica_cannot_run_is_refused_by_all_and_the_next_one_i
 
 
 def test_an_evaluation_with_a_target_on_one_replica_alone_is_refused():
-    errors = errors_of(only_in(1, lambda own, inputs, target: own.evaluate(inputs), evaluation))
+    errors = errors_of(only_in_one(lambda own, inputs, target: own.evaluate(inputs), evaluation))
 
     assert all("disagree on has_target" in str(error) for error in errors)
 
@@ -540,13 +532,12 @@ def test_backwards_run_while_a_reduction_is_under_way():
 
 def training(places, folder, *, save_at=None, load=False, end=4):
     """Train up to step `end`, and save or load on the way; return the loss of the last step and the weights."""
-    job = Job([8, 8])
-    is_alone = places.num_replicas == 1
-    microbatches = 2 * MICROBATCHES if is_alone else MICROBATCHES
-    with ps.Pipeline(job.make_layers(), "1f1b", microbatches, square_loss, mesh=places) as pipeline:
+    num_replicas = places.num_replicas
+    job = Job([16 // num_replicas] * num_replicas)
+    with ps.Pipeline(job.make_layers(), "1f1b", 8 // num_replicas, square_loss, mesh=places) as pipeline:
         optimizer = adamw(pipeline.parameters())
         begin = ps.load_checkpoint(folder, pipeline, optimizer)["at"] if load else 0
-        inputs, target = (job.all_inputs, job.all_targets) if is_alone else job.of(pipeline.replica)
+        inputs, target = job.of(pipeline.replica)
         for step in range(begin, end):
             result = pipeline.step(inputs * (step + 1), target=target)
             optimizer.step()

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import penstock as ps
 from tests.exactness.features import LOSSES, MODELS, REFERENCES, batch, options
 from tests.local_pipelines import WIDTH, float_layers, settle
-from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, on_pipelines
+from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, on_pipelines, two_steps
 from tests.sharded_pipelines import FULL, ONE, OPTIMIZER, TWO, compared, name_of, norm_layers, sequence_job, settings
 from tests.test_skip_steps import LookingBack
 from tests.test_skip_steps import layers as skipping_layers
@@ -141,8 +141,7 @@ def test_activations_that_a_program_moves_to_the_host_train(setting):
 @BOTH
 def test_buffers_of_the_first_replica_reach_all(setting):
     def buffers(own, inputs, target):
-        own.step(inputs, target=target)
-        own.step(inputs, target=target)
+        two_steps(own, inputs, target)
         modules = nn.ModuleList(layer for stage in own.stages for layer in stage.layers.values())
         return {name: each.clone() for name, each in modules.named_buffers()}
 

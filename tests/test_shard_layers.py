@@ -11,7 +11,7 @@ from torch import nn
 import penstock as ps
 from penstock.models import Skip
 from tests.execute.test_overlap import InTwoThreads
-from tests.local_pipelines import WIDTH, block, float_layers, settle, square_loss, values, zero
+from tests.local_pipelines import WIDTH, Around, block, float_layers, settle, square_loss, values, zero
 from tests.mesh_pipelines import (
     FLOAT,
     MICROBATCHES,
@@ -23,7 +23,9 @@ from tests.mesh_pipelines import (
     layers_of,
     on_mesh,
     on_pipelines,
+    one_step,
     pipeline_of,
+    two_steps,
     whole,
 )
 from tests.sharded_pipelines import (
@@ -93,12 +95,11 @@ def test_returned_outputs_may_be_views_of_weights(setting):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-class Handing(nn.Module):
+class Handing(Around):
     """Hands its weight on to a later layer, or uses the one that another passes on."""
 
     def __init__(self, seed, puts):
-        super().__init__()
-        self.inner = block(seed, FLOAT)
+        super().__init__(seed, FLOAT)
         self.skip, self.puts = Skip("weight"), puts
 
     def forward(self, x):
@@ -142,12 +143,8 @@ def test_weights_that_slices_carry_train(schedule, setting):
 # ---- layers without gradients, and parameters without
 
 
-class Detached(nn.Module):
+class Detached(Around):
     """Lets no gradient through."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.inner = block(seed, FLOAT)
 
     def forward(self, x):
         return self.inner(x.detach())
@@ -157,7 +154,7 @@ class Detached(nn.Module):
 @BOTH
 def test_stages_that_get_no_gradient_end_as_those_of_replicas(schedule, setting):
     def layers():
-        return [*float_layers(FLOAT, 4), Detached(4), *(block(seed, FLOAT) for seed in (5, 6, 7))]
+        return [*float_layers(FLOAT, 4), Detached(4, FLOAT), *(block(seed, FLOAT) for seed in (5, 6, 7))]
 
     assert_as_replicas(2, 2, Job([8, 8], layers), schedule, setting)
 
@@ -310,12 +307,3 @@ def test_layers_that_ranks_build_train(setting):
 
     expected = gradients_of_steps(Job([8, 8]), [1])
     assert_near(gradients_after(job, "zbv", one_step, **setting), expected)
-
-
-def one_step(own, inputs, target):
-    own.step(inputs, target=target)
-
-
-def two_steps(own, inputs, target):
-    own.step(inputs, target=target)
-    own.step(inputs, target=target)

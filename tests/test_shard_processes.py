@@ -9,11 +9,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 import penstock as ps
 from tests.local_pipelines import WIDTH, settle, square_loss, values
-from tests.mesh_pipelines import MICROBATCHES, Job, device_mesh, difference, pipeline_of, train, train_alone
+from tests.mesh_pipelines import MICROBATCHES, Job, device_mesh, difference, pipeline_of, train_alone
 from tests.ranks import run_ranks
 from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, name_of
 from tests.test_replica_processes import (
     BOTH,
+    DEADLINE_S,
     STEPS,
     WRAPPED,
     assert_refused,
@@ -21,16 +22,8 @@ from tests.test_replica_processes import (
     by_replica,
     mesh_of,
     plain,
+    trained,
 )
-
-DEADLINE_S = 20.0
-LONGEST_NOTICE_S = 3.0
-
-
-def trained(rank, pipeline, data, names, schedule, setting, steps):
-    mesh = device_mesh(pipeline, data, names)
-    return train(mesh, Job([8] * data), schedule, steps, adamw, deadline_s=DEADLINE_S, **setting)
-
 
 LAYOUTS = [
     (2, 2, BOTH, "interleaved-1f1b", TWO),
@@ -45,7 +38,7 @@ LAYOUTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "data", "names", "schedule", "setting"), LAYOUTS, ids=name_of)
 def test_four_processes_train_as_one_does(four_ranks, pipeline, data, names, schedule, setting):
-    found = four_ranks.run(trained, pipeline, data, names, schedule, setting, STEPS)
+    found = four_ranks.run(trained, pipeline, data, names, schedule, setting)
     found = by_replica(found, pipeline, data, names)
 
     assert difference(found, train_alone(Job([8] * data), STEPS, adamw), num_replicas=data) == []

@@ -114,39 +114,30 @@ def test_a_setting_that_is_wrong_on_one_rank_is_refused_by_all():
 # ---- layers
 
 
-class Lazy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.LazyLinear(WIDTH, dtype=FLOAT)
-
-    def forward(self, x):
-        return self.inner(x)
+def hook_one(layers):
+    return layers[6][1].weight.register_hook(lambda gradient: gradient * 2).remove
 
 
-def hooked(kind):
-    layers = float_layers(FLOAT, 8)
-    weight = layers[6][1].weight
-    if kind == "hook":
-        weight.register_hook(lambda gradient: gradient * 2)
-    if kind == "post":
-        weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    return layers
+def hook_after(layers):
+    return layers[6][1].weight.register_post_accumulate_grad_hook(lambda parameter: None).remove
 
 
 @BOTH
 def test_lazy_parameters_are_refused(setting):
-    layers = [*float_layers(FLOAT, 6), Lazy(), block(3, FLOAT)]
+    layers = [*float_layers(FLOAT, 6), nn.Sequential(nn.LazyLinear(WIDTH, dtype=FLOAT)), block(3, FLOAT)]
 
     for text in refused(lambda places: made(places, layers=list(layers), **setting)):
         assert "lazy" in text.lower() or "no shape" in text
 
 
 @BOTH
-@pytest.mark.parametrize("kind", ["hook", "post"])
+@pytest.mark.parametrize("hook", [hook_one, hook_after])
 @pytest.mark.parametrize("bad", [None, 3, pytest.param(1, marks=pytest.mark.full)])
-def test_hooks_of_parameters_are_refused(kind, setting, bad):
+def test_hooks_of_parameters_are_refused(hook, setting, bad):
     def make(places):
-        layers = hooked(kind if bad in (None, places.index) else "none")
+        layers = float_layers(FLOAT, 8)
+        if bad in (None, places.index):
+            hook(layers)
         return made(places, "1f1b", layers=layers, **setting)
 
     for text in refused(make):
@@ -154,13 +145,13 @@ def test_hooks_of_parameters_are_refused(kind, setting, bad):
         assert "6.1.weight" in text
 
 
-def between(change, setting=ONE, *, bad=None, schedule="1f1b"):
+def between(change, setting, *, bad):
     """Errors of a step before which some ranks changed something; `change(layers)` returns what takes it back."""
     job = Job([8, 8])
 
     def case(places):
         layers = job.make_layers()
-        with made(places, schedule, layers=layers, **setting) as own:
+        with made(places, "1f1b", layers=layers, **setting) as own:
             inputs, target = job.of(own.replica)
             own.step(inputs, target=target)
             undo = change(layers) if bad in (None, places.index) else lambda: None
@@ -184,14 +175,6 @@ def replace_one(layers):
 
 def replace_a_module(layers):
     return replaced(layers[6], "1", lambda: settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT), 1))
-
-
-def hook_one(layers):
-    return layers[6][1].weight.register_hook(lambda gradient: gradient * 2).remove
-
-
-def hook_after(layers):
-    return layers[6][1].weight.register_post_accumulate_grad_hook(lambda parameter: None).remove
 
 
 @pytest.mark.parametrize("setting", [ONE, OPTIMIZER], ids=name_of)

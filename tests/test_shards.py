@@ -246,18 +246,19 @@ def test_modules_and_the_pipeline_have_the_same_shards_from_construction_on(sett
     def steps(own, inputs, target):
         listed = dict(own.named_parameters())
         for _ in range(2):
-            check_shards(own, listed, 3)
+            check_shards(own, listed)
             own.step(inputs, target=target)
-            check_shards(own, listed, 3, has_gradients=True)
+            check_shards(own, listed, has_gradients=True)
             own.evaluate(inputs, target=target)
-        check_shards(own, listed, 3, has_gradients=True)
+        check_shards(own, listed, has_gradients=True)
         in_layers = {id(each) for layer in layers_of(own) for each in layer.parameters()}
         assert in_layers == {id(each) for each in listed.values()}
 
     on_pipelines(Job([8, 8, 8]), "interleaved-1f1b", steps, **setting)
 
 
-def check_shards(own, listed, data, has_gradients=False):
+def check_shards(own, listed, has_gradients=False):
+    """Of three replicas, each has a third of every parameter, and of its gradient."""
     now = dict(own.named_parameters())
     assert now.keys() == listed.keys()
     assert all(now[name] is listed[name] for name in now)
@@ -270,7 +271,7 @@ def check_shards(own, listed, data, has_gradients=False):
         assert each.requires_grad
         assert list(each.placements) == [Shard(0)]
         assert each.device_mesh.mesh_dim_names == ("data",)
-        assert each.to_local().shape[0] == len(torch.arange(each.shape[0]).chunk(data)[own.replica])
+        assert each.to_local().shape[0] == len(torch.arange(each.shape[0]).chunk(3)[own.replica])
         if has_gradients:
             assert each.grad.placements == each.placements
             assert each.grad.to_local().shape == each.to_local().shape

@@ -16,10 +16,10 @@ from penstock.schedules import FAMILIES, build
 from tests.local_pipelines import (
     NEARLY,
     WIDTH,
+    Around,
     Outcome,
     Task,
     assert_errors,
-    block,
     difference,
     differences_on_gloo,
     error_of,
@@ -38,12 +38,11 @@ LENGTH = 6
 TENSOR_BYTES = 2 * LENGTH * WIDTH * 8
 
 
-class Layer(nn.Module):
+class Layer(Around):
     """A block that puts its output into some skips, and adds to its input what it gets from others."""
 
     def __init__(self, seed, puts=(), gets=()):
-        super().__init__()
-        self.inner = block(seed, FLOAT64)
+        super().__init__(seed, FLOAT64)
         self.puts = nn.ModuleList(map(Skip, puts))
         self.gets = nn.ModuleList(map(Skip, gets))
 

@@ -9,17 +9,16 @@ from penstock.execute.batch.microbatch import BatchSpec, Concat, Replicate, Spli
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.local_pipelines import (
+    NEARLY,
     VOCABULARY,
     WIDTH,
-    Outcome,
+    Masked,
     Task,
     block,
     count_tokens,
     difference,
     error_of,
     float_layers,
-    gradients_of,
-    named,
     on_ranks,
     square_loss,
     step_task,
@@ -27,10 +26,8 @@ from tests.local_pipelines import (
     token_loss,
     values,
 )
-from tests.reference import reference_step
 
 FLOAT64 = torch.float64
-NEARLY = {"tolerance": 1e-12, "loss_tolerance": 1e-12}
 
 
 def long_task(rows, length, **options):
@@ -95,30 +92,14 @@ def test_the_loss_sees_one_slice_after_another():
     assert all(map(torch.equal, seen, expected))
 
 
-class Masked(nn.Module):
-    """A layer that takes a keyword per position and one for all."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.inner = block(seed, FLOAT64)
-
-    def forward(self, x, *, mask, scale):
-        return self.inner(x) * mask[..., None] * scale[0]
-
-
 def test_keywords_are_cut_like_the_batch_or_go_along_whole():
-    inputs, target = (values(seed, 4, 6, WIDTH, dtype=FLOAT64) for seed in (1, 2))
-    keywords = {"mask": values(3, 4, 6, dtype=FLOAT64), "scale": values(4, 1, 6, dtype=FLOAT64)}
-    specs = BatchSpec(kwargs={"scale": Replicate()})
-    layers = [Masked(0), Masked(1)]
+    task = long_task(4, 6, specs=BatchSpec(kwargs={"scale": Replicate()}))
+    task.make_layers = lambda: [Masked(0, FLOAT64), Masked(1, FLOAT64)]
+    task.keywords = {"mask": values(3, 4, 6, 1, dtype=FLOAT64), "scale": values(4, 1, WIDTH, dtype=FLOAT64)}
 
-    def case(wires):
-        schedule = build("seq1f1b", ranks=2, microbatches=2, slices=3)
-        pipeline = Pipeline([Masked(0), Masked(1)], schedule, loss=square_loss, transport=wires, specs=specs)
-        return Outcome(pipeline.step(inputs, target=target, **keywords), gradients_of(pipeline.named_parameters()))
+    found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, task, 2, 3), task))
 
-    result = reference_step(layers, (inputs,), keywords, target, loss=square_loss, num_microbatches=2, specs=specs)
-    assert difference(on_ranks(2, case), (result, gradients_of(named(layers))), **NEARLY) == []
+    assert difference(found, task.reference(2), **NEARLY) == []
 
 
 def test_the_sequence_may_come_first():
@@ -183,10 +164,3 @@ def test_layers_that_look_back_and_carry_nothing_are_refused_on_every_rank_befor
         assert isinstance(error, ConfigError)
         assert "looks back over the sequence and carries nothing" in str(error)
         assert "in a ps.Carry" in str(error)
-
-
-def test_ranks_that_cut_on_different_dimensions_say_so_everywhere():
-    task = long_task(6, 6)
-
-    for error in on_ranks(2, lambda wires: error_of(pipeline_of, wires, task, slice_dim=1 + wires.rank)):
-        assert "disagree on slice_dim: rank 0 has 1, rank 1 has 2" in str(error)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, block, error_of, named, square_loss, values
+from tests.local_pipelines import WIDTH, Around, error_of, named, square_loss, values
 from tests.ranks import run_ranks
 from tests.reference import reference_step
 
@@ -22,13 +22,10 @@ FAILS, RECORDS, EVALUATES = 5, 7, 3
 """Every so many steps."""
 
 
-class Failing(torch.nn.Module):
+class Failing(Around):
     """A layer that raises on demand, and draws random numbers."""
 
-    def __init__(self, seed):
-        super().__init__()
-        self.inner = block(seed, torch.float32)
-        self.fails = False
+    fails = False
 
     def forward(self, hidden):
         if self.fails:

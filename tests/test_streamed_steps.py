@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 
 from penstock.errors import EndOfData, PenstockWarning, PipelineError, StepRefused
 from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate
@@ -15,22 +14,25 @@ from penstock.execute.batch.stream import DataTimes, Part, Stream
 from penstock.execute.observing.clock import Clock
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import (
+    NEARLY,
     WIDTH,
+    Around,
+    Masked,
     Outcome,
     Task,
     assert_errors,
     assert_gradients,
-    block,
     count_tokens,
     difference,
     error_of,
     float_layers,
     float_task,
     gradients_of,
-    named,
     on_pipelines,
     on_ranks,
+    outcome_of,
     pipeline_of,
+    same_outcomes,
     square_loss,
     step_task,
     values,
@@ -89,41 +91,19 @@ def write_by_numpy(buffer, tensor):
 def test_a_loader_may_fill_one_buffer_again_and_again(schedule, num_ranks, write):
     task = deep_task(M)
 
-    def case(pipeline):
-        result = pipeline.step(*stream_on(pipeline, refilled(pieces(task), write)), return_outputs=True)
-        return outcome_of(pipeline, result)
+    found = on_pipelines(num_ranks, task, lambda own: streamed(own, refilled(pieces(task), write)), schedule)
 
-    found = on_pipelines(num_ranks, task, case, schedule)
-    assert difference(found, task.reference(M), tolerance=1e-12, loss_tolerance=1e-12) == []
+    assert difference(found, task.reference(M), **NEARLY) == []
 
 
-def outcome_of(pipeline, result):
-    return Outcome(result, gradients_of(pipeline.named_parameters()))
-
-
-def streamed(pipeline, task):
-    """What a step does with a task's batch, one microbatch after another."""
-    num_microbatches = pipeline.schedule.num_microbatches
-    result = pipeline.step(*stream_on(pipeline, pieces(task, num_microbatches)), return_outputs=True)
-    return outcome_of(pipeline, result)
+def streamed(pipeline, items, **options):
+    """What a step does with these microbatches, one after another."""
+    return outcome_of(pipeline, pipeline.step(*stream_on(pipeline, items, **options), return_outputs=True))
 
 
 def halved(task):
     """A task with half the inputs."""
     return Task(task.make_layers, (task.inputs[0] * 0.5,), task.target)
-
-
-def same(ours, theirs):
-    """Whether two lists of outcomes are equal bit for bit: losses, gradients and outputs."""
-    return all(map(same_on_rank, ours, theirs))
-
-
-def same_on_rank(one, other):
-    losses = [(one.result.loss, other.result.loss), *zip(one.result.losses, other.result.losses, strict=True)]
-    gradients = [(one.gradients[name], other.gradients[name]) for name in one.gradients | other.gradients]
-    outputs = (one.result.outputs, other.result.outputs)
-    has_outputs = outputs[0] is not None or outputs[1] is not None
-    return all(torch.equal(*pair) for pair in [*losses, *gradients, *([outputs] if has_outputs else [])])
 
 
 # ---- exactness
@@ -137,20 +117,20 @@ def test_a_streamed_batch_gives_what_the_whole_one_gives_bit_for_bit(family, num
 
     outcomes, whole = both(num_ranks, task, family, 8)
 
-    assert same(outcomes, whole)
-    assert difference(outcomes, task.reference(8), tolerance=1e-12, loss_tolerance=1e-12) == []
+    assert same_outcomes(outcomes, whole)
+    assert difference(outcomes, task.reference(8), **NEARLY) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_streamed_batch_is_bitwise_gradient_accumulation_on_one_process(num_ranks):
     task = float_task(2 * M)
 
-    found = on_pipelines(num_ranks, task, lambda pipeline: streamed(pipeline, task))
+    found = on_pipelines(num_ranks, task, lambda pipeline: streamed(pipeline, pieces(task)))
     assert difference(found, task.reference(M)) == []
 
 
 def test_streamed_microbatches_may_be_cut_into_slices():
-    assert same(*both(2, deep_task(M), "seq1f1b", slices=2))
+    assert same_outcomes(*both(2, deep_task(M), "seq1f1b", slices=2))
 
 
 def train_on_gloo(rank, task):
@@ -166,13 +146,10 @@ def train_on_gloo(rank, task):
 @pytest.mark.slow
 def test_two_streamed_steps_on_gloo_add_up_bit_for_bit_and_a_third_finds_no_data(three_ranks):
     task = float_task(2 * M)
-    layers = task.make_layers()
-    for _ in range(2):
-        expected = reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=M)
 
     answers = three_ranks.run(train_on_gloo, Task(float_layers, task.inputs, task.target))
 
-    assert difference([outcome for outcome, _ in answers], (expected, gradients_of(named(layers)))) == []
+    assert difference([outcome for outcome, _ in answers], task.reference(M, 2)) == []
     assert [error for _, error in answers] == ["EndOfData"] * 3
 
 
@@ -187,39 +164,25 @@ def test_evaluate_takes_a_stream_too():
         assert torch.equal(found, expected)
 
 
-class Masked(nn.Module):
-    def __init__(self, seed):
-        super().__init__()
-        self.block = block(seed)
-
-    def forward(self, features, mask=None):
-        return self.block(features if mask is None else features * mask)
-
-
 def test_keywords_come_with_the_parts_of_a_stream():
-    mask, task = values(5, 2 * M, 1), masked_task()
+    mask = values(5, 2 * M, 1)
+    task = masked_task(mask)
     parts = zip(pieces(task), mask.chunk(M), strict=True)
     items = [Part(inputs, target=target, mask=part) for (inputs, target), part in parts]
-    layers = task.make_layers()
-    reference_step(layers, task.inputs, {"mask": mask}, task.target, loss=square_loss, num_microbatches=M)
 
-    def case(pipeline):
-        pipeline.step(Stream(items))
-        return gradients_of(pipeline.named_parameters())
+    found = on_pipelines(3, task, lambda pipeline: outcome_of(pipeline, pipeline.step(Stream(items))))
 
-    assert_gradients(on_pipelines(3, task, case), layers)
+    assert difference(found, task.reference(M)) == []
 
 
 def test_a_part_may_hold_what_has_no_batch_dimension():
-    table, task = values(6, WIDTH), masked_task()
-    items = [Part(*piece[:1], target=piece[1], mask=table) for piece in pieces(task)]
-    options = {"specs": BatchSpec(kwargs=Replicate())}
+    table = values(6, WIDTH)
+    task = masked_task(table, specs=BatchSpec(kwargs=Replicate()))
+    items = [Part(inputs, target=target, mask=table) for inputs, target in pieces(task)]
 
-    found = on_pipelines(2, task, lambda pipeline: pipeline.step(Stream(items)).loss, **options)
+    found = on_pipelines(2, task, lambda pipeline: outcome_of(pipeline, pipeline.step(Stream(items))))
 
-    options |= {"loss": square_loss, "num_microbatches": M}
-    expected = reference_step(task.make_layers(), task.inputs, {"mask": table}, task.target, **options)
-    assert all(torch.equal(loss, expected.loss) for loss in found)
+    assert difference(found, task.reference(M)) == []
 
 
 def test_only_the_first_rank_may_stream_while_the_last_one_has_its_targets_as_a_whole():
@@ -236,17 +199,16 @@ def test_only_the_first_rank_may_stream_while_the_last_one_has_its_targets_as_a_
 # ---- when data are pulled
 
 
-class Noting(nn.Module):
+class Noting(Around):
     """A layer that notes when it runs."""
 
     def __init__(self, log, seed):
-        super().__init__()
-        self.block = block(seed)
+        super().__init__(seed)
         self._log = log
 
     def forward(self, features):
         self._log.append("F")
-        return self.block(features)
+        return self.inner(features)
 
 
 def noted(log, items):
@@ -284,18 +246,8 @@ def test_the_next_microbatch_is_pulled_while_the_rank_would_wait_and_none_for_th
     assert last == ["pull 0", "F", "B", "pull 1", "F", "B", "pull 2", "F", "B", "pull 3", "F", "B"]
 
 
-def test_a_rank_between_is_never_asked_for_data():
-    task = float_task(2 * M)
-
-    def case(pipeline):
-        log = []
-        pipeline.step(Stream(noted(log, pieces(task))))
-        return len(log)
-
-    assert on_pipelines(3, task, case) == [M, 0, M]
-
-
-def test_a_schedule_that_takes_microbatches_out_of_order_pulls_each_once():
+def pulls(num_ranks, schedule):
+    """What each rank pulls in a step of eight microbatches."""
     task = deep_task(8)
 
     def case(pipeline):
@@ -303,7 +255,15 @@ def test_a_schedule_that_takes_microbatches_out_of_order_pulls_each_once():
         pipeline.step(Stream(noted(log, pieces(task, 8))))
         return log
 
-    assert on_pipelines(2, task, case, "dualpipe", 8) == [[f"pull {index}" for index in range(8)]] * 2
+    return on_pipelines(num_ranks, task, case, schedule, 8)
+
+
+def test_a_rank_between_is_never_asked_for_data():
+    assert [len(log) for log in pulls(3, "1f1b")] == [8, 0, 8]
+
+
+def test_a_schedule_that_takes_microbatches_out_of_order_pulls_each_once():
+    assert pulls(2, "dualpipe") == [[f"pull {index}" for index in range(8)]] * 2
 
 
 # ---- how long data are held
@@ -369,7 +329,7 @@ def test_parts_that_may_be_spent_are_let_go_and_the_others_kept():
     assert alive == [16, 14, 12, 10, 8, 6, 4, 2]
     assert alive_kept == [16] * 8
     assert (num_parts, num_kept) == (0, 8)
-    assert same([spent], [kept])
+    assert same_outcomes([spent], [kept])
 
 
 def test_a_refused_step_spends_nothing():
@@ -471,12 +431,13 @@ def test_prepared_items_give_what_items_that_were_ready_give():
     task = float_task(2 * M)
     raw = [{"x": piece[0] - 1, "y": piece[1]} for piece in pieces(task)]
 
-    def case(pipeline):
-        stream = stream_on(pipeline, raw, preprocess=lambda item: (item["x"] + 1, item["y"]))
-        return outcome_of(pipeline, pipeline.step(*stream))
+    def prepare(item):
+        return item["x"] + 1, item["y"]
+
+    found = on_pipelines(2, task, lambda pipeline: streamed(pipeline, raw, preprocess=prepare))
 
     ready = Task(task.make_layers, (torch.cat([item["x"] + 1 for item in raw]),), task.target)
-    assert difference(on_pipelines(2, task, case), ready.reference(M)) == []
+    assert difference(found, ready.reference(M)) == []
 
 
 # ---- data that end, or go on
@@ -490,7 +451,7 @@ def test_data_that_end_inside_a_step_end_it_on_all_ranks_with_the_counts_and_new
         stream = stream_on(pipeline, pieces(task)[:num_items])
         errors = [error_of(pipeline.step, *stream) for _ in range(2)]
         zero(pipeline)
-        return *errors, streamed(pipeline, task)
+        return *errors, streamed(pipeline, pieces(task))
 
     inside, after, outcomes = zip(*on_pipelines(3, task, case), strict=True)
 
@@ -523,10 +484,9 @@ def test_after_data_that_could_not_be_prepared_all_ranks_go_on_with_the_same_mic
     assert_errors(assert_all_go_on(float_layers, fails_at), PipelineError, "OSError: planted")
 
 
-class Failing(nn.Module):
+class Failing(Around):
     def __init__(self, seed, fails_at):
-        super().__init__()
-        self.block = block(seed)
+        super().__init__(seed)
         self._fails_at = fails_at
         self._num_calls = 0
 
@@ -534,7 +494,7 @@ class Failing(nn.Module):
         self._num_calls += 1
         if self._num_calls == self._fails_at:
             raise ValueError("planted")
-        return self.block(features)
+        return self.inner(features)
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])
@@ -686,10 +646,9 @@ def test_an_iterator_that_fails_ends_the_step_on_all_ranks_with_its_own_message(
 
 def both(num_ranks, task, schedule="1f1b", num_microbatches=M, **options):
     """What pipelines do with a streamed batch, and with the same one as a whole."""
-    return [
-        on_pipelines(num_ranks, task, lambda own, call=call: call(own, task), schedule, num_microbatches, **options)
-        for call in (streamed, step_task)
-    ]
+    items = pieces(task, num_microbatches)
+    bodies = (lambda own: streamed(own, items), lambda own: step_task(own, task))
+    return [on_pipelines(num_ranks, task, body, schedule, num_microbatches, **options) for body in bodies]
 
 
 def two_batches(task):
@@ -697,8 +656,11 @@ def two_batches(task):
     return pieces(task) + pieces(halved(task))
 
 
-def masked_task():
-    return Task(lambda: [Masked(seed) for seed in range(3)], float_task(2 * M).inputs, float_task(2 * M).target)
+def masked_task(mask, **options):
+    task = float_task(2 * M)
+    task.make_layers = lambda: [Masked(seed) for seed in range(3)]
+    task.keywords, task.options = {"mask": mask}, options
+    return task
 
 
 def assert_all_go_on(make_layers, fails_at=None):

@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import error_of, float_layers, named, on_ranks, token_layers, token_loss, token_task
+from tests.local_pipelines import error_of, named, on_ranks, token_layers, token_loss, token_task
 from tests.reference import reference_step
 
 FLOAT64 = torch.float64
@@ -16,9 +16,7 @@ NUM_BLOCKS = 6
 PAIR = ("0.weight", f"{NUM_BLOCKS + 1}.weight")
 
 
-def untied_layers():
-    embedding, *_, head = token_layers(FLOAT64)
-    return [embedding, *float_layers(FLOAT64, NUM_BLOCKS), head]
+untied_layers = partial(token_layers, FLOAT64, NUM_BLOCKS)
 
 
 def tied_layers():

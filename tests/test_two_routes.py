@@ -32,6 +32,7 @@ from tests.local_pipelines import (
     step_task,
     token_task,
     two_routes,
+    two_steps,
     values,
     zero,
 )
@@ -77,15 +78,9 @@ def test_both_ranks_of_a_stage_list_its_parameters_under_the_unsplit_models_name
 def test_gradients_of_several_steps_add_up():
     task = float_task(8, FLOAT64)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task)
-        step_task(pipeline, task)
-        return step_task(pipeline, task)
+    found = on_ranks(3, lambda wires: two_steps(pipeline_of(wires, task), task))
 
-    layers = task.make_layers()
-    for _ in range(2):
-        result = reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=4)
-    assert difference(on_ranks(3, case), (result, gradients_of(named(layers))), tolerance=1e-12) == []
+    assert difference(found, task.reference(4, num_steps=2), tolerance=1e-12) == []
 
 
 def test_threads_may_hold_the_very_same_modules():
@@ -152,12 +147,10 @@ def test_frozen_layers_get_no_gradient_in_either_copy():
         return layers
 
     task.make_layers = frozen
-    layers = frozen()
-    result = reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=4)
 
     found = on_ranks(4, lambda wires: step_task(pipeline_of(wires, task), task))
 
-    assert difference(found, (result, gradients_of(named(layers))), tolerance=1e-12) == []
+    assert difference(found, task.reference(4), tolerance=1e-12) == []
     assert all(outcome.gradients["1.1.weight"] is None for outcome in found if "1.1.weight" in outcome.gradients)
 
 

@@ -3,13 +3,13 @@
 import sys
 
 
-def lines_run(call, within="/penstock/"):
-    """Return how many lines of Python run in files of this folder, those of every turn of a loop included."""
+def lines_run(call):
+    """Return how many lines of Python run in the files of Penstock, those of every turn of a loop included."""
     num_lines = 0
 
     def trace(frame, event, _):
         nonlocal num_lines
-        if within not in frame.f_code.co_filename:
+        if "/penstock/" not in frame.f_code.co_filename:
             return None
         num_lines += event == "line"
         return trace

@@ -13,7 +13,7 @@ from penstock.pipeline import Pipeline
 from tests.exactness.combinations import Combination, all_combinations, covering, thorough
 from tests.exactness.features import LOSSES, MODELS, REFERENCES, batch, options
 from tests.exactness.one_process import step_of_one_process
-from tests.local_pipelines import Outcome, difference, gradients_of, named, on_ranks, visits_in_order
+from tests.local_pipelines import difference, gradients_of, named, on_ranks, outcome_of, visits_in_order
 
 TOLERANCE = 1e-12
 NUM_STEPS = 2
@@ -59,7 +59,7 @@ def run(wires, combination):
     for step in range(NUM_STEPS):
         tokens, target = batch(feature, loss, combination.num_microbatches, step)
         result = pipeline.step(tokens, target=target)
-        found.append(Outcome(result, gradients_of(pipeline.named_parameters())))
+        found.append(outcome_of(pipeline, result))
     pipeline.close()
     return found
 
