@@ -4,15 +4,16 @@ import os
 import subprocess
 import sys
 import tomllib
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.errors import ConfigError, PenstockWarning
+from penstock.errors import ConfigError
 from penstock.execute import backend
 from tests.local_pipelines import block, error_of, values
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_compiled")
 
 ROOT = Path(__file__).parents[2]
 COMPILED_BY_NAME = """
@@ -22,12 +23,6 @@ layer = torch.compile(block(0), backend="penstock")
 layer(values(1, 3, WIDTH)).sum().backward()
 print(type(layer(values(1, 3, WIDTH)).grad_fn).__name__)
 """
-
-
-@pytest.fixture(autouse=True)
-def _forget_what_was_compiled():
-    yield
-    torch.compiler.reset()
 
 
 def test_true_and_the_names_of_inductor_are_the_backend_penstock():
@@ -44,23 +39,20 @@ def test_an_unknown_backend_is_refused_with_the_known_ones():
     assert all(name in str(error) for name in ("aot_eager", "inductor", "penstock", "cudagraphs"))
 
 
-def test_without_a_compiler_layers_run_as_aot_eager_and_that_is_said_once(monkeypatch):
+def test_without_a_compiler_layers_run_as_aot_eager_and_that_is_said_once(monkeypatch, told_warnings):
     monkeypatch.setattr(backend, "has_inductor", lambda device: False)
     monkeypatch.setattr(backend, "compile_inductor", None)
     backend._has_inductor.cache_clear()
     layers = [block(0), block(1)]
     inputs = values(1, 3, 6)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = [torch.compile(layer, backend=backend.penstock)(inputs) for layer in layers]
+    found = [torch.compile(layer, backend=backend.penstock)(inputs) for layer in layers]
     backend._has_inductor.cache_clear()
 
     assert all(torch.equal(each, layer(inputs)) for each, layer in zip(found, layers, strict=True))
-    told = [str(each.message) for each in caught if issubclass(each.category, PenstockWarning)]
-    assert len(told) == 1
-    assert "Inductor finds no compiler for cpu" in told[0]
-    assert "install a C++ compiler" in told[0]
+    (told,) = told_warnings()
+    assert "Inductor finds no compiler for cpu" in told
+    assert "install a C++ compiler" in told
 
 
 @pytest.mark.slow

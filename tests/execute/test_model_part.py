@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PipelineError
-from penstock.pipeline import Pipeline
+from tests.execute.stages.test_model_state import pipeline_of, tied_layers
 from tests.local_pipelines import (
     WIDTH,
     block,
@@ -16,24 +16,12 @@ from tests.local_pipelines import (
     float_layers,
     named,
     on_ranks,
-    settle,
     square_loss,
     two_routes,
     values,
 )
 
 BATCH = values(1, 8, WIDTH), values(2, 8, WIDTH)
-
-
-def tied_layers(seed):
-    layers = [settle(nn.Linear(WIDTH, WIDTH, bias=False), seed + index) for index in range(2)]
-    layers.insert(1, block(seed))
-    layers[2].weight = layers[0].weight
-    return layers
-
-
-def pipeline_of(wires, layers, schedule="1f1b", **options):
-    return Pipeline(layers, schedule, 4, square_loss, transport=wires, **options)
 
 
 def test_the_mode_of_the_layers_is_that_of_torch():
@@ -63,7 +51,7 @@ def test_a_container_of_torch_gives_its_layers_their_names():
         return nn.Sequential(OrderedDict(embed=first, middle=second, again=second, head=block(2)))
 
     def case(wires):
-        return [name for name, _ in Pipeline(make(), "1f1b", 4, square_loss, transport=wires).named_parameters()]
+        return [name for name, _ in pipeline_of(wires, make()).named_parameters()]
 
     names = [name for part in on_ranks(2, case) for name in part]
 

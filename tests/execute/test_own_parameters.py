@@ -1,5 +1,7 @@
 """Parameters that a caller replaces are trained rightly, or, where they are tied, refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -7,30 +9,30 @@ from torch import nn
 from penstock.errors import ConfigError, StepRefused
 from penstock.execute.own_parameters import OwnParameters
 from penstock.execute.stages.assemble import assemble
-from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from tests.local_pipelines import (
     WIDTH,
-    Task,
     difference,
     error_of,
     float_layers,
     float_task,
-    on_ranks,
+    on_pipelines,
     settle,
     step_task,
     token_layers,
-    token_loss,
     token_task,
 )
 
 FLOAT64 = torch.float64
 
 
-def tied_layers():
-    layers = token_layers(FLOAT64)
-    layers[-1].weight = layers[0].weight
-    return layers
+def tied_task():
+    def tied_layers():
+        layers = token_layers(FLOAT64)
+        layers[-1].weight = layers[0].weight
+        return layers
+
+    return replace(token_task(8, FLOAT64), make_layers=tied_layers)
 
 
 def reload(module):
@@ -48,27 +50,25 @@ def reload_all(pipeline):
 def test_replaced_parameters_are_trained_like_those_before_them(schedule):
     task = float_task(8, FLOAT64)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), schedule, 4, task.loss, transport=wires)
+    def case(pipeline):
         step_task(pipeline, task)
         reload_all(pipeline)
         return step_task(pipeline, task)
 
-    assert not difference(on_ranks(2, case), task.reference(4), tolerance=1e-12)
+    assert not difference(on_pipelines(2, task, case, schedule), task.reference(4), tolerance=1e-12)
 
 
 def test_replaced_parameters_get_main_gradients():
     task = float_task(8)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, main_gradients=True)
+    def case(pipeline):
         step_task(pipeline, task)
         reload_all(pipeline)
         step_task(pipeline, task)
         return {name: (parameter.grad, parameter.main_grad) for name, parameter in pipeline.named_parameters()}
 
     expected = task.reference(4)[1]
-    for found in on_ranks(2, case):
+    for found in on_pipelines(2, task, case, main_gradients=True):
         for name, (gradient, main) in found.items():
             assert gradient is None
             assert torch.equal(main, expected[name])
@@ -78,32 +78,29 @@ def test_replaced_parameters_get_main_gradients():
     ("schedule", "replaced"), [("1f1b", 0), ("1f1b", 1), ("zbv", 0), ("dualpipe", 0)], ids=lambda each: str(each)
 )
 def test_a_tied_parameter_that_was_replaced_is_refused_on_every_rank(schedule, replaced):
-    task = token_task(8, FLOAT64)
-    task = Task(tied_layers, task.inputs, task.target, token_loss, task.options)
+    task = tied_task()
 
-    def case(wires):
-        pipeline = Pipeline(tied_layers(), schedule, 4, token_loss, transport=wires, **task.options)
+    def case(pipeline):
         step_task(pipeline, task)
-        if wires.rank == replaced:
+        if pipeline.rank == replaced:
             reload_all(pipeline)
         return error_of(step_task, pipeline, task)
 
-    for error in on_ranks(2, case):
+    for error in on_pipelines(2, task, case, schedule):
         assert isinstance(error, StepRefused)
         assert error.rank == replaced
         assert "is tied, but was replaced by another parameter after the pipeline was made" in str(error)
 
 
 def test_evaluation_takes_replaced_parameters_as_they_are():
-    task = token_task(8, FLOAT64)
+    task = tied_task()
 
-    def case(wires):
-        pipeline = Pipeline(tied_layers(), "1f1b", 4, token_loss, transport=wires, **task.options)
+    def case(pipeline):
         reload_all(pipeline)
         return pipeline.evaluate(*task.inputs, target=task.target).loss
 
-    expected = Task(tied_layers, task.inputs, task.target, token_loss, task.options).reference(4)[0].loss
-    assert [torch.equal(loss, expected) for loss in on_ranks(2, case)] == [True, True]
+    expected = task.reference(4)[0].loss
+    assert [torch.equal(loss, expected) for loss in on_pipelines(2, task, case)] == [True, True]
 
 
 def own_parameters(layers):

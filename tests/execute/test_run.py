@@ -32,11 +32,14 @@ from tests.local_pipelines import (
     float_task,
     gradients_of,
     named,
+    on_pipelines,
     on_ranks,
     run_task,
+    second_step,
     square_loss,
     step_task,
     values,
+    zero,
 )
 from tests.reference import reference_step
 
@@ -143,14 +146,7 @@ def test_random_feasible_orders_are_right_up_to_rounding(seed):
     schedule = random_schedule(seed)
     task = float_task(2 * schedule.num_microbatches, torch.float64)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires)
-        step_task(pipeline, task)
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
-        return step_task(pipeline, task)  # now with receives posted ahead
-
-    outcomes = on_ranks(schedule.num_ranks, case)
+    outcomes = on_pipelines(schedule.num_ranks, task, lambda pipeline: second_step(pipeline, task), schedule, None)
 
     assert difference(outcomes, task.reference(schedule.num_microbatches), tolerance=1e-12) == []
 
@@ -296,8 +292,7 @@ def test_trees_of_all_sorts_cross_the_border_between_stages(placement):
     def case(wires):
         pipeline = Pipeline([Opening(), Passing(), Closing()], schedule, loss=square_loss, transport=wires)
         for _ in range(2):  # the second step has no headers
-            for _, parameter in pipeline.named_parameters():
-                parameter.grad = None
+            zero(pipeline)
             pipeline.step(inputs, target=target)
         return gradients_of(pipeline.named_parameters())
 

@@ -39,26 +39,23 @@ def test_a_tensor_counts_the_changes_in_place_of_itself_and_its_views():
         assert undocumented.version_of(torch.zeros(3)) == 0
 
 
-def test_a_parameter_shows_whether_it_has_a_hook_of_accumulation():
-    parameter = nn.Parameter(torch.zeros(2))
-    assert not undocumented.has_accumulation_hooks(parameter)
-
-    handle = parameter.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert undocumented.has_accumulation_hooks(parameter)
-
-    handle.remove()
-    assert not undocumented.has_accumulation_hooks(parameter)
-
-
-def test_a_parameter_shows_whether_it_has_hooks():
+@pytest.mark.parametrize(
+    ("has_hooks", "register"),
+    [
+        (undocumented.has_hooks, nn.Parameter.register_hook),
+        (undocumented.has_accumulation_hooks, nn.Parameter.register_post_accumulate_grad_hook),
+    ],
+    ids=["of its gradient", "of accumulation"],
+)
+def test_a_parameter_shows_whether_it_has_hooks(has_hooks, register):
     parameter = nn.Parameter(torch.zeros(3))
-    assert not undocumented.has_hooks(parameter)
+    assert not has_hooks(parameter)
 
-    handle = parameter.register_hook(lambda gradient: gradient)
-    assert undocumented.has_hooks(parameter)
+    handle = register(parameter, lambda tensor: None)
+    assert has_hooks(parameter)
 
     handle.remove()
-    assert not undocumented.has_hooks(parameter)
+    assert not has_hooks(parameter)
 
 
 def test_a_parameter_without_a_gradient_takes_over_the_memory_of_the_first_one():

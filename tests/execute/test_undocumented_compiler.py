@@ -14,13 +14,9 @@ from penstock.errors import ConfigError
 from penstock.execute import undocumented_compiler as undocumented
 from tests.local_pipelines import error_of
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_compiled")
+
 ROWS, WIDTH = 3, 4
-
-
-@pytest.fixture(autouse=True)
-def _forget_what_was_compiled():
-    yield
-    torch.compiler.reset()
 
 
 class Layer(nn.Module):
@@ -245,16 +241,21 @@ def test_compiled_functions_and_modules_are_known_as_such():
     assert not any(map(undocumented.is_compiled, (Layer(), F.gelu, len, None, 3)))
 
 
-def test_a_module_is_taken_out_of_what_torch_compile_returned_and_stays_compiled():
-    graphs = []
+def noting(graphs):
+    """A compiler that notes the graphs that it gets."""
 
-    def noting(module, examples):
+    def compile_graph(module, examples):
         graphs.append(module)
         return module.forward
 
+    return compile_graph
+
+
+def test_a_module_is_taken_out_of_what_torch_compile_returned_and_stays_compiled():
+    graphs = []
     for layer in (Layer(), nn.Sequential(Layer())):
         graphs.clear()
-        compiled = torch.compile(layer, backend=noting)
+        compiled = torch.compile(layer, backend=noting(graphs))
         inner, compiler = undocumented.unwrapped(compiled)
         undocumented.compile_module(inner, compiler)
         inner(torch.ones(ROWS, WIDTH))
@@ -268,18 +269,13 @@ def test_a_module_is_taken_out_of_what_torch_compile_returned_and_stays_compiled
 
 def test_torchs_own_modules_are_compiled_in_place_however_many_and_copies_are_not():
     graphs = []
-
-    def noting(module, examples):
-        graphs.append(module)
-        return module.forward
-
     layers = [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(torch._dynamo.config.recompile_limit + 3)
     ]
     inputs = torch.ones(ROWS, WIDTH)
     wanted = [layer(inputs) for layer in layers]
     for layer in layers:
-        undocumented.compile_module(layer, lambda call: torch.compile(call, backend=noting))
+        undocumented.compile_module(layer, lambda call: torch.compile(call, backend=noting(graphs)))
     found = [layer(inputs) for layer in layers]
 
     assert len(graphs) == len(layers)

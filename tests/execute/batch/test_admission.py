@@ -139,36 +139,59 @@ def test_the_first_stage_may_be_fed_by_keywords_alone():
     assert [m.kwargs["tokens"].tolist() for m in batches[0].microbatches] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
-@pytest.mark.parametrize(
-    ("calls", "text"),
-    [
-        ([((torch.arange(5),), {}, None), TARGET_ONLY], "do not divide evenly"),
-        ([INPUTS_ONLY, ((), {}, torch.arange(5))], "do not divide evenly"),
-        ([NOTHING, TARGET_ONLY], "was given no inputs"),
-        (
-            [INPUTS_ONLY, ((), {}, torch.arange(8))],
-            "sizes: rank 0 has [3, 3], rank 1 has [4, 4]. These are the rows",
-        ),
-        (
-            [INPUTS_ONLY, ((ROWS.double(),), {}, None)],
-            "rank 0 and rank 1 have different shapes or types. Pass the same batch",
-        ),
-        ([(({(1, 2): ROWS},), {}, None), TARGET_ONLY], "expected str or int keys"),
-    ],
-    ids=["uneven inputs", "uneven target", "no inputs", "other rows", "other type", "bad key"],
-)
-def test_a_batch_that_does_not_fit_is_refused_on_every_rank(calls, text):
-    for error in on_ranks(2, refuse, calls):
+WIDE = torch.arange(12.0).reshape(2, 6)
+BATCH, MASK = (torch.ones(4, 2),), {"mask": torch.ones(4)}
+UNFIT = {
+    "uneven inputs": ([((torch.arange(5),), {}, None), TARGET_ONLY], {}, "do not divide evenly"),
+    "uneven target": ([INPUTS_ONLY, ((), {}, torch.arange(5))], {}, "do not divide evenly"),
+    "no inputs": ([NOTHING, TARGET_ONLY], {}, "was given no inputs"),
+    "other rows": (
+        [INPUTS_ONLY, ((), {}, torch.arange(8))],
+        {},
+        "sizes: rank 0 has [3, 3], rank 1 has [4, 4]. These are the rows",
+    ),
+    "other type": (
+        [INPUTS_ONLY, ((ROWS.double(),), {}, None)],
+        {},
+        "rank 0 and rank 1 have different shapes or types. Pass the same batch",
+    ),
+    "bad key": ([(({(1, 2): ROWS},), {}, None), TARGET_ONLY], {}, "expected str or int keys"),
+    "other spec": ([INPUTS_ONLY, TARGET_ONLY], {"specs": BatchSpec(args=({"mask": Split()},))}, "does not fit"),
+    "a keyword that no layer names": (
+        [(BATCH, {"maks": torch.ones(4)}, None)] * 2,
+        {"keywords_of_all": frozenset({"mask", "scale"})},
+        "no layer's forward names 'maks'. Did you mean 'mask'?",
+    ),
+    "no keywords for layers that take them": (
+        [(BATCH, MASK, None), (BATCH, {}, None)],
+        {"keywords": frozenset({"mask"})},
+        "rank 0 was given keyword arguments, rank 1 was not",
+    ),
+    "a sequence of another length": (
+        [((WIDE,), {}, None), NOTHING],
+        {"num_slices": 4},
+        "6 positions, which 4 slices do not divide evenly",
+    ),
+    "no sequence": (
+        [INPUTS_ONLY, NOTHING],
+        {"num_slices": 2},
+        "nothing in the batch has a dimension 1 to cut into 2 slices",
+    ),
+    "a stream and a whole batch of the same rows": (
+        [((Stream([(ROWS, ROWS)] * 2),), {}, None), ((ROWS,), {}, ROWS)],
+        {"last_ranks": [1]},
+        "different shapes or types",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_batch_that_does_not_fit_is_refused_on_every_rank(name):
+    calls, options, text = UNFIT[name]
+
+    for error in on_ranks(2, lambda wires: refuse(wires, calls, **options)):
         assert type(error) is StepRefused
         assert text in str(error)
-
-
-def test_a_spec_that_does_not_fit_is_refused_on_every_rank():
-    specs = BatchSpec(args=({"mask": Split()},))
-
-    for error in on_ranks(2, lambda wires: refuse(wires, [INPUTS_ONLY, TARGET_ONLY], specs=specs)):
-        assert type(error) is StepRefused
-        assert "does not fit" in str(error)
 
 
 def test_a_rank_that_refuses_says_why_and_the_others_whose_batch_it_was():
@@ -177,25 +200,6 @@ def test_a_rank_that_refuses_says_why_and_the_others_whose_batch_it_was():
     assert str(first).startswith("args[0]")
     assert str(second).startswith("rank 0 refuses the step: args[0]")
     assert (first.rank, second.rank) == (0, 0)
-
-
-def test_a_keyword_that_no_layer_names_is_refused_with_the_nearest_one():
-    calls = [((torch.ones(4, 2),), {"maks": torch.ones(4)}, None)] * 2
-
-    for error in on_ranks(2, lambda wires: refuse(wires, calls, keywords_of_all=frozenset({"mask", "scale"}))):
-        assert "no layer's forward names 'maks'. Did you mean 'mask'?" in str(error)
-
-
-def test_a_rank_whose_layers_take_keywords_must_get_them_where_another_does():
-    batch, mask = (torch.ones(4, 2),), {"mask": torch.ones(4)}
-    names = frozenset({"mask"})
-
-    calls = [(batch, mask, None), (batch, {}, None)]
-    for error in on_ranks(2, lambda wires: refuse(wires, calls, keywords=names)):
-        assert "rank 0 was given keyword arguments, rank 1 was not" in str(error)
-
-
-WIDE = torch.arange(12.0).reshape(2, 6)
 
 
 def test_slices_and_their_lengths_reach_every_rank():
@@ -209,22 +213,6 @@ def test_slices_and_their_lengths_reach_every_rank():
     assert [m.args[0].tolist() for m in first.slices[1]] == [[[6.0, 7.0]], [[8.0, 9.0]], [[10.0]], [[11.0]]]
     assert [m.target.tolist() for m in middle.slices[0]] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0]], [[5.0]]]
     assert first.agreed.signature == middle.agreed.signature == last.agreed.signature
-
-
-def test_a_sequence_that_cannot_be_cut_is_refused_on_every_rank():
-    calls = [((WIDE,), {}, None), NOTHING]
-
-    for error in on_ranks(2, lambda wires: refuse(wires, calls, num_slices=4)):
-        assert type(error) is StepRefused
-        assert "6 positions, which 4 slices do not divide evenly" in str(error)
-
-
-def test_a_batch_without_any_sequence_is_refused_on_every_rank():
-    calls = [INPUTS_ONLY, NOTHING]
-
-    for error in on_ranks(2, lambda wires: refuse(wires, calls, num_slices=2)):
-        assert type(error) is StepRefused
-        assert "nothing in the batch has a dimension 1 to cut into 2 slices" in str(error)
 
 
 def test_every_rank_with_a_last_stage_needs_the_target_where_another_has_it():
@@ -267,10 +255,3 @@ def test_a_stream_is_agreed_by_its_first_microbatch_and_later_steps_have_its_sig
     assert [float(part.args[0][0]) for batch in first for (part,) in batch.slices] == [0.0, 1.0, 2.0, 3.0]
     assert [(batch.prefetcher, batch.has_target) for batch in middle] == [(None, False)] * 2
     assert all(batch.has_target for batch in last)
-
-
-def test_a_stream_and_a_whole_batch_of_the_same_rows_are_not_taken_for_each_other():
-    calls = [((Stream([(ROWS, ROWS)] * 2),), {}, None), ((ROWS,), {}, ROWS)]
-
-    for error in on_ranks(2, lambda wires: refuse(wires, calls, last_ranks=[1])):
-        assert "different shapes or types" in str(error)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from penstock.errors import PipelineError
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import BatchSpec, Concat, PreSplit, Replicate, Split, merge_outputs
+from tests.execute.batch.test_microbatch import rows
 
 
 def split_batch(args, kwargs, target, *, num_microbatches, **rule):
@@ -24,10 +25,6 @@ def split_batch(args, kwargs, target, *, num_microbatches, **rule):
 class Batch:
     tokens: Any
     scale: float = 1.0
-
-
-def rows(num_rows, *others):
-    return torch.arange(float(num_rows)).reshape(num_rows, *[1] * len(others)).expand(num_rows, *others).clone()
 
 
 def test_args_keywords_and_target_are_split_alike():

@@ -16,13 +16,9 @@ from penstock.execute.transport.agreed_layouts import MAX_LAYOUTS
 from penstock.execute.transport.places import Places
 from tests.boards import boards_of_threads
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_compiled")
+
 DEADLINE_S = 3.0
-
-
-@pytest.fixture(autouse=True)
-def _forget_what_was_compiled():
-    yield
-    torch.compiler.reset()
 
 
 class Layer(nn.Module):
@@ -172,7 +168,7 @@ def test_ranks_that_are_threads_do_not_count_for_each_other():
     assert board.read(0).state is not State.COMPILING
 
 
-def test_steps_that_always_compile_are_warned_of_once_with_their_shapes():
+def test_steps_that_always_compile_are_warned_of_once_with_their_shapes(told_warnings):
     ranks, layer = Ranks(Layer()), compiled_in_place()
 
     def step(rows):
@@ -180,15 +176,13 @@ def test_steps_that_always_compile_are_warned_of_once_with_their_shapes():
         torch.compiler.reset()
         ranks.step(lambda: layer(features), inputs=rows, given=[features, "text", torch.ones(rows)])
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for rows in range(2, 2 + MANY):
-            assert not [each for each in caught if issubclass(each.category, PenstockWarning)]
-            step(rows)
-        for rows in range(9, 9 + MANY):
-            step(rows)
+    for rows in range(2, 2 + MANY):
+        assert told_warnings() == []
+        step(rows)
+    for rows in range(9, 9 + MANY):
+        step(rows)
 
-    (told,) = [str(each.message) for each in caught if issubclass(each.category, PenstockWarning)]
+    (told,) = told_warnings()
     assert f"in each of the last {MANY} steps" in told
     assert "the shapes (2, 2) and (2,); (3, 2) and (3,)" in told
 

@@ -3,18 +3,10 @@
 import threading
 import time
 
+import pytest
+
 from penstock.execute.control.watchdog import Watchdog, stack_of
 from tests.boards import boards_of_threads, watching
-
-
-class Clock:
-    """Time that a test sets, on top of the real one."""
-
-    def __init__(self):
-        self.ahead_s = 0.0
-
-    def __call__(self):
-        return time.monotonic() + self.ahead_s
 
 
 def linger_here(is_over):
@@ -28,57 +20,59 @@ def poll(condition, limit_s=5.0):
     return condition()
 
 
-def test_a_stack_is_shown_after_a_quarter_of_the_deadline_and_not_before():
-    (board,) = boards_of_threads(1)
-    clock = Clock()
-    with watching(Watchdog(board, 1000.0, clock=clock)) as watchdog:
-        board.note(0)
-        clock.ahead_s = 240.0
-        watchdog.look()
-        early = board.read(0).stack
-        clock.ahead_s = 260.0
-        watchdog.look()
+class Watched:
+    """A rank and its watchdog, whose clock a test sets, on top of the real one."""
 
-    assert early == ""
-    assert "test_a_stack_is_shown_after_a_quarter_of_the_deadline" in board.read(0).stack
+    def __init__(self):
+        (self.board,) = boards_of_threads(1)
+        self.ahead_s, self.unblocked_at = 0.0, []
+        self.watchdog = Watchdog(self.board, 1000.0, unblock=self._note, clock=self._now)
 
+    def _now(self):
+        return time.monotonic() + self.ahead_s
 
-def test_the_stack_is_taken_back_once_the_rank_goes_on():
-    (board,) = boards_of_threads(1)
-    clock = Clock()
-    with watching(Watchdog(board, 1000.0, clock=clock)) as watchdog:
-        board.note(0)
-        clock.ahead_s = 300.0
-        watchdog.look()
-        clock.ahead_s = 0.0
-        watchdog.look()
+    def _note(self):
+        self.unblocked_at.append(self.ahead_s)
 
-    assert board.read(0).stack == ""
+    def stack_at(self, ahead_s):
+        """Look at the rank at this time; return the stack that is on the board then."""
+        self.ahead_s = ahead_s
+        self.watchdog.look()
+        return self.board.read(0).stack
 
 
-def test_an_idle_rank_is_not_slow():
-    (board,) = boards_of_threads(1)
-    clock = Clock()
-    with watching(Watchdog(board, 1000.0, clock=clock)) as watchdog:
-        clock.ahead_s = 5000.0
-        watchdog.look()
-
-    assert board.read(0).stack == ""
+@pytest.fixture
+def watched():
+    rank = Watched()
+    with watching(rank.watchdog):
+        yield rank
 
 
-def test_a_rank_is_unblocked_only_in_an_instruction_that_lasts():
-    (board,) = boards_of_threads(1)
-    clock, calls = Clock(), []
-    with watching(Watchdog(board, 1000.0, unblock=lambda: calls.append(clock.ahead_s), clock=clock)) as watchdog:
-        clock.ahead_s = 10.0
-        watchdog.look()  # between steps
-        clock.ahead_s = 0.0
-        board.note(0)
-        watchdog.look()
-        clock.ahead_s = 2.0
-        watchdog.look()
+def test_a_stack_is_shown_after_a_quarter_of_the_deadline_and_not_before(watched):
+    watched.board.note(0)
 
-    assert calls == [2.0]
+    assert watched.stack_at(240.0) == ""
+    assert "test_a_stack_is_shown_after_a_quarter_of_the_deadline" in watched.stack_at(260.0)
+
+
+def test_the_stack_is_taken_back_once_the_rank_goes_on(watched):
+    watched.board.note(0)
+    assert watched.stack_at(300.0) != ""
+
+    assert watched.stack_at(0.0) == ""
+
+
+def test_an_idle_rank_is_not_slow(watched):
+    assert watched.stack_at(5000.0) == ""
+
+
+def test_a_rank_is_unblocked_only_in_an_instruction_that_lasts(watched):
+    watched.stack_at(10.0)  # between steps
+    watched.board.note(0)
+    watched.stack_at(0.0)
+    watched.stack_at(2.0)
+
+    assert watched.unblocked_at == [2.0]
 
 
 def hang_as_rank(board, is_over):

@@ -90,16 +90,20 @@ class Counted(Control):
         return super().all_gather_object(value)
 
 
-def named_losses_of(losses=(), weights=(0.25, 0.75), rows=(0.5, 0.5)):
+def named_losses_of(losses=(), weights=(0.25, 0.75)):
     """A step with these losses: (name, is auxiliary, microbatch, value)."""
     own = losses_of(2, list(weights))
-    own.auxiliary_shares = LossShares(list(rows), [[1.0], [1.0]])
+    own.auxiliary_shares = LossShares([0.5, 0.5], [[1.0], [1.0]])
     for name, is_auxiliary, microbatch, value in losses:
         value = torch.as_tensor(value)
         own.note(LossName(name, is_auxiliary, value.dtype), (microbatch, 0), value)
         if not is_auxiliary:
             own.computed[microbatch, 0] = value
     return own
+
+
+def share_named(wires, *losses):
+    return LossExchange(Control(wires), CPU).share(named_losses_of(*losses))
 
 
 def numbers(losses):
@@ -109,7 +113,7 @@ def numbers(losses):
 def test_named_losses_are_weighted_as_the_loss_is_and_those_of_layers_by_rows():
     def case(wires):
         own = [("a", False, 0, 4.0), ("a", False, 1, 8.0)] if wires.rank else [("z", True, 0, 1.0), ("z", True, 1, 3.0)]
-        return LossExchange(Control(wires), CPU).share(named_losses_of(own))
+        return share_named(wires, own)
 
     for result in on_ranks(2, case):
         assert numbers(result.named_losses) == {"a": 7.0, "z": 2.0}
@@ -123,7 +127,7 @@ def test_named_losses_are_weighted_as_the_loss_is_and_those_of_layers_by_rows():
 def test_losses_of_one_name_are_added_up_over_stages_and_ranks_in_the_wider_type():
     def case(wires):
         value = torch.tensor(1.5, dtype=[torch.bfloat16, torch.float32, torch.float32][wires.rank])
-        return LossExchange(Control(wires), CPU).share(named_losses_of([("z", True, b, value) for b in (0, 0, 1)]))
+        return share_named(wires, [("z", True, b, value) for b in (0, 0, 1)])
 
     for result in on_ranks(3, case):
         assert [float(loss) for loss in result.named_microbatch_losses["z"]] == [9.0, 4.5]
@@ -131,9 +135,7 @@ def test_losses_of_one_name_are_added_up_over_stages_and_ranks_in_the_wider_type
 
 
 def test_a_microbatch_without_a_loss_of_that_name_counts_as_0():
-    result = on_ranks(1, lambda wires: LossExchange(Control(wires), CPU).share(named_losses_of([("z", True, 1, 3.0)])))[
-        0
-    ]
+    (result,) = on_ranks(1, share_named, [("z", True, 1, 3.0)])
 
     assert [float(loss) for loss in result.named_microbatch_losses["z"]] == [0.0, 3.0]
     assert numbers(result.named_losses) == {"z": 1.5}
@@ -143,7 +145,7 @@ def test_the_total_has_what_layers_add_and_no_loss_by_that_name_is_reported():
     def case(wires):
         own = [(ALL_TOGETHER, True, b, 0.5) for b in range(2)]
         own += [("a", False, b, 4.0) for b in range(2)] if wires.rank else []
-        return LossExchange(Control(wires), CPU).share(named_losses_of(own))
+        return share_named(wires, own)
 
     for result in on_ranks(2, case):
         assert (float(result.loss), float(result.total)) == (4.0, 5.0)
@@ -151,10 +153,7 @@ def test_the_total_has_what_layers_add_and_no_loss_by_that_name_is_reported():
 
 
 def test_without_losses_of_layers_the_total_is_the_loss():
-    result = on_ranks(
-        1,
-        lambda wires: LossExchange(Control(wires), CPU).share(named_losses_of([("a", False, b, 4.0) for b in (0, 1)])),
-    )[0]
+    (result,) = on_ranks(1, share_named, [("a", False, b, 4.0) for b in (0, 1)])
 
     assert result.total is result.loss
 
@@ -183,9 +182,7 @@ def test_losses_of_several_types_keep_theirs():
 
 
 def test_a_batch_in_which_nothing_counts_has_losses_of_0():
-    own = named_losses_of([("a", False, b, 0.0) for b in (0, 1)], weights=(0.0, 0.0))
-
-    result = on_ranks(1, lambda wires: LossExchange(Control(wires), CPU).share(own))[0]
+    (result,) = on_ranks(1, share_named, [("a", False, b, 0.0) for b in (0, 1)], (0.0, 0.0))
 
     assert (float(result.loss), numbers(result.named_losses)) == (0.0, {"a": 0.0})
 

@@ -17,8 +17,8 @@ def make_scaler(**options):
     return GradScaler("cpu", **{"init_scale": 8.0, "growth_interval": 2} | options)
 
 
-def with_gradient(gradient, shape=(2,)):
-    parameter = nn.Parameter(torch.ones(shape))
+def with_gradient(gradient):
+    parameter = nn.Parameter(torch.ones(2))
     parameter.grad = gradient
     return parameter
 

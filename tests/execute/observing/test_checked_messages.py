@@ -22,10 +22,13 @@ from tests.local_pipelines import (
     float_layers,
     float_task,
     on_ranks,
+    pipeline_of,
+    second_step,
     step_task,
     token_layers,
     token_task,
     values,
+    zero,
 )
 
 CPU = torch.device("cpu")
@@ -34,15 +37,8 @@ OUT_OF_ORDER = drawn(Placement.line(2), "0F2 0F0 0F1 0B1 0B0 0B2", "1F2 1F0 1F1 
 
 def run_twice(wires, task, schedule, **options):
     """Return what the second step did, in which receives would be posted ahead."""
-    pipeline = Pipeline(
-        task.make_layers(), schedule, loss=task.loss, transport=wires, debug="messages", **task.options, **options
-    )
-    step_task(pipeline, task)
-    for _, parameter in pipeline.named_parameters():
-        parameter.grad = None
-    outcome = step_task(pipeline, task)
-    pipeline.close()
-    return outcome
+    with pipeline_of(wires, task, schedule, None, debug="messages", **options) as pipeline:
+        return second_step(pipeline, task)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +127,7 @@ def test_a_swapped_order_is_told_with_both_actions_and_their_indices():
     task = float_task(8)
 
     def case(wires):
-        pipeline = Pipeline(task.make_layers(), "gpipe", 4, task.loss, transport=wires, debug="messages")
+        pipeline = pipeline_of(wires, task, "gpipe", debug="messages")
         step_task(pipeline, task)
         if wires.rank == 0:
             checked = pipeline._runner._observers.messages
@@ -198,8 +194,7 @@ def test_the_ranks_agree_on_the_debug_level():
     task = float_task(8)
 
     def case(wires):
-        level = "messages" if wires.rank else "off"
-        Pipeline(task.make_layers(), "gpipe", 4, task.loss, transport=wires, debug=level)
+        pipeline_of(wires, task, "gpipe", debug="messages" if wires.rank else "off")
 
     error = error_of(on_ranks, 2, case)
 
@@ -227,8 +222,7 @@ def test_a_step_after_a_failed_one_runs_with_checked_messages(runs_alone):
         layers = [*task.make_layers(), FailsOnce()]
         pipeline = Pipeline(layers, "1f1b", 4, task.loss, transport=wires, debug="messages")
         error = error_of(step_task, pipeline, task)
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
+        zero(pipeline)
         if runs_alone and wires.rank == 0:
             deadline_s, wires.deadline_s = wires.deadline_s, 0.2
             assert "could not start afresh" in str(error_of(step_task, pipeline, task))

@@ -1,5 +1,7 @@
 """The first instruction that makes a value which is not finite is named, with its layer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -15,10 +17,13 @@ from tests.local_pipelines import (
     float_layers,
     float_task,
     gradients_of,
+    on_pipelines,
     on_ranks,
     settle,
+    square_loss,
     step_task,
     values,
+    zero,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -58,16 +63,10 @@ class Spoils(torch.autograd.Function):
         return gradient, None
 
 
-def failing(make_layers, name="1f1b", *, num_ranks=2, **options):
-    task = float_task(8)
-
-    def case(wires):
-        schedule = build(name, ranks=num_ranks, microbatches=4)
-        loss = options.get("loss", task.loss)
-        pipeline = Pipeline(make_layers(), schedule, loss=loss, transport=wires, debug="values")
-        step_task(pipeline, task)
-
-    return error_of(on_ranks, num_ranks, case)
+def failing(make_layers, name="1f1b", loss=square_loss):
+    """Return the error of a step of two ranks."""
+    task = replace(float_task(8), make_layers=make_layers, loss=loss)
+    return error_of(on_pipelines, 2, task, lambda pipeline: step_task(pipeline, task), name, debug="values")
 
 
 def layers_with(place, breaking):
@@ -142,8 +141,7 @@ def test_a_gradient_that_an_earlier_step_has_left_is_not_blamed_on_this_one(sche
             own[name].grad = torch.full_like(own[name], NAN)
         found = pipeline.find_not_finite(*task.inputs, target=task.target)
         gradients = [parameter.grad for parameter in own.values() if parameter.grad is not None]
-        for parameter in own.values():
-            parameter.grad = None
+        zero(pipeline)
         return name in own, found, len(gradients), pipeline.find_not_finite(*task.inputs, target=task.target)
 
     ranks = on_ranks(num_ranks, case)
@@ -176,11 +174,7 @@ def test_a_loss_without_weight_may_be_anything():
         {"count": lambda target: int(torch.isfinite(target).sum())},
     )  # fmt: skip
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, debug="values", **task.options)
-        return step_task(pipeline, task)
-
-    outcomes = on_ranks(2, case)
+    outcomes = on_pipelines(2, task, lambda pipeline: step_task(pipeline, task), debug="values")
 
     assert all(torch.isfinite(gradient).all() for outcome in outcomes for gradient in outcome.gradients.values())
 
@@ -201,15 +195,15 @@ def test_finite_steps_pass_bit_for_bit_and_leave_no_hooks(name):
     task = float_task(8)
     task = Task(lambda: float_layers(num_layers=schedule.num_stages), task.inputs, task.target)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires, debug="values")
+    def case(pipeline):
         outcome = step_task(pipeline, task)
         modules = [module for stage in pipeline.stages for layer in stage.layers.values() for module in layer.modules()]
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
         pipeline.evaluate(*task.inputs, target=task.target)
         return outcome
 
-    assert difference(on_ranks(2, case), task.reference(4)) == []
+    outcomes = on_pipelines(2, task, case, schedule, None, debug="values")
+    assert difference(outcomes, task.reference(4)) == []
 
 
 class PartInPlace(nn.Linear):
@@ -261,14 +255,9 @@ def test_layers_whose_values_are_of_other_kinds_pass(name):
 
     inputs = values(1, 8, 2, 6)
     task = Task(make_layers, (inputs,), values(2, 8, 2, 6))
-
-    def case(wires):
-        pipeline = Pipeline(make_layers(), "1f1b", 4, task.loss, transport=wires, debug="values")
-        return dense(step_task(pipeline, task))
-
     result, gradients = task.reference(4)
 
-    outcomes = on_ranks(2, case)
+    outcomes = on_pipelines(2, task, lambda pipeline: dense(step_task(pipeline, task)), debug="values")
 
     expected = {name: gradient.to_dense() for name, gradient in gradients.items()}
     assert difference(outcomes, (result, expected)) == []
@@ -284,8 +273,7 @@ def test_the_step_after_a_failed_one_is_not_blamed():
     layers = layers_with(1, Breaks(2))
     pipeline = Pipeline(layers, "gpipe", 4, task.loss, debug="values")
     error_of(step_task, pipeline, task)
-    for _, parameter in pipeline.named_parameters():
-        parameter.grad = None
+    zero(pipeline)
 
     step_task(pipeline, task)
 

@@ -5,16 +5,9 @@ import torch
 
 from penstock.errors import PipelineError
 from penstock.execute.observing.copies import require_equal_copies
-from penstock.pipeline import Pipeline
-from tests.local_pipelines import error_of, on_ranks, step_task, token_task
+from tests.local_pipelines import error_of, on_pipelines, on_ranks, pipeline_of, step_task, token_task
 
 TIED = [("0.weight", "4.weight")]
-
-
-def pipeline_on(wires, task, schedule="1f1b", **options):
-    return Pipeline(
-        task.make_layers(), schedule, 4, task.loss, transport=wires, debug="values", **task.options, **options
-    )
 
 
 @pytest.mark.parametrize(
@@ -23,19 +16,16 @@ def pipeline_on(wires, task, schedule="1f1b", **options):
 def test_injected_drift_names_the_parameter_the_ranks_and_the_largest_difference(schedule, options, name):
     task = token_task(8)
 
-    def case(wires):
-        pipeline = pipeline_on(wires, task, schedule, **options)
+    def case(pipeline):
         step_task(pipeline, task)
-        if wires.rank == 1:
+        if pipeline.rank == 1:
             with torch.no_grad():
                 parameter = dict(pipeline.named_parameters())[name].view(-1)
                 parameter[0] = parameter[2] = 0.0
                 parameter[2] += 0.5
-        before = [dict(pipeline.named_parameters())[name] if wires.rank else None]
         step_task(pipeline, task)
-        return before
 
-    error = error_of(on_ranks, 2, case)
+    error = error_of(on_pipelines, 2, task, case, schedule, debug="values", **options)
 
     assert isinstance(error, PipelineError)
     assert f"the copies of parameter {name!r} on ranks 0 and 1 differ by up to" in str(error)
@@ -45,8 +35,7 @@ def test_injected_drift_names_the_parameter_the_ranks_and_the_largest_difference
 def test_equal_copies_pass_in_training_and_evaluation():
     task = token_task(8)
 
-    def case(wires):
-        pipeline = pipeline_on(wires, task, tied=TIED)
+    def case(pipeline):
         step_task(pipeline, task)
         with torch.no_grad():
             for _, parameter in pipeline.named_parameters():
@@ -55,14 +44,14 @@ def test_equal_copies_pass_in_training_and_evaluation():
         step_task(pipeline, task)
         pipeline.evaluate(*task.inputs, target=task.target)
 
-    on_ranks(2, case)
+    on_pipelines(2, task, case, debug="values", tied=TIED)
 
 
 def test_gradients_of_copies_are_compared_too_and_none_counts_as_zero():
     task = token_task(8)
 
     def case(wires):
-        pipeline = pipeline_on(wires, task, tied=TIED)
+        pipeline = pipeline_of(wires, task, debug="values", tied=TIED)
         copies = pipeline._assembly.tied_copies
         require_equal_copies(wires, copies, "grad")
         parameter = next(iter(copies[0].parameters.values()))
@@ -83,7 +72,7 @@ def test_main_gradients_are_compared_where_they_are_kept():
     task = token_task(8, torch.bfloat16)
 
     def case(wires):
-        pipeline = pipeline_on(wires, task, tied=TIED, main_gradients=True)
+        pipeline = pipeline_of(wires, task, debug="values", tied=TIED, main_gradients=True)
         step_task(pipeline, task)
         parameter = dict(pipeline.named_parameters())["4.weight" if wires.rank else "0.weight"]
         assert parameter.main_grad.dtype == torch.float32

@@ -8,10 +8,9 @@ from penstock.execute.observing.declared_values import Declared
 from penstock.execute.observing.observer import Observer
 from penstock.ir.recompute import with_recompute
 from penstock.lowering import lower
-from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.compiled import row_of
-from tests.local_pipelines import error_of, float_task, on_ranks, step_task
+from tests.local_pipelines import error_of, float_task, on_pipelines, on_ranks, pipeline_of, step_task
 
 
 def declared(program, text, rank=0):
@@ -68,11 +67,7 @@ class Spoiling(Observer):
 def test_a_step_that_is_right_passes(family):
     task = float_task(8)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), family, 4, task.loss, transport=wires, debug="values")
-        return step_task(pipeline, task)
-
-    on_ranks(2, case)
+    on_pipelines(2, task, lambda pipeline: step_task(pipeline, task), family, debug="values")
 
 
 @pytest.mark.as_users_run_it
@@ -87,15 +82,7 @@ def test_a_value_too_many_and_one_too_few_are_told_with_the_call(spoil, text):
     task = float_task(8)
 
     def case(wires):
-        pipeline = Pipeline(
-            task.make_layers(),
-            "1f1b",
-            4,
-            task.loss,
-            transport=wires,
-            debug="values",
-            observers=[Spoiling(spoil)] if wires.rank == 0 else [],
-        )
-        step_task(pipeline, task)
+        observers = [Spoiling(spoil)] if wires.rank == 0 else []
+        step_task(pipeline_of(wires, task, debug="values", observers=observers), task)
 
     assert text in str(error_of(on_ranks, 2, case))

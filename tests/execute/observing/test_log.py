@@ -6,9 +6,8 @@ import re
 import pytest
 
 from penstock.execute.observing.log import log_plan, message_log
-from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.local_pipelines import float_task, on_ranks, step_task, token_task
+from tests.local_pipelines import float_task, on_pipelines, step_task, token_task
 
 
 def lines(caplog, level):
@@ -26,35 +25,30 @@ def test_the_plan_is_told_at_info(caplog):
 
 
 @pytest.mark.parametrize(
-    ("name", "rank", "counts"), [("1f1b", 0, (4, 8, 4)), ("1f1b", 3, (1, 14, 1)), ("gpipe", 0, (8, 0, 8))]
+    ("schedule", "rank", "counts"),
+    [
+        (build("1f1b", ranks=4, microbatches=8), 0, (4, 8, 4)),
+        (build("1f1b", ranks=4, microbatches=8), 3, (1, 14, 1)),
+        (build("gpipe", ranks=4, microbatches=8), 0, (8, 0, 8)),
+        (build("gpipe", ranks=2, microbatches=3, forward_only=True), 0, (3, 0, 0)),
+    ],
+    ids=["first rank", "last rank", "gpipe", "without backwards"],
 )
-def test_the_phases_are_told_at_debug(caplog, name, rank, counts):
+def test_the_phases_are_told_at_debug(caplog, schedule, rank, counts):
     caplog.set_level(logging.DEBUG, "penstock")
 
-    log_plan(build(name, ranks=4, microbatches=8), rank)
+    log_plan(schedule, rank)
 
     assert lines(caplog, logging.DEBUG) == [
         "rank {}: {} actions in warm-up, {} steady, {} in cool-down".format(rank, *counts)
     ]
 
 
-def test_schedules_without_backwards_have_warm_up_alone(caplog):
-    caplog.set_level(logging.DEBUG, "penstock")
-
-    log_plan(build("gpipe", ranks=2, microbatches=3, forward_only=True), 0)
-
-    assert lines(caplog, logging.DEBUG) == ["rank 0: 3 actions in warm-up, 0 steady, 0 in cool-down"]
-
-
 def test_every_message_is_told_at_debug(caplog):
     task = float_task(4)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=wires)
-        step_task(pipeline, task)
-
     with caplog.at_level(logging.DEBUG, "penstock"):
-        on_ranks(2, case)
+        on_pipelines(2, task, lambda pipeline: step_task(pipeline, task), num_microbatches=2)
 
     told = [line for line in lines(caplog, logging.DEBUG) if line.startswith("rank 1, step 0: ")]
     assert [line.removeprefix("rank 1, step 0: ") for line in told] == [
@@ -75,16 +69,12 @@ def test_where_nobody_listens_no_call_is_observed():
 def test_norms_are_told_per_parameter_and_once_over_all_ranks(caplog):
     task = token_task(8)
 
-    def case(wires):
-        pipeline = Pipeline(
-            task.make_layers(), "1f1b", 4, task.loss, transport=wires, debug="values", tied=[("0.weight", "4.weight")],
-            **task.options,
-        )  # fmt: skip
+    def case(pipeline):
         step_task(pipeline, task)
         return {name: (parameter, parameter.grad) for name, parameter in pipeline.named_parameters()}
 
     with caplog.at_level(logging.DEBUG, "penstock"):
-        held = on_ranks(2, case)
+        held = on_pipelines(2, task, case, debug="values", tied=[("0.weight", "4.weight")])
 
     once = {**held[1], **held[0]}
     del once["4.weight"]  # the copy of 0.weight

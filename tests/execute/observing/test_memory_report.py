@@ -21,10 +21,12 @@ from tests.local_pipelines import (
     float_layers,
     float_task,
     gradients_of,
+    on_pipelines,
     on_ranks,
     settle,
     step_task,
     values,
+    zero,
 )
 from tests.own_weight_gradients import Building, Closing, Fused
 from tests.test_gradients import SMALL, schedules_of, task_for
@@ -40,27 +42,24 @@ TRAINABLE = [name for name in FAMILIES if not build(name, ranks=2, microbatches=
 def report_of(schedule, task, *, steps=2, keeps_gradients=False):
     """Return every rank's report of the last of some steps, with its gradients."""
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires, **task.options)
+    def case(pipeline):
         for _ in range(steps):
-            for _, parameter in () if keeps_gradients else pipeline.named_parameters():
-                parameter.grad = None
+            if not keeps_gradients:
+                zero(pipeline)
             report = pipeline.memory_report(*task.inputs, target=task.target)
         pipeline.close()
         return report, gradients_of(pipeline.named_parameters())
 
-    return on_ranks(schedule.num_ranks, case)
+    return on_pipelines(schedule.num_ranks, task, case, schedule, None)
 
 
-def deep_task(num_layers, rows=16):
-    task = float_task(rows)
+def deep_task(num_layers):
+    task = float_task(16)
     return Task(lambda: float_layers(num_layers=num_layers), task.inputs, task.target)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name for name in FAMILIES if not build(name, ranks=2, microbatches=4).is_forward_only]
-)
+@pytest.mark.parametrize("name", TRAINABLE)
 def test_every_family_keeps_as_many_activations_as_the_check_counts(name):
     shapes = [pair for pair in islice(schedules_of(FAMILIES[name], SMALL), 8) if not pair[1].is_forward_only]
     found = {}
@@ -261,8 +260,7 @@ def test_a_report_needs_a_loss_and_steps_go_on_after_it():
 
     error = error_of(without.memory_report, *task.inputs)
     pipeline.memory_report(*task.inputs, target=task.target)
-    for _, parameter in pipeline.named_parameters():
-        parameter.grad = None
+    zero(pipeline)
 
     assert "a training step needs a loss" in str(error)
     assert difference([step_task(pipeline, task)], task.reference(8)) == []

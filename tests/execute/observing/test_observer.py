@@ -20,7 +20,16 @@ from penstock.execute.observing.recorder import Recorder
 from penstock.execute.step import Bound
 from penstock.pipeline import Pipeline
 from tests.house.source import ROOT
-from tests.local_pipelines import difference, error_of, float_task, gradients_of, on_ranks, step_task
+from tests.local_pipelines import (
+    difference,
+    error_of,
+    float_task,
+    gradients_of,
+    on_pipelines,
+    on_ranks,
+    pipeline_of,
+    step_task,
+)
 
 
 class Noting(Observer):
@@ -184,8 +193,7 @@ def test_a_failing_observer_of_one_rank_changes_no_bit_on_any(caplog, place):
     task = float_task(8)
 
     def case(wires):
-        observers = [Noting([], fails_in=place)] if wires.rank else []
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, observers=observers)
+        pipeline = pipeline_of(wires, task, observers=[Noting([], fails_in=place)] if wires.rank else [])
         outcome = step_task(pipeline, task)
         pipeline.step(*task.inputs, target=task.target)
         return outcome
@@ -212,13 +220,9 @@ INTERNAL = [
 def test_an_internal_error_of_an_observer_of_our_own_does_not_fail_the_step(caplog, monkeypatch, kind, method, options):
     task = float_task(8)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, **options)
-        return step_task(pipeline, task)
-
     with caplog.at_level(logging.DEBUG, "penstock"):
         monkeypatch.setattr(kind, method, broken)
-        outcomes = on_ranks(2, case)
+        outcomes = on_pipelines(2, task, lambda pipeline: step_task(pipeline, task), **options)
 
     assert difference(outcomes, task.reference(4)) == []
     assert [kind.__name__ in record.getMessage() for record in reports(caplog)] == [True, True]  # one per rank
@@ -245,13 +249,12 @@ def on_first_rank(act):
 def test_a_step_whose_recorder_fails_on_one_rank_runs_and_is_not_recorded_on_any(caplog, monkeypatch, method):
     task = float_task(8)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
+    def case(pipeline):
         outcome = step_task(pipeline, task, record=True)
         return outcome, pipeline.recording, error_of(pipeline.profile, *task.inputs, target=task.target)
 
     monkeypatch.setattr(Recorder, method, on_first_rank(getattr(Recorder, method)))
-    found = on_ranks(2, case)
+    found = on_pipelines(2, task, case)
 
     assert difference([outcome for outcome, _, _ in found], task.reference(4)) == []
     assert [recording for _, recording, _ in found] == [None, None]
@@ -267,13 +270,12 @@ def test_a_step_whose_recorder_fails_on_one_rank_runs_and_is_not_recorded_on_any
 def test_a_step_whose_memory_cannot_be_measured_runs_and_says_so(caplog, monkeypatch, owner, method):
     task = float_task(8)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
+    def case(pipeline):
         error = error_of(pipeline.memory_report, *task.inputs, target=task.target)
         return error, gradients_of(pipeline.named_parameters())
 
     monkeypatch.setattr(owner, method, broken)
-    found = on_ranks(2, case)
+    found = on_pipelines(2, task, case)
 
     expected = task.reference(4)[1]
     assert all("its memory was not measured" in str(error) for error, _ in found)

@@ -20,7 +20,8 @@ from penstock.execute.transport.device_queue import await_device
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, float_task, on_ranks, step_task
+from tests.execute.stages.test_split_backward import Product
+from tests.local_pipelines import WIDTH, float_task, on_pipelines, on_ranks, pipeline_of, step_task
 
 FAR_S = 1000.0
 WAIT = partial(await_device, rank=0, deadline_s=20.0)
@@ -55,8 +56,7 @@ def test_an_arrival_moves_the_end_of_its_receive_only():
 def record(wires, clocks=None):
     """Return the second, recorded step, which knows all shapes; a clock per rank, if any."""
     task = float_task(8)
-    clock = {} if clocks is None else {"clock": clocks[wires.rank]}
-    pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, **clock)
+    pipeline = pipeline_of(wires, task, **({} if clocks is None else {"clock": clocks[wires.rank]}))
     step_task(pipeline, task)
     step_task(pipeline, task, record=True)
     return pipeline.recording
@@ -116,7 +116,7 @@ def test_the_bytes_of_messages_are_those_of_the_outputs():
 
 def gradients(wires, *, split_backwards):
     task = float_task(8)
-    pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
+    pipeline = pipeline_of(wires, task)
     timeline = pipeline.profile(*task.inputs, target=task.target, split_backwards=split_backwards)
     after = pipeline.profile(*task.inputs, target=task.target)
     ops = [set(each.program.op[each.program.is_compute].tolist()) for each in (timeline, after)]
@@ -137,15 +137,14 @@ def test_a_profile_may_run_backwards_in_two_parts_and_gives_the_same_gradients()
 def test_a_step_that_is_not_recorded_leaves_the_recording_as_it_was():
     task = float_task(8)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires)
+    def case(pipeline):
         assert pipeline.timeline is None
         step_task(pipeline, task, record=True)
         first = pipeline.recording
         step_task(pipeline, task)
         return pipeline.recording is first and pipeline.timeline is first.timeline
 
-    assert on_ranks(2, case) == [True, True]
+    assert on_pipelines(2, task, case) == [True, True]
 
 
 # ---- on a GPU, told with a stand-in for it, in which queued work takes time of its own
@@ -290,16 +289,4 @@ class Opaque(nn.Linear):
     """Its weight is used by two kinds of operations in one function of its own."""
 
     def forward(self, features):
-        return Both.apply(features, self.weight)
-
-
-class Both(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, features, weight):
-        ctx.save_for_backward(features, weight)
-        return features @ weight.t()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        features, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.t() @ features
+        return Product.apply(features, self.weight)

@@ -8,11 +8,21 @@ from penstock.execute.control.agreement import Mode
 from penstock.ir.live import peak_activations
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
+from tests.execute.test_overlap import backward_first
 from tests.execute.test_run import PAIRS
-from tests.local_pipelines import Task, difference, error_of, float_layers, float_task, on_ranks, step_task
-from tests.ranks import RankPool
-
-CPU = torch.device("cpu")
+from tests.local_pipelines import (
+    Task,
+    difference,
+    error_of,
+    float_layers,
+    float_task,
+    on_pipelines,
+    on_ranks,
+    pipeline_of,
+    second_step,
+    step_task,
+    zero,
+)
 
 
 @pytest.mark.as_users_run_it
@@ -39,20 +49,12 @@ def test_a_debug_level_that_does_not_exist_is_refused(level):
 def test_everything_at_once_changes_no_bit():
     task = float_task(12)
 
-    def both(first, second):
-        second()
-        first()
-
-    def case(wires):
-        pipeline = Pipeline(
-            task.make_layers(), PAIRS, loss=task.loss, transport=wires, debug="values", ranges=True, overlap=both
-        )
+    def two_steps(pipeline):
         step_task(pipeline, task)
-        for _, parameter in pipeline.named_parameters():
-            parameter.grad = None
+        zero(pipeline)
         return step_task(pipeline, task, record=True)
 
-    outcomes = on_ranks(2, case)
+    outcomes = on_pipelines(2, task, two_steps, PAIRS, None, debug="values", ranges=True, overlap=backward_first)
 
     assert difference(outcomes, task.reference(3)) == []
     assert outcomes[0].timeline.makespan_s > 0
@@ -61,14 +63,10 @@ def test_everything_at_once_changes_no_bit():
 def test_a_pair_that_is_looked_at_still_names_its_own_computation():
     task = float_task(12)
 
-    def both(first, second):
-        second()
-        first()
-
     def case(wires):
         layers = task.make_layers()
         layers[-1].register_full_backward_hook(lambda module, inputs, outputs: 1 / 0)
-        pipeline = Pipeline(layers, PAIRS, loss=task.loss, transport=wires, debug="values", overlap=both)
+        pipeline = Pipeline(layers, PAIRS, loss=task.loss, transport=wires, debug="values", overlap=backward_first)
         step_task(pipeline, task)
 
     error = error_of(on_ranks, 2, case)
@@ -101,15 +99,9 @@ LEVELS = ["messages", "values"]
 SCHEDULES = [("1f1b", 5), ("zbv", 4), ("dualpipe", 4)]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
-
-
 @pytest.mark.slow
-def test_debug_levels_on_gloo_change_no_bit(pool):
-    per_rank = pool.run(checked_steps, timeout_s=60.0)
+def test_debug_levels_on_gloo_change_no_bit(two_ranks):
+    per_rank = two_ranks.run(checked_steps, timeout_s=60.0)
 
     for cell, (name, num_microbatches) in enumerate(SCHEDULES):
         plain, *checked = zip(*(outcomes[cell] for outcomes in per_rank), strict=True)
@@ -129,23 +121,18 @@ def checked_steps(rank):
     found = []
     for name, num_microbatches in SCHEDULES:
         task = deep_task(num_microbatches)
-        found.append([second_step(task, name, num_microbatches, debug=level) for level in ("off", *LEVELS)])
+        found.append([checked_step(task, name, num_microbatches, level) for level in ("off", *LEVELS)])
     return found
 
 
-def second_step(task, name, num_microbatches, **options):
-    pipeline = Pipeline(task.make_layers(), name, num_microbatches, task.loss, **options)
-    step_task(pipeline, task)
-    for _, parameter in pipeline.named_parameters():
-        parameter.grad = None
-    outcome = step_task(pipeline, task)
-    pipeline.close()
-    return outcome
+def checked_step(task, name, num_microbatches, level):
+    with pipeline_of(None, task, name, num_microbatches, debug=level) as pipeline:
+        return second_step(pipeline, task)
 
 
 @pytest.mark.slow
-def test_on_gloo_a_value_that_is_not_finite_ends_the_step_on_all_ranks_with_its_maker(pool):
-    first, second = pool.run(step_with_a_nan, timeout_s=60.0)
+def test_on_gloo_a_value_that_is_not_finite_ends_the_step_on_all_ranks_with_its_maker(two_ranks):
+    first, second = two_ranks.run(step_with_a_nan, timeout_s=60.0)
 
     told = "PipelineError: 1F2: the output of layer '3.1' has"
     assert f"rank 1 is the culprit: in 1F2, in layer 3 (Sequential), it raised {told}" in first
@@ -169,8 +156,8 @@ def step_with_a_nan(rank):
 
 
 @pytest.mark.slow
-def test_on_gloo_every_rank_gets_the_memory_of_all(pool):
-    first, second = pool.run(memory_on_gloo, timeout_s=60.0)
+def test_on_gloo_every_rank_gets_the_memory_of_all(two_ranks):
+    first, second = two_ranks.run(memory_on_gloo, timeout_s=60.0)
 
     assert first == second
     assert [rank.peak_activations for rank in first] == peak_activations(build("zb-h2", ranks=2, microbatches=4))
@@ -178,7 +165,5 @@ def test_on_gloo_every_rank_gets_the_memory_of_all(pool):
 
 def memory_on_gloo(rank):
     task = deep_task(4)
-    pipeline = Pipeline(task.make_layers(), "zb-h2", 4, task.loss)
-    report = pipeline.memory_report(*task.inputs, target=task.target)
-    pipeline.close()
-    return report.ranks
+    with pipeline_of(None, task, "zb-h2") as pipeline:
+        return pipeline.memory_report(*task.inputs, target=task.target).ranks

@@ -12,7 +12,6 @@ from penstock.execute.observing.shared_buffers import shared_buffers
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, error_of, named, on_ranks, settle, square_loss, values
-from tests.ranks import RankPool
 from tests.reference import reference_step
 
 FLOAT64 = torch.float64
@@ -98,18 +97,14 @@ def test_a_step_that_changes_a_buffer_of_two_ranks_is_refused_on_both(case, sche
 
 
 def train_process(rank, make_layers):
-    pipeline = Pipeline(make_layers(), "1f1b", 4, square_loss)
-    error = error_of(pipeline.step, INPUTS, target=TARGET)
-    pipeline.close()
-    return str(error)
+    return str(train(None, make_layers))
 
 
 @pytest.mark.parametrize("make_layers", [shared_norm, builders])
-def test_ranks_that_are_processes_refuse_it_too(make_layers):
-    with RankPool(2) as pool:
-        for text in pool.run(train_process, make_layers):
-            assert "has changed" in text
-            assert "running_mean' of another rank too" in text
+def test_ranks_that_are_processes_refuse_it_too(two_ranks, make_layers):
+    for text in two_ranks.run(train_process, make_layers):
+        assert "has changed" in text
+        assert "running_mean' of another rank too" in text
 
 
 class Caching(nn.Module):

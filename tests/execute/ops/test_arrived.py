@@ -14,7 +14,7 @@ from penstock.ir.live import peak_activations
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.local_pipelines import MAX_WAIT_S, block, on_ranks, square_loss, values
+from tests.local_pipelines import MAX_WAIT_S, WIDTH, block, on_ranks, square_loss, values
 
 
 def arrivals(program, rank):
@@ -95,41 +95,44 @@ class MostOpen:
         self.open_receives.discard(ticket)
 
 
-def most_open_sends(wires, num_microbatches):
-    transport = MostOpen(wires)
-    layers = [torch.nn.Linear(3, 3) for _ in range(2)]
-    pipeline = Pipeline(layers, "1f1b", num_microbatches, torch.nn.functional.mse_loss, transport=transport)
-    batch = torch.ones(num_microbatches, 3)
-    pipeline.step(batch, target=batch)
+def two_steps(transport, schedule, layers=None):
+    """Run two steps, of which the second one knows all shapes; let the caller look behind each."""
+    layers = layers or [block(stage) for stage in range(schedule.num_stages)]
+    pipeline = Pipeline(layers, schedule, loss=square_loss, transport=transport)
+    batch = values(1, 2 * schedule.num_microbatches, WIDTH)
+    try:
+        for _ in range(2):
+            pipeline.step(batch, target=batch)
+            yield
+    finally:
+        pipeline.close()
+
+
+def most_in_second_step(transport, schedule):
+    steps = two_steps(transport, schedule)
+    next(steps)
     transport.most = 0
-    pipeline.step(batch, target=batch)
-    pipeline.close()
+    next(steps)
     return transport.most
-
-
-def left_open(wires, name):
-    transport = MostOpen(wires)
-    layers = [torch.nn.Linear(3, 3) for _ in range(4)]
-    pipeline = Pipeline(layers, name, 4, torch.nn.functional.mse_loss, transport=transport)
-    batch = torch.ones(4, 3)
-    found = []
-    for _ in range(2):
-        pipeline.step(batch, target=batch)
-        found.append((len(transport.open), len(transport.open_receives)))
-    pipeline.close()
-    return found, transport.num_waits
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv"])
 def test_every_send_and_every_receive_is_waited_for_when_a_step_ends(name):
-    for found, num_waits in on_ranks(2, left_open, name):
+    def left_open(wires):
+        transport = MostOpen(wires)
+        steps = two_steps(transport, build(name, ranks=2, microbatches=4))
+        return [(len(transport.open), len(transport.open_receives)) for _ in steps], transport.num_waits
+
+    for found, num_waits in on_ranks(2, left_open):
         assert found == [(0, 0)] * 2
         assert num_waits > 16
 
 
 @pytest.mark.parametrize("num_microbatches", [4, 16])
 def test_the_sent_tensors_that_a_step_holds_do_not_grow_with_its_microbatches(num_microbatches):
-    assert max(on_ranks(2, most_open_sends, num_microbatches)) <= 3
+    schedule = build("1f1b", ranks=2, microbatches=num_microbatches)
+
+    assert max(on_ranks(2, lambda wires: most_in_second_step(MostOpen(wires), schedule))) <= 3
 
 
 # ---- tensors that live
@@ -222,16 +225,6 @@ class PostedReceives:
         return self._transport.post_receive(peer, tensor, tag)
 
 
-def second_step(transport, schedule, layers, **options):
-    """Run two steps, and tell how the second one begins, which knows all shapes."""
-    pipeline = Pipeline(layers, schedule, loss=square_loss, transport=transport, **options)
-    batch = values(1, 2 * schedule.num_microbatches, 6)
-    pipeline.step(batch, target=batch)
-    yield
-    pipeline.step(batch, target=batch)
-    pipeline.close()
-
-
 @pytest.mark.parametrize(("name", "limit"), [("gpipe", 4), ("1f1b", 3), ("zbv", 5)])
 def test_an_output_is_let_go_of_once_the_peer_has_used_it(name, limit):
     schedule = build(name, ranks=2, microbatches=16)
@@ -243,14 +236,14 @@ def test_an_output_is_let_go_of_once_the_peer_has_used_it(name, limit):
         layers = [torch.nn.Sequential(block(stage), doubling[stage]) for stage in range(num_stages)]
         if name == "gpipe":
             layers = [torch.nn.Sequential(Waiting(pacing), layers[0]), torch.nn.Sequential(pacing, layers[1])]
-        steps = second_step(transport, schedule, layers)
+        steps = two_steps(transport, schedule, layers)
         next(steps)
         Control(transport).all_gather_object("first step")
         pacing.reset()
         for each in doubling:
             each.most = 0
         Control(transport).all_gather_object("reset")
-        next(steps, None)
+        next(steps)
         return [doubling[stage].most for stage, rank in enumerate(ranks[:-1]) if rank != ranks[stage + 1]]
 
     assert all(0 < max(of_stage) <= limit for of_stage in zip(*on_ranks(2, case), strict=True))
@@ -260,15 +253,7 @@ def test_an_output_is_let_go_of_once_the_peer_has_used_it(name, limit):
 def test_memory_to_receive_into_lives_while_a_message_is_under_way_or_its_activation_is_kept(name):
     schedule = build(name, ranks=2, microbatches=16)
 
-    def case(wires):
-        transport = PostedReceives(wires)
-        steps = second_step(transport, schedule, [block(stage) for stage in range(schedule.num_stages)])
-        next(steps)
-        transport.most = 0
-        next(steps, None)
-        return transport.most
-
-    found = on_ranks(2, case)
+    found = on_ranks(2, lambda wires: most_in_second_step(PostedReceives(wires), schedule))
 
     kept = peak_activations(schedule)
     if name != "zbv":

@@ -18,16 +18,32 @@ from tests.compiled import context_of, row_of, run_calls, step_for
 from tests.local_pipelines import error_of
 from tests.one_stage import passes_of
 
-PROGRAM = lower(build("1f1b", ranks=2, microbatches=2))
+SCHEDULE = build("1f1b", ranks=2, microbatches=2)
+ROWS = {
+    "a layout reduces": (lower(SCHEDULE), reduce, "1REDUCE_GRAD", ("reduce stage", 1)),
+    "a tied copy is reduced": (
+        lower(SCHEDULE, tied_groups=[(0, 1)]),
+        reduce_tied,
+        "1REDUCE_TIED0",
+        ("reduce tied", "wires", "store"),
+    ),
+    "the hook is called": (
+        lower(SCHEDULE, optimizer_step=True),
+        optimizer_step,
+        "1STEP",
+        ("optimizer step",),
+    ),
+}
 
 
-def test_its_layout_reduces_once():
-    said = []
-    context = context_of(PROGRAM, 1, said)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_asks_once(name):
+    (program, handler, text, call), said = ROWS[name], []
+    context = context_of(program, 1, said)
 
-    run_calls(reduce(context, row_of(PROGRAM, "1REDUCE_GRAD", 1)), step_for(context))
+    run_calls(handler(context, row_of(program, text, 1)), step_for(context))
 
-    assert said == [("reduce stage", 1)]
+    assert said == [call]
 
 
 def test_copies_of_a_stage_on_one_rank_are_reduced_once_behind_the_later_one():
@@ -39,18 +55,6 @@ def test_copies_of_a_stage_on_one_rank_are_reduced_once_behind_the_later_one():
         run_calls(reduce(context, row_of(program, text)), step_for(context))
 
     assert said == [("reduce stage", 1)]
-
-
-TIED = lower(build("1f1b", ranks=2, microbatches=2), tied_groups=[(0, 1)])
-
-
-def test_its_copy_is_reduced_once():
-    said = []
-    context = context_of(TIED, 1, said)
-
-    run_calls(reduce_tied(context, row_of(TIED, "1REDUCE_TIED0", 1)), step_for(context))
-
-    assert said == [("reduce tied", "wires", "store")]
 
 
 SHARDED = Program.from_csv("0UNSHARD,0F0,0B0,0RESHARD", name="gathered")
@@ -65,18 +69,6 @@ def test_the_layout_gathers_and_drops():
 
     assert said == [("unshard",), ("reshard",)]
     assert step.values == {}
-
-
-STEPPING = lower(build("1f1b", ranks=2, microbatches=2), optimizer_step=True)
-
-
-def test_its_hook_is_called_once():
-    said = []
-    context = context_of(STEPPING, 1, said)
-
-    run_calls(optimizer_step(context, row_of(STEPPING, "1STEP", 1)), step_for(context))
-
-    assert said == [("optimizer step",)]
 
 
 GATHERED = Program.from_csv("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD", name="gathered")

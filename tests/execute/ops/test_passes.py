@@ -132,28 +132,28 @@ def test_a_forward_of_an_evaluation_keeps_nothing():
     assert step.values == {}
 
 
-def test_a_whole_backward_frees_its_activation_when_it_has_run():
-    program, said = lower(build("1f1b", ranks=2, microbatches=2)), []
+@pytest.mark.parametrize(
+    ("family", "handler", "text", "call", "kept", "made"),
+    [
+        ("1f1b", backward, "1B0", ("backward", "saved", ()), None, "gradients"),
+        ("zb-h1", backward_input, "1I0", ("backward input", "saved", ()), "left", "gradients"),
+        ("zb-h1", weight, "1W0", ("backward weight", "saved"), None, None),
+    ],
+    ids=["a whole one", "the part for the inputs", "the part for the weights"],
+)
+def test_a_backward_makes_gradients_and_frees_its_activation_but_for_what_weights_need(
+    family, handler, text, call, kept, made
+):
+    program, said = lower(build(family, ranks=2, microbatches=2)), []
     context = context_of(program, 1, said)
-    step, row = step_for(context), row_of(program, "1B0", 1)
+    step, row = step_for(context), row_of(program, text, 1)
     step.values[context.keys.kept_by(row)] = "saved"
 
-    run_calls(backward(context, row), step)
+    run_calls(handler(context, row), step)
 
-    assert said == [("backward", "saved", ())]
-    assert step.values == {context.keys.made_by(row): "gradients"}
-
-
-def test_the_part_for_the_inputs_leaves_what_was_saved_for_the_weights():
-    program, said = lower(build("zb-h1", ranks=2, microbatches=2)), []
-    context = context_of(program, 1, said)
-    step, row = step_for(context), row_of(program, "1I0", 1)
-    step.values[context.keys.kept_by(row)] = "saved"
-
-    run_calls(backward_input(context, row), step)
-
-    assert said == [("backward input", "saved", ())]
-    assert step.values == {context.keys.kept_by(row): "left", context.keys.made_by(row): "gradients"}
+    expected = {context.keys.kept_by(row): kept, context.keys.made_by(row): made}
+    assert said == [call]
+    assert step.values == {key: value for key, value in expected.items() if value is not None}
 
 
 def test_a_message_that_has_come_is_taken_once_and_releases_what_has_arrived():
@@ -187,18 +187,6 @@ def test_a_recomputation_puts_the_activation_in_the_place_of_the_checkpoint():
     run_calls(recompute(context, row), step)
 
     assert step.values == {context.keys.kept_by(row): ((1, 0), "checkpoint")}
-
-
-def test_the_second_part_of_a_backward_frees_what_the_first_has_left():
-    program, said = lower(build("zb-h1", ranks=2, microbatches=2)), []
-    context = context_of(program, 1, said)
-    step, row = step_for(context), row_of(program, "1W0", 1)
-    step.values[context.keys.kept_by(row)] = "saved"
-
-    run_calls(weight(context, row), step)
-
-    assert said == [("backward weight", "saved")]
-    assert step.values == {}
 
 
 ROWS = 4

@@ -14,13 +14,13 @@ def layers():
     return [settle(nn.Linear(3, 5), 1), nn.BatchNorm1d(5), nn.Linear(5, 2, dtype=torch.float64)]
 
 
-def blocks_on(num_replicas):
+def two_replicas():
     """Per replica, its modules and its blocks."""
     found = []
-    for replica in range(num_replicas):
+    for replica in range(2):
         modules = layers()
         modules[2].load_state_dict(settle(nn.Linear(5, 2, dtype=torch.float64), 2).state_dict())
-        found.append((modules, blocks_of(modules, mesh_without_groups("data", num_replicas, replica))[0]))
+        found.append((modules, blocks_of(modules, mesh_without_groups("data", 2, replica))[0]))
     return found
 
 
@@ -37,7 +37,7 @@ def held(modules):
 def test_modules_hold_shards_then_whole_parameters_then_shards():
     before = layers()
     before[2].load_state_dict(settle(nn.Linear(5, 2, dtype=torch.float64), 2).state_dict())
-    replicas = blocks_on(2)
+    replicas = two_replicas()
     modules, blocks = replicas[1]
     shards = held(modules)
     assert all(map(is_dtensor, shards))
@@ -56,7 +56,7 @@ def test_modules_hold_shards_then_whole_parameters_then_shards():
 
 
 def test_parameters_of_one_type_are_one_piece_of_memory():
-    _, blocks = blocks_on(2)[0]
+    _, blocks = two_replicas()[0]
 
     assert [block.own.dtype for block in blocks] == [torch.float32, torch.float64]
     for block in blocks:
@@ -65,7 +65,7 @@ def test_parameters_of_one_type_are_one_piece_of_memory():
 
 
 def test_autograd_accepts_a_weight_that_was_dropped_and_filled_again():
-    replicas = blocks_on(2)
+    replicas = two_replicas()
     modules, blocks = replicas[0]
     fill_all(replicas, 0)
     inputs = torch.ones(4, 3, requires_grad=True)
@@ -105,7 +105,7 @@ def test_attributes_and_what_is_trained_go_along():
 
 
 def test_a_change_of_a_whole_parameter_is_an_error_since_it_would_be_lost():
-    replicas = blocks_on(2)
+    replicas = two_replicas()
     modules, blocks = replicas[0]
     fill_all(replicas, 0)
     require_unchanged(blocks, [4])

@@ -6,10 +6,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.parameters.gradient_sums import added, sum_over
 from penstock.execute.parameters.tied import TiedCopy
 from penstock.pipeline import Pipeline
+from tests.execute.parameters.test_tied import begun
 from tests.local_pipelines import WIDTH, on_ranks, settle, square_loss, values
 
 FLOAT64 = torch.float64
@@ -20,13 +20,12 @@ def sparse(rows, seed=1):
     return torch.sparse_coo_tensor([rows], values(seed, len(rows), 2, dtype=FLOAT64), (5, 2)).coalesce()
 
 
-def sums(*per_rank, ranks=None, likes=None):
+def sums(*per_rank, likes=None):
     """What each rank gets for the gradients that it holds."""
-    ranks = ranks or list(range(len(per_rank)))
 
     def case(wires):
         own = list(per_rank[wires.rank])
-        found = dict(sum_over(wires, ranks, own, likes or [LIKE] * len(own)))
+        found = dict(sum_over(wires, list(range(len(per_rank))), own, likes or [LIKE] * len(own)))
         return [found[index] for index in range(len(own))]
 
     return on_ranks(len(per_rank), case)
@@ -128,14 +127,6 @@ class Counting(TorchDispatchMode):
             self._made.setdefault(memory.cdata, (memory, made.untyped_storage().nbytes()))
             self.peak = max(self.peak, self.num_bytes)
         return made
-
-
-def begun(copied):
-    """Return the gradients of a copy in a step that has begun."""
-    store = GradientStore(copied.parameters.values)
-    store.begin_step()
-    store.set_aside(copied.trained().values())
-    return store
 
 
 SIZES = [700, 2000, 3, 5, 1000, 1200, 1999]

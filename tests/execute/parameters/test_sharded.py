@@ -35,6 +35,11 @@ class Replica:
         self.layout.begin_step(**STEP)
         self.store.begin_step()
 
+    def begin_whole(self):
+        """Begin a step, and gather the parameters."""
+        self.begin()
+        self.layout.unshard().wait()
+
     def backward(self, factor=1.0):
         (self.modules[0](torch.ones(2, 3)).sum() * factor).backward()
 
@@ -45,8 +50,7 @@ class Replica:
 def test_a_gather_gives_whole_parameters_and_a_reduction_the_rows_of_the_sum():
     def case(transport):
         replica = Replica(transport)
-        replica.begin()
-        replica.layout.unshard().wait()
+        replica.begin_whole()
         weight = replica.modules[0].weight
         assert torch.equal(weight, replica.weight_before)
         replica.backward(transport.rank + 1.0)
@@ -87,8 +91,7 @@ def test_reductions_of_a_step_add_up_and_the_last_one_adds_to_what_was_there():
 def test_whoever_waits_for_a_gather_completes_the_reductions_before_it():
     def case(transport):
         replica = Replica(transport)
-        replica.begin()
-        replica.layout.unshard().wait()
+        replica.begin_whole()
         replica.backward()
         replica.layout.reduce(0, is_last=True)
         replica.layout.reshard()
@@ -112,8 +115,7 @@ def test_a_first_gradient_behind_a_reduction_gets_memory_of_its_own_too():
 
     def case(transport):
         replica = Replica(transport, [Shift()])
-        replica.begin()
-        replica.layout.unshard().wait()
+        replica.begin_whole()
         for _ in range(2):
             gradient = torch.ones(2, 3)
             replica.store.begin_backward()
@@ -130,8 +132,7 @@ def test_frozen_parameters_are_gathered_and_not_reduced():
     def case(transport):
         replica = Replica(transport)
         replica.shards[0].requires_grad_(False)
-        replica.begin()
-        replica.layout.unshard().wait()
+        replica.begin_whole()
         assert torch.equal(replica.modules[0].weight, replica.weight_before)
         replica.backward()
         replica.layout.reduce(0, is_last=True).wait()
@@ -143,8 +144,7 @@ def test_frozen_parameters_are_gathered_and_not_reduced():
 def test_a_failed_step_leaves_nothing_whole_and_no_part_of_a_sum():
     def case(transport):
         replica = Replica(transport)
-        replica.begin()
-        replica.layout.unshard().wait()
+        replica.begin_whole()
         replica.backward()
         replica.layout.reduce(0, is_last=False).wait()
         replica.backward()
@@ -155,8 +155,7 @@ def test_a_failed_step_leaves_nothing_whole_and_no_part_of_a_sum():
         assert all(map(is_dtensor, replica.modules[0].parameters()))
         assert {each.untyped_storage().nbytes() for each in replica.layout.wholes()} == {0}
         assert all(each.grad is None for each in replica.layout.wholes())
-        replica.begin()
-        replica.layout.unshard().wait()
+        replica.begin_whole()
         replica.backward()
         replica.layout.reduce(0, is_last=True).wait()
         return [each.unique().tolist() for each in replica.grads()]
@@ -167,8 +166,7 @@ def test_a_failed_step_leaves_nothing_whole_and_no_part_of_a_sum():
 def test_a_change_by_a_layer_fails_where_the_unit_is_dropped():
     def case(transport):
         replica = Replica(transport)
-        replica.begin()
-        replica.layout.unshard().wait()
+        replica.begin_whole()
         with torch.no_grad():
             replica.modules[0].weight.mul_(2)
         return error_of(replica.layout.reshard)
@@ -183,8 +181,7 @@ def test_saved_buffers_are_the_first_replicas_behind_the_last_reduction(num_repl
         norm = nn.BatchNorm1d(3)
         norm.running_mean.fill_(float(transport.rank + 1))
         replica = Replica(transport, [norm])
-        replica.begin()
-        replica.layout.unshard().wait()
+        replica.begin_whole()
         replica.layout.reduce(0, is_last=True).wait()
         return norm.running_mean.tolist()
 

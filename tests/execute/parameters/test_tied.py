@@ -57,6 +57,15 @@ def copy_of(parameter, ranks):
     return TiedCopy({"weight": parameter}, ranks)
 
 
+def reduced(wires, ranks, gradient, *, accumulated=None):
+    """Return the gradient with which a holder ends a step whose own part is this."""
+    copied = copy_of(parameter_of(wires.rank, gradient=accumulated), ranks)
+    store = begun(copied)
+    copied.parameters["weight"].grad = gradient
+    copied.reduce(wires, store)
+    return copied.parameters["weight"].grad
+
+
 def test_all_holders_start_with_the_owners_value():
     def case(wires):
         copied = copy_of(parameter_of(wires.rank), [1, 0, 2])
@@ -68,12 +77,10 @@ def test_all_holders_start_with_the_owners_value():
 
 def test_all_holders_get_the_sum_of_this_step_on_top_of_what_was_accumulated():
     def case(wires):
-        copied = copy_of(parameter_of(wires.rank, gradient=torch.full((2, 3), 100.0, dtype=FLOAT64)), [2, 0])
-        store = begun(copied)
-        copied.parameters["weight"].grad = values(wires.rank, 2, 3, dtype=FLOAT64)
-        if wires.rank != 1:
-            copied.reduce(wires, store)
-        return copied.parameters["weight"].grad
+        if wires.rank == 1:
+            return None
+        accumulated = torch.full((2, 3), 100.0, dtype=FLOAT64)
+        return reduced(wires, [2, 0], values(wires.rank, 2, 3, dtype=FLOAT64), accumulated=accumulated)
 
     first, _, last = on_ranks(3, case)
 
@@ -84,12 +91,7 @@ def test_all_holders_get_the_sum_of_this_step_on_top_of_what_was_accumulated():
 
 def test_a_holder_without_a_gradient_gets_that_of_the_others():
     def case(wires):
-        copied = copy_of(parameter_of(wires.rank), [0, 1])
-        store = begun(copied)
-        if wires.rank == 0:
-            copied.parameters["weight"].grad = torch.ones(2, 3, dtype=FLOAT64)
-        copied.reduce(wires, store)
-        return copied.parameters["weight"].grad
+        return reduced(wires, [0, 1], torch.ones(2, 3, dtype=FLOAT64) if wires.rank == 0 else None)
 
     assert [gradient.unique().tolist() for gradient in on_ranks(2, case)] == [[1.0], [1.0]]
 
@@ -108,11 +110,8 @@ def test_all_holders_add_in_one_order_and_so_get_the_same_bits():
     parts = [1e16, 1.0, -1e16]  # summed in the order of the ranks below: 0, else 1
 
     def case(wires):
-        copied = copy_of(parameter_of(wires.rank), [0, 1, 2])
-        store = begun(copied)
-        copied.parameters["weight"].grad = torch.full((2, 3), parts[wires.rank], dtype=FLOAT64)
-        copied.reduce(wires, store)
-        return copied.parameters["weight"].grad.unique().tolist()
+        own = torch.full((2, 3), parts[wires.rank], dtype=FLOAT64)
+        return reduced(wires, [0, 1, 2], own).unique().tolist()
 
     assert on_ranks(3, case) == [[0.0]] * 3
 
@@ -413,29 +412,32 @@ def test_a_tied_weight_is_settled_by_its_first_layer():
     assert torch.equal(last, first)
 
 
-def refusal_of(copy, wires):
-    control = Control(wires)
-    everyone = control.all_gather_object(described_copies({0: copy}))
-    return str(error_of(require_equal_kinds, everyone, control.names))
+REFUSED = {
+    "other shapes": (
+        lambda rank: nn.ParameterDict({"weight": torch.zeros((3, 2) if rank else (2, 3))}),
+        r"\(2, 3\) float32, trained on rank 0 \(weight\), but \(3, 2\) float32, trained",
+    ),
+    "frozen on one": (
+        lambda rank: nn.Linear(3, 2, bias=False).requires_grad_(rank == 0),
+        "trained on rank 0 .* but .* frozen on rank 1",
+    ),
+    "no shape": (lambda rank: nn.LazyLinear(3), "'weight' is without a shape before its first input on rank 0"),
+    "other layers": (
+        lambda rank: nn.Linear(2, 2, bias=rank == 0),
+        "rank 0 holds 2 parameters and buffers of a stage, but rank 1 holds 1 of its copy",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("second", "text"),
-    [
-        (
-            nn.Parameter(torch.zeros(3, 2)),
-            r"\(2, 3\) float32, trained on rank 0 \(weight\), but \(3, 2\) float32, trained",
-        ),
-        (nn.Parameter(torch.zeros(2, 3), requires_grad=False), "trained on rank 0 .* but .* frozen on rank 1"),
-    ],
-    ids=["shape", "frozen"],
-)
-def test_copies_that_differ_in_kind_are_refused_on_every_rank(second, text):
-    first = nn.Parameter(torch.zeros(2, 3))
+@pytest.mark.parametrize("difference", REFUSED)
+def test_copies_that_are_not_of_one_kind_with_a_shape_are_refused_on_every_rank(difference):
+    make_layer, text = REFUSED[difference]
 
     def agree(wires):
-        copy = copy_of((first, second)[wires.rank], [0, 1])
-        return refusal_of(copy, wires)
+        control, layer = Control(wires), make_layer(wires.rank)
+        copied = TiedCopy(dict(layer.named_parameters()), [0, 1])
+        everyone = control.all_gather_object(described_copies({0: copied}))
+        return str(error_of(require_equal_kinds, everyone, control.names))
 
     for message in on_ranks(2, agree):
         assert re.search(text, message)
@@ -449,24 +451,6 @@ def test_a_frozen_copy_gets_no_gradient():
         return copy.parameters["weight"].grad
 
     assert on_ranks(2, reduce) == [None, None]
-
-
-def test_a_parameter_without_a_shape_cannot_have_copies():
-    def agree(wires):
-        layer = nn.LazyLinear(3)
-        return refusal_of(TiedCopy(dict(layer.named_parameters()), [0, 1]), wires)
-
-    for message in on_ranks(2, agree):
-        assert "'weight' is without a shape before its first input on rank 0" in message
-
-
-def test_copies_of_different_layers_are_refused_on_every_rank():
-    def agree(wires):
-        layer = nn.Linear(2, 2, bias=wires.rank == 0)
-        return refusal_of(TiedCopy(dict(layer.named_parameters()), [0, 1]), wires)
-
-    for message in on_ranks(2, agree):
-        assert "rank 0 holds 2 parameters and buffers of a stage, but rank 1 holds 1 of its copy" in message
 
 
 def test_what_a_failed_step_gave_back_is_not_given_back_again():

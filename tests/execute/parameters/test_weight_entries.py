@@ -30,37 +30,27 @@ def parameters(*sizes):
     return [nn.Parameter(torch.zeros(size)) for size in sizes]
 
 
-@pytest.mark.parametrize("order", [(0, 1), (0, 1, 0, 0), (1, 0, 1)])
-def test_the_hook_of_a_parameter_sees_one_sum(order):
-    both, seen = parameters(2, 3), []
-    for parameter in both:
-        parameter.register_hook(lambda gradient: seen.append(gradient.tolist()))
-
-    add([Late(both[index]) for index in order])
-
-    assert sorted(seen) == sorted([[float(order.count(index))] * len(both[index]) for index in (0, 1)])
-
-
-def test_what_shares_a_parameter_with_two_others_joins_them():
-    first, second, third = parameters(400_000, 400_000, 2)
-    seen = []
-    for parameter in (first, second):
-        parameter.register_hook(lambda gradient: seen.append(gradient[0].item()))
-
-    add([Late(first), Late(second), Late(third), Late(first, second)])
-
-    assert seen == [2.0, 2.0]
+SHARED = {
+    "by nothing": ([2, 3], [[0], [1]]),
+    "by several, with another between them": ([2, 3], [[0], [1], [0], [0]]),
+    "by those around another": ([2, 3], [[1], [0], [1]]),
+    "by one that so joins two others": ([400_000, 400_000, 2], [[0], [1], [2], [0, 1]]),
+    "by one after two groups have joined": ([400_000] * 3, [[0], [1, 2], [0, 1], [2]]),
+}
+"""The sizes of parameters, and those of each entry."""
 
 
-def test_what_comes_after_two_groups_have_joined_joins_them_too():
-    first, second, third = parameters(400_000, 400_000, 400_000)
-    seen = []
-    for parameter in (first, second, third):
-        parameter.register_hook(lambda gradient: seen.append(gradient[0].item()))
+@pytest.mark.parametrize("how", SHARED)
+def test_the_hook_of_a_parameter_sees_one_sum(how):
+    sizes, entries = SHARED[how]
+    held, seen = parameters(*sizes), []
+    for number, parameter in enumerate(held):
+        parameter.register_hook(lambda gradient, number=number: seen.append((number, gradient.unique().tolist())))
 
-    add([Late(first), Late(second, third), Late(first, second), Late(third)])
+    add([Late(*[held[number] for number in entry]) for entry in entries])
 
-    assert seen == [2.0, 2.0, 2.0]
+    num_uses = [sum(number in entry for entry in entries) for number in range(len(sizes))]
+    assert sorted(seen) == [(number, [float(uses)]) for number, uses in enumerate(num_uses)]
 
 
 @pytest.mark.parametrize(

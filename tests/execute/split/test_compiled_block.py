@@ -1,7 +1,6 @@
 """The weight gradients of compiled blocks wait for W, and both parts give what the unsplit backward gives, in bits."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -11,23 +10,19 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import PenstockWarning, PipelineError
+from penstock.errors import PipelineError
 from penstock.execute.backend import aot_eager, penstock
 from penstock.execute.split.compiled_block import BlockBackward, CompiledBlock, find_compiled_block
-from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gradient
 from penstock.execute.split.weight_graph import WeightGraph
+from tests.execute.split.test_deferred_weights import begun
 from tests.local_pipelines import error_of, settle, values
 from tests.one_stage import kept_by, run_input_part, run_weight_part
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_compiled")
+
 ROWS, WIDTH, TOKENS = 6, 8, 20
 MLP_NAMES = ["down.weight", "up.weight"]
-
-
-@pytest.fixture(autouse=True)
-def _forget_what_was_compiled():
-    yield
-    torch.compiler.reset()
 
 
 class Mlp(nn.Module):
@@ -240,13 +235,10 @@ def inputs_of(layer, rows=ROWS):
     return values(1, rows, WIDTH).requires_grad_()
 
 
-def forward(layer, inputs):
-    plan = SplitPlanner([layer], small=0.0)
-    plan.begin_step(list(layer.parameters()))
-    deferred = plan.start(inputs.numel())
-    with deferred.around_forward():
-        outputs = layer(inputs)
-    return outputs, deferred
+def run_input(outputs, deferred):
+    """Run I of a backward; return what it leaves for W."""
+    run_input_part(deferred, [get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    return deferred
 
 
 def gradients(layer):
@@ -266,8 +258,7 @@ def parts(layer, rows=ROWS):
     """Return the gradients of both parts together, and the names of those that waited."""
     layer.zero_grad()
     inputs = inputs_of(layer, rows)
-    outputs, deferred = forward(layer, inputs)
-    run_input_part(deferred, [get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    deferred = run_input(*begun(layer, inputs))
     early = gradients(layer)
     run_weight_part(deferred)
     found = gradients(layer)
@@ -328,12 +319,9 @@ def test_several_forwards_wait_at_once():
     layer = compiled(Mlp, aot_eager)
     wanted = whole(layer)
     layer.zero_grad()
-    results = []
-    for inputs in (inputs_of(layer), inputs_of(layer)):
-        outputs, deferred = forward(layer, inputs)
-        results.append((outputs, deferred))
+    results = [begun(layer, inputs_of(layer)) for _ in range(2)]
     for outputs, deferred in results:
-        run_input_part(deferred, [get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+        run_input(outputs, deferred)
     for _, deferred in results:
         run_weight_part(deferred)
 
@@ -342,8 +330,7 @@ def test_several_forwards_wait_at_once():
 
 def test_what_w_needs_is_told_and_freed():
     layer = compiled(Mlp, aot_eager)
-    outputs, deferred = forward(layer, inputs_of(layer))
-    run_input_part(deferred, [get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    deferred = run_input(*begun(layer, inputs_of(layer)))
     (block,) = deferred.entries
 
     sizes = sorted(each.numel() for each in kept_by(deferred))
@@ -359,8 +346,7 @@ def test_w_computes_in_the_types_of_the_forward_whatever_is_cast_around_it():
     layer = compiled(Mlp, aot_eager)
     wanted = whole(layer)
     layer.zero_grad()
-    outputs, deferred = forward(layer, inputs_of(layer))
-    run_input_part(deferred, [get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    deferred = run_input(*begun(layer, inputs_of(layer)))
     with torch.autocast("cpu", torch.bfloat16):
         run_weight_part(deferred)
 
@@ -369,8 +355,7 @@ def test_w_computes_in_the_types_of_the_forward_whatever_is_cast_around_it():
 
 def test_what_w_needs_must_not_be_changed_in_place():
     layer = compiled(Mlp, aot_eager)
-    outputs, deferred = forward(layer, inputs_of(layer))
-    run_input_part(deferred, [get_gradient_edge(outputs)], [values(2, *outputs.shape)])
+    deferred = run_input(*begun(layer, inputs_of(layer)))
     kept_by(deferred)[0].add_(1)
 
     error = error_of(run_weight_part, deferred)
@@ -379,7 +364,7 @@ def test_what_w_needs_must_not_be_changed_in_place():
     assert "was changed in place between I and W" in str(error)
 
 
-def test_a_backward_that_cannot_be_cut_stays_whole_and_says_so_once():
+def test_a_backward_that_cannot_be_cut_stays_whole_and_says_so_once(told_warnings):
     class Drawing(torch.autograd.Function):
         @staticmethod
         def forward(ctx, features):
@@ -394,18 +379,15 @@ def test_a_backward_that_cannot_be_cut_stays_whole_and_says_so_once():
             return Drawing.apply(super().forward(features))
 
     layer = compiled(Layer, aot_eager)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        (found, waited), _ = parts(layer), parts(layer)
+    (found, waited), _ = parts(layer), parts(layer)
 
-    told = [str(each.message) for each in caught if issubclass(each.category, PenstockWarning)]
-    assert len(told) == 1
-    assert "a compiled block's backward is not split" in told[0]
+    (told,) = told_warnings()
+    assert "a compiled block's backward is not split" in told
     assert waited == []
     assert same(found, whole(layer))
 
 
-def test_halves_that_do_not_compile_are_run_as_the_whole(monkeypatch):
+def test_halves_that_do_not_compile_are_run_as_the_whole(monkeypatch, told_warnings):
     compile_half = BlockBackward._compile
 
     def failing(block, half):
@@ -415,11 +397,9 @@ def test_halves_that_do_not_compile_are_run_as_the_whole(monkeypatch):
 
     monkeypatch.setattr(BlockBackward, "_compile", failing)
     layer = compiled(Mlp, aot_eager)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        first, second = parts(layer), parts(layer)
+    first, second = parts(layer), parts(layer)
 
-    (told,) = [str(each.message) for each in caught if issubclass(each.category, PenstockWarning)]
+    (told,) = told_warnings()
     assert "its halves do not compile (NotImplementedError: no kernel for this)" in told
     assert (first[1], second[1]) == (MLP_NAMES, [])
     assert all(same(found, whole(layer)) for found, _ in (first, second))

@@ -1,8 +1,6 @@
 """A custom function that asks which half is wanted computes its input gradients in I and its weight gradients in W."""
 
-import copy
 import gc
-import warnings
 import weakref
 
 import pytest
@@ -12,11 +10,19 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.errors import PenstockWarning, PipelineError
+from penstock.errors import PipelineError
 from penstock.execute.split.custom_function import CustomFunction
-from tests.execute.split.test_deferred_weights import in_two_parts, plan_of, two_parts, whole
+from tests.execute.split.test_deferred_weights import (
+    assert_same,
+    in_two_parts,
+    left_by_input_part,
+    plan_of,
+    seasoned,
+    two_parts,
+)
+from tests.execute.stages.test_split_backward import Product
 from tests.local_pipelines import settle, values
-from tests.one_stage import run_input_part, run_weight_part
+from tests.one_stage import run_weight_part
 
 WIDTH = 6
 RUNS = []
@@ -119,19 +125,13 @@ class Wrong(torch.autograd.Function):
         return gradient @ weight.t(), rows(hidden).t() @ rows(gradient), gradient
 
 
-class Silent(torch.autograd.Function):
+class Silent(Product):
     """Never asks."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight):
-        ctx.save_for_backward(hidden, weight)
-        return hidden @ weight
 
     @staticmethod
     def backward(ctx, gradient):
         RUNS.append("silent")
-        hidden, weight = ctx.saved_tensors
-        return gradient @ weight.t(), rows(hidden).t() @ rows(gradient)
+        return Product.backward(ctx, gradient)
 
 
 class Own(nn.Module):
@@ -231,18 +231,7 @@ def no_notes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", USES)
 def test_both_parts_are_the_whole_backward_bit_for_bit(name, dtype):
-    module = settle(Own(USES[name]), 1).to(dtype)
-    other, plan = copy.deepcopy(module), plan_of(module)
-    inputs = values(1, 2, 3, WIDTH, dtype=dtype).requires_grad_()
-    for _ in range(3):
-        inputs.grad = None
-        output = in_two_parts(module, inputs, plan)
-        found = [output, inputs.grad, *(each.grad for each in module.parameters())]
-        inputs.grad = None
-        output = whole(other, inputs)
-        expected = [output, inputs.grad, *(each.grad for each in other.parameters())]
-        assert [one is None for one in found] == [one is None for one in expected]
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True) if pair[0] is not None)
+    assert_same(settle(Own(USES[name]), 1).to(dtype), values(1, 2, 3, WIDTH, dtype=dtype))
 
 
 def notes_of(run):
@@ -266,11 +255,8 @@ def notes_of(run):
 )
 def test_each_part_computes_its_half(name, early, late):
     module, inputs = settle(Own(USES[name]), 1), values(1, 2, 3, WIDTH).requires_grad_()
-    plan = plan_of(module)
-    for _ in range(2):
-        in_two_parts(module, inputs, plan)
 
-    run_input, run_weight = two_parts(module, inputs, plan)
+    run_input, run_weight = two_parts(module, inputs, seasoned(module, inputs))
 
     assert (notes_of(run_input), notes_of(run_weight)) == (early, late)
 
@@ -291,17 +277,12 @@ def test_a_function_is_known_to_ask_from_the_next_step_on():
     assert settled == [False, True, True]
 
 
-def test_a_gradient_that_was_not_wanted_is_dropped_and_said_once():
+def test_a_gradient_that_was_not_wanted_is_dropped_and_said_once(told_warnings):
     module = settle(Own(lambda self, x: Wrong.apply(x, self.first, self.bias)), 1)
-    other, plan, inputs = copy.deepcopy(module), plan_of(module), values(1, 2, 3, WIDTH).requires_grad_()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(4):
-            in_two_parts(module, inputs, plan)
-    for _ in range(4):
-        whole(other, inputs)
 
-    texts = [str(each.message) for each in caught if issubclass(each.category, PenstockWarning)]
+    assert_same(module, values(1, 2, 3, WIDTH), num_steps=4)
+
+    texts = told_warnings()
     assert len(texts) == 3
     assert "Wrong.backward: in the `I` of a split backward it returned a gradient for its argument `weight`" in texts[0]
     assert "`bias`" in texts[1]
@@ -309,8 +290,6 @@ def test_a_gradient_that_was_not_wanted_is_dropped_and_said_once():
     assert "in the `W`" in texts[2]
     assert "its argument `hidden`" in texts[2]
     assert "ps.wants_input_gradient(ctx) is False" in texts[2]
-    for one, two in zip(module.parameters(), other.parameters(), strict=True):
-        assert (one.grad is two.grad is None) or torch.equal(one.grad, two.grad)
 
 
 def test_functions_that_each_forward_makes_anew_are_forgotten():
@@ -324,24 +303,16 @@ def test_functions_that_each_forward_makes_anew_are_forgotten():
     assert len([each for each in functions if each.__name__ == "VmappedMapped"]) < 4
 
 
-def deferred_after_input(module, inputs, num_steps=2):
-    """Return what a backward has left for W, and a reference to its node."""
-    plan = plan_of(module)
-    for _ in range(num_steps):
-        in_two_parts(module, inputs, plan)
-    plan.begin_step(list(module.parameters()))
-    deferred = plan.start(1)
-    with deferred.around_forward():
-        output = module(inputs)
-    run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
-    return deferred
+def left_for_w(module):
+    """Return what a backward leaves for W by a plan that knows the module, and the function in it."""
+    inputs = values(1, 2, 3, WIDTH).requires_grad_()
+    deferred = left_by_input_part(module, inputs, seasoned(module, inputs))
+    (function,) = [each for each in deferred.entries if isinstance(each, CustomFunction)]
+    return deferred, function
 
 
 def test_what_is_kept_for_w_is_known_and_freed():
-    module = settle(Own(USES["two outputs"]), 1)
-
-    deferred = deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_())
-    (function,) = [each for each in deferred.entries if isinstance(each, CustomFunction)]
+    deferred, function = left_for_w(settle(Own(USES["two outputs"]), 1))
     shapes = sorted(tuple(each.shape) for each in function.kept)
     run_weight_part(deferred)
 
@@ -351,13 +322,12 @@ def test_what_is_kept_for_w_is_known_and_freed():
 
 
 def test_nothing_outlives_the_two_parts():
-    module, inputs = settle(Own(USES["two outputs"]), 1), values(1, 2, 3, WIDTH).requires_grad_()
-    run_weight_part(deferred_after_input(module, inputs))
+    module = settle(Own(USES["two outputs"]), 1)
+    run_weight_part(left_for_w(module)[0])
     gc.collect()
     gc.disable()
     try:
-        deferred = deferred_after_input(module, inputs)
-        (function,) = [each for each in deferred.entries if isinstance(each, CustomFunction)]
+        deferred, function = left_for_w(module)
         memory = [weakref.ref(each.untyped_storage()) for each in function.kept]
         run_weight_part(deferred)
 
@@ -368,8 +338,7 @@ def test_nothing_outlives_the_two_parts():
 
 def test_a_saved_tensor_that_is_changed_in_place_before_w_is_named():
     module = settle(Own(lambda self, x: Linear.apply(2, x.detach() + x, self.first, self.bias)), 1)
-    deferred = deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_())
-    (function,) = [each for each in deferred.entries if isinstance(each, CustomFunction)]
+    deferred, function = left_for_w(module)
     function.ctx.saved_tensors[0].add_(1)
 
     with pytest.raises(PipelineError, match=r"Linear: a tensor of shape \(2, 3, 6\) .* at version 1, expected 0"):
@@ -387,16 +356,16 @@ class Short(Linear):
 
 def test_too_few_gradients_are_counted():
     module = settle(Own(lambda self, x: Short.apply(2, x, self.first, self.bias)), 1)
-    deferred = deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_(), num_steps=0)
-    run_weight_part(deferred)
+    inputs, plan = values(1, 2, 3, WIDTH).requires_grad_(), plan_of(module)
+    in_two_parts(module, inputs, plan)  # from the next step on it is known to ask
 
     with pytest.raises(PipelineError, match=r"Short.backward: in the `W` .* returned 1 gradients, expected 4"):
-        deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_())
+        in_two_parts(module, inputs, plan)
 
 
 def test_hooks_of_parameters_see_one_gradient():
-    module, seen = settle(Own(USES["twice"]), 1), []
+    module, inputs, seen = settle(Own(USES["twice"]), 1), values(1, 2, 3, WIDTH).requires_grad_(), []
     module.first.register_hook(lambda gradient: seen.append(gradient))
-    run_weight_part(deferred_after_input(module, values(1, 2, 3, WIDTH).requires_grad_()))
+    in_two_parts(module, inputs, seasoned(module, inputs))
 
     assert len(seen) == 3

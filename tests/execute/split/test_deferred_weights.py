@@ -319,13 +319,27 @@ def plan_of(module):
     return SplitPlanner([module], small=0)
 
 
-def two_parts(module, inputs, plan=None):
-    """Run a module forward; return the two parts of its backward."""
+def begun(module, inputs, plan=None):
+    """Run a module forward in a new step; return its output, and what defers weight gradients."""
     plan = plan or plan_of(module)
     plan.begin_step(list(module.parameters()))
     deferred = plan.start(inputs.numel())
     with deferred.around_forward():
         output = module(inputs)
+    return output, deferred
+
+
+def left_by_input_part(module, inputs, plan=None):
+    """Run a forward, and I of its backward; return what that leaves for W."""
+    output, deferred = begun(module, inputs, plan)
+    edge = torch.autograd.graph.get_gradient_edge(output)
+    run_input_part(deferred, [edge], [torch.ones_like(output)])
+    return deferred
+
+
+def two_parts(module, inputs, plan=None):
+    """Run a module forward; return the two parts of its backward."""
+    output, deferred = begun(module, inputs, plan)
     gradient = values(9, *output.shape, dtype=output.dtype)
     root = torch.autograd.graph.get_gradient_edge(output)
     return partial(run_input_part, deferred, [root], [gradient]), partial(run_weight_part, deferred)
@@ -356,19 +370,23 @@ def whole(module, inputs):
     return output.detach()
 
 
-def results(run, module, inputs, *plan):
-    inputs = inputs.clone()
-    if inputs.is_floating_point():
-        inputs.requires_grad_()
+def results(run, module, inputs, *plan, needs_gradient=True):
+    inputs = inputs.clone().requires_grad_(needs_gradient and inputs.is_floating_point())
     return [run(module, inputs, *plan), inputs.grad, *(parameter.grad for parameter in module.parameters())]
 
 
-def assert_same(module, inputs, is_close=torch.equal, num_steps=3):
+def differing(module, other, inputs, plan, is_close=torch.equal, **options):
+    """Run a step in two parts, and an unsplit one on `other`; return which results differ."""
+    found = results(in_two_parts, module, inputs, plan, **options)
+    expected = results(whole, other, inputs, **options)
+    pairs = enumerate(zip(found, expected, strict=True))
+    return [index for index, (one, two) in pairs if not (one is two is None or is_close(one, two))]
+
+
+def assert_same(module, inputs, is_close=torch.equal, num_steps=3, **options):
     other, plan = copy.deepcopy(module), plan_of(module)
     for number in range(num_steps):  # gradients add up, and the plan learns
-        found, expected = results(in_two_parts, module, inputs, plan), results(whole, other, inputs)
-        for one, two in zip(found, expected, strict=True):
-            assert (one is None and two is None) or is_close(one, two), number
+        assert differing(module, other, inputs, plan, is_close, **options) == [], number
 
 
 @pytest.mark.parametrize("name", HIDDEN)
@@ -402,9 +420,7 @@ def test_checkpointing_may_become_reentrant_later():
     for use_reentrant in (False, False, True, True, False, False):
         module[1].use_reentrant = use_reentrant
 
-        found, expected = results(in_two_parts, module, inputs, plan), results(whole, other, inputs)
-
-        assert all(map(torch.equal, found, expected))
+        assert differing(module, other, inputs, plan) == []
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -416,10 +432,7 @@ def test_a_forward_that_is_replaced_between_steps_is_run(use_reentrant):
         each.layers[0].forward = lambda hidden, layer=each.layers[0]: hidden @ layer.weight * 2
 
     for _ in range(3):
-        found, expected = results(in_two_parts, module, inputs, plan), results(whole, other, inputs)
-        assert all(
-            each is None or close_to_rounding(each, wanted) for each, wanted in zip(found, expected, strict=True)
-        )
+        assert differing(module, other, inputs, plan, close_to_rounding) == []
 
 
 def test_convolutions_and_batch_norms_have_the_same_gradients():
@@ -435,24 +448,13 @@ def test_a_stage_without_differentiable_inputs_has_the_same_gradients(recompute)
 
 @pytest.mark.parametrize("name", ["in place", "attention", "scores of one projection", "low rank", "recomputed"])
 def test_the_batch_itself_needs_no_gradient(name):
-    module = settle(HIDDEN[name](), 1)
-    other = copy.deepcopy(module)
-
-    in_two_parts(module, values(1, 2, 3, WIDTH))
-    whole(other, values(1, 2, 3, WIDTH))
-
-    gradients = [[p.grad for p in each.parameters() if p.requires_grad] for each in (module, other)]
-    assert all(map(torch.equal, *gradients))
+    assert_same(settle(HIDDEN[name](), 1), values(1, 2, 3, WIDTH), needs_gradient=False)
 
 
 def test_an_output_of_a_first_layer_without_bias_may_be_changed_in_place():
-    module = settle(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(inplace=True), linear()), 1)
-    other = copy.deepcopy(module)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(inplace=True), linear())
 
-    in_two_parts(module, values(1, 3, WIDTH))
-    whole(other, values(1, 3, WIDTH))
-
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    assert_same(settle(layers, 1), values(1, 3, WIDTH), needs_gradient=False)
 
 
 def test_autocast_gives_the_same_gradients():
@@ -570,9 +572,7 @@ def test_layers_that_begin_to_be_recomputed_later_have_the_same_gradients():
     for is_recomputed in (False, False, True, True):
         recomputed.forward = Recomputed.forward.__get__(recomputed) if is_recomputed else run
 
-        found, expected = results(in_two_parts, module, inputs, plan), results(whole, other, inputs)
-
-        assert all(map(torch.equal, found, expected))
+        assert differing(module, other, inputs, plan) == []
 
 
 def test_hooks_of_a_weight_used_twice_see_one_gradient():
@@ -591,11 +591,7 @@ def test_hooks_of_modules_and_activations_run_once_and_count():
     other = copy.deepcopy(module)
     module[0].register_full_backward_hook(lambda *_: seen.append("module"))
 
-    found, expected = (
-        results(run, each, values(1, 3, WIDTH)) for run, each in ((in_two_parts, module), (whole, other))
-    )
-
-    assert all(map(torch.equal, found, expected))
+    assert differing(module, other, values(1, 3, WIDTH), plan_of(module)) == []
     assert seen == ["module"]
 
 
@@ -625,11 +621,7 @@ def test_between_the_parts_only_what_the_weights_need_is_alive():
 
 def test_what_is_kept_between_the_parts_is_told_and_no_parameter():
     module, inputs = nn.Sequential(linear(), Made()), values(1, 3, WIDTH).requires_grad_()
-    plan = plan_of(module)
-    plan.begin_step(list(module.parameters()))
-    deferred = plan.start(inputs.numel())
-    with deferred.around_forward():
-        output = module(inputs)
+    output, deferred = begun(module, inputs)
     assert kept_by(deferred) == []
 
     run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
@@ -723,11 +715,7 @@ def test_what_is_compiled_has_the_same_gradients(wrapped, options):
     next(each for each in module.modules() if isinstance(each, Own)).compile(backend="aot_eager", **options)
 
     for _ in range(3):
-        found, expected = (
-            results(in_two_parts, module, values(1, 3, WIDTH), plan),
-            results(whole, other, values(1, 3, WIDTH)),
-        )
-        assert all(map(torch.equal, found, expected))
+        assert differing(module, other, values(1, 3, WIDTH), plan) == []
 
 
 def test_without_gradients_nothing_is_left():

@@ -23,6 +23,7 @@ from tests.local_pipelines import (
     square_loss,
     step_task,
     values,
+    zero,
 )
 from tests.own_weight_gradients import Adding, Building, Closing, Fused, Plain, layers_of
 
@@ -195,8 +196,7 @@ def steps(transport, where):
     pipeline = Pipeline([first, Hooked(lambda _: fail_in("backward")), last], "gpipe", 2, loss, transport=transport)
     errors = []
     for _ in range(2):
-        for parameter in pipeline.parameters():
-            parameter.grad = None
+        zero(pipeline)
         try:
             pipeline.step(values(1, 4, WIDTH), target=target)
             errors.append(None)

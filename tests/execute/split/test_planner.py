@@ -17,6 +17,7 @@ from penstock.execute.split import planner as planner_module
 from penstock.execute.split.graph_search import search
 from penstock.execute.split.planner import SMALL, Reason, SplitPlanner
 from penstock.execute.split.weight_grad_mode import RecomputeMismatch
+from tests.execute.split.test_deferred_weights import begun
 from tests.local_pipelines import values
 from tests.one_stage import run_input_part, run_weight_part
 
@@ -214,10 +215,7 @@ def test_after_a_recomputation_that_went_another_way_nothing_is_split_in_the_for
     module = Own(lambda hidden, weight: (torch.tanh(hidden) if again else hidden) @ weight)
     plan = SplitPlanner([module], small=0)
     late_weights(plan, module)
-    plan.begin_step(list(module.parameters()))
-    deferred = plan.start(num_rows * WIDTH)
-    with deferred.around_forward():
-        output = module(values(1, num_rows, WIDTH).requires_grad_())
+    output, deferred = begun(module, values(1, num_rows, WIDTH).requires_grad_(), plan)
     again.append(True)
 
     with pytest.raises(PipelineError, match=r"deferred weight gradients of Own\.weight") as caught:

@@ -15,27 +15,29 @@ from penstock.execute.split.graph_search import search
 from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gradient
 from penstock.execute.split.weight_branch import WeightBranch
-from tests.execute.split.test_deferred_weights import assert_same, in_two_parts, plan_of, two_parts, whole
+from tests.exactness.features import Squared
+from tests.execute.split.test_deferred_weights import (
+    assert_same,
+    in_two_parts,
+    left_by_input_part,
+    plan_of,
+    two_parts,
+    whole,
+)
 from tests.local_pipelines import settle, values
-from tests.one_stage import run_input_part, run_weight_part
+from tests.one_stage import run_weight_part
 
 WIDTH = 6
 RUNS = []
 
 
-class Noted(torch.autograd.Function):
+class Noted(Squared):
     """weight ** 2, with a note of each backward."""
 
     @staticmethod
-    def forward(ctx, weight):
-        ctx.save_for_backward(weight)
-        return weight**2
-
-    @staticmethod
     def backward(ctx, gradient):
-        (weight,) = ctx.saved_tensors
         RUNS.append("noted")
-        return gradient * 2 * weight
+        return Squared.backward(ctx, gradient)
 
 
 class Halves(torch.autograd.Function):
@@ -71,7 +73,6 @@ class Looked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, table):
         ctx.save_for_backward(hidden)
-        ctx.num_rows = len(table)
         return hidden @ table
 
     @staticmethod
@@ -167,18 +168,7 @@ USES = {
 @pytest.mark.parametrize("needs_gradient", [True, False])
 @pytest.mark.parametrize("name", USES)
 def test_both_parts_are_the_whole_backward_bit_for_bit(name, needs_gradient):
-    module = settle(Branching(USES[name]), 1)
-    other, plan = copy.deepcopy(module), plan_of(module)
-    inputs = values(1, 2, 3, WIDTH).requires_grad_(needs_gradient)
-    for _ in range(3):
-        inputs.grad = None
-        output = in_two_parts(module, inputs, plan)
-        found = [output, inputs.grad, *(each.grad for each in module.parameters())]
-        inputs.grad = None
-        output = whole(other, inputs)
-        expected = [output, inputs.grad, *(each.grad for each in other.parameters())]
-        assert [one is None for one in found] == [one is None for one in expected]
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True) if pair[0] is not None)
+    assert_same(settle(Branching(USES[name]), 1), values(1, 2, 3, WIDTH), needs_gradient=needs_gradient)
 
 
 NORMED = {
@@ -335,13 +325,8 @@ def test_a_branch_that_checkpointing_keeps_is_computed_in_i(use_reentrant):
 
 def test_a_branch_keeps_its_gradient_and_what_it_saved_and_no_more():
     module = settle(Branching(USES["added"]), 1)
-    inputs, plan = values(1, 2, 3, WIDTH).requires_grad_(), plan_of(module)
-    plan.begin_step(list(module.parameters()))
-    deferred = plan.start(1)
-    with deferred.around_forward():
-        output = module(inputs)
 
-    run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+    deferred = left_by_input_part(module, values(1, 2, 3, WIDTH).requires_grad_())
     branches = [each for each in deferred.entries if isinstance(each, WeightBranch)]
     shapes = [tuple(each.shape) for each in branches[0].kept]
     run_weight_part(deferred)
@@ -354,15 +339,10 @@ def test_a_branch_keeps_its_gradient_and_what_it_saved_and_no_more():
 
 def test_a_backward_comes_to_what_waits_in_one_order():
     """An embedding at the beginning leads to its table alone, and is handed over with the branches."""
-    module = nn.Sequential(nn.Embedding(5, WIDTH), Branching(USES["added"]))
-    plan = plan_of(settle(module, 1))
+    module = settle(nn.Sequential(nn.Embedding(5, WIDTH), Branching(USES["added"])), 1)
     tokens = torch.tensor([[1, 2], [0, 4]])
-    plan.begin_step(list(module.parameters()))
-    deferred = plan.start(1)
-    with deferred.around_forward():
-        output = module(tokens)
 
-    run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+    deferred = left_by_input_part(module, tokens)
 
     weights = [id(module[1].after.weight), id(module[1].first), id(module[1].before.weight), id(module[0].weight)]
     assert [id(each.parameters[0]) for each in deferred.entries] == weights
@@ -411,12 +391,9 @@ def test_what_does_not_pay_is_computed_in_i():
     found = []
     for use in (lambda self, x: x * torch.sigmoid(self.vector), USES["views alone"], USES["multiplied"]):
         module = settle(Branching(use), 1)
-        plan = SplitPlanner([module], small=32 * WIDTH * WIDTH)
-        in_two_parts(module, values(1, 3, WIDTH).requires_grad_(), plan)
-        plan.begin_step(list(module.parameters()))
-        deferred = plan.start(1)
-        output = module(values(1, 3, WIDTH).requires_grad_())
-        run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
+        plan, inputs = SplitPlanner([module], small=32 * WIDTH * WIDTH), values(1, 3, WIDTH).requires_grad_()
+        in_two_parts(module, inputs, plan)
+        deferred = left_by_input_part(module, inputs, plan)
         found.append(len([each for each in deferred.entries if isinstance(each, WeightBranch)]))
 
     assert found == [0, 0, 1]

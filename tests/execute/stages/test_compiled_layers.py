@@ -13,11 +13,7 @@ from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, block, error_of, gradients_of, named, square_loss, values
 
-
-@pytest.fixture(autouse=True)
-def _forget_what_was_compiled():
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("nothing_stays_compiled")
 
 
 class Outer(nn.Module):

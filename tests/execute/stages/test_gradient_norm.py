@@ -48,20 +48,6 @@ def spread(gradients, rank_of_gradient):
     return ranks
 
 
-def test_clipping_equals_torch():
-    gradients = random_gradients()
-    parameters = [nn.Parameter(torch.zeros(33)) for _ in gradients]
-    for parameter, gradient in zip(parameters, gradients.values(), strict=True):
-        parameter.grad = gradient.clone()
-
-    expected = nn.utils.clip_grad_norm_(parameters, 1.5)
-    (norm,) = clip_on_ranks([gradients], 1.5)
-
-    assert norm == pytest.approx(expected.item())
-    for parameter, gradient in zip(parameters, gradients.values(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
-
-
 @given(rank_of_gradient=SHARES)
 def test_norm_and_clipped_gradients_have_the_same_bits_whatever_the_split(rank_of_gradient):
     unsplit, split = random_gradients(), random_gradients()
@@ -73,48 +59,39 @@ def test_norm_and_clipped_gradients_have_the_same_bits_whatever_the_split(rank_o
     assert all(torch.equal(split[name], unsplit[name]) for name in unsplit)
 
 
-def test_a_small_norm_leaves_the_gradients_alone():
+@pytest.mark.parametrize("max_norm", [1e6, 0.0], ids=["above the norm", "zero, which only measures"])
+def test_some_limits_leave_the_gradients_alone(max_norm):
     gradients = random_gradients()
 
-    (norm,) = clip_on_ranks([gradients], 1e6)
+    (norm,) = clip_on_ranks([gradients], max_norm)
 
     assert 0 < norm < 1e6
     assert all(torch.equal(gradients[name], gradient) for name, gradient in random_gradients().items())
 
 
-def test_a_limit_of_zero_only_measures():
-    gradients = random_gradients()
-
-    (norm,) = clip_on_ranks([gradients], 0.0)
-
-    assert norm > 0
-    assert all(torch.equal(gradients[name], gradient) for name, gradient in random_gradients().items())
+def threes():
+    return torch.full((4,), 3.0)
 
 
-def test_a_tied_copy_is_counted_once_and_scaled_everywhere():
-    ranks = [{"embedding.weight": torch.full((4,), 3.0)}, {"head.weight": torch.full((4,), 3.0)}]
+HELD_TWICE = {
+    "a tied copy": (lambda: [{"first": threes()}, {"last": threes()}], [(), ("last",)]),
+    "one name on two ranks": (lambda: [{"first": threes()}, {"first": threes()}], None),
+    "two names of one gradient": (lambda: [dict.fromkeys(("first", "last"), threes())], None),
+}
+"""The gradients of ranks, and what each is to skip."""
 
-    norms = clip_on_ranks(ranks, 3.0, skips=[(), ("head.weight",)])
 
-    assert norms == [6.0, 6.0]
+@pytest.mark.parametrize("how", HELD_TWICE)
+def test_what_is_held_twice_is_counted_once_and_scaled_once_everywhere(how):
+    make_ranks, skips = HELD_TWICE[how]
+    ranks = make_ranks()
+
+    norms = clip_on_ranks(ranks, 3.0, skips)
+
+    assert norms == [6.0] * len(ranks)
     for gradients in ranks:
         for gradient in gradients.values():
             torch.testing.assert_close(gradient, torch.full((4,), 1.5))
-
-
-def test_a_name_on_two_ranks_is_counted_once():
-    norms = clip_on_ranks([{"a": torch.full((4,), 3.0)}, {"a": torch.full((4,), 3.0)}], 100.0)
-
-    assert norms == [6.0, 6.0]
-
-
-def test_a_gradient_that_two_names_share_is_counted_and_scaled_once():
-    shared = torch.full((4,), 3.0)
-
-    (norm,) = clip_on_ranks([{"embedding.weight": shared, "head.weight": shared}], 3.0)
-
-    assert norm == 6.0
-    torch.testing.assert_close(shared, torch.full((4,), 1.5))
 
 
 def test_parameters_without_gradient_and_ranks_without_parameters_are_fine():
@@ -146,15 +123,16 @@ def test_half_precision_gradients_are_measured_in_full():
     assert norm == pytest.approx(math.sqrt(10_001), rel=1e-12)
 
 
+@pytest.mark.parametrize("ranks", [[0] * 7, [0, 1, 2, 3, 0, 1, 2]], ids=["one holds all", "four hold some"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
-def test_every_norm_is_that_of_torch(norm_type):
+def test_every_norm_and_its_clipped_gradients_are_those_of_torch(norm_type, ranks):
     gradients = random_gradients()
     parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients.values()]
     for parameter, gradient in zip(parameters, gradients.values(), strict=True):
         parameter.grad = gradient.clone()
     expected = nn.utils.clip_grad_norm_(parameters, 1.5, norm_type)
 
-    norms = clip_on_ranks(spread(gradients, [0, 1, 2, 3, 0, 1, 2]), 1.5, norm_type=norm_type)
+    norms = clip_on_ranks(spread(gradients, ranks), 1.5, norm_type=norm_type)
 
     assert norms == [pytest.approx(float(expected), rel=1e-6)] * 4
     for parameter, gradient in zip(parameters, gradients.values(), strict=True):

@@ -7,6 +7,12 @@ import penstock as ps
 from penstock.execute.stages.names import full_name, named_parameters, part_of_state
 from tests.local_pipelines import on_ranks
 
+WORDS, TARGET = torch.arange(12).reshape(6, 2) % 7, torch.arange(12).reshape(6, 2) % 5
+
+
+def loss_of(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
 
 class Ends(nn.Module):
     """Holds an embedding and a position under names of two other branches of the unsplit model."""
@@ -54,18 +60,14 @@ def test_a_tied_model_of_such_layers_trains_saves_and_loads():
     torch.manual_seed(0)
     first = Ends()
     layers = [first, nn.Linear(4, 4, dtype=torch.float64), Head(first.embed.weight)]
-    words, target = torch.arange(12).reshape(6, 2) % 7, torch.arange(12).reshape(6, 2) % 5
     model = nn.Sequential(*layers)
-    loss = nn.functional.cross_entropy(model(words).flatten(0, 1), target.flatten())
+    loss = loss_of(model(WORDS), TARGET)
     loss.backward()
     wanted = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
 
-    def loss_of(output, target):
-        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
     pipeline = ps.Pipeline(layers, "gpipe", 3, loss_of)
-    result = pipeline.step(words, target=target)
+    result = pipeline.step(WORDS, target=TARGET)
     state = {name: value.clone() for name, value in pipeline.state_dict().items()}
 
     torch.testing.assert_close(result.loss, loss.detach(), rtol=1e-12, atol=0)
@@ -95,15 +97,10 @@ def test_lazy_layers_tied_by_full_names_share_gradients_over_ranks():
         ps.LayerSpec("end", head, tied=(("head.weight", "embed.weight"),), has_full_names=True),
     ]
 
-    words, target = torch.arange(12).reshape(6, 2) % 7, torch.arange(12).reshape(6, 2) % 5
-
-    def loss_of(output, target):
-        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
     def train(transport, num_ranks=2):
         options = {"ranks": 1} if num_ranks == 1 else {"transport": transport}
         pipeline = ps.Pipeline(specs, "1f1b", 2, loss_of, **options)
-        pipeline.step(words, target=target)
+        pipeline.step(WORDS, target=TARGET)
         return {name: parameter.grad for name, parameter in pipeline.named_parameters()}
 
     whole = train(None, 1)

@@ -162,50 +162,42 @@ def test_every_ordered_pair_of_ranks_is_a_channel_of_its_own(on_ranks):
     assert on_ranks(3, all_to_all) == [[10.0, 20.0], [1.0, 21.0], [2.0, 12.0]]
 
 
-SAMPLES = [
-    torch.tensor([True, False, True]),
-    torch.tensor([-(2**40), 7]),
-    torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
-    torch.tensor([math.pi, math.inf], dtype=torch.float64),
-    torch.tensor(3.25),
-    torch.zeros(0, 4),
-    torch.zeros(5, dtype=torch.float16),
-    torch.arange(6.0).reshape(2, 3).t(),
-    torch.arange(100_000.0),
-]
+_COMPLEX = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6]])
+SAMPLES = {
+    "plain": [
+        torch.tensor([True, False, True]),
+        torch.tensor([-(2**40), 7]),
+        torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        torch.tensor([math.pi, math.inf], dtype=torch.float64),
+        torch.tensor(3.25),
+        torch.zeros(0, 4),
+        torch.zeros(5, dtype=torch.float16),
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.arange(100_000.0),
+    ],
+    # Torch conjugates or negates them only when they are read; their memory holds other values.
+    "lazy": [_COMPLEX.conj(), _COMPLEX.conj().t(), _COMPLEX[:, :1].conj(), _COMPLEX.conj().imag],
+}
 
 
-def exchange_samples(transport):
+def exchange_samples(transport, kind):
+    """Send samples from rank 0 to rank 1; return whether each has arrived unchanged."""
     if transport.rank == 0:
-        for sample in SAMPLES:
+        for sample in SAMPLES[kind]:
             send(transport, 1, sample)
         return []
-    received = [receive(transport, 0, torch.empty(sample.shape, dtype=sample.dtype)) for sample in SAMPLES]
-    return [bool((got == sample).all()) for got, sample in zip(received, SAMPLES, strict=True)]
+    received = [receive(transport, 0, torch.empty(sample.shape, dtype=sample.dtype)) for sample in SAMPLES[kind]]
+    return [torch.equal(got, sample) for got, sample in zip(received, SAMPLES[kind], strict=True)]
 
 
 def test_types_empty_scalar_and_non_contiguous_tensors_arrive_unchanged(on_ranks):
-    assert on_ranks(2, exchange_samples)[1] == [True] * len(SAMPLES)
-
-
-_COMPLEX = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6]])
-LAZY = [_COMPLEX.conj(), _COMPLEX.conj().t(), _COMPLEX[:, :1].conj(), _COMPLEX.conj().imag]
-"""What torch conjugates or negates only when it is read; its memory holds other values."""
-
-
-def exchange_lazy_values(transport):
-    if transport.rank == 0:
-        for sample in LAZY:
-            send(transport, 1, sample)
-        return []
-    received = [receive(transport, 0, torch.empty(sample.shape, dtype=sample.dtype)) for sample in LAZY]
-    return [torch.equal(got, sample) for got, sample in zip(received, LAZY, strict=True)]
+    assert on_ranks(2, exchange_samples, "plain")[1] == [True] * len(SAMPLES["plain"])
 
 
 def test_what_torch_conjugates_or_negates_when_it_is_read_arrives_so(on_ranks):
-    assert all(sample.is_conj() or sample.is_neg() for sample in LAZY)
+    assert all(sample.is_conj() or sample.is_neg() for sample in SAMPLES["lazy"])
 
-    assert on_ranks(2, exchange_lazy_values)[1] == [True] * len(LAZY)
+    assert on_ranks(2, exchange_samples, "lazy")[1] == [True] * len(SAMPLES["lazy"])
 
 
 def drop_tensors_after_posting(transport):
@@ -331,23 +323,31 @@ def stay_away_until(gate):
         time.sleep(0.01)
 
 
-def wait_beyond_deadline(transport, gate):
+def wait_beyond_deadline(transport, gate, wait):
+    """Rank 0 waits for rank 1, which stays away."""
     if transport.rank == 1:
         stay_away_until(gate)
         transport.recover()
         return None
     transport.deadline_s = 0.3
-    ticket = transport.post_receive(1, torch.zeros(1))
-    failure = failure_of(transport.wait, ticket)
+    failure = failure_of(wait, transport)
     transport.deadline_s = MAX_WAIT_S
     Path(gate).touch()
     transport.recover()
     return failure
 
 
+def wait_for_a_message(transport):
+    receive(transport, 1, torch.zeros(1))
+
+
+def wait_in_a_collective(transport):
+    Control(transport).all_gather_object(1)
+
+
 @pytest.mark.slow
 def test_a_wait_that_outlives_its_deadline_names_rank_peer_and_seconds(on_ranks, tmp_path):
-    failure = on_ranks(2, wait_beyond_deadline, str(tmp_path / "gate"))[0]
+    failure = on_ranks(2, wait_beyond_deadline, str(tmp_path / "gate"), wait_for_a_message)[0]
 
     assert failure["kind"] is DeadlineExceeded
     assert (failure["rank"], failure["peer"]) == (1, 1)
@@ -355,22 +355,9 @@ def test_a_wait_that_outlives_its_deadline_names_rank_peer_and_seconds(on_ranks,
     assert "rank 0: waited to receive message 0 from rank 1 for " in failure["text"]
 
 
-def collective_beyond_deadline(transport, gate):
-    if transport.rank == 1:
-        stay_away_until(gate)
-        transport.recover()
-        return None
-    transport.deadline_s = 0.3
-    failure = failure_of(Control(transport).all_gather_object, 1)
-    transport.deadline_s = MAX_WAIT_S
-    Path(gate).touch()
-    transport.recover()
-    return failure
-
-
 @pytest.mark.slow
 def test_a_collective_has_the_deadline_too(on_ranks, tmp_path):
-    failure = on_ranks(2, collective_beyond_deadline, str(tmp_path / "gate"))[0]
+    failure = on_ranks(2, wait_beyond_deadline, str(tmp_path / "gate"), wait_in_a_collective)[0]
 
     assert (failure["kind"], failure["peer"]) == (DeadlineExceeded, 1)
     assert failure["took_s"] < SOON_S

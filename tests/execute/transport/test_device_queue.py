@@ -14,8 +14,7 @@ from penstock.execute.transport.backend_links import BackendLink, QueuedMessage
 from penstock.execute.transport.device_queue import DeviceQueue, await_device, device_queue_of
 from penstock.execute.transport.protocol import Tag
 from penstock.execute.transport.rank_names import RankNames
-from penstock.pipeline import Pipeline
-from tests.local_pipelines import error_of, float_task, on_ranks, run_task, step_task
+from tests.local_pipelines import error_of, float_task, on_ranks, pipeline_of, run_task, step_task
 from tests.ranks import run_ranks
 
 DEADLINE_S = 2.0
@@ -444,9 +443,7 @@ def test_a_recorded_step_needs_arrivals_and_an_overlapped_pair_its_inputs_so_the
         counts = []
         for overlap in (None, one_after_the_other):
             following = Following(transport)
-            pipeline = Pipeline(
-                task.make_layers(), "dualpipe-v", 4, task.loss, transport=following, run_ahead=2, overlap=overlap
-            )
+            pipeline = pipeline_of(following, task, "dualpipe-v", run_ahead=2, overlap=overlap)
             for record in (False, True):
                 following.device_queue.num_followed = 0
                 step_task(pipeline, task, record=record)

@@ -22,14 +22,14 @@ class Counting:
     def __init__(self, transport):
         self._transport = transport
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
-        self.num_sends = self.num_receives = 0
+        self.num_messages = 0
 
     def post_send(self, peer, tensor):
-        self.num_sends += 1
+        self.num_messages += 1
         return self._transport.post_send(peer, tensor)
 
     def post_receive(self, peer, tensor):
-        self.num_receives += 1
+        self.num_messages += 1
         return self._transport.post_receive(peer, tensor)
 
     def wait(self, ticket):
@@ -43,7 +43,7 @@ class LeavingAtOnce(Counting):
 
     def post_send(self, peer, tensor):
         self._transport.post_send(peer, tensor)
-        return Ticket(peer, True, self.num_sends, is_over=True)
+        return Ticket(peer, True, self.num_messages, is_over=True)
 
     def wait(self, ticket):
         self.num_waits += ticket.is_send
@@ -71,18 +71,21 @@ def receive_all(messenger, keys, signature="batch"):
     return found
 
 
+def run_step(messenger, counting, trees, signature="batch"):
+    """Send trees from rank 0 to rank 1; return what arrived and how many messages it took."""
+    before = counting.num_messages
+    if counting.rank == 0:
+        found = send_all(messenger, trees, signature)
+    else:
+        found = receive_all(messenger, list(trees), signature)
+    return found, counting.num_messages - before
+
+
 def exchange(wires, steps, **options):
     """Send each step's trees from rank 0 to rank 1; return what arrived and how many messages it took."""
     messenger, counting = messenger_on(wires, **options)
-    found, counts = [], []
-    for trees in steps:
-        before = counting.num_sends + counting.num_receives
-        if wires.rank == 0:
-            send_all(messenger, trees)
-        else:
-            found.append(receive_all(messenger, list(trees)))
-        counts.append(counting.num_sends + counting.num_receives - before)
-    return found, counts
+    results = [run_step(messenger, counting, trees) for trees in steps]
+    return [found for found, _ in results], [num_messages for _, num_messages in results]
 
 
 def test_the_first_message_of_a_layout_carries_a_header_and_later_ones_none():
@@ -111,12 +114,8 @@ def test_the_layouts_that_ran_last_are_remembered_and_the_others_let_go():
         messenger, counting = messenger_on(wires)
         counts = {}
         for signature in ["kept", "lost", *map(str, range(MAX_LAYOUTS - 2)), "kept", "new", "kept", "lost"]:
-            before = counting.num_sends
-            if wires.rank == 0:
-                send_all(messenger, {FIRST: values(0, 2)}, signature)
-            else:
-                receive_all(messenger, [FIRST], signature)
-            counts.setdefault(signature, []).append(counting.num_sends - before)
+            _, num_messages = run_step(messenger, counting, {FIRST: values(0, 2)}, signature)
+            counts.setdefault(signature, []).append(num_messages)
         return counts
 
     counts, _ = on_ranks(2, case)
@@ -129,18 +128,14 @@ def test_the_layouts_that_ran_last_are_remembered_and_the_others_let_go():
 def test_a_new_layout_of_the_batch_is_described_anew_and_the_old_one_is_kept():
     def case(wires):
         messenger, counting = messenger_on(wires)
-        counts = []
-        for signature, rows in (("small", 2), ("large", 4), ("small", 2), ("large", 4)):
-            before = counting.num_sends + counting.num_receives
-            if wires.rank == 0:
-                send_all(messenger, {FIRST: values(0, rows, 3)}, signature)
-            else:
-                (tree,) = receive_all(messenger, [FIRST], signature)
-                assert tree.shape == (rows, 3)
-            counts.append(counting.num_sends + counting.num_receives - before)
-        return counts
+        batches = [("small", 2), ("large", 4)] * 2
+        return [run_step(messenger, counting, {FIRST: values(0, rows, 3)}, name) for name, rows in batches]
 
-    assert on_ranks(2, case) == [[3, 3, 1, 1]] * 2
+    sent, received = on_ranks(2, case)
+
+    counts = [[num_messages for _, num_messages in found] for found in (sent, received)]
+    assert counts == [[3, 3, 1, 1]] * 2
+    assert [tree.shape for (tree,), _ in received] == [(2, 3), (4, 3)] * 2
 
 
 @pytest.mark.parametrize(
@@ -286,8 +281,8 @@ def test_an_output_that_differs_from_what_was_agreed_is_not_sent(changed, text):
         if wires.rank == 1:
             return receive_all(messenger, [FIRST])
         send_all(messenger, {FIRST: values(0, 2, 3)})
-        before = counting.num_sends
-        return error_of(send_all, messenger, {FIRST: changed}), counting.num_sends - before
+        before = counting.num_messages
+        return error_of(send_all, messenger, {FIRST: changed}), counting.num_messages - before
 
     (error, num_sent), _ = on_ranks(2, case)
 
@@ -303,12 +298,9 @@ def test_after_a_reset_everything_is_agreed_anew():
     def case(wires):
         messenger, counting = messenger_on(wires)
         for rows in (2, 4):
-            if wires.rank == 0:
-                send_all(messenger, {FIRST: values(0, rows)})
-            else:
-                receive_all(messenger, [FIRST])
+            run_step(messenger, counting, {FIRST: values(0, rows)})
             messenger.reset()
-        return counting.num_sends + counting.num_receives
+        return counting.num_messages
 
     assert on_ranks(2, case) == [6, 6]
 
@@ -375,8 +367,10 @@ def test_a_described_message_needs_no_agreement_and_leaves_none_behind():
     trees = [{"y": values(1, 2, 3), "n": 7}, (values(2, 4), None)]
 
     def case(wires):
-        messenger, _ = messenger_on(wires)
-        found = exchange_static(messenger, wires.rank)
+        messenger, counting = messenger_on(wires)
+        run_step(messenger, counting, {FIRST: values(0, 2)})  # later ones have no header
+        messenger.begin("batch")
+        found = []
         for tree in trees:
             if wires.rank == 0:
                 messenger.sender.send_described(1, tree)
@@ -385,22 +379,12 @@ def test_a_described_message_needs_no_agreement_and_leaves_none_behind():
         messenger.finish()
         return found
 
-    *_, first, second = on_ranks(2, case)[1]
+    first, second = on_ranks(2, case)[1]
 
     assert torch.equal(first["y"], trees[0]["y"])
     assert first["n"] == 7
     assert torch.equal(second[0], trees[1][0])
     assert second[1] is None
-
-
-def exchange_static(messenger, rank):
-    """Bring a batch's layout to the state in which ordinary messages have no header, and leave that batch begun."""
-    if rank == 0:
-        send_all(messenger, {FIRST: values(0, 2)})
-    else:
-        receive_all(messenger, [FIRST])
-    messenger.begin("batch")
-    return []
 
 
 class OnADevice(Counting):

@@ -9,6 +9,7 @@ from penstock.errors import PeerLost
 from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.places import Places
 from penstock.execute.transport.rank_names import RankNames
+from tests.execute.transport.test_device_queue import Notes
 from tests.local_pipelines import error_of
 
 NUMBERS = [0, 1, 4, 5]
@@ -20,20 +21,6 @@ def places_of_all():
     pipelines = [LocalTransport.create(2) for _ in range(2)]
     data = [LocalTransport.create(2) for _ in range(2)]
     return [Places(pipelines[d][p], data[p][d], names) for d in range(2) for p in range(2)]
-
-
-class Notes:
-    def __init__(self):
-        self.found = []
-
-    def note_wait(self, peer):
-        self.found.append(peer)
-
-    def note_run(self):
-        self.found.append("runs")
-
-    def gave_up(self):
-        return 4
 
 
 def test_a_pipeline_alone_is_one_replica_whose_ranks_are_numbered_as_its_transport_does():
@@ -57,6 +44,7 @@ def test_a_rank_of_a_mesh_is_counted_replica_by_replica():
 
 def test_waits_along_both_dimensions_are_told_by_number():
     ranks, notes = places_of_all(), Notes()
+    notes.failed_peer = 4
     ranks[3].watch(notes)
 
     for own, peer, index in ((ranks[3].pipeline, ranks[2].pipeline, 0), (ranks[3].data, ranks[1].data, 0)):

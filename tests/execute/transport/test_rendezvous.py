@@ -20,7 +20,8 @@ from penstock.execute.transport.links import CLOSED
 from penstock.execute.transport.protocol import Tag
 from penstock.execute.transport.rendezvous import MAX_PACKET_BYTES, Listener, SocketKey, connect_all
 from penstock.pipeline import Pipeline
-from tests.ranks import RankPool, run_ranks
+from tests.execute.transport.test_sockets import read
+from tests.ranks import run_ranks
 
 MAX_WAIT_S = 20.0
 TAGS = (0, 1)
@@ -58,12 +59,6 @@ def connect(rank, exchange):
         listener = Listener(stack)
         addresses = exchange("addresses", listener.address_text())
         return connect_all(rank, TAGS, listener, addresses, exchange, MAX_WAIT_S)
-
-
-def read(end, like):
-    room = torch.empty_like(like)
-    end.receive(room).wait(MAX_WAIT_S)
-    return room
 
 
 def close_all(ranks):
@@ -209,12 +204,6 @@ def test_connections_that_are_dropped_close():
 # ---- in a transport
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as started:
-        yield started
-
-
 def exchange(transport, *tensors):
     """Send tensors to each other; return what came, and how many messages gloo had to carry."""
     peer = 1 - transport.rank
@@ -243,13 +232,13 @@ def all_sizes(rank, has_listener=True, is_direct=True):
 VALUES = [([1.0, 11.0, 21.0, 31.0, 51.0], 0), ([0.0, 10.0, 20.0, 30.0, 50.0], 0)]
 
 
-def test_messages_of_every_size_go_past_gloo(pool):
-    assert pool.run(all_sizes) == VALUES
+def test_messages_of_every_size_go_past_gloo(two_ranks):
+    assert two_ranks.run(all_sizes) == VALUES
 
 
 @pytest.mark.parametrize("how", [(False, True), (True, False)], ids=["no listener", "not wanted"])
-def test_a_rank_without_direct_sockets_stays_with_gloo(pool, how):
-    assert pool.run(all_sizes, *how) == [(values, 2 * len(SIZES)) for values, _ in VALUES]
+def test_a_rank_without_direct_sockets_stays_with_gloo(two_ranks, how):
+    assert two_ranks.run(all_sizes, *how) == [(values, 2 * len(SIZES)) for values, _ in VALUES]
 
 
 def on_two_hosts(rank):
@@ -297,8 +286,8 @@ def backends_of(rank):
     return made
 
 
-def test_ranks_of_one_host_do_without_gloo(pool):
-    assert pool.run(backends_of) == [[0, 0, 1, 1]] * 2
+def test_ranks_of_one_host_do_without_gloo(two_ranks):
+    assert two_ranks.run(backends_of) == [[0, 0, 1, 1]] * 2
 
 
 def send_and_look(rank, size):
@@ -335,15 +324,15 @@ def step_under_limit(rank, kind, number):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 30_000, 60_000, 2**20])
-def test_a_limit_of_the_size_of_files_leaves_gloo_for_large_messages(pool, num_bytes):
-    first, second = pool.run(step_under_limit, resource.RLIMIT_FSIZE, num_bytes)
+def test_a_limit_of_the_size_of_files_leaves_gloo_for_large_messages(two_ranks, num_bytes):
+    first, second = two_ranks.run(step_under_limit, resource.RLIMIT_FSIZE, num_bytes)
 
     assert first == second > 0
 
 
 @pytest.mark.parametrize("size", SIZES[:2])
-def test_a_tensor_has_left_and_is_let_go_of_before_the_peer_takes_it(pool, size):
-    assert pool.run(send_and_look, size)[0] == (True, False)
+def test_a_tensor_has_left_and_is_let_go_of_before_the_peer_takes_it(two_ranks, size):
+    assert two_ranks.run(send_and_look, size)[0] == (True, False)
 
 
 def other_size(rank):
@@ -362,5 +351,5 @@ def other_size(rank):
     return message
 
 
-def test_ends_that_disagree_on_a_size_say_so(pool):
-    assert pool.run(other_size)[1] == "rank 1: message of rank 0: it sent 8 bytes, expected 12"
+def test_ends_that_disagree_on_a_size_say_so(two_ranks):
+    assert two_ranks.run(other_size)[1] == "rank 1: message of rank 0: it sent 8 bytes, expected 12"

@@ -4,47 +4,20 @@ import json
 import math
 import sys
 from collections import namedtuple
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.errors import PipelineError
 from penstock.execute.values.layouts import Layout, TensorInfo, decode_layout, encode_layout, is_alike
 from penstock.execute.values.tree import flatten
+from tests.execute.values.test_tree import CONTAINERS, Point, State
 
 INFO = TensorInfo((2, 3), torch.float32, requires_grad=False)
-
-
-class Point(NamedTuple):
-    x: Any
-    y: Any = None
-
-
-@dataclass(frozen=True)
-class State:
-    hidden: Any
-    extra: Any = None
-    late: Any = field(default=0, init=False)
-
-
 Late = namedtuple("Renamed", ["x"])  # found under no module-level name: Renamed
-
-CONTAINERS = st.recursive(
-    st.one_of(st.none(), st.integers(), st.floats(allow_nan=False), st.booleans(), st.text(max_size=3)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(st.one_of(st.text(max_size=2), st.integers()), inner, max_size=3),
-        st.builds(Point, inner, inner),
-        st.builds(State, inner, inner),
-    ),
-    max_leaves=8,
-)
 
 
 @given(CONTAINERS)
@@ -166,7 +139,7 @@ def test_a_layout_imports_nothing():
         message(["dict", ["a", "a"], ["*", "*"]], [1, 2]),
         message(["dict", [True], ["*"]], [1]),
         message(["list", [0], []], []),
-        message([f"{__name__}:Point", ["x"], ["*"]], [1]),
+        message([f"{Point.__module__}:Point", ["x"], ["*"]], [1]),
         message("*", [[[2], "no_such_dtype", True]]),
         message("*", [[[2], "ones", True]]),
         message("*", [[[-1], "float32", True]]),
