@@ -21,9 +21,9 @@ from tests.mesh_pipelines import on_mesh
 class Uneven(nn.Module):
     """Parameters that replicas cannot share out evenly, and buffers of two types."""
 
-    def __init__(self, dtype=torch.float32):
+    def __init__(self, dtype=torch.float32, num_rows=5):
         super().__init__()
-        self.matrix = nn.Parameter(torch.zeros(5, 3, dtype=dtype))
+        self.matrix = nn.Parameter(torch.zeros(num_rows, 3, dtype=dtype))
         self.row = nn.Parameter(torch.zeros(1, 4, dtype=dtype))
         self.none = nn.Parameter(torch.zeros(0, 2, dtype=dtype))
         self.scale = nn.Parameter(torch.zeros((), dtype=dtype))
@@ -32,8 +32,8 @@ class Uneven(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
 
 
-def uneven_layers(dtype=torch.float32):
-    return [Uneven(dtype) for _ in range(4)]
+def uneven_layers(dtype=torch.float32, num_rows=5):
+    return [Uneven(dtype, num_rows) for _ in range(4)]
 
 
 @dataclass

@@ -19,7 +19,8 @@ from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
 from tests.checkpoints.layouts import Layout, known, run, wrong
 from tests.checkpoints.training import adamw, assert_equal, train, train_on
-from tests.train.local_ranks import error_of, on_ranks, small_layers, small_pipeline
+from tests.local_pipelines import error_of, on_ranks
+from tests.train.local_ranks import on_small_pipelines, small_layers, small_pipeline
 
 LAYOUTS = [
     (1, {}),
@@ -154,18 +155,16 @@ def folder(tmp_path):
 def refused(folder, layers=None, optimizer=adamw, num_ranks=2):
     """Return the message with which loading is refused, the same on all ranks; nothing is changed by it."""
 
-    def case(transport):
-        pipeline = small_pipeline(transport, layers)
+    def case(pipeline):
         before = {name: value.clone() for name, value in pipeline.state_dict().items()}
         stepper = optimizer(list(pipeline.parameters())) if optimizer else None
         error = error_of(lambda: load_checkpoint(folder, pipeline, stepper))
         assert isinstance(error, CheckpointError), error
         assert_equal(pipeline.state_dict(), before)
         assert not stepper.state
-        pipeline.close()
         return str(error)
 
-    messages = on_ranks(num_ranks, case)
+    messages = on_small_pipelines(num_ranks, case, layers)
     return messages[0].removeprefix("rank 0: ").removeprefix("rank 1: ")
 
 
@@ -218,15 +217,14 @@ def test_random_numbers_that_are_none_are_refused_before_weights_change(tmp_path
     manifest.random[-1] = {}
     (tmp_path / "step-2" / MANIFEST).write_bytes(manifest_bytes(manifest))
 
-    def case(transport):
-        pipeline = small_pipeline(transport)
+    def case(pipeline):
         before = {name: value.clone() for name, value in pipeline.state_dict().items()}
         error = error_of(lambda: load_checkpoint(tmp_path, pipeline))
         assert_equal(dict(pipeline.state_dict()), before)
-        pipeline.close()
         return error
 
-    assert all("step-2: `random` is not what generators" in str(error) for error in on_ranks(num_ranks, case))
+    errors = on_small_pipelines(num_ranks, case)
+    assert all("step-2: `random` is not what generators" in str(error) for error in errors)
 
 
 def test_a_moment_that_is_missing_is_named(folder):

@@ -12,7 +12,8 @@ from penstock.checkpoints.pretrained import files_of, find_weights, load_weights
 from penstock.checkpoints.writer import save_checkpoint
 from penstock.errors import CheckpointError
 from tests.checkpoints.training import assert_equal, train_on
-from tests.train.local_ranks import error_of, on_ranks, small_layers, small_pipeline
+from tests.local_pipelines import error_of
+from tests.train.local_ranks import on_small_pipelines, small_layers, small_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +24,12 @@ def weights():
 def loaded(path, num_ranks=2, **options):
     """Load on some ranks; return the weights of all."""
 
-    def case(transport):
-        pipeline = small_pipeline(transport, small_layers(**options))
-        try:
-            load_weights(path, pipeline)
-            return {name: value.detach().clone() for name, value in pipeline.state_dict().items()}
-        finally:
-            pipeline.close()
+    def case(pipeline):
+        load_weights(path, pipeline)
+        return {name: value.detach().clone() for name, value in pipeline.state_dict().items()}
 
-    return {name: value for part in on_ranks(num_ranks, case) for name, value in part.items()}
+    parts = on_small_pipelines(num_ranks, case, small_layers(**options))
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def in_shards(weights, folder):

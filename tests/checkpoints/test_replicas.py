@@ -18,10 +18,10 @@ from penstock.checkpoints.weight_files import save_weights
 from penstock.checkpoints.writer import CheckpointWriter, save_checkpoint
 from penstock.errors import CheckpointError, NotSaved, PipelineError
 from penstock.pipeline import Pipeline
-from tests.checkpoints.layouts import Layout, adamw, fill, forget, run, stepped, wrong
+from tests.checkpoints.layouts import Layout, adamw, fill, forget, run, stepped, uneven_layers, wrong
+from tests.local_pipelines import error_of
 from tests.mesh_pipelines import Job, device_mesh, on_mesh
 from tests.ranks import run_ranks_with_deaths
-from tests.train.local_ranks import error_of
 
 SHARDED = Layout(2, 2, is_sharded=True)
 BOTH = [Layout(2, 2), SHARDED]
@@ -183,22 +183,13 @@ def test_replicas_that_hold_other_state_are_refused_on_all_ranks(tmp_path, layou
 def test_a_model_with_other_rows_is_refused_and_nothing_is_changed(tmp_path, layout, load):
     run(layout, save_of, tmp_path)
 
-    def more_rows():
-        layers = [nn.ParameterDict({"matrix": torch.zeros(6, 3)}) for _ in range(4)]
-        for layer in layers:
-            for name, shape in {"row": (1, 4), "none": (0, 2), "scale": (), "frozen": (7, 2)}.items():
-                layer[name] = nn.Parameter(torch.zeros(shape))
-            layer.register_buffer("running", torch.zeros(3))
-            layer.register_buffer("count", torch.zeros((), dtype=torch.long))
-        return layers
-
     def case(pipeline):
         forget(pipeline)
         error = error_of(load, tmp_path, pipeline)
         locals_ = [held.to_local() if hasattr(held, "to_local") else held for held in pipeline.state_dict().values()]
         return type(error), str(error), all((local == 1).all() for local in locals_)
 
-    for kind, text, is_unchanged in run(layout, case, make_layers=more_rows):
+    for kind, text, is_unchanged in run(layout, case, make_layers=lambda: uneven_layers(num_rows=6)):
         assert kind is CheckpointError
         assert ".matrix'" in text
         assert "(5, 3)" in text

@@ -12,7 +12,7 @@ from penstock.checkpoints.verification import candidates, find_newest, newest_re
 from penstock.errors import CheckpointError
 from penstock.execute.control.collectives import Control
 from tests.checkpoints.training import train, train_on
-from tests.train.local_ranks import error_of, on_ranks
+from tests.local_pipelines import error_of, on_ranks
 
 NUM_FLIPS = 1000
 

@@ -16,11 +16,13 @@ from penstock.checkpoints import agreement, weight_files
 from penstock.checkpoints.pretrained import files_of, find_weights, load_weights
 from penstock.checkpoints.shards import write_tensors
 from penstock.checkpoints.weight_files import INDEX, WHOLE, require_saveable, save_tensors, save_weights
-from penstock.checkpoints.weight_format import Unit, WeightFormat
+from penstock.checkpoints.weight_format import PLAIN, Unit, WeightFormat
 from penstock.errors import NotSaved, PipelineError
 from penstock.models import LayerSpec
+from tests.checkpoints.written_files import all_tensors, fill_disk_at_rename, names, note_writers
+from tests.local_pipelines import error_of, on_ranks
 from tests.ranks import run_ranks, run_ranks_with_deaths
-from tests.train.local_ranks import VOCABULARY, error_of, on_ranks, random_batch, small_layers, small_pipeline
+from tests.train.local_ranks import VOCABULARY, on_small_pipelines, random_batch, small_layers, small_pipeline
 
 
 class Mixed(nn.Module):
@@ -47,19 +49,11 @@ def save(transport, folder, layers=None, **options):
     return dict(pipeline.named_parameters())
 
 
-def fail_to_save(transport, folder, layers=None):
-    pipeline = small_pipeline(transport, layers)
-    error = error_of(save_weights, folder, pipeline)
-    pipeline.close()
-    return error
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def all_tensors(folder):
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+def refused(folder, layers=None, format=PLAIN):
+    """Return what each of two ranks is told where nothing can be saved."""
+    errors = on_small_pipelines(2, lambda pipeline: error_of(save_weights, folder, pipeline, format), layers)
+    assert [type(error) for error in errors] == [NotSaved] * 2
+    return [str(error) for error in errors]
 
 
 @pytest.fixture
@@ -106,13 +100,7 @@ def test_weights_beyond_the_size_of_a_file_become_an_index_with_shards(tmp_path,
 
 
 def test_a_rank_writes_its_own_tensors_and_reads_no_others(tmp_path, small_files, monkeypatch):
-    written = {}
-
-    def note(path, tensors):
-        written.setdefault(threading.current_thread(), set()).update(tensors)
-        write_tensors(path, tensors)
-
-    monkeypatch.setattr(weight_files, "write_tensors", note)
+    written = note_writers(monkeypatch)
     monkeypatch.delattr(weight_files, "read_tensors")
     parameters = on_ranks(2, save, tmp_path)
 
@@ -123,14 +111,13 @@ def test_both_forms_are_loaded_by_any_number_of_ranks(tmp_path, small_files):
     on_ranks(2, save, tmp_path)
     expected = all_tensors(tmp_path)
 
-    def load(transport):
-        pipeline = small_pipeline(transport, small_layers("float64"))
+    def load(pipeline):
         load_weights(tmp_path, pipeline)
-        pipeline.close()
         return {name: value.detach().clone() for name, value in pipeline.state_dict().items()}
 
     for num_ranks in (1, 3):
-        found = {name: value for own in on_ranks(num_ranks, load) for name, value in own.items()}
+        loaded = on_small_pipelines(num_ranks, load, small_layers("float64"))
+        found = {name: value for own in loaded for name, value in own.items()}
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name].double()) for name in expected)
 
@@ -147,19 +134,9 @@ def test_the_files_of_an_earlier_run_with_another_form_are_removed(tmp_path, mon
 
 def test_a_crash_amid_the_renames_leaves_no_mixture_that_counts(tmp_path, small_files, monkeypatch):
     on_ranks(2, save, tmp_path)
-    replace, left = os.replace, [3]
+    fill_disk_at_rename(monkeypatch, 3)
 
-    def crash(source, target):
-        left[0] -= 1
-        if not left[0]:
-            raise OSError(28, "No space left on device", str(target))
-        replace(source, target)
-
-    monkeypatch.setattr(weight_files.os, "replace", crash)
-    errors = on_ranks(2, fail_to_save, tmp_path)
-
-    assert [type(error) for error in errors] == [NotSaved] * 2
-    assert "No space left on device. Free some space" in str(errors[1])
+    assert "No space left on device. Free some space" in refused(tmp_path)[1]
     assert not (tmp_path / INDEX).exists()
     assert not list(tmp_path.glob("*.partial"))
 
@@ -228,16 +205,9 @@ class Merging(Turned):
 
 
 def test_two_ranks_that_would_save_one_tensor_are_refused(tmp_path):
-    def fail(transport):
-        pipeline = small_pipeline(transport, [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
-        error = error_of(save_weights, tmp_path, pipeline, Merging())
-        pipeline.close()
-        return error
+    told = refused(tmp_path, [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)], Merging())
 
-    errors = on_ranks(2, fail)
-
-    assert [type(error) for error in errors] == [NotSaved] * 2
-    assert all("'1.weight' and '0.weight' are saved as one tensor, 'all'" in str(error) for error in errors)
+    assert all("'1.weight' and '0.weight' are saved as one tensor, 'all'" in words for words in told)
     assert names(tmp_path) == []
 
 
@@ -248,18 +218,15 @@ def test_the_file_says_that_torch_reads_it(tmp_path):
         assert file.metadata() == {"format": "pt"}
 
 
-def save_twice(transport, bad_folder, good_folder):
-    pipeline = small_pipeline(transport)
-    error = error_of(save_weights, bad_folder, pipeline)
-    tokens, target = random_batch(0)
-    pipeline.step(tokens, target=target)
-    save_weights(good_folder, pipeline)
-    pipeline.close()
-    return error
-
-
 def test_a_failed_save_is_raised_on_every_rank_and_the_pipeline_goes_on(tmp_path):
-    errors = on_ranks(3, save_twice, tmp_path / "missing", tmp_path)
+    def save_twice(pipeline):
+        error = error_of(save_weights, tmp_path / "missing", pipeline)
+        tokens, target = random_batch(0)
+        pipeline.step(tokens, target=target)
+        save_weights(tmp_path, pipeline)
+        return error
+
+    errors = on_small_pipelines(3, save_twice)
 
     assert [type(error) for error in errors] == [NotSaved] * 3
     assert all("missing/weights.safetensors: cannot be written: No such file" in str(error) for error in errors)
@@ -273,36 +240,29 @@ def test_a_file_that_rank_0_does_not_see_is_refused(tmp_path, monkeypatch):
         write_tensors(path.with_name("other") if "00002" in path.name else path, tensors)
 
     monkeypatch.setattr(weight_files, "write_tensors", elsewhere)
-    errors = on_ranks(2, fail_to_save, tmp_path)
+    told = refused(tmp_path)
 
-    assert [type(error) for error in errors] == [NotSaved] * 2
-    assert "rank 0 does not see it; choose a folder on a file system that all hosts share" in str(errors[1])
+    assert "rank 0 does not see it; choose a folder on a file system that all hosts share" in told[1]
     assert names(tmp_path) == ["other"]
 
 
 def test_a_type_that_the_format_lacks_is_refused_on_every_rank(tmp_path):
-    errors = on_ranks(2, fail_to_save, tmp_path, [nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)])
+    told = refused(tmp_path, [nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)])
 
-    assert all(isinstance(error, NotSaved) for error in errors)
-    assert all("'1.weight' is a Tensor of type torch.complex64" in str(error) for error in errors)
+    assert all("'1.weight' is a Tensor of type torch.complex64" in words for words in told)
     assert names(tmp_path) == []
 
 
 def test_what_cannot_be_saved_is_found_before_a_step_runs_and_the_size_is_known(tmp_path):
-    def size(transport, layers):
-        pipeline = small_pipeline(transport, layers)
-        try:
-            return require_saveable(pipeline)
-        except NotSaved as error:
-            return str(error)
-        finally:
-            pipeline.close()
+    def error(pipeline):
+        return error_of(require_saveable, pipeline)
 
     on_ranks(2, save, tmp_path)
     num_bytes = sum(tensor.nbytes for tensor in all_tensors(tmp_path).values())
-    assert on_ranks(2, size, None) == [num_bytes] * 2
-    refused = on_ranks(2, size, [nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)])
-    assert all("'1.weight' is a Tensor of type torch.complex64" in words for words in refused)
+    assert on_small_pipelines(2, require_saveable) == [num_bytes] * 2
+    errors = on_small_pipelines(2, error, [nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)])
+    assert [type(error) for error in errors] == [NotSaved] * 2
+    assert all("'1.weight' is a Tensor of type torch.complex64" in str(error) for error in errors)
 
 
 TIED = {
@@ -393,9 +353,8 @@ def test_a_disk_that_takes_nothing_for_too_long_is_an_error_on_every_rank(tmp_pa
     is_free = threading.Event()
     monkeypatch.setattr(weight_files, "write_tensors", lambda *_: is_free.wait(20))
 
-    errors = on_ranks(2, fail_to_save, tmp_path)
+    told = refused(tmp_path)
 
     is_free.set()
-    assert [type(error) for error in errors] == [NotSaved] * 2
-    assert all(f"{tmp_path}: a disk took more than 0 s" in str(error) for error in errors)
+    assert all(f"{tmp_path}: a disk took more than 0 s" in words for words in told)
     assert names(tmp_path) == []

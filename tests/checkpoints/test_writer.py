@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from penstock.checkpoints.weight_files import save_weights
 from penstock.checkpoints.writer import INDEX, CheckpointWriter, save_checkpoint
 from penstock.errors import CheckpointError, NotSaved, PenstockWarning, PipelineError
 from tests.checkpoints.training import adamw, assert_equal, train_on
+from tests.checkpoints.written_files import names
+from tests.local_pipelines import error_of
 from tests.ranks import run_ranks, run_ranks_with_deaths
-from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline
+from tests.train.local_ranks import on_small_pipelines, random_batch, small_layers, small_pipeline
 
 
 def step_with(pipeline, optimizer, seed=0):
@@ -33,20 +36,23 @@ def step_with(pipeline, optimizer, seed=0):
     optimizer.zero_grad()
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
 def save_all(checkpoints, *steps):
     for step in steps:
         checkpoints.save(step)
     checkpoints.finish()
 
 
-def on_one_rank(folder, **options):
-    pipeline = small_pipeline(None)
-    optimizer = adamw(pipeline.parameters())
-    return pipeline, optimizer, CheckpointWriter(folder, pipeline, optimizer, **options)
+@pytest.fixture
+def on_one_rank():
+    """Make a pipeline, its optimizer and their writer of checkpoints; they are closed behind the test."""
+    with ExitStack() as pipelines:
+
+        def make(folder, **options):
+            pipeline = pipelines.enter_context(small_pipeline(None))
+            optimizer = adamw(pipeline.parameters())
+            return pipeline, optimizer, CheckpointWriter(folder, pipeline, optimizer, **options)
+
+        yield make
 
 
 @pytest.fixture
@@ -85,7 +91,7 @@ def test_the_index_says_which_file_holds_which_tensor(tmp_path):
     assert INDEX in read_manifest(tmp_path / "step-1").files
 
 
-def test_a_later_step_does_not_reach_the_files(tmp_path, gate):
+def test_a_later_step_does_not_reach_the_files(tmp_path, gate, on_one_rank):
     pipeline, optimizer, checkpoints = on_one_rank(tmp_path)
     step_with(pipeline, optimizer)
     expected = {name: value.clone() for name, value in pipeline.state_dict().items()}
@@ -98,10 +104,9 @@ def test_a_later_step_does_not_reach_the_files(tmp_path, gate):
     load_checkpoint(tmp_path, pipeline, optimizer)
     assert_equal(pipeline.state_dict(), expected)
     assert all(state["step"] == 1 for state in optimizer.state.values())
-    pipeline.close()
 
 
-def test_the_next_save_leaves_the_one_before_as_it_was(tmp_path):
+def test_the_next_save_leaves_the_one_before_as_it_was(tmp_path, on_one_rank):
     pipeline, optimizer, checkpoints = on_one_rank(tmp_path)
     step_with(pipeline, optimizer)
     checkpoints.save(1)
@@ -114,12 +119,10 @@ def test_the_next_save_leaves_the_one_before_as_it_was(tmp_path):
 
     assert {path.name: path.read_bytes() for path in (tmp_path / "step-1").iterdir()} == before
     assert names(tmp_path) == ["step-1", "step-2"]
-    pipeline.close()
 
 
 def test_a_save_returns_before_the_files_are_written_and_one_is_in_flight(tmp_path, gate):
-    def case(transport):
-        pipeline = small_pipeline(transport)
+    def case(pipeline):
         checkpoints = CheckpointWriter(tmp_path, pipeline)
         checkpoints.save(1)
         for _ in range(3):
@@ -131,15 +134,13 @@ def test_a_save_returns_before_the_files_are_written_and_one_is_in_flight(tmp_pa
         announced.append((tmp_path / "step-1").exists())
         is_finished = checkpoints.finish()
         announced.append((tmp_path / "step-2").exists())
-        pipeline.close()
         return len(gathered), announced, is_finished
 
-    assert on_ranks(2, case) == [(2, [False, True, True], True)] * 2
+    assert on_small_pipelines(2, case) == [(2, [False, True, True], True)] * 2
 
 
 def test_polling_announces_what_is_written(tmp_path):
-    def case(transport):
-        pipeline = small_pipeline(transport)
+    def case(pipeline):
         checkpoints = CheckpointWriter(tmp_path, pipeline)
         checkpoints.save(1)
         for _ in range(2000):
@@ -147,22 +148,18 @@ def test_polling_announces_what_is_written(tmp_path):
             if pipeline.control.all_gather_object((tmp_path / "step-1").exists()) == [True, True]:
                 break
             time.sleep(0.005)
-        pipeline.close()
 
-    on_ranks(2, case)
+    on_small_pipelines(2, case)
     assert names(tmp_path) == ["step-1"]
 
 
 def test_a_wait_with_a_limit_ends_with_it(tmp_path, gate):
-    def case(transport):
-        pipeline = small_pipeline(transport)
+    def case(pipeline):
         checkpoints = CheckpointWriter(tmp_path, pipeline)
         checkpoints.save(1)
-        ended = checkpoints.finish(limit_s=0.2)
-        pipeline.close()
-        return ended
+        return checkpoints.finish(limit_s=0.2)
 
-    assert on_ranks(2, case) == [False, False]
+    assert on_small_pipelines(2, case) == [False, False]
 
 
 def test_a_slow_disk_may_take_longer_than_the_deadline(tmp_path, monkeypatch):
@@ -171,13 +168,8 @@ def test_a_slow_disk_may_take_longer_than_the_deadline(tmp_path, monkeypatch):
         return write_shard(path, tensors)
 
     monkeypatch.setattr(writer, "write_shard", write_late)
+    on_small_pipelines(2, lambda pipeline: save_checkpoint(tmp_path, pipeline, step=1), deadline_s=0.4)
 
-    def case(transport):
-        pipeline = small_pipeline(transport, deadline_s=0.4)
-        save_checkpoint(tmp_path, pipeline, step=1)
-        pipeline.close()
-
-    on_ranks(2, case)
     assert names(tmp_path) == ["step-1"]
 
 
@@ -187,8 +179,7 @@ def test_an_error_of_one_ranks_thread_is_raised_by_the_next_call_on_all(tmp_path
             raise NotSaved(f"{path.name}: cannot be written: No space left on device")
         return write_shard(path, tensors)
 
-    def case(transport):
-        pipeline = small_pipeline(transport)
+    def case(pipeline):
         checkpoints = CheckpointWriter(tmp_path, pipeline)
         checkpoints.save(1)
         first = error_of(lambda: checkpoints.save(2))
@@ -197,11 +188,10 @@ def test_an_error_of_one_ranks_thread_is_raised_by_the_next_call_on_all(tmp_path
             pipeline.control.all_gather_object(None)
             checkpoints.save(2)
             checkpoints.finish()
-        pipeline.close()
         return first
 
     monkeypatch.setattr(writer, "write_shard", fail_on_second)
-    first, second = on_ranks(2, case)
+    first, second = on_small_pipelines(2, case)
 
     assert str(second) == "weights-00002-of-00002.safetensors: cannot be written: No space left on device"
     assert str(first) == f"rank 1: {second}"
@@ -218,30 +208,27 @@ def test_an_error_of_one_ranks_thread_is_raised_by_the_next_call_on_all(tmp_path
         (1, {"x": {3: 4}}, "`extra` has a key that is not text"),
     ],
 )
-def test_what_can_not_be_saved_is_refused_before_anything_is_written(tmp_path, step, extra, words):
-    pipeline, _, checkpoints = on_one_rank(tmp_path / "new")
+def test_what_can_not_be_saved_is_refused_before_anything_is_written(tmp_path, step, extra, words, on_one_rank):
+    _, _, checkpoints = on_one_rank(tmp_path / "new")
 
     with pytest.raises(CheckpointError, match=words):
         checkpoints.save(step, extra)
 
     assert not (tmp_path / "new").exists()
-    pipeline.close()
 
 
 @pytest.mark.parametrize(("what", "values"), [("step", (1, 2)), ("`extra`", ({"a": 1}, {"a": 2}))])
 def test_what_differs_between_ranks_is_refused(tmp_path, what, values):
-    def case(transport):
-        pipeline = small_pipeline(transport)
-        given = values[transport.rank]
+    def case(pipeline):
+        given = values[pipeline.transport.rank]
         step, extra = (given, {}) if what == "step" else (1, given)
-        error = error_of(lambda: save_checkpoint(tmp_path, pipeline, step=step, extra=extra))
-        pipeline.close()
-        return str(error)
+        return str(error_of(save_checkpoint, tmp_path, pipeline, step=step, extra=extra))
 
-    assert on_ranks(2, case) == [f"{tmp_path}: rank 1 has another {what} than rank 0; pass the same to all ranks"] * 2
+    told = f"{tmp_path}: rank 1 has another {what} than rank 0; pass the same to all ranks"
+    assert on_small_pipelines(2, case) == [told] * 2
 
 
-def test_a_checkpoint_is_not_written_over_unless_it_is_damaged(tmp_path):
+def test_a_checkpoint_is_not_written_over_unless_it_is_damaged(tmp_path, on_one_rank):
     pipeline, optimizer, checkpoints = on_one_rank(tmp_path, asynchronous=False)
     checkpoints.save(1)
 
@@ -252,11 +239,10 @@ def test_a_checkpoint_is_not_written_over_unless_it_is_damaged(tmp_path):
 
     assert "step-1.damaged-1" in names(tmp_path)
     assert load_checkpoint(tmp_path, pipeline, optimizer) == {}
-    pipeline.close()
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
-def test_all_files_follow_the_umask(tmp_path, umask, mode):
+def test_all_files_follow_the_umask(tmp_path, umask, mode, on_one_rank):
     pipeline, optimizer, checkpoints = on_one_rank(tmp_path)
     step_with(pipeline, optimizer)
     before = os.umask(umask)
@@ -269,21 +255,19 @@ def test_all_files_follow_the_umask(tmp_path, umask, mode):
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.name: path.stat().st_mode & 0o777 for path in files} == {path.name: mode for path in files}
     assert len(files) == 5
-    pipeline.close()
 
 
-def test_the_last_ones_stay(tmp_path):
-    pipeline, _, checkpoints = on_one_rank(tmp_path, keep_last=2, keep_every=3)
+def test_the_last_ones_stay(tmp_path, on_one_rank):
+    _, _, checkpoints = on_one_rank(tmp_path, keep_last=2, keep_every=3)
     for step in range(1, 7):
         checkpoints.save(step)
     checkpoints.finish()
 
     assert names(tmp_path) == ["step-3", "step-5", "step-6"]
-    pipeline.close()
 
 
-def test_an_old_one_that_cannot_be_removed_is_warned_of_once_and_ends_nothing(tmp_path, monkeypatch):
-    pipeline, _, checkpoints = on_one_rank(tmp_path, keep_last=1)
+def test_an_old_one_that_cannot_be_removed_is_warned_of_once_and_ends_nothing(tmp_path, monkeypatch, on_one_rank):
+    _, _, checkpoints = on_one_rank(tmp_path, keep_last=1)
 
     def refuse(path):
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
@@ -298,10 +282,9 @@ def test_an_old_one_that_cannot_be_removed_is_warned_of_once_and_ends_nothing(tm
     assert checkpoints.folder.steps() == [3]
     save_all(checkpoints, 4)
     assert checkpoints.folder.steps() == [4]
-    pipeline.close()
 
 
-def test_what_was_just_saved_stays_where_there_are_later_steps(tmp_path):
+def test_what_was_just_saved_stays_where_there_are_later_steps(tmp_path, on_one_rank):
     pipeline, _, checkpoints = on_one_rank(tmp_path)
     save_all(checkpoints, 98, 99, 100)
 
@@ -311,19 +294,15 @@ def test_what_was_just_saved_stays_where_there_are_later_steps(tmp_path):
 
     assert len(warned) == 1
     assert names(tmp_path) == ["step-100", "step-70", "step-80", "step-98", "step-99"]
-    pipeline.close()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
 
-    def case(transport):
-        pipeline = small_pipeline(transport)
-        error = error_of(lambda: save_checkpoint(tmp_path / "file" / "in", pipeline, step=1))
-        pipeline.close()
-        return error
+    def case(pipeline):
+        return error_of(save_checkpoint, tmp_path / "file" / "in", pipeline, step=1)
 
-    errors = on_ranks(2, case)
+    errors = on_small_pipelines(2, case)
     assert [type(error) for error in errors] == [NotSaved] * 2
     assert f"{tmp_path}/file/in: cannot be written: Not a directory" in str(errors[0])
 
@@ -344,7 +323,7 @@ except Exception as error:
 
 
 @pytest.mark.slow
-def test_a_disk_that_takes_no_more_leaves_the_one_before(tmp_path):
+def test_a_disk_that_takes_no_more_leaves_the_one_before(tmp_path, on_one_rank):
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": "src:."}
@@ -356,7 +335,6 @@ def test_a_disk_that_takes_no_more_leaves_the_one_before(tmp_path):
     load_checkpoint(tmp_path, pipeline)
     assert (tmp_path / "step-1" / MANIFEST).exists()
     assert not (tmp_path / "step-2").exists()
-    pipeline.close()
 
 
 def die_before_announcing(rank, folder):
@@ -371,7 +349,7 @@ def die_before_announcing(rank, folder):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_between_writing_and_announcing_hides_nothing(tmp_path):
+def test_a_rank_that_dies_between_writing_and_announcing_hides_nothing(tmp_path, on_one_rank):
     outcome = run_ranks_with_deaths(2, die_before_announcing, str(tmp_path))
 
     assert outcome.exit_codes == {1: 9}
@@ -379,7 +357,6 @@ def test_a_rank_that_dies_between_writing_and_announcing_hides_nothing(tmp_path)
     assert [name for name in names(tmp_path) if not name.endswith(".partial")] == ["step-1"]
     pipeline, _, _ = on_one_rank(tmp_path)
     load_checkpoint(tmp_path, pipeline)
-    pipeline.close()
 
 
 def save_on_gloo(rank, folder):

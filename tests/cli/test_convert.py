@@ -76,19 +76,18 @@ def test_communication_is_added_and_dropped_on_request(folder):
     assert (folder / "actions.csv").read_bytes() == (folder / "in.csv").read_bytes()
 
 
-def test_dashes_stand_for_standard_input_and_output(folder, capsys, monkeypatch):
+def test_dashes_stand_for_standard_input_and_output(folder, printed, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(SCHEDULE.to_csv()))
 
-    assert main(["convert", "-", "-", "--to", "deepspeed"]) == 0
-    assert capsys.readouterr().out == to_deepspeed(SCHEDULE)
+    assert printed("convert", "-", "-", "--to", "deepspeed") == to_deepspeed(SCHEDULE)
     assert [path.name for path in folder.iterdir()] == ["in.csv"]
 
 
-def test_a_file_that_is_there_is_replaced_on_request_only(folder, capsys):
+def test_a_file_that_is_there_is_replaced_on_request_only(folder, refused):
     (folder / "out.json").write_text("precious")
 
-    assert main(["convert", "in.csv", "out.json"]) == 1
-    assert "OUT: out.json exists; give another name, or --force to replace it" in capsys.readouterr().err
+    complaint = refused("convert", "in.csv", "out.json")
+    assert "OUT: out.json exists; give another name, or --force to replace it" in complaint
     assert (folder / "out.json").read_text() == "precious"
 
     assert main(["convert", "in.csv", "out.json", "--force"]) == 0
@@ -104,14 +103,14 @@ def test_a_file_is_not_replaced_by_what_is_wrong(folder):
 
 
 @pytest.mark.parametrize("suffix", ["csv", "json"])
-def test_a_wrong_file_is_named_as_it_was_given(folder, capsys, suffix):
+def test_a_wrong_file_is_named_as_it_was_given(folder, refused, suffix):
     orders = [[Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]]
     wrong = Schedule.from_actions("drawn", Placement.line(1), orders, num_microbatches=1)
     (folder / "sub").mkdir()
     (folder / "sub" / f"in.{suffix}").write_text(wrong.to_csv() if suffix == "csv" else wrong.to_json())
 
-    assert main(["convert", f"sub/in.{suffix}", "-", "--to", "json"]) == 1
-    assert capsys.readouterr().err.startswith(f"penstock: sub/in.{suffix}: the schedule breaks 1 rule\n")
+    complaint = refused("convert", f"sub/in.{suffix}", "-", "--to", "json")
+    assert complaint.startswith(f"penstock: sub/in.{suffix}: the schedule breaks 1 rule\n")
 
 
 def test_a_file_may_replace_itself(folder):
@@ -129,11 +128,10 @@ def test_a_link_stays_a_link_to_the_new_text(folder):
 
 
 @pytest.mark.parametrize("name", ["folder.csv", os.devnull])
-def test_only_a_file_can_be_replaced(folder, capsys, name):
+def test_only_a_file_can_be_replaced(folder, refused, name):
     (folder / "folder.csv").mkdir()
 
-    assert main(["convert", "in.csv", name, "--to", "csv", "--force"]) == 1
-    assert f"OUT: {name} is not a regular file" in capsys.readouterr().err
+    assert f"OUT: {name} is not a regular file" in refused("convert", "in.csv", name, "--to", "csv", "--force")
 
 
 @pytest.mark.parametrize(
@@ -149,13 +147,12 @@ def test_only_a_file_can_be_replaced(folder, capsys, name):
         (["wrong.csv", "out.json"], "rank 0, position"),
     ],
 )
-def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folder, capsys, arguments, told):
+def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folder, refused, arguments, told):
     (folder / "bad.csv").write_text("0F0\n1F0,x")
     (folder / "wrong.csv").write_text("0B0,0F0")
     before = sorted(path.name for path in folder.iterdir())
 
-    assert main(["convert", *arguments]) == 1
-    assert told in capsys.readouterr().err
+    assert told in refused("convert", *arguments)
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
@@ -167,6 +164,6 @@ def test_wrong_usage_is_status_2(arguments, capsys):
 
 
 @pytest.mark.parametrize("name", ["grid", "megatron"])
-def test_communication_cannot_be_added_where_there_is_no_place_for_it(folder, capsys, name):
-    assert main(["convert", "in.csv", "-", "--to", name, "--lowered"]) == 1
-    assert f"--lowered: {name} holds actions alone; write csv or json" in capsys.readouterr().err
+def test_communication_cannot_be_added_where_there_is_no_place_for_it(folder, refused, name):
+    complaint = refused("convert", "in.csv", "-", "--to", name, "--lowered")
+    assert f"--lowered: {name} holds actions alone; write csv or json" in complaint

@@ -28,19 +28,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_run_folder_is_told_in_tables(folder, capsys):
-    assert main(["doctor", str(folder)]) == 0
-
-    text = capsys.readouterr().out
+def test_a_run_folder_is_told_in_tables(folder, printed):
+    text = printed("doctor", str(folder))
     for part in ("step 20: 1f1b, 4 ranks", "idle time of each rank", "what would help"):
         assert part in text
     assert "16 microbatches" in text
 
 
-def test_a_run_folder_is_told_as_json(folder, capsys):
-    assert main(["doctor", str(folder), "--to", "json"]) == 0
-
-    assert json.loads(capsys.readouterr().out)["schedule"] == "1f1b"
+def test_a_run_folder_is_told_as_json(folder, printed):
+    assert json.loads(printed("doctor", str(folder), "--to", "json"))["schedule"] == "1f1b"
 
 
 def test_costs_of_a_profile_in_the_folder_tell_how_backwards_split(folder, capsys):
@@ -95,12 +91,11 @@ def test_an_incomplete_folder_is_one_message_and_status_1(folder, capsys, missin
     assert told in complained
 
 
-def test_a_broken_file_is_named_with_its_place(folder, capsys):
+def test_a_broken_file_is_named_with_its_place(folder, refused):
     path = folder / "timeline.json"
     path.write_bytes(path.read_bytes()[:1000])
 
-    assert main(["doctor", str(folder)]) == 1
-    assert "timeline.json:1:1001: this is no JSON" in capsys.readouterr().err
+    assert "timeline.json:1:1001: this is no JSON" in refused("doctor", str(folder))
 
 
 @pytest.mark.parametrize("arguments", [[], ["--system", "somewhere"]])
@@ -108,9 +103,9 @@ def test_either_a_folder_or_the_system_is_looked_at(arguments):
     assert main(["doctor", *arguments]) == 2
 
 
-def test_a_limit_below_1_is_refused(folder, capsys):
-    assert main(["doctor", str(folder), "--memory-limit", "0 activations"]) == 1
-    assert "--memory-limit: '0 activations'; give a limit of 1 or more" in capsys.readouterr().err
+def test_a_limit_below_1_is_refused(folder, refused):
+    complaint = refused("doctor", str(folder), "--memory-limit", "0 activations")
+    assert "--memory-limit: '0 activations'; give a limit of 1 or more" in complaint
 
 
 def test_the_table_names_everything_that_training_needs(capsys):
@@ -129,11 +124,10 @@ def test_the_table_names_everything_that_training_needs(capsys):
 
 
 @pytest.mark.parametrize("split", ["2,4,5,5", "4, 4, 4, 4", "5,3,4,4"])
-def test_it_says_what_an_asked_split_would_do(folder, split, capsys):
+def test_it_says_what_an_asked_split_would_do(folder, split, printed, capsys):
     text = "split " + split.replace(" ", "")
 
-    assert main(["doctor", str(folder), "--split", split]) == 0
-    told = capsys.readouterr().out
+    told = printed("doctor", str(folder), "--split", split)
     main(["doctor", str(folder), "--split", split, "--to", "json"])
     [change] = [each for each in json.loads(capsys.readouterr().out)["changes"] if each["change"] == text]
 

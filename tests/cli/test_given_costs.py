@@ -114,7 +114,7 @@ def test_a_split_that_nothing_can_use_is_one_message(words, status, told, schedu
     assert told in complained
 
 
-def test_every_command_says_which_split_it_shows(costs, schedule, capsys):
+def test_every_command_says_which_split_it_shows(costs, schedule, printed):
     shown = []
     for words in (
         ["compare", "1f1b", "chimera", "zbv", *SIZE],
@@ -122,8 +122,7 @@ def test_every_command_says_which_split_it_shows(costs, schedule, capsys):
         ["check", schedule],
     ):
         assert main([*words, "--costs", costs]) == 0
-        assert main([*words, "--costs", costs, "--split", "4,3"]) == 0
-        shown.append(capsys.readouterr().out)
+        shown.append(printed(*words, "--costs", costs, "--split", "4,3"))
 
     compared, picture, checked = shown
     assert "\n  split 3,4, as in the costs: 1f1b, chimera\n  split 2,2,2,1, balanced by the costs: zbv\n" in compared

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from penstock.cli import handbook as written
-from penstock.cli.entry import main
 from penstock.cli.handbook import (
     command,
     differences,
@@ -129,13 +128,12 @@ def test_the_family_in_the_text_is_zb_h1_and_zb_h2():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", COMMANDS)
-def test_the_commands_in_the_text_run(line, capsys, tmp_path, monkeypatch):
+def test_the_commands_in_the_text_run(line, printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "mine.txt").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
 
-    assert main(shlex.split(line.partition(">")[0].partition("#")[0])[1:]) == 0
-    assert "refused" not in capsys.readouterr().out
+    assert "refused" not in printed(*shlex.split(line.partition(">")[0].partition("#")[0])[1:])
 
 
 def squeezed(text):
@@ -198,11 +196,8 @@ def test_the_drawing_on_a_page_reads_back_as_the_schedule(family, width):
 
 
 @pytest.mark.parametrize("family", ALL, ids=FAMILIES)
-def test_the_command_of_a_family_draws_its_example(family, capsys):
-    from penstock.cli.entry import main
-
-    assert main(command(family).split()[1:]) == 0
-    assert capsys.readouterr().out == draw_example(family) + "\n"
+def test_the_command_of_a_family_draws_its_example(family, printed):
+    assert printed(*command(family).split()[1:]) == draw_example(family) + "\n"
 
 
 def test_the_section_in_markdown_holds_command_and_drawing_in_a_fence():

@@ -9,11 +9,7 @@ import pytest
 from penstock.cli.output import complain, forget_stdout, path_to_write, replace_unknown_characters, say, screen_of
 from penstock.errors import ConfigError
 from penstock.tables import Screen
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+from tests.cli.terminal import Terminal
 
 
 def test_results_and_complaints_go_to_their_own_streams(capsys):

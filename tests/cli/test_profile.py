@@ -37,10 +37,8 @@ def test_ranks_are_told_the_same_command(run_file, monkeypatch):
 
 
 @pytest.mark.slow
-def test_one_rank_is_profiled_in_this_process(run_file, capsys):
-    assert main(["profile", run_file, "--steps", "1"]) == 0
-
-    text = capsys.readouterr().out
+def test_one_rank_is_profiled_in_this_process(run_file, printed):
+    text = printed("profile", run_file, "--steps", "1")
     assert text.startswith("1f1b, 1 recorded step, split 5\n")
     assert "costs written to run/costs.toml: penstock compare NAME ... --costs run/costs.toml\n" in text
     costs = read_costs(Path("run/costs.toml"))
@@ -69,6 +67,5 @@ def test_two_ranks_write_costs_that_other_commands_read(tmp_path):
     assert not {"run/weights.safetensors", "run/config.toml", "run/costs.toml"} & files_below(tmp_path)
 
 
-def test_no_steps_are_refused(run_file, capsys):
-    assert main(["profile", run_file, "--steps", "0"]) == 1
-    assert "--steps: 0 steps; record 1 or more" in capsys.readouterr().err
+def test_no_steps_are_refused(run_file, refused):
+    assert "--steps: 0 steps; record 1 or more" in refused("profile", run_file, "--steps", "0")

@@ -29,13 +29,8 @@ def folder(tmp_path):
     return tmp_path / "runs"
 
 
-def printed_by(capsys, *arguments):
-    assert main(["runs", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
-
-
-def test_the_table_has_a_row_per_run_and_what_differs(capsys, folder):
-    headings, _, *rows = printed_by(capsys, folder).splitlines()
+def test_the_table_has_a_row_per_run_and_what_differs(printed, folder):
+    headings, _, *rows = printed("runs", folder).splitlines()
 
     assert re.split(" {2,}", headings) == HEADINGS
     assert [re.split(" {2,}", row) for row in rows] == [
@@ -44,44 +39,43 @@ def test_the_table_has_a_row_per_run_and_what_differs(capsys, folder):
     ]
 
 
-def test_of_one_run_nothing_differs(capsys, folder):
-    headings, *_ = printed_by(capsys, folder / "a").splitlines()
+def test_of_one_run_nothing_differs(printed, folder):
+    headings, *_ = printed("runs", folder / "a").splitlines()
 
     assert "differ" not in headings
 
 
-def test_many_differences_are_counted(capsys, tmp_path):
+def test_many_differences_are_counted(printed, tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", size=16, length=64, accumulate=2, allow_ragged=True)
     config = tmp_path / "b" / "config.toml"
     config.write_text(config.read_text().replace("layers = 4", "layers = 3").replace("rate = 0.001", "rate = 0.002"))
 
-    assert printed_by(capsys, tmp_path).count(" and 1 more") == 2
+    assert printed("runs", tmp_path).count(" and 1 more") == 2
 
 
-def test_json_has_numbers_and_the_whole_configuration(capsys, folder):
-    first, second = json.loads(printed_by(capsys, folder, "--to", "json"))
+def test_json_has_numbers_and_the_whole_configuration(printed, folder):
+    first, second = json.loads(printed("runs", folder, "--to", "json"))
 
     assert (first["name"], first["state"], first["loss"], first["tokens_per_s"]) == ("a", "finished", 2.0, 80.0)
     assert first["peak_bytes"] == [2**30, 3 * 2**30]
     assert second["config"]["batch"]["size"] == 16
 
 
-def test_a_picture_goes_by_its_suffix_and_replaces_nothing_unasked(capsys, folder, tmp_path):
+def test_a_picture_goes_by_its_suffix_and_replaces_nothing_unasked(refused, printed, folder, tmp_path):
     path = tmp_path / "curves.png"
-    printed_by(capsys, folder, "--output", path)
+    printed("runs", folder, "--output", path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
-    assert main(["runs", str(folder), "--output", str(path)]) == 1
-    assert "exists; give another name, or --force" in capsys.readouterr().err
-    assert b"<svg" in printed_by(capsys, folder, "--to", "svg", "--theme", "dark").encode()
+    assert "exists; give another name, or --force" in refused("runs", str(folder), "--output", str(path))
+    assert b"<svg" in printed("runs", folder, "--to", "svg", "--theme", "dark").encode()
 
 
-def test_several_folders_and_patterns_are_one_table_and_one_picture(capsys, folder, tmp_path):
+def test_several_folders_and_patterns_are_one_table_and_one_picture(printed, folder, tmp_path):
     write_run(tmp_path / "more" / "c", size=32)
 
-    rows = printed_by(capsys, folder / "b", "--to", "table", tmp_path / "mo*" / "c").splitlines()[2:]
-    svg = printed_by(capsys, folder / "*", tmp_path / "more", "--to", "svg")
+    rows = printed("runs", folder / "b", "--to", "table", tmp_path / "mo*" / "c").splitlines()[2:]
+    svg = printed("runs", folder / "*", tmp_path / "more", "--to", "svg")
 
     assert [row.split()[0] for row in rows] == ["b", "c"]
     assert {"3 runs", "a   batch.size=8", "b   batch.size=16", "c   batch.size=32"} <= set(

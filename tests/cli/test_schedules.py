@@ -17,19 +17,14 @@ def install(tmp_path, monkeypatch):
         yield install
 
 
-def printed_by(capsys, *arguments):
-    assert main(["schedules", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def test_without_a_name_every_family_has_its_line(capsys, monkeypatch):
+def test_without_a_name_every_family_has_its_line(printed, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
 
-    assert printed_by(capsys) == table_page(ALL, Screen()) + "\n"
+    assert printed("schedules") == table_page(ALL, Screen()) + "\n"
 
 
-def test_a_name_tells_all_about_a_family(capsys):
-    page = printed_by(capsys, "1f1b")
+def test_a_name_tells_all_about_a_family(printed):
+    page = printed("schedules", "1f1b")
 
     assert page.startswith(
         "1f1b: one forward and one backward in turn\n\npenstock show 1f1b --ranks 4 --microbatches 6\n"
@@ -39,23 +34,22 @@ def test_a_name_tells_all_about_a_family(capsys):
 
 
 @pytest.mark.slow
-def test_the_handbook_is_all_in_markdown(capsys):
-    assert printed_by(capsys, "--to", "markdown") == handbook(ALL)
-    assert printed_by(capsys, "1f1b", "--to", "markdown").startswith("### 1f1b\n")
+def test_the_handbook_is_all_in_markdown(printed):
+    assert printed("schedules", "--to", "markdown") == handbook(ALL)
+    assert printed("schedules", "1f1b", "--to", "markdown").startswith("### 1f1b\n")
 
 
-def test_an_unknown_name_is_refused_with_the_nearest(capsys):
-    assert main(["schedules", "1f2b"]) == 1
-    assert "no schedule '1f2b'; known: " in capsys.readouterr().err
+def test_an_unknown_name_is_refused_with_the_nearest(refused):
+    assert "no schedule '1f2b'; known: " in refused("schedules", "1f2b")
 
 
 @pytest.mark.slow
-def test_families_of_other_distributions_stand_there_too(capsys, install):
+def test_families_of_other_distributions_stand_there_too(printed, install):
     install("my-schedules", ["zigzag = zig:FAMILY"], zig=ZIGZAG)
 
-    assert "\nzigzag " in printed_by(capsys)
-    assert printed_by(capsys, "zigzag").startswith("zigzag: forward, backward, in turn\n")
-    assert "### zigzag\n" in printed_by(capsys, "--to", "markdown")
+    assert "\nzigzag " in printed("schedules")
+    assert printed("schedules", "zigzag").startswith("zigzag: forward, backward, in turn\n")
+    assert "### zigzag\n" in printed("schedules", "--to", "markdown")
 
 
 def test_a_broken_plug_in_is_told_in_one_line_beside_the_table(capsys, install, monkeypatch):

@@ -32,10 +32,8 @@ def no_search(monkeypatch):
     monkeypatch.setattr(command, "_search", lambda *_: pytest.fail("it searched"))
 
 
-def test_a_table_says_how_long_it_takes_and_that_no_order_is_shorter(capsys):
-    assert main(["search", *SIZE]) == 0
-
-    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+def test_a_table_says_how_long_it_takes_and_that_no_order_is_shorter(printed):
+    lines = dict(line.split("  ", 1) for line in printed("search", *SIZE).splitlines())
     found = {name.strip(): value.strip() for name, value in lines.items()}
     assert found["makespan"] == "27 s"
     assert found["lower bound"] == "27 s: begin and work of rank 3: begin 3 s + work 24 s"
@@ -48,24 +46,21 @@ def test_the_command_takes_what_the_search_takes():
     assert get_args(Objective) == command.OBJECTIVES
 
 
-def test_json_has_all_figures(capsys):
-    assert main(["search", *SIZE, "--costs", "F=1,I=1.2,W=0.8,transfer=0.1", "--to", "json", "--seconds", "1"]) == 0
-
-    found = json.loads(capsys.readouterr().out)
+def test_json_has_all_figures(printed):
+    costs = ["--costs", "F=1,I=1.2,W=0.8,transfer=0.1"]
+    found = json.loads(printed("search", *SIZE, *costs, "--to", "json", "--seconds", "1"))
     assert set(found) == FIGURES
     assert found["makespan_s"] == pytest.approx(27.3)
     assert sum(found["bound"]["terms"].values()) == pytest.approx(found["lower_bound_s"])
 
 
-def test_noise_is_told_beside_that_of_the_best_family(capsys):
+def test_noise_is_told_beside_that_of_the_best_family(printed):
     options = ["--costs", "F=1,I=1.2,W=0.8,transfer=0.1", "--seconds", "0", "--noise", "0.05"]
 
-    assert main(["search", *SIZE, *options]) == 0
-    text = capsys.readouterr().out
+    text = printed("search", *SIZE, *options)
     assert re.search(r"with noise +[\d.]+ s on average \(\+[\d.]+%\); \S+ [\d.]+ s \(\+[\d.]+%\)", text)
 
-    assert main(["search", *SIZE, *options, "--to", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed("search", *SIZE, *options, "--to", "json"))
     assert set(found) == FIGURES | {"noise"}
     assert found["noise"]["mean_s"] >= found["makespan_s"]
 
@@ -83,52 +78,45 @@ def test_without_the_exact_solver_it_says_what_is_lost_and_how_to_install_it(swe
 
 
 @pytest.mark.parametrize("noise", ["2", "some", "measured"])
-def test_noise_that_cannot_be_is_refused(noise, capsys):
-    assert main([*SMALL, "--noise", noise]) == 1
-
-    assert "noise: " in capsys.readouterr().err
+def test_noise_that_cannot_be_is_refused(noise, refused):
+    assert "noise: " in refused(*SMALL, "--noise", noise)
 
 
-def test_the_schedule_is_written_for_other_commands(tmp_path, capsys):
+def test_the_schedule_is_written_for_other_commands(tmp_path, refused):
     file = str(tmp_path / "mine.csv")
     limit = ["--memory-limit", "2 microbatches"]
 
     assert main(["search", *SIZE, "--placement", "v", *limit, "--seconds", "0.5", "--schedule", file]) == 0
     assert main(["check", file, *limit]) == 0
-    assert main(["search", *SIZE, "--schedule", file]) == 1
-    assert "exists; give another name, or --force to replace it" in capsys.readouterr().err
+    assert "exists; give another name, or --force to replace it" in refused("search", *SIZE, "--schedule", file)
 
 
-def test_all_that_a_rank_does_is_shared_by_its_stages_unless_costs_are_of_an_action(capsys):
+def test_all_that_a_rank_does_is_shared_by_its_stages_unless_costs_are_of_an_action(printed):
     def makespan(*more):
-        assert main(["search", *SIZE, "--placement", "v", "--to", "json", "--seconds", "0", *more]) == 0
-        return json.loads(capsys.readouterr().out)["makespan_s"]
+        text = printed("search", *SIZE, "--placement", "v", "--to", "json", "--seconds", "0", *more)
+        return json.loads(text)["makespan_s"]
 
     assert makespan("--per-action") == pytest.approx(2 * makespan())
 
 
-def test_costs_of_all_that_a_rank_does_are_shared_by_as_many_stages_as_other_costs_have_entries_for(tmp_path, capsys):
+def test_costs_of_all_that_a_rank_does_are_shared_by_as_many_stages_as_other_costs_have_entries_for(tmp_path, printed):
     file = tmp_path / "costs.toml"
     file.write_text(f"forward_s = {[1] * 8}\nbackward_input_s = 4\nbackward_weight_s = 4\n")
 
-    assert main([*SMALL, "--placement", "loop", "--costs", str(file)]) == 0
+    text = printed(*SMALL, "--placement", "loop", "--costs", str(file))
+    assert "work 48 s" in text  # 4 F of 1 s and, shared by 4 stages, 4 s of I and W
 
-    assert "work 48 s" in capsys.readouterr().out  # 4 F of 1 s and, shared by 4 stages, 4 s of I and W
 
-
-def test_costs_per_layer_are_added_up_for_the_stages(tmp_path, capsys):
+def test_costs_per_layer_are_added_up_for_the_stages(tmp_path, printed, refused):
     file = tmp_path / "costs.toml"
     layers = LayerCosts(forward=(1, 2, 3, 4, 5), backward_input=(1,) * 5, backward_weight=(1,) * 5)
     file.write_text(costs_to_toml(layers))
 
-    assert main(["search", "--ranks", "2", "--microbatches", "4", "--costs", str(file), "--split", "3,2"]) == 0
+    text = printed("search", "--ranks", "2", "--microbatches", "4", "--costs", str(file), "--split", "3,2")
+    assert "work 52 s" in text  # the F, I and W of two layers, for 4 microbatches
 
-    assert "work 52 s" in capsys.readouterr().out  # the F, I and W of two layers, for 4 microbatches
-
-    assert main([*SMALL, "--costs", str(file), "--split", "2,2,1"]) == 1
-    assert "2,2,1 is for 3 stages, but the search has 2" in capsys.readouterr().err
-    assert main([*SMALL, "--costs", str(file), "--per-action"]) == 1
-    assert "has costs per layer, not per action; leave it out" in capsys.readouterr().err
+    assert "2,2,1 is for 3 stages, but the search has 2" in refused(*SMALL, "--costs", str(file), "--split", "2,2,1")
+    assert "has costs per layer, not per action; leave it out" in refused(*SMALL, "--costs", str(file), "--per-action")
 
 
 @pytest.mark.parametrize(
@@ -141,25 +129,21 @@ def test_costs_per_layer_are_added_up_for_the_stages(tmp_path, capsys):
         ("found.html", b"<dt>lower bound</dt><dd>13.0 s</dd>"),
     ],
 )
-def test_the_result_goes_into_a_file_in_the_format_of_its_suffix(tmp_path, capsys, name, holds):
+def test_the_result_goes_into_a_file_in_the_format_of_its_suffix(tmp_path, printed, refused, name, holds):
     file = tmp_path / name
     file.write_text("old")
 
-    assert main([*SMALL, "-o", str(file)]) == 1
-    assert f"{name} exists; give another name, or --force" in capsys.readouterr().err
+    assert f"{name} exists; give another name, or --force" in refused(*SMALL, "-o", str(file))
     assert file.read_text() == "old"
 
-    assert main([*SMALL, "-o", str(file), "--force"]) == 0
-    assert capsys.readouterr().out == ""
+    assert printed(*SMALL, "-o", str(file), "--force") == ""
     assert holds in file.read_bytes()
 
 
-def test_the_picture_has_the_limit_the_costs_and_the_theme(capsys):
+def test_the_picture_has_the_limit_the_costs_and_the_theme(printed):
     limited = ["--memory-limit", "2 microbatches", "--to", "svg", "--theme", "dark"]
 
-    assert main([*SMALL, *limited, "--per-action"]) == 0
-
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(printed(*SMALL, *limited, "--per-action").split())
     assert "2 ranks, 4 microbatches, within 2 microbatches, predicted with F=1,I=1,W=1 per action" in text
     assert "#14161a" in text
 
@@ -167,15 +151,14 @@ def test_the_picture_has_the_limit_the_costs_and_the_theme(capsys):
 # ---- a sweep
 
 
-def test_a_sweep_is_a_row_per_limit(capsys):
-    assert main([*SMALL, "--sweep", "memory_limit=2,1 microbatches"]) == 0
-    rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[2:4]]
+def test_a_sweep_is_a_row_per_limit(printed):
+    table = printed(*SMALL, "--sweep", "memory_limit=2,1 microbatches")
+    rows = [re.split("  +", line) for line in table.splitlines()[2:4]]
     assert [row[0] for row in rows] == ["2 microbatches", "1 microbatches"]
     assert rows[0][1] == "13"
     assert float(rows[1][1]) > 13
 
-    assert main([*SMALL, *LIMITS, "--to", "json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(printed(*SMALL, *LIMITS, "--to", "json"))
     assert [row["memory_limit"] for row in rows] == ["1 microbatches", "2 microbatches", "4 microbatches"]
     assert set(rows[0]) == FIGURES | {"memory_limit"}
 
@@ -199,19 +182,17 @@ def test_the_rows_of_a_sweep_go_into_a_file(tmp_path, capsys, name, holds):
     assert holds in file.read_bytes()
 
 
-def test_a_limit_that_nothing_fits_is_a_row_that_says_why(tmp_path, capsys):
+def test_a_limit_that_nothing_fits_is_a_row_that_says_why(tmp_path, printed, capsys):
     (tmp_path / "costs.toml").write_text(BYTES)
     sweep = [*SMALL, "--costs", str(tmp_path / "costs.toml"), "--sweep", "memory_limit=2GiB..4GiB"]
 
-    assert main(sweep) == 0
-    table = capsys.readouterr().out
+    table = printed(*sweep)
     assert table.splitlines()[2].startswith("4 GiB")
     assert "\nnothing fits:\n  2 GiB: no order was found that fits a limit of 2 GiB; with one microbatch" in table
 
-    assert main([*sweep, "--to", "json"]) == 0
-    refused, found = json.loads(capsys.readouterr().out)
-    assert refused["error"].startswith("no order was found that fits a limit of 2 GiB")
-    assert (refused["makespan_s"], "error" in found, max(found["peak_bytes"])) == (None, False, 4 * 2**30)
+    too_small, found = json.loads(printed(*sweep, "--to", "json"))
+    assert too_small["error"].startswith("no order was found that fits a limit of 2 GiB")
+    assert (too_small["makespan_s"], "error" in found, max(found["peak_bytes"])) == (None, False, 4 * 2**30)
 
     assert main([*sweep, "--to", "svg"]) == 0
     printed = capsys.readouterr()
@@ -357,19 +338,17 @@ def test_what_cannot_be_written_is_refused_before_the_search(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_terminal_gets_no_png(monkeypatch, no_search, capsys):
+def test_a_terminal_gets_no_png(monkeypatch, no_search, refused):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
 
-    assert main([*SMALL, "--to", "png"]) == 1
-    assert "a terminal cannot show png; give --output NAME.png" in capsys.readouterr().err
+    assert "a terminal cannot show png; give --output NAME.png" in refused(*SMALL, "--to", "png")
 
 
 @pytest.mark.parametrize("arguments", [["--to", "svg"], [*LIMITS, "--to", "html"]])
-def test_a_chart_without_matplotlib_is_refused_before_the_search(monkeypatch, no_search, capsys, arguments):
+def test_a_chart_without_matplotlib_is_refused_before_the_search(monkeypatch, no_search, refused, arguments):
     def missing():
         raise ConfigError("charts need matplotlib")
 
     monkeypatch.setattr("penstock.show.sheet.load_matplotlib", missing)
 
-    assert main([*SMALL, *arguments]) == 1
-    assert "charts need matplotlib" in capsys.readouterr().err
+    assert "charts need matplotlib" in refused(*SMALL, *arguments)

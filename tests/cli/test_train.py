@@ -153,9 +153,8 @@ def test_a_failed_launch_prints_the_cause_and_ends_with_its_status(
     assert capsys.readouterr().err == printed
 
 
-def test_a_missing_run_file_is_refused_before_anything_starts(tmp_path, launches, capsys):
-    assert main(["train", str(tmp_path / "none.toml")]) == 1
-    assert "none.toml" in capsys.readouterr().err
+def test_a_missing_run_file_is_refused_before_anything_starts(tmp_path, launches, refused):
+    assert "none.toml" in refused("train", str(tmp_path / "none.toml"))
     assert launches == []
 
 
@@ -177,10 +176,8 @@ def test_a_missing_run_file_is_refused_before_anything_starts(tmp_path, launches
     ],
 )
 @pytest.mark.parametrize("command", ["train", "profile"])
-def test_a_plan_that_cannot_run_is_refused_before_any_rank_starts(run_file, launches, capsys, command, pairs, message):
-    assert main([command, run_file, *settings(*pairs)]) == 1
-
-    assert re.search(message, capsys.readouterr().err)
+def test_a_plan_that_cannot_run_is_refused_before_any_rank_starts(run_file, launches, refused, command, pairs, message):
+    assert re.search(message, refused(command, run_file, *settings(*pairs)))
     assert launches == []
     assert not (Path(run_file).parent / "run").exists()
 

@@ -1,6 +1,5 @@
 """One line where a silent command takes long in a terminal or waits for compiled loops, and none elsewhere."""
 
-import io
 import logging
 import sys
 import threading
@@ -11,13 +10,9 @@ import pytest
 
 from penstock.cli.waiting import compiling_reported, waiting_reported
 from penstock.ir.hot import Hot
+from tests.cli.terminal import Terminal
 
 SHOW = Namespace(command="show", ranks=10_000, microbatches=20)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def run_timers():

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from penstock.checkpoints.shards import write_tensors
 from penstock.cli.entry import main
 from penstock.hugging_face import source as sources
+from tests.checkpoints.written_files import names
 from tests.hugging_face.tiny_models import FAMILIES, saved_model
 
 pytest.importorskip("transformers")
@@ -28,10 +29,6 @@ def make(folder, family):
     state = {name: value + 1 for name, value in saved.state.items() if name not in tied}
     write_tensors(folder / "own.safetensors", state)
     return state
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,12 +111,11 @@ def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folde
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_without_transformers_the_line_that_installs_it_is_told(folder, capsys, monkeypatch):
+def test_without_transformers_the_line_that_installs_it_is_told(folder, refused, monkeypatch):
     def missing(name):
         raise ImportError(name)
 
     monkeypatch.setattr(sources, "import_module", missing)
 
-    assert main(["convert", "own.safetensors", "out", "--like", "like"]) == 1
-    assert 'pip install ".[transformers]"' in capsys.readouterr().err
+    assert 'pip install ".[transformers]"' in refused("convert", "own.safetensors", "out", "--like", "like")
     assert not (folder / "out").exists()

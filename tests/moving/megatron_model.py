@@ -14,6 +14,7 @@ class Part(nn.Module):
 
     def __init__(self, stage, num_stages):
         super().__init__()
+        self.stage = stage
         self.pre_process = stage == 0
         self.post_process = stage == num_stages - 1
         self.layer = settle(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), 20 + stage)

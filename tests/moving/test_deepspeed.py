@@ -7,16 +7,9 @@ from torch import nn
 from penstock.errors import ConfigError, EndOfData, StepRefused
 from penstock.moving.deepspeed import LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from tests.local_pipelines import error_of, on_ranks, values
-from tests.ranks import RankPool
 
 WIDTH = 6
 VOCABULARY = 11
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
 
 
 def logits(module, hidden):
@@ -51,32 +44,43 @@ def halving(optimizer):
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-def train(rank, num_batches=2, **options):
-    engine = initialize(
-        model(partition_method="uniform"),
-        optimizer=sgd,
-        lr_scheduler=halving,
-        gradient_accumulation_steps=4,
-        **options,
-    )
-    items = iter(data(4 * num_batches))
-    losses = [engine.train_batch(items) for _ in range(num_batches)]
+def engine_of(**options):
+    """An engine for batches of four microbatches."""
+    return initialize(model(partition_method="uniform"), gradient_accumulation_steps=4, **options)
+
+
+def on_engines(num_ranks, body, **options):
+    """Return what `body(engine)` returned on every rank, each with an engine that is closed behind it."""
+
+    def case(transport):
+        engine = engine_of(transport=transport, **options)
+        found = body(engine)
+        engine.close()
+        return found
+
+    return on_ranks(num_ranks, case)
+
+
+def train(rank, **options):
+    engine = engine_of(optimizer=sgd, lr_scheduler=halving, **options)
+    items = iter(data(8))
+    losses = [engine.train_batch(items) for _ in range(2)]
     parameters = {name: parameter.detach().clone() for name, parameter in engine.pipeline.named_parameters()}
     found = losses, parameters, engine.grad_norm, engine.global_steps
     engine.close()
     return found
 
 
-def one_process(num_batches=2, clip=0.0):
+def one_process(clip=0.0):
     """Train the same layers with a plain loop."""
     layers = [spec() for spec in model().specs()]
     layers[4].module.weight = layers[0].weight
     named = {f"{index}.{name}": p for index, layer in enumerate(layers) for name, p in layer.named_parameters()}
     optimizer = sgd(list({id(p): p for p in named.values()}.values()))
     scheduler = halving(optimizer)
-    items = iter(data(4 * num_batches))
+    items = iter(data(8))
     losses, norm = [], None
-    for _ in range(num_batches):
+    for _ in range(2):
         total = torch.zeros((), dtype=torch.float64)
         for _ in range(4):
             hidden, labels = next(items)
@@ -154,10 +158,7 @@ def test_several_stages_a_rank_are_asked_for_by_num_stages():
 
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipe"])
 def test_a_family_that_leaves_no_choice_gets_its_stages_and_both_copies_train(schedule):
-    def case(transport):
-        engine = initialize(
-            model(partition_method="uniform"), gradient_accumulation_steps=4, schedule=schedule, transport=transport
-        )
+    def case(engine):
         ends = engine.is_first_stage(), engine.is_last_stage()
         engine.eval_batch(iter(data(4) * 2), num_micro_batches=8)
         engine.train_batch(iter(data(4)))
@@ -167,10 +168,9 @@ def test_a_family_that_leaves_no_choice_gets_its_stages_and_both_copies_train(sc
             parameter.data -= 0.5 * parameter.grad
         moved = engine.eval_batch(iter(data(4)))
         evaluated = engine.eval_batch(iter(data(4) * 2), num_micro_batches=8)
-        engine.close()
         return ends, loss, (moved, evaluated), found
 
-    first, last = on_ranks(2, case)
+    first, last = on_engines(2, case, schedule=schedule)
 
     layers = [spec() for spec in model().specs()]
     layers[4].module.weight = layers[0].weight
@@ -204,24 +204,15 @@ def test_the_partition_method_divides_the_layers(method, stages):
 
 
 def test_ranks_between_the_ends_need_no_data():
-    def case(transport):
-        engine = initialize(model(partition_method="uniform"), gradient_accumulation_steps=4, transport=transport)
-        loss = engine.train_batch(None if transport.rank == 1 else iter(data(4)))
-        engine.close()
-        return loss
+    def case(engine):
+        is_end = engine.is_first_stage() or engine.is_last_stage()
+        return float(engine.train_batch(iter(data(4)) if is_end else None))
 
-    assert len({float(loss) for loss in on_ranks(3, case)}) == 1
+    assert len(set(on_engines(3, case))) == 1
 
 
 def test_evaluation_between_training_changes_nothing_and_gives_what_is_asked_for():
-    def case(transport):
-        engine = initialize(
-            model(partition_method="uniform"),
-            optimizer=sgd,
-            lr_scheduler=halving,
-            gradient_accumulation_steps=4,
-            transport=transport,
-        )
+    def case(engine):
         evaluated = engine.eval_batch(iter(data(4)))
         losses = [engine.train_batch(iter(data(8)[:4]))]
         loss, outputs = engine.eval_batch(iter(data(4)), return_logits=True)
@@ -229,10 +220,9 @@ def test_evaluation_between_training_changes_nothing_and_gives_what_is_asked_for
         every = engine.eval_batch(iter(data(4)), reduce_output=None)
         losses.append(engine.train_batch(iter(data(8)[4:])))
         parameters = {name: parameter.detach() for name, parameter in engine.pipeline.named_parameters()}
-        engine.close()
         return (losses, parameters), evaluated, loss, outputs, only, every
 
-    first, last = on_ranks(2, case)
+    first, last = on_engines(2, case, optimizer=sgd, lr_scheduler=halving)
 
     expected = one_process()
     check([first[0], last[0]], expected)
@@ -254,9 +244,7 @@ def test_an_evaluation_may_have_another_number_of_microbatches(pool):
 
 
 def evaluate_six(rank):
-    engine = initialize(
-        model(partition_method="uniform"), optimizer=sgd, gradient_accumulation_steps=4, schedule="1f1b"
-    )
+    engine = engine_of(optimizer=sgd, schedule="1f1b")
     engine.train_batch(iter(data(4)))
     loss = engine.eval_batch(iter(data(6)), num_micro_batches=6)
     num_losses = len(engine.result.losses)
@@ -267,15 +255,12 @@ def evaluate_six(rank):
 
 
 def test_data_that_end_early_refuse_the_batch_on_all_ranks_and_the_next_one_runs():
-    def case(transport):
-        engine = initialize(model(partition_method="uniform"), gradient_accumulation_steps=4, transport=transport)
+    def case(engine):
         error = error_of(engine.train_batch, iter(data(3)))
         empty = error_of(engine.train_batch, iter(()))
-        loss = engine.train_batch(iter(data(4)))
-        engine.close()
-        return error, empty, loss
+        return error, empty, engine.train_batch(iter(data(4)))
 
-    for error, empty, loss in on_ranks(2, case):
+    for error, empty, loss in on_engines(2, case):
         assert type(error) is type(empty) is EndOfData
         assert "the data of rank 0 ended: a batch takes 4 items, and 3 were left" in str(error)
         assert "and 0 were left" in str(empty)
@@ -297,14 +282,12 @@ def broken_loader():
     ],
 )
 def test_data_that_are_none_refuse_the_batch_on_all_ranks(given, text):
-    def case(transport):
-        engine = initialize(model(partition_method="uniform"), gradient_accumulation_steps=4, transport=transport)
-        error = error_of(engine.train_batch, given() if transport.rank else iter(data(4)))
-        without_labels = engine.eval_batch(iter(data(4)) if transport.rank == 0 else None, compute_loss=False)
-        engine.close()
+    def case(engine):
+        error = error_of(engine.train_batch, given() if engine.is_last_stage() else iter(data(4)))
+        without_labels = engine.eval_batch(iter(data(4)) if engine.is_first_stage() else None, compute_loss=False)
         return error, without_labels
 
-    outcomes = on_ranks(2, case)
+    outcomes = on_engines(2, case)
 
     for error, _ in outcomes:
         assert type(error) is StepRefused

@@ -8,7 +8,7 @@ from penstock.errors import ConfigError, PipelineError, StepRefused
 from penstock.moving.megatron import get_forward_backward_func
 from penstock.moving.step_stage import RoutePlace
 from penstock.schedules import build
-from tests.local_pipelines import error_of, on_ranks
+from tests.local_pipelines import assert_errors, error_of, on_ranks
 from tests.moving.megatron_model import (
     Part,
     count_tokens,
@@ -19,13 +19,6 @@ from tests.moving.megatron_model import (
     squares,
 )
 from tests.moving.own_layers import Wrapper, assert_gradients, gradients
-from tests.ranks import RankPool
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
 
 
 def parts_of(rank, num_ranks, num_parts, wrap=lambda part: part):
@@ -55,6 +48,28 @@ def train(rank, num_ranks, num_parts, num_microbatches, *, step=forward_step, wr
     return reported, loss, gradients({stage: innermost(part) for stage, part in parts.items()})
 
 
+def train_on(num_ranks, *sizes, **options):
+    return on_ranks(num_ranks, lambda wires: train(wires.rank, num_ranks, *sizes, transport=wires, **options))
+
+
+def run(call, part, items, step=forward_step, **more):
+    """Call the function as a loop of Megatron-LM does for a batch of these microbatches."""
+    given = {"model": part, "num_microbatches": len(items)} | more
+    return call(forward_step_func=step, data_iterator=iter(items), **given)
+
+
+def on_parts(body, **options):
+    """Return what `body(call, part)` returned on both of two ranks, each with one part and a function to call."""
+
+    def case(transport):
+        call = get_forward_backward_func(transport=transport, **options)
+        found = body(call, Part(transport.rank, 2))
+        call.close()
+        return found
+
+    return on_ranks(2, case)
+
+
 def innermost(model):
     return innermost(model.module) if isinstance(model, Wrapper) else model
 
@@ -77,13 +92,13 @@ def check(outcomes, num_stages, num_microbatches):
 
 @pytest.mark.parametrize(("num_parts", "num_microbatches"), [(1, 4), (1, 1), (2, 4), (2, 3)])
 def test_a_forward_step_trains_as_one_process_does(num_parts, num_microbatches):
-    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, num_parts, num_microbatches, transport=wires))
+    outcomes = train_on(2, num_parts, num_microbatches)
 
     check(outcomes, 2 * num_parts, num_microbatches)
 
 
 def test_on_one_rank_there_is_no_pipeline_and_the_same_code():
-    check(on_ranks(1, lambda wires: train(0, 1, 1, 4, transport=wires)), 1, 4)
+    check(train_on(1, 1, 4), 1, 4)
 
 
 @pytest.mark.slow
@@ -93,7 +108,7 @@ def test_on_gloo_too(pool, num_parts):
 
 
 def test_a_zero_bubble_schedule_runs_the_same_step():
-    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, 1, 6, transport=wires, schedule="zb-h1"))
+    outcomes = train_on(2, 1, 6, schedule="zb-h1")
 
     check(outcomes, 2, 6)
 
@@ -102,31 +117,21 @@ def test_set_input_tensor_is_reached_through_wrappers():
     def wrapped(part):
         return Wrapper(Wrapper(part))
 
-    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, 2, 4, wrap=wrapped, transport=wires))
+    outcomes = train_on(2, 2, 4, wrap=wrapped)
 
     check(outcomes, 4, 4)
 
 
 def test_a_part_without_set_input_tensor_is_refused_unless_it_is_the_first():
     def case(transport):
-        parts = {0: nn.Linear(6, 6), 1: nn.Linear(6, 6)}
         call = get_forward_backward_func(transport=transport)
-        return error_of(
-            call, forward_step_func=forward_step, data_iterator=None, model=parts[transport.rank], num_microbatches=2
-        )
+        return error_of(run, call, nn.Linear(6, 6), microbatches(2))
 
-    for error in on_ranks(2, case):
-        with pytest.raises(ConfigError, match="part 0 of the model is stage 1 and has no set_input_tensor"):
-            raise error
+    assert_errors(on_ranks(2, case), ConfigError, "part 0 of the model is stage 1 and has no set_input_tensor")
 
 
 def test_losses_summed_over_tokens_are_those_of_the_whole_batch():
-    outcomes = on_ranks(
-        2,
-        lambda wires: train(
-            wires.rank, 2, 1, 5, step=forward_step_per_token, count_tokens=count_tokens, transport=wires
-        ),
-    )
+    outcomes = train_on(2, 1, 5, step=forward_step_per_token, count_tokens=count_tokens)
 
     items = microbatches(5)
     counts = [float(count_tokens(item)) for item in items]
@@ -140,7 +145,7 @@ def test_losses_summed_over_tokens_are_those_of_the_whole_batch():
 
 
 def test_three_values_without_a_count_weigh_microbatches_alike():
-    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, 1, 4, step=forward_step_per_token, transport=wires))
+    outcomes = train_on(2, 1, 4, step=forward_step_per_token)
 
     def loss_of(output, item):
         return (squares(output, item) * item["mask"]).sum() / item["mask"].sum().to(torch.int64)
@@ -152,15 +157,10 @@ def test_microbatches_without_tokens_add_nothing():
     items = microbatches(3)
     items[1]["mask"].zero_()
 
-    def case(transport):
-        part = Part(transport.rank, 2)
-        call = get_forward_backward_func(count_tokens=count_tokens, transport=transport)
-        reported = call(
-            forward_step_func=forward_step_per_token, data_iterator=iter(items), model=part, num_microbatches=3
-        )
-        return reported, gradients({transport.rank: part})
+    def case(call, part):
+        return run(call, part, items, forward_step_per_token), gradients({part.stage: part})
 
-    (_, first), (reported, last) = on_ranks(2, case)
+    (_, first), (reported, last) = on_parts(case, count_tokens=count_tokens)
 
     counts = [float(count_tokens(item)) for item in items]
     expected = one_process(
@@ -190,20 +190,11 @@ def test_a_count_that_is_not_the_losses_own_is_refused_on_all_ranks(step, count,
 
 
 def test_collected_data_are_the_outputs_of_all_microbatches():
-    def case(transport):
-        part = Part(transport.rank, 2)
-        call = get_forward_backward_func(transport=transport)
-        collected = call(
-            forward_step_func=forward_step,
-            data_iterator=iter(microbatches(3)),
-            model=part,
-            num_microbatches=3,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
+    def case(call, part):
+        collected = run(call, part, microbatches(3), forward_only=True, collect_non_loss_data=True)
         return collected, call.result.loss, [parameter.grad for parameter in part.parameters()]
 
-    first, last = on_ranks(2, case)
+    first, last = on_parts(case)
 
     parts = [Part(0, 2), Part(1, 2)]
     for row, item in zip(last[0], microbatches(3), strict=True):
@@ -217,32 +208,20 @@ def test_collected_data_are_the_outputs_of_all_microbatches():
 def test_collecting_data_while_training_is_refused():
     call = get_forward_backward_func()
 
-    error = error_of(
-        call,
-        forward_step_func=forward_step,
-        data_iterator=None,
-        model=Part(0, 1),
-        num_microbatches=1,
-        collect_non_loss_data=True,
-    )
+    error = error_of(run, call, Part(0, 1), microbatches(1), collect_non_loss_data=True)
 
     assert "forward_only=True" in str(error)
 
 
 def test_forward_only_reports_losses_and_leaves_no_gradient_and_training_goes_on():
-    def case(transport):
-        part = Part(transport.rank, 2)
-        call = get_forward_backward_func(transport=transport)
-        everything = {"forward_step_func": forward_step, "model": part}
-        evaluated = call(data_iterator=iter(microbatches(4)), num_microbatches=4, forward_only=True, **everything)
+    def case(call, part):
+        evaluated = run(call, part, microbatches(4), forward_only=True)
         grads = [parameter.grad for parameter in part.parameters()]
-        trained = call(data_iterator=iter(microbatches(4)), num_microbatches=4, **everything)
-        found = gradients({transport.rank: part})
+        trained = run(call, part, microbatches(4))
         assert part.input_tensor is None
-        call.close()
-        return evaluated, grads, trained, found
+        return evaluated, grads, trained, gradients({part.stage: part})
 
-    first, last = on_ranks(2, case)
+    first, last = on_parts(case)
 
     losses, expected = one_process(2, microbatches(4), mean_squares, [0.25] * 4)
     assert [row["lm loss"] for row in last[0]] == losses
@@ -259,18 +238,7 @@ def test_the_number_of_microbatches_may_change_from_call_to_call(pool):
 def ramp_up(rank):
     part = Part(rank, 2)
     call = get_forward_backward_func()
-    found = []
-    for number in (2, 4, 6, 2):
-        found.append(
-            len(
-                call(
-                    forward_step_func=forward_step,
-                    data_iterator=iter(microbatches(number)),
-                    model=part,
-                    num_microbatches=number,
-                )
-            )
-        )
+    found = [len(run(call, part, microbatches(number))) for number in (2, 4, 6, 2)]
     call.close()
     return found if rank else []
 
@@ -281,7 +249,7 @@ def test_a_forward_step_may_ask_for_its_place():
         return forward_step(data_iterator, model)
 
     seen = []
-    on_ranks(2, lambda wires: train(wires.rank, 2, 2, 1, step=step, transport=wires))
+    train_on(2, 2, 1, step=step)
 
     assert sorted(seen) == [(0, 0, True, False), (1, 0, False, False), (2, 1, False, False), (3, 1, False, True)]
 
@@ -372,26 +340,22 @@ def test_the_schedule_follows_from_the_number_of_parts_unless_it_is_named():
 
 
 def test_data_that_end_early_stop_all_ranks_with_one_message_and_the_next_call_runs():
-    def case(transport):
-        part = Part(transport.rank, 2)
-        call = get_forward_backward_func(transport=transport)
-        everything = {"forward_step_func": forward_step, "model": part, "num_microbatches": 4}
-        error = error_of(call, data_iterator=iter(microbatches(2 if transport.rank == 0 else 4)), **everything)
+    def case(call, part):
+        error = error_of(run, call, part, microbatches(2 if part.pre_process else 4), num_microbatches=4)
         part.zero_grad()
-        call(data_iterator=iter(microbatches(4)), **everything)
-        return error, gradients({transport.rank: part})
+        run(call, part, microbatches(4))
+        return error, gradients({part.stage: part})
 
-    outcomes = on_ranks(2, case)
+    outcomes = on_parts(case)
 
-    for error, _ in outcomes:
-        with pytest.raises(PipelineError, match="stage 0: the data ended at microbatch 2 of 4"):
-            raise error
+    errors = [error for error, _ in outcomes]
+    assert_errors(errors, PipelineError, "stage 0: the data ended at microbatch 2 of 4")
     expected = one_process(2, microbatches(4), mean_squares, [0.25] * 4)[1]
     assert_gradients([found for _, found in outcomes], expected)
 
 
 def test_a_loss_scale_reaches_gradients_and_no_report():
-    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, 1, 4, scale_loss=1024.0, transport=wires))
+    outcomes = train_on(2, 1, 4, scale_loss=1024.0)
 
     losses, expected = one_process(2, microbatches(4), mean_squares, [0.25] * 4)
     assert_gradients([found for *_, found in outcomes], {key: value * 1024 for key, value in expected.items()})
@@ -404,20 +368,19 @@ def of_length(items, length):
 
 @pytest.mark.parametrize("variable_shapes", [True, False])
 def test_lengths_may_change_from_batch_to_batch_where_that_is_said(variable_shapes):
-    def case(transport):
-        part = Part(transport.rank, 2)
-        call = get_forward_backward_func(variable_shapes=variable_shapes, transport=transport)
-        everything = {"forward_step_func": forward_step, "model": part, "num_microbatches": 4}
-        call(data_iterator=iter(microbatches(4)), **everything)
+    def case(call, part):
+        run(call, part, microbatches(4))
         part.zero_grad()
-        shorter = {"data_iterator": iter(of_length(microbatches(4), 2)), **everything}
-        return (call(**shorter), gradients({transport.rank: part})) if variable_shapes else error_of(call, **shorter)
+        if not variable_shapes:
+            return error_of(run, call, part, shorter)
+        run(call, part, shorter)
+        return gradients({part.stage: part})
 
-    found = on_ranks(2, case)
+    shorter = of_length(microbatches(4), 2)
+    found = on_parts(case, variable_shapes=variable_shapes)
 
     if variable_shapes:
-        expected = one_process(2, of_length(microbatches(4), 2), mean_squares, [0.25] * 4)[1]
-        assert_gradients([gradient for _, gradient in found], expected)
+        assert_gradients(found, one_process(2, shorter, mean_squares, [0.25] * 4)[1])
     else:
         assert "variable_shapes=True" in str(found[0])
 
@@ -452,15 +415,14 @@ def test_arguments_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("has_trained", [False, True])
 def test_arguments_that_do_not_fit_on_one_rank_are_told_on_all(has_trained):
-    def case(transport):
-        call = get_forward_backward_func(transport=transport)
-        given = {"forward_step_func": forward_step, "model": Part(transport.rank, 2), "num_microbatches": 4}
+    def case(call, part):
         if has_trained:
-            call(data_iterator=iter(microbatches(4)), **given)
-        iterators = [None, None] if transport.rank else iter(microbatches(4))
+            run(call, part, microbatches(4))
+        iterators = iter(microbatches(4)) if part.pre_process else [None, None]
+        given = {"forward_step_func": forward_step, "model": part, "num_microbatches": 4}
         return error_of(call, data_iterator=iterators, **given)
 
-    for error in on_ranks(2, case):
+    for error in on_parts(case):
         assert type(error) is (StepRefused if has_trained else ConfigError)
         assert "data_iterator: a list of 2 for 1 model parts" in str(error)
 
@@ -527,19 +489,14 @@ def test_tokens_cannot_be_counted_over_two_routes():
     def case(transport):
         return error_of(train_two_routes, transport.rank, 4, count_tokens=count_tokens, transport=transport)
 
-    for error in on_ranks(2, case):
-        assert isinstance(error, ConfigError)
-        assert "count_tokens: dualpipe has two routes" in str(error)
+    assert_errors(on_ranks(2, case), ConfigError, "count_tokens: dualpipe has two routes")
 
 
 def test_ties_name_parameters_by_stage_and_model():
-    def case(transport):
-        part = Part(transport.rank, 2)
-        tied = [("0.model.layer.weight", "1.model.layer.weight")]
-        call = get_forward_backward_func(tied=tied, transport=transport)
-        call(forward_step_func=forward_step, data_iterator=iter(microbatches(2)), model=part, num_microbatches=2)
+    def case(call, part):
+        run(call, part, microbatches(2))
         return part.layer.weight.grad
 
-    first, last = on_ranks(2, case)
+    first, last = on_parts(case, tied=[("0.model.layer.weight", "1.model.layer.weight")])
 
     assert torch.equal(first, last)

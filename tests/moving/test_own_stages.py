@@ -10,7 +10,6 @@ from penstock.moving.own_stages import LocalStages, OwnStage, RemoteStage, requi
 from penstock.schedules import build
 from tests.local_pipelines import error_of, on_ranks, square_loss
 from tests.moving.own_layers import assert_gradients, batch, gradients, own_stage, reference, whole_model
-from tests.ranks import RankPool
 from tests.reference import reference_step
 from tests.test_two_routes import two_routes
 
@@ -90,12 +89,6 @@ def test_ranks_that_name_different_schedules_hear_of_it():
 
 
 # ---- two routes
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
 
 
 def two_copies(rank, num_ranks, schedule, num_microbatches, *, change=None, steps=1, **options):

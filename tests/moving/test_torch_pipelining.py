@@ -12,37 +12,28 @@ from penstock.moving import torch_pipelining as moved
 from penstock.schedules import build
 from tests.local_pipelines import error_of, on_ranks, settle, square_loss, values
 from tests.moving.own_layers import assert_gradients, batch, gradients, own_stage, reference
-from tests.ranks import RankPool
 from tests.reference import reference_step
 
 IN_ORDER = {"1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"}
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
-
-
-def stages_on(rank, num_ranks, name, group=None):
-    """The stages that torch's users place on a rank for a schedule of this name."""
+def stages_on(rank, name):
+    """The stages that torch's users place on one of two ranks for a schedule of this name."""
     if name in ("1F1B", "GPipe"):
         indices = [rank]
     elif name in ("ZBVZeroBubble", "DualPipeV"):
-        indices = [rank, 2 * num_ranks - 1 - rank]
+        indices = [rank, 3 - rank]
     else:
-        indices = [rank, rank + num_ranks]
-    num_stages = num_ranks * len(indices)
-    stages = [
-        moved.PipelineStage(own_stage(index), index, num_stages, torch.device("cpu"), group=group) for index in indices
-    ]
+        indices = [rank, rank + 2]
+    num_stages = 2 * len(indices)
+    stages = [moved.PipelineStage(own_stage(index), index, num_stages, torch.device("cpu")) for index in indices]
     return stages if len(stages) > 1 else stages[0]
 
 
-def train(rank, num_ranks, name, num_microbatches, steps=1, **options):
+def train(rank, name, steps=1, **options):
     """Write the loop of a torch user: inputs where the first stage is, target where the last one is."""
-    stages = stages_on(rank, num_ranks, name)
-    schedule = moved.Schedule(name, stages, num_microbatches, square_loss, **options)
+    stages = stages_on(rank, name)
+    schedule = moved.Schedule(name, stages, 8, square_loss, **options)
     own = stages if isinstance(stages, list) else [stages]
     inputs, target = batch(8)
     losses = []
@@ -58,12 +49,12 @@ def train(rank, num_ranks, name, num_microbatches, steps=1, **options):
     return output, losses, loss, found
 
 
-def check(outcomes, name, num_ranks, *, steps=1):
-    num_stages = num_ranks * (1 if name in ("1F1B", "GPipe") else 2)
+def check(outcomes, name, *, steps=1):
+    num_stages = 2 if name in ("1F1B", "GPipe") else 4
     expected, expected_gradients = reference(num_stages, 8, steps=steps)
     tolerance = 0.0 if name in IN_ORDER else 1e-12
     assert_gradients([found for *_, found in outcomes], expected_gradients, tolerance=tolerance)
-    last = 0 if name in ("ZBVZeroBubble", "DualPipeV") else num_ranks - 1
+    last = 0 if name in ("ZBVZeroBubble", "DualPipeV") else 1
     for rank, (output, losses, loss, _) in enumerate(outcomes):
         assert torch.equal(loss, expected.loss)
         if rank == last:
@@ -76,13 +67,13 @@ def check(outcomes, name, num_ranks, *, steps=1):
 
 @pytest.mark.parametrize("name", moved.FAMILY_OF_CLASS)
 def test_every_schedule_of_torch_trains_as_one_process_does(name):
-    check(on_ranks(2, lambda wires: train(wires.rank, 2, name, 8, transport=wires)), name, 2)
+    check(on_ranks(2, lambda wires: train(wires.rank, name, transport=wires)), name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
 def test_on_gloo_too(pool, name):
-    check(pool.run(train, 2, name, 8), name, 2)
+    check(pool.run(train, name), name)
 
 
 @pytest.mark.slow
@@ -101,15 +92,27 @@ def alone_in_a_group(rank):
     return num_ranks
 
 
-def train_two_routes(rank, num_ranks, name, **options):
+def on_schedules(body, make=moved.Schedule1F1B, module=own_stage, loss=square_loss, **options):
+    """Return what `body(schedule, stage)` returned on both of two ranks, each with one stage."""
+
+    def case(transport):
+        stage = moved.PipelineStage(module(transport.rank), transport.rank, 2, "cpu")
+        schedule = make(stage, 4, loss, transport=transport, **options)
+        found = body(schedule, stage)
+        schedule.close()
+        return found
+
+    return on_ranks(2, case)
+
+
+def train_two_routes(rank, name, **options):
     """Write the loop of a user of DeepSeek's DualPipe: two modules a rank, data at either end of both directions."""
-    indices = [rank, 2 * num_ranks - 1 - rank]
-    stages = [moved.PipelineStage(own_stage(index % num_ranks), index, 2 * num_ranks, "cpu") for index in indices]
+    stages = [moved.PipelineStage(own_stage(index % 2), index, 4, "cpu") for index in (rank, 3 - rank)]
     schedule = moved.get_schedule_class(name)(stages, 4, square_loss, **options)
     inputs, target = batch(8)
     args = (inputs,) if any(stage.is_first for stage in stages) else ()
     output = schedule.step(*args, target=target if any(stage.is_last for stage in stages) else None)
-    found = gradients({stage.stage_index % num_ranks: stage.submod for stage in stages})
+    found = gradients({stage.stage_index % 2: stage.submod for stage in stages})
     loss = schedule.result.loss
     schedule.close()
     return output, loss, found, [(stage.is_first, stage.is_last) for stage in stages]
@@ -126,12 +129,12 @@ def check_two_routes(outcomes):
 
 @pytest.mark.parametrize("name", ["dualpipe", "chimera"])
 def test_a_module_for_each_direction_trains_as_one_process_does(name):
-    check_two_routes(on_ranks(2, lambda wires: train_two_routes(wires.rank, 2, name, transport=wires)))
+    check_two_routes(on_ranks(2, lambda wires: train_two_routes(wires.rank, name, transport=wires)))
 
 
 @pytest.mark.slow
 def test_a_module_for_each_direction_on_gloo_too(pool):
-    check_two_routes(pool.run(train_two_routes, 2, "dualpipe"))
+    check_two_routes(pool.run(train_two_routes, "dualpipe"))
 
 
 def halves(rank, inputs, target):
@@ -182,16 +185,16 @@ def test_the_second_route_begins_with_several_arguments_and_hands_on_several_too
 
 
 def test_three_steps_add_up_and_refill_the_list_of_losses():
-    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, "1F1B", 8, steps=3, transport=wires))
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, "1F1B", steps=3, transport=wires))
 
-    check(outcomes, "1F1B", 2, steps=3)
+    check(outcomes, "1F1B", steps=3)
 
 
 def test_names_are_read_in_any_case_and_ours_are_taken_too():
     def names(transport):
         made = []
         for name in ("1f1b", "SCHEDULE1F1B", "gPipe", "zb-h1"):
-            schedule = moved.Schedule(name, stages_on(transport.rank, 2, "1F1B"), 4, square_loss, transport=transport)
+            schedule = moved.Schedule(name, stages_on(transport.rank, "1F1B"), 4, square_loss, transport=transport)
             made.append(schedule.pipeline.schedule.name)
         return made
 
@@ -202,12 +205,10 @@ def test_names_are_read_in_any_case_and_ours_are_taken_too():
 
 
 def test_schedules_are_of_their_class_as_in_torch():
-    def kinds(transport):
-        schedule = moved.Schedule1F1B(stages_on(transport.rank, 2, "1F1B"), 4, square_loss, transport=transport)
-        classes = (moved.Schedule1F1B, moved.Schedule, moved.ScheduleGPipe)
-        return [isinstance(schedule, each) for each in classes]
+    def kinds(schedule, stage):
+        return [isinstance(schedule, each) for each in (moved.Schedule1F1B, moved.Schedule, moved.ScheduleGPipe)]
 
-    assert on_ranks(2, kinds) == [[True, True, False]] * 2
+    assert on_schedules(kinds) == [[True, True, False]] * 2
 
 
 def test_a_schedule_made_elsewhere_is_taken_as_it_is(tmp_path):
@@ -220,7 +221,7 @@ def test_a_schedule_made_elsewhere_is_taken_as_it_is(tmp_path):
 
 
 def train_given(transport, schedule):
-    stage = stages_on(transport.rank, 2, "1F1B")
+    stage = stages_on(transport.rank, "1F1B")
     moving = moved.Schedule(schedule, stage, loss_fn=square_loss, transport=transport)
     inputs, target = batch(8)
     moving.step(inputs, target=target)
@@ -229,17 +230,14 @@ def train_given(transport, schedule):
 
 
 def test_eval_gives_outputs_and_losses_and_no_gradients():
-    def case(transport):
-        stage = stages_on(transport.rank, 2, "1F1B")
-        schedule = moved.ScheduleGPipe(stage, 4, square_loss, transport=transport)
+    def case(schedule, stage):
         inputs, target = batch(8)
         losses = []
         output = schedule.eval(inputs, target=target, losses=losses)
         without_target = schedule.eval(inputs)
-        schedule.close()
         return output, without_target, losses, [parameter.grad for parameter in stage.submod.parameters()]
 
-    first, last = on_ranks(2, case)
+    first, last = on_schedules(case, moved.ScheduleGPipe)
     expected, _ = reference(2, 4)
 
     assert first[0] is None
@@ -250,14 +248,11 @@ def test_eval_gives_outputs_and_losses_and_no_gradients():
 
 
 def test_a_schedule_without_a_loss_runs_forward_only():
-    def case(transport):
-        stage = stages_on(transport.rank, 2, "1F1B")
-        schedule = moved.Schedule1F1B(stage, 4, transport=transport)
+    def case(schedule, stage):
         output = schedule.step(batch(8)[0])
-        schedule.close()
         return output, [parameter.grad for parameter in stage.submod.parameters()]
 
-    first, last = on_ranks(2, case)
+    first, last = on_schedules(case, loss=None)
 
     assert torch.equal(last[0], torch.cat(reference(2, 4)[0].outputs))
     assert not any(first[1] + last[1])
@@ -287,15 +282,13 @@ class OnOne(Two):
 def test_a_tuple_becomes_several_arguments_of_the_next_stage():
     inputs, target = batch(8)
 
-    def case(transport):
-        stage = moved.PipelineStage(Two(transport.rank == 0, transport.rank), transport.rank, 2, "cpu")
-        schedule = moved.Schedule1F1B(stage, 4, square_loss, transport=transport)
+    def case(schedule, stage):
         schedule.step(inputs, target=target, scale=inputs + 2)
-        schedule.close()
-        assert len(stage.submod._forward_pre_hooks) == 0
-        return gradients({stage.stage_index: stage.submod})
+        return stage
 
-    found = on_ranks(2, case)
+    stages = on_schedules(case, module=lambda rank: Two(rank == 0, rank))
+    assert not any(stage.submod._forward_pre_hooks for stage in stages)
+    found = [gradients({stage.stage_index: stage.submod}) for stage in stages]
 
     layers = [Two(True, 0), OnOne(False, 1)]
     reference_step(layers, (inputs,), {"scale": inputs + 2}, target, loss=square_loss, num_microbatches=4)
@@ -307,22 +300,17 @@ def test_specs_of_torch_say_how_to_split_and_merge():
     scale = values(5, 1, 6, dtype=torch.float64)
     spec = torch_microbatch.TensorChunkSpec
 
-    def case(transport):
-        stage = moved.PipelineStage(Turned(transport.rank), transport.rank, 2, "cpu")
-        schedule = moved.Schedule1F1B(
-            stage,
-            4,
-            square_loss,
-            args_chunk_spec=spec.from_tuple((1,)),
-            kwargs_chunk_spec={"scale": Replicate()},
-            output_merge_spec=spec(0),
-            transport=transport,
-        )
+    def case(schedule, stage):
         output = schedule.step(inputs.t(), target=target, scale=scale)
-        schedule.close()
         return output, gradients({stage.stage_index: stage.submod})
 
-    (_, first), (output, last) = on_ranks(2, case)
+    (_, first), (output, last) = on_schedules(
+        case,
+        module=Turned,
+        args_chunk_spec=spec.from_tuple((1,)),
+        kwargs_chunk_spec={"scale": Replicate()},
+        output_merge_spec=spec(0),
+    )
 
     layers = [Turned(0), Turned(1)]
     whole = layers[1](layers[0](inputs.t(), scale), scale)
@@ -345,7 +333,7 @@ class Turned(nn.Module):
 
 @pytest.mark.parametrize("scale_grads", [True, False])
 def test_scale_grads_divides_by_the_microbatches_or_not(scale_grads):
-    outcomes = on_ranks(2, lambda wires: train(wires.rank, 2, "1F1B", 8, scale_grads=scale_grads, transport=wires))
+    outcomes = on_ranks(2, lambda wires: train(wires.rank, "1F1B", scale_grads=scale_grads, transport=wires))
 
     expected = reference(2, 8, reduction="mean" if scale_grads else "sum")[1]
     assert_gradients([found for *_, found in outcomes], expected)
@@ -355,14 +343,12 @@ def test_keywords_for_the_loss_reach_it():
     def weighted(output, target, *, factor):
         return factor * square_loss(output, target)
 
-    def case(transport):
-        schedule = moved.Schedule1F1B(stages_on(transport.rank, 2, "1F1B"), 4, weighted, transport=transport)
+    def case(schedule, stage):
         inputs, target = batch(8)
         schedule.step(inputs, target=target, loss_kwargs={"factor": 3.0})
-        schedule.close()
         return schedule.result.loss
 
-    assert on_ranks(2, case)[0] == reference(2, 4, loss=lambda o, t: 3.0 * square_loss(o, t))[0].loss
+    assert on_schedules(case, loss=weighted)[0] == reference(2, 4, loss=lambda o, t: 3.0 * square_loss(o, t))[0].loss
 
 
 def test_what_torch_needs_to_learn_shapes_is_taken():
@@ -371,49 +357,30 @@ def test_what_torch_needs_to_learn_shapes_is_taken():
     assert "Did you mean 'input_args' or" in str(error_of(moved.PipelineStage, nn.Identity(), 0, 1, input_arg=1))
 
 
-def refused(transport, call, loss_fn=square_loss):
-    """What a step or evaluation raises on a rank whose user forgot something."""
-    schedule = moved.Schedule1F1B(stages_on(transport.rank, 2, "1F1B"), 4, loss_fn, transport=transport)
-    error = error_of(call, schedule, *batch(8))
-    schedule.close()
-    return error
-
-
 @pytest.mark.parametrize(
-    ("call", "loss_fn", "text"),
+    ("call", "given", "loss", "text"),
     [
-        (lambda schedule, x, y: schedule.step(x), square_loss, "rank 1 computes the losses and was given no target"),
-        (
-            lambda schedule, x, y: schedule.step(x, target=y),
-            None,
-            "target: is given, but the schedule was made without",
-        ),
-        (
-            lambda schedule, x, y: schedule.eval(x, target=y),
-            None,
-            "target: is given, but the schedule was made without",
-        ),
-        (
-            lambda schedule, x, y: schedule.step(x, losses=[]),
-            None,
-            "losses: is given, but the schedule was made without",
-        ),
+        ("step", [], square_loss, "rank 1 computes the losses and was given no target"),
+        ("step", ["target"], None, "target: is given, but the schedule was made without"),
+        ("eval", ["target"], None, "target: is given, but the schedule was made without"),
+        ("step", ["losses"], None, "losses: is given, but the schedule was made without"),
     ],
 )
-def test_a_forgotten_target_or_loss_is_told_on_all_ranks_before_anything_runs(call, loss_fn, text):
-    for error in on_ranks(2, lambda wires: refused(wires, call, loss_fn)):
+def test_a_forgotten_target_or_loss_is_told_on_all_ranks_before_anything_runs(call, given, loss, text):
+    def case(schedule, stage):
+        inputs, target = batch(8)
+        keywords = {"target": target, "losses": []}
+        return error_of(getattr(schedule, call), inputs, **{name: keywords[name] for name in given})
+
+    for error in on_schedules(case, loss=loss):
         assert type(error) is StepRefused
         assert text in str(error)
 
 
 def test_an_evaluation_needs_no_target():
-    def case(transport):
-        schedule = moved.Schedule1F1B(stages_on(transport.rank, 2, "1F1B"), 4, square_loss, transport=transport)
-        output = schedule.eval(batch(8)[0])
-        schedule.close()
-        return output
+    _, output = on_schedules(lambda schedule, stage: schedule.eval(batch(8)[0]))
 
-    assert on_ranks(2, case)[1].shape == (8, 6)
+    assert output.shape == (8, 6)
 
 
 def test_a_module_in_place_of_a_stage_is_told():
@@ -473,16 +440,12 @@ def test_a_loop_of_stages_under_a_v_schedule_says_which_to_bring():
 
 
 def test_keywords_that_only_one_rank_gives_are_refused_on_all():
-    def case(transport):
-        stage = moved.PipelineStage(Two(False, 0), transport.rank, 2, "cpu")
-        schedule = moved.Schedule1F1B(stage, 4, square_loss, transport=transport)
+    def case(schedule, stage):
         inputs, target = batch(8)
-        keywords = {"scale": inputs} if transport.rank == 0 else {}
-        error = error_of(schedule.step, inputs, target=target, **keywords)
-        schedule.close()
-        return error
+        keywords = {"scale": inputs} if stage.is_first else {}
+        return error_of(schedule.step, inputs, target=target, **keywords)
 
-    found = on_ranks(2, case)
+    found = on_schedules(case, module=lambda rank: Two(False, 0))
 
     assert [type(error) for error in found] == [StepRefused] * 2
     assert "pass them on every rank" in str(found[0])

@@ -44,9 +44,8 @@ def with_slot(table, text, slot):
 def test_the_first_position_over_the_limit_is_refused(prepare):
     table = prepare(build("gpipe", ranks=2, microbatches=3))
 
-    place = (0, find(table, "0F2")[1], "0F2")
     limit = "2 activations"
-    error = assert_refused(table, place, "needs 3 activations", "of rank 0 is 2", "raise the limit", memory_limit=limit)
+    error = assert_refused(table, "0F2", "needs 3 activations", "of rank 0 is 2", "raise the limit", memory_limit=limit)
     assert [violation.action for violation in error.violations] == ["0F2", "1F2"]
 
 
@@ -212,11 +211,11 @@ def test_messages_in_buffers_are_counted():
 
 def test_an_activation_slot_that_is_overwritten_is_refused():
     broken = with_slot(with_slot(lowered(), "0F1", 0), "0B1", 0)
-    (_, first), (_, second), (_, end) = find(broken, "0F0"), find(broken, "0F1"), find(broken, "0B0")
+    (_, first), (_, end) = find(broken, "0F0"), find(broken, "0B0")
 
     assert_refused(
         broken,
-        (0, second, "0F1"),
+        "0F1",
         f"overwrites slot 0, where the activation of 0F0 (position {first}) lives until 0B0 (position {end})",
         "Take another slot",
     )
@@ -225,9 +224,8 @@ def test_an_activation_slot_that_is_overwritten_is_refused():
 @pytest.mark.parametrize("text", ["0OFFLOAD1", "0RELOAD1"])
 def test_a_copy_of_another_slot_is_refused(text):
     broken = with_slot(lowered("gpipe", offload=[0]), text, 0)
-    place = (0, find(broken, text)[1], text)
 
-    assert_refused(broken, place, "reads slot 0; 0F1 (position", "saved its activation in slot 1", "slot 1")
+    assert_refused(broken, text, "reads slot 0; 0F1 (position", "saved its activation in slot 1", "slot 1")
 
 
 def test_every_copy_of_one_microbatch_has_its_slot():
@@ -246,17 +244,14 @@ def test_limits_count_what_is_on_the_device():
     assert check(program, memory_limit="2 activations").peak_activations == [2, 2]
     assert check(program, costs=costs, memory_limit=200).peak_bytes == [200, 200]
     # 0F0 has left, and 0RELOAD0 has brought it back.
-    assert_refused(program, (0, find(program, "0F5")[1], "0F5"), "needs 2 activations", memory_limit="1 activation")
+    assert_refused(program, "0F5", "needs 2 activations", memory_limit="1 activation")
     assert_refused(lower(schedule, offload=[1]), (0, 4, "0F2"), "needs 300 bytes", costs=costs, memory_limit=200)
 
 
 def test_a_backward_that_reads_another_slot_is_refused():
     broken = with_slot(lowered(), "0B1", 5)
-    rank, position = find(broken, "0B1")
 
-    assert_refused(
-        broken, (rank, position, "0B1"), "reads slot 5; 0F1 (position", "saved its activation in slot 1", "slot 1"
-    )
+    assert_refused(broken, "0B1", "reads slot 5; 0F1 (position", "saved its activation in slot 1", "slot 1")
 
 
 def test_a_receive_slot_that_is_overwritten_is_refused():
@@ -265,7 +260,7 @@ def test_a_receive_slot_that_is_overwritten_is_refused():
     assert program[1][first].slot != program[1][second].slot
     broken = with_slot(program, "1RECV_F1", program[1][first].slot)
 
-    assert_refused(broken, (1, second, "1RECV_F1"), "the message of 1RECV_F0", "lives until 1F0", "Take another slot")
+    assert_refused(broken, "1RECV_F1", "the message of 1RECV_F0", "lives until 1F0", "Take another slot")
 
 
 def test_a_send_slot_that_is_overwritten_is_refused_at_the_action_that_makes_the_message():
@@ -274,9 +269,9 @@ def test_a_send_slot_that_is_overwritten_is_refused_at_the_action_that_makes_the
         program, lambda orders: orders[0].insert(find(program, "0F1")[1], orders[0].pop(find(program, "0SEND_F0")[1]))
     )
     broken = with_slot(with_slot(late, "0SEND_F0", 0), "0SEND_F1", 0)
-    (_, position), (_, send) = find(broken, "0F1"), find(broken, "0SEND_F0")
+    _, send = find(broken, "0SEND_F0")
 
-    assert_refused(broken, (0, position, "0F1"), "overwrites slot 0", f"lives until 0SEND_F0 (position {send})")
+    assert_refused(broken, "0F1", "overwrites slot 0", f"lives until 0SEND_F0 (position {send})")
 
 
 def test_slots_of_different_pools_and_ranks_may_have_one_number():
@@ -290,9 +285,7 @@ def test_slots_with_large_numbers_are_proved_like_any_other():
     odd = with_slot(with_slot(lowered("gpipe"), "1RECV_F0", slot), "1SEND_B0", slot)
 
     assert check(odd).num_messages == 6
-    assert_refused(
-        with_slot(odd, "1RECV_F1", slot), (1, find(odd, "1RECV_F1")[1], "1RECV_F1"), f"overwrites slot {slot}"
-    )
+    assert_refused(with_slot(odd, "1RECV_F1", slot), "1RECV_F1", f"overwrites slot {slot}")
 
 
 @pytest.mark.parametrize("pair", ["(0F1;0B0)OVERLAP_F_B", "(0B0;0F1)OVERLAP_F_B"])
@@ -302,7 +295,7 @@ def test_a_pair_may_not_hand_a_slot_from_one_member_to_the_other(pair):
     shared = program.with_slots(np.zeros_like(program.slot))
 
     assert violations_of(apart) == ()
-    assert_refused(shared, (0, *find(shared, "0F1")[1:], "0F1"), "overwrites slot 0", "lives until 0B0")
+    assert_refused(shared, "0F1", "overwrites slot 0", "lives until 0B0")
 
 
 @given(feasible_cases())

@@ -74,17 +74,13 @@ def test_a_missing_forward_is_refused_at_its_backward(schedule):
 
 
 @pytest.mark.parametrize("schedule", VALID)
-def test_a_missing_weight_part_is_refused_at_its_input_part(schedule):
-    split = split_backwards(schedule)
+@pytest.mark.parametrize(
+    ("missing", "place", "what"), [("0W1", "0I1", "weight gradient"), ("0I1", "0W1", "input gradient")]
+)
+def test_a_missing_part_of_a_backward_is_refused_at_the_other_part(schedule, missing, place, what):
+    broken = without(split_backwards(schedule), missing)
 
-    assert_refused(without(split, "0W1"), "0I1", "has no weight gradient; expected one 0W1", "Add 0W1")
-
-
-@pytest.mark.parametrize("schedule", VALID)
-def test_a_missing_input_part_is_refused_at_its_weight_part(schedule):
-    broken = without(split_backwards(schedule), "0I1")
-
-    assert_refused(broken, "0W1", "has no input gradient; expected one 0I1", "Add 0I1")
+    assert_refused(broken, place, f"has no {what}; expected one {missing}", f"Add {missing}")
 
 
 def test_an_action_that_is_missing_altogether_is_refused_at_the_end_of_its_rank():
@@ -206,12 +202,9 @@ def test_a_microbatch_off_its_route_is_refused():
 @pytest.mark.parametrize("schedule", VALID)
 def test_a_backward_before_its_forward_is_refused_with_both_positions(schedule):
     broken = swapped(schedule, "0F1", "0B1")
-    rank, position = find(broken, "0B1")
     _, later = find(broken, "0F1")
 
-    error = assert_refused(
-        broken, (rank, position, "0B1"), f"runs before its forward 0F1 (position {later})", "Move 0F1"
-    )
+    error = assert_refused(broken, "0B1", f"runs before its forward 0F1 (position {later})", "Move 0F1")
     assert not any("waits for" in violation.problem for violation in error.violations)
 
 

@@ -257,7 +257,7 @@ def test_a_collective_says_which_member_has_not_come(model):
 
     assert_refused(
         late,
-        (2, find(late, "4REDUCE_TIED0")[1], "4REDUCE_TIED0"),
+        "4REDUCE_TIED0",
         f"waits for 2REDUCE_TIED0 (rank 0, position {find(late, '2REDUCE_TIED0')[1]}), while rank 0 is at 2B0",
         transport=model,
     )

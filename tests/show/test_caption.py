@@ -46,39 +46,30 @@ def test_notes_take_room():
     assert top_margin(["one"], 26.0) == 1.8 * top_margin(["one"], 8.0)
 
 
-def test_the_legend_holds_the_kinds_that_are_there_and_the_bubble():
+def legend_of(*timelines):
     sheet = Sheet.of(8.0, 4.0, THEMES["light"], "svg")
-
-    add_legend(sheet, [timeline_of(2, 4, "zbv")])
-
+    add_legend(sheet, timelines)
     (legend,) = sheet.figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "F forward",
-        "I input gradient",
-        "W weight gradient",
-        "bubble",
-    ]
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def test_the_legend_holds_the_kinds_that_are_there_and_the_bubble():
+    assert legend_of(timeline_of(2, 4, "zbv")) == ["F forward", "I input gradient", "W weight gradient", "bubble"]
 
 
 def test_the_legend_names_bars_where_there_are_any():
-    sheet = Sheet.of(8.0, 4.0, THEMES["light"], "svg")
+    found = legend_of(timeline_of(2, 4), timeline_with_bars())
 
-    add_legend(sheet, [timeline_of(2, 4), timeline_with_bars()])
-
-    (legend,) = sheet.figure.legends
-    assert [text.get_text() for text in legend.get_texts()][-3:] == ["bubble", "collective", "optimizer step"]
+    assert found[-3:] == ["bubble", "collective", "optimizer step"]
 
 
 def test_the_legend_leaves_out_bars_that_are_a_hair():
     """A reduction by a hook that does nothing takes some microseconds."""
-    timeline, sheet = timeline_with_bars(), Sheet.of(8.0, 4.0, THEMES["light"], "svg")
+    timeline = timeline_with_bars()
     is_bar = ~timeline.program.is_compute
     end_s = np.where(is_bar, np.minimum(timeline.end_s, timeline.start_s + 1e-3), timeline.end_s)
 
-    add_legend(sheet, [replace(timeline, end_s=end_s)])
-
-    (legend,) = sheet.figure.legends
-    assert legend.get_texts()[-1].get_text() == "bubble"
+    assert legend_of(replace(timeline, end_s=end_s))[-1] == "bubble"
 
 
 def test_ranks_are_named_at_the_middle_of_their_lanes():

@@ -1,15 +1,12 @@
 """Ranks as threads of the test's process, a small language model to train on them, and a request to stop."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 
-from penstock.execute.transport import LocalTransport
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.pipeline import Pipeline
 from penstock.train.stopping import StopRequest
+from tests.local_pipelines import on_ranks
 
-MAX_WAIT_S = 20.0
 VOCABULARY = 32
 
 
@@ -24,23 +21,6 @@ class Stopping(StopRequest):
     def is_requested(self):
         self.left -= 1
         return self.left <= 0
-
-
-def on_ranks(num_ranks, case, *args):
-    """Return what `case(transport, *args)` returned on every rank; an error of any rank is raised, the first first."""
-    with ThreadPoolExecutor(num_ranks) as threads:
-        transports = LocalTransport.create(num_ranks, MAX_WAIT_S)
-        futures = [threads.submit(case, transport, *args) for transport in transports]
-    return [future.result() for future in futures]
-
-
-def error_of(case, *args):
-    """Return what a call raises."""
-    try:
-        case(*args)
-    except Exception as error:
-        return error
-    raise AssertionError("nothing was raised")
 
 
 def small_layers(dtype="float32", tied_head=False, **options):
@@ -61,6 +41,16 @@ def small_layers(dtype="float32", tied_head=False, **options):
 def small_pipeline(transport, layers=None, **options):
     options = {"microbatches": 4, "loss": cross_entropy_loss} | options
     return Pipeline(layers or small_layers(), transport=transport, **options)
+
+
+def on_small_pipelines(num_ranks, body, layers=None, **options):
+    """Return what `body(pipeline)` returned on every rank, each with a small pipeline that is closed behind it."""
+
+    def case(transport):
+        with small_pipeline(transport, layers, **options) as pipeline:
+            return body(pipeline)
+
+    return on_ranks(num_ranks, case)
 
 
 def random_batch(seed, size=8, length=8):

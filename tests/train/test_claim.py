@@ -17,7 +17,7 @@ from penstock.train.claim import Start, claimed, claimed_together, joined
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.folder.run_lock import RunLock
 from penstock.train.settings.config import config_from_table
-from tests.train.local_ranks import error_of, on_ranks
+from tests.local_pipelines import error_of, on_ranks
 
 HOLD = """
 import sys

@@ -16,6 +16,7 @@ from penstock.train.data.dataset import TokenDataset
 from penstock.train.loop import train
 from penstock.train.settings.config import config_from_table, load_config
 from penstock.train.watching.recorded_step import read_recorded_step
+from tests.cli.terminal import Terminal
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.slow
@@ -159,11 +160,6 @@ def test_the_lines_tell_what_is_trained_how_it_went_and_where_to_look(finished):
     assert f"held-out loss {result.held_out_loss:.4f} nats per token" in printed
     assert "\nrank  computing  bubble  predicted  most memory\n" in printed
     assert f"In {folder}:" in printed
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def test_what_stays_fits_a_narrow_terminal(tmp_path, text, monkeypatch):

@@ -14,7 +14,8 @@ from penstock.train.optimizing.precision import Precision, loss_scaler
 from penstock.train.settings.sections import OptimizerSection, PrecisionSection
 from penstock.train.settings.steps import learning_rate_at
 from penstock.train.step import Trainer
-from tests.train.local_ranks import on_ranks, random_batch, small_layers, small_pipeline
+from tests.local_pipelines import on_ranks
+from tests.train.local_ranks import random_batch, small_layers, small_pipeline
 
 NUM_STEPS = 6
 M = 4

@@ -14,7 +14,7 @@ from penstock.train.data.dataset import BatchOptions, TokenDataset
 from penstock.train.data.sequences import Source
 from penstock.train.profiling import NUM_WARM_UP_STEPS, profile_pipeline, profile_run
 from penstock.train.settings.config import config_from_table
-from tests.train.local_ranks import VOCABULARY, on_ranks, small_pipeline
+from tests.train.local_ranks import VOCABULARY, on_small_pipelines
 
 NUM_STEPS = 3
 TABLES_BYTES = 2 * 8 * 4 * 4
@@ -26,8 +26,7 @@ def dataset():
     return TokenDataset([Source(tokens, length=8)], BatchOptions(8, 8), vocabulary=VOCABULARY)
 
 
-def profile(transport):
-    pipeline = small_pipeline(transport)
+def profile(pipeline):
     before = {name: parameter.clone() for name, parameter in pipeline.named_parameters()}
     steps = []
     run = pipeline.profile
@@ -37,13 +36,12 @@ def profile(transport):
     unchanged = all(torch.equal(parameters[name], value) for name, value in before.items())
     without_gradient = all(parameter.grad is None for parameter in parameters.values())
     sizes = sum(parameter.nbytes for parameter in parameters.values())
-    pipeline.close()
     return found, steps, unchanged and without_gradient, sizes
 
 
 @pytest.fixture(scope="module")
 def profiled():
-    return on_ranks(2, profile)
+    return on_small_pipelines(2, profile)
 
 
 def test_whole_backwards_run_first_then_their_parts(profiled):
@@ -138,13 +136,10 @@ def test_the_costs_predict_the_program_that_was_profiled(profiled):
 
 @pytest.mark.slow
 def test_a_schedule_that_splits_backwards_is_profiled_as_it_is():
-    def case(transport):
-        pipeline = small_pipeline(transport, schedule="zb-h1")
-        found = profile_pipeline(pipeline, dataset(), NUM_STEPS)
-        pipeline.close()
-        return found
+    def case(pipeline):
+        return profile_pipeline(pipeline, dataset(), NUM_STEPS)
 
-    costs = on_ranks(2, case)[0].costs
+    costs = on_small_pipelines(2, case, schedule="zb-h1")[0].costs
 
     assert {spread.kind.letter for spread in costs.spreads} == {"F", "I", "W"}
     assert costs.split_forward_s == ()
@@ -152,14 +147,11 @@ def test_a_schedule_that_splits_backwards_is_profiled_as_it_is():
 
 @pytest.mark.slow
 def test_costs_per_layer_are_of_whole_microbatches_also_where_these_run_in_slices():
-    def case(transport, **options):
-        pipeline = small_pipeline(transport, **options)
-        found = profile_pipeline(pipeline, dataset(), 1)
-        pipeline.close()
-        return found
+    def case(pipeline):
+        return profile_pipeline(pipeline, dataset(), 1)
 
-    sliced = on_ranks(2, lambda transport: case(transport, schedule="seq1f1b", slices=2))[0]
-    whole = on_ranks(2, case)[0]
+    sliced = on_small_pipelines(2, case, schedule="seq1f1b", slices=2)[0]
+    whole = on_small_pipelines(2, case)[0]
 
     assert sliced.layer_costs.message_bytes == whole.layer_costs.message_bytes
     assert [2 * size for size in sliced.costs.message_bytes] == list(whole.costs.message_bytes)

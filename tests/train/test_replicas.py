@@ -16,9 +16,10 @@ from penstock.train.stopping import StopRequest
 from penstock.train.watching.metrics import read_metrics
 from penstock.train.watching.recorded_step import read_recorded_step
 from tests.house.source import ROOT
+from tests.local_pipelines import error_of
 from tests.ranks import RankPool
 from tests.tiny_run import TEXT
-from tests.train.local_ranks import Stopping, error_of
+from tests.train.local_ranks import Stopping
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-12
@@ -145,19 +146,34 @@ def assert_same(folder, expected):
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=TOLERANCE)
 
 
+def documents(inputs):
+    data = {"files": [str(inputs / "documents")], "packing": "none", "held_out_fraction": 0.4}
+    return {"data": data, "batch": {"accumulate": 2}}
+
+
+def stateful(inputs):
+    """Data of the user's own, whose rows do not weigh alike."""
+    return {"data": {"files": [], "source": f"{inputs}/mine.py:Stateful"}, "batch": {"accumulate": 2, "length": 8}}
+
+
+def dropping(inputs):
+    return {"model": {"source": f"{inputs}/mine.py:dropping", "vocabulary": 256}}
+
+
 SECTIONS = {
-    "text": {},
-    "accumulated": {"batch": {"accumulate": 2}, "pipeline": {"schedule": "gpipe"}},
-    "ragged": {"batch": {"size": 9, "allow_ragged": True}},
-    "ramped": {"batch": {"accumulate": 3, "ramp_from": 1, "ramp_steps": 3}},
-    "documents": {"data": {"packing": "none", "held_out_fraction": 0.4}, "batch": {"accumulate": 2}},
+    "text": lambda inputs: {},
+    "accumulated": lambda inputs: {"batch": {"accumulate": 2}, "pipeline": {"schedule": "gpipe"}},
+    "ragged": lambda inputs: {"batch": {"size": 9, "allow_ragged": True}},
+    "ramped": lambda inputs: {"batch": {"accumulate": 3, "ramp_from": 1, "ramp_steps": 3}},
+    "documents": documents,
+    "data of the user's own": stateful,
+    "dropout": dropping,
 }
 
 
 @pytest.mark.parametrize("sort", SECTIONS)
 def test_replicas_train_as_one_process_does(inputs, tmp_path, four, sort):
-    files = {"files": [str(inputs / ("documents" if sort == "documents" else "text.txt"))]}
-    sections = SECTIONS[sort] | {"data": files | SECTIONS[sort].get("data", {})}
+    sections = SECTIONS[sort](inputs)
     train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **sections))
 
     printed = four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **sections))
@@ -177,30 +193,6 @@ def test_other_layouts_do_too(inputs, tmp_path, two, four):
         assert_same(folder, tmp_path / "alone")
 
 
-def stateful(inputs):
-    return {"data": {"files": [], "source": f"{inputs}/mine.py:Stateful"}, "batch": {"accumulate": 2, "length": 8}}
-
-
-def of_model(inputs, name):
-    return {"model": {"source": f"{inputs}/mine.py:{name}", "vocabulary": 256}}
-
-
-def test_data_of_the_users_own_are_shared_out_by_what_their_rows_weigh(inputs, tmp_path, four):
-    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **stateful(inputs)))
-
-    four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **stateful(inputs)))
-
-    assert_same(tmp_path / "2x2", tmp_path / "alone")
-
-
-def test_dropout_draws_what_one_process_draws(inputs, tmp_path, four):
-    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **of_model(inputs, "dropping")))
-
-    four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **of_model(inputs, "dropping")))
-
-    assert_same(tmp_path / "2x2", tmp_path / "alone")
-
-
 LOW_PRECISION = {
     "model": {"dtype": "float32"},
     "precision": {"compute": "float16", "loss_scale": 2.0**20, "loss_scale_growth_steps": 2},
@@ -216,10 +208,12 @@ def assert_close(folder, expected):
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=2e-3)
 
 
-def test_main_weights_and_a_loss_scale_stay_alike(inputs, tmp_path, four):
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_main_weights_and_a_loss_scale_stay_alike_and_skip_the_same_steps(inputs, tmp_path, four, shard):
     train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **LOW_PRECISION))
 
-    four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **LOW_PRECISION))
+    sections = LOW_PRECISION | {"parallel": {"shard": shard}}
+    four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **sections))
 
     assert_close(tmp_path / "2x2", tmp_path / "alone")
 
@@ -245,15 +239,6 @@ def test_shards_train_as_one_process_does(inputs, tmp_path, four, shard, ranks, 
     four.run(train_rank, table_of(inputs, tmp_path / "run", ranks, replicas, **sections))
 
     assert_same(tmp_path / "run", tmp_path / "alone")
-
-
-def test_shards_of_main_weights_skip_the_steps_that_one_process_skips(inputs, tmp_path, four):
-    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **LOW_PRECISION))
-
-    sections = LOW_PRECISION | {"parallel": {"shard": "full"}}
-    four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **sections))
-
-    assert_close(tmp_path / "2x2", tmp_path / "alone")
 
 
 def test_a_run_continues_with_other_shards(inputs, tmp_path, four):

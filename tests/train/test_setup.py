@@ -19,8 +19,8 @@ from penstock.train.setup import (
     memory_limit,
     prepare_together,
 )
+from tests.local_pipelines import error_of, on_ranks
 from tests.tiny_run import fork_training, write_tiny_run
-from tests.train.local_ranks import error_of, on_ranks
 
 BATCH = {"size": 4, "length": 8}
 

@@ -14,27 +14,31 @@ from penstock.models import cross_entropy_loss
 from penstock.train.optimizing.precision import Precision, loss_scaler
 from penstock.train.settings.sections import OptimizerSection, PrecisionSection
 from penstock.train.step import Trainer
-from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline
+from tests.local_pipelines import error_of, on_ranks
+from tests.train.local_ranks import on_small_pipelines, random_batch, small_layers, small_pipeline
 
 OPTIONS = OptimizerSection(learning_rate=1e-2, warmup_steps=4, clip_norm=0.5)
 NUM_STEPS = 10
 
 
+def trainer_of(pipeline, **precision):
+    return Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS, **precision)
+
+
 def test_a_dry_run_changes_no_weight_and_tells_the_same_losses():
     batches = [[random_batch(step)] for step in range(2)]
 
-    def case(transport, skip_update):
-        pipeline = small_pipeline(transport)
-        trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS)
-        before = [parameter.detach().clone() for parameter in pipeline.parameters()]
-        outcomes = [trainer.step(number, each, skip_update=skip_update) for number, each in enumerate(batches, start=1)]
-        pipeline.close()
-        gradients = [parameter.grad for parameter in pipeline.parameters()]
-        return outcomes, all(map(torch.equal, pipeline.parameters(), before)), gradients
+    def steps(skip_update):
+        def case(pipeline):
+            trainer = trainer_of(pipeline)
+            before = [parameter.detach().clone() for parameter in pipeline.parameters()]
+            outcomes = [trainer.step(n, each, skip_update=skip_update) for n, each in enumerate(batches, start=1)]
+            gradients = [parameter.grad for parameter in pipeline.parameters()]
+            return outcomes, all(map(torch.equal, pipeline.parameters(), before)), gradients
 
-    for (dry, is_same, gradients), (real, is_same_after_all, _) in zip(
-        on_ranks(2, case, True), on_ranks(2, case, False), strict=True
-    ):
+        return on_small_pipelines(2, case)
+
+    for (dry, is_same, gradients), (real, is_same_after_all, _) in zip(steps(True), steps(False), strict=True):
         assert (is_same, is_same_after_all) == (True, False)
         assert [outcome.is_updated for outcome in dry] == [False, False]
         assert [outcome.is_updated for outcome in real] == [True, True]
@@ -48,15 +52,15 @@ def test_a_dry_run_sums_no_gradient_of_a_tied_weight_over_ranks(monkeypatch):
     sums = []
     monkeypatch.setattr(tied, "sum_over", lambda *given: sums.append(given) or sum_over(*given))
 
-    def case(transport, skip_update):
-        pipeline = small_pipeline(transport, small_layers(tied_head=True))
-        outcome = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS).step(1, [random_batch(0)], skip_update=skip_update)
-        pipeline.close()
-        return outcome.loss
+    def losses(skip_update):
+        def case(pipeline):
+            return trainer_of(pipeline).step(1, [random_batch(0)], skip_update=skip_update).loss
 
-    dry = on_ranks(2, case, True)
+        return on_small_pipelines(2, case, small_layers(tied_head=True))
+
+    dry = losses(True)
     assert sums == []
-    assert on_ranks(2, case, False) == dry
+    assert losses(False) == dry
     assert len(sums) == 2
 
 
@@ -68,7 +72,7 @@ def test_by_setting_a_step_that_is_not_finite_is_skipped_on_all_ranks():
     def case(transport):
         factor = [1.0]
         pipeline = small_pipeline(transport, loss=lambda logits, target: cross_entropy_loss(logits, target) * factor[0])
-        trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS, precision=skipping())
+        trainer = trainer_of(pipeline, precision=skipping())
         told = []
         for number in (1, 2, 3):
             before = [parameter.detach().clone() for parameter in pipeline.parameters()]
@@ -84,15 +88,16 @@ def test_by_setting_a_step_that_is_not_finite_is_skipped_on_all_ranks():
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run():
-    def case(transport):
-        pipeline = small_pipeline(transport, loss=lambda logits, target: cross_entropy_loss(logits, target) * math.nan)
-        trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS, precision=skipping(most_skipped=3))
+    def loss(logits, target):
+        return cross_entropy_loss(logits, target) * math.nan
+
+    def case(pipeline):
+        trainer = trainer_of(pipeline, precision=skipping(most_skipped=3))
         outcomes = [trainer.step(number, [random_batch(number)]) for number in (1, 2)]
         error = error_of(trainer.step, 3, [random_batch(3)])
-        pipeline.close()
         return [outcome.is_updated for outcome in outcomes], type(error), str(error)
 
-    (updated, kind, text), other = on_ranks(2, case)
+    (updated, kind, text), other = on_small_pipelines(2, case, loss=loss)
 
     assert (updated, kind) == ([False, False], NotFinite)
     assert text == other[2]
@@ -105,25 +110,20 @@ def test_a_ramp_up_makes_each_step_the_mean_of_its_batches():
 
     def case(transport):
         scaler = loss_scaler(Precision(), torch.device("cpu"))
-        pipeline = small_pipeline(transport, small_layers("float64"), scale_loss=scaler.scale_mean)
-        trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS)
-        outcomes = [trainer.step(number, each) for number, each in enumerate(batches, start=1)]
-        pipeline.close()
-        return [outcome.gradient_norm for outcome in outcomes]
+        with small_pipeline(transport, small_layers("float64"), scale_loss=scaler.scale_mean) as pipeline:
+            trainer = trainer_of(pipeline)
+            return [trainer.step(number, each).gradient_norm for number, each in enumerate(batches, start=1)]
 
-    def by_hand(transport):
-        pipeline = small_pipeline(transport, small_layers("float64"))
-        trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS)
-        first = trainer.step(1, batches[0]).gradient_norm
+    def by_hand(pipeline):
+        first = trainer_of(pipeline).step(1, batches[0]).gradient_norm
         for tokens, target in batches[1]:
             pipeline.step(tokens, target=target)
         for parameter in pipeline.parameters():
             parameter.grad /= 2
-        second = pipeline.clip_grad_norm_(math.inf).item()
-        pipeline.close()
-        return [first, second]
+        return [first, pipeline.clip_grad_norm_(math.inf).item()]
 
-    assert on_ranks(2, case)[0] == pytest.approx(on_ranks(2, by_hand)[0], rel=1e-12)
+    expected = on_small_pipelines(2, by_hand, small_layers("float64"))
+    assert on_ranks(2, case)[0] == pytest.approx(expected[0], rel=1e-12)
 
 
 # ---- where it began
@@ -134,28 +134,21 @@ def test_the_message_names_rank_stage_microbatch_and_tensor_of_the_first_bad_gra
     """A weight of the first rank has a bad gradient in microbatch 2 of the second batch."""
     precision = Precision(PrecisionSection(compute=compute))
 
-    def case(transport):
-        pipeline = small_pipeline(
-            transport,
-            precision.cast(small_layers()),
-            schedule=schedule,
-            main_gradients=precision.has_main_weights,
-            scale_loss=0.5,
-        )
+    def case(pipeline):
         weight = dict(pipeline.named_parameters()).get("blocks.1.attention.value.weight")
         calls = []
         if weight is not None:
             # eight backwards of the step, then those of the search: microbatch 2 of the second batch
             weight.register_hook(lambda gradient: calls.append(0) or gradient * bad(len(calls)))
-        trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS, precision=precision)
-        error = error_of(trainer.step, 3, [random_batch(0), random_batch(1)])
-        pipeline.close()
+        error = error_of(trainer_of(pipeline, precision=precision).step, 3, [random_batch(0), random_batch(1)])
         return type(error), str(error)
 
     def bad(number_of_call):
         return math.nan if number_of_call % 8 == 7 else 1.0
 
-    first, second = on_ranks(2, case)
+    layers = precision.cast(small_layers())
+    options = {"schedule": schedule, "main_gradients": precision.has_main_weights, "scale_loss": 0.5}
+    first, second = on_small_pipelines(2, case, layers, **options)
 
     assert first == second
     assert first[0] is NotFinite
@@ -165,18 +158,15 @@ def test_the_message_names_rank_stage_microbatch_and_tensor_of_the_first_bad_gra
 
 
 def test_a_bad_activation_is_named_with_its_layer():
-    def case(transport):
-        pipeline = small_pipeline(transport)
+    def case(pipeline):
         layers = {name: layer for stage in pipeline.stages for name, layer in stage.layers.items()}
         norm = layers.get("norm")
         if norm is not None:
             with torch.no_grad():
                 norm.weight.fill_(math.inf)
-        error = error_of(Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS).step, 3, [random_batch(0)])
-        pipeline.close()
-        return str(error)
+        return str(error_of(trainer_of(pipeline).step, 3, [random_batch(0)]))
 
-    first, second = on_ranks(2, case)
+    first, second = on_small_pipelines(2, case)
 
     assert first == second
     assert first.startswith("step 3: the loss is nan")
@@ -184,20 +174,18 @@ def test_a_bad_activation_is_named_with_its_layer():
 
 
 def test_a_skipped_step_tells_where_it_began_and_training_goes_on(caplog):
-    def case(transport):
-        pipeline = small_pipeline(transport)
+    def case(pipeline):
         weight, is_bad = dict(pipeline.named_parameters()).get("head.weight"), [True]
         if weight is not None:
             weight.register_hook(lambda gradient: gradient * (math.nan if is_bad[0] else 1.0))
-        trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS, precision=skipping())
+        trainer = trainer_of(pipeline, precision=skipping())
         outcomes = [trainer.step(1, [random_batch(0)])]
         is_bad[0] = False
         outcomes += [trainer.step(number, [random_batch(number)]) for number in (2, 3)]
-        pipeline.close()
         return [(outcome.is_updated, math.isfinite(outcome.gradient_norm)) for outcome in outcomes]
 
     with caplog.at_level(logging.WARNING, "penstock"):
-        results = on_ranks(2, case)
+        results = on_small_pipelines(2, case)
 
     assert results == [[(False, False), (True, True), (True, True)]] * 2
     told = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
@@ -206,11 +194,8 @@ def test_a_skipped_step_tells_where_it_began_and_training_goes_on(caplog):
 
 
 def test_where_all_values_are_finite_nothing_is_found():
-    def case(transport):
-        pipeline = small_pipeline(transport)
+    def case(pipeline):
         tokens, target = random_batch(0)
-        found = pipeline.find_not_finite(tokens, target=target)
-        pipeline.close()
-        return found
+        return pipeline.find_not_finite(tokens, target=target)
 
-    assert on_ranks(2, case) == ["", ""]
+    assert on_small_pipelines(2, case) == ["", ""]

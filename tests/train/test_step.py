@@ -18,24 +18,32 @@ from penstock.train.optimizing.precision import LossScaler
 from penstock.train.settings.sections import OptimizerSection
 from penstock.train.settings.steps import learning_rate_at
 from penstock.train.step import Trainer, mean_loss, scale_over
+from tests.local_pipelines import error_of, on_ranks
 from tests.reference import reference_step
-from tests.train.local_ranks import error_of, on_ranks, random_batch, small_layers, small_pipeline
+from tests.train.local_ranks import on_small_pipelines, random_batch, small_layers, small_pipeline
 
 OPTIONS = OptimizerSection(learning_rate=1e-2, warmup_steps=4, clip_norm=0.5)
 NUM_STEPS = 10
 
 
-def train(transport, batches_of_steps, num_accumulated=1, options=None):
-    scale = scale_over(num_accumulated)
-    pipeline = small_pipeline(transport, small_layers("float64"), scale_loss=scale, **options or {})
-    trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS)
-    outcomes = [trainer.step(number, batches) for number, batches in enumerate(batches_of_steps, start=1)]
-    pipeline.close()
-    return outcomes, {name: parameter.detach() for name, parameter in pipeline.named_parameters()}, pipeline
+def trainer_of(pipeline):
+    return Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS)
+
+
+def train(num_ranks, batches_of_steps, num_batches=1, layers=None, **options):
+    """Train with steps of `num_batches`; return each rank's outcomes, weights and pipeline."""
+
+    def case(pipeline):
+        trainer = trainer_of(pipeline)
+        outcomes = [trainer.step(number, batches) for number, batches in enumerate(batches_of_steps, start=1)]
+        return outcomes, {name: parameter.detach() for name, parameter in pipeline.named_parameters()}, pipeline
+
+    scale = scale_over(num_batches)
+    return on_small_pipelines(num_ranks, case, layers or small_layers("float64"), scale_loss=scale, **options)
 
 
 def test_the_loss_falls_and_every_rank_is_told_the_same():
-    outcomes, others = (result[0] for result in on_ranks(2, train, [[random_batch(0)]] * 8))
+    outcomes, others = (result[0] for result in train(2, [[random_batch(0)]] * 8))
 
     assert outcomes == others
     assert outcomes[-1].loss < outcomes[0].loss - 0.1
@@ -48,8 +56,8 @@ def test_two_batches_of_half_the_size_make_the_step_of_the_whole_batch():
     tokens, target = random_batch(0, size=16)
     halves = [(tokens[:8], target[:8]), (tokens[8:], target[8:])]
 
-    [(whole, expected, _)] = on_ranks(1, train, [[(tokens, target)]] * 2)
-    [(split, found, _)] = on_ranks(1, train, [halves] * 2, 2)
+    [(whole, expected, _)] = train(1, [[(tokens, target)]] * 2)
+    [(split, found, _)] = train(1, [halves] * 2, 2)
 
     assert [step.loss for step in split] == pytest.approx([step.loss for step in whole], abs=1e-12)
     assert [step.gradient_norm for step in split] == pytest.approx([step.gradient_norm for step in whole], abs=1e-12)
@@ -61,7 +69,7 @@ def steps_and_evaluation(device, place):
     """Train two batches, evaluate a third, and return the losses."""
     torch.manual_seed(0)
     pipeline = small_pipeline(None, device=device)
-    trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS)
+    trainer = trainer_of(pipeline)
     batches = [tuple(tensor.to(place) for tensor in random_batch(seed)) for seed in range(3)]
     found = [trainer.step(number, [batch]).loss for number, batch in enumerate(batches[:2], start=1)]
     return [*found, mean_loss(pipeline, batches[2:])]
@@ -80,9 +88,9 @@ def test_slices_of_sequences_make_the_steps_of_whole_ones():
     """Attention and positions reach over the slices, so cutting changes the losses by rounding alone."""
     batches = [[random_batch(step)] for step in range(6)]
 
-    expected, weights, _ = on_ranks(2, train, batches)[0]
+    expected, weights, _ = train(2, batches)[0]
     for slices in (2, 4):
-        outcomes, found, _ = on_ranks(2, train, batches, 1, {"schedule": "seq1f1b", "slices": slices})[0]
+        outcomes, found, _ = train(2, batches, schedule="seq1f1b", slices=slices)[0]
 
         assert [step.loss for step in outcomes] == pytest.approx([step.loss for step in expected], abs=1e-12)
         for name in weights:
@@ -144,19 +152,11 @@ def train_on_the_mean_plainly(batches_of_steps):
 def test_losses_that_layers_add_are_trained_and_told_as_their_mean_over_the_batches_too(num_batches):
     batches = [[random_batch(num_batches * step + index) for index in range(num_batches)] for step in range(2)]
 
-    def case(transport):
-        scale = scale_over(num_batches)
-        pipeline = small_pipeline(transport, balanced_layers(), loss=named_cross_entropy, scale_loss=scale)
-        trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS)
-        outcomes = [trainer.step(number, each) for number, each in enumerate(batches, start=1)]
-        pipeline.close()
-        return outcomes, {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
-
     told, expected = train_on_the_mean_plainly(batches)
-    results = on_ranks(2, case)
+    results = train(2, batches, num_batches, balanced_layers(), loss=named_cross_entropy)
 
-    assert {name for _, weights in results for name in weights} == set(expected)
-    for outcomes, weights in results:
+    assert {name for _, weights, _ in results for name in weights} == set(expected)
+    for outcomes, weights, _ in results:
         for outcome, (loss, norm, means) in zip(outcomes, told, strict=True):
             assert (outcome.loss, outcome.gradient_norm) == pytest.approx((loss, norm), abs=1e-12)
             assert outcome.named_losses == pytest.approx(means, abs=1e-12)
@@ -166,23 +166,20 @@ def test_losses_that_layers_add_are_trained_and_told_as_their_mean_over_the_batc
 
 
 def test_no_gradient_stays_behind_a_step():
-    [(_, _, pipeline)] = on_ranks(1, train, [[random_batch(0)]])
+    [(_, _, pipeline)] = train(1, [[random_batch(0)]])
 
     assert all(parameter.grad is None for _, parameter in pipeline.named_parameters())
 
 
-def record_a_step(transport):
-    pipeline = small_pipeline(transport, scale_loss=scale_over(2))
-    trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS)
-    trainer.step(1, [random_batch(0), random_batch(1)])
-    before = pipeline.timeline
-    trainer.step(2, [random_batch(0), random_batch(1)], record=True)
-    pipeline.close()
-    return before, pipeline.timeline
-
-
 def test_only_a_recorded_step_is_measured():
-    for before, timeline in on_ranks(2, record_a_step):
+    def case(pipeline):
+        trainer = trainer_of(pipeline)
+        trainer.step(1, [random_batch(0), random_batch(1)])
+        before = pipeline.timeline
+        trainer.step(2, [random_batch(0), random_batch(1)], record=True)
+        return before, pipeline.timeline
+
+    for before, timeline in on_small_pipelines(2, case, scale_loss=scale_over(2)):
         assert before is None
         assert timeline.source == "measured"
         assert timeline.makespan_s > 0
@@ -208,7 +205,7 @@ def record_late_batches(transport):
     clock = Clock(lambda: now_s[0], "one host")
     pipeline = small_pipeline(transport, scale_loss=scale_over(2), clock=clock)
     durations_s = [16.0, 4.0] if transport.rank else [16.0, 0.5]
-    outcome = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS).step(3, LateBatches(now_s, durations_s), record=True)
+    outcome = trainer_of(pipeline).step(3, LateBatches(now_s, durations_s), record=True)
     pipeline.close()
     return outcome
 
@@ -234,8 +231,8 @@ def stream_of(batch, num_microbatches=4):
 def test_a_batch_may_come_as_a_stream_and_gives_the_same_step():
     batches = [[random_batch(2 * step + index) for index in range(2)] for step in range(2)]
 
-    [(whole, expected, _)] = on_ranks(1, train, batches, 2)
-    [(streamed, found, _)] = on_ranks(1, train, [[stream_of(batch) for batch in each] for each in batches], 2)
+    [(whole, expected, _)] = train(1, batches, 2)
+    [(streamed, found, _)] = train(1, [[stream_of(batch) for batch in each] for each in batches], 2)
 
     assert streamed == whole
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -253,7 +250,7 @@ def record_late_stream(transport):
     clock = Clock(lambda: now_s[0], "one host")
     pipeline = small_pipeline(transport, clock=clock)
     late_s = [[16.0, 8.0, 4.0, 2.0], [16.0, 0.5, 0.25, 0.125]][transport.rank]
-    outcome = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS).step(3, [Stream(items(late_s))], record=True)
+    outcome = trainer_of(pipeline).step(3, [Stream(items(late_s))], record=True)
     pipeline.close()
     return outcome
 
@@ -273,7 +270,9 @@ def test_a_recorded_step_tells_how_long_each_rank_waited_for_which_microbatch_of
         assert [lead_in.data_s for lead_in in with_first_waits(recorded.timeline, recorded.prologues)] == [16.0, 16.0]
 
 
-def train_astray(transport, value, where):
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("where", "what"), [("loss", "the loss"), ("gradient", "the gradient norm")])
+def test_numbers_that_are_not_finite_stop_every_rank_and_change_no_weight(value, where, what):
     def loss(logits, target):
         return cross_entropy_loss(logits, target) * value if where == "loss" else spoil(logits, target)
 
@@ -281,18 +280,13 @@ def train_astray(transport, value, where):
         logits.register_hook(lambda gradient: gradient * value)
         return cross_entropy_loss(logits, target)
 
-    pipeline = small_pipeline(transport, loss=loss)
-    before = {name: parameter.clone() for name, parameter in pipeline.named_parameters()}
-    error = error_of(Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS).step, 3, [random_batch(0)])
-    pipeline.close()
-    assert all(parameter.equal(before[name]) for name, parameter in pipeline.named_parameters())
-    return error
+    def case(pipeline):
+        before = {name: parameter.clone() for name, parameter in pipeline.named_parameters()}
+        error = error_of(trainer_of(pipeline).step, 3, [random_batch(0)])
+        assert all(parameter.equal(before[name]) for name, parameter in pipeline.named_parameters())
+        return error
 
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize(("where", "what"), [("loss", "the loss"), ("gradient", "the gradient norm")])
-def test_numbers_that_are_not_finite_stop_every_rank_and_change_no_weight(value, where, what):
-    errors = on_ranks(2, train_astray, value, where)
+    errors = on_small_pipelines(2, case, loss=loss)
 
     assert all(type(error) is NotFinite for error in errors)
     assert len({str(error) for error in errors}) == 1
@@ -322,7 +316,7 @@ def train_ragged(transport, schedule, microbatches, slices=1):
         scale_loss=scaler.scale_mean,
         **({"slices": slices} if slices > 1 else {}),
     )
-    trainer, outcomes = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS), []
+    trainer, outcomes = trainer_of(pipeline), []
     for step in range(2):
         batches = [ragged_batch(2 * step + index, lengths) for index, lengths in enumerate(LENGTHS)]
         counts = [sum(lengths) for lengths in LENGTHS]
@@ -356,22 +350,23 @@ def test_a_step_of_uneven_batches_is_that_of_the_mean_over_all_tokens_for_any_sp
             assert all(torch.allclose(weights[name], others[name], rtol=1e-9, atol=1e-12) for name in others)
 
 
-def evaluate(transport, batches, weights=None):
-    pipeline = small_pipeline(transport)
-    before = {name: parameter.clone() for name, parameter in pipeline.named_parameters()}
-    loss = mean_loss(pipeline, batches, weights)
-    pipeline.close()
-    for name, parameter in pipeline.named_parameters():
-        assert parameter.grad is None
-        assert parameter.equal(before[name])
-    return loss
+def evaluate(num_ranks, batches, weights=None):
+    def case(pipeline):
+        before = {name: parameter.clone() for name, parameter in pipeline.named_parameters()}
+        loss = mean_loss(pipeline, batches, weights)
+        for name, parameter in pipeline.named_parameters():
+            assert parameter.grad is None
+            assert parameter.equal(before[name])
+        return loss
+
+    return on_small_pipelines(num_ranks, case)
 
 
 def test_the_loss_is_the_mean_over_the_batches_on_every_rank():
     batches = [random_batch(seed) for seed in range(3)]
 
-    [first], [second], [third] = (on_ranks(1, evaluate, [batch]) for batch in batches)
-    losses = on_ranks(2, evaluate, batches)
+    [first], [second], [third] = (evaluate(1, [batch]) for batch in batches)
+    losses = evaluate(2, batches)
 
     assert losses[0] == losses[1] == pytest.approx((first + second + third) / 3, rel=1e-12)
     assert first != second
@@ -380,6 +375,6 @@ def test_the_loss_is_the_mean_over_the_batches_on_every_rank():
 def test_weights_say_what_each_loss_is_the_mean_of():
     batches = [random_batch(seed) for seed in range(2)]
 
-    [first], [second] = (on_ranks(1, evaluate, [batch]) for batch in batches)
+    [first], [second] = (evaluate(1, [batch]) for batch in batches)
 
-    assert on_ranks(1, evaluate, batches, [1.0, 3.0]) == [pytest.approx((first + 3 * second) / 4, rel=1e-12)]
+    assert evaluate(1, batches, [1.0, 3.0]) == [pytest.approx((first + 3 * second) / 4, rel=1e-12)]

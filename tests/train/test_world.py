@@ -9,8 +9,8 @@ from penstock.execute.control.collectives import Control
 from penstock.train.settings.config import config_from_table
 from penstock.train.setup import check_together
 from penstock.train.world import check_ranks, replicas_of, require_same_layout
+from tests.local_pipelines import error_of, on_ranks
 from tests.ranks import run_ranks
-from tests.train.local_ranks import error_of, on_ranks
 
 CPU = torch.device("cpu")
 

@@ -7,6 +7,7 @@ from torch import nn
 from penstock.errors import PenstockError
 from penstock.models.cutting.cut import cut
 from penstock.models.cutting.missing import Missing
+from tests.models.cutting.test_part import run
 
 ROWS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 KEPT = torch.arange(6) % 3 != 0
@@ -136,13 +137,6 @@ class Passing(Model):
 
     def call(self, block, hidden, kept):
         return block(hidden, kept)
-
-
-def run(parts, **batch):
-    hidden = parts[0](**batch)
-    for part in parts[1:]:
-        hidden = part(hidden, **batch)
-    return hidden
 
 
 @pytest.mark.parametrize(

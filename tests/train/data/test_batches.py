@@ -14,7 +14,8 @@ from penstock.train.data.dataset import BatchOptions, TokenDataset
 from penstock.train.data.sequences import Source
 from penstock.train.settings.sections import OptimizerSection
 from penstock.train.step import Trainer
-from tests.train.local_ranks import VOCABULARY, error_of, on_ranks, small_layers, small_pipeline
+from tests.local_pipelines import error_of
+from tests.train.local_ranks import VOCABULARY, on_small_pipelines, small_layers
 
 WAIT_S = 10.0
 
@@ -133,14 +134,15 @@ class CountedReads:
         return self.dataset.batch(number, wants)
 
 
-def train_counted(transport, schedule, reads_everything):
-    pipeline = small_pipeline(transport, schedule=schedule)
-    wants = Wants() if reads_everything else Wants.of(pipeline)
-    dataset, trainer = CountedReads(), Trainer(pipeline, OPTIONS, num_steps=3)
-    losses = [trainer.step(step, [dataset.batch(step, wants)]).loss for step in range(1, 4)]
-    weights = {name: value.clone() for name, value in pipeline.state_dict().items()}
-    pipeline.close()
-    return dataset.wants, losses, weights
+def train_counted(num_ranks, schedule, wants_of):
+    def case(pipeline):
+        wants = wants_of(pipeline)
+        dataset, trainer = CountedReads(), Trainer(pipeline, OPTIONS, num_steps=3)
+        losses = [trainer.step(step, [dataset.batch(step, wants)]).loss for step in range(1, 4)]
+        weights = {name: value.clone() for name, value in pipeline.state_dict().items()}
+        return dataset.wants, losses, weights
+
+    return on_small_pipelines(num_ranks, case, schedule=schedule)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +155,8 @@ def train_counted(transport, schedule, reads_everything):
 )
 def test_only_ranks_that_take_inputs_or_targets_read_them_and_no_bit_changes(schedule, expected):
     num_ranks = 3 if expected else 2
-    found = on_ranks(num_ranks, train_counted, schedule, False)
-    whole = on_ranks(num_ranks, train_counted, schedule, True)
+    found = train_counted(num_ranks, schedule, Wants.of)
+    whole = train_counted(num_ranks, schedule, lambda pipeline: Wants())
 
     if expected:
         assert [wants for wants, _, _ in found] == [[each] * 3 for each in expected]
@@ -165,17 +167,17 @@ def test_only_ranks_that_take_inputs_or_targets_read_them_and_no_bit_changes(sch
         assert all(torch.equal(weights[name], other_weights[name]) for name in other_weights)
 
 
-def train_packed(transport, options, checkpointing="none"):
+def train_packed(num_ranks, checkpointing="none", **options):
+    def case(pipeline):
+        tokens = torch.arange(2000).numpy() ** 2 % VOCABULARY
+        source = Source(tokens, length=8, ends=np.cumsum([1, 2, 3, 5, 7, 11] * 60))
+        dataset = TokenDataset([source], BatchOptions(8, 8, packing="documents"), vocabulary=VOCABULARY)
+        trainer, wants = Trainer(pipeline, OPTIONS, num_steps=3), Wants.of(pipeline)
+        losses = [trainer.step(step, [dataset.batch(step, wants)]).loss for step in range(1, 4)]
+        return [*losses, trainer.evaluate([dataset.batch(9, wants)])]
+
     layers = with_checkpointing(small_layers("float64", takes_positions=True), [checkpointing] * 7)
-    pipeline = small_pipeline(transport, layers, **options)
-    tokens = torch.arange(2000).numpy() ** 2 % VOCABULARY
-    source = Source(tokens, length=8, ends=np.cumsum([1, 2, 3, 5, 7, 11] * 60))
-    dataset = TokenDataset([source], BatchOptions(8, 8, packing="documents"), vocabulary=VOCABULARY)
-    trainer, wants = Trainer(pipeline, OPTIONS, num_steps=3), Wants.of(pipeline)
-    losses = [trainer.step(step, [dataset.batch(step, wants)]).loss for step in range(1, 4)]
-    losses.append(trainer.evaluate([dataset.batch(9, wants)]))
-    pipeline.close()
-    return losses
+    return on_small_pipelines(num_ranks, case, layers, **options)
 
 
 @pytest.mark.parametrize(
@@ -188,17 +190,17 @@ def train_packed(transport, options, checkpointing="none"):
     ],
 )
 def test_packed_documents_train_the_same_on_any_layout(num_ranks, options, checkpointing):
-    [expected] = on_ranks(1, train_packed, {"schedule": "gpipe"})
+    [expected] = train_packed(1, schedule="gpipe")
 
-    for losses in on_ranks(num_ranks, train_packed, options, checkpointing):
+    for losses in train_packed(num_ranks, checkpointing, **options):
         assert losses == expected
 
 
 @pytest.mark.parametrize("slices", [2, 4])
 def test_packed_documents_go_on_in_the_next_slice(slices):
-    [expected] = on_ranks(1, train_packed, {"schedule": "gpipe"})
+    [expected] = train_packed(1, schedule="gpipe")
 
-    for losses in on_ranks(2, train_packed, {"schedule": "seq1f1b", "slices": slices}):
+    for losses in train_packed(2, schedule="seq1f1b", slices=slices):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
@@ -217,14 +219,11 @@ class Missing:
         return Batch(torch.zeros(8, 8, dtype=torch.int64))
 
 
-def step_without_data(transport):
-    pipeline = small_pipeline(transport)
-    error = error_of(Trainer(pipeline, OPTIONS, num_steps=3).step, 1, Missing(transport.rank))
-    pipeline.close()
-    return str(error)
-
-
 def test_a_rank_that_cannot_read_its_batch_ends_the_step_on_all_ranks_with_its_words():
-    errors = on_ranks(2, step_without_data)
+    def case(pipeline):
+        trainer = Trainer(pipeline, OPTIONS, num_steps=3)
+        return str(error_of(trainer.step, 1, Missing(pipeline.transport.rank)))
+
+    errors = on_small_pipelines(2, case)
 
     assert all("a.py:3: ValueError: no more" in error for error in errors)

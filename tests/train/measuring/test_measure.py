@@ -131,20 +131,15 @@ def test_tokens_go_in_where_no_gradient_comes_out():
     assert all(seconds > 0 for seconds in (*times.forward_s, *times.backward_s))
 
 
-def test_frozen_layers_in_front_have_no_backward():
+@pytest.mark.parametrize(
+    ("frozen", "backward_s"), [(0, (0.0, 2.0)), (1, (2.0, 2.0))], ids=["in front", "behind trained ones"]
+)
+def test_frozen_layers_have_a_backward_only_where_they_hand_gradients_back(frozen, backward_s):
     clock = FakeClock()
     layers = sleepers(clock, 1.0, 1.0)
-    layers[0].requires_grad_(False)
+    layers[frozen].requires_grad_(False)
 
-    assert measure_layers(layers, (batch(),), clock=clock).backward_s == (0.0, 2.0)
-
-
-def test_frozen_layers_behind_trained_ones_hand_gradients_back():
-    clock = FakeClock()
-    layers = sleepers(clock, 1.0, 1.0)
-    layers[1].requires_grad_(False)
-
-    assert measure_layers(layers, (batch(),), clock=clock).backward_s == (2.0, 2.0)
+    assert measure_layers(layers, (batch(),), clock=clock).backward_s == backward_s
 
 
 def test_gradients_buffers_and_random_numbers_stay_as_they_are():

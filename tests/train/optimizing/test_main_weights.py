@@ -14,7 +14,7 @@ from penstock.train.optimizing.main_weights import MAIN, MainWeightOptimizer
 from penstock.train.optimizing.precision import Precision
 from penstock.train.profiling import state_bytes
 from penstock.train.settings.sections import OptimizerSection, PrecisionSection
-from tests.train.local_ranks import on_ranks, random_batch, small_layers, small_pipeline
+from tests.train.local_ranks import on_small_pipelines, random_batch, small_layers
 
 SHAPES = {"matrix": (4, 3), "vector": (5,)}
 
@@ -155,18 +155,17 @@ def test_the_model_of_memory_knows_main_weights_and_sums_in_float32(schedule):
     batch = torch.randint(64, (8, 65), generator=torch.Generator().manual_seed(0))
     inputs, target = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
-    def case(transport):
-        pipeline = small_pipeline(transport, bfloat16_layers(), schedule=schedule, microbatches=8, main_gradients=True)
+    def case(pipeline):
         optimizer = MainWeightOptimizer(pipeline.named_parameters(), torch.optim.AdamW)
         pipeline.step(inputs, target=target)
         optimizer.step()
         report = pipeline.memory_report(inputs, target=target, optimizer=optimizer)
-        pipeline.close()
         buffers = [each for stage in pipeline.stages for layer in stage.layers.values() for each in layer.buffers()]
         num_parameters = sum(parameter.numel() for parameter in pipeline.parameters())
         return report, num_parameters, sum(buffer.nbytes for buffer in buffers)
 
-    results = on_ranks(2, case)
+    options = {"schedule": schedule, "microbatches": 8, "main_gradients": True}
+    results = on_small_pipelines(2, case, bfloat16_layers(), **options)
 
     for (report, num_parameters, buffer_bytes), memory in zip(results, results[0][0].ranks, strict=True):
         gradients = sum(stage.gradient_bytes for stage in memory.stages)
@@ -194,12 +193,6 @@ def test_a_profile_counts_main_weights_and_what_the_optimizer_keeps_beside_them(
 # ---- checkpoints
 
 
-def make_pipeline(transport):
-    layers = Precision(PrecisionSection(compute="bfloat16")).cast(small_layers())
-    pipeline = small_pipeline(transport, layers, main_gradients=True)
-    return pipeline, MainWeightOptimizer(pipeline.named_parameters(), torch.optim.AdamW, lr=0.01)
-
-
 def train_pipeline(pipeline, optimizer, seeds):
     for seed in seeds:
         tokens, target = random_batch(seed)
@@ -208,29 +201,31 @@ def train_pipeline(pipeline, optimizer, seeds):
         optimizer.zero_grad()
 
 
-def found_in(pipeline, optimizer):
-    pipeline.close()
-    return {name: (each.detach(), optimizer.state[each][MAIN]) for name, each in pipeline.named_parameters()}
-
-
 @pytest.mark.slow
 def test_main_weights_that_2_ranks_saved_go_on_bit_for_bit_on_any_number_of_ranks(tmp_path):
-    def save(transport):
-        pipeline, optimizer = make_pipeline(transport)
+    def save(pipeline, optimizer):
         train_pipeline(pipeline, optimizer, range(2))
         save_checkpoint(tmp_path / "run", pipeline, optimizer, step=2)
-        train_pipeline(pipeline, optimizer, range(2, 4))
-        return found_in(pipeline, optimizer)
 
-    def load(transport):
-        pipeline, optimizer = make_pipeline(transport)
+    def load(pipeline, optimizer):
         load_checkpoint(tmp_path / "run", pipeline, optimizer)
-        train_pipeline(pipeline, optimizer, range(2, 4))
-        return found_in(pipeline, optimizer)
 
-    expected = {name: pair for found in on_ranks(2, save) for name, pair in found.items()}
+    def weights_of(num_ranks, begin):
+        """Weights and main weights by name after two more steps than were made at first."""
+
+        def case(pipeline):
+            optimizer = MainWeightOptimizer(pipeline.named_parameters(), torch.optim.AdamW, lr=0.01)
+            begin(pipeline, optimizer)
+            train_pipeline(pipeline, optimizer, range(2, 4))
+            return {name: (each.detach(), optimizer.state[each][MAIN]) for name, each in pipeline.named_parameters()}
+
+        layers = Precision(PrecisionSection(compute="bfloat16")).cast(small_layers())
+        parts = on_small_pipelines(num_ranks, case, layers, main_gradients=True)
+        return {name: pair for own in parts for name, pair in own.items()}
+
+    expected = weights_of(2, save)
 
     for num_ranks in (1, 2, 3):
-        found = {name: pair for own in on_ranks(num_ranks, load) for name, pair in own.items()}
+        found = weights_of(num_ranks, load)
         assert found.keys() == expected.keys()
         assert all(torch.equal(*pair) for name in found for pair in zip(found[name], expected[name], strict=True))

@@ -12,19 +12,9 @@ from torch import nn
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
 from penstock.train.settings.config import config_from_table, config_to_toml, load_config
+from tests.train.settings.tables import MINIMAL, refusal_of, table_with
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-MINIMAL = {"run": {"folder": "runs/x"}, "data": {"corpus": "stdlib"}}
-
-
-def table_with(**sections):
-    return {name: {**MINIMAL.get(name, {}), **sections.get(name, {})} for name in {**MINIMAL, **sections}}
-
-
-def refusal_of(table):
-    with pytest.raises(ConfigError) as caught:
-        config_from_table(table)
-    return caught.value
 
 
 def test_the_demo_loads_and_overrides_change_it():

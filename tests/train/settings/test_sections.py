@@ -9,10 +9,9 @@ from penstock.errors import ConfigError
 from penstock.train.settings import sections
 from penstock.train.settings.config import config_from_table, config_to_toml
 from penstock.train.settings.sections import DataSection, PipelineSection, Section, meaning_of
+from tests.train.settings.tables import MINIMAL
 
 SECTIONS = [value for name, value in vars(sections).items() if name.endswith("Section") and value is not Section]
-
-MINIMAL = {"run": {"folder": "runs/x"}, "data": {"corpus": "stdlib"}}
 
 
 @pytest.mark.parametrize("section", SECTIONS)

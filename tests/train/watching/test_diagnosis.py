@@ -170,27 +170,23 @@ def measured(*ranks, **costs):
     return replace(simulate(program, Costs.uniform(**costs)), source="measured")
 
 
-def test_sums_that_end_behind_the_last_computation_make_the_step_longer():
-    """Rank 1 sums from 4 to 5.5, while rank 0 computes until 7, and then sums until 9."""
+def waits_of_sums(*reduce_s):
     timeline = measured(
         "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD",
         "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD",
         backward=2.0,
-        reduce_s=(2.0, 1.5),
+        reduce_s=reduce_s,
     )
+    return replica_waits(timeline)
 
-    assert replica_waits(timeline) == ReplicaWaits(0.0, 0, 2.0, 0)
+
+def test_sums_that_end_behind_the_last_computation_make_the_step_longer():
+    """Rank 1 sums from 4 to 5.5, while rank 0 computes until 7, and then sums until 9."""
+    assert waits_of_sums(2.0, 1.5) == ReplicaWaits(0.0, 0, 2.0, 0)
 
 
 def test_sums_that_end_before_it_cost_nothing():
-    timeline = measured(
-        "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD",
-        "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD",
-        backward=2.0,
-        reduce_s=(0.0, 1.5),
-    )
-
-    assert replica_waits(timeline).behind_s == 0.0
+    assert waits_of_sums(0.0, 1.5).behind_s == 0.0
 
 
 def test_a_gather_counts_from_when_the_rank_had_all_else():

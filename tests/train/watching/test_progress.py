@@ -17,12 +17,7 @@ from penstock.train.watching.progress import (
     screen_of,
     step_line,
 )
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
+from tests.cli.terminal import Terminal
 
 OUTCOME = StepOutcome(2.34567, 0.83, 3e-4)
 METRICS = StepMetrics(7, OUTCOME, 2048, 0.1, bubble_fraction=0.1234, held_out_loss=2.5)

@@ -1,0 +1,27 @@
+"""What tests of commands ask most often: what one printed, or why it was refused."""
+
+import pytest
+
+from penstock.cli.entry import main
+
+
+@pytest.fixture
+def printed(capsys):
+    """Run a command that ends well; return what it printed."""
+
+    def run(*arguments):
+        assert main([*map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run a command that ends with status 1; return its complaint."""
+
+    def run(*arguments):
+        assert main([*map(str, arguments)]) == 1
+        return capsys.readouterr().err
+
+    return run
