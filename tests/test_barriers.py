@@ -37,6 +37,7 @@ def ranks():
         yield pool
 
 
+@pytest.mark.feature("B15")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "listing"),

@@ -61,6 +61,7 @@ CASES = {
 }
 
 
+@pytest.mark.feature("G1")
 @pytest.mark.parametrize(("case", "places"), CASES.values(), ids=CASES)
 def test_a_batch_that_differs_is_refused_on_all_ranks_with_its_place(case, places):
     for error in errors(case):

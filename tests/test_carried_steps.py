@@ -238,6 +238,7 @@ def carrying_task(*kinds, rows=4, length=LENGTH):
     return Task(partial(carrying_layers, kinds), (inputs,), target, square_loss, {"allow_ragged": True})
 
 
+@pytest.mark.feature("B9")
 @pytest.mark.parametrize("kind", CARRYING, ids=lambda kind: kind.__name__)
 def test_a_layer_that_carries_its_state_learns_as_on_whole_sequences(kind):
     schedule = build("breadth-depth", ranks=2, microbatches=2, slices=3, stages_per_rank=2)

@@ -144,6 +144,7 @@ def built(family):
     return build(family, ranks=2, microbatches=NUM_MICROBATCHES)
 
 
+@pytest.mark.feature("X52")
 @pytest.mark.parametrize(("family", "backend"), SPLIT_BY)
 def test_split_backwards_of_compiled_layers_are_whole_ones_bit_for_bit(two_ranks, family, backend):
     schedule, steps = built(family), [ROWS, ROWS]
@@ -216,6 +217,7 @@ def train_returned(rank, backend):
     return outcome, num_graphs, names
 
 
+@pytest.mark.feature("X52")
 @pytest.mark.slow
 def test_layers_that_torch_compile_returned_train_under_their_plain_names():
     task = Task(lambda: [block(seed) for seed in range(4)], (values(1, 8, 6),), values(2, 8, 6))
@@ -253,6 +255,7 @@ def compile_slowly(rank, slow_rank):
     return losses, type(error), str(error), time.monotonic() - begin_s
 
 
+@pytest.mark.feature("X52")
 @pytest.mark.slow
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_ranks_wait_for_a_compilation_beyond_the_deadline_and_find_a_hang_within_it(slow_rank):

@@ -149,6 +149,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.feature("0.2")
 @pytest.mark.parametrize("differing_rank", [0, 1])
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_an_option_that_ranks_must_share_is_compared_before_anything_runs(name, differing_rank):
@@ -167,6 +168,7 @@ def test_an_option_that_ranks_must_share_is_compared_before_anything_runs(name, 
         assert f"disagree on {field}: rank 0 has {shown_by_rank[0]}, rank 1 has {shown_by_rank[1]}. " in str(error)
 
 
+@pytest.mark.feature("E8")
 def test_reductions_are_compared_only_where_ranks_hold_copies():
     """Elsewhere the stages of a rank are its own, and may have no replicas."""
 
@@ -177,6 +179,7 @@ def test_reductions_are_compared_only_where_ranks_hold_copies():
     on_ranks(2, case)
 
 
+@pytest.mark.feature("0.2")
 @pytest.mark.parametrize("counting_ranks", [[1], [0, 1]])
 def test_only_ranks_that_compute_losses_need_a_count(counting_ranks):
     task = float_task(8)

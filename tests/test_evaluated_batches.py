@@ -30,6 +30,7 @@ def one_process(rows):
         return outputs, square_loss(outputs, target)
 
 
+@pytest.mark.feature("0.4", "A10")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_loss_are_those_of_one_process_for_any_number_of_rows(family):
     def case(wires):

@@ -119,6 +119,7 @@ def told(faults, outcome):
     return "\n".join(lines)
 
 
+@pytest.mark.feature("X6")
 @pytest.mark.slow
 def test_twenty_planted_faults_end_in_time_with_the_right_culprit_and_the_next_step_is_right():
     planted = [plant(kinds, seed) for seed, kinds in enumerate(FAULTS)]

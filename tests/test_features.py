@@ -54,6 +54,7 @@ def largest(parts):
     return max(float(part.max()) for part in parts)
 
 
+@pytest.mark.feature("A7")
 @pytest.mark.parametrize(
     ("merge", "expected"),
     [
@@ -135,6 +136,7 @@ def packed_task(shapes):
 LENGTHS = [[(2, 5), (2, 3), (2, 8), (2, 1)], [(2, 2), (2, 9), (2, 4), (2, 4)], [(3, 4), (1, 7), (2, 2), (5, 1)]]
 
 
+@pytest.mark.feature("X12")
 @pytest.mark.parametrize("variable_shapes", [False, True])
 def test_microbatches_may_have_sequences_of_other_lengths_bit_for_bit(variable_shapes):
     tasks = [packed_task(shapes) for shapes in (*LENGTHS, LENGTHS[0])]  # the last one meets shapes that are known
@@ -154,6 +156,7 @@ def test_microbatches_may_have_sequences_of_other_lengths_bit_for_bit(variable_s
     assert lengths == LENGTHS[0]
 
 
+@pytest.mark.feature("0.7", "A3", "G6")
 @pytest.mark.parametrize("num_parts", [1, 3, 5])
 @pytest.mark.parametrize("place", ["args[0]", "target"])
 def test_too_few_or_too_many_parts_are_refused_on_every_rank_with_the_counts_and_do_no_harm(place, num_parts):
@@ -204,6 +207,7 @@ class Counting:
         return self.wires.post_send(peer, tensor, tag)
 
 
+@pytest.mark.feature("X2")
 @pytest.mark.parametrize("num_frozen", [0, 1, 2, 3])
 def test_nothing_is_sent_below_a_frozen_stage(num_frozen):
     task = float_task(8)
@@ -258,6 +262,7 @@ def cut_task(cutting, place):
     return Task(make_layers, (inputs,), target)
 
 
+@pytest.mark.feature("X24")
 @pytest.mark.parametrize(
     ("cutting", "place"),
     [(Cutting, 0), (Cutting, 1), (Cutting, 2), (CuttingBelow, 1), (CuttingBelow, 2), (CuttingBelow, 3)],
@@ -328,6 +333,7 @@ def mixed_calls(mix, step, evaluate, parameters):
     return losses
 
 
+@pytest.mark.feature("B10", "X31")
 @pytest.mark.parametrize("mix", ["TETETE", "ETETET", "EETTET", "TTTEEE", "EEETTT", "TEETTE"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_training_and_evaluation_may_alternate_in_any_mix(mix, schedule):
@@ -355,6 +361,7 @@ def test_training_and_evaluation_may_alternate_in_any_mix(mix, schedule):
     assert found == [expected, expected]
 
 
+@pytest.mark.feature("H12")
 def test_a_closed_pipeline_says_so_at_once():
     task = float_task(8)
     pipeline = pipeline_of(None, task)
@@ -386,6 +393,7 @@ def test_a_rank_whose_pipeline_is_closed_says_so_and_the_others_do_not_wait_for_
 # ---- set-up
 
 
+@pytest.mark.feature("0.7")
 def test_a_number_of_microbatches_must_be_that_of_a_schedule_given_whole():
     schedule = build("1f1b", ranks=1, microbatches=4)
 
@@ -398,6 +406,7 @@ def test_a_number_of_microbatches_must_be_that_of_a_schedule_given_whole():
     assert Pipeline(float_layers(), "1f1b", loss=square_loss).schedule.num_microbatches == 8
 
 
+@pytest.mark.feature("X15")
 def test_split_and_weights_together_are_refused():
     error = error_of(Pipeline, float_layers(), "1f1b", 4, square_loss, split=[5], weights=[1.0] * 5)
 
@@ -406,6 +415,7 @@ def test_split_and_weights_together_are_refused():
     assert "split" in str(error)
 
 
+@pytest.mark.feature("F4")
 @pytest.mark.parametrize(
     ("options", "table"),
     [
@@ -450,6 +460,7 @@ def test_every_rank_can_draw_the_whole_split(options, table):
 # ---- schedules
 
 
+@pytest.mark.feature("0.11")
 def test_two_iterations_over_one_rank_do_not_disturb_each_other():
     schedule = build("1f1b", ranks=3, microbatches=4)
     alone = list(schedule[1])
@@ -464,6 +475,7 @@ def test_two_iterations_over_one_rank_do_not_disturb_each_other():
     assert [[str(a) for a in rank] for rank in schedule] == [[str(a) for a in schedule[rank]] for rank in range(3)]
 
 
+@pytest.mark.feature("B11")
 @pytest.mark.parametrize("num_ranks", range(2, 9))
 @pytest.mark.parametrize("name", ["forward-only", "1f1b", "gpipe"])
 def test_forward_only_needs_at_most_two_receive_slots(name, num_ranks):
@@ -481,6 +493,7 @@ BY_HAND = drawn("""
 """)
 
 
+@pytest.mark.feature("B17")
 def test_a_schedule_written_by_hand_is_predicted_and_run():
     costs = Costs.uniform(forward=1, backward_input=1, backward_weight=1)
     task = float_task(6)
@@ -508,6 +521,7 @@ RING = drawn(
 )
 
 
+@pytest.mark.feature("0.14", "C7", "X11")
 @pytest.mark.slow
 @pytest.mark.parametrize("body", [step_task, second_step])
 def test_two_stages_per_rank_in_a_ring_run_on_two_processes_bit_for_bit(two_ranks, body):

@@ -185,6 +185,7 @@ def assert_decided_as_on_one_process(case, name="1f1b", num_ranks=2, *, rtol=0.0
 # ---- against one process
 
 
+@pytest.mark.feature("E2", "E11")
 @pytest.mark.parametrize("layer", [0, 3])
 @pytest.mark.parametrize(
     ("name", "num_ranks"),

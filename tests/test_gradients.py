@@ -158,6 +158,7 @@ def mistakes(schedule, num_steps=2):
     return differences(schedule, runs)
 
 
+@pytest.mark.feature("B7")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # of hundreds of shapes
 @pytest.mark.parametrize("name", FAMILIES)

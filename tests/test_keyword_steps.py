@@ -117,6 +117,7 @@ def assert_as_one_process(per_rank):
     torch.testing.assert_close(in_order(per_rank), gradients, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.feature("A4")
 @pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe"])
 def test_keywords_reach_layers_behind_wrappers_as_on_one_process(schedule):
     per_rank = on_ranks(2, lambda wires: run(wires, wrapped_layers(), schedule))

@@ -189,6 +189,7 @@ def compared(task, schedule, *, num_steps=1, tolerance=1e-12):
 # ---- every form under every order
 
 
+@pytest.mark.feature("0.15", "X20", "X35")
 @pytest.mark.slow
 @covering(SCHEDULES, ("1f1b", 2), ("zbv", 2), ("dualpipe", 2))
 def test_any_form_of_loss_beside_losses_of_layers_is_that_of_one_process(form, name, num_ranks, shape):
@@ -223,6 +224,7 @@ def test_slices_have_their_part_in_every_loss(num_ranks, form):
     compared(token_task(OnlySums if form == "sum" else OnlyMeans, loss, **options), schedule, num_steps=2)
 
 
+@pytest.mark.feature("E13")
 @pytest.mark.slow
 def test_it_is_the_same_on_gloo(two_ranks):
     per_rank = two_ranks.run(outcomes_on_gloo, cases_on_gloo, step_task, timeout_s=90.0)
@@ -355,6 +357,7 @@ def test_frozen_layers_only_report():
     assert all(grad is None for grad in found[0].gradients.values())
 
 
+@pytest.mark.feature("X12")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_of_a_ragged_batch_rows_weigh_what_layers_add(reduction):
     task = mean_task(rows=7, allow_ragged=True, reduction=reduction)
@@ -362,6 +365,7 @@ def test_of_a_ragged_batch_rows_weigh_what_layers_add(reduction):
     compared(task, build("1f1b", ranks=2, microbatches=3))
 
 
+@pytest.mark.feature("X21")
 def test_each_has_a_weight_of_its_own_that_may_change_between_steps():
     def change(layers):
         for layer in layers:
@@ -450,6 +454,7 @@ def reports(task, num_steps=1, schedule="1f1b", num_microbatches=4):
     return on_pipelines(2, task, case, schedule, num_microbatches)
 
 
+@pytest.mark.feature("A13")
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_what_a_loss_function_reports_comes_back_in_order_where_the_losses_are(num_steps):
     task = mean_task(plain_model, telling)
@@ -495,6 +500,7 @@ def test_of_slices_a_microbatch_has_a_list_of_reports():
     assert pipeline.step(inputs, target=target).reported == [[2, 2, 2], [2, 2, 2]]
 
 
+@pytest.mark.feature("A9")
 def test_asking_for_a_loss_that_does_not_exist_says_which_do():
     task = mean_task()
     pipeline = pipeline_of(None, task)
@@ -509,6 +515,7 @@ def test_asking_for_a_loss_that_does_not_exist_says_which_do():
         _ = pipeline.evaluate(*task.inputs).losses[0]
 
 
+@pytest.mark.feature("A8")
 def test_the_losses_of_every_step_are_its_own():
     task = mean_task()
     pipeline = pipeline_of(None, task)
@@ -523,6 +530,7 @@ def test_the_losses_of_every_step_are_its_own():
 # ---- scaling
 
 
+@pytest.mark.feature("E2")
 @pytest.mark.parametrize("scale", [2.0**16, lambda loss: loss * 2.0**16], ids=["number", "function"])
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
 def test_a_scale_acts_once_on_every_gradient_and_on_nothing_that_is_reported(name, scale):
@@ -573,6 +581,7 @@ def test_a_wrong_scale_is_refused_before_any_step(scale):
         Pipeline(plain_model(), "1f1b", 4, square_loss, scale_loss=scale)
 
 
+@pytest.mark.feature("E3", "X39")
 def test_a_loss_function_that_asks_is_told_the_factor_of_its_loss():
     told = []
 

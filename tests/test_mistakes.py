@@ -68,6 +68,7 @@ def make_wrongly(rank, name, **wires):
     return type(error).__name__, str(error), time.monotonic() - begin_s
 
 
+@pytest.mark.feature("0.2")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_wrong_on_one_rank_only_is_told_on_all_of_them_at_once(name):
     told = on_ranks(2, lambda wires: make_wrongly(wires.rank, name, transport=wires), deadline_s=DEADLINE_S)

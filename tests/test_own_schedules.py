@@ -62,6 +62,7 @@ def test_such_a_family_is_shown_and_compared(capsys):
     assert main(["compare", "in-groups", "--ranks", "2", "--microbatches", "2"]) == 0
 
 
+@pytest.mark.feature("B17")
 def test_a_function_makes_a_schedule_that_trains(tmp_path):
     def mine(ranks, microbatches):
         return [[f"{rank}{kind}{index}" for index in range(microbatches) for kind in "FB"] for rank in range(ranks)]

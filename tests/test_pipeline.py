@@ -56,6 +56,7 @@ def tasks_of(cell, num_microbatches):
 # ---- exactness
 
 
+@pytest.mark.feature("A1", "D3", "E1")
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(("schedule", "options"), IN_ORDER, ids=NAMES)
@@ -69,6 +70,7 @@ def test_a_step_is_bitwise_gradient_accumulation_on_one_process(schedule, option
     assert {key: found for key, found in differences.items() if found} == {}
 
 
+@pytest.mark.feature("B6")
 def test_all_forwards_first_is_bitwise_gradient_accumulation_on_one_process():
     for task in tasks_of(0, 2):
         outcomes = on_ranks(2, run_with(task, "interleaved-1f1b", 2, all_forward_first=True))
@@ -83,6 +85,7 @@ def test_gradients_in_descending_order_are_equal_up_to_rounding():
     assert difference(outcomes, task.reference(8), tolerance=1e-12) == []
 
 
+@pytest.mark.feature("C7", "X6")
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [4, 3, 2])
 def test_a_step_on_gloo_is_bitwise_gradient_accumulation_on_one_process(request, num_ranks):
@@ -123,6 +126,7 @@ def run_with(task, schedule, num_microbatches, **options):
     return lambda wires: run_task(wires, task, schedule, num_microbatches, **options)
 
 
+@pytest.mark.feature("B1")
 def test_one_process_needs_neither_ranks_nor_transport():
     task = float_task(8)
 
@@ -132,6 +136,7 @@ def test_one_process_needs_neither_ranks_nor_transport():
     pipeline.close()
 
 
+@pytest.mark.feature("A1", "A14")
 def test_outputs_are_merged_on_the_last_ranks_request_only():
     task = float_task(8)
 
@@ -148,6 +153,7 @@ def test_outputs_are_merged_on_the_last_ranks_request_only():
     assert not_asked is None
 
 
+@pytest.mark.feature("E6")
 def test_two_steps_add_up_bit_for_bit_as_on_one_process():
     tasks = float_task(8), float_task(12), float_task(4)  # other batch sizes
 
@@ -272,6 +278,7 @@ def test_adapters_that_train_merges_into_their_weights_train_on_after_an_evaluat
             assert gradient is wanted is None or torch.allclose(gradient, wanted)
 
 
+@pytest.mark.feature("A10", "A11", "E16")
 def test_evaluate_builds_no_graph():
     seen = []
 
@@ -288,6 +295,7 @@ def test_evaluate_builds_no_graph():
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.feature("H6", "X40")
 def test_evaluate_gives_the_losses_of_one_process_in_evaluation_mode():
     task = token_task(9)
 
@@ -318,6 +326,7 @@ def test_modules_of_the_own_stages_are_used_in_place_and_the_others_never():
     assert on_ranks(2, case) == [[True, True, False, False], [False, False, True, True]]
 
 
+@pytest.mark.feature("D1")
 def test_the_callers_tensors_keep_their_values_and_get_their_own_gradients():
     task = float_task(8)
     inputs, alone = (task.inputs[0].clone().requires_grad_() for _ in range(2))
@@ -329,6 +338,7 @@ def test_the_callers_tensors_keep_their_values_and_get_their_own_gradients():
     assert torch.equal(inputs.grad, alone.grad)
 
 
+@pytest.mark.feature("E12", "E16")
 def test_a_step_updates_no_parameter():
     task = float_task(8)
     pipeline = pipeline_of(None, task)
@@ -360,6 +370,7 @@ def test_a_step_leaves_no_tensor_alive(name):
     assert num_tensors() == before
 
 
+@pytest.mark.feature("X2")
 def test_frozen_layers_get_no_gradient_and_the_others_the_same():
     task = float_task(8)
     make_layers = task.make_layers
@@ -413,6 +424,7 @@ def test_a_batch_that_comes_to_need_a_gradient_may_follow_one_that_does_not():
 # ---- what is measured
 
 
+@pytest.mark.feature("H7")
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_recorded_step_gives_every_rank_the_same_timeline(num_ranks):
     task = float_task(8)
@@ -437,6 +449,7 @@ def test_a_recorded_step_gives_every_rank_the_same_timeline(num_ranks):
 # ---- hooks
 
 
+@pytest.mark.feature("B13", "E4")
 def test_hooks_run_in_a_training_step_only():
     calls = []
     task = float_task(4)
@@ -495,6 +508,7 @@ def test_no_sync_with_reduce_stage_and_tied_parameters_is_refused_with_a_way_out
     assert_errors(on_pipelines(2, task, case, "1f1b", 2, **options), PipelineError, text, "Average in every step")
 
 
+@pytest.mark.feature("B22")
 def test_fewer_microbatches_than_stages_are_warned_of_once_and_run():
     task = float_task(4, torch.float64)
 
@@ -550,6 +564,7 @@ def test_batches_that_do_not_fit_are_refused_everywhere_and_do_no_harm(rows, mes
     assert_errors(errors_before_a_right_step(2, float_task(8), wrong), StepRefused, message)
 
 
+@pytest.mark.feature("G1")
 def test_a_first_stage_without_inputs_is_refused_everywhere():
     task = float_task(8)
 
@@ -569,6 +584,7 @@ def test_ranks_with_different_layers_say_so_everywhere():
         assert "disagree on layers: rank 0 has 0, 1, 2, 3, rank 1 has 0, 1, 2, 3, 4" in str(error)
 
 
+@pytest.mark.feature("0.12")
 @pytest.mark.parametrize("loss", [lambda output, target: (output - target) ** 2, lambda output, target: 1.0])
 def test_a_loss_that_is_no_scalar_ends_the_step_on_every_rank_and_the_next_one_runs(loss):
     task = float_task(8)
@@ -610,6 +626,7 @@ def shrink(wires, **options):
     return pipeline, inputs
 
 
+@pytest.mark.feature("C12")
 def test_a_stage_that_changes_its_shape_fails_on_the_sender_with_both_shapes():
     def case(wires):
         pipeline, inputs = shrink(wires)
@@ -624,6 +641,7 @@ def test_a_stage_that_changes_its_shape_fails_on_the_sender_with_both_shapes():
     assert torch.isfinite(loss)
 
 
+@pytest.mark.feature("X33")
 def test_variable_shapes_allow_a_stage_to_change_its_shape():
     def case(wires):
         pipeline, inputs = shrink(wires, variable_shapes=True)
@@ -636,6 +654,7 @@ def test_variable_shapes_allow_a_stage_to_change_its_shape():
     assert torch.equal(losses[0], losses[1])
 
 
+@pytest.mark.feature("0.2")
 @pytest.mark.parametrize(
     ("kind", "words", "arguments"),
     [
@@ -654,6 +673,7 @@ def test_a_wrong_setting_is_one_clear_error(kind, words, arguments):
     assert words in str(error)
 
 
+@pytest.mark.feature("A10", "E16")
 def test_a_training_step_without_a_loss_says_what_to_pass():
     pipeline = Pipeline(float_layers(), microbatches=2)
 

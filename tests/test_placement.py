@@ -10,6 +10,7 @@ from penstock.placement import Placement
 from tests.strategies import placements
 
 
+@pytest.mark.feature("B18", "B21")
 @pytest.mark.parametrize(
     ("placement", "style", "stages_of_rank"),
     [
@@ -27,6 +28,7 @@ def test_stages_lie_where_the_style_says(placement, style, stages_of_rank):
     assert placement.stages_of_rank == stages_of_rank
 
 
+@pytest.mark.feature("C8")
 def test_the_neighbours_of_a_stage_are_those_on_its_route():
     placement = Placement.explicit([0, 1, 1, 0], [[0, 1], [2, 3]])
 

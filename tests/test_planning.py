@@ -30,6 +30,7 @@ COSTS = Costs.uniform(forward=1, backward_input=1, backward_weight=1)
 BACKWARD_FIRST = schedule_of("0B0 0F0")
 
 
+@pytest.mark.feature("0.9", "X1", "X44")
 def test_a_plan_is_a_schedule_its_program_and_what_is_predicted_of_it():
     schedule = build("1f1b", ranks=4, microbatches=6)
 
@@ -71,6 +72,7 @@ def test_costs_per_layer_are_those_of_the_layers_that_a_stage_has():
     assert memory_demand(None, None, schedule, []) == Demand()
 
 
+@pytest.mark.feature("X23")
 def test_tied_groups_and_the_optimizer_step_are_part_of_the_program():
     schedule = build("gpipe", ranks=2, microbatches=2)
 
@@ -198,6 +200,7 @@ def test_only_the_last_small_tables_are_kept():
     assert made == [0, 1, 2, 1, 3, 3]  # the last one is large
 
 
+@pytest.mark.feature("A15")
 def test_a_name_is_built_for_the_ranks_that_run():
     schedule = resolve_plan("1f1b", ranks=3, microbatches=5, options={"warmup": "eager"})
 
@@ -259,6 +262,7 @@ def test_a_missing_file_is_one_clear_error(tmp_path):
         resolve_plan(str(tmp_path / "nowhere.csv"), ranks=2, microbatches=2, options={})
 
 
+@pytest.mark.feature("B22")
 def test_fewer_microbatches_than_stages_are_told_with_the_bubble_that_they_cost():
     advice = few_microbatches(prove_and_lower(build("1f1b", ranks=4, microbatches=2)))
 

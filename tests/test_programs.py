@@ -73,6 +73,7 @@ def test_a_program_gives_the_bits_of_its_schedule(name, options, tmp_path):
         assert same_outcomes(on_ranks(2, run_task, task, plan, None), expected)
 
 
+@pytest.mark.feature("B10")
 def test_what_runs_is_the_program_itself_and_an_evaluation_plans_its_own():
     task = float_task(8)
     program = late(ps.lower(ps.build("1f1b", ranks=2, microbatches=4)))
@@ -140,6 +141,7 @@ def test_programs_that_do_not_fit_are_refused_in_one_message():
         assert words in str(error)
 
 
+@pytest.mark.feature("X1")
 def test_a_program_that_cannot_run_is_refused_with_its_proof():
     program = ps.lower(ps.build("1f1b", ranks=2, microbatches=4))
     rank, at = find(program, "0SEND_F0")

@@ -64,6 +64,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.feature("H6", "X32")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.values())))
 def test_dropout_draws_the_same_on_any_split(shape):
     own, schedule = task(), build(microbatches=NUM_MICROBATCHES, **shape)
@@ -133,6 +134,7 @@ def test_every_step_draws_anew_and_a_number_brings_a_draw_back():
     assert pipeline.step_number == 2
 
 
+@pytest.mark.feature("H6")
 @pytest.mark.parametrize("seed", [SEED, None])
 def test_ranks_that_went_on_at_different_numbers_are_told_and_evaluate_all_the_same(seed):
     own = task()

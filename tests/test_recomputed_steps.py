@@ -58,6 +58,7 @@ def assert_same(found, expected):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.feature("X17", "X52")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::penstock.errors.PenstockWarning")
 @pytest.mark.parametrize("name", TRAINING)
@@ -218,6 +219,7 @@ def test_a_target_that_somebody_else_changes_before_it_is_used_again_is_refused(
     assert "or the target, was changed in place" in str(error)
 
 
+@pytest.mark.feature("X32")
 def test_dropout_without_a_seed_draws_again_what_it_drew():
     schedule = build("1f1b", ranks=1, microbatches=4)
 

@@ -60,6 +60,7 @@ def test_a_judge_shares_no_code_with_the_pipeline(judge):
     assert found <= {("penstock", name) for name in ("LossOutput", "PreSplit", "Replicate", "Split")}
 
 
+@pytest.mark.feature("0.8", "E1")
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("num_rows", "num_microbatches"), [(8, 1), (8, 4), (7, 3), (5, 5)])
@@ -99,6 +100,7 @@ def token_mean(output, target):
     return total / num_tokens(target)  # 0/0 where all are ignored: neither it nor its gradients are numbers
 
 
+@pytest.mark.feature("X20")
 def test_token_weighted_loss_is_that_of_the_unsplit_batch_even_with_an_empty_microbatch():
     layers = build_layers()
     whole = copy.deepcopy(layers)

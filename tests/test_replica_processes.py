@@ -254,6 +254,7 @@ def failing(rank, bad, how, deadline_s, pipeline=2, data=2, setting=NONE):
         return error, loss
 
 
+@pytest.mark.feature("X48")
 @pytest.mark.parametrize(
     ("pipeline", "data", "bad", "setting"),
     [

@@ -84,6 +84,7 @@ def test_losses_and_weights_of_20_steps_of_adamw_are_those_of_one_process(pipeli
     assert compared(pipeline, data, Job([8] * data), schedule, steps=20) == []
 
 
+@pytest.mark.feature("X3")
 @settings(NONE, ONE, ALL)
 @pytest.mark.parametrize("schedule", ["dualpipe", "chimera", "dualpipe-v"])
 def test_two_routes_and_folded_ones_train_as_in_one_process(schedule, setting):
@@ -120,6 +121,7 @@ def test_sums_add_up_over_replicas(setting):
     assert compared(1, 3, job, "1f1b", **setting) == []
 
 
+@pytest.mark.feature("E13")
 @EACH_WAY
 def test_rows_that_replicas_do_not_share_evenly_weigh_what_they_are(setting):
     known = {"allow_ragged": True}
@@ -127,6 +129,7 @@ def test_rows_that_replicas_do_not_share_evenly_weigh_what_they_are(setting):
     assert compared(2, 3, Job([9, 5, 14], options=known, known=known), "1f1b", **setting) == []
 
 
+@pytest.mark.feature("X35")
 @EACH
 def test_a_mean_over_tokens_is_that_of_all_replicas_also_where_one_has_few(setting):
     job = token_job((5, 9), token_targets, count=count_tokens, allow_ragged=True)
@@ -173,6 +176,7 @@ class Balance(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.feature("X35")
 @settings(NONE, ONE)
 def test_losses_that_layers_add_are_weighted_by_the_rows_of_the_job(setting):
     known = {"allow_ragged": True}
@@ -488,6 +492,7 @@ class Counting:
         return self._post(peer, tensor, tag)
 
 
+@pytest.mark.feature("X23")
 @pytest.mark.parametrize(("pipeline", "data"), [(2, 2), (2, 4), (1, 3)])
 def test_a_step_has_one_exchange_per_reduction_and_two_gathers_along_each_dimension(pipeline, data):
     job = wide_job(data, rows=64)
@@ -510,6 +515,7 @@ def test_a_step_has_one_exchange_per_reduction_and_two_gathers_along_each_dimens
         assert sum(sent) <= 1.02 * 2 * (data - 1) / data * sum(num_bytes)
 
 
+@pytest.mark.feature("X23")
 def test_backwards_run_while_a_reduction_is_under_way():
     """What it has launched is waited for at the end of the program."""
 

@@ -67,6 +67,7 @@ WAYS_OF_TIED = [(*layout, setting) for layout in TIED for setting in (ONE, TWO, 
 WAYS_OF_TIED += [(*layout, setting) for layout in TIED[:2] for setting in (NONE, IN_PLACE)]
 
 
+@pytest.mark.feature("X23")
 @pytest.mark.parametrize(("pipeline", "data", "schedule", "setting"), WAYS_OF_TIED, ids=name_of, indirect=["setting"])
 def test_what_is_tied_over_ranks_or_over_stages_of_one_rank_counts_once(pipeline, data, schedule, setting):
     """zbv has the first and the last stage on one rank: they are one unit."""

@@ -49,6 +49,7 @@ DRAWN = [
 ]
 
 
+@pytest.mark.feature("X3")
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "data", "schedule", "setting", "steps"), DRAWN, ids=name_of)
 def test_a_layout_trains_as_one_process_does(pipeline, data, schedule, setting, steps):

@@ -124,6 +124,7 @@ KINDS = [Layer, TreeLayer, Recomputed]
 TRAINED = [name for name in FAMILIES if name != "forward-only"]
 
 
+@pytest.mark.feature("D5")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::penstock.errors.PenstockWarning")
 @pytest.mark.parametrize("name", TRAINED)
@@ -244,6 +245,7 @@ def test_a_skip_within_a_stage_never_leaves_it():
     assert found == (TENSOR_BYTES, TENSOR_BYTES, 0)
 
 
+@pytest.mark.feature("C2")
 def test_a_far_skip_adds_its_bytes_to_the_message_of_every_stage_on_the_way():
     found = message_bytes(lambda: [Layer(0, ["a"]), *map(Layer, range(4)), Layer(5, (), ["a"])])
 
@@ -310,6 +312,7 @@ class Silent(Layer):
         return x
 
 
+@pytest.mark.feature("C2")
 @pytest.mark.slow
 def test_skips_train_between_processes(four_ranks):
     assert differences_on_gloo(four_ranks, cases_on_gloo, second_step, **NEARLY) == [[]] * 3

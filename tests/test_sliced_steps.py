@@ -46,6 +46,7 @@ def sum_loss(output, target):
     return ((output - target) ** 2).sum()
 
 
+@pytest.mark.feature("B9")
 @pytest.mark.parametrize(("loss", "reduction"), [(square_loss, "mean"), (sum_loss, "sum")])
 @pytest.mark.parametrize("length", [6, 5])
 def test_means_and_sums_over_slices_are_those_of_whole_sequences(loss, reduction, length):

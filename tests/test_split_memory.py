@@ -49,6 +49,7 @@ def held_between_parts(make_layer):
     return [found.bytes_after(range_name(program.instruction(row))) for row in last_rows], predicted.tolist()
 
 
+@pytest.mark.feature("D4")
 @pytest.mark.slow
 @pytest.mark.parametrize("way", LAYERS)
 def test_what_is_held_before_i_and_between_i_and_w_is_what_the_model_says(way):
@@ -79,6 +80,7 @@ def peaks_of(rank, names, config):
     return found
 
 
+@pytest.mark.feature("H8")
 @pytest.mark.slow
 def test_the_peak_of_a_step_with_split_backwards_is_what_the_model_says():
     config = DecoderConfig(vocabulary=64, width=128, layers=4, heads=2, key_value_heads=2, hidden=256, length=64)

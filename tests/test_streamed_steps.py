@@ -121,6 +121,7 @@ def test_a_streamed_batch_gives_what_the_whole_one_gives_bit_for_bit(family, num
     assert difference(outcomes, task.reference(8), **NEARLY) == []
 
 
+@pytest.mark.feature("A2")
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_streamed_batch_is_bitwise_gradient_accumulation_on_one_process(num_ranks):
     task = float_task(2 * M)
@@ -143,6 +144,7 @@ def train_on_gloo(rank, task):
     return outcome, type(error).__name__
 
 
+@pytest.mark.feature("G7")
 @pytest.mark.slow
 def test_two_streamed_steps_on_gloo_add_up_bit_for_bit_and_a_third_finds_no_data(three_ranks):
     task = float_task(2 * M)
@@ -164,6 +166,7 @@ def test_evaluate_takes_a_stream_too():
         assert torch.equal(found, expected)
 
 
+@pytest.mark.feature("G5")
 def test_keywords_come_with_the_parts_of_a_stream():
     mask = values(5, 2 * M, 1)
     task = masked_task(mask)
@@ -217,6 +220,7 @@ def noted(log, items):
         yield item
 
 
+@pytest.mark.feature("G2")
 def test_the_first_forward_starts_before_the_second_microbatch_is_pulled():
     task, log = float_task(2 * M), []
     pipeline = Pipeline([Noting(log, 0)], "1f1b", M, square_loss)
@@ -226,6 +230,7 @@ def test_the_first_forward_starts_before_the_second_microbatch_is_pulled():
     assert log == [entry for index in range(M) for entry in (f"pull {index}", "F")]
 
 
+@pytest.mark.feature("G2")
 def test_the_next_microbatch_is_pulled_while_the_rank_would_wait_and_none_for_the_next_step():
     task = float_task(2 * M)
 
@@ -262,6 +267,7 @@ def test_a_rank_between_is_never_asked_for_data():
     assert [len(log) for log in pulls(3, "1f1b")] == [8, 0, 8]
 
 
+@pytest.mark.feature("G2")
 def test_a_schedule_that_takes_microbatches_out_of_order_pulls_each_once():
     assert pulls(2, "dualpipe") == [[f"pull {index}" for index in range(8)]] * 2
 
@@ -289,6 +295,7 @@ class Counting:
         return sum(ref() is not None for ref in self._given)
 
 
+@pytest.mark.feature("X7")
 @pytest.mark.parametrize(("schedule", "most"), [("1f1b", 2), ("gpipe", 8)])
 def test_a_microbatch_is_let_go_when_its_last_use_on_the_rank_is_over(schedule, most):
     task = float_task(16)
@@ -307,6 +314,7 @@ def test_a_microbatch_is_let_go_when_its_last_use_on_the_rank_is_over(schedule, 
     assert max(last) <= (1 if schedule == "1f1b" else most)
 
 
+@pytest.mark.feature("X7")
 def test_parts_that_may_be_spent_are_let_go_and_the_others_kept():
     task = float_task(16)
 
@@ -358,6 +366,7 @@ def slow(time, items, durations_s):
         yield item
 
 
+@pytest.mark.feature("X5")
 def test_the_time_that_data_cost_is_told_apart_from_that_of_preparing_them():
     time, task = FakeTime(), float_task(2 * M)
     pipeline = pipeline_of(None, task, clock=Clock(time.read))
@@ -382,6 +391,7 @@ def test_a_recorded_step_counts_no_wait_for_data_as_work():
     assert pipeline.timeline.makespan_s == M - 1  # the first microbatch came before the step began
 
 
+@pytest.mark.feature("X5")
 def test_a_recorded_step_tells_on_every_rank_who_waited_for_which_data_and_when():
     """All ranks read one clock, which only the data of the last one move."""
     time, task = FakeTime(), float_task(2 * M)
@@ -407,6 +417,7 @@ def test_a_recorded_step_tells_on_every_rank_who_waited_for_which_data_and_when(
         assert first.end_s <= 0 <= second.begin_s <= third.begin_s < third.end_s <= fourth.begin_s
 
 
+@pytest.mark.feature("G3")
 def test_slow_data_are_warned_of_once_a_step_with_rank_microbatch_and_milliseconds():
     time, task = FakeTime(), float_task(2 * M)
     pipeline = pipeline_of(None, task, clock=Clock(time.read), data_warn_s=0.1)
@@ -427,6 +438,7 @@ def test_slow_data_are_warned_of_once_a_step_with_rank_microbatch_and_millisecon
     ]
 
 
+@pytest.mark.feature("G4")
 def test_prepared_items_give_what_items_that_were_ready_give():
     task = float_task(2 * M)
     raw = [{"x": piece[0] - 1, "y": piece[1]} for piece in pieces(task)]
@@ -443,6 +455,7 @@ def test_prepared_items_give_what_items_that_were_ready_give():
 # ---- data that end, or go on
 
 
+@pytest.mark.feature("G7")
 @pytest.mark.parametrize("num_items", [1, 2, 3])
 def test_data_that_end_inside_a_step_end_it_on_all_ranks_with_the_counts_and_new_data_go_on(num_items):
     task = float_task(2 * M)

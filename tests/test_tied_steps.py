@@ -83,6 +83,7 @@ def learn_alone(make_optimizer):
     return {name: parameter.detach() for name, parameter in named(layers)}
 
 
+@pytest.mark.feature("E7")
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("way", WAYS)

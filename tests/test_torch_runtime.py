@@ -79,6 +79,7 @@ def test_torch_runs_the_families_that_it_has_as_well_with_its_lowering_and_with_
     assert_torch_trains_it(four_ranks, tmp_path, build(name, ranks=4, microbatches=8), form)
 
 
+@pytest.mark.feature("X38")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAMILIES if fits_torch(name)])
 def test_torch_runs_the_program_of_every_family_that_it_can_express(two_ranks, tmp_path, name):

@@ -92,6 +92,7 @@ def test_a_run_learns_the_same_on_ranks_and_replicas(files, settings):
     assert found == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.feature("X50")
 @pytest.mark.slow
 def test_a_run_writes_text_is_evaluated_continues_and_becomes_a_folder_again(files, capsys):
     from transformers import AutoModelForCausalLM

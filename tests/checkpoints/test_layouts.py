@@ -67,6 +67,7 @@ def load_each(pipeline, folders, make_optimizer):
     return found, count
 
 
+@pytest.mark.feature("X27", "X51")
 @pytest.mark.parametrize(("dtype", "make_optimizer", "layouts"), PRECISIONS.values(), ids=PRECISIONS)
 def test_what_any_layout_saved_any_other_loads_bit_for_bit(tmp_path, dtype, make_optimizer, layouts):
     folders = {str(layout): tmp_path / str(layout) for layout in layouts}

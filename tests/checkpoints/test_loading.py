@@ -42,6 +42,7 @@ def largest_difference(found, expected):
     return max((found[name] - expected[name]).abs().max().item() for name in expected)
 
 
+@pytest.mark.feature("X27", "X51")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
 def test_what_4_ranks_saved_continues_on_any_layout_bit_for_bit(tmp_path, layout):

@@ -49,6 +49,7 @@ def test_one_file_is_loaded_by_any_number_of_ranks(weights, tmp_path):
     assert_equal(loaded(tmp_path), weights)
 
 
+@pytest.mark.feature("X50")
 def test_files_with_an_index_are_loaded(weights, tmp_path):
     in_shards(weights, tmp_path)
 

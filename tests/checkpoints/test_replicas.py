@@ -39,6 +39,7 @@ def save_of(pipeline, folder, step=1):
     return checkpoints._staging.num_bytes
 
 
+@pytest.mark.feature("X30")
 @pytest.mark.parametrize("layout", [Layout(1, 2), Layout(1, 4, is_sharded=True), *BOTH], ids=str)
 def test_every_rank_holds_and_writes_an_equal_share(tmp_path, layout):
     staged = run(layout, save_of, tmp_path, make_layers=equal_layers)
@@ -81,6 +82,7 @@ def trained_weights(folder):
     }
 
 
+@pytest.mark.feature("X27")
 def test_a_training_with_shards_continues_on_every_layout(tmp_path):
     shard = "full"
     whole, parts = tmp_path / "whole", tmp_path / "parts"

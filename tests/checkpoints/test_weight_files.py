@@ -62,6 +62,7 @@ def small_files(monkeypatch):
     monkeypatch.setattr(weight_files, "FILE_BYTES", 3000)
 
 
+@pytest.mark.feature("X36")
 def test_the_file_has_every_parameter_of_every_rank_under_its_name(tmp_path):
     parameters = on_ranks(3, save, tmp_path, small_layers())
 
@@ -81,6 +82,7 @@ def test_the_split_does_not_change_a_byte_of_the_file(tmp_path):
     assert len(contents) == 1
 
 
+@pytest.mark.feature("X50")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_weights_beyond_the_size_of_a_file_become_an_index_with_shards(tmp_path, small_files, num_ranks):
     parameters = on_ranks(num_ranks, save, tmp_path)

@@ -69,6 +69,7 @@ def gate(monkeypatch):
     event.set()
 
 
+@pytest.mark.feature("X30")
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_every_rank_writes_its_own_tensors_under_the_unsplit_models_names(tmp_path, num_ranks):
     _, weights, _ = train_on(num_ranks, 0, 2, save=tmp_path)
@@ -82,6 +83,7 @@ def test_every_rank_writes_its_own_tensors_under_the_unsplit_models_names(tmp_pa
     assert sorted(moments) == sorted(f"{name}:{key}" for name in weights for key in ("exp_avg", "exp_avg_sq", "step"))
 
 
+@pytest.mark.feature("X50")
 def test_the_index_says_which_file_holds_which_tensor(tmp_path):
     _, weights, _ = train_on(2, 0, 1, save=tmp_path)
 
@@ -162,6 +164,7 @@ def test_a_wait_with_a_limit_ends_with_it(tmp_path, gate):
     assert on_small_pipelines(2, case) == [False, False]
 
 
+@pytest.mark.feature("X27")
 def test_a_slow_disk_may_take_longer_than_the_deadline(tmp_path, monkeypatch):
     def write_late(path, tensors):
         time.sleep(1.5)

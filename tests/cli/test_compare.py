@@ -164,6 +164,7 @@ replica_bandwidth_bytes_per_s = 67108864
 """
 
 
+@pytest.mark.feature("X3")
 def test_replicas_are_compared_by_their_whole_step_and_all_bytes(capsys, tmp_path):
     file = tmp_path / "costs.toml"
     file.write_text(COSTS_OF_REPLICAS)

@@ -19,6 +19,7 @@ from tests.cli.recorded_steps import recorded_step
 SHAPE = ["--ranks", "2", "--microbatches", "3"]
 
 
+@pytest.mark.feature("H13")
 def test_the_default_is_the_grid(printed):
     rows = printed("show", "1f1b", *SHAPE).splitlines()
 

@@ -129,6 +129,7 @@ def diagnosis_of(emulated, plan, memory_limit=None):
     return diagnose(recorded_of(ranks), Setting(batch_size=plan.num_microbatches), memory_limit=memory_limit)
 
 
+@pytest.mark.feature("H11")
 @pytest.mark.parametrize("name", CASES)
 def test_a_planted_cause_is_named_with_its_seconds(emulated, name):
     case = CASES[name]

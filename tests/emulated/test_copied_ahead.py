@@ -44,6 +44,7 @@ def expect_equal_training(emulated, cell, policy, seed):
     assert [each.weights for each in found] == [each.weights for each in expected]
 
 
+@pytest.mark.feature("H1")
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_training_on_batches_of_the_host_is_the_cpus_to_the_bit(emulated, cell):
     expect_equal_training(emulated, cell, "lazy", 0)
@@ -63,6 +64,7 @@ def test_no_policy_changes_a_bit(emulated, cell, policy, seed):
     expect_equal_training(emulated, cell, policy, seed)
 
 
+@pytest.mark.feature("H1")
 @pytest.mark.parametrize("form", ["whole", "stream"])
 @pytest.mark.parametrize("memory", ["host", "pinned"])
 def test_the_copy_of_a_microbatch_runs_beside_the_computation_of_the_one_before_it(emulated, form, memory):
@@ -87,6 +89,7 @@ def test_the_host_waits_for_no_copy(emulated):
     assert of_host == on_device
 
 
+@pytest.mark.feature("H1")
 @pytest.mark.parametrize("policy", ["lazy", "eager"])
 @pytest.mark.parametrize("memory", ["host", "pinned"])
 def test_the_device_holds_two_microbatches_and_never_the_batch(emulated, memory, policy):

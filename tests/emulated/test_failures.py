@@ -38,6 +38,7 @@ def expect_equal_steps(found, expected):
     assert [ended.weights for ended in found] == [ended.weights for ended in expected]
 
 
+@pytest.mark.feature("D8")
 @AHEAD
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize(("policy", "seed"), [("lazy", 0), ("random", 3)])
@@ -51,6 +52,7 @@ def test_a_layer_that_raises_is_named_and_the_next_step_is_right(emulated, run_a
     expect_right_steps_around(emulated, found, failing)
 
 
+@pytest.mark.feature("X6")
 def test_ranks_of_other_hosts_name_by_their_deadline_whom_ranks_on_cpus_name(emulated):
     """Nobody sees a board, and to abort a communicator wakes nobody at its other end.
 

@@ -17,6 +17,7 @@ CELLS = [
 LEAST_SHARE = 0.98
 
 
+@pytest.mark.feature("H8")
 @pytest.mark.parametrize("held", CELLS, ids=str)
 def test_a_report_has_every_byte_of_the_allocator_and_predicts_its_peak(emulated, held):
     """But for the batch, which is the caller's, the losses, and what the allocator rounds up.

@@ -14,6 +14,7 @@ DEADLINE_S, SLACK_S, BUSY_S = 1.0, 2.0, 1.0
 CULPRIT = 1
 
 
+@pytest.mark.feature("X6")
 @pytest.mark.parametrize(("place", "run_ahead", "instruction"), [("forward", None, "1F2"), ("backward", 2, "1B2")])
 def test_a_killed_rank_is_named_by_the_deadline(emulated_is_there, place, run_ahead, instruction):
     failing = Failing("dies", place, CULPRIT, run_ahead=run_ahead, deadline_s=DEADLINE_S)

@@ -92,6 +92,7 @@ def kept_of_sent_outputs(rank, num_ranks, wide, num_microbatches):
     return look.found_bytes - look.begin_bytes
 
 
+@pytest.mark.feature("D2")
 def test_outputs_that_have_left_take_no_memory(emulated):
     wide, num_microbatches = 4096, 8
 
@@ -113,6 +114,7 @@ def expect_equal_training(emulated, cell, policy, seed):
     return found
 
 
+@pytest.mark.feature("C14", "H1", "H2", "H3")
 @pytest.mark.parametrize("cell", [*cells(), *COMPILED], ids=str)
 def test_a_training_is_the_cpus_to_the_bit_and_nothing_is_left_to_chance(emulated, cell):
     found = expect_equal_training(emulated, cell, "lazy", 0)
@@ -121,6 +123,7 @@ def test_a_training_is_the_cpus_to_the_bit_and_nothing_is_left_to_chance(emulate
     assert [each.calls["follow"] > 0 for each in found] == [follows] * cell.num_ranks
 
 
+@pytest.mark.feature("H2")
 @pytest.mark.parametrize("cell", cells()[::3], ids=str)
 def test_no_order_in_which_the_queues_run_changes_a_bit(emulated, cell):
     expect_equal_training(emulated, cell, "random", 7)

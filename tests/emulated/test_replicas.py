@@ -23,6 +23,7 @@ def run(emulated, num_ranks, num_replicas, kind, options, policy="lazy", seed=0)
     )
 
 
+@pytest.mark.feature("H1")
 @pytest.mark.parametrize(
     ("num_ranks", "num_replicas", "options"),
     [

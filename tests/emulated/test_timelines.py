@@ -74,6 +74,7 @@ def aligned(timeline):
     return timeline.start_s - first_s, timeline.end_s - first_s
 
 
+@pytest.mark.feature("H11")
 @pytest.mark.parametrize("plan", [*plans()], ids=str)
 def test_a_recorded_step_is_the_predicted_one(emulated, plan):
     timeline = run(emulated, plan)[0].recorded.timeline
@@ -124,6 +125,7 @@ def test_no_order_in_which_the_queues_run_changes_a_time(emulated, policy, seed)
         assert found_s[is_compute] == pytest.approx(expected_s[is_compute], abs=1e-9)
 
 
+@pytest.mark.feature("H3")
 @pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("run_ahead", [1, 3])
 def test_the_host_leads_its_device_by_as_many_computations_as_it_may(emulated, run_ahead, is_recorded):

@@ -106,6 +106,7 @@ def mistakes(combination):
     return found
 
 
+@pytest.mark.feature("D5")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # of hundreds of combinations, dozens of them compiled
 @pytest.mark.filterwarnings("ignore::penstock.errors.PenstockWarning")

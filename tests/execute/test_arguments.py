@@ -178,6 +178,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.feature("0.2")
 @pytest.mark.parametrize("key", MISTAKES)
 def test_a_pipeline_refuses_each_by_its_name(key):
     given = {"layers": [nn.Linear(2, 2)], "schedule": "1f1b", "microbatches": 2} | MISTAKES[key]

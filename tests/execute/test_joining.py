@@ -87,6 +87,7 @@ def with_mistakes_of_one_rank(rank, wrong_rank, mistakes):
     return found, step_task(make(deadline_s=DEADLINE_S), TASK).result.loss.item()
 
 
+@pytest.mark.feature("0.2")
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong_rank", [0, 1])
 def test_each_argument_wrong_on_one_rank_is_told_on_both_and_the_next_pipeline_works(wrong_rank):

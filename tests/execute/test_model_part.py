@@ -61,6 +61,7 @@ def test_a_container_of_torch_gives_its_layers_their_names():
         assert found == [list(container.state_dict())]
 
 
+@pytest.mark.feature("X42")
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("main_gradients", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "two routes"])

@@ -64,6 +64,7 @@ def by_itself(schedule):
     return [(outcome.result, outcome.gradients) for outcome in outcomes]
 
 
+@pytest.mark.feature("X19")
 @pytest.mark.slow
 @pytest.mark.parametrize("make_overlap", [lambda: backward_first, InTwoThreads], ids=["backward first", "two threads"])
 @pytest.mark.parametrize("schedule", FAMILIES.values(), ids=FAMILIES)

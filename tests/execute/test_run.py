@@ -83,6 +83,7 @@ PAIRS = drawn(
 OUT_OF_ORDER = drawn(Placement.line(2), "0F2 0F0 0F1 0B1 0B0 0B2", "1F2 1F0 1F1 1B1 1B0 1B2")
 
 
+@pytest.mark.feature("X46")
 @pytest.mark.parametrize(
     "schedule", [LOOP, VEE, SPLIT, MIXED, PAIRS], ids=["loop", "vee", "split backward", "mixed", "pairs"]
 )
@@ -173,6 +174,7 @@ class Weighing(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.feature("D4")
 @pytest.mark.parametrize(
     "schedule",
     [build("1f1b", ranks=3, microbatches=6), build("1f1b", ranks=3, microbatches=6, warmup="eager"), LOOP, VEE, MIXED],
@@ -201,6 +203,7 @@ def test_a_rank_keeps_as_many_activations_alive_as_the_check_counts(schedule):
     assert peaks == peak_activations(schedule)
 
 
+@pytest.mark.feature("D8")
 def test_a_failed_step_keeps_nothing_alive_though_its_error_is_kept():
     task = float_task(8)
     calls = []
@@ -217,6 +220,7 @@ def test_a_failed_step_keeps_nothing_alive_though_its_error_is_kept():
     assert num_saved() == 0
 
 
+@pytest.mark.feature("D7")
 def test_what_a_program_does_not_free_is_an_error():
     task = float_task(4)
     pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss)
@@ -280,6 +284,7 @@ class Closing(nn.Module):
         return (hidden * state.tokens + x * notes["half"] + notes["pair"][0]) * notes["mask"]
 
 
+@pytest.mark.feature("C10")
 @pytest.mark.parametrize("placement", [Placement.line(3), Placement.explicit([0, 0, 1])], ids=["wires", "one rank"])
 def test_trees_of_all_sorts_cross_the_border_between_stages(placement):
     order = "{0}F0 {0}F1 {0}B0 {0}B1"

@@ -80,6 +80,7 @@ def gradients_of(layers, schedule, ranks, tokens, labels, keywords):
     return [found[:2] for found in trained(layers, schedule, ranks, tokens, labels, keywords)]
 
 
+@pytest.mark.feature("X50")
 @pytest.mark.parametrize(("family", "attention", "kind", "schedule", "ranks"), CELLS)
 def test_gradients_and_three_steps_are_those_of_the_model_itself(family, attention, kind, schedule, ranks):
     model = model_of(family, attention)
@@ -201,6 +202,7 @@ def test_recomputing_and_saving_memory_in_other_ways_change_nothing():
     assert furthest(found, wanted, {}) < LARGEST
 
 
+@pytest.mark.feature("X50")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma3"])
 def test_a_folder_trains_as_the_model_that_transformers_loads_from_it(family, tmp_path):
     model = model_of(family)

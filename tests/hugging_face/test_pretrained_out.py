@@ -106,6 +106,7 @@ def small_files(monkeypatch):
     monkeypatch.setattr(weight_files, "FILE_BYTES", 5000)
 
 
+@pytest.mark.feature("X50")
 @pytest.mark.parametrize("family", [*FAMILIES, "hrm"])
 def test_a_folder_comes_back_byte_for_byte_in_one_file(tmp_path, family):
     saved = saved_model(family, tmp_path / "from")
@@ -117,6 +118,7 @@ def test_a_folder_comes_back_byte_for_byte_in_one_file(tmp_path, family):
     assert_same(loaded(tmp_path / "to").state_dict(), saved.state)
 
 
+@pytest.mark.feature("X50")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_a_folder_comes_back_byte_for_byte_in_shards(tmp_path, small_files, family, num_ranks):

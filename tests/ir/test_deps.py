@@ -57,6 +57,7 @@ def test_in_a_program_messages_stand_between_the_ranks():
     assert found["0REDUCE_GRAD"] == set()
 
 
+@pytest.mark.feature("C17")
 def test_stages_of_one_rank_wait_for_each_other_without_messages():
     schedule = one_rank("0F0 1F0 1I0 1W0 0B0")
 

@@ -5,6 +5,7 @@ import pytest
 from penstock.ir.instruction import Instruction, Op
 
 
+@pytest.mark.feature("B14")
 @pytest.mark.parametrize(
     ("instruction", "text"),
     [

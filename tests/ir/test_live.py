@@ -397,6 +397,7 @@ def test_bytes_are_those_of_each_stage():
     assert live_bytes(schedule, StageBytes.of(2, activation=[10, 7])).tolist() == [10, 10, 7, 7]
 
 
+@pytest.mark.feature("0.9")
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [

@@ -40,6 +40,7 @@ def ops(flags):
     return [op for op in Op if flags[op]]
 
 
+@pytest.mark.feature("B14")
 def test_every_operation_has_a_row_and_its_own_text_and_name():
     assert set(OPERATIONS) == set(Op)
     assert len(OP_OF_TEXT) == len(Op) == len({operation.name for operation in OPERATIONS.values()})
@@ -64,6 +65,7 @@ def test_an_operation_has_one_lane():
     )
 
 
+@pytest.mark.feature("B14")
 def test_whatever_is_read_is_made_and_whatever_is_freed_was_read():
     made = {value for operation in OPERATIONS.values() for value in operation.makes}
 

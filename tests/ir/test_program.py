@@ -34,6 +34,7 @@ def test_a_program_begins_as_the_computations_of_its_schedule():
     assert program.tied_groups == ((0, 1),)
 
 
+@pytest.mark.feature("B14")
 def test_rows_are_values():
     program = Program.from_schedule(SCHEDULE)
 
@@ -144,6 +145,7 @@ def test_slots_that_no_program_can_hold_are_refused():
         program.with_slots(np.zeros(7, np.int32))
 
 
+@pytest.mark.feature("0.5")
 def test_forward_only_means_no_backward_whatever_else_there_is():
     forwards = Program.from_schedule(SCHEDULE.forward_only())
 

@@ -16,6 +16,7 @@ from tests.grids import assert_grid
 from tests.strategies import feasible_schedules
 
 
+@pytest.mark.feature("X17")
 def test_each_forward_runs_again_right_before_its_backward():
     assert_grid(
         with_recompute(build("1f1b", ranks=2, microbatches=3)),

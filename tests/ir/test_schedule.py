@@ -20,6 +20,7 @@ ORDERS = [[parse_action(text) for text in texts] for texts in TEXTS]
 SCHEDULE = Schedule.from_actions("drawn", Placement.line(2), ORDERS, num_microbatches=2)
 
 
+@pytest.mark.feature("B18")
 def test_a_rank_lists_its_actions_as_values():
     assert SCHEDULE[0] == ORDERS[0]
     assert SCHEDULE[-1] == ORDERS[1]

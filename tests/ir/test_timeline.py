@@ -55,6 +55,7 @@ def test_messages_are_no_work_and_do_not_stretch_the_makespan():
     assert timeline.makespan_s == timeline.end_s[program.is_compute].max()
 
 
+@pytest.mark.feature("H11")
 def test_the_seconds_of_each_operation_add_up_per_rank():
     program = lower(build("1f1b", ranks=2, microbatches=3))
     timeline = simulate(program, Costs.uniform(forward=1, backward_input=1, backward_weight=1, transfer=0.5))
@@ -118,6 +119,7 @@ def test_what_is_always_in_memory_is_apart_from_the_peak():
     assert timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)]).static_bytes == ()
 
 
+@pytest.mark.feature("H11")
 @pytest.mark.parametrize("key", ["start_s", "end_s"])
 @pytest.mark.parametrize(
     ("times", "found"),

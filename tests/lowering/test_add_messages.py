@@ -180,6 +180,7 @@ def test_around_computations_as_they_were_stand_messages_in_time_and_alike_at_bo
     assert_in_time(program)
 
 
+@pytest.mark.feature("C15")
 @pytest.mark.slow
 @given(schedule=feasible_schedules())
 def test_the_program_cannot_deadlock_under_any_transport(schedule):

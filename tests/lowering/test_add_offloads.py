@@ -122,6 +122,7 @@ def test_no_stages_are_the_program_itself():
     assert lower(schedule).digest() == lower(schedule, offload=()).digest()
 
 
+@pytest.mark.feature("X26")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", TRAINING)
 def test_every_family_with_all_stages_offloaded_is_proved_under_every_transport(name, variant):

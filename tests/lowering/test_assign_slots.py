@@ -148,6 +148,7 @@ def test_a_program_that_frees_what_it_never_took_is_left_to_the_check():
     assert drawn(twice, slots=True) == ["0B0:0 0B0:0"]
 
 
+@pytest.mark.feature("B16")
 @pytest.mark.slow
 @given(schedule=feasible_schedules())
 def test_nothing_alive_is_overwritten_and_no_slot_is_wasted(schedule):

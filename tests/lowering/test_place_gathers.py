@@ -70,6 +70,7 @@ def test_with_a_look_ahead_a_gather_takes_the_room_of_a_stage_whose_next_use_is_
     )
 
 
+@pytest.mark.feature("H4")
 def test_a_gather_starts_as_early_as_the_look_ahead_and_the_room_allow():
     before = "0F0 0F1 0F2 1F0 1F1 1F2 2F0 2F1 2F2"
     whole = {"residency": 2, "placement": LOOP}
@@ -278,6 +279,7 @@ def test_random_orders_are_gathered_rightly_and_proved(schedule, residency, look
     check(after, residency=residency)
 
 
+@pytest.mark.feature("X3")
 @pytest.mark.slow
 @given(schedule=schedules(), residency=st.sampled_from([1, 2, 3, None]), look_ahead=st.integers(0, 3))
 def test_every_schedule_of_the_registry_is_gathered_rightly_and_proved(schedule, residency, look_ahead):
@@ -303,6 +305,7 @@ def test_every_family_is_proved_under_every_transport_with_few_stages_whole(name
         assert max(facts.peak_whole) <= (residency or schedule.num_stages)
 
 
+@pytest.mark.feature("H4")
 @pytest.mark.slow
 @given(schedule=feasible_schedules(), residency=st.integers(1, 3))
 def test_without_a_look_ahead_there_are_as_few_gathers_as_there_can_be(schedule, residency):
@@ -339,6 +342,7 @@ def test_every_gather_reshard_and_last_reduction_is_needed(schedule, look_ahead)
                     check(without_row(program, row))
 
 
+@pytest.mark.feature("X3")
 @pytest.mark.slow
 @given(schedule=schedules())
 def test_with_the_optimizer_sharded_each_stage_is_gathered_once_and_reduced_once(schedule):

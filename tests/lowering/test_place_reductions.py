@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 
 from penstock.ir.instruction import Op
@@ -109,6 +110,7 @@ def test_what_has_its_reductions_omits_them_no_longer():
     assert replace(program, omits_reductions=False) != program
 
 
+@pytest.mark.feature("E5")
 def test_a_stage_that_is_resharded_is_reduced_before_each_reshard_that_would_leave_gradients():
     before = program_of("0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1", placement=Placement.loop(1, 2))
 

@@ -37,6 +37,7 @@ def assert_becomes(before, after, **sizes):
     assert drawn(post_receives_ahead(program)) == lines(after)
 
 
+@pytest.mark.feature("C6")
 def test_a_receive_is_posted_one_computation_ahead_of_its_consumer():
     assert_becomes(
         """
@@ -130,6 +131,7 @@ def consumer_places(program, rank):
     return {made(row): place for place, group in enumerate(kept) for row in group if row.op is not Op.BACKWARD_WEIGHT}
 
 
+@pytest.mark.feature("C6", "C14", "X9")
 @given(schedule=feasible_schedules())
 def test_each_receive_stands_one_computation_ahead_or_right_behind_its_pairs_last_message_or_stays(schedule):
     before = add_messages(Program.from_schedule(schedule))

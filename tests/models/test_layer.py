@@ -32,6 +32,7 @@ def test_nothing_is_built_before_the_call():
         spec()
 
 
+@pytest.mark.feature("X47")
 def test_values_do_not_depend_on_what_else_is_built():
     together = [spec() for spec in linear_specs()]
     torch.randn(7)

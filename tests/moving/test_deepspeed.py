@@ -211,6 +211,7 @@ def test_ranks_between_the_ends_need_no_data():
     assert len(set(on_engines(3, case))) == 1
 
 
+@pytest.mark.feature("X31")
 def test_evaluation_between_training_changes_nothing_and_gives_what_is_asked_for():
     def case(engine):
         evaluated = engine.eval_batch(iter(data(4)))

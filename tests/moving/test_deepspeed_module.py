@@ -17,6 +17,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.feature("X28")
 def test_the_methods_weigh_layers_by_number_parameters_and_type():
     frozen = nn.Linear(4, 4).requires_grad_(False)
 
@@ -69,6 +70,7 @@ def test_measured_seconds_are_weights_too():
     assert PipelineModule(layers, partition_method=times.weights).weights == list(times.weights)
 
 
+@pytest.mark.feature("X29")
 def test_tied_layers_name_the_first_of_their_key():
     def logits(module, hidden):
         return hidden @ module.weight.t()

@@ -90,6 +90,7 @@ def check(outcomes, num_stages, num_microbatches):
         torch.testing.assert_close(loss, sum(losses) / num_microbatches, rtol=1e-12, atol=0)
 
 
+@pytest.mark.feature("A12", "C9")
 @pytest.mark.parametrize(("num_parts", "num_microbatches"), [(1, 4), (1, 1), (2, 4), (2, 3)])
 def test_a_forward_step_trains_as_one_process_does(num_parts, num_microbatches):
     outcomes = train_on(2, num_parts, num_microbatches)
@@ -113,6 +114,7 @@ def test_a_zero_bubble_schedule_runs_the_same_step():
     check(outcomes, 2, 6)
 
 
+@pytest.mark.feature("F9")
 def test_set_input_tensor_is_reached_through_wrappers():
     def wrapped(part):
         return Wrapper(Wrapper(part))
@@ -189,6 +191,7 @@ def test_a_count_that_is_not_the_losses_own_is_refused_on_all_ranks(step, count,
             raise error
 
 
+@pytest.mark.feature("A14")
 def test_collected_data_are_the_outputs_of_all_microbatches():
     def case(call, part):
         collected = run(call, part, microbatches(3), forward_only=True, collect_non_loss_data=True)
@@ -243,6 +246,7 @@ def ramp_up(rank):
     return found if rank else []
 
 
+@pytest.mark.feature("F7")
 def test_a_forward_step_may_ask_for_its_place():
     def step(data_iterator, model, *, place):
         seen.append((place.stage, place.part, place.is_first, place.is_last))
@@ -254,6 +258,7 @@ def test_a_forward_step_may_ask_for_its_place():
     assert sorted(seen) == [(0, 0, True, False), (1, 0, False, False), (2, 1, False, False), (3, 1, False, True)]
 
 
+@pytest.mark.feature("F8")
 def test_every_part_has_a_data_iterator_of_its_own():
     def step(data_iterator, model, *, place):
         seen.setdefault(place.stage, []).append(next(data_iterator))
@@ -312,6 +317,7 @@ def encoder_and_decoder_in_one_process():
     return gradients(dict(enumerate(parts)))
 
 
+@pytest.mark.feature("C10", "F6")
 def test_an_encoder_hands_its_memory_through_all_of_the_decoder():
     found = on_ranks(2, lambda wires: train_encoder_and_decoder(wires.rank, transport=wires))
 
@@ -323,6 +329,7 @@ def test_an_encoder_and_a_decoder_on_gloo_too(pool):
     assert_gradients(pool.run(train_encoder_and_decoder), encoder_and_decoder_in_one_process(), tolerance=1e-12)
 
 
+@pytest.mark.feature("A15")
 def test_the_schedule_follows_from_the_number_of_parts_unless_it_is_named():
     def case(transport):
         names = []

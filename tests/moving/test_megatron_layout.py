@@ -9,6 +9,7 @@ from penstock.moving.megatron_layout import Layout
 from tests.local_pipelines import error_of
 
 
+@pytest.mark.feature("X14")
 def test_the_layout_of_the_documents_has_its_stages():
     layout = Layout.parse("Et*3|(tt|)*29,m|L")
 
@@ -35,6 +36,7 @@ def test_stars_groups_and_commas_are_read(text, stages):
     assert Layout.parse(text).stages == stages
 
 
+@pytest.mark.feature("X14")
 @pytest.mark.slow
 @example([0, 0, 0], 0)  # the longest run is one of bars alone
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.integers(0, 2))

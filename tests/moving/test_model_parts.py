@@ -35,6 +35,7 @@ class Model(nn.Module):
 NAMES = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2"], ["norm", "output"]]
 
 
+@pytest.mark.feature("X36")
 @pytest.mark.parametrize("container", [nn.ModuleDict, nn.ModuleList])
 def test_the_parts_together_have_every_name_and_value_once(container):
     model = Model(container)

@@ -69,6 +69,7 @@ class Outcome:
         self.gradients = gradients
 
 
+@pytest.mark.feature("D6")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "zbv", "interleaved-1f1b"])
 def test_gradients_are_those_of_autograd_under_whole_and_split_schedules(schedule):
     inputs, target = batch()

@@ -144,6 +144,7 @@ def test_a_step_that_wants_data_where_there_are_none_is_told_so_and_other_errors
     assert isinstance(error_of(failing, features(), microbatch=0), TypeError)
 
 
+@pytest.mark.feature("F9")
 def test_the_input_goes_to_the_innermost_model_that_takes_it():
     part, seen = Part(1, 2), []
     part.set_input_tensor = seen.append

@@ -31,6 +31,7 @@ def cases(draw, weight):
     return weights, draw(st.integers(1, len(weights)))
 
 
+@pytest.mark.feature("0.1")
 @given(case=cases(st.floats(0, 1e6)))
 def test_parts_cover_everything_and_none_is_empty(case):
     weights, num_parts = case
@@ -42,6 +43,7 @@ def test_parts_cover_everything_and_none_is_empty(case):
     assert min(sizes) >= 1
 
 
+@pytest.mark.feature("0.1")
 @given(case=cases(st.floats(0, 1e6)))
 def test_the_heaviest_part_is_as_light_as_possible(case):
     weights, num_parts = case
@@ -65,6 +67,7 @@ def test_of_equally_good_splits_the_most_even_with_longer_first_parts_is_taken(c
     assert balance(weights, num_parts) == expected
 
 
+@pytest.mark.feature("0.1")
 @given(num_weights=st.integers(1, 96), num_parts=st.integers(1, 16), weight=st.sampled_from([0, 0.1, 1, 1 / 3, 1e308]))
 def test_even_weights_give_sizes_that_differ_by_at_most_one(num_weights, num_parts, weight):
     num_parts = min(num_parts, num_weights)
@@ -75,6 +78,7 @@ def test_even_weights_give_sizes_that_differ_by_at_most_one(num_weights, num_par
     assert sizes == (small + 1,) * longer + (small,) * (num_parts - longer)
 
 
+@pytest.mark.feature("F1", "X37")
 def test_a_light_embedding_and_a_heavy_head_shift_the_cuts():
     weights = [0.0, *[1.0] * 8, 0.0, 2.0]  # embedding, blocks, norm, head
 

@@ -14,6 +14,7 @@ def sizes(stages):
     return [len(stage) for stage in stages]
 
 
+@pytest.mark.feature("F1")
 @given(num_layers=st.integers(1, 96), num_stages=st.integers(1, 96))
 def test_an_even_split_covers_all_layers_in_order(num_layers, num_stages):
     num_stages = min(num_stages, num_layers)
@@ -30,14 +31,17 @@ def test_layers_that_divide_are_divided(num_layers, num_stages):
     assert sizes(split_layers(num_layers, num_stages)) == [num_layers // num_stages] * num_stages
 
 
+@pytest.mark.feature("X15")
 def test_weights_shift_the_split():
     assert split_layers(4, 2, weights=[3, 1, 1, 1]) == (range(0, 1), range(1, 4))
 
 
+@pytest.mark.feature("X15", "X28")
 def test_a_given_split_is_taken_as_it_is():
     assert split_layers(6, 3, split=[1, 4, 1], weights=[1] * 6) == (range(0, 1), range(1, 5), range(5, 6))
 
 
+@pytest.mark.feature("F3", "X37")
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(PartitionError, match=r"8 stages, but the model has only 6 layers .* at most 6 stages"):
         split_layers(6, 8)
@@ -75,6 +79,7 @@ def counts(*of_stage, **ties):
     return ParameterCounts({(stage,): number for stage, number in enumerate(of_stage)}, **ties)
 
 
+@pytest.mark.feature("F4")
 def test_a_split_is_drawn_with_shares_and_names():
     stages = split_layers(5, 3, split=[2, 2, 1])
 

@@ -53,6 +53,7 @@ def test_a_result_that_no_message_brings_is_refused_at_its_consumer():
     assert_refused(broken, "1F1", "needs the result of 0F1 (rank 0,", "no message brings it", "Add the send")
 
 
+@pytest.mark.feature("X11")
 def test_swapped_sends_are_refused_with_both_places():
     program = lowered("gpipe")
     sends, receives = find(program, "0SEND_F1"), find(program, "1RECV_F0")
@@ -79,6 +80,7 @@ def test_a_send_before_its_message_is_made_is_refused():
     assert_refused(broken, "0SEND_F1", "is before 0F1", "which makes its message", "after 0F1")
 
 
+@pytest.mark.feature("C14")
 def test_a_receive_behind_its_consumer_is_refused():
     broken = swapped(lowered("sequential"), "1F0", "1RECV_F0")
 
@@ -115,6 +117,7 @@ def test_a_message_to_the_own_rank_is_refused():
     assert_refused(broken, (0, len(broken[0]) - 1, "0SEND_F0"), "on its own rank", "Drop it")
 
 
+@pytest.mark.feature("C8")
 def test_a_message_that_nobody_needs_is_refused_at_both_ends():
     program = lower(build("1f1b", ranks=2, microbatches=2, forward_only=True))
 

@@ -26,6 +26,7 @@ from tests.proofs.tables import (
 TIED = {"tied_groups": [(0, 1), (1, 2)], "optimizer_step": True}
 
 
+@pytest.mark.feature("E5")
 def test_reductions_and_step_pass_where_lowering_puts_them():
     check(lowered(ranks=3, **TIED))
 
@@ -169,6 +170,7 @@ def mutations(program, row):
         yield "on another rank", with_rows(program, [moved.get(index, orders[index]) for index in range(len(orders))])
 
 
+@pytest.mark.feature("B1")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "forward-only"])
 def test_every_reduction_of_every_family_is_needed_once_and_where_it_is(name):
@@ -216,6 +218,7 @@ def test_a_second_step_and_a_step_that_is_not_last_are_refused():
     assert_refused(early, (0, end - 2, "0STEP"), "runs before 0REDUCE_GRAD", "Move it to the end")
 
 
+@pytest.mark.feature("E9")
 def test_crossing_orders_of_two_groups_are_refused_with_both_ranks():
     program = lower(build("1f1b", ranks=2, microbatches=2), tied_groups=[(0, 1), (0, 1)])
     broken = swapped(program, "1REDUCE_TIED0", "1REDUCE_TIED1")
@@ -224,6 +227,7 @@ def test_crossing_orders_of_two_groups_are_refused_with_both_ranks():
     assert "rank 1 runs 1REDUCE_TIED1 before 1REDUCE_TIED0" in error.violations[0].problem
 
 
+@pytest.mark.feature("E9")
 def test_orders_that_cross_over_three_ranks_are_refused():
     program = lower(build("1f1b", ranks=3, microbatches=2), tied_groups=[(0, 1), (1, 2), (0, 2)])
     broken = swapped(program, "0REDUCE_TIED0", "0REDUCE_TIED2")

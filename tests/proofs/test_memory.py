@@ -40,6 +40,7 @@ def with_slot(table, text, slot):
     return edited(table, change)
 
 
+@pytest.mark.feature("D4")
 @pytest.mark.parametrize("prepare", [lambda schedule: schedule, lower], ids=["schedule", "program"])
 def test_the_first_position_over_the_limit_is_refused(prepare):
     table = prepare(build("gpipe", ranks=2, microbatches=3))
@@ -66,6 +67,7 @@ def test_a_limit_per_rank_counts_for_its_rank():
     assert {violation.rank for violation in error.violations} == {1}
 
 
+@pytest.mark.feature("D4")
 def test_the_limit_in_bytes_counts_weight_contexts():
     schedule = split_backwards(build("gpipe", ranks=1, microbatches=2))
 
@@ -254,6 +256,7 @@ def test_a_backward_that_reads_another_slot_is_refused():
     assert_refused(broken, "0B1", "reads slot 5; 0F1 (position", "saved its activation in slot 1", "slot 1")
 
 
+@pytest.mark.feature("0.10")
 def test_a_receive_slot_that_is_overwritten_is_refused():
     program = lowered("gpipe")
     (_, first), (_, second) = find(program, "1RECV_F0"), find(program, "1RECV_F1")
@@ -298,6 +301,7 @@ def test_a_pair_may_not_hand_a_slot_from_one_member_to_the_other(pair):
     assert_refused(shared, "0F1", "overwrites slot 0", "lives until 0B0")
 
 
+@pytest.mark.feature("0.10", "B16")
 @given(feasible_cases())
 def test_a_shared_slot_is_refused_exactly_where_two_lives_overlap(case):
     program = lower(case.schedule)

@@ -34,6 +34,7 @@ SPLIT = """
 """
 
 
+@pytest.mark.feature("0.4")
 @pytest.mark.parametrize("schedule", VALID)
 def test_every_family_passes_whole_split_and_forward_only(schedule):
     check(schedule)
@@ -41,6 +42,7 @@ def test_every_family_passes_whole_split_and_forward_only(schedule):
     check(schedule.forward_only())
 
 
+@pytest.mark.feature("B9")
 def test_slices_and_several_stages_per_rank_pass():
     check(schedule_of("0F0.0 0F0.1 1F0.0 1F0.1 1B0.1 0B0.1 1B0.0 0B0.0", placement=Placement.loop(1, 2), slices=2))
 
@@ -61,6 +63,7 @@ def test_a_duplicate_is_refused_where_it_stands(schedule, kind):
     )
 
 
+@pytest.mark.feature("D7")
 @pytest.mark.parametrize("schedule", VALID)
 def test_a_missing_backward_is_refused_at_its_forward(schedule):
     assert_refused(without(schedule, "0B1"), "0F1", "has no backward; expected one 0B1", "Add 0B1")

@@ -15,6 +15,7 @@ from tests.work import lines_run
 NOT_GIVEN = ("weight_context", "message", "parameter", "gradient", "optimizer", "checkpoint")
 
 
+@pytest.mark.feature("X44")
 def test_the_facts_of_a_schedule():
     schedule = build("1f1b", ranks=2, microbatches=3)
 

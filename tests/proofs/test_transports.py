@@ -63,6 +63,7 @@ def test_lanes_end_where_a_plain_machine_does(case):
             assert machine.run().is_complete == (verdict(each, name) == "ends")
 
 
+@pytest.mark.feature("C15", "X11")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_check_passes_what_a_plain_machine_of_the_model_runs_and_nothing_else(seed, is_full):

@@ -25,6 +25,7 @@ MOST_NOT_RUN = 0.05
 """The share of cases that Penstock may refuse, or that plain torch cannot run."""
 
 
+@pytest.mark.feature("X52")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_random_models_train_as_on_one_process(is_full, request):

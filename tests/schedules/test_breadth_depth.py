@@ -32,6 +32,7 @@ def text_of(schedule):
     return [" ".join(word if "." in word else f"{word}.0" for word in text.split()) for text in texts]
 
 
+@pytest.mark.feature("B8")
 def test_a_group_is_done_before_the_next_begins():
     assert_grid(
         build("breadth-depth", ranks=2, microbatches=4, breadth=2, depth=2),
@@ -42,6 +43,7 @@ def test_a_group_is_done_before_the_next_begins():
     )
 
 
+@pytest.mark.feature("B8")
 def test_slices_come_back_in_reverse():
     assert_grid(
         build("breadth-depth", ranks=2, microbatches=2, stages_per_rank=1, slices=2),
@@ -121,6 +123,7 @@ def test_bubble_and_memory_are_those_promised(depth, slices):
     assert found.peak_activations == [12 // depth * 2 * slices] * 3
 
 
+@pytest.mark.feature("B8")
 @pytest.mark.parametrize(("key", "ranks"), recorded("fast_llm", "train/"))
 def test_the_order_is_that_of_fast_llm(key, ranks):
     """Where the first stages are frozen, Fast-LLM leaves out their backwards; the rest keeps its order."""

@@ -37,6 +37,7 @@ def noting(seen):
     return note
 
 
+@pytest.mark.feature("B17")
 def test_a_function_is_built_like_a_family():
     schedule = build(all_forward_first, **SIZE)
 

@@ -30,6 +30,7 @@ def test_first_and_last_stage_share_a_rank():
     assert build("dualpipe-v", ranks=3, microbatches=6).placement == Placement.vee(3)
 
 
+@pytest.mark.feature("X38")
 @pytest.mark.parametrize(("key", "ranks"), recorded("torch", "compute/DualPipeV"))
 def test_the_order_is_that_of_torch(key, ranks):
     assert built("dualpipe-v", key) == ranks

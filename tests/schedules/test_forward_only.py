@@ -7,6 +7,7 @@ from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded
 
 
+@pytest.mark.feature("B11")
 def test_every_microbatch_goes_forward_in_order():
     assert_grid(
         build("forward-only", ranks=4, microbatches=6),

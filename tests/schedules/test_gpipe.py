@@ -7,6 +7,7 @@ from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded
 
 
+@pytest.mark.feature("B2")
 def test_all_forwards_come_before_all_backwards():
     assert_grid(
         build("gpipe", ranks=4, microbatches=6),

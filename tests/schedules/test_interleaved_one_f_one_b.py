@@ -9,6 +9,7 @@ from tests.schedules.groupings import PARTS, SHAPES, group_of_torch, groupings
 from tests.schedules.timing import timeline
 
 
+@pytest.mark.feature("B5")
 def test_groups_follow_each_other():
     assert_grid(
         build("interleaved-1f1b", ranks=3, microbatches=6),
@@ -94,6 +95,7 @@ def test_one_stage_per_rank_is_1f1b_with_an_eager_warm_up():
     assert interleaved == build("1f1b", warmup="eager", **shape)
 
 
+@pytest.mark.feature("B5")
 def test_any_number_of_stages_runs():
     assert_grid(
         build("interleaved-1f1b", ranks=2, microbatches=2, stages=3),
@@ -104,6 +106,7 @@ def test_any_number_of_stages_runs():
     )
 
 
+@pytest.mark.feature("B6")
 def test_all_forwards_can_come_first():
     assert_grid(
         build("interleaved-1f1b", ranks=2, microbatches=2, all_forward_first=True),
@@ -187,6 +190,7 @@ def test_the_forwards_are_those_of_megatron(key, ranks):
     assert built("interleaved-1f1b", key, forward_only=True) == ranks
 
 
+@pytest.mark.feature("X13")
 @pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "head_interleaved"))
 def test_groups_of_every_size_are_those_of_megatron(key, ranks):
     assert built("interleaved-1f1b", key, group=sizes(key)["group"]) == ranks

@@ -83,6 +83,7 @@ def test_small_groups_hold_less(group):
     assert found.peak_activations == [2 * group + 4] * 4
 
 
+@pytest.mark.feature("X38")
 @pytest.mark.parametrize(("key", "ranks"), recorded("torch", "compute/InterleavedZeroBubble"))
 def test_the_order_is_that_of_torch(key, ranks):
     found = sizes(key)

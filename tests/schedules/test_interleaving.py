@@ -159,6 +159,7 @@ def skews_that_can_run(groups, num_ranks):
     return (1, 2) if len(groups.sizes) == 1 or groups.sizes[0] >= num_ranks else (1,)
 
 
+@pytest.mark.feature("B5")
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
 def test_every_shape_can_run_in_groups_of_every_size(num_ranks):

@@ -8,6 +8,7 @@ from tests.schedules.golden import built, recorded
 from tests.schedules.timing import timeline
 
 
+@pytest.mark.feature("B7")
 def test_all_microbatches_run_on_a_stage_before_the_next():
     assert_grid(
         build("looped-bfs", ranks=4, microbatches=6),
@@ -73,6 +74,7 @@ def test_bubble_and_memory_are_those_promised(ranks, per_rank, microbatches, bac
     assert found.peak_activations == [microbatches * per_rank] * ranks
 
 
+@pytest.mark.feature("X38")
 @pytest.mark.parametrize(("key", "ranks"), recorded("torch", "compute/LoopedBFS"))
 def test_the_descending_order_is_that_of_torch(key, ranks):
     assert built("looped-bfs", key, backward_order="descending") == ranks

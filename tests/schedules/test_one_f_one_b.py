@@ -7,6 +7,7 @@ from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded
 
 
+@pytest.mark.feature("0.16", "B3")
 def test_after_its_warm_up_a_rank_alternates():
     assert_grid(
         build("1f1b", ranks=4, microbatches=6),
@@ -30,6 +31,7 @@ def test_in_time_the_last_rank_never_waits():
     )
 
 
+@pytest.mark.feature("0.9", "B3")
 def test_eager_warm_up_is_twice_as_long():
     assert_grid(
         build("1f1b", ranks=4, microbatches=6, warmup="eager"),
@@ -72,6 +74,7 @@ def test_the_forwards_are_those_of_megatron(key, ranks):
     assert built("1f1b", key, forward_only=True) == ranks
 
 
+@pytest.mark.feature("B12")
 @pytest.mark.parametrize(("key", "ranks"), recorded("deepspeed", "TrainSchedule"))
 def test_the_order_is_that_of_deepspeed(key, ranks):
     assert built("1f1b", key) == ranks

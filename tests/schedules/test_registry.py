@@ -48,6 +48,7 @@ def test_forwards_alone_are_taken_out_of_what_it_gives():
     assert_grid(build("zigzag", **SIZE, forward_only=True), "0F0 0F1\n1F0 1F1")
 
 
+@pytest.mark.feature("0.3")
 @pytest.mark.usefixtures("zigzag")
 def test_an_unknown_name_is_told_with_the_nearest_of_all():
     with pytest.raises(ConfigError, match=r"no schedule 'zigzog'; known: .*, zigzag\. Did you mean 'zigzag'"):

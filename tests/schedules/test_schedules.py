@@ -27,6 +27,7 @@ def test_every_family_can_run_its_forwards_again(name):
     assert build(name, ranks=2, microbatches=4, recompute=True, forward_only=True) == plain.forward_only()
 
 
+@pytest.mark.feature("B4")
 @given(schedules())
 def test_every_stage_and_microbatch_has_its_actions_once_on_its_rank(schedule):
     placement = schedule.placement
@@ -60,6 +61,7 @@ def test_a_family_builds_under_its_own_name(name):
     assert (schedule.num_ranks, schedule.num_microbatches, schedule.num_slices) == (ranks, microbatches, 1)
 
 
+@pytest.mark.feature("0.4", "0.5")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_forward_only_builds_no_backward(name):
     ranks, microbatches = FAMILIES[name].example
@@ -82,6 +84,7 @@ def test_stages_can_be_given_in_total_or_per_rank():
     assert build("forward-only", ranks=2, microbatches=2, stages=5).num_stages == 5
 
 
+@pytest.mark.feature("0.3", "B20")
 @pytest.mark.parametrize(
     ("name", "given_", "told"),
     [

@@ -30,6 +30,7 @@ def test_four_ranks_as_in_its_docstring():
     )
 
 
+@pytest.mark.feature("B1")
 @pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "no_pipelining/train"))
 def test_one_rank_does_what_megatron_does_without_pipelining(key, ranks):
     assert built("sequential", key) == ranks

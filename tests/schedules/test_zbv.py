@@ -43,6 +43,7 @@ def test_with_few_microbatches_those_beyond_them_are_left_out():
     )
 
 
+@pytest.mark.feature("X38")
 @pytest.mark.parametrize(("key", "ranks"), recorded("torch", "compute/ZBVZeroBubble"))
 def test_the_order_is_that_of_torch(key, ranks):
     assert built("zbv", key) == ranks

@@ -295,6 +295,7 @@ def test_a_reduction_that_blocks_between_computations_is_synchronisation():
     assert seconds(found, 0) == {"synchronisation": 0.75, "launch": 4 * 0.25}  # all launches but that of 0F0
 
 
+@pytest.mark.feature("X5")
 def test_waiting_for_a_microbatch_is_data_on_its_rank_and_on_those_that_wait_for_it():
     program = drawn("0F0 0F1", "1F0 1F1", "2F0 2F1", num_microbatches=2)
     timeline = with_slow_data(program, Costs.uniform(), {row_of(program, "0F1"): 2.5})

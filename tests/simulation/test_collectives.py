@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
@@ -50,6 +52,7 @@ def test_a_step_without_an_optimizer_is_over_when_its_reductions_are():
     assert (timeline.makespan_s, timeline.step_s) == (3, 7)
 
 
+@pytest.mark.feature("H4")
 def test_gathers_and_reductions_share_one_lane_in_the_order_of_the_program():
     program = sharded("0F0 0B0 1UNSHARD 0REDUCE_GRAD 2UNSHARD 1F0 2F0")
 
@@ -114,6 +117,7 @@ def test_tied_groups_are_reduced_one_after_the_other_in_their_order():
     assert (ends(timeline)["0REDUCE_TIED0"], ends(timeline)["1REDUCE_TIED1"]) == (8, 9)
 
 
+@pytest.mark.feature("X23")
 def test_a_member_comes_to_a_tied_reduction_when_its_own_reductions_are_over():
     program = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_TIED0", "2F0 2B0 2REDUCE_TIED0")
 

@@ -76,6 +76,7 @@ def gradients_of(transport, schedule, kinds):
     return {name: parameter.grad for name, parameter in pipeline.named_parameters()}
 
 
+@pytest.mark.feature("X52")
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
 def test_checkpointing_changes_no_bit_of_the_gradients_under_a_schedule(schedule):

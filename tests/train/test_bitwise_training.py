@@ -73,6 +73,7 @@ def merged(results):
     return outcomes[0], {name: weight for _, weights in results for name, weight in weights.items()}
 
 
+@pytest.mark.feature("X42", "X47")
 @pytest.mark.slow
 @pytest.mark.parametrize("weighting", [EVEN, RAGGED, BY_TOKENS], ids=["even", "ragged", "by tokens"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -141,6 +141,7 @@ def test_the_folder_holds_all_that_is_promised(finished):
     assert json.loads((folder / "summary.json").read_text())["held_out_loss"] == result.held_out_loss
 
 
+@pytest.mark.feature("F4")
 def test_the_lines_tell_what_is_trained_how_it_went_and_where_to_look(finished):
     folder, result, printed = finished
 
@@ -176,6 +177,7 @@ def test_what_stays_fits_a_narrow_terminal(tmp_path, text, monkeypatch):
     assert [line for line in (*opening, *listing) if len(line) > 40] == []
 
 
+@pytest.mark.feature("H7")
 def test_the_recorded_step_reads_back_as_it_was_measured(finished):
     folder, result, _ = finished
 
@@ -278,6 +280,7 @@ def train_as_rank(rank, table):
     return result.loss, result.held_out_loss, output.getvalue()
 
 
+@pytest.mark.feature("X45")
 def test_processes_train_the_same_weights_bit_for_bit_and_only_rank_0_speaks(finished, tmp_path, text):
     folder, alone, _ = finished
 
@@ -320,6 +323,7 @@ def test_a_run_that_is_looked_at_trains_the_same_bits_and_leaves_a_log(tmp_path,
 # ---- precision, and how a run ends
 
 
+@pytest.mark.feature("E15")
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 def test_low_precision_learns_as_float32_does_and_says_so(tmp_path, text, compute):
     longer, slower = {"steps": 30, "evaluate_every": 0, "record_step": 0}, {"learning_rate": 3e-3}

@@ -136,6 +136,7 @@ def assert_same(results, expected, plain):
         assert torch.equal(mains[name], plain.mains[name])
 
 
+@pytest.mark.feature("E11", "E15")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(CASES))
 def test_schedules_and_ranks_change_no_bit(case):

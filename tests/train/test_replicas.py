@@ -171,6 +171,7 @@ SECTIONS = {
 }
 
 
+@pytest.mark.feature("X40")
 @pytest.mark.parametrize("sort", SECTIONS)
 def test_replicas_train_as_one_process_does(inputs, tmp_path, four, sort):
     sections = SECTIONS[sort](inputs)
@@ -329,6 +330,7 @@ def test_the_folder_has_the_figures_of_the_first_replica_once_and_a_profile_of_e
     assert "4 ranks on CPU, backend gloo; precision float64\n" in printed
 
 
+@pytest.mark.feature("X41")
 @pytest.mark.parametrize(
     ("in_forward", "is_dry", "told"),
     [(True, False, "the loss is nan"), (False, False, "the gradient norm is nan"), (False, True, "the gradient norm")],

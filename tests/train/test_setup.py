@@ -34,6 +34,7 @@ def with_pipeline(**settings):
     return config_of(pipeline={"ranks": 2, "microbatches": 4} | settings)
 
 
+@pytest.mark.feature("A15")
 def test_the_named_schedule_is_built_with_its_options():
     config = with_pipeline(schedule="1f1b", options={"warmup": "eager"})
 

@@ -25,6 +25,7 @@ def trainer_of(pipeline, **precision):
     return Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS, **precision)
 
 
+@pytest.mark.feature("A16", "E12")
 def test_a_dry_run_changes_no_weight_and_tells_the_same_losses():
     batches = [[random_batch(step)] for step in range(2)]
 
@@ -48,6 +49,7 @@ def test_a_dry_run_changes_no_weight_and_tells_the_same_losses():
         assert set(gradients) == {None}
 
 
+@pytest.mark.feature("E12")
 def test_a_dry_run_sums_no_gradient_of_a_tied_weight_over_ranks(monkeypatch):
     sums = []
     monkeypatch.setattr(tied, "sum_over", lambda *given: sums.append(given) or sum_over(*given))
@@ -68,6 +70,7 @@ def skipping(**options):
     return Precision(PrecisionSection(not_finite="skip", **options))
 
 
+@pytest.mark.feature("X41")
 def test_by_setting_a_step_that_is_not_finite_is_skipped_on_all_ranks():
     def case(transport):
         factor = [1.0]
@@ -129,6 +132,7 @@ def test_a_ramp_up_makes_each_step_the_mean_of_its_batches():
 # ---- where it began
 
 
+@pytest.mark.feature("E11")
 @pytest.mark.parametrize(("compute", "schedule"), [("model", "1f1b"), ("bfloat16", "zb-h1")])
 def test_the_message_names_rank_stage_microbatch_and_tensor_of_the_first_bad_gradient(compute, schedule):
     """A weight of the first rank has a bad gradient in microbatch 2 of the second batch."""

@@ -42,6 +42,7 @@ def train(num_ranks, batches_of_steps, num_batches=1, layers=None, **options):
     return on_small_pipelines(num_ranks, case, layers or small_layers("float64"), scale_loss=scale, **options)
 
 
+@pytest.mark.feature("A16", "E15")
 def test_the_loss_falls_and_every_rank_is_told_the_same():
     outcomes, others = (result[0] for result in train(2, [[random_batch(0)]] * 8))
 
@@ -148,6 +149,7 @@ def train_on_the_mean_plainly(batches_of_steps):
     return told, {name: parameter.detach() for name, parameter in named}
 
 
+@pytest.mark.feature("0.15")
 @pytest.mark.parametrize("num_batches", [2, 3])
 def test_losses_that_layers_add_are_trained_and_told_as_their_mean_over_the_batches_too(num_batches):
     batches = [[random_batch(num_batches * step + index) for index in range(num_batches)] for step in range(2)]
@@ -165,6 +167,7 @@ def test_losses_that_layers_add_are_trained_and_told_as_their_mean_over_the_batc
             torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)
 
 
+@pytest.mark.feature("E6", "E10")
 def test_no_gradient_stays_behind_a_step():
     [(_, _, pipeline)] = train(1, [[random_batch(0)]])
 
@@ -270,6 +273,7 @@ def test_a_recorded_step_tells_how_long_each_rank_waited_for_which_microbatch_of
         assert [lead_in.data_s for lead_in in with_first_waits(recorded.timeline, recorded.prologues)] == [16.0, 16.0]
 
 
+@pytest.mark.feature("X41")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("where", "what"), [("loss", "the loss"), ("gradient", "the gradient norm")])
 def test_numbers_that_are_not_finite_stop_every_rank_and_change_no_weight(value, where, what):
@@ -362,6 +366,7 @@ def evaluate(num_ranks, batches, weights=None):
     return on_small_pipelines(num_ranks, case)
 
 
+@pytest.mark.feature("X40")
 def test_the_loss_is_the_mean_over_the_batches_on_every_rank():
     batches = [random_batch(seed) for seed in range(3)]
 

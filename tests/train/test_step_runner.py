@@ -98,6 +98,7 @@ def test_memory_is_gathered_where_it_is_due(text, pipelines, every, told):
     assert all(10 * 2**20 < size < 2**40 for each in metrics for size in each.peak_bytes)
 
 
+@pytest.mark.feature("X5")
 def test_the_wait_for_batches_is_told(text, pipelines, monkeypatch):
     batch = TokenDataset.batch
     monkeypatch.setattr(

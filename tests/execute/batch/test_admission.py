@@ -65,6 +65,7 @@ def test_every_rank_knows_the_sizes_and_has_the_parts_that_it_was_given():
     assert first.agreed.signature == middle.agreed.signature == last.agreed.signature
 
 
+@pytest.mark.feature("A5")
 def test_ragged_sizes_reach_ranks_that_were_given_nothing():
     calls = [((torch.arange(5),), {}, None), NOTHING]
 
@@ -215,6 +216,7 @@ def test_slices_and_their_lengths_reach_every_rank():
     assert first.agreed.signature == middle.agreed.signature == last.agreed.signature
 
 
+@pytest.mark.feature("A6")
 def test_every_rank_with_a_last_stage_needs_the_target_where_another_has_it():
     calls = [INPUTS_ONLY, TARGET_ONLY]
 

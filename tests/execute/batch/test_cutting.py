@@ -27,6 +27,7 @@ class Batch:
     scale: float = 1.0
 
 
+@pytest.mark.feature("0.8", "A6")
 def test_args_keywords_and_target_are_split_alike():
     x, mask, target = rows(6, 2), rows(6), rows(6, 3)
 
@@ -73,6 +74,7 @@ def test_what_is_no_tensor_is_replicated():
         assert part.args[1]["scalar"] == 7.0
 
 
+@pytest.mark.feature("A4")
 def test_nested_trees_keep_their_form():
     parts = split_batch((Batch((rows(4), [rows(4, 2)]), 2.0),), {}, {"y": rows(4)}, num_microbatches=2)
 
@@ -82,6 +84,7 @@ def test_nested_trees_keep_their_form():
     assert parts[1].target["y"].tolist() == [2.0, 3.0]
 
 
+@pytest.mark.feature("A4", "G5")
 def test_specs_choose_the_dimension_or_replicate():
     x, table, mask, target = rows(8, 4).T, rows(16, 2), rows(3, 3), rows(8)
     specs = BatchSpec(args=(Split(1), {"table": Replicate()}), kwargs={"mask": Replicate()}, target=Split())
@@ -110,6 +113,7 @@ def test_an_unbatched_mask_is_caught_and_not_cut():
     assert "Replicate()" in message
 
 
+@pytest.mark.feature("0.8", "F5")
 def test_rows_that_do_not_divide_are_an_error_with_every_way_out():
     with pytest.raises(PipelineError) as caught:
         split_batch((), {"mask": [1, rows(10, 3)]}, None, num_microbatches=4)
@@ -161,6 +165,7 @@ def test_presplit_parts_decide_the_sizes_of_whole_tensors():
     assert [part.target.tolist() for part in parts] == [[0.0, 1.0, 2.0], [3.0]]
 
 
+@pytest.mark.feature("A2")
 def test_presplit_and_whole_batches_give_the_same_microbatches():
     x, target = rows(6, 2), rows(6)
 
@@ -182,6 +187,7 @@ def test_a_presplit_marked_replicate_counts_no_rows():
     assert [len(part.args[1]) for part in parts] == [5, 9]
 
 
+@pytest.mark.feature("A3")
 @pytest.mark.parametrize(
     ("args", "specs", "message"),
     [

@@ -96,6 +96,7 @@ def host_batches_train_as_those_of_the_device(device, form, is_pinned):
     assert all(map(torch.equal, weights, expected_weights))
 
 
+@pytest.mark.feature("H1")
 @pytest.mark.parametrize("is_pinned", [False, True], ids=["pageable", "pinned"])
 @pytest.mark.parametrize("form", ["whole", "pre-split", "consumed", "transposed", "stream"])
 def test_batches_in_the_memory_of_the_host_train_as_those_of_the_device(on_device, form, is_pinned):

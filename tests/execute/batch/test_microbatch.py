@@ -21,6 +21,7 @@ def rows(num_rows, *others):
     return torch.arange(float(num_rows)).reshape(num_rows, *[1] * len(others)).expand(num_rows, *others).clone()
 
 
+@pytest.mark.feature("A7")
 def test_outputs_are_concatenated_stacked_or_collected():
     outputs = [
         {"y": rows(2, 3), "n": (torch.tensor(1.0), 5, None)},

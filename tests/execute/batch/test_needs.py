@@ -12,6 +12,7 @@ GPU = torch.device("cuda", 0)
 ON_HOST, ELSEWHERE, NUMBER = torch.zeros(2), torch.zeros(2, device="meta"), torch.zeros(())
 
 
+@pytest.mark.feature("A5", "G1")
 def test_a_rank_wants_what_its_stages_take():
     placement = Placement.bidirectional(2)
 

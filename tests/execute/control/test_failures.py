@@ -30,6 +30,7 @@ def pipeline():
         yield ranks
 
 
+@pytest.mark.feature("D8")
 @pytest.mark.slow
 def test_after_a_rank_raised_anywhere_the_next_step_of_all_ranks_is_right(pipeline):
     for fault in RAISES:

@@ -27,6 +27,7 @@ def losses_of(num_microbatches, weights, fractions=(1.0,)):
     return StepLosses(num_microbatches, len(fractions), shares=LossShares(weights, [fractions] * num_microbatches))
 
 
+@pytest.mark.feature("A8")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_losses_arrive_with_their_bits_and_type(dtype):
     losses = [(torch.rand(3, dtype=torch.float64) / 3).to(dtype)[index] for index in range(3)]
@@ -37,6 +38,7 @@ def test_losses_arrive_with_their_bits_and_type(dtype):
         assert torch.equal(result.loss, losses[0] * 0.25 + losses[1] * 0.25 + losses[2] * 0.5)
 
 
+@pytest.mark.feature("0.13", "E13", "X35", "X45")
 def test_losses_may_lie_on_different_ranks():
     losses = [torch.tensor(1.5), torch.tensor(2.5)]
 
@@ -56,6 +58,7 @@ def test_a_loss_that_is_not_finite_stays_so_unless_it_weighs_nothing():
     assert [float(result.loss) for result in weighed] == [float("inf")] * 2
 
 
+@pytest.mark.feature("E14")
 def test_without_losses_there_is_no_loss():
     results = on_ranks(2, lambda wires: LossExchange(Control(wires), CPU).share(losses_of(2, [0.5, 0.5])))
 
@@ -158,6 +161,7 @@ def test_without_losses_of_layers_the_total_is_the_loss():
     assert result.total is result.loss
 
 
+@pytest.mark.feature("X35")
 def test_losses_of_any_names_take_one_gather_each_step():
     def case(wires):
         exchange = LossExchange(counted := Counted(wires), CPU)
@@ -181,6 +185,7 @@ def test_losses_of_several_types_keep_theirs():
         assert [(float(loss), loss.dtype) for loss in result.losses] == [(float(loss), loss.dtype) for loss in losses]
 
 
+@pytest.mark.feature("E14")
 def test_a_batch_in_which_nothing_counts_has_losses_of_0():
     (result,) = on_ranks(1, share_named, [("a", False, b, 0.0) for b in (0, 1)], (0.0, 0.0))
 

@@ -43,6 +43,7 @@ def test_without_rows_a_mean_weighs_all_the_same():
     assert microbatch_weights(of_sizes(0, 0), "mean") == [0.5, 0.5]
 
 
+@pytest.mark.feature("X39")
 def test_a_count_weighs_by_what_it_counts():
     targets = [torch.tensor([1, -100, 2]), torch.tensor([5, 6, 7]), torch.tensor([-100, -100, -100])]
 
@@ -52,6 +53,7 @@ def test_a_count_weighs_by_what_it_counts():
     assert all(type(weight) is float for weight in weights)
 
 
+@pytest.mark.feature("E14")
 def test_a_batch_without_tokens_weighs_nothing():
     assert microbatch_weights(of_sizes(1, 1), count=lambda target: 0) == [0.0, 0.0]
 

@@ -37,6 +37,7 @@ def test_a_scalar_loss_passes_untouched():
     assert read_loss(loss, 0).loss is loss
 
 
+@pytest.mark.feature("0.12")
 def test_a_loss_of_shape_1_is_taken_as_a_scalar_with_its_gradient():
     weight = torch.tensor([3.0], requires_grad=True)
 
@@ -59,6 +60,7 @@ def test_the_sum_of_named_losses_is_trained_and_each_is_reported():
     assert float(weight.grad) == 8.0
 
 
+@pytest.mark.feature("X20")
 @pytest.mark.parametrize("weight", [4, 4.0, torch.tensor(4), torch.tensor([4])])
 def test_a_sum_with_its_weight_is_a_mean(weight):
     total = torch.tensor(6.0, requires_grad=True)
@@ -132,6 +134,7 @@ class Telling(nn.Module):
         return output
 
 
+@pytest.mark.feature("E3")
 @pytest.mark.parametrize("loss", [lambda o, t, *, weight: o, lambda o, t, *, weight=1.0: o, Asking()])
 def test_a_loss_asks_for_its_factor_by_a_keyword(loss):
     assert takes_weight(loss)

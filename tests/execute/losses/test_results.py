@@ -10,6 +10,7 @@ from penstock.execute.losses.results import MicrobatchLosses, NamedLosses, repor
 from penstock.execute.losses.step_losses import StepLosses
 
 
+@pytest.mark.feature("0.13")
 def test_a_result_says_which_losses_there_are():
     losses, named = MicrobatchLosses([torch.tensor(1.0), torch.tensor(2.0)]), NamedLosses(balance=torch.tensor(3.0))
 
@@ -25,6 +26,7 @@ def test_a_result_says_which_losses_there_are():
     assert named.get("a") is None
 
 
+@pytest.mark.feature("0.13")
 def test_losses_travel_between_processes():
     losses, named = pickle.loads(pickle.dumps((MicrobatchLosses([1.0]), NamedLosses(a=2.0))))
 

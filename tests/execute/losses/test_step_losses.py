@@ -136,6 +136,7 @@ def test_a_loss_of_no_weight_begins_nothing():
     assert losses.computed[PLACE].isnan()
 
 
+@pytest.mark.feature("0.12")
 def test_a_loss_that_lets_go_of_the_output_is_refused():
     losses = losses_of(lambda output, target: output.detach())
 

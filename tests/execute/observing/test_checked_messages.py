@@ -123,6 +123,7 @@ class Swapping:
         return ticket
 
 
+@pytest.mark.feature("C13")
 def test_a_swapped_order_is_told_with_both_actions_and_their_indices():
     task = float_task(8)
 
@@ -172,6 +173,7 @@ def test_values_arrive_whatever_is_waited_for_first():
     assert torch.equal(found[1], values(1, 2, 2))
 
 
+@pytest.mark.feature("C13")
 def test_a_message_of_another_size_is_refused_before_it_is_taken():
     error = error_of(between, lambda wires: send(wires, values(0, 3)), lambda wires: receive(wires, torch.zeros(4)))
 
@@ -179,6 +181,7 @@ def test_a_message_of_another_size_is_refused_before_it_is_taken():
     assert "(step 0, part 0, 3 values) came" in str(error)
 
 
+@pytest.mark.feature("C13")
 def test_a_message_of_another_step_is_refused():
     def second(wires):
         wires.begin(SimpleNamespace(serial=1))

@@ -10,6 +10,7 @@ from tests.local_pipelines import error_of, on_pipelines, on_ranks, pipeline_of,
 TIED = [("0.weight", "4.weight")]
 
 
+@pytest.mark.feature("H10")
 @pytest.mark.parametrize(
     ("schedule", "options", "name"), [("1f1b", {"tied": TIED}, "4.weight"), ("dualpipe", {}, "2.1.bias")]
 )
@@ -47,6 +48,7 @@ def test_equal_copies_pass_in_training_and_evaluation():
     on_pipelines(2, task, case, debug="values", tied=TIED)
 
 
+@pytest.mark.feature("H10")
 def test_gradients_of_copies_are_compared_too_and_none_counts_as_zero():
     task = token_task(8)
 

@@ -14,6 +14,7 @@ def lines(caplog, level):
     return [record.getMessage() for record in caplog.records if record.name == "penstock" and record.levelno == level]
 
 
+@pytest.mark.feature("A17")
 def test_the_plan_is_told_at_info(caplog):
     caplog.set_level(logging.INFO, "penstock")
 
@@ -24,6 +25,7 @@ def test_the_plan_is_told_at_info(caplog):
     ]
 
 
+@pytest.mark.feature("A17")
 @pytest.mark.parametrize(
     ("schedule", "rank", "counts"),
     [
@@ -44,6 +46,7 @@ def test_the_phases_are_told_at_debug(caplog, schedule, rank, counts):
     ]
 
 
+@pytest.mark.feature("A17")
 def test_every_message_is_told_at_debug(caplog):
     task = float_task(4)
 
@@ -66,6 +69,7 @@ def test_where_nobody_listens_no_call_is_observed():
     assert message_log() == []
 
 
+@pytest.mark.feature("H9")
 def test_norms_are_told_per_parameter_and_once_over_all_ranks(caplog):
     task = token_task(8)
 

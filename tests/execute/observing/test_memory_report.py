@@ -95,6 +95,7 @@ def test_a_report_changes_no_bit_and_is_the_same_on_every_rank(name):
         assert all(torch.equal(gradient, gradients[name]) for name, gradient in own.items())
 
 
+@pytest.mark.feature("H8")
 def test_the_bytes_of_a_stage_are_those_of_its_layers():
     """A block saves its input, mean and deviation of the norm, the norm's output and its own output."""
     schedule, task = build("gpipe", ranks=3, microbatches=8), deep_task(3)
@@ -112,6 +113,7 @@ def test_the_bytes_of_a_stage_are_those_of_its_layers():
     assert report.ranks[1].stages[0].activation_bytes == 8 * saved
 
 
+@pytest.mark.feature("H8")
 def test_the_points_of_a_step_stand_in_order_and_add_up():
     schedule, task = build("1f1b", ranks=2, microbatches=8), deep_task(2)
 
@@ -239,6 +241,7 @@ def test_an_optimizer_is_counted_where_it_is_given():
     assert sizes == [None, *[2 * (2 * BLOCK_PARAMETERS) + FLOAT * num_parameters] * 2]
 
 
+@pytest.mark.feature("H8")
 def test_a_report_prints_the_tables_of_a_profile_and_is_one_line_in_a_shell():
     report = report_of(build("1f1b", ranks=2, microbatches=4), deep_task(4))[1][0]
 
@@ -277,10 +280,12 @@ def points_have_the_allocators_figures(device):
     assert peak.allocated_bytes >= peak.counted_bytes
 
 
+@pytest.mark.feature("H8")
 def test_on_a_device_the_points_have_the_allocators_figures(on_device):
     on_device(points_have_the_allocators_figures)
 
 
+@pytest.mark.feature("H8")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "offload"),

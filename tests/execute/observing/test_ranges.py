@@ -21,6 +21,7 @@ def names_in_trace(call):
     return [event.name for event in profiler.events()]
 
 
+@pytest.mark.feature("A18")
 @pytest.mark.parametrize(
     ("instruction", "name"),
     [
@@ -35,6 +36,7 @@ def test_a_range_is_named_in_words(instruction, name):
     assert range_name(instruction) == name
 
 
+@pytest.mark.feature("A18", "X26")
 @pytest.mark.slow
 def test_a_traced_step_names_its_instructions_in_order():
     task = float_task(8)
@@ -70,6 +72,7 @@ def test_a_wait_is_told_from_posting_its_receive():
     ]  # fmt: skip
 
 
+@pytest.mark.feature("A18")
 def test_a_phase_ends_with_the_first_backward_or_the_last_forward_of_its_rank():
     program = lower(build("1f1b", ranks=3, microbatches=4))
     first, end = program.offsets[:2]

@@ -33,6 +33,7 @@ def run(recorder, row, call, awaits=None):
     bound.call(None)
 
 
+@pytest.mark.feature("H11")
 def test_a_call_is_measured_from_its_start_to_its_end():
     times = iter([1.0, 2.0, 4.0])
     recorder = Recorder(range(7, 9), Clock(lambda: next(times)))

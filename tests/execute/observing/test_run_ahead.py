@@ -64,6 +64,7 @@ def program_of(microbatches=6):
     return lower(build("gpipe", ranks=1, microbatches=microbatches))
 
 
+@pytest.mark.feature("H3")
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_at_most_so_many_computations_are_pending(limit):
     device, program = Device(), program_of()

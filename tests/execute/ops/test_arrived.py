@@ -116,6 +116,7 @@ def most_in_second_step(transport, schedule):
     return transport.most
 
 
+@pytest.mark.feature("0.6", "C5")
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv"])
 def test_every_send_and_every_receive_is_waited_for_when_a_step_ends(name):
     def left_open(wires):
@@ -128,6 +129,7 @@ def test_every_send_and_every_receive_is_waited_for_when_a_step_ends(name):
         assert num_waits > 16
 
 
+@pytest.mark.feature("C5")
 @pytest.mark.parametrize("num_microbatches", [4, 16])
 def test_the_sent_tensors_that_a_step_holds_do_not_grow_with_its_microbatches(num_microbatches):
     schedule = build("1f1b", ranks=2, microbatches=num_microbatches)
@@ -225,6 +227,7 @@ class PostedReceives:
         return self._transport.post_receive(peer, tensor, tag)
 
 
+@pytest.mark.feature("C5", "D2", "X16")
 @pytest.mark.parametrize(("name", "limit"), [("gpipe", 4), ("1f1b", 3), ("zbv", 5)])
 def test_an_output_is_let_go_of_once_the_peer_has_used_it(name, limit):
     schedule = build(name, ranks=2, microbatches=16)

@@ -75,6 +75,7 @@ def local_stages(outputs):
     return run_row, step, said
 
 
+@pytest.mark.feature("C17")
 def test_outputs_and_gradients_of_a_stage_on_this_rank_stay_here():
     value = torch.ones(2, requires_grad=True)
     run_row, step, said = local_stages(value)

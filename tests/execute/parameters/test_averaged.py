@@ -40,6 +40,7 @@ def train_wrapped(rank, schedule, options):
     return gradients_of(pipeline, "main_grad" if "main_gradients" in options else "grad")
 
 
+@pytest.mark.feature("B13", "E4")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe"])
 def test_gradients_are_those_of_the_whole_batch(four_ranks, schedule):
     assert_gradients(four_ranks.run(train_wrapped, schedule, {}), expected_gradients())
@@ -89,6 +90,7 @@ def one_process_tied(seeds):
     return expected | {"3.0.weight": expected["0.0.weight"]}
 
 
+@pytest.mark.feature("E4")
 @pytest.mark.parametrize("sync", ["each", "layers", "pipeline"])
 def test_gradients_of_several_steps_add_up(four_ranks, sync):
     found = four_ranks.run(train_accumulating, "1f1b", sync, ())
@@ -98,6 +100,7 @@ def test_gradients_of_several_steps_add_up(four_ranks, sync):
     assert averaged is (sync == "each")  # under the caller's no_sync each replica has its own sum
 
 
+@pytest.mark.feature("E8")
 @pytest.mark.parametrize("sync", ["layers", "pipeline"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_tied_gradients_of_several_steps_add_up_also_where_only_the_last_is_synchronised(four_ranks, schedule, sync):

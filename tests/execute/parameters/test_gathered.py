@@ -1,5 +1,6 @@
 """A block has this replica's rows, and whole parameters while they are filled; modules hold the one or the other."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -64,6 +65,7 @@ def test_parameters_of_one_type_are_one_piece_of_memory():
         assert addresses == {block.own.untyped_storage().data_ptr()}
 
 
+@pytest.mark.feature("X3")
 def test_autograd_accepts_a_weight_that_was_dropped_and_filled_again():
     replicas = two_replicas()
     modules, blocks = replicas[0]

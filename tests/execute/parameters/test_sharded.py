@@ -47,6 +47,7 @@ class Replica:
         return [None if each.grad is None else local_part(each.grad).clone() for each in self.shards]
 
 
+@pytest.mark.feature("H4")
 def test_a_gather_gives_whole_parameters_and_a_reduction_the_rows_of_the_sum():
     def case(transport):
         replica = Replica(transport)
@@ -65,6 +66,7 @@ def test_a_gather_gives_whole_parameters_and_a_reduction_the_rows_of_the_sum():
         assert bias.tolist() == [6.0] * 2
 
 
+@pytest.mark.feature("E5")
 def test_reductions_of_a_step_add_up_and_the_last_one_adds_to_what_was_there():
     def case(transport):
         replica = Replica(transport)

@@ -66,6 +66,7 @@ def reduced(wires, ranks, gradient, *, accumulated=None):
     return copied.parameters["weight"].grad
 
 
+@pytest.mark.feature("H5")
 def test_all_holders_start_with_the_owners_value():
     def case(wires):
         copied = copy_of(parameter_of(wires.rank), [1, 0, 2])
@@ -75,6 +76,7 @@ def test_all_holders_start_with_the_owners_value():
     assert [value.unique().tolist() for value in on_ranks(3, case)] == [[1.0], [1.0], [1.0]]
 
 
+@pytest.mark.feature("E8", "X23")
 def test_all_holders_get_the_sum_of_this_step_on_top_of_what_was_accumulated():
     def case(wires):
         if wires.rank == 1:
@@ -258,6 +260,7 @@ LOOPED = Schedule.from_actions(
 SHAPES = {"one stage": (1, "1f1b"), "one rank": (2, LOOPED), "two ranks": (2, "1f1b"), "three ranks": (3, "1f1b")}
 
 
+@pytest.mark.feature("E7")
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", WAYS)

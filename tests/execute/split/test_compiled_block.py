@@ -270,6 +270,7 @@ def same(one, other):
     return all(each is other[name] or torch.equal(each, other[name]) for name, each in one.items())
 
 
+@pytest.mark.feature("X52")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("make", WAITING)
 def test_both_parts_together_are_the_whole_backward_bit_for_bit(make, backend):

@@ -240,6 +240,7 @@ def notes_of(run):
     return list(RUNS)
 
 
+@pytest.mark.feature("X18")
 @pytest.mark.parametrize(
     ("name", "early", "late"),
     [

@@ -389,6 +389,7 @@ def assert_same(module, inputs, is_close=torch.equal, num_steps=3, **options):
         assert differing(module, other, inputs, plan, is_close, **options) == [], number
 
 
+@pytest.mark.feature("X19")
 @pytest.mark.parametrize("name", HIDDEN)
 def test_both_parts_are_the_whole_backward_bit_for_bit(name):
     assert_same(settle(HIDDEN[name](), 1), values(1, 2, 3, WIDTH))
@@ -435,6 +436,7 @@ def test_a_forward_that_is_replaced_between_steps_is_run(use_reentrant):
         assert differing(module, other, inputs, plan, close_to_rounding) == []
 
 
+@pytest.mark.feature("X18")
 def test_convolutions_and_batch_norms_have_the_same_gradients():
     assert_same(settle(convolutions(), 1), values(1, *IMAGES))
 

@@ -194,6 +194,7 @@ def early_and_late(module, inputs, plan=None):
     return early, list(RUNS)
 
 
+@pytest.mark.feature("X18")
 @pytest.mark.parametrize("needs_gradient", [True, False])
 @pytest.mark.parametrize(
     ("name", "early", "late"),

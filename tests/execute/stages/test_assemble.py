@@ -50,6 +50,7 @@ def put_together(layers, rank, placement=LINE, slices=SLICES, **options):
     return assemble(layers, placement, slices, rank, device=CPU, **options)
 
 
+@pytest.mark.feature("X28")
 def test_only_the_layers_of_the_own_stages_are_built():
     built = []
 
@@ -105,6 +106,7 @@ def test_every_rank_knows_the_group_and_holders_know_each_other(make):
     assert [set(assembly.owner_names) for assembly in assemblies] == [set(), set(), {"3.weight"}]
 
 
+@pytest.mark.feature("X29")
 def test_a_spec_says_what_it_is_tied_to():
     layers = specs(out={"tied": (("weight", "in.weight"), ("bias", "in.bias"))})
 
@@ -440,6 +442,7 @@ def test_a_stage_that_no_skip_concerns_is_told_of_none():
     assert on_ranks(3, case) == [{}, {}, {}]
 
 
+@pytest.mark.feature("F7")
 def test_a_stage_knows_where_its_first_layer_stands_in_the_model():
     found = [assemble(specs(), LINE, SLICES, rank, device=CPU).stages[0].first_layer for rank in range(3)]
 

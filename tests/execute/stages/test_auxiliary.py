@@ -92,6 +92,7 @@ def square_mean(output):
     return output.square().mean()
 
 
+@pytest.mark.feature("0.15")
 def test_what_several_stages_of_a_rank_add_is_added_up():
     one, losses = stage_and_step()
 

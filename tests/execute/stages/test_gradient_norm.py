@@ -48,6 +48,7 @@ def spread(gradients, rank_of_gradient):
     return ranks
 
 
+@pytest.mark.feature("X42")
 @given(rank_of_gradient=SHARES)
 def test_norm_and_clipped_gradients_have_the_same_bits_whatever_the_split(rank_of_gradient):
     unsplit, split = random_gradients(), random_gradients()

@@ -28,6 +28,7 @@ def test_a_stage_runs_its_layers_one_after_another():
     assert torch.equal(output, nn.Sequential(*layers)(values(1, 3, WIDTH)))
 
 
+@pytest.mark.feature("D1")
 def test_a_backward_through_two_stages_is_the_backward_through_both():
     layers = float_layers(num_layers=2)
     first = OneStage(Stage(0, {"0": layers[0]}))
@@ -132,6 +133,7 @@ def test_an_output_that_is_the_input_hands_its_gradient_through():
     assert torch.equal(gradient, values(5, 3, WIDTH))
 
 
+@pytest.mark.feature("D2", "D3", "X16")
 def test_the_output_itself_is_free_as_soon_as_its_holder_drops_it():
     # A linear layer's backward needs its input only.
     output, saved = OneStage(Stage(0, {"0": nn.Linear(WIDTH, WIDTH)})).forward(leaf())

@@ -98,6 +98,7 @@ def learn_alone():
     return dict(named(layers))
 
 
+@pytest.mark.feature("X29")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",

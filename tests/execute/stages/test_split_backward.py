@@ -71,6 +71,7 @@ def test_the_input_gradient_is_there_after_the_input_part():
     assert torch.equal(run(OneStage.backward_input)[0], run(OneStage.backward)[0])
 
 
+@pytest.mark.feature("X18")
 def test_the_gradients_of_matrices_come_with_the_weight_part():
     *_, weight, bias = run(OneStage.backward_input)
 
@@ -109,6 +110,7 @@ def test_what_is_no_longer_needed_is_let_go_after_each_part():
     assert saved.deferred is None
 
 
+@pytest.mark.feature("X18")
 def test_weights_that_cannot_wait_have_their_gradients_and_are_named_once():
     stage = OneStage(Stage(3, {"0": custom()}), is_split=True)
 

@@ -48,6 +48,7 @@ def train_sharded(rank, make, schedule, options):
     return gradients_of(pipeline, "main_grad" if "main_gradients" in options else "grad")
 
 
+@pytest.mark.feature("E5")
 @pytest.mark.parametrize(
     ("make", "schedule", "options"),
     [
@@ -199,6 +200,7 @@ def refused_splits(rank):
     return found
 
 
+@pytest.mark.feature("E5")
 def test_sharded_layers_are_refused_where_backwards_are_split(four_ranks):
     for zb_h1, zbv, profile in four_ranks.run(refused_splits):
         assert re.search(r"layer \d \(FSDPSequential\): fully_shard .* but zb-h1 splits .*such as 1f1b", zb_h1)

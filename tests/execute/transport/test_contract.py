@@ -125,6 +125,7 @@ def posted_ahead(transport, num_messages):
     return [tensor[3].item() for tensor in filled]
 
 
+@pytest.mark.feature("0.14")
 def test_receives_posted_ahead_in_both_directions_match_in_order_whatever_the_order_of_waits(on_ranks):
     answers = on_ranks(2, posted_ahead, 30)
 
@@ -158,6 +159,7 @@ def all_to_all(transport):
     return [filled[peer].item() for peer in peers]
 
 
+@pytest.mark.feature("C2")
 def test_every_ordered_pair_of_ranks_is_a_channel_of_its_own(on_ranks):
     assert on_ranks(3, all_to_all) == [[10.0, 20.0], [1.0, 21.0], [2.0, 12.0]]
 
@@ -190,6 +192,7 @@ def exchange_samples(transport, kind):
     return [torch.equal(got, sample) for got, sample in zip(received, SAMPLES[kind], strict=True)]
 
 
+@pytest.mark.feature("X34")
 def test_types_empty_scalar_and_non_contiguous_tensors_arrive_unchanged(on_ranks):
     assert on_ranks(2, exchange_samples, "plain")[1] == [True] * len(SAMPLES["plain"])
 
@@ -211,6 +214,7 @@ def drop_tensors_after_posting(transport):
     return [receive(transport, 0, torch.zeros(50_000)).unique().tolist() for _ in range(5)]
 
 
+@pytest.mark.feature("0.7", "X10")
 def test_a_posted_tensor_stays_alive_until_it_is_sent(on_ranks):
     assert on_ranks(2, drop_tensors_after_posting)[1] == [[float(k)] for k in range(5)]
 
@@ -421,6 +425,7 @@ def use_after_abort(transport):
     return answers
 
 
+@pytest.mark.feature("H12")
 def test_every_use_after_abort_fails_at_once(on_ranks):
     for failures in on_ranks(2, use_after_abort):
         assert [failure["kind"] for failure in failures] == [PeerLost] * 3
@@ -578,6 +583,7 @@ def two_pipelines(rank):
     return answers
 
 
+@pytest.mark.feature("C18", "X25")
 @pytest.mark.slow
 def test_peers_are_counted_within_the_group_so_two_pipelines_do_not_meet():
     answers = run_ranks(4, two_pipelines, timeout_s=MAX_WAIT_S)
@@ -596,6 +602,7 @@ def test_ranks_on_devices_of_different_kinds_are_refused_before_they_connect():
     assert run_ranks(2, on_devices_of_two_kinds, timeout_s=MAX_WAIT_S) == [f"{text}; give all ranks one kind"] * 2
 
 
+@pytest.mark.feature("H12")
 def test_without_a_process_group_the_error_says_what_to_call():
     with pytest.raises(PipelineError, match="init_process_group"):
         TorchTransport()

@@ -131,6 +131,7 @@ def test_a_peer_that_has_given_up_ends_a_wait_before_its_deadline():
     assert (error.peer, str(error)) == (2, "rank 0: rank 2 has given up the step. Look at its output for the cause")
 
 
+@pytest.mark.feature("H3")
 def test_the_time_against_a_peer_begins_when_the_device_has_come_to_the_receive():
     device, notes = Device(), Notes()
     queue = queue_of(device, Work(), notes=notes)

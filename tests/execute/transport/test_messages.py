@@ -88,6 +88,7 @@ def exchange(wires, steps, **options):
     return [found for found, _ in results], [num_messages for _, num_messages in results]
 
 
+@pytest.mark.feature("0.16", "C11")
 def test_the_first_message_of_a_layout_carries_a_header_and_later_ones_none():
     steps = [{FIRST: values(step, 2, 3)} for step in range(3)]
 
@@ -97,6 +98,7 @@ def test_the_first_message_of_a_layout_carries_a_header_and_later_ones_none():
     assert all(torch.equal(trees[0], step[FIRST]) for trees, step in zip(found, steps, strict=True))
 
 
+@pytest.mark.feature("X33")
 def test_variable_shapes_keep_their_headers_and_may_change():
     steps = [{FIRST: values(0, rows, 3)} for rows in (2, 4, 1)]
 
@@ -125,6 +127,7 @@ def test_the_layouts_that_ran_last_are_remembered_and_the_others_let_go():
     assert counts["lost"] == [3, 3]
 
 
+@pytest.mark.feature("C9")
 def test_a_new_layout_of_the_batch_is_described_anew_and_the_old_one_is_kept():
     def case(wires):
         messenger, counting = messenger_on(wires)
@@ -138,6 +141,7 @@ def test_a_new_layout_of_the_batch_is_described_anew_and_the_old_one_is_kept():
     assert [tree.shape for (tree,), _ in received] == [(2, 3), (4, 3)] * 2
 
 
+@pytest.mark.feature("X34")
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]
 )
@@ -239,6 +243,7 @@ def test_messages_may_be_taken_in_another_order_than_they_arrive(num_steps):
     assert torch.equal(second, values(1, 3))
 
 
+@pytest.mark.feature("C16")
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_gradients_come_back_for_the_tensors_that_need_them(num_steps):
     outputs = (values(0, 2, 3).requires_grad_(), torch.arange(4), values(1, 5).requires_grad_())
@@ -264,6 +269,7 @@ def test_gradients_come_back_for_the_tensors_that_need_them(num_steps):
     assert torch.equal(gradients[1], values(8, 5))
 
 
+@pytest.mark.feature("C12")
 @pytest.mark.parametrize(
     ("changed", "text"),
     [

@@ -1,5 +1,6 @@
 """Ranks have names that say where they are on a mesh."""
 
+import pytest
 import torch
 
 from penstock.execute.transport import LocalTransport
@@ -9,6 +10,7 @@ from tests.local_pipelines import error_of
 NAMES = RankNames.on_mesh([4, 6], [{"pipeline": 0, "data": 2}, {"pipeline": 1, "data": 2}])
 
 
+@pytest.mark.feature("X48")
 def test_a_rank_of_a_mesh_is_named_by_its_number_and_its_places():
     assert [*NAMES.texts] == ["rank 4 (pipeline 0, data 2)", "rank 6 (pipeline 1, data 2)"]
     assert NAMES.select([1]).texts == ["rank 6 (pipeline 1, data 2)"]

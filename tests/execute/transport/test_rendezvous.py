@@ -330,6 +330,7 @@ def test_a_limit_of_the_size_of_files_leaves_gloo_for_large_messages(two_ranks, 
     assert first == second > 0
 
 
+@pytest.mark.feature("D2")
 @pytest.mark.parametrize("size", SIZES[:2])
 def test_a_tensor_has_left_and_is_let_go_of_before_the_peer_takes_it(two_ranks, size):
     assert two_ranks.run(send_and_look, size)[0] == (True, False)

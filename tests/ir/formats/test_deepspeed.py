@@ -33,6 +33,7 @@ rank 0, 1 buffer: L0 F0 B0|L0 F0 B0|L0 F0 B0 RDG OPT
 SCHEDULE = build("1f1b", ranks=2, microbatches=3)
 
 
+@pytest.mark.feature("B14")
 def test_a_listing_has_a_line_for_each_rank():
     assert to_deepspeed(SCHEDULE) == LISTING
 

@@ -20,6 +20,7 @@ def written(found):
     return ["|".join(" ".join(step) for step in stream.steps) for stream in found]
 
 
+@pytest.mark.feature("B12")
 @pytest.mark.parametrize("key", [key for key in RECORDED if not key.startswith("Data")])
 def test_the_streams_and_buffers_of_a_pipeline_are_those_of_deepspeed(key):
     kind, rule = key.split("/")[:2]
@@ -33,6 +34,7 @@ def test_the_streams_and_buffers_of_a_pipeline_are_those_of_deepspeed(key):
     assert [stream.num_buffers for stream in found] == RECORDED[key]["num_pipe_buffers"]
 
 
+@pytest.mark.feature("B13")
 @pytest.mark.parametrize("key", [key for key in RECORDED if key.startswith("Data")])
 def test_every_rank_of_data_parallelism_runs_the_stream_of_sequential_on_one(key):
     schedule = build("sequential", ranks=1, microbatches=sizes(key)["m"])

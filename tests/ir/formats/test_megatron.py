@@ -68,6 +68,7 @@ def test_a_recorded_order_has_the_group_size_and_the_warm_up_of_megatron(key, or
     assert from_megatron(text) == schedule
 
 
+@pytest.mark.feature("X13")
 @given(schedule=schedules())
 def test_what_can_be_written_reads_back_as_the_same(schedule):
     try:

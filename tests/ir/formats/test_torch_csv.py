@@ -30,6 +30,7 @@ def assert_same_columns(program, other):
         assert np.array_equal(getattr(program, name), getattr(other, name)), name
 
 
+@pytest.mark.feature("B19")
 @given(schedules())
 def test_a_schedule_reads_back_as_itself(schedule):
     again = Schedule.from_csv(table_to_csv(schedule))
@@ -138,6 +139,7 @@ def test_the_name_is_the_one_given():
     assert Schedule.from_csv("0F0", name="mine").name == "mine"
 
 
+@pytest.mark.feature("B19")
 @pytest.mark.parametrize(
     ("text", "line", "column", "told"),
     [

@@ -94,6 +94,7 @@ def test_one_that_is_over_when_the_rank_has_waited_for_the_one_before_was_not_wa
     assert exchanges_s([replace(timeline, end_s=end_s)])[Op.REDUCE_GRADIENT].tolist() == [4.0, 4.0]
 
 
+@pytest.mark.feature("H11")
 def test_of_several_steps_the_one_without_late_replicas_counts():
     program = interleaved(residency=1, look_ahead=0)
     late = [noted(program, replace(COSTS, unshard_s=tuple(np.add(GATHER_S, seconds)))) for seconds in (7.0, 0.0, 2.0)]

@@ -145,6 +145,7 @@ def train_counted(num_ranks, schedule, wants_of):
     return on_small_pipelines(num_ranks, case, schedule=schedule)
 
 
+@pytest.mark.feature("G1")
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [

@@ -242,6 +242,7 @@ def said(folder):
     return [line.split(" ", 2)[2] for path in folder.glob("*.log") for line in path.read_text().splitlines()]
 
 
+@pytest.mark.feature("A17")
 def test_a_level_writes_what_is_at_least_as_grave(tmp_path):
     (tmp_path / "info").mkdir()
     (tmp_path / "debug").mkdir()

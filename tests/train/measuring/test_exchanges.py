@@ -97,6 +97,7 @@ def test_seconds_are_those_of_the_way_between_replicas(shard, gathers, ways):
         assert all(each == pytest.approx(expected, rel=0.4, abs=0.001) for each in seconds)
 
 
+@pytest.mark.feature("H11")
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_replica_that_comes_late_does_not_make_exchanges_longer():
@@ -146,6 +147,7 @@ def test_layers_share_what_their_stage_takes_by_their_bytes():
     assert twice.unshard == (1.0, 3.0, 6.0)
 
 
+@pytest.mark.feature("H11")
 @pytest.mark.slow
 def test_a_profile_of_replicas_writes_what_their_exchanges_take():
     def case(places, shard):

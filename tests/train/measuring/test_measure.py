@@ -76,6 +76,7 @@ def test_a_layer_that_sleeps_twice_as_long_gets_twice_the_weight():
     assert times.weights == (3.0, 6.0, 3.0)
 
 
+@pytest.mark.feature("X28")
 def test_the_split_follows_what_layers_take():
     clock = FakeClock()
     layers = sleepers(clock, 3.0, 1.0, 1.0, 1.0)

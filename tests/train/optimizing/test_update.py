@@ -63,6 +63,7 @@ def test_a_step_is_applied_at_its_rate_or_skipped_and_forgets_its_gradients(comp
     assert math.isfinite(results[0][1])
 
 
+@pytest.mark.feature("E11")
 def test_an_overflow_lowers_the_scale_of_every_rank_and_two_good_steps_raise_it():
     """Only the second rank has the layer whose gradient overflows."""
 

@@ -91,6 +91,7 @@ def test_resolved_configuration_says_what_each_key_means():
     assert text.endswith("\n")
 
 
+@pytest.mark.feature("X49")
 @pytest.mark.parametrize(
     ("table", "key", "hint"),
     [
@@ -107,6 +108,7 @@ def test_an_unknown_key_names_the_nearest_known_one(table, key, hint):
     assert hint in str(error)
 
 
+@pytest.mark.feature("X49")
 @pytest.mark.parametrize(
     ("table", "key", "message"),
     [

@@ -58,6 +58,7 @@ def test_a_written_number_of_replicas_reads_back():
     assert dict(config.parallel) == parallel
 
 
+@pytest.mark.feature("X49")
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

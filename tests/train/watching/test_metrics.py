@@ -104,6 +104,7 @@ def test_a_line_is_shown_between_steps(tmp_path):
         assert output.getvalue() == "step 1 compiles the layers; that takes a while\n"
 
 
+@pytest.mark.feature("X4")
 def test_utilization_follows_from_tokens_per_second(tmp_path):
     utilization = Utilization(flops_per_token=6.0, flops_per_s=2400.0)
     write_all(tmp_path, [step_of(1)], num_steps=2, utilization=utilization)

@@ -55,6 +55,7 @@ def test_a_prediction_from_the_measured_costs_comes_near_the_measurement():
     assert timelines["predicted"].makespan_s == pytest.approx(timelines["measured"].makespan_s, rel=0.01)
 
 
+@pytest.mark.feature("H7")
 @pytest.mark.slow
 def test_the_report_holds_figures_trace_and_picture(tmp_path):
     measured = measured_timeline()
@@ -216,6 +217,7 @@ def test_the_lines_tell_model_text_and_split():
     assert "heaviest: stage 0" in split
 
 
+@pytest.mark.feature("F4")
 def test_the_parameters_of_the_stages_add_up_to_those_of_the_first_line():
     layers = small_layers(tied_head=True)
 

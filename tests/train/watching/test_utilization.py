@@ -22,6 +22,7 @@ def gpu(monkeypatch):
     return names
 
 
+@pytest.mark.feature("X4")
 def test_a_token_takes_six_flops_per_weight_and_the_attention():
     """Queries and output are of full width, keys and values of half of it; the feed-forward part has three matrices."""
     weights = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96) + 64 * 1000
