@@ -319,7 +319,7 @@ def test_a_plan_says_that_they_wait_by_the_layer_itself(kind):
         pipeline = Pipeline(layers_of(kind, 2), "zb-h1", 2, square_loss, transport=transport)
         for _ in range(2):
             step_task(pipeline, task_of(kind, num_layers=2))
-        (found,) = [stage.split_planner.early for stage in pipeline.stages]
+        (found,) = [stage.split_planner.immediate for stage in pipeline.stages]
         pipeline.close()
         return found
 

@@ -285,7 +285,7 @@ def test_each_weight_waits_in_one_way_or_not_for_one_reason():
         "behind": "weight branch",
         "asks": "custom function",
     }
-    assert plan.early.reasons == {"small.weight": Reason.SMALL, "silent": Reason.NOT_TOLD_APART}
+    assert plan.immediate.reasons == {"small.weight": Reason.SMALL, "silent": Reason.NOT_TOLD_APART}
     assert plan._shown.sizes[id(module.product.weight)] == 2 * WIDTH * WIDTH
     assert plan._shown.sizes[id(module.small.weight)] == 2 * WIDTH
     assert plan._shown.sizes[id(module.asks)] == math.inf
@@ -296,9 +296,9 @@ def test_what_waits_is_said_once_small_weights_do_not():
     plan = SplitPlanner([module])
 
     assert late_weights(plan, module, stage=0) == {"weight"}
-    assert plan.early is None
+    assert plan.immediate is None
     assert late_weights(plan, module, stage=0) == set()
-    assert plan.early.reasons == {"weight": Reason.SMALL}
+    assert plan.immediate.reasons == {"weight": Reason.SMALL}
 
 
 def test_a_plan_looks_for_branches_while_it_does_not_know_and_where_there_are_any(monkeypatch):

@@ -19,8 +19,8 @@ One file per way to wait; none of them knows another one, and neither does the w
     compiled_block, graph_cut   compiled blocks, whose backward is cut in two halves
     own_weight_gradients        layers that compute their weight gradients later by themselves
 
-Why does a weight not wait? Vectors, such as biases and norms, stay in I by design. `SplitPlanner.early` has the reason
-of each matrix (`Reason`):
+Why does a weight not wait? Vectors, such as biases and norms, stay in I by design. `SplitPlanner.immediate` has the
+reason of each matrix (`Reason`):
 
     small                   `SplitPlan.small`: its size is under `planner.SMALL`; `SplitPlanner.is_small` says so
     cannot be told apart    no finder has found it: its node is of no kind that one knows, or a function that does not

@@ -33,7 +33,7 @@ _WARNED = "_penstock_warned"
 
 def find_custom_function(node: Any, graph: WeightGraph) -> "CustomFunction | None":
     """Find a call of a function that asks, of activations and weights; one of weights alone is a branch."""
-    if not graph.asks(node) or runs_once(function_of(node)) or is_any_saved_elsewhere(node):
+    if not graph.runs_in_parts(node) or runs_once(function_of(node)) or is_any_saved_elsewhere(node):
         return None
     needed = open_places(node)
     places = [place for place in needed if graph.at(node, [place]) is not None]

@@ -66,7 +66,7 @@ class SplitPlanner:
         """That of the latest step."""
         self.is_examined = False
         """Whether it is known which weights do not wait."""
-        self.early: ImmediateWeights | None = None
+        self.immediate: ImmediateWeights | None = None
         """Those that do not wait; None where it is not known."""
         self._modules = modules
         self._border = small
@@ -120,11 +120,11 @@ class SplitPlanner:
         """Look which weights get their gradients in a backward of inputs, and say it once the plan is settled."""
         # Not vectors, such as biases and norms: their gradients stay in I by design.
         matrices = {name: weight for name, weight in parameters if weight.requires_grad and weight.dim() > 1}
-        early: set[str] = set()
+        immediate: set[str] = set()
 
         def note(name: str, gradient: Tensor | None) -> None:
             if gradient is not None:  # as of a layer that computes its weight gradients later by itself
-                early.add(name)
+                immediate.add(name)
 
         hooks = [weight.register_hook(partial(note, name)) for name, weight in matrices.items()]  # type: ignore[no-untyped-call]
         try:
@@ -134,18 +134,18 @@ class SplitPlanner:
                 hook.remove()
         if self.is_settled:
             self.is_examined = True
-            self.early = self._early_weights(early, matrices)
-            _report(stage, self.early, self.how(matrices.items()), matrices)
+            self.immediate = self._immediate_weights(immediate, matrices)
+            _report(stage, self.immediate, self.how(matrices.items()), matrices)
 
-    def _early_weights(self, early: Set[str], matrices: Mapping[str, nn.Parameter]) -> ImmediateWeights:
+    def _immediate_weights(self, immediate: Set[str], matrices: Mapping[str, nn.Parameter]) -> ImmediateWeights:
         reasons: dict[str, str] = {}
         for name, weight in matrices.items():
-            if name in early:
+            if name in immediate:
                 reasons[name] = Reason.SMALL if self.is_small(weight) else Reason.NOT_TOLD_APART
             elif id(weight) not in self._how:
                 reasons[name] = Reason.OWN
-        names = tuple(name for name in matrices if name in early)
-        return ImmediateWeights(_share_of(early, matrices), names, reasons)
+        names = tuple(name for name in matrices if name in immediate)
+        return ImmediateWeights(_share_of(immediate, matrices), names, reasons)
 
     def _following(self) -> SplitPlan:
         return plan_from(self._shown, self._border, lambda weights: self._layers_for(weights).is_complete)
@@ -177,13 +177,15 @@ class SplitPlanner:
         return listed([*names.values()])
 
 
-def _report(stage: int, early: ImmediateWeights, how: Mapping[str, str], matrices: Mapping[str, nn.Parameter]) -> None:
+def _report(
+    stage: int, immediate: ImmediateWeights, how: Mapping[str, str], matrices: Mapping[str, nn.Parameter]
+) -> None:
     """Log which share of a stage's weights waits, and why others do not; warn if these are many."""
-    shares = [f"{reason} {_share_of(names, matrices):.0%}" for reason, names in by_value(early.reasons).items()]
-    _LOG.info("stage %d: %s", stage, "; ".join([f"{1 - early.share:.0%} of its weights wait for W", *shares]))
+    shares = [f"{reason} {_share_of(names, matrices):.0%}" for reason, names in by_value(immediate.reasons).items()]
+    _LOG.info("stage %d: %s", stage, "; ".join([f"{1 - immediate.share:.0%} of its weights wait for W", *shares]))
     for kind, names in by_value(how).items():
         _LOG.debug("stage %d: as %s wait %s", stage, kind, listed(names))
-    large = [name for name in early.names if early.reasons[name] != Reason.SMALL]
+    large = [name for name in immediate.names if immediate.reasons[name] != Reason.SMALL]
     share = _share_of(large, matrices)
     if share > LARGE_SHARE:
         warn(

@@ -47,7 +47,7 @@ def find_branch(node: Node, graph: WeightGraph) -> "WeightBranch | None":
     if kind_of(node) in _NEVER_ENTERED:
         return None
     meets_data = is_function(node) and has_constants(node)
-    if meets_data and not graph.asks(node):
+    if meets_data and not graph.runs_in_parts(node):
         return (
             None  # data may come to it: weights are all that it leads to, but its backward may be more than a formula
         )

@@ -97,8 +97,8 @@ class WeightGraph:
         self._others: dict[Rule, set[Node]] = defaultdict(set)
         """By rule, nodes that are known to lead to more than parameters."""
 
-    def asks(self, node: Node) -> bool:
-        """Whether the custom function of a node asks."""
+    def runs_in_parts(self, node: Node) -> bool:
+        """Whether the plan runs the custom function of a node in two parts, as it has asked."""
         function = function_of(node)
         self.functions.add(function)
         return function in self._asking

@@ -52,8 +52,8 @@ class Assembly:
 
     def early_weights(self) -> dict[int, ImmediateWeights]:
         """Return, per stage of this rank whose backwards are split, the weight gradients that I computes."""
-        found = {stage.index: stage.split_planner.early for stage in self.stages}
-        return {index: early for index, early in found.items() if early is not None}
+        found = {stage.index: stage.split_planner.immediate for stage in self.stages}
+        return {index: immediate for index, immediate in found.items() if immediate is not None}
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's parameters in the order of the unsplit model, each once and under its first name there."""
