@@ -42,7 +42,8 @@ def running_s() -> float:
 def wait_in_parts(wait: Callable[[float], object], limit_s: float) -> bool:
     """Call `wait` with seconds until what it returns is true; return whether it was before the limit.
 
-    It is called once at least, and never with more than `LONGEST_PART_S`.
+    It is called once at least, and never with more than `LONGEST_PART_S`. It must not miss what comes just as its time
+    is over: `wait_for` of a condition looks once more, `wait` does not.
     """
     end_s = running_s() + limit_s
     part_s = limit_s

@@ -28,7 +28,7 @@ from penstock.execute.transport.protocol import (
     require_contiguous,
 )
 from penstock.execute.transport.rank_names import RankNames
-from penstock.running_time import running_s, wait_in_parts
+from penstock.running_time import LONGEST_PART_S, running_s, wait_in_parts
 
 
 @dataclass(slots=True, eq=False)
@@ -99,8 +99,10 @@ class Wires:
             self.changed.notify_all()
 
     def wait(self, rank: int, channel: Channel, message: Message, limit_s: float) -> None:
-        """Let a rank wait until something has changed, or for so long; it comes again while its message is not done."""
-        wait_in_parts(self.changed.wait, limit_s)
+        """Let a rank wait until something changes, but not for long; it comes again while its message is not done."""
+        # For a part alone. A condition does not say that it was notified just as the part ended, before the lock was
+        # taken back; another part would then wait for a notification that has been.
+        wait_in_parts(self.changed.wait, min(limit_s, LONGEST_PART_S))
 
     def trouble(self, peer: int, channel: Channel) -> str:
         """Say why nothing can come on a channel of this peer any more, if so."""
