@@ -41,12 +41,18 @@ def test_gradients_are_sent_under_their_key():
     assert sent(send_backward, "1SEND_B1", 1, ["g"]) == [("send_backward", 0, ["g"], (1, 1, 0))]
 
 
-def test_where_the_peer_says_how_far_it_is_what_it_has_used_is_released():
-    used = row_of(PROGRAM, "1F1", 1) - PROGRAM.offsets[1]
+@pytest.mark.parametrize(
+    ("send", "text", "rank", "value", "used", "released"),
+    [
+        (send_forward, "0SEND_F2", 0, VersionGuard.of("outputs"), "1F1", ("release", 1, 2)),
+        (send_backward, "1SEND_B2", 1, ["g"], "0B1", ("release", 0, 2)),
+    ],
+    ids=["outputs", "gradients"],
+)
+def test_where_the_peer_says_how_far_it_is_what_it_has_used_is_released(send, text, rank, value, used, released):
+    at = row_of(PROGRAM, used, 1 - rank) - PROGRAM.offsets[1 - rank]
 
-    said = sent(send_forward, "0SEND_F2", 0, VersionGuard.of("outputs"), at=used + 1)
-
-    assert said[-1] == ("release", 1, 2)
+    assert sent(send, text, rank, value, at=at + 1)[-1] == released
 
 
 def test_outputs_that_were_changed_are_not_sent():
