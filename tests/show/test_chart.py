@@ -119,12 +119,23 @@ def test_large_timelines_stay_small_files(name, shape, told):
 
 
 @pytest.mark.slow
-def test_a_picture_fits_a_wide_screen_and_has_no_number_where_only_some_would_fit():
-    svg = timeline_chart(timeline_of(8, 32, "zbv"))
+@pytest.mark.parametrize(
+    ("name", "shape", "at_least", "below"),
+    [
+        pytest.param("1f1b", (2, 2), 700, 800, id="few-blocks"),
+        pytest.param("zbv", (64, 512), 1050, 1200, id="merged-blocks"),
+        pytest.param("zbv", (8, 32), 1200, 1400, id="as-wide-as-a-screen"),
+    ],
+)
+def test_a_picture_is_as_wide_as_its_blocks_need(name, shape, at_least, below):
+    (width,) = re.findall(r'<svg[^>]*? width="([\d.]+)pt"', timeline_chart(timeline_of(*shape, name)).decode())
 
-    (width,) = re.findall(r'<svg[^>]*? width="([\d.]+)pt"', svg.decode())
-    assert float(width) < 1400
-    assert not {"7", "31"} & set(texts_of(svg))
+    assert at_least <= float(width) < below
+
+
+@pytest.mark.slow
+def test_a_picture_has_no_number_where_only_some_would_fit():
+    assert not {"7", "31"} & set(texts_of(timeline_chart(timeline_of(8, 32, "zbv"))))
 
 
 def test_memory_is_counted_in_microbatches_whatever_stages_a_rank_has():

@@ -88,6 +88,12 @@ def test_slices_of_one_thread_never_overlap_and_times_never_fall(events):
     assert times == sorted(times)
 
 
+def test_computations_that_follow_each_other_share_one_thread(events):
+    threads = {(e["pid"], e["tid"]) for e in of_phase(events, "X") if e["cat"] in ("forward", "backward")}
+
+    assert len(threads) == 2 * 3  # of each timeline on each rank
+
+
 def test_counters_rise_to_the_peak_and_end_at_zero(events):
     counters = [e for e in of_phase(events, "C") if e["name"] == "predicted activations" and e["pid"] == 0]
 

@@ -74,6 +74,10 @@ def test_a_run_that_continues_keeps_its_files_and_counts_as_unfinished_once_it_g
     assert len(os.listdir(tmp_path / "checkpoints")) == 1
 
 
+def test_a_folder_that_somebody_removed_keeps_nothing(tmp_path):
+    assert RunFolder(tmp_path / "removed").describe_kept() == "interrupted before the run began"
+
+
 def test_a_run_that_is_forced_removes_what_runs_have_left(tmp_path):
     leave_a_run(tmp_path)
     RunFolder(tmp_path).begin(config_in(tmp_path))
