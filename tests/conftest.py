@@ -45,12 +45,13 @@ LONGEST = (
     "tests/test_soak.py",
     "tests/test_pages.py",
     "tests/test_compiled_steps.py",
+    "tests/test_shard_features.py",
     "tests/execute/split/test_compiled_block.py",
 )
 """These begin first, so that at the end no worker has long to go while the other waits."""
 
-SPREAD = "tests/test_gradients.py"
-"""Its tests take minutes each in a full run, and share nothing: any worker takes the next one."""
+SPREAD = ("tests/test_gradients.py", "tests/test_shard_features.py")
+"""Their tests take half an hour and more together in a full run, and share nothing: any worker takes the next one."""
 
 
 class FilesOrTests(LoadFileScheduling):

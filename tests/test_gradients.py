@@ -160,7 +160,7 @@ def mistakes(schedule, num_steps=2):
 
 @pytest.mark.feature("B7")
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # of hundreds of shapes
+@pytest.mark.timeout(2400)  # of hundreds of shapes
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_computes_what_one_process_does(name, is_full):
     schedules = schedules_of(FAMILIES[name], LARGE if is_full else SMALL)

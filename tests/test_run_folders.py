@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.processes import wait_until
+from tests.cli.processes import is_alive, wait_until
 from tests.tiny_run import PENSTOCK, TORCHRUN, files_below, fork, fork_training, settings, write_tiny_run
 
 pytestmark = pytest.mark.slow
@@ -63,6 +63,8 @@ def test_a_second_run_in_a_held_folder_is_refused_and_a_killed_one_continues(her
     for holder in holders_of(here / "run"):
         os.kill(holder, signal.SIGKILL)
     first.communicate(timeout=TIMEOUT_S)
+    # A rank that ends closes what it prints to a moment before the folder is free.
+    wait_until(lambda: not any(map(is_alive, holders)), timeout_s=TIMEOUT_S)
     again = train(here)
 
     assert (status, said) == (1, "")

@@ -72,8 +72,16 @@ def test_every_layout_trains_20_steps_as_one_process_does(pipeline, data, schedu
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("setting", SHARDED, ids=name_of)
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "gpipe", "looped-bfs", "hanayo", "dualpipe-v", "interleaved-zb"])
+@pytest.mark.parametrize(
+    ("schedule", "setting"),
+    [
+        (schedule, setting)
+        for schedule in (*SCHEDULES, "gpipe", "looped-bfs", "hanayo", "dualpipe-v", "interleaved-zb")
+        for setting in SHARDED
+        if schedule != "dualpipe-v" or setting.get("residency") != 1  # its pairs hold two stages at once
+    ],
+    ids=name_of,
+)
 def test_every_setting_trains_as_one_process_does(schedule, setting):
     assert compared(2, 2, Job([8, 8]), schedule, steps=5, **setting) == []
 

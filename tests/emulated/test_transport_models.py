@@ -28,6 +28,7 @@ def run(emulated, drawn):
     )
 
 
+@pytest.mark.timeout(600)  # of as many as a full run draws
 @pytest.mark.parametrize("block", range(NUM_BLOCKS))
 def test_the_proof_and_the_device_agree_on_random_programs(emulated, is_full, block):
     """200 programs, and 1,000 in `make test-full`."""

@@ -237,7 +237,8 @@ def num_whole(program, rank):
 def assert_gathers_rightly(before, after, residency, look_ahead):
     for rank in range(len(after)):
         uses = uses_of(before, rank)
-        most = min(residency or len(uses), len(set().union(*uses)))
+        num_units = len(set().union(*uses))
+        most = min(residency or num_units, num_units)
         stays, open_at = [], {}
         for number, op, unit in events_of(after, rank):
             if op is Op.UNSHARD:
