@@ -12,11 +12,12 @@ from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.observing.clock import Clock, ClockComparison
 from penstock.execute.parameters.averaged import Averaged
 from penstock.execute.step import Step
+from penstock.execute.transport.device_queue import device_queue_of
 from penstock.train.measuring.measure import measure_layers
-from tests.emulated.checker import PINNED, UNORDERED
+from tests.emulated.checker import FREED, PINNED, UNORDERED
 from tests.emulated.pipelines import transport_of
 from tests.emulated.planted_scenarios import CLOCK_S, FORWARD_S, ROWS, WIDTH, Slow, pipeline_of, train
-from tests.emulated.planting import RECORDED, does_nothing, table
+from tests.emulated.planting import RECORDED, does_nothing, replaced, table
 from tests.emulated.rank_threads import communicator
 from tests.emulated.replicas import train as train_replicas
 from tests.emulated.runtime import RUNTIME
@@ -41,6 +42,27 @@ def compared_clocks(rank, num_ranks):
     hosts = [f"host {each}" for each in range(num_ranks)]
     ClockComparison(transport, device, Clock(time.monotonic, hosts[rank]), hosts).begin()
     transport.close()
+
+
+def allocating_beside_an_abort(rank, num_ranks):
+    """A rank allocates while another thread of it gives up its messages, as the watchdog does for a blocked host."""
+    device = torch.device("emu", rank)
+    transport = transport_of(rank, num_ranks, device)
+    for follows in (True, False):
+        ticket = transport.post_receive(1 - rank, torch.empty(WIDTH, device=device))
+        if follows:
+            device_queue_of(transport).follow(ticket)
+    with replaced("tests.emulated.nccl:Communicator.abort", _behind_an_allocation):
+        transport.abort()
+    transport.close()
+
+
+def _behind_an_allocation(abort):
+    def allocate_and_abort(communicator):
+        torch.empty(WIDTH, device=torch.device("emu", communicator.device))
+        abort(communicator)
+
+    return allocate_and_abort
 
 
 def whole_state(rank, num_ranks):
@@ -142,6 +164,17 @@ plant(
     "copy to the host",
     make=lambda original: lambda transport, *rest: original(WithoutWaits(transport, torch.float64), *rest),
 )
+
+plant(
+    "what messages hold dies before an abort has ended them",
+    "allocating_beside_an_abort",
+    "penstock.execute.transport.torch_dist:TorchTransport._forget",
+    FREED,
+    "recv from",
+    "free",
+    make=lambda original: lambda transport: (original(transport)[0], []),
+)
+
 
 plant(
     "the state of another rank is read before it is there",

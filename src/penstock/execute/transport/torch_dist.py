@@ -185,7 +185,10 @@ class TorchTransport(WithDeadline):
 
     def abort(self) -> None:
         self._sockets.close()
-        abort_all(self._forget(), self.deadline_s)
+        backends, messages = self._forget()
+        abort_all(backends, self.deadline_s)
+        # Only now is no kernel in their tensors: had they died before, another thread could have been given the memory.
+        del messages
 
     def recover(self) -> None:
         self.abort()
@@ -193,23 +196,26 @@ class TorchTransport(WithDeadline):
 
     def close(self) -> None:
         self._sockets.close()
-        for backend in self._forget():
+        backends, messages = self._forget()
+        for backend in backends:
             backend.shutdown()
+        del messages
         self._gloo_waiter.close()
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
 
-    def _forget(self) -> list[Backend]:
-        """Drop all messages and connections; once the result is dropped too, the sockets close."""
+    def _forget(self) -> tuple[list[Backend], list[Pending]]:
+        """Drop all connections and messages, and return them; once they are dropped there too, the sockets close."""
         backends = self._backends
         self._backends, self._sums, self._sockets = [], None, NO_SOCKETS
         self._links.clear()
+        messages = list(self._open.values())
         self._open.clear()
         if self.device_queue is not None:
-            self.device_queue.forget()
+            self.device_queue.forget()  # its tensors need not be held: their own stream waits for their messages
         self._first_serial = self._next_serial
-        return backends
+        return backends, messages
 
     def _connect(self, rendezvous: Rendezvous) -> Store:
         begin_s, store = running_s(), rendezvous.enter()
