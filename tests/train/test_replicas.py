@@ -17,7 +17,6 @@ from penstock.train.watching.metrics import read_metrics
 from penstock.train.watching.recorded_step import read_recorded_step
 from tests.house.source import ROOT
 from tests.local_pipelines import error_of
-from tests.ranks import RankPool
 from tests.tiny_run import TEXT
 from tests.train.local_ranks import Stopping
 
@@ -89,15 +88,29 @@ def inputs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def four():
-    with RankPool(4) as pool:
-        yield pool
+def alone(inputs, tmp_path_factory):
+    """Train in one process, once with the same settings, and return the folder."""
+    folders = {}
+
+    def folder_of(sections):
+        if str(sections) not in folders:
+            folders[str(sections)] = tmp_path_factory.mktemp("alone")
+            train_rank(0, table_of(inputs, folders[str(sections)], 1, 1, **sections))
+        return folders[str(sections)]
+
+    return folder_of
 
 
-@pytest.fixture(scope="module")
-def two():
-    with RankPool(2) as pool:
-        yield pool
+@pytest.fixture
+def run(inputs, tmp_path, two_ranks, four_ranks):
+    """Run `train_rank`, or another function, on the processes of a mesh; return what each of them returned."""
+
+    def on_mesh(ranks, replicas, *more, case=train_rank, **sections):
+        table = table_of(inputs, tmp_path / "run", ranks, replicas, **sections)
+        pool = {2: two_ranks, 4: four_ranks}.get(ranks * replicas)
+        return [case(0, table, *more)] if pool is None else pool.run(case, table, *more)
+
+    return on_mesh
 
 
 def table_of(inputs, folder, ranks, replicas, **sections):
@@ -160,38 +173,48 @@ def dropping(inputs):
     return {"model": {"source": f"{inputs}/mine.py:dropping", "vocabulary": 256}}
 
 
-SECTIONS = {
-    "text": lambda inputs: {},
-    "accumulated": lambda inputs: {"batch": {"accumulate": 2}, "pipeline": {"schedule": "gpipe"}},
-    "ragged": lambda inputs: {"batch": {"size": 9, "allow_ragged": True}},
-    "ramped": lambda inputs: {"batch": {"accumulate": 3, "ramp_from": 1, "ramp_steps": 3}},
-    "documents": documents,
-    "data of the user's own": stateful,
-    "dropout": dropping,
+def deep(inputs):
+    return {"pipeline": {"schedule": "zbv"}, "model": {"layers": 4}}
+
+
+def tied(inputs):
+    return {"pipeline": {"schedule": "interleaved-1f1b"}, "model": {"layers": 4, "tied_head": True}}
+
+
+def text(inputs):
+    return {}
+
+
+MESHES = {
+    "text": (2, 2, text, {}),
+    "accumulated": (2, 2, text, {"batch": {"accumulate": 2}, "pipeline": {"schedule": "gpipe"}}),
+    "ragged": (2, 2, text, {"batch": {"size": 9, "allow_ragged": True}}),
+    "ramped": (2, 2, text, {"batch": {"accumulate": 3, "ramp_from": 1, "ramp_steps": 3}}),
+    "documents": (2, 2, documents, {}),
+    "data of the user's own": (2, 2, stateful, {}),
+    "dropout": (2, 2, dropping, {}),
+    "replicas alone": (1, 2, text, {}),
+    "ranks alone": (2, 1, text, {}),
+    "four replicas": (1, 4, text, {}),
+    "full": (2, 2, text, {"batch": {"accumulate": 2}, "parallel": {"shard": "full"}}),
+    "all whole": (1, 4, text, {"parallel": {"shard": "full", "residency": 0, "look_ahead": 0}}),
+    "optimizer": (2, 2, deep, {"parallel": {"shard": "optimizer"}}),
+    "tied": (2, 2, tied, {"parallel": {"shard": "full"}}),
 }
 
 
 @pytest.mark.feature("X40")
-@pytest.mark.parametrize("sort", SECTIONS)
-def test_replicas_train_as_one_process_does(inputs, tmp_path, four, sort):
-    sections = SECTIONS[sort](inputs)
-    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **sections))
+@pytest.mark.parametrize("mesh", MESHES)
+def test_replicas_train_as_one_process_does(inputs, tmp_path, alone, run, mesh):
+    ranks, replicas, data, given = MESHES[mesh]
+    sections = data(inputs) | given
 
-    printed = four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **sections))
+    printed = run(ranks, replicas, **sections)
 
-    assert_same(tmp_path / "2x2", tmp_path / "alone")
-    assert [text == "" for text in printed] == [False, True, True, True]
-    assert printed[0].count("on 2 replicas of 2 ranks, 2 microbatches") == 1
-
-
-def test_other_layouts_do_too(inputs, tmp_path, two, four):
-    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1))
-    for pool, ranks, data in ((two, 1, 2), (two, 2, 1), (four, 1, 4)):
-        folder = tmp_path / f"{ranks}x{data}"
-
-        pool.run(train_rank, table_of(inputs, folder, ranks, data))
-
-        assert_same(folder, tmp_path / "alone")
+    learned = {name: keys for name, keys in sections.items() if name not in ("pipeline", "parallel")}
+    assert_same(tmp_path / "run", alone(learned))
+    assert [text == "" for text in printed] == [False, *[True] * (ranks * replicas - 1)]
+    assert printed[0].count("on 2 replicas of 2 ranks, 2 microbatches") == (ranks == replicas == 2)
 
 
 LOW_PRECISION = {
@@ -210,62 +233,10 @@ def assert_close(folder, expected):
 
 
 @pytest.mark.parametrize("shard", ["none", "full"])
-def test_main_weights_and_a_loss_scale_stay_alike_and_skip_the_same_steps(inputs, tmp_path, four, shard):
-    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **LOW_PRECISION))
+def test_main_weights_and_a_loss_scale_stay_alike_and_skip_the_same_steps(tmp_path, alone, run, shard):
+    run(2, 2, **LOW_PRECISION, parallel={"shard": shard})
 
-    sections = LOW_PRECISION | {"parallel": {"shard": shard}}
-    four.run(train_rank, table_of(inputs, tmp_path / "2x2", 2, 2, **sections))
-
-    assert_close(tmp_path / "2x2", tmp_path / "alone")
-
-
-# ---- shards
-
-
-@pytest.mark.parametrize(
-    ("shard", "ranks", "replicas", "sections"),
-    [
-        ("full", 2, 2, {"batch": {"accumulate": 2}}),
-        ("full", 1, 4, {"parallel": {"residency": 0, "look_ahead": 0}}),
-        ("optimizer", 2, 2, {"pipeline": {"schedule": "zbv"}, "model": {"layers": 4}}),
-        ("full", 2, 2, {"pipeline": {"schedule": "interleaved-1f1b"}, "model": {"layers": 4, "tied_head": True}}),
-    ],
-    ids=["full", "all whole", "optimizer", "tied"],
-)
-def test_shards_train_as_one_process_does(inputs, tmp_path, four, shard, ranks, replicas, sections):
-    alone = {name: given for name, given in sections.items() if name in ("batch", "model")}
-    train_rank(0, table_of(inputs, tmp_path / "alone", 1, 1, **alone))
-
-    sections = sections | {"parallel": {"shard": shard} | sections.get("parallel", {})}
-    four.run(train_rank, table_of(inputs, tmp_path / "run", ranks, replicas, **sections))
-
-    assert_same(tmp_path / "run", tmp_path / "alone")
-
-
-def test_a_run_continues_with_other_shards(inputs, tmp_path, four):
-    def table(ranks, replicas, shard):
-        sections = stateful(inputs) | {"parallel": {"shard": shard}}
-        return table_of(inputs, tmp_path / "run", ranks, replicas, **sections)
-
-    train_rank(0, table_of(inputs, tmp_path / "whole", 1, 1, **stateful(inputs)))
-
-    four.run(train_rank, table(2, 2, "full"), 2)
-    four.run(train_rank, table(1, 4, "optimizer"), 1)
-    four.run(train_rank, table(2, 2, "none"), 1)
-    train_rank(0, table(1, 1, "full"))
-
-    assert_same(tmp_path / "run", tmp_path / "whole")
-
-
-def test_a_value_that_is_not_finite_in_one_shard_ends_the_run_on_all_ranks(inputs, tmp_path, two):
-    model = {"source": f"{inputs}/mine.py:breaking", "vocabulary": 256, "options": {"in_forward": False}}
-    table = table_of(inputs, tmp_path / "run", 1, 2, model=model, parallel={"shard": "full"})
-
-    found = two.run(failing_rank, table)
-
-    assert len(set(found)) == 1
-    assert found[0][0] is NotFinite
-    assert "step 1: the gradient norm is nan" in found[0][1]
+    assert_close(tmp_path / "run", alone(LOW_PRECISION))
 
 
 def test_the_page_shows_the_example_as_it_is():
@@ -277,35 +248,33 @@ def test_the_page_shows_the_example_as_it_is():
 # ---- a run that continues with other replicas
 
 
-@pytest.mark.parametrize("sort", ["text", "data of the user's own"])
-def test_a_run_continues_with_other_replicas(inputs, tmp_path, four, sort):
-    sections = stateful(inputs) if sort != "text" else {}
-    train_rank(0, table_of(inputs, tmp_path / "whole", 1, 1, **sections))
+@pytest.mark.parametrize(
+    ("data", "parts"),
+    [
+        (text, [(2, 2, "none", 2), (1, 4, "none", 2), (1, 1, "none", None)]),
+        (stateful, [(2, 2, "none", 2), (1, 4, "none", 2), (1, 1, "none", None)]),
+        (stateful, [(2, 2, "full", 2), (1, 4, "optimizer", 1), (2, 2, "none", 1), (1, 1, "full", None)]),
+        (stateful, [(1, 1, "none", 3), (2, 2, "none", None)]),
+    ],
+    ids=["text", "data of the user's own", "other shards", "one process first"],
+)
+def test_a_run_continues_with_other_replicas(inputs, tmp_path, alone, run, data, parts):
+    at = 0
+    for ranks, replicas, shard, stop in parts:
+        printed, *_ = run(ranks, replicas, stop, **data(inputs), parallel={"shard": shard})
 
-    stopped = four.run(train_rank, table_of(inputs, tmp_path / "run", 2, 2, **sections), 2)
-    again = four.run(train_rank, table_of(inputs, tmp_path / "run", 1, 4, **sections), 2)
-    last = train_rank(0, table_of(inputs, tmp_path / "run", 1, 1, **sections))
+        assert (f"its run has the same settings and continues after step {at}" in printed) == (at > 0)
+        assert "were passed over" not in printed
+        at += stop or 0
+        assert (f"stopped by a signal after step {at}; its checkpoint is saved" in printed) == (stop is not None)
 
-    assert "stopped by a signal after step 2; its checkpoint is saved" in stopped[0]
-    assert "its run has the same settings and continues after step 2" in again[0]
-    assert "its run has the same settings and continues after step 4" in last
-    assert "were passed over" not in again[0] + last
-    assert_same(tmp_path / "run", tmp_path / "whole")
-
-
-def test_a_run_continues_with_replicas_where_one_process_stopped(inputs, tmp_path, four):
-    train_rank(0, table_of(inputs, tmp_path / "whole", 1, 1, **stateful(inputs)))
-
-    train_rank(0, table_of(inputs, tmp_path / "run", 1, 1, **stateful(inputs)), 3)
-    four.run(train_rank, table_of(inputs, tmp_path / "run", 2, 2, **stateful(inputs)))
-
-    assert_same(tmp_path / "run", tmp_path / "whole")
+    assert_same(tmp_path / "run", alone(data(inputs)))
 
 
-def test_another_batch_is_another_run(inputs, tmp_path, two):
-    train_rank(0, table_of(inputs, tmp_path / "run", 1, 1), 2)
+def test_another_batch_is_another_run(tmp_path, run):
+    run(1, 1, 2)
 
-    printed = two.run(train_rank, table_of(inputs, tmp_path / "run", 1, 2, batch={"size": 16}))
+    printed = run(1, 2, batch={"size": 16})
 
     assert f"{tmp_path}/run holds an unfinished run with another batch.size" in printed[0]
 
@@ -313,11 +282,8 @@ def test_another_batch_is_another_run(inputs, tmp_path, two):
 # ---- what is written
 
 
-def test_the_folder_has_the_figures_of_the_first_replica_once_and_a_profile_of_every_rank(inputs, tmp_path, four):
-    changes = {"run": {"record_step": 2}, "metrics": {"memory_every": 2}, "profile": {"steps": [3, 3]}}
-    table = table_of(inputs, tmp_path / "run", 2, 2, **changes)
-
-    printed = four.run(train_rank, table)[0]
+def test_the_folder_has_the_figures_of_the_first_replica_once_and_a_profile_of_every_rank(tmp_path, run):
+    printed, *_ = run(2, 2, run={"record_step": 2}, metrics={"memory_every": 2}, profile={"steps": [3, 3]})
 
     recorded = read_recorded_step(tmp_path / "run")
     assert (recorded.num_replicas, recorded.timeline.program.num_ranks, len(recorded.prologues)) == (2, 2, 2)
@@ -332,16 +298,21 @@ def test_the_folder_has_the_figures_of_the_first_replica_once_and_a_profile_of_e
 
 @pytest.mark.feature("X41")
 @pytest.mark.parametrize(
-    ("in_forward", "is_dry", "told"),
-    [(True, False, "the loss is nan"), (False, False, "the gradient norm is nan"), (False, True, "the gradient norm")],
+    ("shard", "in_forward", "is_dry", "told"),
+    [
+        ("none", True, False, "the loss is nan"),
+        ("none", False, False, "the gradient norm is nan"),
+        ("none", False, True, "the gradient norm"),
+        ("full", False, False, "the gradient norm is nan"),
+    ],
 )
 def test_a_value_that_is_not_finite_in_one_replica_ends_the_run_on_all_ranks(
-    inputs, tmp_path, two, in_forward, is_dry, told
+    inputs, run, shard, in_forward, is_dry, told
 ):
     model = {"source": f"{inputs}/mine.py:breaking", "vocabulary": 256, "options": {"in_forward": in_forward}}
-    run = {"skip_updates": is_dry, "deadline_s": 10.0}
+    settings = {"skip_updates": is_dry, "deadline_s": 10.0}
 
-    found = two.run(failing_rank, table_of(inputs, tmp_path / "run", 1, 2, model=model, run=run))
+    found = run(1, 2, case=failing_rank, model=model, run=settings, parallel={"shard": shard})
 
     assert len(set(found)) == 1
     assert found[0][0] is NotFinite
@@ -354,8 +325,8 @@ def failing_rank(rank, table):
     return type(error), str(error)
 
 
-def test_one_replica_evaluates_and_writes_on_what_several_trained(inputs, tmp_path, two, capsys):
-    two.run(train_rank, table_of(inputs, tmp_path / "run", 1, 2, run={"record_step": 2}))
+def test_one_replica_evaluates_and_writes_on_what_several_trained(tmp_path, run, capsys):
+    run(1, 2, run={"record_step": 2})
 
     assert main(["evaluate", str(tmp_path / "run"), "--to", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
