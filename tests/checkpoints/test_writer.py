@@ -25,7 +25,7 @@ from penstock.errors import CheckpointError, NotSaved, PenstockWarning, Pipeline
 from tests.checkpoints.training import adamw, assert_equal, train_on
 from tests.checkpoints.written_files import names
 from tests.local_pipelines import error_of
-from tests.ranks import run_ranks, run_ranks_with_deaths
+from tests.ranks import run_ranks_with_deaths
 from tests.train.local_ranks import on_small_pipelines, random_batch, small_layers, small_pipeline
 
 
@@ -376,5 +376,5 @@ def save_on_gloo(rank, folder):
 
 
 @pytest.mark.slow
-def test_ranks_that_are_processes_save_and_load(tmp_path):
-    assert run_ranks(2, save_on_gloo, str(tmp_path)) == [{"rate": 0.1}] * 2
+def test_ranks_that_are_processes_save_and_load(tmp_path, two_ranks):
+    assert two_ranks.run(save_on_gloo, str(tmp_path)) == [{"rate": 0.1}] * 2

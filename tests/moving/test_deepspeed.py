@@ -118,8 +118,8 @@ def test_batches_train_as_a_plain_loop_does(num_ranks):
 
 
 @pytest.mark.slow
-def test_on_gloo_too(pool):
-    check(pool.run(train), one_process())
+def test_on_gloo_too(two_ranks):
+    check(two_ranks.run(train), one_process())
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_ranks():
@@ -236,8 +236,8 @@ def test_evaluation_between_training_changes_nothing_and_gives_what_is_asked_for
 
 
 @pytest.mark.slow
-def test_an_evaluation_may_have_another_number_of_microbatches(pool):
-    first, last = pool.run(evaluate_six)
+def test_an_evaluation_may_have_another_number_of_microbatches(two_ranks):
+    first, last = two_ranks.run(evaluate_six)
 
     assert first == last
     assert first[0] == 6

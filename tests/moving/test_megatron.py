@@ -104,8 +104,8 @@ def test_on_one_rank_there_is_no_pipeline_and_the_same_code():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_parts", [1, 2])
-def test_on_gloo_too(pool, num_parts):
-    check(pool.run(train, 2, num_parts, 4), 2 * num_parts, 4)
+def test_on_gloo_too(two_ranks, num_parts):
+    check(two_ranks.run(train, 2, num_parts, 4), 2 * num_parts, 4)
 
 
 def test_a_zero_bubble_schedule_runs_the_same_step():
@@ -234,8 +234,8 @@ def test_forward_only_reports_losses_and_leaves_no_gradient_and_training_goes_on
 
 
 @pytest.mark.slow
-def test_the_number_of_microbatches_may_change_from_call_to_call(pool):
-    assert pool.run(ramp_up) == [[], [2, 4, 6, 2]]
+def test_the_number_of_microbatches_may_change_from_call_to_call(two_ranks):
+    assert two_ranks.run(ramp_up) == [[], [2, 4, 6, 2]]
 
 
 def ramp_up(rank):
@@ -325,8 +325,8 @@ def test_an_encoder_hands_its_memory_through_all_of_the_decoder():
 
 
 @pytest.mark.slow
-def test_an_encoder_and_a_decoder_on_gloo_too(pool):
-    assert_gradients(pool.run(train_encoder_and_decoder), encoder_and_decoder_in_one_process(), tolerance=1e-12)
+def test_an_encoder_and_a_decoder_on_gloo_too(two_ranks):
+    assert_gradients(two_ranks.run(train_encoder_and_decoder), encoder_and_decoder_in_one_process(), tolerance=1e-12)
 
 
 @pytest.mark.feature("A15")
@@ -488,8 +488,8 @@ def test_a_part_for_each_direction_runs_the_same_step():
 
 
 @pytest.mark.slow
-def test_a_part_for_each_direction_on_gloo_too(pool):
-    check_two_routes(pool.run(train_two_routes, 4))
+def test_a_part_for_each_direction_on_gloo_too(two_ranks):
+    check_two_routes(two_ranks.run(train_two_routes, 4))
 
 
 def test_tokens_cannot_be_counted_over_two_routes():

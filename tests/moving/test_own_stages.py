@@ -138,8 +138,8 @@ def test_a_module_for_each_direction_trains_as_one_process_does(schedule, num_ra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])
-def test_a_module_for_each_direction_on_gloo_too(pool, schedule):
-    check_two_copies(pool.run(two_copies, 2, schedule, 4), 4)
+def test_a_module_for_each_direction_on_gloo_too(two_ranks, schedule):
+    check_two_copies(two_ranks.run(two_copies, 2, schedule, 4), 4)
 
 
 def test_gradients_of_two_routes_add_up_over_steps():

@@ -42,10 +42,10 @@ def alone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_the_example_trains_on_two_processes_as_on_one(alone, pool, name):
+def test_the_example_trains_on_two_processes_as_on_one(alone, two_ranks, name):
     (expected,) = alone.run(run_example, example(name), timeout_s=110.0)
 
-    found = [history for history in pool.run(run_example, example(name), timeout_s=110.0) if history]
+    found = [history for history in two_ranks.run(run_example, example(name), timeout_s=110.0) if history]
 
     assert expected[-1] < expected[0]
     for history in found:
@@ -53,27 +53,27 @@ def test_the_example_trains_on_two_processes_as_on_one(alone, pool, name):
 
 
 @pytest.mark.slow
-def test_the_example_for_torch_gives_torchs_own_losses(pool):
+def test_the_example_for_torch_gives_torchs_own_losses(two_ranks):
     assert OURS in example("torch-pipelining")
 
-    ours = pool.run(run_example, example("torch-pipelining"))
-    torchs = pool.run(run_example, example("torch-pipelining").replace(OURS, TORCHS))
+    ours = two_ranks.run(run_example, example("torch-pipelining"))
+    torchs = two_ranks.run(run_example, example("torch-pipelining").replace(OURS, TORCHS))
 
     assert ours[1] == pytest.approx(torchs[1], rel=1e-6)
 
 
 @pytest.mark.slow
-def test_the_example_for_dualpipe_trains_as_that_for_torch_does_on_one_process(alone, pool):
+def test_the_example_for_dualpipe_trains_as_that_for_torch_does_on_one_process(alone, two_ranks):
     """Both have one model and one batch, and two directions need two processes."""
     (expected,) = alone.run(run_example, example("torch-pipelining"), timeout_s=110.0)
 
-    for history in pool.run(run_example, example("dualpipe"), timeout_s=110.0):
+    for history in two_ranks.run(run_example, example("dualpipe"), timeout_s=110.0):
         assert history == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_the_backward_of_ones_own_trains_as_autograds(pool):
-    for matches in pool.run(run_own_backward, snippet_of_own_backward()):
+def test_the_backward_of_ones_own_trains_as_autograds(two_ranks):
+    for matches in two_ranks.run(run_own_backward, snippet_of_own_backward()):
         assert matches
 
 

@@ -72,13 +72,13 @@ def test_every_schedule_of_torch_trains_as_one_process_does(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
-def test_on_gloo_too(pool, name):
-    check(pool.run(train, name), name)
+def test_on_gloo_too(two_ranks, name):
+    check(two_ranks.run(train, name), name)
 
 
 @pytest.mark.slow
-def test_a_group_of_its_own_is_used(pool):
-    assert pool.run(alone_in_a_group) == [1, 1]
+def test_a_group_of_its_own_is_used(two_ranks):
+    assert two_ranks.run(alone_in_a_group) == [1, 1]
 
 
 def alone_in_a_group(rank):
@@ -133,8 +133,8 @@ def test_a_module_for_each_direction_trains_as_one_process_does(name):
 
 
 @pytest.mark.slow
-def test_a_module_for_each_direction_on_gloo_too(pool):
-    check_two_routes(pool.run(train_two_routes, "dualpipe"))
+def test_a_module_for_each_direction_on_gloo_too(two_ranks):
+    check_two_routes(two_ranks.run(train_two_routes, "dualpipe"))
 
 
 def halves(rank, inputs, target):

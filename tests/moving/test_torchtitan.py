@@ -86,8 +86,8 @@ def test_every_part_is_on_two_ranks_under_a_schedule_of_two_routes(is_tied):
 
 
 @pytest.mark.slow
-def test_on_gloo_too(pool):
-    check(pool.run(train, "Interleaved1F1B"))
+def test_on_gloo_too(two_ranks):
+    check(two_ranks.run(train, "Interleaved1F1B"))
 
 
 def test_a_csv_file_is_the_schedule_and_tells_which_parts_are_whose(tmp_path):

@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.moving.torch_pipelining import PipelineStage, Schedule1F1B
 from penstock.moving.torchtitan import pipeline_llm
 from tests.local_pipelines import square_loss
-from tests.ranks import run_ranks
 from tests.replicas import MICROBATCHES, NUM_LAYERS, assert_gradients, expected_gradients, full, layers, mesh, own_rows
 
 
@@ -67,8 +66,8 @@ def train_parts(own_mesh):
     return {name.removeprefix("layers."): full(parameter.grad) for name, parameter in named}
 
 
-def test_wrapped_stages_and_sharded_parts_get_the_gradients_of_the_whole_batch():
-    found = run_ranks(4, train_both_ways)
+def test_wrapped_stages_and_sharded_parts_get_the_gradients_of_the_whole_batch(four_ranks):
+    found = four_ranks.run(train_both_ways)
 
     assert_gradients([stages for stages, _ in found], expected_gradients())
     assert_gradients([parts for _, parts in found], expected_gradients())

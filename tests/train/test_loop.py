@@ -17,7 +17,6 @@ from penstock.train.loop import train
 from penstock.train.settings.config import config_from_table, load_config
 from penstock.train.watching.recorded_step import read_recorded_step
 from tests.cli.terminal import Terminal
-from tests.ranks import RankPool
 
 pytestmark = pytest.mark.slow
 STEPS = 6
@@ -281,11 +280,10 @@ def train_as_rank(rank, table):
 
 
 @pytest.mark.feature("X45")
-def test_processes_train_the_same_weights_bit_for_bit_and_only_rank_0_speaks(finished, tmp_path, text):
+def test_processes_train_the_same_weights_bit_for_bit_and_only_rank_0_speaks(finished, tmp_path, text, two_ranks):
     folder, alone, _ = finished
 
-    with RankPool(2) as pool:
-        results = pool.run(train_as_rank, table_of(tmp_path, text, pipeline={"ranks": 2}))
+    results = two_ranks.run(train_as_rank, table_of(tmp_path, text, pipeline={"ranks": 2}))
 
     assert [result[:2] for result in results] == [(alone.loss, alone.held_out_loss)] * 2
     assert "\n31,904 parameters, " in results[0][2]
@@ -294,11 +292,12 @@ def test_processes_train_the_same_weights_bit_for_bit_and_only_rank_0_speaks(fin
 
 
 @pytest.mark.slow
-def test_every_rank_leaves_a_profile_that_shows_the_schedule_and_trains_the_same_bits(finished, tmp_path, text):
+def test_every_rank_leaves_a_profile_that_shows_the_schedule_and_trains_the_same_bits(
+    finished, tmp_path, text, two_ranks
+):
     changes = {"pipeline": {"ranks": 2}, "profile": {"steps": [2, 3], "memory": True}}
 
-    with RankPool(2) as pool:
-        results = pool.run(train_as_rank, table_of(tmp_path, text, **changes))
+    results = two_ranks.run(train_as_rank, table_of(tmp_path, text, **changes))
 
     assert results[0][0] == finished[1].loss
     for rank in (0, 1):

@@ -2,6 +2,7 @@
 
 import io
 import json
+from contextlib import chdir
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from penstock.train.loop import train
 from penstock.train.model_source import KEY, build_layers, loss_of, require_named_code, source_digest
 from penstock.train.settings.config import config_from_table, load_config
 from penstock.train.setup import check_plan
-from tests.ranks import RankPool
 
 MODELS = """
 import torch
@@ -127,21 +127,20 @@ def run(source="recurrent", **changes):
     return train(config_of(source, **changes), output=output), output.getvalue()
 
 
-def train_as_rank(rank, table):
-    output = io.StringIO()
-    return train(config_from_table(table), output=output).held_out_loss
+def train_as_rank(rank, folder, table):
+    with chdir(folder):
+        return train(config_from_table(table), output=io.StringIO()).held_out_loss
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", ["none", "full"])
-def test_a_recurrent_model_trains_the_same_bits_on_1_2_and_3_ranks(files, kept):
+def test_a_recurrent_model_trains_the_same_bits_on_1_2_and_3_ranks(files, kept, two_ranks, three_ranks):
     alone, _ = run()
     expected = (files / "run" / "weights.safetensors").read_bytes()
 
-    for ranks in (2, 3):
+    for ranks, pool in ((2, two_ranks), (3, three_ranks)):
         pipeline = {"ranks": ranks, "activation_checkpointing": kept}
-        with RankPool(ranks) as pool:
-            losses = pool.run(train_as_rank, table_of(run={"folder": f"run{ranks}"}, pipeline=pipeline))
+        losses = pool.run(train_as_rank, files, table_of(run={"folder": f"run{ranks}"}, pipeline=pipeline))
         assert losses == [alone.held_out_loss] * ranks
         assert (files / f"run{ranks}" / "weights.safetensors").read_bytes() == expected
 

@@ -10,7 +10,6 @@ from penstock.train.settings.config import config_from_table
 from penstock.train.setup import check_together
 from penstock.train.world import check_ranks, replicas_of, require_same_layout
 from tests.local_pipelines import error_of, on_ranks
-from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -73,8 +72,8 @@ def mesh_of_rank(rank, config):
     return ranks["pipeline"], ranks["data"]
 
 
-def test_the_replicas_of_a_stage_are_neighbours():
-    assert run_ranks(4, mesh_of_rank, config_of(2, 2)) == [
+def test_the_replicas_of_a_stage_are_neighbours(four_ranks):
+    assert four_ranks.run(mesh_of_rank, config_of(2, 2)) == [
         ([0, 2], [0, 1]),
         ([1, 3], [0, 1]),
         ([0, 2], [2, 3]),

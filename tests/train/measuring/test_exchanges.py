@@ -28,7 +28,6 @@ from penstock.train.profiling import profile_pipeline
 from tests.local_pipelines import on_ranks
 from tests.local_wires import slow
 from tests.mesh_pipelines import Job, on_mesh, pipeline_of
-from tests.ranks import run_ranks
 from tests.train.local_ranks import small_layers
 from tests.train.test_profiling import dataset
 
@@ -220,8 +219,8 @@ def measure_over_gloo(rank):
 
 
 @pytest.mark.slow
-def test_gloo_is_measured_between_processes():
-    found, same = run_ranks(2, measure_over_gloo)
+def test_gloo_is_measured_between_processes(two_ranks):
+    found, same = two_ranks.run(measure_over_gloo)
 
     assert found == same
     assert all(0 < speed.latency_s < 1.0 for speed in found)

@@ -13,7 +13,6 @@ from penstock.errors import ConfigError
 from penstock.models import embedding_names
 from penstock.train.optimizing.optim import build_optimizer, check_optimizer
 from penstock.train.settings.sections import OptimizerSection
-from tests.ranks import RankPool
 from tests.train.local_ranks import small_layers
 
 OPTIONS = OptimizerSection(learning_rate=1e-2, warmup_steps=4, minimum_fraction=0.1)
@@ -171,12 +170,6 @@ def test_a_head_that_is_tied_to_the_embedding_is_one_for_the_decay():
 # ---- shards
 
 
-@pytest.fixture(scope="module")
-def two():
-    with RankPool(2) as pool:
-        yield pool
-
-
 def named_parameters():
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (5, 3), "vector": (5,)}
@@ -214,7 +207,7 @@ def step_shards(rank, options, has_main_weights):
 )
 @pytest.mark.parametrize("has_main_weights", [False, True])
 def test_shards_are_stepped_at_once_to_the_same_values_unless_options_say_otherwise(
-    two, name, given, expected, has_main_weights
+    two_ranks, name, given, expected, has_main_weights
 ):
     options = OptimizerSection(name=name, options=given)
     whole = named_parameters()
@@ -225,6 +218,6 @@ def test_shards_are_stepped_at_once_to_the_same_values_unless_options_say_otherw
             parameter.grad = parameter.detach().clone()
         optimizer.step()
 
-    for implementations, found in two.run(step_shards, options, has_main_weights):
+    for implementations, found in two_ranks.run(step_shards, options, has_main_weights):
         assert [(foreach, fused or None) for foreach, fused in implementations] == [expected] * 2
         torch.testing.assert_close(found, {name: each.detach() for name, each in whole.items()}, rtol=0, atol=1e-14)
