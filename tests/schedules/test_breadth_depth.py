@@ -5,6 +5,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.schedules import build
 from tests.grids import assert_grid
+from tests.schedules.docstrings import assert_drawn
 from tests.schedules.golden import orders, recorded, sizes
 from tests.schedules.timing import timeline
 
@@ -34,13 +35,7 @@ def text_of(schedule):
 
 @pytest.mark.feature("B8")
 def test_a_group_is_done_before_the_next_begins():
-    assert_grid(
-        build("breadth-depth", ranks=2, microbatches=4, breadth=2, depth=2),
-        """
-        0F0 0F2 2F0 2F2 2B0 2B2 0B0 0B2 0F1 0F3 2F1 2F3 2B1 2B3 0B1 0B3
-        1F0 1F2 3F0 3F2 3B0 3B2 1B0 1B2 1F1 1F3 3F1 3F3 3B1 3B3 1B1 1B3
-        """,
-    )
+    assert_drawn("breadth-depth")
 
 
 @pytest.mark.feature("B8")

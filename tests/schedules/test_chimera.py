@@ -13,18 +13,6 @@ def one_way(schedule, rank, stage, first_microbatch):
     return [(action.kind, action.microbatch - first_microbatch) for action in schedule[rank] if action.stage == stage]
 
 
-def test_every_rank_alternates_between_the_directions():
-    assert_grid(
-        build("chimera", ranks=4, microbatches=6),
-        """
-        0F0 0F1 7F3 0F2 7B3 7F4 7B4 7F5 0B0 7B5 0B1 0B2
-        1F0 6F3 1F1 6F4 1F2 6F5 6B3 1B0 6B4 1B1 6B5 1B2
-        5F3 2F0 5F4 2F1 5F5 2F2 2B0 5B3 2B1 5B4 2B2 5B5
-        4F3 4F4 3F0 4F5 3B0 3F1 3B1 3F2 4B3 3B2 4B4 4B5
-        """,
-    )
-
-
 def test_in_time_the_middle_ranks_wait_at_the_turn_only():
     assert_grid(
         build("chimera", ranks=4, microbatches=4),

@@ -9,16 +9,6 @@ from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded
 
 
-def test_forwards_on_the_way_down_overlap_with_backwards_on_the_way_up():
-    assert_grid(
-        build("dualpipe-v", ranks=2, microbatches=4),
-        """
-        0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) 3B2 (3F3;0B1) 3B3 0I2 0W2 0I3 0W3
-        1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) (1F3;2B1) (2F3;1B1) 2B2 1B2 2I3 1I3 2W3 1W3
-        """,
-    )
-
-
 def test_one_rank_overlaps_with_itself():
     assert_grid(
         build("dualpipe-v", ranks=1, microbatches=3),

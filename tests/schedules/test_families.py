@@ -1,10 +1,12 @@
-"""Properties that families share: forwards alone, proofs of every size, the work to build one; and both DualPipes."""
+"""Properties that families share: orders as drawn, forwards alone, proofs of every size, work; both DualPipes."""
 
 import pytest
 
+from penstock.placement import Placement
 from penstock.planning import prove_and_lower
-from penstock.schedules import build
+from penstock.schedules import FAMILIES, build
 from tests.grids import assert_grid
+from tests.schedules.docstrings import assert_drawn
 from tests.schedules.golden import built, recorded
 from tests.schedules.timing import bubble, published, timeline
 from tests.work import lines_run
@@ -62,6 +64,16 @@ BY_PHASES = ["1f1b", "zb-h1", "zbv", "dualpipe"]
 BY_TURNS = ["interleaved-1f1b", "interleaved-zb", "group-interleaved"]
 FAMILY_OF_CLASS = {"DualPipe": "dualpipe", "DualPipeV": "dualpipe-v"}
 OPTIONS_OF_RECORD = {"train": {}, "train_nooverlap": {"overlap": False}, "forward_only": {"forward_only": True}}
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "sequential"])
+def test_the_order_is_the_one_that_the_docstring_draws(name):
+    assert_drawn(name)
+
+
+@pytest.mark.parametrize("name", ["zbv", "v-min", "v-half", "v-zb", "1f1b-v"])
+def test_a_v_is_placed_as_one(name):
+    assert build(name, ranks=3, microbatches=5).placement == Placement.vee(3)
 
 
 @pytest.mark.parametrize("name", FORWARDS)

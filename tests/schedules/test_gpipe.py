@@ -4,20 +4,13 @@ import pytest
 
 from penstock.schedules import build
 from tests.grids import assert_grid
+from tests.schedules.docstrings import assert_drawn
 from tests.schedules.golden import built, recorded
 
 
 @pytest.mark.feature("B2")
 def test_all_forwards_come_before_all_backwards():
-    assert_grid(
-        build("gpipe", ranks=4, microbatches=6),
-        """
-        0F0 0F1 0F2 0F3 0F4 0F5 0B0 0B1 0B2 0B3 0B4 0B5
-        1F0 1F1 1F2 1F3 1F4 1F5 1B0 1B1 1B2 1B3 1B4 1B5
-        2F0 2F1 2F2 2F3 2F4 2F5 2B0 2B1 2B2 2B3 2B4 2B5
-        3F0 3F1 3F2 3F3 3F4 3F5 3B0 3B1 3B2 3B3 3B4 3B5
-        """,
-    )
+    assert_drawn("gpipe")
 
 
 def test_in_time_the_bubble_is_between_the_phases():

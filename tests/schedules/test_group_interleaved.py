@@ -9,16 +9,6 @@ from tests.schedules.groupings import PARTS, assert_formulas_hold
 from tests.schedules.timing import timeline
 
 
-def test_both_parts_of_a_backward_follow_each_other():
-    assert_grid(
-        build("group-interleaved", ranks=2, microbatches=4),
-        """
-        0F0 0F1 2F0 2F1 2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
-        1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1F2 1I0 1W0 1F3 1I1 1W1 3F2 3I2 3W2 3F3 3I3 3W3 1I2 1W2 1I3 1W3
-        """,
-    )
-
-
 def test_a_last_group_that_is_too_short_leaves_its_places_empty():
     assert_grid(
         build("group-interleaved", ranks=2, microbatches=3),

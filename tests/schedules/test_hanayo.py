@@ -9,18 +9,6 @@ from tests.grids import assert_grid
 from tests.schedules.timing import bubble, timeline
 
 
-def test_one_wave_goes_down_the_ranks_and_up_again():
-    assert_grid(
-        build("hanayo", ranks=4, microbatches=6),
-        """
-        0F0 0F1 0F2 0F3 7F0 7B0 0F4 7F1 7B1 0F5 7F2 7B2 7F3 7B3 0B0 7F4 7B4 0B1 7F5 7B5 0B2 0B3 0B4 0B5
-        1F0 1F1 1F2 6F0 1F3 6F1 6B0 1F4 6F2 6B1 1F5 6F3 6B2 1B0 6F4 6B3 1B1 6F5 6B4 1B2 6B5 1B3 1B4 1B5
-        2F0 2F1 5F0 2F2 5F1 2F3 5F2 5B0 2F4 5F3 5B1 2F5 2B0 5F4 5B2 2B1 5F5 5B3 2B2 5B4 2B3 5B5 2B4 2B5
-        3F0 4F0 3F1 4F1 3F2 4F2 3F3 4F3 4B0 3F4 3B0 4F4 4B1 3F5 3B1 4F5 4B2 3B2 4B3 3B3 4B4 3B4 4B5 3B5
-        """,
-    )
-
-
 def test_in_time_two_waves_follow_without_a_gap():
     assert_grid(
         build("hanayo", ranks=2, microbatches=2, waves=2),

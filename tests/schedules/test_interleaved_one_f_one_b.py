@@ -4,6 +4,7 @@ import pytest
 
 from penstock.schedules import build
 from tests.grids import assert_grid
+from tests.schedules.docstrings import assert_drawn
 from tests.schedules.golden import built, recorded, sizes
 from tests.schedules.groupings import PARTS, SHAPES, group_of_torch, groupings
 from tests.schedules.timing import timeline
@@ -11,14 +12,7 @@ from tests.schedules.timing import timeline
 
 @pytest.mark.feature("B5")
 def test_groups_follow_each_other():
-    assert_grid(
-        build("interleaved-1f1b", ranks=3, microbatches=6),
-        """
-        0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 3B0 0F5 3B1 3F3 3B2 3F4 0B0 3F5 0B1 0B2 3B3 3B4 3B5 0B3 0B4 0B5
-        1F0 1F1 1F2 4F0 4F1 4F2 4B0 1F3 4B1 1F4 4B2 1F5 1B0 4F3 1B1 4F4 1B2 4F5 4B3 4B4 4B5 1B3 1B4 1B5
-        2F0 2F1 2F2 5F0 5B0 5F1 5B1 5F2 5B2 2F3 2B0 2F4 2B1 2F5 2B2 5F3 5B3 5F4 5B4 5F5 5B5 2B3 2B4 2B5
-        """,
-    )
+    assert_drawn("interleaved-1f1b")
 
 
 def test_in_time_the_last_rank_never_waits():

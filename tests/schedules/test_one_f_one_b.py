@@ -4,20 +4,13 @@ import pytest
 
 from penstock.schedules import build
 from tests.grids import assert_grid
+from tests.schedules.docstrings import assert_drawn
 from tests.schedules.golden import built, recorded
 
 
 @pytest.mark.feature("0.16", "B3")
 def test_after_its_warm_up_a_rank_alternates():
-    assert_grid(
-        build("1f1b", ranks=4, microbatches=6),
-        """
-        0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0B3 0B4 0B5
-        1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5
-        2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2B5
-        3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5
-        """,
-    )
+    assert_drawn("1f1b")
 
 
 def test_in_time_the_last_rank_never_waits():

@@ -15,18 +15,6 @@ def timed(ranks, microbatches, slices):
     return timeline("seq1f1b", ranks, microbatches, (4 / slices, 4 / slices, 4 / slices), slices=slices)
 
 
-def test_slices_go_forward_first_to_last_and_backward_last_to_first():
-    assert_grid(
-        build("seq1f1b", ranks=4, microbatches=3, slices=2),
-        """
-        0F0   0F0.1 0F1   0F1.1 0F2   0B0.1 0F2.1 0B0   0B1.1 0B1   0B2.1 0B2
-        1F0   1F0.1 1F1   1F1.1 1B0.1 1F2   1B0   1F2.1 1B1.1 1B1   1B2.1 1B2
-        2F0   2F0.1 2F1   2B0.1 2F1.1 2B0   2F2   2B1.1 2F2.1 2B1   2B2.1 2B2
-        3F0   3F0.1 3B0.1 3F1   3B0   3F1.1 3B1.1 3F2   3B1   3F2.1 3B2.1 3B2
-        """,
-    )
-
-
 def test_fewer_slices_in_all_than_the_warm_up_shorten_it():
     assert_grid(
         build("seq1f1b", ranks=4, microbatches=1, slices=3),

@@ -22,18 +22,6 @@ def kinds(order):
     return "".join(letter for letter in order.replace("B", "IW") if letter in "FIW")
 
 
-def test_a_rank_holds_back_as_many_weight_parts_as_there_are_ranks_before_it():
-    assert_grid(
-        build("zb-h1", ranks=4, microbatches=6),
-        """
-        0F0 0F1 0F2 0F3 0I0 0W0 0F4 0I1 0W1 0F5 0I2 0W2 0I3 0W3 0I4 0W4 0I5 0W5
-        1F0 1F1 1F2 1I0 1F3 1I1 1W0 1F4 1I2 1W1 1F5 1I3 1W2 1I4 1W3 1I5 1W4 1W5
-        2F0 2F1 2I0 2F2 2I1 2F3 2I2 2W0 2F4 2I3 2W1 2F5 2I4 2W2 2I5 2W3 2W4 2W5
-        3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3W0 3F4 3I4 3W1 3F5 3I5 3W2 3W3 3W4 3W5
-        """,
-    )
-
-
 def test_in_time_all_ranks_end_together():
     assert_grid(
         build("zb-h1", ranks=3, microbatches=4),

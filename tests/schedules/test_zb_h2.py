@@ -7,18 +7,6 @@ from tests.grids import assert_grid
 from tests.schedules.timing import timeline
 
 
-def test_warm_up_and_delay_are_twice_those_of_zb_h1():
-    assert_grid(
-        build("zb-h2", ranks=4, microbatches=8),
-        """
-        0F0 0F1 0F2 0F3 0F4 0F5 0F6 0I0 0W0 0F7 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 0I5 0W5 0I6 0W6 0I7 0W7
-        1F0 1F1 1F2 1F3 1F4 1I0 1F5 1I1 1F6 1I2 1W0 1F7 1I3 1W1 1I4 1W2 1I5 1W3 1I6 1W4 1I7 1W5 1W6 1W7
-        2F0 2F1 2F2 2I0 2F3 2I1 2F4 2I2 2F5 2I3 2F6 2I4 2W0 2F7 2I5 2W1 2I6 2W2 2I7 2W3 2W4 2W5 2W6 2W7
-        3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3F4 3I4 3F5 3I5 3F6 3I6 3W0 3F7 3I7 3W1 3W2 3W3 3W4 3W5 3W6 3W7
-        """,
-    )
-
-
 def test_in_time_no_rank_waits_between_its_first_and_its_last_action():
     assert_grid(
         build("zb-h2", ranks=3, microbatches=5),

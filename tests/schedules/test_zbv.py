@@ -8,20 +8,6 @@ from tests.schedules.golden import built, recorded
 from tests.schedules.timing import timeline
 
 
-def test_three_ranks_as_in_its_docstring():
-    schedule = build("zbv", ranks=3, microbatches=5)
-
-    assert schedule.placement.style == "v"
-    assert_grid(
-        schedule,
-        """
-0F0 0F1 0F2 0F3 0F4 5F0 5I0 5W0 5F1 5I1 5W1 5F2 5I2 5W2 0I0 0W0 5F3 5I3 5W3 0I1 0W1 5F4 5I4 5W4 0I2 0W2 0I3 0W3 0I4 0W4
-1F0 1F1 1F2 4F0 1F3 4F1 4I0 4W0 4F2 4I1 4W1 1F4 1I0 1W0 4F3 4I2 4W2 1I1 1W1 4F4 4I3 4W3 1I2 4I4 1I3 1W2 1I4 1W3 4W4 1W4
-2F0 3F0 2F1 3F1 2F2 3F2 3I0 3W0 2F3 2I0 2W0 3F3 3I1 3W1 2F4 2I1 2W1 3F4 3I2 3W2 2I2 3I3 2I3 3I4 2I4 2W2 3W3 3W4 2W3 2W4
-        """,
-    )
-
-
 def test_in_time_no_rank_waits_between_its_first_and_its_last_action():
     assert_grid(
         build("zbv", ranks=2, microbatches=4),

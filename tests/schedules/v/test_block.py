@@ -13,6 +13,7 @@ from penstock.schedules.v import one_f_one_b_v, v_half, v_min, v_zb
 from penstock.schedules.v.block import split_schedule, whole_schedule
 from penstock.schedules.v.slots import fill_weights, repeat, widen_backwards
 from tests.grids import assert_grid
+from tests.schedules.docstrings import drawn
 from tests.schedules.golden import built, recorded
 from tests.schedules.timing import published, timeline
 from tests.schedules.v.tables import assert_table, bubble, most_held
@@ -29,6 +30,11 @@ LIMITS = {
     "1f1b-v": ((12, 14), lambda f, i, w: 2 * f <= i + w),
 }
 """Few and many microbatches to compare, and whether costs of F, I and W are within the limits of the family."""
+
+
+def with_weights(name, slots):
+    """A table of the family's slots with those of its weight gradients."""
+    return fill_weights(slots) if name in SPLIT else widen_backwards(slots)
 
 
 def one_rank(num_ranks):
@@ -95,6 +101,13 @@ def test_only_costs_beyond_the_limits_of_the_family_add_to_the_bubble_with_every
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_a_block_is_the_one_that_the_docstring_draws(name):
+    sizes, drawing = drawn(name, "Its block on")
+
+    assert_table(with_weights(name, repeat(FAMILIES[name].block(sizes["ranks"]), 1)), drawing)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_slots_of_a_block_differ_modulo_six_on_every_rank(name):
     for ranks in range(1, 41):
         taken = FAMILIES[name].block(ranks)
@@ -108,7 +121,7 @@ def test_the_slots_of_a_block_differ_modulo_six_on_every_rank(name):
 def test_no_rank_holds_more_than_the_repeated_block_does_on_some_rank(name):
     for ranks, microbatches in product(range(1, 7), [1, 2, 3, 5, 9]):
         slots = repeat(FAMILIES[name].block(ranks), microbatches)
-        limit = most_held(fill_weights(slots) if name in SPLIT else widen_backwards(slots))
+        limit = most_held(with_weights(name, slots))
 
         assert max(peak_activations(build(name, ranks=ranks, microbatches=microbatches))) <= limit
 
