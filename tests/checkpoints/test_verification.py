@@ -11,24 +11,10 @@ from penstock.checkpoints.manifest import MANIFEST, UnreadableFormat, manifest_b
 from penstock.checkpoints.verification import candidates, find_newest, newest_readable, verify
 from penstock.errors import CheckpointError
 from penstock.execute.control.collectives import Control
-from tests.checkpoints.training import train, train_on
+from tests.checkpoints.training import train
 from tests.local_pipelines import error_of, on_ranks
 
 NUM_FLIPS = 1000
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Checkpoints of steps 1 and 2 of two ranks."""
-    folder = tmp_path_factory.mktemp("saved")
-    train_on(2, 0, 1, save=folder)
-    train_on(2, 1, 2, load=folder, save=folder)
-    return folder
-
-
-@pytest.fixture
-def folder(saved, tmp_path):
-    return shutil.copytree(saved, tmp_path / "checkpoints")
 
 
 def find(folder, num_ranks=2):
