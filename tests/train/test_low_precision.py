@@ -1,6 +1,7 @@
 """Training in low precision on several ranks is plain training in one process in the same precision, bit for bit."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -30,7 +31,14 @@ SECTIONS = {
     "autocast float16": PrecisionSection(compute="float16", autocast=True, **LARGE_SCALE),
 }
 CASES = {name: Precision(section) for name, section in SECTIONS.items()}
-FAMILIES = ["looped-bfs", "zb-h1", "zb-h2", "v-half", "hanayo", "interleaved-zb", "dualpipe-v"]
+SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("gpipe", 4), ("interleaved-1f1b", 2), ("zbv", 2)]
+OTHERS = ["looped-bfs", "zb-h1", "zb-h2", "v-half", "hanayo", "interleaved-zb", "dualpipe-v"]
+RUNS = [
+    *((case, *schedule, 1) for case in CASES for schedule in SCHEDULES),
+    *(("bfloat16", family, 2, 1) for family in OTHERS),
+    *((case, "1f1b", 2, 3) for case in ("bfloat16", "float16")),
+]
+"""Cases with a schedule, a number of ranks, and the batches of a step, of which it takes the mean."""
 
 
 def batches_of(number, num_batches):
@@ -117,8 +125,9 @@ class Plain:
         return total.item()
 
 
-def train_plainly(precision, num_batches=1, options=OPTIONS):
-    plain = Plain(precision, options)
+@cache
+def train_plainly(case, num_batches=1, *, is_gentle=False):
+    plain = Plain(CASES[case], GENTLE if is_gentle else OPTIONS)
     return [plain.step(number, batches_of(number, num_batches)) for number in range(1, NUM_STEPS + 1)], plain
 
 
@@ -138,31 +147,14 @@ def assert_same(results, expected, plain):
 
 @pytest.mark.feature("E11", "E15")
 @pytest.mark.slow
-@pytest.mark.parametrize("case", list(CASES))
-def test_schedules_and_ranks_change_no_bit(case):
-    expected, plain = train_plainly(CASES[case])
+@pytest.mark.parametrize(("case", "schedule", "num_ranks", "num_batches"), RUNS)
+def test_schedules_and_ranks_change_no_bit(case, schedule, num_ranks, num_batches):
+    expected, plain = train_plainly(case, num_batches)
 
-    for schedule, num_ranks in (("1f1b", 1), ("1f1b", 2), ("gpipe", 4), ("interleaved-1f1b", 2), ("zbv", 2)):
-        assert_same(on_ranks(num_ranks, train, CASES[case], schedule), expected, plain)
+    assert_same(on_ranks(num_ranks, train, CASES[case], schedule, num_batches), expected, plain)
 
     num_updated = sum(is_updated for _, _, is_updated, _ in expected)
     assert (0 < num_updated < NUM_STEPS) if CASES[case].scales_losses else num_updated == NUM_STEPS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", FAMILIES)
-def test_other_families_change_no_bit_of_bfloat16(schedule):
-    expected, plain = train_plainly(CASES["bfloat16"])
-
-    assert_same(on_ranks(2, train, CASES["bfloat16"], schedule), expected, plain)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["bfloat16", "float16"])
-def test_several_batches_are_one_mean_in_low_precision_too(case):
-    expected, plain = train_plainly(CASES[case], 3)
-
-    assert_same(on_ranks(2, train, CASES[case], "1f1b", 3), expected, plain)
 
 
 @pytest.mark.parametrize("case", ["bfloat16", "float16"])
@@ -205,7 +197,7 @@ GENTLE = OptimizerSection(name="SGD", options={"momentum": 0.9}, learning_rate=0
 @pytest.mark.parametrize("schedule", list(TWO_ROUTES))
 def test_two_copies_end_equal_and_near_one_process(schedule, case):
     """Each copy sums its own microbatches first, so that only rounding is another one."""
-    expected, plain = train_plainly(CASES[case], options=GENTLE)
+    expected, plain = train_plainly(case, is_gentle=True)
 
     results = on_ranks(TWO_ROUTES[schedule], train, CASES[case], schedule, 1, GENTLE)
 
