@@ -1,7 +1,7 @@
 """A part of a model: its names, its keywords, the short way of blocks, and threads side by side."""
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -115,19 +115,13 @@ def test_threads_run_parts_of_one_model_side_by_side():
     parts = cut(model, ["blocks.*"])
     copies = [copy.deepcopy(parts) for _ in range(4)]
     expected = {number: model(WORDS, MASK * number) for number in range(4)}
-    wrong = []
 
-    def work(number):
-        for _ in range(30):
-            if not torch.equal(run(copies[number], words=WORDS, mask=MASK * number), expected[number]):
-                wrong.append(number)
+    def is_right(number):
+        outputs = [run(copies[number], words=WORDS, mask=MASK * number) for _ in range(30)]
+        return all(torch.equal(output, expected[number]) for output in outputs)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(is_right, range(4)))
 
 
 def test_a_forward_that_changes_what_a_stand_in_returned_runs_with_one_that_may_be_changed():
