@@ -72,8 +72,9 @@ def checkpoint(folder, *steps):
         (path / MANIFEST).write_bytes(manifest_bytes(held))
 
 
-def entries(folder):
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+def contents(folder):
+    paths = sorted(folder.rglob("*"))
+    return {path.relative_to(folder).as_posix(): path.is_file() and path.read_bytes() for path in paths}
 
 
 def test_another_tokenizer_file_is_refused_where_a_run_would_continue_and_old_folders_go_on(base):
@@ -85,13 +86,13 @@ def test_another_tokenizer_file_is_refused_where_a_run_would_continue_and_old_fo
 
     run_in(base, is_finished=False, **data("a" * 64))
     checkpoint(base, 4)
-    before = entries(base)
+    before = contents(base)
 
     assert refusal(**data("b" * 64)) == (
         f"{base}: data.tokenizer: words.json has changed since the run began: its sha256 begins with bbbbbbbbbbbb, "
         "expected aaaaaaaaaaaa. Put the file back, or begin in the next folder with --fresh"
     )
-    assert entries(base) == before
+    assert contents(base) == before
     assert run_in(base, start=Start.FRESH, **data("b" * 64))[0] == "run-2"
     shutil.rmtree(base.with_name("run-2"))
     (base / "config.toml").write_text((base / "config.toml").read_text().replace("a" * 64, ""))
@@ -110,13 +111,52 @@ def test_a_run_begins_where_only_a_profile_was(base):
     assert run_in(base) == ("run", f"run folder: {base} (holds no run yet)")
 
 
-def test_a_finished_run_is_left_alone_and_the_next_number_is_named(base):
-    run_in(base)
-    before = {name: (base / name).read_bytes() for name in entries(base)}
+def test_the_number_behind_the_last_finished_run_is_taken(base):
+    for name in ("run", "run-2", "run-3"):
+        assert run_in(base)[0] == name
 
-    assert run_in(base) == ("run-2", f"run folder: {base}-2 ({base} holds a finished run)")
-    assert run_in(base)[0] == "run-3"
-    assert {name: (base / name).read_bytes() for name in entries(base)} == before
+
+def unfinished(base, *steps):
+    run_in(base, is_finished=False)
+    checkpoint(base, *steps)
+
+
+def of_files(base):
+    base.mkdir()
+    (base / "thesis.tex").touch()
+
+
+def of_another_program(base):
+    base.mkdir()
+    (base / "config.toml").write_text("[theirs]\n")
+
+
+OTHERS = {
+    "model.width": 80,
+    "data.held_out_fraction": 0.1,
+    "batch.length": 64,
+    "optimizer.learning_rate": 0.5,
+    "run.seed": 7,
+}
+
+
+@pytest.mark.parametrize(
+    ("fill", "changes", "holds"),
+    [
+        (run_in, {}, "a finished run"),
+        (lambda base: unfinished(base, 100), {"run.steps": 99}, "a run that has passed step 99"),
+        (of_files, {}, "files but no run"),
+        (of_another_program, {}, "a config.toml that cannot be read"),
+        *((unfinished, {key: value}, f"an unfinished run with another {key}") for key, value in OTHERS.items()),
+    ],
+)
+def test_a_folder_that_holds_something_else_is_left_alone_and_the_next_number_is_named(base, fill, changes, holds):
+    fill(base)
+    before = contents(base)
+    sections = {key.partition(".")[0]: {key.partition(".")[2]: value} for key, value in changes.items()}
+
+    assert run_in(base, **sections) == ("run-2", f"run folder: {base}-2 ({base} holds {holds})")
+    assert contents(base) == before
 
 
 def test_the_highest_number_decides(base):
@@ -140,7 +180,7 @@ def test_an_unfinished_run_without_a_checkpoint_begins_again_in_place(base):
     anew = f"run folder: {base} (its unfinished run has the same settings and no checkpoint, and begins at step 0)"
     assert run_in(base, is_finished=False, run={"steps": 90}) == ("run", anew)
     assert run_in(base)[0] == "run"
-    assert entries(base) == [".lock", "config.toml", "summary.json", "weights.safetensors"]
+    assert list(contents(base)) == [".lock", "config.toml", "summary.json", "weights.safetensors"]
 
 
 def test_an_unfinished_run_continues_from_its_newest_checkpoint(base):
@@ -150,14 +190,6 @@ def test_an_unfinished_run_continues_from_its_newest_checkpoint(base):
     for other in ({}, {"pipeline": {"ranks": 1}}, {"metrics": {"every": 3}}, {"run": {"steps": 100}}):
         note = f"run folder: {base} (its run has the same settings and continues after step 100)"
         assert run_in(base, is_finished=False, **other) == ("run", note)
-
-
-def test_a_run_that_has_passed_the_last_step_is_left_alone(base):
-    run_in(base, is_finished=False)
-    checkpoint(base, 100)
-
-    passed = f"run folder: {base}-2 ({base} holds a run that has passed step 99)"
-    assert run_in(base, run={"steps": 99}) == ("run-2", passed)
 
 
 def test_a_finished_run_continues_where_it_is_to_have_more_steps(base):
@@ -201,72 +233,31 @@ def test_what_torchrun_restarts_stays_in_the_folder_that_was_forced(base):
     assert run_in(base, start=Start.RESTART) == ("run", f"run folder: {base} (restarted)")
 
 
+@pytest.mark.parametrize("start", [Start.BY_RULE, Start.RESUME])
 @pytest.mark.parametrize(
-    ("section", "change", "named"),
+    ("damage", "told"),
     [
-        ("model", {"width": 80}, "model.width"),
-        ("data", {"held_out_fraction": 0.1}, "data.held_out_fraction"),
-        ("batch", {"length": 64}, "batch.length"),
-        ("optimizer", {"learning_rate": 0.5}, "optimizer.learning_rate"),
-        ("run", {"seed": 7}, "run.seed"),
+        (lambda step: (step / "model.pt").write_bytes(b"\x80\x04"), "step-6: holds a pickle (model.pt)"),
+        (lambda step: (step / MANIFEST).unlink(), "none of 2 checkpoints is as it was written"),
     ],
 )
-def test_an_unfinished_run_with_other_settings_is_left_alone(base, section, change, named):
-    run_in(base, is_finished=False)
-
-    name, note = run_in(base, **{section: change})
-
-    assert name == "run-2"
-    assert note == f"run folder: {base}-2 ({base} holds an unfinished run with another {named})"
-
-
-@pytest.mark.parametrize("start", [Start.BY_RULE, Start.RESUME])
-def test_a_checkpoint_with_a_pickle_is_refused_before_anything_changes(base, start):
-    run_in(base, is_finished=False)
-    checkpoint(base, 5)
-    (base / "checkpoints" / "step-5" / "model.pt").write_bytes(b"\x80\x04")
-    before = entries(base)
+def test_checkpoints_that_cannot_be_read_are_refused_before_anything_changes(base, start, damage, told):
+    unfinished(base, 5, 6)
+    for step in (5, 6):
+        damage(base / "checkpoints" / f"step-{step}")
+    before = contents(base)
 
     error = error_of(lambda: run_in(base, start=start))
 
     assert isinstance(error, CheckpointError)
-    assert "step-5: holds a pickle (model.pt)" in str(error)
-    assert entries(base) == before
-
-
-def test_checkpoints_of_which_none_can_be_read_are_refused_before_anything_changes(base):
-    run_in(base, is_finished=False)
-    checkpoint(base, 5, 6)
-    for step in (5, 6):
-        (base / "checkpoints" / f"step-{step}" / MANIFEST).unlink()
-    before = entries(base)
-
-    error = error_of(lambda: run_in(base))
-
-    assert isinstance(error, CheckpointError)
-    assert "none of 2 checkpoints is as it was written" in str(error)
-    assert entries(base) == before
+    assert told in str(error)
+    assert contents(base) == before
 
 
 def test_a_run_that_differs_in_what_changes_no_bit_continues(base):
     run_in(base, is_finished=False)
 
     assert run_in(base, data={"prefetch": 5})[0] == "run"
-
-
-def test_a_folder_of_other_files_is_left_alone(base):
-    base.mkdir()
-    (base / "thesis.tex").touch()
-
-    assert run_in(base) == ("run-2", f"run folder: {base}-2 ({base} holds files but no run)")
-    assert os.listdir(base) == ["thesis.tex"]
-
-
-def test_a_configuration_that_cannot_be_read_is_left_alone(base):
-    base.mkdir()
-    (base / "config.toml").write_text("[theirs]\n")
-
-    assert run_in(base)[1] == f"run folder: {base}-2 ({base} holds a config.toml that cannot be read)"
 
 
 @pytest.mark.parametrize("start", [Start.BY_RULE, Start.FORCE])
@@ -297,19 +288,19 @@ def test_force_begins_in_the_folder_itself_and_leaves_the_others(base):
     (base / "tokens" / "old.tokens").touch()
 
     assert run_in(base, start=Start.FORCE, is_finished=False) == ("run", f"run folder: {base} (--force)")
-    assert entries(base) == [".lock", "config.toml", "weights.safetensors"]
+    assert list(contents(base)) == [".lock", "config.toml", "weights.safetensors"]
     assert (base.with_name("run-2") / "weights.safetensors").read_bytes() == b"run-2"
 
 
 def test_force_refuses_a_folder_with_other_files_and_removes_nothing(base):
     run_in(base)
     (base / "thesis.tex").touch()
-    before = entries(base)
+    before = contents(base)
 
     with pytest.raises(ConfigError, match=r"--force: .*run holds what no run wrote \(thesis\.tex\)\. Move it away"):
         run_in(base, start=Start.FORCE)
 
-    assert entries(base) == before
+    assert contents(base) == before
 
 
 def test_two_that_begin_fresh_at_once_get_two_folders(base):
