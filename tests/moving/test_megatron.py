@@ -52,6 +52,11 @@ def train_on(num_ranks, *sizes, **options):
     return on_ranks(num_ranks, lambda wires: train(wires.rank, num_ranks, *sizes, transport=wires, **options))
 
 
+def refused(**options):
+    """Return the errors with which two ranks refuse to train."""
+    return on_ranks(2, lambda wires: error_of(train, wires.rank, 2, 1, 2, transport=wires, **options))
+
+
 def run(call, part, items, step=forward_step, **more):
     """Call the function as a loop of Megatron-LM does for a batch of these microbatches."""
     given = {"model": part, "num_microbatches": len(items)} | more
@@ -175,20 +180,21 @@ def test_microbatches_without_tokens_add_nothing():
     assert float(reported[1]["lm loss"][1]) == 0
 
 
+def of_another_form(data_iterator, model):
+    output, _ = forward_step(data_iterator, model)
+    return output, lambda output: output.mean()
+
+
 @pytest.mark.parametrize(
-    ("step", "count", "text"),
+    ("options", "text"),
     [
-        (forward_step_per_token, lambda item: 1, "returned . tokens, but count_tokens counted 1"),
-        (forward_step, count_tokens, "returned no number of tokens, but count_tokens counted"),
+        ({"step": forward_step_per_token, "count_tokens": lambda item: 1}, " tokens, but count_tokens counted 1"),
+        ({"count_tokens": count_tokens}, "returned no number of tokens, but count_tokens counted"),
+        ({"step": of_another_form}, "expected (loss, reported) or (sum, num_tokens, reported)"),
     ],
 )
-def test_a_count_that_is_not_the_losses_own_is_refused_on_all_ranks(step, count, text):
-    def case(transport):
-        return error_of(train, transport.rank, 2, 1, 2, step=step, count_tokens=count, transport=transport)
-
-    for error in on_ranks(2, case):
-        with pytest.raises(PipelineError, match=text):
-            raise error
+def test_a_loss_that_does_not_fit_is_refused_on_all_ranks(options, text):
+    assert_errors(refused(**options), PipelineError, text)
 
 
 @pytest.mark.feature("A14")
@@ -392,17 +398,6 @@ def test_lengths_may_change_from_batch_to_batch_where_that_is_said(variable_shap
         assert "variable_shapes=True" in str(found[0])
 
 
-def test_a_loss_function_that_returns_something_else_is_told():
-    def step(data_iterator, model):
-        output, _ = forward_step(data_iterator, model)
-        return output, lambda output: output.mean()
-
-    def case(transport):
-        return error_of(train, transport.rank, 2, 1, 2, step=step, transport=transport)
-
-    assert "expected (loss, reported) or (sum, num_tokens, reported)" in str(on_ranks(2, case)[0])
-
-
 def test_arguments_that_do_not_fit_are_refused():
     def call(**given):
         usual = {"forward_step_func": forward_step, "data_iterator": None, "model": Part(0, 1), "num_microbatches": 2}
@@ -449,10 +444,7 @@ def test_a_file_with_slices_is_refused_on_all_ranks(tmp_path):
     path = tmp_path / "sliced.csv"
     path.write_text(build("seq1f1b", ranks=2, microbatches=2, slices=2).to_csv())
 
-    def case(transport):
-        return error_of(train, transport.rank, 2, 1, 2, schedule=str(path), transport=transport)
-
-    assert ["use a schedule without slices" in str(error) for error in on_ranks(2, case)] == [True, True]
+    assert_errors(refused(schedule=str(path)), ConfigError, "use a schedule without slices")
 
 
 def train_two_routes(rank, num_microbatches, **options):
@@ -493,10 +485,11 @@ def test_a_part_for_each_direction_on_gloo_too(two_ranks):
 
 
 def test_tokens_cannot_be_counted_over_two_routes():
-    def case(transport):
-        return error_of(train_two_routes, transport.rank, 4, count_tokens=count_tokens, transport=transport)
+    errors = on_ranks(
+        2, lambda wires: error_of(train_two_routes, wires.rank, 4, count_tokens=count_tokens, transport=wires)
+    )
 
-    assert_errors(on_ranks(2, case), ConfigError, "count_tokens: dualpipe has two routes")
+    assert_errors(errors, ConfigError, "count_tokens: dualpipe has two routes")
 
 
 def test_ties_name_parameters_by_stage_and_model():
