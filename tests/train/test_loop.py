@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from penstock.cli.entry import main
 from penstock.errors import ConfigError, PenstockError
+from penstock.lowering import lower
+from penstock.schedules import build
 from penstock.train.data.dataset import TokenDataset
 from penstock.train.loop import train
 from penstock.train.settings.config import config_from_table, load_config
@@ -280,15 +282,29 @@ def train_as_rank(rank, table):
 
 
 @pytest.mark.feature("X45")
-def test_processes_train_the_same_weights_bit_for_bit_and_only_rank_0_speaks(finished, tmp_path, text, two_ranks):
-    folder, alone, _ = finished
+@pytest.mark.parametrize("is_program", [False, True])
+def test_processes_train_the_same_weights_bit_for_bit_and_only_rank_0_speaks(
+    finished, tmp_path, text, two_ranks, is_program
+):
+    """Also where they run a program from a file, which is that of the same schedule."""
+    whole, alone, _ = finished
+    schedule, folder = build("1f1b", ranks=2, microbatches=2), tmp_path / "run"
+    program = tmp_path / "program.csv"
+    program.write_text(lower(schedule).to_csv())
+    pipeline = {"ranks": 2, "schedule": str(program) if is_program else "1f1b"}
 
-    results = two_ranks.run(train_as_rank, table_of(tmp_path, text, pipeline={"ranks": 2}))
+    results = two_ranks.run(train_as_rank, table_of(folder, text, pipeline=pipeline))
 
     assert [result[:2] for result in results] == [(alone.loss, alone.held_out_loss)] * 2
     assert "\n31,904 parameters, " in results[0][2]
     assert results[1][2] == ""
-    assert (tmp_path / "weights.safetensors").read_bytes() == (folder / "weights.safetensors").read_bytes()
+    found, expected = (
+        [(row["loss"], row["gradient_norm"], row.get("held_out_loss")) for row in rows_of(each)]
+        for each in (folder, whole)
+    )
+    assert found == expected
+    assert (folder / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
+    assert (folder / "schedule.csv").read_text().split() == schedule.to_csv().split()
 
 
 @pytest.mark.slow

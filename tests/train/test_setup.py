@@ -1,7 +1,6 @@
 """A configuration is turned into a pipeline, or refused before training, on all ranks alike."""
 
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from penstock.train.setup import (
     prepare_together,
 )
 from tests.local_pipelines import error_of, on_ranks
-from tests.tiny_run import fork_training, write_tiny_run
 
 BATCH = {"size": 4, "length": 8}
 
@@ -74,25 +72,6 @@ def test_a_program_without_backwards_teaches_nothing(tmp_path):
 
     with pytest.raises(ConfigError, match=r"pipeline.schedule: program has no backwards"):
         build_plan(with_pipeline(schedule=str(path)))
-
-
-@pytest.mark.slow
-def test_a_program_trains_as_its_schedule_does_bit_for_bit(tmp_path):
-    write_tiny_run(tmp_path)
-    schedule = build("1f1b", ranks=2, microbatches=2)
-    (tmp_path / "program.csv").write_text(lower(schedule).to_csv())
-    losses = []
-    for name in ("1f1b", "program.csv"):
-        ranks, folder = ("pipeline.ranks=2", f"pipeline.schedule={name}"), f"run.folder=run-{name}"
-        training = fork_training(tmp_path, *ranks, folder, "run.steps=3", "run.record_step=2")
-        output, errors = training.communicate(timeout=240)
-        assert training.returncode == 0, output + errors
-        rows = (tmp_path / f"run-{name}" / "metrics.jsonl").read_text().splitlines()
-        losses.append([(row["loss"], row["gradient_norm"], row.get("held_out_loss")) for row in map(json.loads, rows)])
-
-    assert losses[0] == losses[1]
-    found = (tmp_path / "run-program.csv" / "schedule.csv").read_text()
-    assert found.split() == schedule.to_csv().split()
 
 
 @pytest.mark.parametrize(
