@@ -46,15 +46,15 @@ def test_cells_have_every_pair():
     assert len({(attention, kind, ranks) for _, attention, kind, _, ranks in CELLS}) == 18
 
 
-def trained(layers, schedule, ranks, tokens, labels, keywords):
-    """Return, per rank, loss and gradients of the first of three steps of SGD, and the weights after them."""
+def trained(layers, schedule, ranks, tokens, labels, keywords, num_steps=NUM_STEPS):
+    """Return, per rank, loss and gradients of the first of these steps of SGD, and the weights after them."""
 
     def train(transport):
         where = {"ranks": 1} if ranks == 1 else {"transport": transport}
         pipeline = ps.Pipeline(layers, schedule, NUM_MICROBATCHES, layers.loss, count=layers.count, **where)
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=RATE)
         first = None
-        for _ in range(NUM_STEPS):  # from the second one on, blocks go the short way
+        for _ in range(num_steps):  # from the second one on, blocks go the short way
             optimizer.zero_grad()
             result = pipeline.step(tokens, target=labels, **keywords)
             first = first or (result.loss, {name: each.grad.clone() for name, each in pipeline.named_parameters()})
@@ -75,9 +75,13 @@ def trained_alone(model, tokens, labels, keywords):
     return loss, gradients, {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
-def gradients_of(layers, schedule, ranks, tokens, labels, keywords):
-    """Return loss and gradients of the first step, per rank."""
-    return [found[:2] for found in trained(layers, schedule, ranks, tokens, labels, keywords)]
+def assert_gradients(layers, model, ranks, kind):
+    """On each rank, a step of these layers has the gradients of the model itself."""
+    tokens, labels, keywords = batch_of(kind)
+    _, wanted = accumulated(model, tokens, labels, keywords)
+
+    for _, found, _ in trained(layers, "1f1b", ranks, tokens, labels, keywords, num_steps=1):
+        assert furthest(found, wanted, model.all_tied_weights_keys) < LARGEST
 
 
 @pytest.mark.feature("X50")
@@ -99,11 +103,8 @@ def test_gradients_and_three_steps_are_those_of_the_model_itself(family, attenti
 @pytest.mark.parametrize("kind", BATCHES)
 def test_four_ranks_and_a_tied_head(kind):
     model = model_of("llama", tie_word_embeddings=True)
-    tokens, labels, keywords = batch_of(kind)
-    _, wanted = accumulated(model, tokens, labels, keywords)
 
-    for _, found in gradients_of(ps.from_transformers(model), "1f1b", 4, tokens, labels, keywords):
-        assert furthest(found, wanted, model.all_tied_weights_keys) < LARGEST
+    assert_gradients(ps.from_transformers(model), model, 4, kind)
 
 
 @pytest.mark.parametrize("kind", BATCHES)
@@ -168,14 +169,11 @@ def test_a_config_draws_values_by_seed_and_name_whatever_the_split():
 def test_a_model_from_a_config_trains_and_has_the_buffers_that_files_lack():
     config = config_of("gemma3")
     layers = ps.from_transformers(config, dtype=torch.float32)
-    tokens, labels, keywords = batch_of("padded")
     whole = model_of("gemma3")
     state = {name: value for layer in layers[:-1] for name, value in layer().state_dict().items()}
     whole.load_state_dict(state, strict=False)  # the head is tied
-    _, wanted = accumulated(whole, tokens, labels, keywords)
 
-    for _, found in gradients_of(layers, "1f1b", 2, tokens, labels, keywords):
-        assert furthest(found, wanted, whole.all_tied_weights_keys) < LARGEST
+    assert_gradients(layers, whole, 2, "padded")
 
 
 def test_types_and_attention_are_those_that_were_asked_for():
@@ -207,12 +205,9 @@ def test_recomputing_and_saving_memory_in_other_ways_change_nothing():
 def test_a_folder_trains_as_the_model_that_transformers_loads_from_it(family, tmp_path):
     model = model_of(family)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    tokens, labels, keywords = batch_of("padded")
-    _, wanted = accumulated(model, tokens, labels, keywords)
     layers = ps.from_transformers(tmp_path)
 
-    for _, found in gradients_of(layers, "1f1b", 2, tokens, labels, keywords):
-        assert furthest(found, wanted, model.all_tied_weights_keys) < LARGEST
+    assert_gradients(layers, model, 2, "padded")
     assert layers.source == tmp_path
     assert all(parameter.is_meta for parameter in layers.whole.parameters())
 
@@ -230,15 +225,12 @@ def test_layers_are_in_the_order_of_the_forward_and_not_of_the_definition():
         "word_embed_proj_dim": 16,
     }
     gpt = {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64, **UNDROPPED}
-    tokens, labels, keywords = batch_of("padded")
     for config in (
         transformers.OPTConfig(vocab_size=64, max_position_embeddings=64, dropout=0.0, **opt),
         transformers.OpenAIGPTConfig(vocab_size=64, **gpt),
     ):
         model = transformers.AutoModelForCausalLM.from_config(config)
-        _, wanted = accumulated(model, tokens, labels, keywords)
-        for _, found in gradients_of(ps.from_transformers(model), "1f1b", 2, tokens, labels, keywords):
-            assert furthest(found, wanted, model.all_tied_weights_keys) < LARGEST
+        assert_gradients(ps.from_transformers(model), model, 2, "padded")
 
 
 def test_a_model_that_computes_its_loss_itself_is_refused():
