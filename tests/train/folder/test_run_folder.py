@@ -78,23 +78,18 @@ def test_a_folder_that_somebody_removed_keeps_nothing(tmp_path):
     assert RunFolder(tmp_path / "removed").describe_kept() == "interrupted before the run began"
 
 
+def force(folder):
+    RunFolder(folder).begin(config_in(folder), is_forced=True)
+
+
 def test_a_run_that_is_forced_removes_what_runs_have_left(tmp_path):
     leave_a_run(tmp_path)
     RunFolder(tmp_path).begin(config_in(tmp_path))
     leave_a_run(tmp_path)
-
-    RunFolder(tmp_path).begin(config_in(tmp_path), is_forced=True)
-
-    assert sorted(os.listdir(tmp_path)) == [".lock", "config.toml", "tokens"]
-
-
-def test_what_wandb_keeps_in_a_folder_of_its_own_is_removed_too(tmp_path):
-    leave_a_run(tmp_path)
-    (tmp_path / "wandb").unlink(missing_ok=True)
-    (tmp_path / "wandb" / "offline-run-1" / "files").mkdir(parents=True)
+    (tmp_path / "wandb" / "offline-run-1" / "files").mkdir(parents=True)  # which it keeps in a folder of its own
     (tmp_path / "wandb" / "offline-run-1" / "files" / "any").touch()
 
-    RunFolder(tmp_path).begin(config_in(tmp_path), is_forced=True)
+    force(tmp_path)
 
     assert sorted(os.listdir(tmp_path)) == [".lock", "config.toml", "tokens"]
 
@@ -116,10 +111,9 @@ def test_a_folder_with_files_that_no_run_wrote_is_never_emptied(tmp_path, name):
     (tmp_path / name).write_text("precious")
     before = sorted(tmp_path.rglob("*"))
 
-    with pytest.raises(
-        ConfigError, match=rf"holds what no run wrote \({name.partition('/')[0]}.*set another run\.folder"
-    ):
-        RunFolder(tmp_path).begin(config_in(tmp_path), is_forced=True)
+    told = rf"holds what no run wrote \({name.partition('/')[0]}.*set another run\.folder"
+    with pytest.raises(ConfigError, match=told):
+        force(tmp_path)
 
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -128,7 +122,7 @@ def test_a_config_of_another_program_is_never_removed(tmp_path):
     (tmp_path / "config.toml").write_text("[theirs]\nkey = 1\n")
 
     with pytest.raises(ConfigError, match=r"config\.toml is not of a run\. "):
-        RunFolder(tmp_path).begin(config_in(tmp_path), is_forced=True)
+        force(tmp_path)
 
     assert "theirs" in (tmp_path / "config.toml").read_text()
 
@@ -139,7 +133,7 @@ def test_links_are_removed_and_not_followed(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tensorboard").symlink_to(tmp_path / "far")
 
-    RunFolder(tmp_path / "run").begin(config_in(tmp_path / "run"), is_forced=True)
+    force(tmp_path / "run")
 
     assert os.listdir(tmp_path / "run") == ["config.toml"]
     assert os.listdir(tmp_path / "far") == ["events.out.tfevents.1"]
@@ -172,18 +166,18 @@ def test_a_folder_has_a_name(tmp_path, monkeypatch):
     assert run_path("a/..").name == tmp_path.name
 
 
-def test_a_file_in_place_of_the_folder_is_named(tmp_path):
-    (tmp_path / "run").write_text("")
-
-    with pytest.raises(PenstockError, match=r"run: cannot be written: File exists\. .*choose another folder"):
-        RunFolder(tmp_path / "run").begin(config_in(tmp_path))
-
-
-def test_a_file_among_the_parents_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("file", r"file: cannot be written: File exists\. .*choose another folder"),
+        ("file/run", "file/run: cannot be written: Not a directory"),
+    ],
+)
+def test_a_file_in_place_of_the_folder_or_of_a_parent_is_named(tmp_path, name, told):
     (tmp_path / "file").write_text("")
 
-    with pytest.raises(PenstockError, match=r"file/run: cannot be written: Not a directory"):
-        RunFolder(tmp_path / "file" / "run").begin(config_in(tmp_path))
+    with pytest.raises(PenstockError, match=told):
+        RunFolder(tmp_path / name).begin(config_in(tmp_path))
 
 
 def test_a_full_disk_is_met_before_training(tmp_path):
