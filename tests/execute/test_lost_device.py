@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from penstock.execute import lost_device
+from penstock.execute import accelerator, lost_device
 from penstock.execute.lost_device import has_failed, keeping_what_is_lost
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ class Event:
 def failing(monkeypatch):
     def fail(how):
         monkeypatch.setattr(lost_device, "is_queued", lambda device: True)
-        monkeypatch.setattr(lost_device, "make_event", lambda device: Event(how))
+        monkeypatch.setattr(accelerator, "make_event", lambda device: Event(how))
 
     return fail
 
