@@ -1,7 +1,9 @@
 """Tensors of any type and layout come from the first replica as they are there."""
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from penstock.execute.replicas import first_replica
 from penstock.execute.replicas.first_replica import SavedBuffers, Share, share_all
@@ -56,10 +58,11 @@ def test_nothing_is_sent_where_there_is_nothing():
     on_ranks(2, lambda transport: Share(transport, [torch.empty(0)]).wait())
 
 
-def test_the_saved_buffers_are_those_that_modules_hold_now():
+@pytest.mark.parametrize("wrap", [nn.Sequential, checkpoint_wrapper])
+def test_the_saved_buffers_are_those_that_modules_hold_now(wrap):
     inner, other = nn.BatchNorm1d(2), nn.Linear(2, 2)
     inner.register_buffer("table", torch.zeros(2), persistent=False)
-    buffers = SavedBuffers([nn.Sequential(inner), other])
+    buffers = SavedBuffers([wrap(inner), other])
     inner.running_mean = torch.ones(2)
 
     assert [buffer.tolist() for buffer in buffers.now()] == [[1.0, 1.0], [1.0, 1.0], 0]

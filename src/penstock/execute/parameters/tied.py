@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from penstock.errors import PartitionError
 from penstock.execute.parameters.gradient_store import StoredGradients
 from penstock.execute.parameters.gradient_sums import sum_over
+from penstock.execute.replicas.first_replica import SavedBuffers
 from penstock.execute.transport.protocol import Messages
 from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.undocumented import has_hooks
@@ -61,7 +62,7 @@ class TiedCopy:
             gradients = list(map(store.of, parameters))
             for index, total in sum_over(transport, self.ranks, gradients, list(map(store.like, parameters))):
                 store.put_sum(parameters[index], total)
-        self._take_from_owner(transport, (buffer for layer in self.layers for buffer in _saved_buffers(layer)))
+        self._take_from_owner(transport, SavedBuffers(self.layers).now())
 
     def describe(self) -> list[list[str]]:
         """Name every tensor that is kept equal, each with what must be alike on all holders."""
@@ -150,10 +151,3 @@ def _describe(tensor: Tensor) -> str:
         return _LAZY
     state = "trained" if tensor.requires_grad else "frozen"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}, {state}"
-
-
-def _saved_buffers(layer: nn.Module) -> list[Tensor]:
-    """The buffers that a weights file holds: running statistics, not tables that are computed anew."""
-    parameters = dict(layer.named_parameters(remove_duplicate=False))
-    state = layer.state_dict()
-    return [value for name, value in state.items() if name not in parameters and isinstance(value, Tensor)]
