@@ -208,11 +208,9 @@ class RankParameters:
             for unit in self.units:
                 unit.layout.end_failed_step()
             raise
-        else:
-            for unit in self.units:
-                unit.layout.after_step()
         finally:
             for unit in self.units:
+                unit.layout.end_step()
                 unit.gradients.end_step()
                 unit.shared_gradients.end_step()
 

@@ -91,7 +91,7 @@ class Launching(ParameterLayout):
     def reduce(self, stage, *, is_last):
         return self.ticket(f"reduction {stage}")
 
-    def after_step(self):
+    def end_step(self):
         self.said.append("over")
 
     def end_failed_step(self):
@@ -199,7 +199,7 @@ def test_what_fails_fails_the_step(program):
     pipeline = pipeline_of(program, said, [], fails=True)
 
     assert "the replica is gone" in str(error_of(step, pipeline))
-    assert said[-1] == "failed"
+    assert said[-2:] == ["failed", "over"]
 
 
 def test_without_such_layouts_nothing_waits():

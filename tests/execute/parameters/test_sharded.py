@@ -81,7 +81,7 @@ def test_reductions_of_a_step_add_up_and_the_last_one_adds_to_what_was_there():
                     ticket.wait()
                     before = replica.grads()
             ticket.wait()
-            replica.layout.after_step()
+            replica.layout.end_step()
             replica.store.end_step()
         return [None if each is None else each.unique().tolist() for each in before], replica.grads()
 

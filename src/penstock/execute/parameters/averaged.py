@@ -55,10 +55,7 @@ class Averaged(ParameterLayout):
         for module in modules:
             self._not_reducing.enter_context(module.no_sync())
 
-    def after_step(self) -> None:
-        self._not_reducing.close()
-
-    def end_failed_step(self) -> None:
+    def end_step(self) -> None:
         self._not_reducing.close()
 
     def reduce(self, stage: int, *, is_last: bool) -> None:

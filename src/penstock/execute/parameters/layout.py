@@ -62,8 +62,8 @@ class ParameterLayout:
         """Add up over the replicas what has come to the gradients of a stage; nothing comes behind the last one."""
         return None
 
-    def after_step(self) -> None:
-        """End a step that has succeeded."""
+    def end_step(self) -> None:
+        """End a step, also one that has failed."""
 
     def end_failed_step(self) -> None:
-        """Leave nothing of a step behind."""
+        """Leave nothing of a step behind; called before `end_step`."""
