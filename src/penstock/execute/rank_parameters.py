@@ -101,6 +101,8 @@ class RankParameters:
         self.reduce_stage, self._optimizer_step = options.reduce_stage, options.optimizer_step
         attribute = options.gradient_attribute
         self._own = OwnParameters(assembly)
+        if attribute == MAIN_GRAD:
+            have_main(parameter for _, parameter in self._own.named)
         self._trained = 0
         self.is_synced = self.sums_tied = True
         """Whether gradients are averaged over replicas, and those of tied parameters summed over ranks; see `Step`."""
@@ -122,16 +124,14 @@ class RankParameters:
             if data is not None:
                 share_all(data, [each for each in held_tensors(unit.stages) if early_rows(each) is None])
             if isinstance(unit.layout, Sharded):
-                self._shard(unit.layout, unit.stages, unit.gradients.attribute)
+                self._shard(unit.layout, unit.stages)
         for copy in self.copies.values():
             copy.share_values(self._control.transport)
         if self._mesh is not None:
             self._own = OwnParameters(self._assembly, is_sharded=True)
 
-    def _shard(self, layout: Sharded, stages: Sequence[Stage], attribute: str) -> None:
+    def _shard(self, layout: Sharded, stages: Sequence[Stage]) -> None:
         shard_of = layout.shard()
-        if attribute == MAIN_GRAD:
-            have_main(shard_of.values())
         for group, copy in self.copies.items():
             named = {name: shard_of.get(parameter, parameter) for name, parameter in copy.parameters.items()}
             self.copies[group] = replace(copy, parameters=named)
@@ -234,7 +234,11 @@ class RankParameters:
         is_tied = frozenset[int]().union(*(tied[group] for group in groups))
         parts = {stage.index: StageParts(stage.parameters, stage.modules) for stage in stages}
         if self._mesh is not None:
-            return self._sharded_unit(stages, parts, groups, attribute)
+            assert self._lane is not None
+            shared = ShardGradients(attribute)
+            gradients = GradientStore(lambda: sharded.wholes(), attribute)
+            sharded = Sharded(parts, gradients, shared.add, self._lane, self._mesh)
+            return Unit(stages, gradients, sharded, groups, shared)
         gradients = GradientStore(lambda: _parameters(stages), attribute)
         layout: ParameterLayout
         modules = {stage.index: wrapped(stage.modules) for stage in stages}
@@ -245,18 +249,6 @@ class RankParameters:
         else:
             layout = ParameterLayout()
         return Unit(stages, gradients, layout, groups, gradients)
-
-    def _sharded_unit(
-        self, stages: Sequence[Stage], parts: Mapping[int, StageParts], groups: Sequence[int], attribute: str
-    ) -> Unit:
-        assert self._mesh is not None
-        assert self._lane is not None
-        made: list[Sharded] = []
-        gradients = GradientStore(lambda: [each for layout in made for each in layout.wholes()], attribute)
-        shared = ShardGradients(attribute)
-        layout = Sharded(parts, gradients, shared.add, self._lane, self._mesh)
-        made.append(layout)
-        return Unit(stages, gradients, layout, groups, shared)
 
 
 def sharing(stages: Iterable[Stage]) -> list[list[Stage]]:

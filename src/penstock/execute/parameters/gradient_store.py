@@ -130,8 +130,6 @@ class GradientStore(StoredGradients):
         self._known: set[int] = set()
         """Ids of those that needed a gradient when the step began."""
         self._beside = ExitStack()
-        if attribute == MAIN_GRAD:
-            have_main(parameters())
 
     def begin_step(self) -> None:
         """Begin a training step."""
