@@ -3,16 +3,12 @@
 from contextlib import contextmanager
 from dataclasses import replace
 
-import pytest
-
 from penstock.execute.compile.program import compile_program
 from penstock.execute.observing.observer import Observer
 from penstock.execute.stages.stage import Stage
-from penstock.ir.operations import Op
-from penstock.ir.program import Program
 from penstock.lowering import lower
 from penstock.schedules import build
-from tests.compiled import context_of, row_of, step_for
+from tests.compiled import context_of, step_for
 from tests.one_stage import passes_of
 
 PROGRAM = lower(build("1f1b", ranks=2, microbatches=2))
@@ -78,40 +74,3 @@ def test_observers_of_a_step_are_inside_of_those_of_every_step_and_changes_outsi
     found.bounds_with([Saying("this step", said)])[0].call(step)
 
     assert said == ["change", "every step", "change", "every step", "this step"]
-
-
-# ---- reductions and the optimizer step
-
-
-def said_by(program, rank, row):
-    """What the call of a row asks for."""
-    said = []
-    [stage] = program.placement.stages_of_rank[rank]
-    passes = {stage: passes_of(Stage(stage, {}))}
-    context = context_of(program, rank, said, passes=passes)
-    compiled = compile_program(context)
-    [bound] = [bound for bound in compiled.bounds if bound.row == row]
-    bound.call(step_for(context))
-    return said
-
-
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [
-        (Op.REDUCE_GRADIENT, [("reduce stage", 1)]),
-        (Op.REDUCE_TIED, [("reduce tied", "wires", "store")]),
-        (Op.OPTIMIZER_STEP, [("optimizer step",)]),
-    ],
-)
-def test_each_row_calls_its_hook_with_its_stage_or_group(op, expected):
-    program = lower(build("gpipe", ranks=2, microbatches=1), tied_groups=[(0, 1)], optimizer_step=True)
-    row = next(row for row in range(*program.offsets[1:3]) if program.op[row] == op)
-
-    assert said_by(program, 1, row) == expected
-
-
-@pytest.mark.parametrize(("text", "expected"), [("0UNSHARD", "unshard"), ("0RESHARD", "reshard")])
-def test_gathering_and_dropping_parameters_is_for_the_layout(text, expected):
-    program = Program.from_csv("0UNSHARD,0F0,0B0,0RESHARD\n")
-
-    assert said_by(program, 0, row_of(program, text)) == [(expected,)]

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from penstock.errors import PipelineError
+from penstock.execute.compile.program import compile_program
 from penstock.execute.observing.observer import Observer
-from penstock.execute.ops.parameters import optimizer_step, reduce, reduce_tied, reshard, unshard
+from penstock.execute.ops.parameters import reduce
 from penstock.execute.parameters.layout import ParameterLayout
 from penstock.execute.stages.stage import Stage
 from penstock.ir.collectives import REDUCES_REPLICAS
@@ -18,32 +19,28 @@ from tests.compiled import context_of, row_of, run_calls, step_for
 from tests.local_pipelines import error_of
 from tests.one_stage import passes_of
 
-SCHEDULE = build("1f1b", ranks=2, microbatches=2)
+TRAINING = lower(build("1f1b", ranks=2, microbatches=2), tied_groups=[(0, 1)], optimizer_step=True)
+SHARDED = Program.from_csv("0UNSHARD,0F0,0B0,0RESHARD", name="gathered")
 ROWS = {
-    "a layout reduces": (lower(SCHEDULE), reduce, "1REDUCE_GRAD", ("reduce stage", 1)),
-    "a tied copy is reduced": (
-        lower(SCHEDULE, tied_groups=[(0, 1)]),
-        reduce_tied,
-        "1REDUCE_TIED0",
-        ("reduce tied", "wires", "store"),
-    ),
-    "the hook is called": (
-        lower(SCHEDULE, optimizer_step=True),
-        optimizer_step,
-        "1STEP",
-        ("optimizer step",),
-    ),
+    "1REDUCE_GRAD": (TRAINING, ("reduce stage", 1)),
+    "1REDUCE_TIED0": (TRAINING, ("reduce tied", "wires", "store")),
+    "1STEP": (TRAINING, ("optimizer step",)),
+    "0UNSHARD": (SHARDED, ("unshard",)),
+    "0RESHARD": (SHARDED, ("reshard",)),
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_row_asks_once(name):
-    (program, handler, text, call), said = ROWS[name], []
-    context = context_of(program, 1, said)
+@pytest.mark.parametrize("text", ROWS)
+def test_a_row_asks_once(text):
+    (program, call), said, stage = ROWS[text], [], int(text[0])
+    context = context_of(program, stage, said, passes={stage: passes_of(Stage(stage, {}))})
+    step, row = step_for(context), row_of(program, text, stage)
 
-    run_calls(handler(context, row_of(program, text, 1)), step_for(context))
+    [bound] = [bound for bound in compile_program(context).bounds if bound.row == row]
+    bound.call(step)
 
     assert said == [call]
+    assert step.values == {}
 
 
 def test_copies_of_a_stage_on_one_rank_are_reduced_once_behind_the_later_one():
@@ -55,20 +52,6 @@ def test_copies_of_a_stage_on_one_rank_are_reduced_once_behind_the_later_one():
         run_calls(reduce(context, row_of(program, text)), step_for(context))
 
     assert said == [("reduce stage", 1)]
-
-
-SHARDED = Program.from_csv("0UNSHARD,0F0,0B0,0RESHARD", name="gathered")
-
-
-def test_the_layout_gathers_and_drops():
-    said = []
-    context = context_of(SHARDED, 0, said)
-    step = step_for(context)
-
-    run_calls([*unshard(context, row_of(SHARDED, "0UNSHARD")), *reshard(context, row_of(SHARDED, "0RESHARD"))], step)
-
-    assert said == [("unshard",), ("reshard",)]
-    assert step.values == {}
 
 
 GATHERED = Program.from_csv("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD", name="gathered")
