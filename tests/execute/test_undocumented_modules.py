@@ -19,18 +19,6 @@ def some_layers():
     return [nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2)]
 
 
-def replace_parameter(layers):
-    layers[1].bias = nn.Parameter(torch.zeros(2))
-
-
-def replace_parameter_by_converting(layers):
-    layers[0].to_empty(device="meta")  # without setattr
-
-
-def remove_parameter(layers):
-    layers[1].bias = None
-
-
 def rename_parameter(layers):
     layers[1].register_parameter("offset", layers[1].bias)
     del layers[1].bias
@@ -41,38 +29,18 @@ def move_parameter_to_next_module(layers):
     del layers[0][0].bias
 
 
-def add_parameter(layers):
-    layers[0][1].register_parameter("scale", nn.Parameter(torch.ones(1)))
-
-
-def replace_module(layers):
-    layers[0][0] = nn.Linear(2, 2)
-
-
-def add_module_to_a_leaf(layers):
-    layers[0][1].add_module("inner", nn.Linear(2, 2))
-
-
-def parametrize_weight(layers):
-    nn.utils.parametrizations.weight_norm(layers[1])
-
-
-def exchange_tables(layers):
-    layers[1].__setstate__({**vars(layers[1]), **vars(nn.Linear(2, 2))})
-
-
-CHANGES = [
-    replace_parameter,
-    replace_parameter_by_converting,
-    remove_parameter,
-    rename_parameter,
-    move_parameter_to_next_module,
-    add_parameter,
-    replace_module,
-    add_module_to_a_leaf,
-    parametrize_weight,
-    exchange_tables,
-]
+CHANGES = {
+    "a parameter is replaced": lambda layers: setattr(layers[1], "bias", nn.Parameter(torch.zeros(2))),
+    "by converting, without setattr": lambda layers: layers[0].to_empty(device="meta"),
+    "removed": lambda layers: setattr(layers[1], "bias", None),
+    "renamed": rename_parameter,
+    "moved to the next module": move_parameter_to_next_module,
+    "added": lambda layers: layers[0][1].register_parameter("scale", nn.Parameter(torch.ones(1))),
+    "a module is replaced": lambda layers: layers[0].__setitem__(0, nn.Linear(2, 2)),
+    "added to a leaf": lambda layers: layers[0][1].add_module("inner", nn.Linear(2, 2)),
+    "a weight is parametrized": lambda layers: nn.utils.parametrizations.weight_norm(layers[1]),
+    "tables are exchanged": lambda layers: layers[1].__setstate__({**vars(layers[1]), **vars(nn.Linear(2, 2))}),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -81,7 +49,7 @@ def test_whatever_changes_is_seen(change):
     snapshot = ModuleSnapshot(layers)
     assert snapshot.is_current()
 
-    change(layers)
+    CHANGES[change](layers)
 
     assert not snapshot.is_current()
     assert ModuleSnapshot(layers).is_current()
