@@ -50,60 +50,58 @@ def test_modules_and_what_builds_one_are_layers(layers):
     assert len(layer_list(layers)) == 2
 
 
-NO_LAYERS = {
-    "numbers": ([1, 2], "layers: layer 0 is 1 of type int. Give a module, or a callable"),
-    "one module": (nn.Linear(2, 2), "layers: one module, a Linear; give an nn.Sequential or a list of layers"),
-    "a text": ("ab", "layers: 'ab' of type str; give an nn.Sequential or a list"),
-    "by name": ({"a": nn.Tanh()}, "or a list of layers"),
-    "module dict": (
-        nn.ModuleDict({"a": nn.Tanh()}),
-        "a ModuleDict; give an nn.Sequential or a list",
-    ),
-    "torch's function": (
-        [nn.Tanh(), torch.tanh],
-        "layers: layer 1 is the function tanh, which cannot be called without",
-    ),
-    "own function": (
-        [compute],
-        "layers: layer 0 is the function compute, which cannot be called without features. Give",
-    ),
-    "class": ([nn.Linear], "layer 0 is the class Linear, which cannot be called without in_features, out_features"),
-    "nothing": (None, "layers: None; give an nn.Sequential or a list"),
+ACCEPTED = [
+    *[(require_schedule, each) for each in ("1f1b", Path("mine.csv"), ps.build("1f1b", ranks=2, microbatches=2))],
+    *[(require_split, split) for split in (None, [1, 2], (1, 2), torch.Size([1, 2]))],
+    *[(require_loss, loss) for loss in (None, compute, nn.MSELoss())],
+    *[(require_device, device) for device in (None, "cpu", torch.device("cpu"))],
+]
+
+
+@pytest.mark.parametrize(("call", "given"), ACCEPTED)
+def test_what_is_right_passes(call, given):
+    call(given)
+
+
+REFUSED = {
+    layer_list: [
+        ([1, 2], "layers: layer 0 is 1 of type int. Give a module, or a callable"),
+        (nn.Linear(2, 2), "layers: one module, a Linear; give an nn.Sequential or a list of layers"),
+        ("ab", "layers: 'ab' of type str; give an nn.Sequential or a list"),
+        ({"a": nn.Tanh()}, "or a list of layers"),
+        (nn.ModuleDict({"a": nn.Tanh()}), "a ModuleDict; give an nn.Sequential or a list"),
+        ([nn.Tanh(), torch.tanh], "layers: layer 1 is the function tanh, which cannot be called without"),
+        ([compute], "layers: layer 0 is the function compute, which cannot be called without features. Give"),
+        ([nn.Linear], "layer 0 is the class Linear, which cannot be called without in_features, out_features"),
+        (None, "layers: None; give an nn.Sequential or a list"),
+    ],
+    require_schedule: [
+        (4, "schedule: 4 of type int; expected a name, a Schedule, a Program, or the path"),
+        (build_rows, "penstock.build(function, ranks=..., microbatches=...)"),
+    ],
+    require_split: [
+        (3, "split: 3 of type int; give a list, the number of layers per stage"),
+        ("12", "split: '12' of type str; give a list"),
+        ([2, 1.5], "split: 1.5 of type float is no number of layers"),
+    ],
+    require_loss: [
+        ("mse", "loss: 'mse' of type str; give a function of the output and the target"),
+        (nn.MSELoss, "loss: the class MSELoss is given; give one of it, loss=MSELoss()"),
+    ],
+    require_device: [
+        ("gpu", "device: 'gpu' of type str is no device of torch: Expected one of cpu, cuda"),
+        ("cuda:99", "device: there is no device 'cuda:99': this "),
+    ],
 }
 
 
-@pytest.mark.parametrize("case", NO_LAYERS)
-def test_what_is_no_list_of_layers_is_refused(case):
-    layers, message = NO_LAYERS[case]
+@pytest.mark.parametrize(
+    ("call", "given", "message"), [(call, *case) for call, cases in REFUSED.items() for case in cases]
+)
+def test_what_is_wrong_is_refused_by_its_name_with_the_fix(call, given, message):
+    key = "layers" if call is layer_list else call.__name__.removeprefix("require_")
 
-    refused(message, "layers", layer_list, layers)
-
-
-def test_a_schedule_is_a_name_a_file_or_a_schedule():
-    for schedule in ("1f1b", Path("mine.csv"), ps.build("1f1b", ranks=2, microbatches=2)):
-        require_schedule(schedule)
-
-    refused(
-        "schedule: 4 of type int; expected a name, a Schedule, a Program, or the path", "schedule", require_schedule, 4
-    )
-    refused("penstock.build(function, ranks=..., microbatches=...)", "schedule", require_schedule, build_rows)
-
-
-def test_a_split_is_a_list_of_whole_numbers():
-    for split in (None, [1, 2], (1, 2), torch.Size([1, 2])):
-        require_split(split)
-
-    refused("split: 3 of type int; give a list, the number of layers per stage", "split", require_split, 3)
-    refused("split: '12' of type str; give a list", "split", require_split, "12")
-    refused("split: 1.5 of type float is no number of layers", "split", require_split, [2, 1.5])
-
-
-def test_a_loss_is_a_function_or_a_module():
-    for loss in (None, compute, nn.MSELoss()):
-        require_loss(loss)
-
-    refused("loss: 'mse' of type str; give a function of the output and the target", "loss", require_loss, "mse")
-    refused("loss: the class MSELoss is given; give one of it, loss=MSELoss()", "loss", require_loss, nn.MSELoss)
+    refused(message, key, call, given)
 
 
 @pytest.mark.parametrize("seconds", [-1, 0, float("nan"), float("inf"), "60", None, True])
@@ -116,19 +114,6 @@ def test_a_time_is_a_number_of_seconds(seconds):
 def test_a_whole_number_has_a_smallest(value):
     assert is_whole_number(1, 1)
     assert not is_whole_number(value, 1)
-
-
-def test_a_device_is_one_that_torch_knows():
-    for device in (None, "cpu", torch.device("cpu")):
-        require_device(device)
-
-    refused(
-        "device: 'gpu' of type str is no device of torch: Expected one of cpu, cuda", "device", require_device, "gpu"
-    )
-
-
-def test_a_device_is_one_that_this_process_has():
-    refused("device: there is no device 'cuda:99': this ", "device", require_device, "cuda:99")
 
 
 def test_an_option_says_what_was_expected():
