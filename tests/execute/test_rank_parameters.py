@@ -40,30 +40,6 @@ def test_what_needs_a_gradient_shows_in_the_digest():
     assert gradients.trained() != before
 
 
-def test_with_main_gradients_a_step_adds_up_beside():
-    layer = nn.Linear(2, 2)
-    gradients = gradients_of([layer], main_gradients=True)
-
-    with gradients.running(STEP):
-        layer(torch.ones(2)).sum().backward()
-
-    assert layer.weight.grad is None
-    assert torch.equal(layer.bias.main_grad, torch.ones(2))
-
-
-def test_parameters_that_were_replaced_are_taken_in():
-    layer = nn.Linear(2, 2)
-    gradients = gradients_of([layer], main_gradients=True)
-    layer.bias = nn.Parameter(torch.zeros(2))
-
-    problem = gradients.refresh()
-    with gradients.running(STEP):
-        layer(torch.ones(2)).sum().backward()
-
-    assert problem is None
-    assert torch.equal(layer.bias.main_grad, torch.ones(2))
-
-
 def test_modules_are_walked_only_after_they_have_changed(monkeypatch):
     layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)]
     pipeline = Pipeline(layers, "gpipe", 2, nn.functional.mse_loss)

@@ -201,47 +201,25 @@ def test_both_copies_of_a_model_with_two_routes_end_with_the_whole_in_float32():
             assert torch.equal(found[name], gradients[0][name])
 
 
-def test_what_grad_held_before_a_step_is_there_after_it():
-    layer = block(0, BFLOAT16)
-    before = torch.ones_like(layer[1].weight)
-    layer[1].weight.grad = before
-    pipeline = Pipeline([layer], "1f1b", 2, square_loss, main_gradients=True)
-
-    pipeline.step(values(1, 4, WIDTH, dtype=BFLOAT16), target=values(2, 4, WIDTH, dtype=BFLOAT16))
-
-    assert layer[1].weight.grad is before
-    assert torch.equal(before, torch.ones_like(before))
-    pipeline.close()
-
-
-def test_backwards_outside_a_step_fill_grad():
-    layer = block(0, BFLOAT16)
-    pipeline = Pipeline([layer], "1f1b", 2, square_loss, main_gradients=True)
-    pipeline.step(values(1, 4, WIDTH, dtype=BFLOAT16), target=values(2, 4, WIDTH, dtype=BFLOAT16))
-    found = layer[1].weight.main_grad.clone()
-
-    layer(values(1, 4, WIDTH, dtype=BFLOAT16)).sum().backward()
-
-    assert layer[1].weight.grad is not None
-    assert torch.equal(layer[1].weight.main_grad, found)
-    pipeline.close()
-
-
-def test_the_optimizer_step_at_the_end_finds_them():
+def test_grad_is_the_callers_before_and_after_a_step_and_the_optimizer_finds_main_gradients():
     layer, seen = block(0, BFLOAT16), []
-    pipeline = Pipeline(
-        [layer],
-        "1f1b",
-        2,
-        square_loss,
-        main_gradients=True,
-        optimizer_step=lambda: seen.append((layer[1].weight.main_grad.dtype, layer[1].weight.grad)),
-    )
+    weight = layer[1].weight
+    weight.grad = before = torch.ones_like(weight)
 
-    pipeline.step(values(1, 4, WIDTH, dtype=BFLOAT16), target=values(2, 4, WIDTH, dtype=BFLOAT16))
+    def look():
+        seen.append((weight.main_grad.dtype, weight.grad))
 
-    assert seen == [(torch.float32, None)]
-    pipeline.close()
+    with Pipeline([layer], "1f1b", 2, square_loss, main_gradients=True, optimizer_step=look) as pipeline:
+        pipeline.step(values(1, 4, WIDTH, dtype=BFLOAT16), target=values(2, 4, WIDTH, dtype=BFLOAT16))
+        assert seen == [(torch.float32, None)]
+        assert weight.grad is before
+        assert torch.equal(before, torch.ones_like(before))
+        found = weight.main_grad.clone()
+
+        layer(values(1, 4, WIDTH, dtype=BFLOAT16)).sum().backward()
+
+    assert not torch.equal(weight.grad, torch.ones_like(weight))
+    assert torch.equal(weight.main_grad, found)
 
 
 def test_nothing_is_left_on_a_parameter_when_the_accumulation_fails():

@@ -57,15 +57,6 @@ def copy_of(parameter, ranks):
     return TiedCopy({"weight": parameter}, ranks)
 
 
-def reduced(wires, ranks, gradient, *, accumulated=None):
-    """Return the gradient with which a holder ends a step whose own part is this."""
-    copied = copy_of(parameter_of(wires.rank, gradient=accumulated), ranks)
-    store = begun(copied)
-    copied.parameters["weight"].grad = gradient
-    copied.reduce(wires, store)
-    return copied.parameters["weight"].grad
-
-
 @pytest.mark.feature("H5")
 def test_all_holders_start_with_the_owners_value():
     def case(wires):
@@ -81,21 +72,18 @@ def test_all_holders_get_the_sum_of_this_step_on_top_of_what_was_accumulated():
     def case(wires):
         if wires.rank == 1:
             return None
-        accumulated = torch.full((2, 3), 100.0, dtype=FLOAT64)
-        return reduced(wires, [2, 0], values(wires.rank, 2, 3, dtype=FLOAT64), accumulated=accumulated)
+        parameter = parameter_of(wires.rank, gradient=torch.full((2, 3), 100.0, dtype=FLOAT64))
+        copied = copy_of(parameter, [2, 0])
+        store = begun(copied)
+        parameter.grad = values(wires.rank, 2, 3, dtype=FLOAT64)
+        copied.reduce(wires, store)
+        return parameter.grad
 
     first, _, last = on_ranks(3, case)
 
     expected = 100.0 + (values(2, 2, 3, dtype=FLOAT64) + values(0, 2, 3, dtype=FLOAT64))
     assert torch.equal(first, expected)
     assert torch.equal(last, expected)
-
-
-def test_a_holder_without_a_gradient_gets_that_of_the_others():
-    def case(wires):
-        return reduced(wires, [0, 1], torch.ones(2, 3, dtype=FLOAT64) if wires.rank == 0 else None)
-
-    assert [gradient.unique().tolist() for gradient in on_ranks(2, case)] == [[1.0], [1.0]]
 
 
 def test_a_failed_step_gives_back_what_was_accumulated():
@@ -106,16 +94,6 @@ def test_a_failed_step_gives_back_what_was_accumulated():
     store.end_step()
 
     assert copied.parameters["weight"].grad is accumulated
-
-
-def test_all_holders_add_in_one_order_and_so_get_the_same_bits():
-    parts = [1e16, 1.0, -1e16]  # summed in the order of the ranks below: 0, else 1
-
-    def case(wires):
-        own = torch.full((2, 3), parts[wires.rank], dtype=FLOAT64)
-        return reduced(wires, [0, 1, 2], own).unique().tolist()
-
-    assert on_ranks(3, case) == [[0.0]] * 3
 
 
 def test_several_parameters_are_reduced_together_and_each_by_itself():
