@@ -15,6 +15,7 @@ from penstock.errors import ConfigError, DeadlineExceeded, PeerLost, PenstockErr
 from penstock.execute.control.collectives import Control
 from penstock.execute.joining import join
 from penstock.execute.transport import LocalTransport
+from tests.execute.test_options import WRONG
 from tests.local_pipelines import error_of, float_task, on_ranks, step_task
 from tests.ranks import run_ranks
 
@@ -22,7 +23,7 @@ TASK = float_task(8)
 DEADLINE_S = 45.0
 SOON_S = 2.0
 
-MISTAKES = {
+MISTAKES = {key: {key: values[0]} for key, values in WRONG.items()} | {
     "layers": {"layers": [1, 2]},
     "layers that cannot be built": {"layers": [lambda: 1 / 0] * 5},
     "schedule": {"schedule": "1f1bb"},
@@ -35,37 +36,17 @@ MISTAKES = {
     "ranks": {"ranks": 3},
     "ranks that are no number": {"ranks": "all"},
     "unknown": {"deadlin_s": 3},
-    "deadline_s": {"deadline_s": 0},
     "deadline_s without an end": {"deadline_s": 1e15},
-    "transport": {"transport": "gloo"},
-    "device": {"device": "gpu"},
     "weights": {"weights": [1]},
     "reduction": {"reduction": "average"},
-    "count": {"count": 3},
     "scale_loss": {"scale_loss": 0},
-    "specs": {"specs": {}},
-    "slice_specs": {"slice_specs": {}},
-    "allow_ragged": {"allow_ragged": "x"},
-    "merge": {"merge": 3},
-    "merge_slices": {"merge_slices": "x"},
     "compile": {"compile": "nonesuch"},
     "costs": {"costs": "x"},
     "observers": {"observers": [1]},
-    "data_warn_s": {"data_warn_s": 0},
-    "ranges": {"ranges": "x"},
     "slices": {"slices": 0},
-    "slice_dim": {"slice_dim": "sequence"},
-    "tied": {"tied": [("0.1.weight", 9)]},
-    "seed": {"seed": -1},
     "memory_limit": {"memory_limit": 0},
-    "clock": {"clock": time},
-    "reduce_stage": {"reduce_stage": 1},
-    "optimizer_step": {"optimizer_step": 1},
-    "debug": {"debug": "all"},
-    "run_ahead": {"run_ahead": 0},
-    "overlap": {"overlap": 1},
     "frees_other_stages": {"frees_other_stages": "x"},
-    "main_gradients": {"layers": [nn.LazyLinear(6) for _ in range(5)]},
+    "layers without a shape": {"layers": [nn.LazyLinear(6) for _ in range(5)]},
 }
 
 
