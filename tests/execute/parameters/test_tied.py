@@ -2,7 +2,6 @@
 
 import copy
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.parameters.tied import TiedCopy, described_copies, require_equal_kinds
 from penstock.ir.schedule import Schedule
-from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from tests.actions import parse_action
@@ -24,14 +22,14 @@ from tests.local_pipelines import (
     Task,
     error_of,
     float_layers,
-    named,
     on_ranks,
-    settle,
+    token_layers,
     token_loss,
     token_task,
     values,
 )
 from tests.reference import reference_step
+from tests.test_tied_steps import OPTIMIZERS, PAIR, TASKS, WAYS, learn, learn_alone
 
 FLOAT64 = torch.float64
 
@@ -202,30 +200,16 @@ def test_gradients_that_are_views_of_a_flat_buffer_stay_there(schedule, attribut
         assert torch.equal(found, expected)
 
 
-def tied_specs():
-    """An embedding whose weight is the head's too, by specs."""
-    layers = [LayerSpec("embedding", partial(nn.Embedding, VOCABULARY, WIDTH, dtype=FLOAT64), seed=5)]
-    layers += [LayerSpec(f"blocks.{i}", partial(lambda i: float_layers(FLOAT64)[i], i)) for i in range(2)]
-    head = partial(nn.Linear, WIDTH, VOCABULARY, bias=False, dtype=FLOAT64)
-    return [*layers, LayerSpec("head", head, seed=5, tied=(("weight", "embedding.weight"),))]
+def untied_modules():
+    return token_layers(FLOAT64, 2)
 
 
 def tied_modules():
-    """The same, by one parameter object in two modules."""
-    modules = [layer() for layer in tied_specs()]
-    modules[3].weight = modules[0].weight
-    return modules
+    layers = untied_modules()
+    layers[3].weight = layers[0].weight
+    return layers
 
 
-def untied_modules():
-    return [layer() for layer in tied_specs()]
-
-
-WAYS = {
-    "specs": (tied_specs, {}),
-    "pairs": (untied_modules, {"tied": [("0.weight", "3.weight")]}),
-    "one object": (tied_modules, {}),
-}
 LOOPED = Schedule.from_actions(
     "looped",
     Placement.explicit([0, 1, 0]),
@@ -243,55 +227,22 @@ SHAPES = {"one stage": (1, "1f1b"), "one rank": (2, LOOPED), "two ranks": (2, "1
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", WAYS)
 def test_tied_weights_learn_like_one_weight(way, shape):
-    make_layers, options = WAYS[way]
-    num_ranks, schedule = SHAPES[shape]
-    task = token_task(8, FLOAT64)
-    batches = [task, token_task(6, FLOAT64)]
+    (make_layers, tied), (num_ranks, schedule) = WAYS[way], SHAPES[shape]
 
     def case(wires):
-        pipeline = Pipeline(make_layers(), schedule, 2, token_loss, transport=wires, **task.options, **options)
-        return learn(pipeline, batches)
+        pipeline = Pipeline(make_layers(), schedule, 2, token_loss, transport=wires, tied=tied, **TASKS[0].options)
+        learn(pipeline.parameters(), OPTIMIZERS["sgd"], lambda task: pipeline.step(*task.inputs, target=task.target))
+        return {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
 
     found = on_ranks(num_ranks, case)
 
-    expected = learn_alone(tied_modules(), batches)
-    weights = {plain(name): weight for part in found for name, weight in part.items()}
-    expected["3.weight"] = expected["0.weight"]
-    assert weights.keys() >= expected.keys() - {"3.weight"}
+    expected = learn_alone(OPTIMIZERS["sgd"])
+    expected[PAIR[1]] = expected[PAIR[0]]
+    weights = {name: weight for part in found for name, weight in part.items()}
+    assert weights.keys() >= expected.keys() - {PAIR[1]}
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-12)
-    assert torch.equal(weights.get("3.weight", weights["0.weight"]), weights["0.weight"])
-
-
-def plain(name):
-    """The name that a parameter of a spec has in the list of modules."""
-    for index, prefix in enumerate(("embedding", "blocks.0", "blocks.1", "head")):
-        if name.startswith(prefix):
-            return f"{index}{name.removeprefix(prefix)}"
-    return name
-
-
-def learn(pipeline, batches):
-    """Five optimizer steps, each on the gradients of two batches; returns the weights."""
-    parameters = dict(pipeline.named_parameters())
-    optimizer = torch.optim.SGD({id(p): p for p in parameters.values()}.values(), lr=0.5, momentum=0.9)
-    for _ in range(5):
-        for task in batches:
-            pipeline.step(*task.inputs, target=task.target)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: parameter.detach() for name, parameter in parameters.items()}
-
-
-def learn_alone(layers, batches):
-    parameters = {id(p): p for _, p in named(layers)}.values()
-    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
-    for _ in range(5):
-        for task in batches:
-            reference_step(layers, task.inputs, {}, task.target, loss=token_loss, num_microbatches=2, **task.options)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: parameter.detach() for name, parameter in named(layers)}
+    assert torch.equal(weights.get(PAIR[1], weights[PAIR[0]]), weights[PAIR[0]])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -372,25 +323,6 @@ def test_a_failed_step_keeps_the_tied_gradient_of_the_step_before():
 
     assert all(isinstance(error, PipelineError) for error, _ in found)
     assert [is_kept for _, is_kept in found] == [True, True]
-
-
-def test_the_copy_is_named_and_the_owner_is_not():
-    found = on_ranks(2, lambda wires: Pipeline(tied_specs(), "1f1b", 2, token_loss, transport=wires).copied_names)
-
-    assert found == [frozenset(), frozenset({"head.weight"})]
-
-
-def test_a_tied_weight_is_settled_by_its_first_layer():
-    def case(wires):
-        layers = untied_modules()
-        settle(layers[3], 77)
-        pipeline = Pipeline(layers, "1f1b", 2, token_loss, transport=wires, tied=[("0.weight", "3.weight")])
-        return dict(pipeline.named_parameters())["3.weight" if wires.rank else "0.weight"].detach()
-
-    first, last = on_ranks(2, case)
-
-    assert torch.equal(first, untied_modules()[0].weight)
-    assert torch.equal(last, first)
 
 
 REFUSED = {
