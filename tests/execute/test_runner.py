@@ -6,65 +6,21 @@ import pytest
 import torch
 
 from penstock.errors import PeerLost
-from penstock.execute.batch.admission import StepRequest
-from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.control.agreement import Mode
-from penstock.execute.control.collectives import Control
-from penstock.execute.control.handshake import AgreedFacts, LocalFacts
-from penstock.execute.losses.loss import LossWeights
-from penstock.execute.losses.step_losses import LossMaker
-from penstock.execute.options import PipelineOptions
-from penstock.execute.rank_parameters import RankParameters
-from penstock.execute.runner import Runner
-from penstock.execute.session import Session
-from penstock.execute.stages.assemble import assemble
-from penstock.execute.transport import LocalTransport
-from penstock.execute.transport.places import Places
-from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
-from penstock.planning import prove_and_lower
-from penstock.schedules import build
-from tests.boards import boards_of_threads
-from tests.invariants import Invariants
 from tests.local_pipelines import error_of, float_task, on_ranks, square_loss, token_task
-
-CPU = torch.device("cpu")
-
-
-def runner_of(task, planned, loss=square_loss):
-    schedule = build("1f1b", ranks=1, microbatches=4)
-    [transport] = LocalTransport.create(1, 20.0)
-    layers = task.make_layers()
-    assembly = assemble(layers, schedule.placement, split_over(schedule.placement, len(layers)), 0, device=CPU)
-
-    def program_of(mode, num_microbatches, most):
-        planned.append(mode)
-        return prove_and_lower(schedule if mode.is_training else schedule.forward_only())
-
-    options, places = PipelineOptions(observers=[Invariants()]), Places.of(transport)
-    return Runner(
-        Session(
-            places=places,
-            device=CPU,
-            options=options,
-            schedule=schedule,
-            program_of=program_of,
-            assembly=assembly,
-            parameters=RankParameters(Control.of(places), CPU, assembly, options),
-            losses=LossMaker(loss, LossWeights(), None, is_last=True),
-            needs=InputNeeds(inputs=True, target=True),
-            agreed=AgreedFacts([LocalFacts()]),
-            board=boards_of_threads(1)[0],
-        )
-    )
 
 
 def test_each_mode_is_planned_once_when_it_first_runs():
     task, planned = float_task(8), []
-    runner = runner_of(task, planned)
+    pipeline = Pipeline(task.make_layers(), "1f1b", 4, square_loss)
+    session = pipeline._runner.session
+    program_of = session.program_of
+    object.__setattr__(session, "program_of", lambda mode, *of: planned.append(mode) or program_of(mode, *of))
 
-    for mode in (Mode.TRAIN, Mode.EVALUATE, Mode.TRAIN, Mode.EVALUATE):
-        runner.run(mode, StepRequest(task.inputs, target=task.target))
+    for _ in range(2):
+        pipeline.step(*task.inputs, target=task.target)
+        pipeline.evaluate(*task.inputs, target=task.target)
 
     assert planned == [Mode.TRAIN, Mode.EVALUATE]
 
@@ -78,10 +34,9 @@ def test_a_step_runs_behind_a_failed_one_as_if_it_had_not_been():
             raise ValueError("the third microbatch is bad")
         return square_loss(output, target)
 
-    runner = runner_of(task, [], loss)
-    call = StepRequest(task.inputs, target=task.target)
-    error = error_of(runner.run, Mode.TRAIN, call)
-    result = runner.run(Mode.TRAIN, call)
+    step = partial(Pipeline(task.make_layers(), "1f1b", 4, loss).step, *task.inputs, target=task.target)
+    error = error_of(step)
+    result = step()
 
     assert "rank 0, 0F2, in the loss function: ValueError: the third microbatch is bad" in str(error)
     assert torch.equal(result.loss, task.reference(4)[0].loss)
