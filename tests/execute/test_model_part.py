@@ -24,23 +24,16 @@ from tests.local_pipelines import (
 BATCH = values(1, 8, WIDTH), values(2, 8, WIDTH)
 
 
-def test_the_mode_of_the_layers_is_that_of_torch():
-    layers = float_layers()
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_mode_of_all_modules_of_the_layers_is_that_of_torch(is_training):
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()), nn.Dropout()]
 
     def case(wires):
         pipeline = pipeline_of(wires, layers)
-        assert pipeline.eval() is pipeline
-        modes = [layer.training for layer in layers]
-        return modes, [layer.training for layer in pipeline.train().stages[0].layers.values()]
+        pipeline.train(not is_training)
+        assert (pipeline.train() if is_training else pipeline.eval()) is pipeline
 
-    assert on_ranks(1, case) == [([False] * 5, [True] * 5)]
-
-
-@pytest.mark.parametrize("is_training", [True, False])
-def test_the_mode_reaches_all_modules_of_the_layers(is_training):
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()), nn.Dropout()]
-
-    on_ranks(1, lambda wires: pipeline_of(wires, layers).train(is_training))
+    on_ranks(1, case)
 
     assert [module.training for layer in layers for module in layer.modules()] == [is_training] * 4
 

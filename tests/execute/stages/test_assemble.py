@@ -71,14 +71,6 @@ def test_a_rank_with_several_stages_holds_them_in_order():
     assert [(stage.index, list(stage.layers)) for stage in assembly.stages] == [(0, ["0"]), (3, ["3"])]
 
 
-def test_modules_are_used_in_place():
-    layers = modules()
-
-    assembly = put_together(layers, 2)
-
-    assert assembly.stages[0].layers["3"] is layers[3]
-
-
 # ---- ties
 
 

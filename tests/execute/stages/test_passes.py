@@ -19,15 +19,6 @@ def leaf(seed=1, rows=3):
     return values(seed, rows, WIDTH).requires_grad_()
 
 
-def test_a_stage_runs_its_layers_one_after_another():
-    layers = float_layers(num_layers=3)
-    stage = OneStage(Stage(0, dict(zip("abc", layers, strict=True))))
-
-    output, _ = stage.forward(values(1, 3, WIDTH))
-
-    assert torch.equal(output, nn.Sequential(*layers)(values(1, 3, WIDTH)))
-
-
 @pytest.mark.feature("D1")
 def test_a_backward_through_two_stages_is_the_backward_through_both():
     layers = float_layers(num_layers=2)
@@ -48,19 +39,6 @@ def test_a_backward_through_two_stages_is_the_backward_through_both():
     assert torch.equal(found, alone.grad)
     assert all(map(torch.equal, gradients_found, [p.grad for layer in layers for p in layer.parameters()]))
     assert inner.grad is None
-
-
-def test_gradients_of_weights_add_up_over_backwards():
-    stage = OneStage(Stage(0, {"0": block(0)}), loss=torch.sum)
-
-    for _ in range(2):
-        stage.backward(stage.saved(values(1, 3, WIDTH)))
-
-    twice = {name: parameter.grad for name, parameter in stage.stage.named_parameters()}
-    alone = block(0)
-    (2 * alone(values(1, 3, WIDTH)).sum()).backward()
-    for name, parameter in alone.named_parameters():
-        torch.testing.assert_close(twice[f"0.{name}"], parameter.grad)
 
 
 class First(nn.Module):
