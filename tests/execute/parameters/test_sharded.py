@@ -130,19 +130,6 @@ def test_a_first_gradient_behind_a_reduction_gets_memory_of_its_own_too():
     assert on_ranks(2, case) == [False, False]
 
 
-def test_frozen_parameters_are_gathered_and_not_reduced():
-    def case(transport):
-        replica = Replica(transport)
-        replica.shards[0].requires_grad_(False)
-        replica.begin_whole()
-        assert torch.equal(replica.modules[0].weight, replica.weight_before)
-        replica.backward()
-        replica.layout.reduce(0, is_last=True).wait()
-        return [each is None for each in replica.grads()]
-
-    assert on_ranks(2, case) == [[True, False]] * 2
-
-
 def test_a_failed_step_leaves_nothing_whole_and_no_part_of_a_sum():
     def case(transport):
         replica = Replica(transport)
@@ -177,19 +164,6 @@ def test_a_change_by_a_layer_fails_where_the_unit_is_dropped():
     assert isinstance(error, PipelineError)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_saved_buffers_are_the_first_replicas_behind_the_last_reduction(num_replicas):
-    def case(transport):
-        norm = nn.BatchNorm1d(3)
-        norm.running_mean.fill_(float(transport.rank + 1))
-        replica = Replica(transport, [norm])
-        replica.begin_whole()
-        replica.layout.reduce(0, is_last=True).wait()
-        return norm.running_mean.tolist()
-
-    assert on_ranks(num_replicas, case) == [[1.0] * 3] * num_replicas
-
-
 def packed_on(transport, layers, gradient_of):
     """Pack gradients on one replica, and return what it gets of their sums, by the shape of a parameter."""
     mesh = mesh_without_groups("data", transport.num_ranks, transport.rank)
@@ -222,24 +196,6 @@ def test_each_replica_gets_its_rows_of_the_sum():
             terms = [values(each + len(shape), *shape).to(rows.dtype) for each in range(3)]
             expected = (terms[0] + terms[1] + terms[2]).chunk(3)
             assert torch.equal(rows, expected[rank] if rank < len(expected) else terms[0][:0])
-
-
-def test_what_no_replica_has_used_comes_to_none_and_what_one_has_to_all():
-    def gradient_of(rank, whole):
-        return torch.ones_like(whole) if whole.dim() == 2 and rank == 1 else None
-
-    for found in on_ranks(2, lambda transport: packed_on(transport, [nn.Linear(3, 4)], gradient_of)):
-        assert {shape: rows.tolist() for shape, rows in found.items()} == {(4, 3): [[1.0] * 3] * 2}
-
-
-def test_sparse_gradients_become_dense():
-    def gradient_of(rank, whole):
-        return torch.sparse_coo_tensor([[rank]], torch.ones(1, 3), (4, 3), check_invariants=False)
-
-    found = on_ranks(2, lambda transport: packed_on(transport, [nn.Embedding(4, 3)], gradient_of))
-
-    assert found[0][4, 3].tolist() == [[1.0] * 3] * 2
-    assert found[1][4, 3].tolist() == [[0.0] * 3] * 2
 
 
 def shard(dtype=torch.float32):

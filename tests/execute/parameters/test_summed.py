@@ -110,33 +110,3 @@ def test_a_sum_belongs_to_the_first_replica_until_the_next_one_and_an_evaluation
         return found
 
     assert on_ranks(3, case) == [[3, 3, 4, 5, 12], [3, 3, 1, 2, 12], [3, 3, 1, 2, 12]]
-
-
-def test_a_parameter_that_none_has_used_gets_no_gradient():
-    def case(transport):
-        one, none = linear(), linear()
-        layout = layout_of(transport, {0: [one, none]})
-        layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
-        if transport.rank == 1:
-            fill([one], 2)
-        layout.reduce(0, is_last=True).wait()
-        return one.weight.grad.unique().tolist(), none.weight.grad
-
-    assert on_ranks(2, case) == [([2.0], None)] * 2
-
-
-def test_saved_buffers_are_the_first_replicas_behind_the_reduction():
-    def case(transport):
-        own = nn.BatchNorm1d(2)
-        own.register_buffer("table", torch.full((2,), float(transport.rank)), persistent=False)
-        own.running_mean.fill_(transport.rank + 5)
-        own.num_batches_tracked.fill_(transport.rank + 7)
-        layout = layout_of(transport, {0: [own]})
-        layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
-        layout.reduce(0, is_last=True).wait()
-        return own.running_mean.tolist(), own.num_batches_tracked.item(), own.table.tolist()
-
-    first, second = on_ranks(2, case)
-
-    assert first == ([5.0, 5.0], 7, [0.0, 0.0])
-    assert second == ([5.0, 5.0], 7, [1.0, 1.0])

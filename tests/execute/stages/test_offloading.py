@@ -102,34 +102,6 @@ def test_views_of_one_storage_share_one_again():
     assert other.untyped_storage().data_ptr() not in storages
 
 
-HOLDS = {
-    "itself": lambda x: x,
-    "a view": lambda x: x[1:],
-    "detached": lambda x: x.detach(),
-    "for numpy": lambda x: x.detach().numpy(),
-}
-
-
-@pytest.mark.parametrize("is_checkpoint", [False, True])
-@pytest.mark.parametrize("how", HOLDS)
-def test_an_input_that_a_layer_holds_stays_where_it_is(how, is_checkpoint):
-    held = []
-
-    def layer(x):
-        held.append(HOLDS[how](x))
-        return x * 2
-
-    stage = one_stage(Calls(layer), linear(), is_checkpoint=is_checkpoint)
-    run = Recomputation(stage.passes) if is_checkpoint else stage.passes
-    x = inputs()
-    expected = torch.as_tensor(HOLDS[how](x)).detach().clone()
-    _, kept = run.forward(stage.step, PLACE, (x,), {})
-    movable(kept).offload(kept)
-
-    assert x.untyped_storage().nbytes() == ONE
-    assert torch.equal(torch.as_tensor(held[0]), expected)
-
-
 def test_layers_get_inputs_with_the_strides_that_they_had():
     """A dimension of one element has a stride too, by which torch lays out results."""
     seen = []

@@ -74,19 +74,6 @@ def test_the_second_forward_saves_what_the_first_one_would_have_and_notes_nothin
     assert all(torch.equal(one.grad, other.grad) for (_, one), (_, other) in pairs)
 
 
-def test_layers_change_copies_of_their_buffers():
-    norm = nn.BatchNorm1d(WIDTH)
-    stage, mean = Stage(0, {"0": norm}), norm.running_mean
-    copies = BufferCopier(stage).copies()
-
-    with on_copied_buffers(stage, copies):
-        norm(values(1, 4, WIDTH))
-        assert norm.running_mean.any()
-
-    assert norm.running_mean is mean
-    assert not mean.any()
-
-
 def test_copies_have_the_values_that_the_forward_began_with_and_are_shared_until_they_change():
     layer, other = nn.Module(), nn.Module()
     layer.register_buffer("count", torch.zeros(()))
