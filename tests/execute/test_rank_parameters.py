@@ -98,16 +98,6 @@ def test_a_tied_parameter_that_was_replaced_is_a_problem_not_an_error():
     assert isinstance(gradients.refresh(), ConfigError)  # as long as it is so
 
 
-@pytest.mark.parametrize("is_given", [True, False])
-def test_the_end_of_a_program_calls_the_callers_step(is_given):
-    called = []
-    parameters = gradients_of([nn.Linear(2, 2)], optimizer_step=(lambda: called.append("step")) if is_given else None)
-
-    parameters.step_optimizer()
-
-    assert called == ["step"] * is_given
-
-
 @pytest.mark.parametrize(("init_scale", "expected"), [(None, 0.0), (8.0, 8.0)])
 def test_the_scale_of_a_step_is_that_of_the_scaler_and_0_without_one(init_scale, expected):
     scale = None if init_scale is None else torch.amp.GradScaler("cpu", init_scale=init_scale).scale

@@ -145,16 +145,6 @@ def test_a_work_lets_the_stream_wait_or_the_host_and_may_have_a_result():
         dist.Work().get_future_result()
 
 
-def test_a_backend_sums_over_its_ranks_without_a_process_group_around_it():
-    def case(backend, rank):
-        values = torch.full((3,), rank + 1.0)
-        backend.allreduce([values]).wait()
-        backend.shutdown()
-        return values.tolist()
-
-    assert with_two_backends(case) == [[3.0] * 3] * 2
-
-
 def test_a_mesh_of_threads_says_where_dtensors_lie_and_needs_no_group():
     for own in range(3):
         mesh = undocumented_backends.mesh_without_groups("data", 3, own)
@@ -162,9 +152,12 @@ def test_a_mesh_of_threads_says_where_dtensors_lie_and_needs_no_group():
         assert (mesh.size(), mesh.get_coordinate(), mesh.mesh_dim_names) == (3, (own,), ("data",))
 
 
-def test_a_backend_gathers_parts_and_scatters_sums():
+def test_a_backend_gathers_parts_and_sums_without_a_process_group_around_it():
     def case(backend, rank):
         whole, part = torch.empty(4), torch.tensor([1.0, 2.0]) + rank
+        total = part.clone()
+        undocumented_backends.sum_in_place(backend, total).wait()
+        assert total.tolist() == [3.0, 5.0]
         undocumented_backends.gather_into(backend, whole, part).wait()
         own = torch.empty(2)
         undocumented_backends.sum_into(backend, own, whole * (rank + 1)).wait()

@@ -90,18 +90,6 @@ def test_several_are_under_way_and_nothing_is_waited_for_when_one_is_launched():
             assert torch.equal(buffer[:5], own[0][index] + own[1][index])
 
 
-def test_buffers_of_several_types_are_one_reduction():
-    def case(transport):
-        lane = ReplicaLane(transport)
-        single, double = torch.full((4,), 1.5), torch.full((6,), 2.5, dtype=torch.float64)
-        lane.complete(lane.sum([single, double], lambda sums: None))
-        return single, double
-
-    for single, double in on_ranks(2, case):
-        assert single.tolist() == [3.0] * 4
-        assert double.tolist() == [5.0] * 6
-
-
 def test_what_was_launched_before_a_failure_is_forgotten():
     first, other = LocalTransport.create(2, 0.1)
     lane, theirs = ReplicaLane(first), ReplicaLane(other)

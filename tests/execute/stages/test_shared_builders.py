@@ -12,12 +12,12 @@ from penstock.errors import PartitionError
 from penstock.execute.stages.shared_builders import build_own
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import VOCABULARY, WIDTH, block, error_of, named, on_ranks, settle, token_loss, token_task
+from tests.local_pipelines import VOCABULARY, WIDTH, block, error_of, named, on_ranks, settle, token_loss
 from tests.ranks import run_ranks
 from tests.reference import reference_step
+from tests.test_tied_steps import OPTIMIZERS, TASKS, learn
 
 FLOAT64 = torch.float64
-TASK = token_task(8, FLOAT64)
 
 
 class Table(nn.Module):
@@ -73,28 +73,19 @@ def a_module_and_a_builder():
 WAYS = [closures, functions_of_a_model, a_module_and_a_builder]
 
 
-def learn(step, parameters):
-    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
-    for _ in range(3):
-        step()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def learn_on_rank(rank, way, schedule):
-    pipeline = Pipeline(way(), schedule, 4, token_loss, **TASK.options)
-    learn(lambda: pipeline.step(*TASK.inputs, target=TASK.target), pipeline.parameters())
+    pipeline = Pipeline(way(), schedule, 4, token_loss, **TASKS[0].options)
+    learn(pipeline.parameters(), OPTIMIZERS["sgd"], lambda task: pipeline.step(*task.inputs, target=task.target))
     return {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
 
 
 def learn_alone():
     layers = [layer() for layer in closures()]
-    learn(
-        lambda: reference_step(
-            layers, TASK.inputs, {}, TASK.target, loss=token_loss, num_microbatches=4, **TASK.options
-        ),
-        nn.ModuleList(layers).parameters(),
-    )
+
+    def step(task):
+        reference_step(layers, task.inputs, {}, task.target, loss=token_loss, num_microbatches=4, **task.options)
+
+    learn(nn.ModuleList(layers).parameters(), OPTIMIZERS["sgd"], step)
     return dict(named(layers))
 
 
