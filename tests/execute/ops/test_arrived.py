@@ -63,36 +63,38 @@ def test_a_message_counts_as_used_once_those_before_it_are_too():
     assert len(set(rows)) < len(rows)  # some are used before one that was sent earlier
 
 
-class MostOpen:
-    """Passes everything on to a transport and keeps the most sends that were open at once, and open receives."""
+class Watched:
+    """Passes everything on to a transport; keeps which messages are open, and the most sends and memory of receives."""
 
     def __init__(self, transport):
         self._transport = transport
-        self.open, self.most = set(), 0
-        self.open_receives, self.num_waits = set(), 0
+        self.sends, self.receives, self.rooms = set(), set(), weakref.WeakSet()
+        self.most_sends = self.most_rooms = self.num_waits = 0
 
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
     def post_send(self, peer, tensor, tag=Tag.DATA):
         ticket = self._transport.post_send(peer, tensor, tag)
-        if tag is not Tag.DATA:
-            return ticket
-        self.open.add(ticket)
-        self.most = max(self.most, len(self.open))
+        if tag is Tag.DATA:
+            self.sends.add(ticket)
+            self.most_sends = max(self.most_sends, len(self.sends))
         return ticket
 
     def post_receive(self, peer, tensor, tag=Tag.DATA):
+        if tag is Tag.DATA:
+            self.rooms.add(tensor)
+            self.most_rooms = max(self.most_rooms, len(self.rooms))
         ticket = self._transport.post_receive(peer, tensor, tag)
         if tag is Tag.DATA:
-            self.open_receives.add(ticket)
+            self.receives.add(ticket)
         return ticket
 
     def wait(self, ticket, limit_s=None):
         self._transport.wait(ticket, limit_s)
-        self.num_waits += ticket in self.open or ticket in self.open_receives
-        self.open.discard(ticket)
-        self.open_receives.discard(ticket)
+        self.num_waits += ticket in self.sends or ticket in self.receives
+        self.sends.discard(ticket)
+        self.receives.discard(ticket)
 
 
 def two_steps(transport, schedule, layers=None):
@@ -108,21 +110,23 @@ def two_steps(transport, schedule, layers=None):
         pipeline.close()
 
 
-def most_in_second_step(transport, schedule):
+def second_step(wires, schedule):
+    """Return the transport behind a second step, which alone has counted."""
+    transport = Watched(wires)
     steps = two_steps(transport, schedule)
     next(steps)
-    transport.most = 0
+    transport.most_sends = transport.most_rooms = 0
     next(steps)
-    return transport.most
+    return transport
 
 
 @pytest.mark.feature("0.6", "C5")
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv"])
 def test_every_send_and_every_receive_is_waited_for_when_a_step_ends(name):
     def left_open(wires):
-        transport = MostOpen(wires)
+        transport = Watched(wires)
         steps = two_steps(transport, build(name, ranks=2, microbatches=4))
-        return [(len(transport.open), len(transport.open_receives)) for _ in steps], transport.num_waits
+        return [(len(transport.sends), len(transport.receives)) for _ in steps], transport.num_waits
 
     for found, num_waits in on_ranks(2, left_open):
         assert found == [(0, 0)] * 2
@@ -134,7 +138,7 @@ def test_every_send_and_every_receive_is_waited_for_when_a_step_ends(name):
 def test_the_sent_tensors_that_a_step_holds_do_not_grow_with_its_microbatches(num_microbatches):
     schedule = build("1f1b", ranks=2, microbatches=num_microbatches)
 
-    assert max(on_ranks(2, lambda wires: most_in_second_step(MostOpen(wires), schedule))) <= 3
+    assert max(each.most_sends for each in on_ranks(2, second_step, schedule)) <= 3
 
 
 # ---- tensors that live
@@ -210,23 +214,6 @@ class Waiting(torch.nn.Module):
         return self.wait(x)
 
 
-class PostedReceives:
-    """Passes everything on to a transport and keeps the most tensors to receive into that lived at once."""
-
-    def __init__(self, transport):
-        self._transport = transport
-        self.alive, self.most = weakref.WeakSet(), 0
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
-
-    def post_receive(self, peer, tensor, tag=Tag.DATA):
-        if tag is Tag.DATA:
-            self.alive.add(tensor)
-            self.most = max(self.most, len(self.alive))
-        return self._transport.post_receive(peer, tensor, tag)
-
-
 @pytest.mark.feature("C5", "D2", "X16")
 @pytest.mark.parametrize(("name", "limit"), [("gpipe", 4), ("1f1b", 3), ("zbv", 5)])
 def test_an_output_is_let_go_of_once_the_peer_has_used_it(name, limit):
@@ -256,7 +243,7 @@ def test_an_output_is_let_go_of_once_the_peer_has_used_it(name, limit):
 def test_memory_to_receive_into_lives_while_a_message_is_under_way_or_its_activation_is_kept(name):
     schedule = build(name, ranks=2, microbatches=16)
 
-    found = on_ranks(2, lambda wires: most_in_second_step(PostedReceives(wires), schedule))
+    found = [each.most_rooms for each in on_ranks(2, second_step, schedule)]
 
     kept = peak_activations(schedule)
     if name != "zbv":

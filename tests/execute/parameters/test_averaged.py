@@ -41,13 +41,10 @@ def train_wrapped(rank, schedule, options):
 
 
 @pytest.mark.feature("B13", "E4")
+@pytest.mark.parametrize("options", [{}, {"main_gradients": True}], ids=str)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe"])
-def test_gradients_are_those_of_the_whole_batch(four_ranks, schedule):
-    assert_gradients(four_ranks.run(train_wrapped, schedule, {}), expected_gradients())
-
-
-def test_main_gradients_are_averaged_too(four_ranks):
-    assert_gradients(four_ranks.run(train_wrapped, "1f1b", {"main_gradients": True}), expected_gradients())
+def test_gradients_are_those_of_the_whole_batch(four_ranks, schedule, options):
+    assert_gradients(four_ranks.run(train_wrapped, schedule, options), expected_gradients())
 
 
 def train_without_stages(rank):

@@ -10,8 +10,8 @@ from penstock.execute.replicas.lane import ReplicaLane
 from tests.local_pipelines import on_ranks, settle
 
 
-def layout_of(transport, modules_of_stage, tied=(), launched=None):
-    """A unit of stages with these modules, and its lane, which note what is launched."""
+def begun(transport, modules_of_stage, tied=(), launched=None, *, is_synced=True):
+    """A unit of stages with these modules in a training step; its lane notes what is launched."""
     lane = ReplicaLane(transport)
     if launched is not None:
         launch = lane.sum
@@ -27,7 +27,9 @@ def layout_of(transport, modules_of_stage, tied=(), launched=None):
     }
     every = [each for part in parts.values() for each in part.parameters()]
     store = GradientStore(lambda: dict.fromkeys(every))
-    return Summed(parts, store, set(map(id, tied)), lane)
+    layout = Summed(parts, store, set(map(id, tied)), lane)
+    layout.begin_step(is_synced=is_synced, sums_tied=True, is_training=True)
+    return layout
 
 
 def fill(modules, value):
@@ -43,8 +45,7 @@ def linear(dtype=torch.float32):
 def test_a_stage_is_one_reduction_however_many_parameters_it_has():
     def case(transport):
         own, launched = [linear(), linear(), linear(torch.float64)], []
-        layout = layout_of(transport, {0: own}, launched=launched)
-        layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
+        layout = begun(transport, {0: own}, launched=launched)
         fill(own, transport.rank + 1)
         layout.reduce(0, is_last=True).wait()
         return launched, [each.grad.unique().tolist() for module in own for each in module.parameters()]
@@ -57,8 +58,7 @@ def test_a_stage_is_one_reduction_however_many_parameters_it_has():
 def test_what_two_stages_share_is_reduced_with_the_second_and_a_copy_of_a_stage_counts_once():
     def case(transport):
         shared, first, second, launched = linear(), linear(), linear(), []
-        layout = layout_of(transport, {0: [shared, first], 3: [shared, second], 5: [shared, second]}, launched=launched)
-        layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
+        layout = begun(transport, {0: [shared, first], 3: [shared, second], 5: [shared, second]}, launched=launched)
         fill([shared, first, second], 1)
         layout.reduce(0, is_last=True).wait()
         shared.weight.grad += 1  # of the backward of the second stage
@@ -73,8 +73,7 @@ def test_what_two_stages_share_is_reduced_with_the_second_and_a_copy_of_a_stage_
 def test_without_gradients_to_train_there_is_no_reduction():
     def case(transport):
         own = linear().requires_grad_(False)
-        layout = layout_of(transport, {0: [own]})
-        layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
+        layout = begun(transport, {0: [own]})
         assert layout.reduce(0, is_last=True) is None
         layout.begin_step(is_synced=True, sums_tied=True, is_training=False)
 
@@ -84,8 +83,7 @@ def test_without_gradients_to_train_there_is_no_reduction():
 def test_within_no_sync_only_what_is_tied_is_reduced():
     def case(transport):
         tied, other = linear(), linear()
-        layout = layout_of(transport, {0: [tied, other]}, tied.parameters())
-        layout.begin_step(is_synced=False, sums_tied=True, is_training=True)
+        layout = begun(transport, {0: [tied, other]}, tied.parameters(), is_synced=False)
         fill([tied, other], transport.rank + 1)
         layout.reduce(0, is_last=True).wait()
         return tied.weight.grad.unique().tolist(), other.weight.grad.unique().tolist()
@@ -96,7 +94,7 @@ def test_within_no_sync_only_what_is_tied_is_reduced():
 def test_a_sum_belongs_to_the_first_replica_until_the_next_one_and_an_evaluation_leaves_it():
     def case(transport):
         own = linear()
-        layout = layout_of(transport, {0: [own]})
+        layout = begun(transport, {0: [own]})
         found = []
         for is_synced, is_training in ((True, True), (True, False), (False, True), (False, True), (True, True)):
             layout.begin_step(is_synced=is_synced, sums_tied=True, is_training=is_training)
