@@ -19,12 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.execute.batch.microbatch import ANY_KEYWORD
 from penstock.execute.stages.signatures import TakenKeywords, taken_keywords
+from tests.execute.stages.test_keywords import Masked, Variadic
 from tests.ranks import run_ranks
-
-
-class Masked(nn.Module):
-    def forward(self, x, mask=None, *, scale=1.0):
-        return x * scale if mask is None else x * scale * mask
 
 
 class Plain(nn.Module):
@@ -37,11 +33,6 @@ class Hidden(nn.Module):
         return x
 
 
-class Several(nn.Module):
-    def forward(self, *inputs, scale):
-        return sum(inputs) * scale
-
-
 def names(module, num_positional=1):
     return taken_keywords(module).names(num_positional)
 
@@ -50,7 +41,7 @@ def test_a_parameter_filled_by_position_is_not_filled_by_keyword():
     assert names(Masked()) == {"mask", "scale"}
     assert names(Masked(), 0) == {"x", "mask", "scale"}
     assert names(Masked(), 2) == {"scale"}
-    assert names(Several(), 3) == {"scale"}
+    assert names(Variadic(), 3) == {"scale"}
     assert names(Hidden(), 0) == {"y"}
 
 
