@@ -9,7 +9,6 @@ import torch
 import penstock
 from penstock.errors import PipelineError
 from penstock.execute.ops import HANDLERS
-from penstock.execute.ops.messages import send_backward, send_forward
 from penstock.execute.transport import TorchTransport
 from penstock.execute.values.version_guard import VersionGuard
 from penstock.lowering import lower
@@ -22,37 +21,30 @@ from tests.ranks import run_ranks
 PROGRAM = lower(build("gpipe", ranks=2, microbatches=3))
 
 
-def sent(compile_row, text, rank, value, *, at=None):
+def sent(text, rank, value, *, at=None):
     said = []
     context = context_of(PROGRAM, rank, said, row_of=None if at is None else lambda peer: at)
     step, row = step_for(context), row_of(PROGRAM, text, rank)
     step.values[context.keys.made_by(context.rows.source[row])] = value
-    [bound] = compile_row(context, row)
+    [bound] = HANDLERS[PROGRAM.op[row]](context, row)
     bound.call(step)
     assert step.values == {}
     return said
 
 
-def test_outputs_are_sent_under_their_key():
-    assert sent(send_forward, "0SEND_F1", 0, VersionGuard.of("outputs")) == [("send_forward", 1, (0, 1, 0), "outputs")]
-
-
-def test_gradients_are_sent_under_their_key():
-    assert sent(send_backward, "1SEND_B1", 1, ["g"]) == [("send_backward", 0, ["g"], (1, 1, 0))]
-
-
 @pytest.mark.parametrize(
-    ("send", "text", "rank", "value", "used", "released"),
+    ("text", "rank", "value", "call", "used"),
     [
-        (send_forward, "0SEND_F2", 0, VersionGuard.of("outputs"), "1F1", ("release", 1, 2)),
-        (send_backward, "1SEND_B2", 1, ["g"], "0B1", ("release", 0, 2)),
+        ("0SEND_F2", 0, VersionGuard.of("outputs"), ("send_forward", 1, (0, 2, 0), "outputs"), "1F1"),
+        ("1SEND_B2", 1, ["g"], ("send_backward", 0, ["g"], (1, 2, 0)), "0B1"),
     ],
     ids=["outputs", "gradients"],
 )
-def test_where_the_peer_says_how_far_it_is_what_it_has_used_is_released(send, text, rank, value, used, released):
+def test_a_value_is_sent_under_its_key_and_what_the_peer_says_it_has_used_is_released(text, rank, value, call, used):
     at = row_of(PROGRAM, used, 1 - rank) - PROGRAM.offsets[1 - rank]
 
-    assert sent(send, text, rank, value, at=at + 1)[-1] == released
+    assert sent(text, rank, value) == [call]
+    assert sent(text, rank, value, at=at + 1) == [call, ("release", 1 - rank, 2)]
 
 
 def test_outputs_that_were_changed_are_not_sent():
@@ -61,7 +53,7 @@ def test_outputs_that_were_changed_are_not_sent():
     value += 1
 
     with pytest.raises(PipelineError, match="0F1: a tensor of its output was changed in place"):
-        sent(send_forward, "0SEND_F1", 0, guarded)
+        sent("0SEND_F1", 0, guarded)
 
 
 @pytest.mark.parametrize(

@@ -236,24 +236,6 @@ def test_to_read_what_is_on_the_host_is_an_error():
         gradients(stage, saved)
 
 
-def test_a_backward_frees_saved_tensors_node_by_node():
-    sizes = []
-    stage = one_stage(*[Calls(lambda x: note(torch.sin(x))) for _ in range(3)])
-
-    def note(x):
-        x.register_hook(lambda gradient: sizes.append(len(movable_part.tensors())))
-        return x
-
-    _, saved = forward(stage, inputs())
-    movable_part = movable(saved)
-    movable_part.offload(saved)
-    movable_part.reload()
-    gradients(stage, saved)
-
-    assert sizes == [3, 2, 1]
-    assert movable_part.tensors() == []
-
-
 def test_an_error_while_moving_keeps_nothing_alive(monkeypatch):
     def fail(storage):
         raise MemoryError("no more")

@@ -52,13 +52,6 @@ def test_a_layer_draws_the_same_whatever_was_drawn_before():
     assert not torch.equal(draw(seeded(8), (2, 0), 5), expected)
 
 
-def test_another_step_draws_something_else():
-    randomness = seeded(7)
-    first = draw(randomness, (0, 0), 0)
-
-    assert not torch.equal(draw(randomness, (0, 0), 0, step=1), first)
-
-
 def test_the_callers_generator_stands_afterwards_where_it_stood():
     torch.manual_seed(3)
     expected = torch.rand(4)

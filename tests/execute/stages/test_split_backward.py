@@ -63,14 +63,6 @@ def test_input_part_and_weight_part_together_are_the_whole_backward(is_split):
     assert all(map(torch.equal, run(in_two_parts, is_split=is_split), run(OneStage.backward, is_split=False)))
 
 
-def test_a_whole_backward_after_a_forward_made_for_two_parts_is_whole():
-    assert all(map(torch.equal, run(OneStage.backward), run(OneStage.backward, is_split=False)))
-
-
-def test_the_input_gradient_is_there_after_the_input_part():
-    assert torch.equal(run(OneStage.backward_input)[0], run(OneStage.backward)[0])
-
-
 @pytest.mark.feature("X18")
 def test_the_gradients_of_matrices_come_with_the_weight_part():
     *_, weight, bias = run(OneStage.backward_input)
