@@ -40,7 +40,7 @@ Overlap = Callable[[Computation, Computation], None]
 """overlap(first, second): runs both, each once, and returns when both have run; the order is that of the pair, as a
 rule the forward first. An error of either is to be raised."""
 Note = Callable[[int], None]
-"""SetupReport the row at work."""
+"""Notes the row at work, a number in the whole program."""
 
 
 def overlapping(program: Program, overlap: Overlap, device: torch.device, note: Note) -> Change:

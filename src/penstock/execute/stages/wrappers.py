@@ -1,6 +1,6 @@
 """Which layers that reduce gradients by themselves can be run, and under which schedules.
 
-DistributedDataParallel    its gradients are averaged where a stage's are whole (data_parallel.py)
+DistributedDataParallel    its gradients are averaged where a stage's are whole (parameters/averaged.py)
 fully_shard                reduces at the end of every backward: right unless a weight gradient comes after that end
 DTensor parameters         (parallelize_module) reduce within the operations themselves
 FullyShardedDataParallel, replicate of torch.distributed._composable    refused
