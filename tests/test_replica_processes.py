@@ -17,7 +17,7 @@ from penstock.execute.transport import LocalTransport
 from tests.local_pipelines import WIDTH, error_of, float_layers, settle, square_loss, zero
 from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, device_mesh, difference, pipeline_of, train, train_alone
 from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
-from tests.sharded_pipelines import NONE, ONE, OPTIMIZER, TWO, adamw, name_of
+from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, name_of
 
 DEADLINE_S = 20.0
 LONGEST_NOTICE_S = 3.0
@@ -39,28 +39,41 @@ def by_replica(found, pipeline, data, names):
 BOTH = ("data", "pipeline")
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "data", "names", "schedule"),
-    [
-        (2, 2, BOTH, "1f1b"),
-        (2, 2, BOTH, "interleaved-1f1b"),
-        (2, 2, ("pipeline", "data"), "zbv"),
-        (1, 4, BOTH, "1f1b"),
-        (1, 4, ("data",), "1f1b"),
-        (4, 1, ("pipeline",), "1f1b"),
-    ],
-)
-def test_four_processes_train_as_one_does(four_ranks, pipeline, data, names, schedule):
-    found = by_replica(four_ranks.run(trained, pipeline, data, names, schedule), pipeline, data, names)
+LAYOUTS = [
+    (2, 2, BOTH, "1f1b", NONE),
+    (2, 2, BOTH, "interleaved-1f1b", NONE),
+    (2, 2, ("pipeline", "data"), "zbv", NONE),
+    (1, 2, BOTH, "1f1b", NONE),
+    (1, 3, BOTH, "1f1b", NONE),
+    (1, 4, BOTH, "1f1b", NONE),
+    (1, 4, ("data",), "1f1b", NONE),
+    (4, 1, ("pipeline",), "1f1b", NONE),
+    (2, 2, BOTH, "interleaved-1f1b", TWO),
+    (2, 2, ("pipeline", "data"), "zbv", ONE),
+    (2, 2, BOTH, "1f1b", OPTIMIZER),
+    (1, 4, ("data",), "interleaved-1f1b", ALL),
+    pytest.param(1, 4, BOTH, "zb-h1", ONE, marks=pytest.mark.full),
+    pytest.param(4, 1, BOTH, "1f1b", TWO, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipeline", "data", "names", "schedule", "setting"), LAYOUTS, ids=name_of)
+def test_processes_train_as_one_does(request, pipeline, data, names, schedule, setting):
+    pool = request.getfixturevalue({2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[pipeline * data])
+    found = by_replica(pool.run(trained, pipeline, data, names, schedule, setting), pipeline, data, names)
 
     assert difference(found, train_alone(Job([8] * data), STEPS, adamw), num_replicas=data) == []
 
 
-@pytest.mark.parametrize("data", [2, 3])
-def test_replicas_of_one_rank_train_as_one_process_does(data):
-    found = run_ranks(data, trained, 1, data, BOTH, "1f1b")
+@pytest.mark.full
+@pytest.mark.parametrize("setting", [ONE, TWO, ALL, OPTIMIZER, NONE], ids=name_of)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv", "zb-h1"])
+@pytest.mark.parametrize(("pipeline", "data"), [(2, 2), (1, 4), (4, 1), (1, 2), (1, 3), (2, 4), (4, 2)])
+def test_processes_of_every_layout_train_as_one_does(pipeline, data, schedule, setting):
+    found = run_ranks(pipeline * data, trained, pipeline, data, BOTH, schedule, setting, 20)
 
-    assert difference(found, train_alone(Job([8] * data), STEPS, adamw), num_replicas=data) == []
+    assert difference(found, train_alone(Job([8] * data), 20, adamw), num_replicas=data) == []
 
 
 # ---- what is refused

@@ -9,49 +9,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import penstock as ps
 from tests.local_pipelines import WIDTH, settle, square_loss, values
-from tests.mesh_pipelines import MICROBATCHES, Job, device_mesh, difference, pipeline_of, train_alone
+from tests.mesh_pipelines import MICROBATCHES, Job, device_mesh, pipeline_of
 from tests.ranks import run_ranks
-from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, name_of
-from tests.test_replica_processes import (
-    BOTH,
-    DEADLINE_S,
-    STEPS,
-    WRAPPED,
-    assert_refused,
-    attempts,
-    by_replica,
-    mesh_of,
-    plain,
-    trained,
-)
-
-LAYOUTS = [
-    (2, 2, BOTH, "interleaved-1f1b", TWO),
-    (2, 2, ("pipeline", "data"), "zbv", ONE),
-    (2, 2, BOTH, "1f1b", OPTIMIZER),
-    (1, 4, ("data",), "interleaved-1f1b", ALL),
-    pytest.param(1, 4, BOTH, "zb-h1", ONE, marks=pytest.mark.full),
-    pytest.param(4, 1, BOTH, "1f1b", TWO, marks=pytest.mark.full),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("pipeline", "data", "names", "schedule", "setting"), LAYOUTS, ids=name_of)
-def test_four_processes_train_as_one_does(four_ranks, pipeline, data, names, schedule, setting):
-    found = four_ranks.run(trained, pipeline, data, names, schedule, setting)
-    found = by_replica(found, pipeline, data, names)
-
-    assert difference(found, train_alone(Job([8] * data), STEPS, adamw), num_replicas=data) == []
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("setting", [ONE, TWO, ALL, OPTIMIZER, NONE], ids=name_of)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv", "zb-h1"])
-@pytest.mark.parametrize(("pipeline", "data"), [(2, 2), (1, 4), (4, 1), (1, 2), (1, 3), (2, 4), (4, 2)])
-def test_processes_of_every_layout_train_as_one_does(pipeline, data, schedule, setting):
-    found = run_ranks(pipeline * data, trained, pipeline, data, BOTH, schedule, setting, 20)
-
-    assert difference(found, train_alone(Job([8] * data), 20, adamw), num_replicas=data) == []
+from tests.sharded_pipelines import NONE, OPTIMIZER, TWO, name_of
+from tests.test_replica_processes import DEADLINE_S, WRAPPED, assert_refused, attempts, mesh_of, plain
 
 
 def with_fused(rank):
@@ -146,11 +107,16 @@ def scaled(rank, pipeline, data, setting, clips):
         return found, weights
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "clipped"])
+def clipped_and_alone(request):
+    """Whether gradients are clipped, and what one process comes to then."""
+    return request.param, *run_ranks(1, scaled, 1, 1, NONE, request.param)
+
+
 @pytest.mark.parametrize("setting", [TWO, OPTIMIZER], ids=name_of)
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_scaler_that_overflows_on_one_shard_takes_one_decision_for_all(four_ranks, clips, setting):
+def test_a_scaler_that_overflows_on_one_shard_takes_one_decision_for_all(four_ranks, clipped_and_alone, setting):
+    clips, alone = clipped_and_alone
     ranks = four_ranks.run(scaled, 2, 2, setting, clips)
-    (alone,) = run_ranks(1, scaled, 1, 1, NONE, clips)
 
     scales = [scale for _, scale, _ in alone[0]]
     assert sum(later < scale for scale, later in pairwise(scales)) == 2
