@@ -1,4 +1,4 @@
-"""A failure in one replica of a sharded pipeline is one error on all ranks, and the steps behind it are right."""
+"""A failure in one replica, with shards or without, is one error on all ranks, and the steps behind it are right."""
 
 import time
 
@@ -24,7 +24,7 @@ from tests.mesh_pipelines import (
     train_alone,
     whole,
 )
-from tests.sharded_pipelines import ALL, ONE, OPTIMIZER, TWO, adamw, name_of, settings
+from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, name_of, settings
 
 DEADLINE_S = 10.0
 PLACES = ("forward", "backward", "weight", "loss")
@@ -43,7 +43,7 @@ class Raising(torch.autograd.Function):
 
 
 class Planted(nn.Module):
-    """Fails in the forward of this number, or in its backward, if it is told to."""
+    """Fails in the forward of this number, or in its backward, if it is told to; and sleeps in its next forward."""
 
     def __init__(self, seed):
         super().__init__()
@@ -51,7 +51,8 @@ class Planted(nn.Module):
         self.fails, self.at, self.num_forwards, self.sleep_s = "", 0, 0, 0.0
 
     def forward(self, x):
-        time.sleep(self.sleep_s)
+        sleep_s, self.sleep_s = self.sleep_s, 0.0
+        time.sleep(sleep_s)
         self.num_forwards += 1
         is_now = self.num_forwards == self.at + 1
         if is_now and self.fails == "forward":
@@ -95,7 +96,8 @@ def run_with_a_failure(places, job, schedule, setting, bad, place, at):
             if step in (1, 2):
                 begin_s = time.monotonic()
                 errors.append((error_of(own.step, inputs, target=target), time.monotonic() - begin_s))
-                assert all(hasattr(each, "placements") for stage in own.stages for each in stage.parameters())
+                held = [each for stage in own.stages for each in stage.parameters()]
+                assert all(hasattr(each, "placements") == (setting is not NONE) for each in held)
                 zero(own)
                 continue
             losses.append(own.step(inputs, target=target).loss)
@@ -120,6 +122,7 @@ def check_failures(pipeline, data, schedule, setting, bad, place, at):
             assert name in str(error)
             assert rank == bad or f"{name} is the culprit" in str(error)
             assert took_s < DEADLINE_S / 2
+            assert rank == bad or error.waited_s < DEADLINE_S / 2
         torch.testing.assert_close(torch.stack(losses), torch.stack(alone.losses), rtol=1e-12, atol=1e-12)
         assert torch.equal(evaluated, ranks[0][2])
     assert_near(whole([rows for *_, rows in ranks], data, "weights"), alone.weights)
@@ -134,6 +137,7 @@ def loaded(weights):
 
 
 CASES = [
+    *((2, 2, "1f1b", NONE, bad, "forward", 0) for bad in range(4)),
     (2, 2, "interleaved-1f1b", TWO, 0, "forward", 0),
     (2, 2, "interleaved-1f1b", ONE, 3, "forward", 3),
     (2, 2, "zbv", ONE, 1, "backward", 2),
@@ -233,29 +237,45 @@ def test_a_weight_that_a_forward_changes_is_an_error_since_the_change_would_be_l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slow", [1, 2])
-def test_a_slow_replica_is_named_at_the_deadline(slow):
+@pytest.mark.parametrize(("pipeline", "slow", "setting"), [(1, 1, NONE), (2, 1, TWO), (2, 2, TWO)], ids=name_of)
+def test_a_slow_replica_is_named_at_the_deadline_and_a_later_step_is_right(pipeline, slow, setting):
     """The other ranks wait for a gather or a sum of its stage, or for its messages."""
-    deadline_s = 1.5
+    deadline_s, sleep_s = 1.5, 4.5
     job = Job([8, 8], planted_layers)
 
     def steps(own, inputs, target):
         own.step(inputs, target=target)
-        layers_of(own)[0].sleep_s = 4.5 if index_of(own) == slow else 0.0
+        layers_of(own)[0].sleep_s = sleep_s if index_of(own) == slow else 0.0
         begin_s = time.monotonic()
         error = error_of(own.step, inputs, target=target)
-        return error, time.monotonic() - begin_s
+        took_s = time.monotonic() - begin_s
+        zero(own)
+        time.sleep(max(sleep_s - took_s, 0))
+        return error, took_s, retried(own, inputs, target)
 
-    options = {"max_wait_s": deadline_s, "deadline_s": deadline_s} | TWO
+    options = {"pipeline": pipeline, "max_wait_s": deadline_s, "deadline_s": deadline_s} | setting
     ranks = on_pipelines(job, "interleaved-1f1b", steps, **options)
 
-    name = f"rank {slow} (pipeline {slow % 2}, data {slow // 2})"
-    assert any(isinstance(error, DeadlineExceeded) for error, _ in ranks)
-    for rank, (error, took_s) in enumerate(ranks):
+    place = f"rank {slow} (pipeline {slow % pipeline}, data {slow // pipeline})"
+    expected = train_alone(job).losses[0]
+    assert any(isinstance(error, DeadlineExceeded) for error, *_ in ranks)
+    for rank, (error, took_s, loss) in enumerate(ranks):
         assert error.rank == slow
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-14)
         if rank != slow:
-            assert f"{name} is the culprit" in str(error)
+            assert f"{place} is the culprit: it has been in {slow % pipeline}F" in str(error)
+            assert "time.sleep(sleep_s)" in str(error) or "in forward" in str(error)
             assert took_s < deadline_s + 2
+
+
+def retried(own, inputs, target):
+    """The loss of the next step; of a later one where the ranks have not come to it within one deadline."""
+    for _ in range(3):
+        try:
+            return own.step(inputs, target=target).loss
+        except ps.PipelineError:
+            continue
+    return None
 
 
 @settings(ONE, OPTIMIZER)
