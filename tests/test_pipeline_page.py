@@ -13,7 +13,7 @@ from penstock.execute.options import PipelineOptions
 from penstock.pipeline import Pipeline
 from tests.house.source import ROOT
 from tests.pages import blocks_of
-from tests.ranks import RankPool
+from tests.ranks import run_ranks
 from tests.reference import reference_step
 
 PAGE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
@@ -29,7 +29,7 @@ MIXED_PRECISION, *DATA_PARALLEL = (
 def run_block(rank, code):
     """Run a script as a rank of the pool, whose default group it must leave to the pool."""
     found = {}
-    exec(compile(code.replace("dist.destroy_process_group()", "pass"), "docs/pipeline.md", "exec"), found)
+    exec(compile(re.sub(r"\S*destroy_process_group\(\)", "", code), "docs/pipeline.md", "exec"), found)
     return found
 
 
@@ -43,21 +43,19 @@ def gradients_of_replica(rank, code):
 
 
 @pytest.mark.slow
-def test_the_full_script_gives_the_same_bits_on_two_ranks_as_on_one():
-    with RankPool(1) as alone, RankPool(2) as pair:
-        (expected,) = alone.run(history_of, SCRIPT)
+def test_the_full_script_gives_the_same_bits_on_two_ranks_as_on_one(two_ranks):
+    (expected,) = run_ranks(1, history_of, SCRIPT)
 
-        assert pair.run(history_of, SCRIPT) == [expected, expected]
+    assert two_ranks.run(history_of, SCRIPT) == [expected] * 2
     assert expected[-1] < expected[0]
 
 
 @pytest.mark.slow
-def test_mixed_precision_gives_the_same_bits_and_scales_on_several_ranks_as_on_one():
-    with RankPool(1) as alone, RankPool(2) as pair, RankPool(4) as four:
-        (expected,) = alone.run(history_of, MIXED_PRECISION)
+def test_mixed_precision_gives_the_same_bits_and_scales_on_several_ranks_as_on_one(two_ranks, four_ranks):
+    (expected,) = run_ranks(1, history_of, MIXED_PRECISION)
 
-        assert pair.run(history_of, MIXED_PRECISION) == [expected] * 2
-        assert four.run(history_of, MIXED_PRECISION) == [expected] * 4
+    assert two_ranks.run(history_of, MIXED_PRECISION) == [expected] * 2
+    assert four_ranks.run(history_of, MIXED_PRECISION) == [expected] * 4
     losses, scales = zip(*expected, strict=True)
     assert losses[-1] < losses[0]
     assert len(set(scales)) > 3
@@ -65,15 +63,14 @@ def test_mixed_precision_gives_the_same_bits_and_scales_on_several_ranks_as_on_o
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", DATA_PARALLEL, ids=["reduce_stage", "ddp"])
-def test_two_replicas_of_a_pipeline_have_the_gradients_of_the_whole_batch(code):
+def test_two_replicas_of_a_pipeline_have_the_gradients_of_the_whole_batch(four_ranks, code):
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
     inputs, target = torch.randn(32, 16), torch.rand(32, 16)
     reference_step(layers, (inputs,), {}, target, loss=nn.functional.mse_loss, num_microbatches=8)
     expected = dict(nn.ModuleList(layers).named_parameters())
 
-    with RankPool(4) as pool:
-        found = pool.run(gradients_of_replica, code)
+    found = four_ranks.run(gradients_of_replica, code)
 
     assert {name for gradients in found for name in gradients} == set(expected)
     for gradients in found:
