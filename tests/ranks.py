@@ -13,12 +13,12 @@ import pickle
 import socket
 import time
 import traceback
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from tests.forks import forks
@@ -135,7 +135,8 @@ class RankPool:
         self._store = dist.TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        with _environment(OMP_NUM_THREADS="1"):
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("OMP_NUM_THREADS", "1")
             context = forks()
             for rank in range(self.num_ranks):
                 ours, theirs = context.Pipe()
@@ -157,20 +158,6 @@ def run_ranks_with_deaths(num_ranks, fn, *args, timeout_s=60.0):
     """Call `fn(rank, *args)` on fresh processes and return the Outcome, whatever becomes of the ranks."""
     with RankPool(num_ranks) as pool:
         return pool.attempt(fn, *args, timeout_s=timeout_s)
-
-
-@contextmanager
-def _environment(**values):
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _serve(connection, rank, num_ranks, port, backend, prepare):

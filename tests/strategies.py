@@ -101,14 +101,8 @@ def feasible_schedules(draw):
         routes = np.array([index % 2 for index in range(num_microbatches)], np.int8)
     split, whole = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), (Kind.FORWARD, Kind.BACKWARD)
     kinds = draw(st.sampled_from([split, whole, (Kind.FORWARD,)]))
-    frame = Schedule.from_actions(
-        "random",
-        placement,
-        [[] for _ in range(placement.num_ranks)],
-        num_microbatches=num_microbatches,
-        num_slices=num_slices,
-        route_of_microbatch=routes,
-    )
+    shape = {"num_microbatches": num_microbatches, "num_slices": num_slices, "route_of_microbatch": routes}
+    frame = Schedule.from_actions("random", placement, [[] for _ in range(placement.num_ranks)], **shape)
     waiting = {
         Action(kind, stage, microbatch, part)
         for microbatch in range(num_microbatches)
@@ -117,14 +111,7 @@ def feasible_schedules(draw):
         for part in range(num_slices)
     }
     orders = _random_orders(frame, waiting, draw(st.randoms(use_true_random=False)))
-    return Schedule.from_actions(
-        "random",
-        placement,
-        orders,
-        num_microbatches=num_microbatches,
-        num_slices=num_slices,
-        route_of_microbatch=routes,
-    )
+    return Schedule.from_actions("random", placement, orders, **shape)
 
 
 def _random_orders(frame, waiting, chance):
