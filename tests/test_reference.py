@@ -3,6 +3,7 @@
 import ast
 import copy
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -47,8 +48,24 @@ def assert_same_gradients(layers, others):
 
 
 def make_batch(num_rows):
+    """Arguments, keywords and target."""
     x, scale = torch.randn(num_rows, 3).double(), torch.rand(num_rows, 1).double()
-    return x, scale, torch.randint(NUM_CLASSES, (num_rows,))
+    return (x,), {"scale": scale}, torch.randint(NUM_CLASSES, (num_rows,))
+
+
+def assert_as_unsplit(batch, loss, **options):
+    """The loss and the gradients are those of the batch as a whole; return the result."""
+    layers = build_layers()
+    whole = copy.deepcopy(layers)
+    args, keywords, target = batch
+    expected = loss(run_whole(whole, *args, **keywords), target)
+    expected.backward()
+
+    result = reference_step(layers, *batch, loss=loss, **options)
+
+    torch.testing.assert_close(result.loss, expected.detach(), rtol=0, atol=1e-12)
+    assert_same_gradients(layers, whole)
+    return result
 
 
 @pytest.mark.parametrize("judge", [reference, one_process, one_process_of_random_models])
@@ -65,29 +82,10 @@ def test_a_judge_shares_no_code_with_the_pipeline(judge):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("num_rows", "num_microbatches"), [(8, 1), (8, 4), (7, 3), (5, 5)])
 def test_gradients_and_loss_are_those_of_the_unsplit_batch(num_rows, num_microbatches, reduction):
-    layers = build_layers()
-    whole = copy.deepcopy(layers)
-    x, scale, target = make_batch(num_rows)
+    loss = partial(F.cross_entropy, reduction=reduction)
+    options = {"num_microbatches": num_microbatches, "reduction": reduction, "allow_ragged": True}
 
-    def loss(output, target):
-        return F.cross_entropy(output, target, reduction=reduction)
-
-    expected = loss(run_whole(whole, x, scale), target)
-    expected.backward()
-
-    result = reference_step(
-        layers,
-        (x,),
-        {"scale": scale},
-        target,
-        loss=loss,
-        num_microbatches=num_microbatches,
-        reduction=reduction,
-        allow_ragged=True,
-    )
-
-    torch.testing.assert_close(result.loss, expected.detach(), rtol=0, atol=1e-12)
-    assert_same_gradients(layers, whole)
+    assert_as_unsplit(make_batch(num_rows), loss, **options)
 
 
 def num_tokens(target):
@@ -102,33 +100,23 @@ def token_mean(output, target):
 
 @pytest.mark.feature("X20")
 def test_token_weighted_loss_is_that_of_the_unsplit_batch_even_with_an_empty_microbatch():
-    layers = build_layers()
-    whole = copy.deepcopy(layers)
-    x, scale, target = make_batch(9)
-    target[[0, 3, 4, 5]] = -100  # the second of three microbatches holds no token at all
-    expected = token_mean(run_whole(whole, x, scale), target)
-    expected.backward()
+    batch = make_batch(9)
+    batch[-1][[0, 3, 4, 5]] = -100  # the second of three microbatches holds no token at all
 
-    result = reference_step(
-        layers, (x,), {"scale": scale}, target, loss=token_mean, num_microbatches=3, count=num_tokens
-    )
-
-    assert result.losses[1].isnan()
-    torch.testing.assert_close(result.loss, expected.detach(), rtol=0, atol=1e-12)
-    assert_same_gradients(layers, whole)
+    assert assert_as_unsplit(batch, token_mean, num_microbatches=3, count=num_tokens).losses[1].isnan()
 
 
 def test_a_plain_loop_gives_the_same_bits():
     layers = build_layers()
     plain = copy.deepcopy(layers)
-    x, scale, target = make_batch(8)
+    batch = (x,), keywords, target = make_batch(8)
     losses = []
     for start in range(0, 8, 2):
         rows = slice(start, start + 2)
-        losses.append(F.cross_entropy(run_whole(plain, x[rows], scale[rows]), target[rows]))
+        losses.append(F.cross_entropy(run_whole(plain, x[rows], keywords["scale"][rows]), target[rows]))
         (losses[-1] * 0.25).backward()
 
-    result = reference_step(layers, (x,), {"scale": scale}, target, loss=F.cross_entropy, num_microbatches=4)
+    result = reference_step(layers, *batch, loss=F.cross_entropy, num_microbatches=4)
 
     assert all(map(torch.equal, gradients(layers), gradients(plain)))
     assert all(map(torch.equal, result.losses, losses))
@@ -137,13 +125,13 @@ def test_a_plain_loop_gives_the_same_bits():
 
 def test_gradients_are_added_to_those_that_are_there():
     layers = build_layers()
-    x, scale, target = make_batch(4)
+    batch = make_batch(4)
 
     for _ in range(2):
-        reference_step(layers, (x,), {"scale": scale}, target, loss=F.cross_entropy, num_microbatches=2)
+        reference_step(layers, *batch, loss=F.cross_entropy, num_microbatches=2)
     twice = [gradient.clone() for gradient in gradients(layers)]
     layers.zero_grad()
-    reference_step(layers, (x,), {"scale": scale}, target, loss=F.cross_entropy, num_microbatches=2)
+    reference_step(layers, *batch, loss=F.cross_entropy, num_microbatches=2)
 
     for one, two in zip(gradients(layers), twice, strict=True):
         torch.testing.assert_close(two, 2 * one, rtol=1e-14, atol=0)
@@ -151,12 +139,12 @@ def test_gradients_are_added_to_those_that_are_there():
 
 def test_evaluating_gives_the_same_numbers_and_no_gradients():
     layers = build_layers()
-    x, scale, target = make_batch(7)
+    batch = make_batch(7)
     options = {"loss": F.cross_entropy, "num_microbatches": 3, "allow_ragged": True}
 
-    evaluated = reference_evaluate(layers, (x,), {"scale": scale}, target, **options)
+    evaluated = reference_evaluate(layers, *batch, **options)
     assert gradients(layers) == [None] * len(gradients(layers))
-    stepped = reference_step(layers, (x,), {"scale": scale}, target, **options)
+    stepped = reference_step(layers, *batch, **options)
 
     assert torch.equal(evaluated.loss, stepped.loss)
     assert all(map(torch.equal, evaluated.losses, stepped.losses))
@@ -168,13 +156,13 @@ def test_evaluating_gives_the_same_numbers_and_no_gradients():
 
 def test_specs_reach_the_splitter():
     layers = build_layers()
-    x, _, target = make_batch(4)
+    args, _, target = make_batch(4)
     scale = torch.full((4,), 0.5).double()
     options = {"loss": F.cross_entropy, "num_microbatches": 4, "specs": BatchSpec(kwargs=Replicate())}
 
-    result = reference_evaluate(layers, (x,), {"scale": scale}, target, **options)
+    result = reference_evaluate(layers, args, {"scale": scale}, target, **options)
 
-    torch.testing.assert_close(torch.cat(result.outputs), run_whole(layers, x, scale).detach())
+    torch.testing.assert_close(torch.cat(result.outputs), run_whole(layers, *args, scale).detach())
 
 
 # ---- forms of losses, and losses of layers
@@ -238,15 +226,13 @@ def test_all_forms_of_one_loss_have_its_gradients():
         lambda output, target: LossOutput({"a": total(output, target)}, count(target), reported=len(target)),
         lambda output, target, *, weight: total(output, target) * weight / count(target) / weight,
     ]
-    x, scale, target = make_batch(8)
-    target[:] = torch.tensor([0, 1, 2, 3, 0, 0, 4, 1])
+    batch = make_batch(8)
+    batch[-1][:] = torch.tensor([0, 1, 2, 3, 0, 0, 4, 1])
     first = build_layers()
     results = []
     for form in forms:
         layers = copy.deepcopy(first)
-        results.append(
-            reference_step(layers, (x,), {"scale": scale}, target, loss=form, num_microbatches=4, count=count)
-        )
+        results.append(reference_step(layers, *batch, loss=form, num_microbatches=4, count=count))
         if form is forms[0]:
             one = layers
         assert_same_gradients(layers, one)
