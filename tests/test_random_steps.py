@@ -15,11 +15,14 @@ from tests.exactness.features import Recomputed
 from tests.local_pipelines import (
     WIDTH,
     Task,
+    assert_errors,
     block,
     difference,
     differences_on_gloo,
     error_of,
-    on_ranks,
+    errors_before_a_right_step,
+    on_pipelines,
+    pipeline_of,
     square_loss,
     step_task,
     two_steps,
@@ -49,10 +52,6 @@ def task(loss=square_loss, make_layers=layers):
     return Task(make_layers, (inputs,), target, loss, {"seed": SEED})
 
 
-def pipeline_of(wires, own, schedule, **options):
-    return Pipeline(own.make_layers(), schedule, loss=own.loss, transport=wires, **own.options | options)
-
-
 SHAPES = [
     {"name": "1f1b", "ranks": 1},
     {"name": "1f1b", "ranks": 2},
@@ -69,7 +68,7 @@ SHAPES = [
 def test_dropout_draws_the_same_on_any_split(shape):
     own, schedule = task(), build(microbatches=NUM_MICROBATCHES, **shape)
 
-    found = on_ranks(schedule.num_ranks, lambda wires: two_steps(pipeline_of(wires, own, schedule), own))
+    found = on_pipelines(schedule.num_ranks, own, lambda pipeline: two_steps(pipeline, own), schedule, None)
 
     tolerance = None if visits_in_order(schedule) else 1e-12
     assert difference(found, own.reference(NUM_MICROBATCHES, num_steps=2), tolerance=tolerance) == []
@@ -107,7 +106,7 @@ def test_pairs_of_computations_in_two_threads_draw_and_hand_on_the_same():
     schedule = build("dualpipe-v", ranks=2, microbatches=NUM_MICROBATCHES)
     assert schedule.joined.any()
 
-    found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, own, schedule, overlap=in_two_threads), own))
+    found = on_pipelines(2, own, lambda pipeline: step_task(pipeline, own), schedule, None, overlap=in_two_threads)
 
     assert difference(found, own.reference(NUM_MICROBATCHES), tolerance=1e-12) == []
 
@@ -115,7 +114,7 @@ def test_pairs_of_computations_in_two_threads_draw_and_hand_on_the_same():
 def test_a_loss_that_draws_does_so_alike_on_any_split():
     own = task(noisy_loss)
 
-    found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, own, "1f1b"), own))
+    found = on_pipelines(2, own, lambda pipeline: step_task(pipeline, own), "1f1b", NUM_MICROBATCHES)
 
     assert difference(found, own.reference(NUM_MICROBATCHES)) == []
 
@@ -123,7 +122,7 @@ def test_a_loss_that_draws_does_so_alike_on_any_split():
 def test_every_step_draws_anew_and_a_number_brings_a_draw_back():
     own = task()
 
-    pipeline = pipeline_of(None, own, "1f1b")
+    pipeline = pipeline_of(None, own)
     losses = [pipeline.step(*own.inputs, target=own.target).loss for _ in range(3)]
     assert pipeline.step_number == 3
     pipeline.step_number = 1
@@ -139,13 +138,12 @@ def test_every_step_draws_anew_and_a_number_brings_a_draw_back():
 def test_ranks_that_went_on_at_different_numbers_are_told_and_evaluate_all_the_same(seed):
     own = task()
 
-    def case(wires):
-        pipeline = pipeline_of(wires, own, "1f1b", seed=seed)
-        pipeline.step_number = 4 + wires.rank
+    def case(pipeline):
+        pipeline.step_number = 4 + pipeline.rank
         pipeline.evaluate(*own.inputs, target=own.target)
         return step_task(pipeline, own) if seed is None else error_of(step_task, pipeline, own)
 
-    for found in on_ranks(2, case):
+    for found in on_pipelines(2, own, case, seed=seed):
         assert seed is None or "disagree on step_number: rank 0 has 4, rank 1 has 5" in str(found)
 
 
@@ -164,7 +162,7 @@ def test_without_a_seed_nothing_is_set():
 
 def test_the_callers_generator_and_evaluation_know_nothing_of_it():
     own = task()
-    pipeline = pipeline_of(None, own, "1f1b")
+    pipeline = pipeline_of(None, own)
     torch.manual_seed(1)
     expected = torch.rand(4)
 
@@ -181,7 +179,7 @@ def test_the_callers_generator_and_evaluation_know_nothing_of_it():
 
 def test_what_draws_in_evaluation_draws_from_the_callers_generator():
     own = task(noisy_loss)
-    pipeline = pipeline_of(None, own, "1f1b")
+    pipeline = pipeline_of(None, own)
 
     losses = []
     for seed in (1, 2, 1):
@@ -192,44 +190,26 @@ def test_what_draws_in_evaluation_draws_from_the_callers_generator():
     assert not torch.equal(losses[0], losses[1])
 
 
-class Failing(nn.Module):
-    """Drops like others, but fails when told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = dropping(9)
-        self.fails = True
-
-    def forward(self, x):
-        if self.fails:
-            raise ZeroDivisionError
-        return self.inner(x)
-
-
 def test_a_step_that_failed_draws_the_same_when_it_is_run_again():
-    own = task(make_layers=lambda: [*layers(), Failing()])
+    def fail(layer, inputs):
+        raise ZeroDivisionError
 
-    def case(wires):
-        pipeline = pipeline_of(wires, own, "1f1b")
-        assert isinstance(error_of(step_task, pipeline, own), PipelineError)
-        for stage in pipeline.stages:
-            for layer in stage.layers.values():
-                layer.fails = False
-                layer.zero_grad()
-        return step_task(pipeline, own)
+    def wrong(pipeline):
+        last = [layer for stage in pipeline.stages for name, layer in stage.layers.items() if name == "7"]
+        hooks = [layer.register_forward_pre_hook(fail) for layer in last]
+        try:
+            pipeline.step(*own.inputs, target=own.target)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    found = on_ranks(2, case)
+    own = task()
 
-    def working():
-        last = Failing()
-        last.fails = False
-        return [*layers(), last]
-
-    assert difference(found, task(make_layers=working).reference(NUM_MICROBATCHES)) == []
+    assert_errors(errors_before_a_right_step(2, own, wrong, "1f1b", NUM_MICROBATCHES), PipelineError)
 
 
 def test_what_is_no_seed_is_refused_at_once():
-    error = error_of(pipeline_of, None, task(), "1f1b", seed=-1)
+    error = error_of(pipeline_of, None, task(), seed=-1)
 
     assert isinstance(error, ConfigError)
     assert error.key == "seed"
