@@ -19,6 +19,7 @@ from tests.local_pipelines import (
     difference,
     error_of,
     float_layers,
+    on_pipelines,
     on_ranks,
     square_loss,
     step_task,
@@ -35,11 +36,10 @@ def long_task(rows, length, **options):
     return Task(lambda: float_layers(FLOAT64), (inputs,), target, options=options)
 
 
-def pipeline_of(wires, task, num_microbatches=3, slices=2, **options):
-    layers = task.make_layers()
-    return Pipeline(
-        layers, "seq1f1b", num_microbatches, task.loss, slices=slices, transport=wires, **task.options | options
-    )
+def in_slices(task, body=None, num_microbatches=3, slices=2, **options):
+    """Return what `body(pipeline)` returned on two ranks, or the outcomes of a step."""
+    body = body or (lambda pipeline: step_task(pipeline, task))
+    return on_pipelines(2, task, body, "seq1f1b", num_microbatches, slices=slices, **options)
 
 
 def sum_loss(output, target):
@@ -53,7 +53,7 @@ def test_means_and_sums_over_slices_are_those_of_whole_sequences(loss, reduction
     task = long_task(6, length, reduction=reduction, allow_ragged=True)
     task.loss = loss
 
-    found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, task, slices=4), task))
+    found = in_slices(task, slices=4)
 
     assert difference(found, task.reference(3), **NEARLY) == []
 
@@ -65,7 +65,7 @@ def test_slices_of_which_no_token_counts_weigh_nothing():
     target[2:4, 2:] = -100  # a slice without any
     task = Task(lambda: token_layers(FLOAT64), (tokens,), target, token_loss, {"count": count_tokens})
 
-    found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, task), task))
+    found = in_slices(task)
 
     result, gradients = task.reference(3)
     assert result.losses[0].isnan()
@@ -98,7 +98,7 @@ def test_keywords_are_cut_like_the_batch_or_go_along_whole():
     task.make_layers = lambda: [Masked(0, FLOAT64), Masked(1, FLOAT64)]
     task.keywords = {"mask": values(3, 4, 6, 1, dtype=FLOAT64), "scale": values(4, 1, WIDTH, dtype=FLOAT64)}
 
-    found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, task, 2, 3), task))
+    found = in_slices(task, None, 2, 3)
 
     assert difference(found, task.reference(2), **NEARLY) == []
 
@@ -108,7 +108,7 @@ def test_the_sequence_may_come_first():
     specs = BatchSpec(args=Split(1), target=Split(1))
     task = Task(lambda: float_layers(FLOAT64), (inputs,), target, options={"specs": specs})
 
-    found = on_ranks(2, lambda wires: step_task(pipeline_of(wires, task, 2, 3, slice_dim=0, merge=Concat(1)), task))
+    found = in_slices(task, None, 2, 3, slice_dim=0, merge=Concat(1))
 
     result, gradients = task.reference(2)
     assert difference(found, (result, gradients), **NEARLY) == []
@@ -118,11 +118,10 @@ def test_the_sequence_may_come_first():
 def test_outputs_of_slices_are_merged_as_asked():
     task = long_task(4, 6)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task, 2, 3, merge_slices=Concat(0))
+    def evaluated(pipeline):
         return pipeline.evaluate(*task.inputs, return_outputs=True)
 
-    last = on_ranks(2, case)[1]
+    last = in_slices(task, evaluated, 2, 3, merge_slices=Concat(0))[1]
 
     assert last.loss is None
     assert last.outputs.shape == (12, 2, WIDTH)
@@ -134,11 +133,7 @@ def test_outputs_of_slices_are_merged_as_asked():
 def test_a_length_that_does_not_divide_is_refused_everywhere_and_does_no_harm():
     task, uneven = long_task(6, 6), long_task(6, 5)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task)
-        return error_of(step_task, pipeline, uneven), step_task(pipeline, task)
-
-    found = on_ranks(2, case)
+    found = in_slices(task, lambda pipeline: (error_of(step_task, pipeline, uneven), step_task(pipeline, task)))
 
     assert all(type(error) is StepRefused and "2 slices do not divide evenly" in str(error) for error, _ in found)
     assert difference([outcome for _, outcome in found], task.reference(3), **NEARLY) == []
