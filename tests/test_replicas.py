@@ -65,20 +65,6 @@ from tests.sharded_pipelines import (
 
 EACH = settings(NONE, ONE, OPTIMIZER)
 EACH_WAY = settings(NONE, IN_PLACE, ONE, OPTIMIZER)
-LAYOUTS = [
-    (1, 2, "1f1b"),
-    (2, 2, "interleaved-1f1b"),
-    (2, 2, "zbv"),
-    (1, 3, "zbv"),
-    (4, 1, "interleaved-1f1b"),
-    (3, 2, "1f1b"),
-    (2, 4, "zbv"),
-]
-
-
-@pytest.mark.parametrize(("pipeline", "data", "schedule"), LAYOUTS)
-def test_losses_and_weights_of_20_steps_of_adamw_are_those_of_one_process(pipeline, data, schedule):
-    assert compared(pipeline, data, Job([8] * data), schedule, steps=20) == []
 
 
 @pytest.mark.feature("X3")

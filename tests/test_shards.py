@@ -1,4 +1,4 @@
-"""Sharded pipelines train as one process does, in every layout and setting, whatever their parameters are like."""
+"""Replicas and shards train as one process does, in every layout and setting, whatever their parameters are like."""
 
 import gc
 import threading
@@ -36,6 +36,13 @@ from tests.test_replicas import Counting
 
 
 DRAWN = [
+    (1, 2, "1f1b", NONE, 20),
+    (2, 2, "interleaved-1f1b", NONE, 20),
+    (2, 2, "zbv", NONE, 20),
+    (1, 3, "zbv", NONE, 20),
+    (4, 1, "interleaved-1f1b", NONE, 20),
+    (3, 2, "1f1b", NONE, 20),
+    (2, 4, "zbv", NONE, 20),
     (1, 2, "1f1b", OPTIMIZER, 20),
     (2, 2, "interleaved-1f1b", FULL[1], 20),
     (2, 2, "zbv", ONE, 20),
