@@ -15,7 +15,7 @@ from tests.local_pipelines import WIDTH, block, error_of, gradients_of, on_ranks
 from tests.simulation.drawing import ends, starts
 from tests.test_offload import SPLIT, numbers
 from tests.test_offload_plans import GPIPE, WITH_R, copies, moving
-from tests.test_recomputed_steps import assert_same, reported_activations
+from tests.test_recomputed_steps import assert_same
 
 
 class Watched(nn.Module):
@@ -290,8 +290,16 @@ def test_a_recorded_step_has_its_copies_in_order(again):
 
 
 @pytest.mark.parametrize("again", WITH_R, ids="again={}".format)
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv"])
-def test_a_memory_report_finds_the_activations_that_the_program_says(name, again):
-    program = moving(WITH_R[again](ps.build(name, ranks=2, microbatches=6)))
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv", "interleaved-1f1b"])
+def test_a_memory_report_finds_the_activations_that_the_plan_says(name, again):
+    def reported(wires, plan):
+        pipeline = ps.Pipeline([block(seed) for seed in range(4)], plan, loss=square_loss, transport=wires)
+        report = pipeline.memory_report(values(1, 12, WIDTH), target=values(2, 12, WIDTH))
+        return [rank.peak_activations for rank in report.ranks]
+
+    schedule = WITH_R[again](ps.build(name, ranks=2, microbatches=6))
+    program = moving(schedule)
+
     assert copies(program)
-    assert reported_activations(program) == ps.check(program).peak_activations
+    for plan in (schedule, program):
+        assert on_ranks(2, reported, plan)[0] == ps.check(plan).peak_activations

@@ -243,25 +243,6 @@ def test_ranks_that_share_a_generator_draw_again_what_each_drew():
         assert torch.equal(first, again)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv", "interleaved-1f1b"])
-def test_a_memory_report_finds_the_activations_that_the_program_says(name):
-    schedule = build(name, ranks=2, microbatches=4)
-
-    for each in (schedule, ps.with_recompute(schedule)):
-        assert reported_activations(each) == ps.check(each).peak_activations
-
-
-def reported_activations(plan):
-    """The peaks of both ranks by a memory report."""
-
-    def run(wires):
-        pipeline = Pipeline([block(seed) for seed in range(4)], plan, loss=square_loss, transport=wires)
-        report = pipeline.memory_report(values(1, 12, WIDTH), target=values(2, 12, WIDTH))
-        return [rank.peak_activations for rank in report.ranks]
-
-    return on_ranks(2, run)[0]
-
-
 def test_what_was_not_noted_before_is_not_noted_twice():
     class Penalized(Around):
         def __init__(self, seed):
