@@ -1,7 +1,6 @@
 """What is done with pipelines of a mesh between steps, and what looks at a step: states, reports, recordings."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -255,39 +254,7 @@ def test_programs_of_sharded_pipelines_are_those_that_lower_makes():
     assert schedule.num_microbatches == MICROBATCHES
 
 
-# ---- scalers, streams and counts
-
-
-def scaled_training(places, job, microbatches):
-    """Train with a GradScaler whose scale overflows now and then; return the losses and the scales."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
-    options = {"mesh": places, "scale_loss": scaler.scale}
-    with ps.Pipeline(job.make_layers(), "1f1b", microbatches, square_loss, **options) as own:
-        optimizer = torch.optim.SGD(own.parameters(), lr=0.05)
-        inputs, target = job.of(own.replica)
-        found = []
-        for _ in range(8):
-            loss = own.step(inputs, target=target).loss
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            found.append((loss.item(), scaler.get_scale()))
-        return found
-
-
-def test_scalers_of_all_replicas_take_one_decision():
-    targets = values(2, 16, WIDTH)
-    targets[0] *= 400  # gradients of the first replica overflow longer than those of the second
-    job = Job([8, 8], float_layers, lambda rows: values(1, rows, WIDTH), lambda _: targets)
-
-    ranks = on_mesh(2, 2, scaled_training, job, MICROBATCHES)
-    (alone,) = on_mesh(1, 1, scaled_training, replace(job, rows=[16]), 2 * MICROBATCHES)
-
-    for history in ranks:
-        assert history == ranks[0]
-        assert [scale for _, scale in history] == [scale for _, scale in alone]
-    assert len({scale for _, scale in alone}) > 2
+# ---- streams and counts
 
 
 def test_streams_are_read_by_each_replica_and_end_together():
