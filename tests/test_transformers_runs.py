@@ -1,6 +1,7 @@
 """Runs of models of transformers: from a folder, on ranks and replicas, sampled, evaluated, and written back."""
 
 import json
+import re
 import runpy
 
 import pytest
@@ -11,36 +12,14 @@ from penstock.errors import ConfigError
 from penstock.train.model_source import build_layers, source_digest
 from penstock.train.settings.config import config_from_table
 from tests.house.source import ROOT
-from tests.tiny_run import TEXT, fork_training
+from tests.tiny_run import RUN as TINY_RUN
+from tests.tiny_run import fork_training, write_tiny_run
 
 pytest.importorskip("transformers")
 
-RUN = """
-[run]
-folder = "run"
-device = "cpu"
-steps = 8
-evaluate_batches = 1
-record_step = 0
-
-[pipeline]
-ranks = 1
-microbatches = 2
-
-[model]
-transformers = "tiny"
-
-[data]
-files = ["text.txt"]
-
-[batch]
-size = 4
-length = 16
-
-[optimizer]
-learning_rate = 0.01
-warmup_steps = 1
-"""
+RUN = re.sub(r"(?<=\[model\]\n)(.+\n)+", 'transformers = "tiny"\n', TINY_RUN).replace("steps = 6", "steps = 8")
+RUN += "learning_rate = 0.01\n"
+"""Of the optimizer, whose section comes last."""
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +27,8 @@ def made(tmp_path_factory):
     """Return a folder with the tiny Llama of the example, and a run file."""
     folder = tmp_path_factory.mktemp("runs")
     runpy.run_path(str(ROOT / "examples" / "llama" / "make_tiny.py"))["write"](folder / "tiny")
+    write_tiny_run(folder)
     (folder / "run.toml").write_text(RUN)
-    (folder / "text.txt").write_text(TEXT)
-    (folder / "tmp").mkdir()
     return folder
 
 
