@@ -5,13 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError, PipelineError
-from penstock.models import Skip
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.exactness.features import Recomputed
+from tests.exactness.features import Recomputed, Skipping
 from tests.local_pipelines import (
     WIDTH,
     Task,
@@ -80,29 +78,13 @@ def in_two_threads(first, second):
             future.result()
 
 
-class HandedOn(nn.Module):
-    """Drops, and puts into or gets from a skip, again in its backward, too."""
-
-    def __init__(self, seed, *, puts):
-        super().__init__()
-        self.inner = dropping(seed)
-        self.skip = Skip("a")
-        self.puts = puts
-
-    def forward(self, x):
-        return checkpoint(self.run, x, use_reentrant=False)
-
-    def run(self, x):
-        if not self.puts:
-            x = x + self.skip.get()
-        output = self.inner(x)
-        if self.puts:
-            self.skip.put(output)
-        return output
-
-
 def test_pairs_of_computations_in_two_threads_draw_and_hand_on_the_same():
-    own = task(make_layers=lambda: [HandedOn(9, puts=True), *layers(), HandedOn(10, puts=False)])
+    def skipping():
+        ends = Skipping(dropping(9), puts=["a"]), Skipping(dropping(10), gets=["a"])
+        first, last = map(Recomputed, ends)
+        return [first, *layers(), last]
+
+    own = task(make_layers=skipping)
     schedule = build("dualpipe-v", ranks=2, microbatches=NUM_MICROBATCHES)
     assert schedule.joined.any()
 

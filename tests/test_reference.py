@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from penstock import BatchSpec, LossOutput, Replicate
-from penstock.models import AuxiliaryLoss, Skip, connect_skips
+from penstock.models import AuxiliaryLoss, connect_skips
 from tests import reference
 from tests.exactness import one_process
+from tests.exactness.features import Recomputed, Skipping
+from tests.local_pipelines import WIDTH, block
 from tests.random_models import one_process as one_process_of_random_models
 from tests.reference import AFTER_ALL_LAYERS, generator_seed, reference_evaluate, reference_step
 
@@ -262,30 +263,12 @@ def test_with_a_seed_every_layer_draws_from_where_its_rule_says():
         assert torch.equal(found.losses[microbatch], expected.sum() + torch.rand(()))
 
 
-class Skipping(nn.Module):
-    """Computes all it does again in the backward, its skips included."""
-
-    def __init__(self, seed, *, puts):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.linear = nn.Linear(4, 4, dtype=torch.float64)
-        self.skip = Skip("a")
-        self.puts = puts
-
-    def forward(self, x):
-        return checkpoint(self.run, x, use_reentrant=False)
-
-    def run(self, x):
-        if not self.puts:
-            return self.linear(x * self.skip.get())
-        output = self.linear(x).tanh()
-        self.skip.put(output)
-        return output.exp()
-
-
 def test_skips_find_each_other_by_name_and_for_each_microbatch_apart():
-    x = torch.randn(6, 4, dtype=torch.float64)
-    layers, whole = ([Skipping(0, puts=True), Skipping(1, puts=False)] for _ in range(2))
+    """Its layers compute all they do again in the backward, their skips included."""
+    x = torch.randn(6, WIDTH, dtype=torch.float64)
+    ends = Skipping(block(0, torch.float64), puts=["a"]), Skipping(block(1, torch.float64), gets=["a"])
+    layers = list(map(Recomputed, ends))
+    whole = copy.deepcopy(layers)
 
     found = reference_step(
         layers, (x,), {}, x, loss=lambda output, _: output.sum(), num_microbatches=3, reduction="sum"
