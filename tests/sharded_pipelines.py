@@ -47,15 +47,20 @@ def adamw(parameters):
 
 
 def compared(pipeline, data, job, schedule, *, steps=3, seed=None, alone=None, tolerance=1e-12, **options):
-    """Say how some steps of AdamW on a mesh differ from those of one process, and then the gradients of one step."""
-    seeded = {} if seed is None else {"seed": seed}
+    """Say how some steps of AdamW on a mesh differ from those of one process, the gradients of the last one too."""
+    if seed is not None:
+        options |= {"seed": seed}
 
-    def difference_of(optimizer, count):
-        ranks = on_mesh(pipeline, data, lambda at: train(at, job, schedule, count, optimizer, **options, **seeded))
-        expected = listed(ranks, train_alone(alone or job, count, optimizer, seed))
-        return difference(ranks, expected, num_replicas=data, tolerance=tolerance)
+    def optimizer(parameters):
+        """AdamW that lets the gradients of the last step stay."""
+        made, zero_grads = adamw(parameters), iter(range(1, steps))
+        zero_grad = made.zero_grad
+        made.zero_grad = lambda: next(zero_grads, None) and zero_grad()
+        return made
 
-    return difference_of(adamw, steps) + difference_of(None, 1)
+    ranks = on_mesh(pipeline, data, lambda at: train(at, job, schedule, steps, optimizer, **options))
+    expected = listed(ranks, train_alone(alone or job, steps, optimizer, seed))
+    return difference(ranks, expected, num_replicas=data, tolerance=tolerance)
 
 
 def listed(ranks, alone):
