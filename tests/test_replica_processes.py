@@ -79,12 +79,12 @@ def test_processes_of_every_layout_train_as_one_does(pipeline, data, schedule, s
 # ---- what is refused
 
 
-def attempts(rank, cases_of, case, setting=NONE):
+def attempts(rank, case, setting):
     """What a pipeline of a case raises, in seconds, and the loss of a right one afterwards."""
     begin_s = time.monotonic()
 
     def make():
-        layers, mesh, options = cases_of()[case][0](rank)
+        layers, mesh, options = CASES[case][0](rank)
         options = {"deadline_s": DEADLINE_S, "mesh": mesh} | setting | options
         with ps.Pipeline(layers, "1f1b", MICROBATCHES, square_loss, **options):
             pass
@@ -95,14 +95,6 @@ def attempts(rank, cases_of, case, setting=NONE):
     with pipeline_of(mesh_of_two(), job, "interleaved-1f1b", deadline_s=DEADLINE_S, **right) as pipeline:
         inputs, target = job.of(pipeline.replica)
         return type(error).__name__, str(error), took_s, pipeline.step(inputs, target=target).loss.item()
-
-
-def assert_refused(found, words):
-    for kind, text, took_s, loss in found:
-        assert kind in ("ConfigError", "PipelineError")
-        assert words in text
-        assert took_s < DEADLINE_S / 2
-        assert loss == found[0][3]
 
 
 def mesh_of_two():
@@ -181,27 +173,30 @@ OTHERS = {
     ),
     "lazy": (other_layer(lambda: nn.LazyLinear(WIDTH, dtype=FLOAT)), "has no shape"),
 }
+OF_SHARDS = {
+    **{f"{name} and shards": (case, name) for name, case in WRAPPED.items()},
+    "no data dimension": (plain(lambda rank: mesh_of(4, names=("pipeline",))), "'data'"),
+    "shards without a mesh": (plain(lambda rank: None), "mesh"),
+    "another shard": (plain(options=lambda rank: {"shard": "optimizer"} if rank == 3 else {}), "disagree on shard"),
+    "another residency": (plain(options=lambda rank: {"residency": 1} if rank == 1 else {}), "disagree on shard"),
+    "no residency": (plain(options=lambda rank: {"residency": 0}), "residency: 0"),
+    "reduce_stage and shards": (plain(options=lambda rank: {"reduce_stage": print}), "reduce_stage"),
+}
+CASES = MESHES | OTHERS | OF_SHARDS
 
 
-def refused_cases():
-    return MESHES | OTHERS
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_mesh_or_what_it_does_not_go_with_is_one_message_on_every_rank_and_costs_no_deadline(four_ranks, case):
+    kinds = ("ConfigError",) if case in MESHES else ("ConfigError", "PipelineError")
 
+    found = four_ranks.run(attempts, case, TWO if case in OF_SHARDS else NONE)
 
-@pytest.mark.parametrize("case", MESHES)
-def test_a_wrong_mesh_is_one_message_on_every_rank_and_costs_no_deadline(four_ranks, case):
-    found = four_ranks.run(attempts, refused_cases, case)
-
-    assert {kind for kind, *_ in found} == {"ConfigError"}
-    assert_refused(found, MESHES[case][1])
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_what_a_mesh_does_not_go_with_is_one_message_on_every_rank(four_ranks, case):
-    found = four_ranks.run(attempts, refused_cases, case)
-
-    assert_refused(found, OTHERS[case][1])
-    if case == "another shape":
-        assert all("rank 3 (pipeline 1, data 1)" in text for _, text, *_ in found)
+    for kind, text, took_s, loss in found:
+        assert kind in kinds
+        assert CASES[case][1] in text
+        assert case != "another shape" or "rank 3 (pipeline 1, data 1)" in text
+        assert took_s < DEADLINE_S / 2
+        assert loss == found[0][3]
 
 
 # ---- meshes of some ranks

@@ -1,4 +1,4 @@
-"""Sharded pipelines whose ranks are processes: numbers, scalers, wrapped layers, and ranks that die, stop or fail."""
+"""Sharded pipelines whose ranks are processes: fused optimizers, whole tensors, and scalers."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from tests.local_pipelines import WIDTH, settle, square_loss, values
 from tests.mesh_pipelines import MICROBATCHES, Job, device_mesh, pipeline_of
 from tests.ranks import run_ranks
 from tests.sharded_pipelines import NONE, OPTIMIZER, TWO, name_of
-from tests.test_replica_processes import DEADLINE_S, WRAPPED, assert_refused, attempts, mesh_of, plain
+from tests.test_replica_processes import DEADLINE_S
 
 
 def with_fused(rank):
@@ -128,26 +128,3 @@ def test_a_scaler_that_overflows_on_one_replica_takes_one_decision_for_all(four_
             assert norm == pytest.approx(known_norm, rel=1e-4) or norm != norm or known_norm != known_norm
         for name, value in weights.items():
             torch.testing.assert_close(value, alone[1][name], rtol=1e-4, atol=1e-5)
-
-
-# ---- what is refused
-
-
-CASES = {
-    **{name: (case, name) for name, case in WRAPPED.items()},
-    "no data dimension": (plain(lambda rank: mesh_of(4, names=("pipeline",))), "'data'"),
-    "no mesh": (plain(lambda rank: None), "mesh"),
-    "another shard": (plain(options=lambda rank: {"shard": "optimizer"} if rank == 3 else {}), "disagree on shard"),
-    "another residency": (plain(options=lambda rank: {"residency": 1} if rank == 1 else {}), "disagree on shard"),
-    "no residency": (plain(options=lambda rank: {"residency": 0}), "residency: 0"),
-    "reduce_stage": (plain(options=lambda rank: {"reduce_stage": print}), "reduce_stage"),
-}
-
-
-def refused_cases():
-    return CASES
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_shards_do_not_take_is_one_message_on_every_rank_and_costs_no_deadline(four_ranks, case):
-    assert_refused(four_ranks.run(attempts, refused_cases, case, TWO), CASES[case][1])
