@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.lowering import Sharding, lower
+from penstock.lowering import lower
 from tests.local_pipelines import WIDTH, block, error_of, float_layers, on_ranks, settle, square_loss, zero
 from tests.mesh_pipelines import (
     FLOAT,
@@ -210,10 +210,11 @@ def test_a_given_program_without_gathers_is_refused_under_full():
         assert "never gathers stage 0" in text
 
 
-def test_a_given_program_with_gathers_trains_replicas_too():
-    program = lower(ps.build("zbv", ranks=2, microbatches=MICROBATCHES), **ONE)
+@pytest.mark.parametrize(("schedule", "setting"), [("zbv", NONE), ("zb-h1", ONE)], ids=name_of)
+def test_a_given_program_with_gathers_trains_shards_and_replicas_too(schedule, setting):
+    program = lower(ps.build(schedule, ranks=2, microbatches=MICROBATCHES), **ONE)
 
-    assert compared(2, 2, Job([8, 8]), program) == []
+    assert compared(2, 2, Job([8, 8]), program, **setting) == []
 
 
 @pytest.mark.parametrize("setting", [ONE, TWO, ALL], ids=name_of)
@@ -229,14 +230,6 @@ def test_a_program_with_torchs_placement_runs_as_it_is(schedule, setting):
 
     assert set(on_mesh(2, 2, case)) == {theirs.digest()}
     assert compared(2, 2, job, theirs, **setting) == []
-
-
-def test_a_program_that_was_lowered_with_shards_runs_as_it_is():
-    schedule = ps.build("zb-h1", ranks=2, microbatches=MICROBATCHES)
-    program = lower(schedule, **ONE)
-
-    assert Sharding("full", residency=1).most_whole == 1
-    assert compared(2, 2, Job([8, 8]), program, **ONE) == []
 
 
 def test_an_optimizer_of_the_layers_parameters_is_one_of_the_shards():
