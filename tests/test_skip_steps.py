@@ -109,15 +109,18 @@ def layers(kind, num_layers):
     return [kind(index, puts.get(index, ()), gets.get(index, ())) for index in range(num_layers)]
 
 
-def task(num_layers, num_microbatches, kind=Layer):
+def task(make_layers, num_microbatches):
     shape = (2 * num_microbatches, LENGTH, WIDTH)
     inputs, target = (values(seed, *shape, dtype=FLOAT64) for seed in (1, 2))
-    return Task(partial(layers, kind, num_layers), (inputs,), target)
+    return Task(make_layers, (inputs,), target)
 
 
-def mistakes_of(shape, kind=Layer):
-    schedule = build(**shape)
-    return mistakes(task(len(schedule.placement.routes[0]) + 1, schedule.num_microbatches, kind), schedule)
+def mistakes_in(schedule, kind):
+    return mistakes(task(layers_for(schedule, kind), schedule.num_microbatches), schedule)
+
+
+def layers_for(schedule, kind):
+    return partial(layers, kind, len(schedule.placement.routes[0]) + 1)
 
 
 KINDS = [Layer, TreeLayer, Recomputed]
@@ -130,8 +133,9 @@ TRAINED = [name for name in FAMILIES if name != "forward-only"]
 @pytest.mark.parametrize("name", TRAINED)
 def test_skips_train_in_every_family(name):
     slices = {"slices": 3} if FAMILIES[name].takes_slices else {}
+    schedule = build(name, ranks=4, microbatches=8, **slices)
 
-    found = [mistakes_of({"name": name, "ranks": 4, "microbatches": 8, **slices}, kind) for kind in KINDS]
+    found = [mistakes_in(schedule, kind) for kind in KINDS]
 
     assert found == [[]] * len(KINDS)
 
@@ -147,13 +151,13 @@ def test_skips_train_in_every_family(name):
     ids=lambda shape: "-".join(map(str, shape.values())),
 )
 def test_skips_train_as_on_one_device(shape, kind):
-    assert mistakes_of(shape, kind) == []
+    assert mistakes_in(build(**shape), kind) == []
 
 
 def test_skips_go_along_with_what_slices_carry():
     schedule = build("seq1f1b", ranks=3, microbatches=3, slices=3)
 
-    assert mistakes(task(4, 3, LookingBack), schedule) == []
+    assert mistakes_in(schedule, LookingBack) == []
 
 
 @pytest.mark.slow
@@ -161,10 +165,8 @@ def test_skips_go_along_with_what_slices_carry():
 def test_skips_train_in_every_feasible_order(schedule):
     if schedule.is_forward_only:
         return
-    num_layers = len(schedule.placement.routes[0]) + 1
-    kind = KINDS[schedule.num_microbatches % len(KINDS)]
 
-    assert mistakes(task(num_layers, schedule.num_microbatches, kind), schedule) == []
+    assert mistakes_in(schedule, KINDS[schedule.num_microbatches % len(KINDS)]) == []
 
 
 def two_uses():
@@ -174,8 +176,7 @@ def two_uses():
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_gradients_are_bitwise_equal_where_a_value_is_used_twice(name):
-    own = task(6, 4)
-    own.make_layers = two_uses
+    own = task(two_uses, 4)
     schedule = build(name, ranks=3, microbatches=4)
     assert visits_in_order(schedule)
 
@@ -193,10 +194,7 @@ def test_threads_may_hold_the_very_same_skip():
             setattr(layer, role, nn.ModuleList([skip]))
         return found
 
-    own = task(3, 6)
-    own.make_layers = sharing
-
-    assert mistakes(own, build("1f1b", ranks=3, microbatches=6)) == []
+    assert mistakes(task(sharing, 6), build("1f1b", ranks=3, microbatches=6)) == []
 
 
 def test_layers_that_are_built_apart_find_each_other_by_name():
@@ -206,18 +204,15 @@ def test_layers_that_are_built_apart_find_each_other_by_name():
             for index, ends in enumerate([(["a"],), (), ((), ["a"])])
         ]
 
-    own = task(3, 4)
-    own.make_layers = lambda: [Layer(0, ["a"]), Layer(1), Layer(2, (), ["a"])]
-    expected = own.reference(4)
-    own.make_layers = specs
+    own, plain = task(specs, 4), task(lambda: [Layer(0, ["a"]), Layer(1), Layer(2, (), ["a"])], 4)
 
     found = on_pipelines(3, own, lambda pipeline: step_task(pipeline, own))
 
-    assert difference(found, expected) == []
+    assert difference(found, plain.reference(4)) == []
 
 
 def test_evaluation_hands_on_skips_and_keeps_nothing():
-    own = task(5, 4)
+    own = task(partial(layers, Layer, 5), 4)
 
     def case(pipeline):
         return Outcome(pipeline.evaluate(*own.inputs, target=own.target), {})
@@ -229,8 +224,7 @@ def test_evaluation_hands_on_skips_and_keeps_nothing():
 
 
 def message_bytes(make_layers):
-    own = task(6, 2)
-    own.make_layers = make_layers
+    own = task(make_layers, 2)
 
     def case(pipeline):
         step_task(pipeline, own, record=True)
@@ -270,7 +264,7 @@ class Watched(Layer):
 
 def test_nothing_of_a_skip_stays_behind_a_step():
     seen = []
-    own = task(5, 4, partial(Watched, seen=seen))
+    own = task(partial(layers, partial(Watched, seen=seen), 5), 4)
 
     def case(pipeline):
         for _ in range(2):
@@ -297,8 +291,7 @@ def test_nothing_of_a_skip_stays_behind_a_step():
     ids=["order", "twice", "never", "nowhere"],
 )
 def test_a_mistake_ends_the_step_on_all_ranks(make_layers, text):
-    own = task(3, 3)
-    own.make_layers = make_layers
+    own = task(make_layers, 3)
 
     errors = on_pipelines(3, own, lambda pipeline: error_of(step_task, pipeline, own), "1f1b", 3)
 
@@ -320,4 +313,4 @@ def test_skips_train_between_processes(four_ranks):
 
 def cases_on_gloo():
     schedules = [build(name, ranks=4, microbatches=8) for name in ("1f1b", "zbv", "dualpipe")]
-    return [(task(len(each.placement.routes[0]) + 1, 8, TreeLayer), each, 8, {}) for each in schedules]
+    return [(task(layers_for(each, TreeLayer), 8), each, 8, {}) for each in schedules]
