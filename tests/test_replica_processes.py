@@ -151,6 +151,8 @@ MESHES = {
     "another": (only_on_rank_2(lambda: device_mesh(4, 1)), "give every rank one mesh"),
     "another order": (only_on_rank_2(lambda: device_mesh(2, 2, ("pipeline", "data"))), "give every rank one mesh"),
     "none": (only_on_rank_2(lambda: None), "was given a mesh, rank"),
+    "none for full": (plain(lambda rank: None, lambda rank: TWO), "shard: 'full' needs the ranks to share with: pass"),
+    "none for optimizer": (plain(lambda rank: None, lambda rank: OPTIMIZER), "shard: 'optimizer' needs the ranks to"),
 }
 OTHERS = {
     "group": (plain(options=lambda rank: {"process_group": dist.group.WORLD}), "goes without a process group"),
@@ -176,7 +178,6 @@ OTHERS = {
 OF_SHARDS = {
     **{f"{name} and shards": (case, name) for name, case in WRAPPED.items()},
     "no data dimension": (plain(lambda rank: mesh_of(4, names=("pipeline",))), "'data'"),
-    "shards without a mesh": (plain(lambda rank: None), "mesh"),
     "another shard": (plain(options=lambda rank: {"shard": "optimizer"} if rank == 3 else {}), "disagree on shard"),
     "another residency": (plain(options=lambda rank: {"residency": 1} if rank == 1 else {}), "disagree on shard"),
     "no residency": (plain(options=lambda rank: {"residency": 0}), "residency: 0"),

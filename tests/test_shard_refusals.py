@@ -8,7 +8,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.lowering import lower
-from tests.local_pipelines import WIDTH, block, error_of, float_layers, on_ranks, settle, square_loss, zero
+from tests.local_pipelines import WIDTH, block, error_of, float_layers, settle, square_loss, zero
 from tests.mesh_pipelines import (
     FLOAT,
     MICROBATCHES,
@@ -71,22 +71,6 @@ def made(places, schedule="interleaved-1f1b", layers=None, **options):
 def test_settings_that_do_not_exist_are_refused(options, words):
     for text in refused(lambda places: made(places, **options)):
         assert words in text
-
-
-@pytest.mark.parametrize("setting", [OPTIMIZER, TWO], ids=name_of)
-def test_shards_need_a_mesh(setting):
-    def case(wires):
-        begin_s = time.monotonic()
-        error = error_of(
-            ps.Pipeline, float_layers(FLOAT, 4), "1f1b", MICROBATCHES, square_loss, transport=wires, **setting
-        )
-        return error, time.monotonic() - begin_s
-
-    for error, took_s in on_ranks(2, case, deadline_s=DEADLINE_S):
-        assert isinstance(error, ps.ConfigError)
-        assert "mesh" in str(error)
-        assert "shard" in str(error)
-        assert took_s < DEADLINE_S / 2
 
 
 @pytest.mark.parametrize(
