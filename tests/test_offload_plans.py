@@ -113,16 +113,6 @@ def test_a_bad_index_is_one_error_that_names_the_option(stages):
     assert "0 to 1" in str(error)
 
 
-@pytest.mark.parametrize(
-    "entries", [{"offload_s": -1.0}, {"reload_s": float("nan")}, {"reload_s": (1.0, 2.0)}], ids=str
-)
-def test_bad_seconds_are_refused(entries):
-    error = error_of(lambda: ps.simulate(moving(GPIPE(microbatches=4)), ps.Costs.uniform(**entries)))
-
-    assert isinstance(error, ConfigError)
-    assert next(iter(entries)) in str(error)
-
-
 BROKEN = {
     "no reload": lambda program: without(program, "0RELOAD1"),
     "no offload": lambda program: without(program, "0OFFLOAD1"),

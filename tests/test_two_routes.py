@@ -12,9 +12,7 @@ from penstock.checkpoints.weight_files import save_weights
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.control.collectives import Control
 from penstock.execute.stages.gradient_norm import clip_gradients
-from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
-from penstock.placement import Placement
 from penstock.train.optimizing.optim import build_optimizer
 from penstock.train.settings.sections import OptimizerSection
 from tests.local_pipelines import (
@@ -284,11 +282,3 @@ def test_a_failed_step_keeps_the_gradients_of_the_step_before_and_the_next_one_r
     assert all(isinstance(error, PipelineError) and "3F1" in str(error) for error, _, _ in found)
     assert [is_kept for _, is_kept, _ in found] == [True, True]
     assert difference([outcome for *_, outcome in found], task.reference(4), tolerance=1e-12) == []
-
-
-def test_routes_of_different_length_are_refused():
-    placement = Placement.explicit([0, 1, 0], [[0, 1], [2]])
-    schedule = Schedule.from_actions("odd", placement, [[], []], num_microbatches=1)
-
-    for error in on_ranks(2, lambda wires: error_of(Pipeline, float_layers(), schedule, transport=wires)):
-        assert "the routes of the schedule have [2, 1] stages" in str(error)
