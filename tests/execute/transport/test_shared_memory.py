@@ -103,7 +103,7 @@ def test_once_everything_was_taken_the_same_memory_is_used_again(pair):
     begins = []
     for _ in range(3):
         pair[0].write(value)
-        begins.append(pair[0]._room._under_way[-1].begin)
+        begins.append(pair[0]._room._under_way[-1].start)
         pair[1].read(torch.empty_like(value))
 
     assert begins == [0, 0, 0]

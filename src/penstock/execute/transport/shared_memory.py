@@ -18,7 +18,6 @@ import select
 import socket
 import struct
 from collections import deque
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -80,7 +79,7 @@ class SharedMemory:
         """Hand over as many pieces as have room. Raises: BlockingIOError if any is left; the next call begins there."""
         while self._bytes_written < tensor.nbytes:
             num_bytes = min(PIECE_BYTES, tensor.nbytes - self._bytes_written)
-            begin = self._room.find(num_bytes, self._outgoing.num_taken)
+            begin = self._room.find(num_bytes, self._outgoing.num_taken.value)
             if begin is None:
                 raise BlockingIOError
             ctypes.memmove(self._outgoing.address + begin, tensor.data_ptr() + self._bytes_written, num_bytes)
@@ -105,7 +104,7 @@ class SharedMemory:
                 ctypes.memmove(tensor.data_ptr() + self._bytes_read, self._incoming.address + begin, num_bytes)
             # After the copy: from this moment the sender may write over the place.
             self._num_received += 1
-            self._incoming.num_taken = self._num_received
+            self._incoming.num_taken.value = self._num_received
             self._bytes_read += num_bytes
             if self._bytes_read == message_bytes or message_bytes != tensor.nbytes:
                 self._bytes_read = 0
@@ -121,22 +120,8 @@ class _Half:
     """
 
     def __init__(self, memory: mmap.mmap, begin: int) -> None:
-        self._count = ctypes.c_uint64.from_buffer(memory, begin)  # keeps the memory, too
-        self.address = ctypes.addressof(self._count) + HEAD_BYTES
-
-    @property
-    def num_taken(self) -> int:
-        return self._count.value
-
-    @num_taken.setter
-    def num_taken(self, number: int) -> None:
-        self._count.value = number
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    begin: int
-    end: int
+        self.num_taken = ctypes.c_uint64.from_buffer(memory, begin)  # keeps the memory, too
+        self.address = ctypes.addressof(self.num_taken) + HEAD_BYTES
 
 
 class _Room:
@@ -147,7 +132,7 @@ class _Room:
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._under_way: deque[_Slot] = deque()
+        self._under_way: deque[range] = deque()
         self._num_freed = 0
 
     def find(self, num_bytes: int, num_taken: int) -> int | None:
@@ -157,7 +142,7 @@ class _Room:
             self._num_freed += 1
         if not self._under_way:
             return 0 if num_bytes <= self._num_bytes else None
-        first, last = self._under_way[0].begin, self._under_way[-1].end
+        first, last = self._under_way[0].start, self._under_way[-1].stop
         if last > first:  # what is free lies behind the last one and before the first
             if last + num_bytes <= self._num_bytes:
                 return last
@@ -166,4 +151,4 @@ class _Room:
 
     def take(self, begin: int, num_bytes: int) -> None:
         """Put a message there."""
-        self._under_way.append(_Slot(begin, begin + -(-num_bytes // ALIGNMENT) * ALIGNMENT))
+        self._under_way.append(range(begin, begin + -(-num_bytes // ALIGNMENT) * ALIGNMENT))
