@@ -169,12 +169,11 @@ def layout_of(*leaves):
 def test_numbers_come_back_with_their_types_and_everything_else_as_agreed():
     agreed = layout_of(True, INFO, 7, "text", 0.5, 2**63)
     leaves = [False, torch.zeros(2, 3), -(2**63), "text", math.nan, 2**63]
-    numbers = agreed.numbers
 
-    written = numbers.written(leaves)
-    found = numbers.read(agreed, written).leaves
+    written = agreed.written_numbers(leaves)
+    found = agreed.with_numbers(written).leaves
 
-    assert written.numel() == numbers.num_bytes
+    assert written.numel() == agreed.bytes_of_numbers
     assert found[:4] == (False, INFO, -(2**63), "text")
     assert math.isnan(found[4])
     assert found[5] == 2**63
@@ -184,15 +183,14 @@ def test_numbers_come_back_with_their_types_and_everything_else_as_agreed():
 @pytest.mark.parametrize("number", [0.1, -0.0, math.inf, 5e-324])
 def test_a_float_arrives_bit_for_bit(number):
     agreed = layout_of(1.0)
-    numbers = agreed.numbers
 
-    (found,) = numbers.read(agreed, numbers.written([number])).leaves
+    (found,) = agreed.with_numbers(agreed.written_numbers([number])).leaves
 
     assert found.hex() == number.hex()
 
 
 def test_a_tree_without_numbers_has_none():
-    assert layout_of(INFO, "text", 2**64).numbers is None
+    assert layout_of(INFO, "text", 2**64).numbers == ()
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,8 @@ class Sender:
         agreed, leaves = self._layouts.produced[key], flatten(outputs)[0]
         described = zip(_tensors_of(leaves), agreed.tensors, strict=True)
         parts = [stored(tensor, info.order) for tensor, info in described]
-        if agreed.numbers is not None:  # in front, where the receiver posts them
-            parts.insert(0, agreed.numbers.written(leaves).to(self._device))
+        if agreed.numbers:  # in front, where the receiver posts them
+            parts.insert(0, agreed.written_numbers(leaves).to(self._device))
         self._send(peer, parts, key)
 
     def send_described(self, peer: int, tree: Any, key: Key = _NO_KEY) -> None:
@@ -224,8 +224,8 @@ class Receiver:
         for tensor, info in zip(tensors, agreed.tensors, strict=True):
             if info.requires_grad:
                 tensor.requires_grad_()
-        if agreed.numbers is not None and incoming.numbers is not None:
-            agreed = agreed.numbers.read(agreed, incoming.numbers)
+        if incoming.numbers is not None:
+            agreed = agreed.with_numbers(incoming.numbers)
         return agreed.fill(tensors)
 
     def take_gradients(self, incoming: Incoming) -> list[Tensor]:
@@ -258,8 +258,8 @@ class Receiver:
         if waiting or not self._layouts.is_static or incoming.agreed is None:
             waiting.append(incoming)
         else:
-            if incoming.is_forward and incoming.agreed.numbers is not None:
-                num_bytes = incoming.agreed.numbers.num_bytes
+            if incoming.is_forward and incoming.agreed.numbers:
+                num_bytes = incoming.agreed.bytes_of_numbers
                 incoming.numbers = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
                 incoming.tickets.append(self._transport.post_receive(incoming.peer, incoming.numbers))
             self._post_tensors(incoming, incoming.agreed)

@@ -84,11 +84,28 @@ class Layout:
         return any(info.order for info in self.tensors)
 
     @cached_property
-    def numbers(self) -> "PlainNumbers | None":
-        """The leaves that may have other values in each message; None where there are none."""
-        places = tuple(index for index, leaf in enumerate(self.leaves) if is_number(leaf))
-        codes = [_CODES[type(self.leaves[place])] for place in places]
-        return PlainNumbers(places, "<" + "".join(codes)) if places else None
+    def numbers(self) -> tuple[int, ...]:
+        """The indices of the leaves that may have other values in each message."""
+        return tuple(index for index, leaf in enumerate(self.leaves) if is_number(leaf))
+
+    @cached_property
+    def _format_of_numbers(self) -> struct.Struct:
+        return struct.Struct("<" + "".join(_CODES[type(self.leaves[index])] for index in self.numbers))
+
+    @property
+    def bytes_of_numbers(self) -> int:
+        return self._format_of_numbers.size
+
+    def written_numbers(self, leaves: Sequence[Any]) -> Tensor:
+        """Return the numbers among a tree's leaves as a tensor of bytes."""
+        written = self._format_of_numbers.pack(*(leaves[index] for index in self.numbers))
+        return torch.frombuffer(bytearray(written), dtype=torch.uint8)
+
+    def with_numbers(self, written: Tensor) -> "Layout":
+        """Return the same with the numbers that `written_numbers` wrote."""
+        numbers = self._format_of_numbers.unpack(written.cpu().numpy().tobytes())
+        found = dict(zip(self.numbers, numbers, strict=True))
+        return Layout(self.spec, tuple(found.get(index, leaf) for index, leaf in enumerate(self.leaves)))
 
     @property
     def num_bytes(self) -> int:
@@ -255,32 +272,6 @@ def _find_class(path: str) -> type | None:
             return None
         holder = vars(holder).get(part)
     return holder if isinstance(holder, type) else None
-
-
-@dataclass(frozen=True, slots=True)
-class PlainNumbers:
-    """Where a tree has numbers, and how they are written into the bytes of one tensor."""
-
-    places: tuple[int, ...]
-    """Indices of leaves."""
-    code: str
-    """Of `struct`."""
-
-    @property
-    def num_bytes(self) -> int:
-        return struct.calcsize(self.code)
-
-    def written(self, leaves: Sequence[Any]) -> Tensor:
-        """Return the numbers among a tree's leaves as a tensor of bytes."""
-        text = bytearray(struct.pack(self.code, *(leaves[place] for place in self.places)))
-        return torch.frombuffer(text, dtype=torch.uint8)
-
-    def read(self, layout: Layout, written: Tensor) -> Layout:
-        """Return the layout with these numbers."""
-        leaves = list(layout.leaves)
-        for place, number in zip(self.places, struct.unpack(self.code, written.cpu().numpy().tobytes()), strict=True):
-            leaves[place] = number
-        return Layout(layout.spec, tuple(leaves))
 
 
 def is_number(leaf: object) -> bool:
