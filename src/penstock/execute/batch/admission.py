@@ -237,9 +237,9 @@ class Admission:
                 "slice_dim the dimension of the sequence, or use a schedule with 1 slice"
             )
         wholes = given.microbatches[: len(rows)]  # an evaluation of few rows has fewer
-        sized = [_with_size(each, rows[each.index], each.length) for each in wholes]
+        sized = [replace(each, size=rows[each.index]) for each in wholes]
         parts = [
-            [_with_size(each, rows[each.index], lengths[each.index * width + each.slice]) for each in slices]
+            [replace(each, size=rows[each.index], length=lengths[each.index * width + each.slice]) for each in slices]
             for slices in given.slices[: len(rows)]
         ]
         prefetcher = None
@@ -286,11 +286,6 @@ def _digests(rule: BatchRule, call: StepRequest | Part, kind: str = "") -> tuple
         digest(kind + rule.signature((), call.kwargs, None)) if call.kwargs else 0,
         digest(kind + rule.signature((), {}, call.target)) if call.target is not None else 0,
     )
-
-
-def _with_size(microbatch: Microbatch, size: int, length: int) -> Microbatch:
-    has_it = (microbatch.size, microbatch.length) == (size, length)
-    return microbatch if has_it else replace(microbatch, size=size, length=length)
 
 
 def _unless_zero(numbers: list[int]) -> list[int] | None:
