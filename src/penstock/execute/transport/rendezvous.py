@@ -85,16 +85,9 @@ class Rendezvous:
         begin_s = running_s()
         keys = [f"{self._round}/{name}/{rank}" for rank in range(self._num_ranks)]
         self._store.set(keys[self._rank], own)
-        # Looked for by hand, since the store's own wait stays in C++ until the deadline, and holds Ctrl-C as long.
-        pause_s = SHORTEST_PAUSE_S
-        while not self._store.check(keys):
-            waited_s = running_s() - begin_s
-            if waited_s >= deadline_s:
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                self.give_up()
-                raise missing_ranks(self._names, self._rank, missing, waited_s)
-            pause(min(pause_s, deadline_s - waited_s))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        if missing := await_keys(self._store, keys, deadline_s):
+            self.give_up()
+            raise missing_ranks(self._names, self._rank, missing, running_s() - begin_s)
         texts = [text.decode() for text in self._store.multi_get(keys)]
         if GAVE_UP in texts:
             lost = texts.index(GAVE_UP)
@@ -109,6 +102,19 @@ class Rendezvous:
         min_round = self._store.add("min_round", 0)
         if min_round <= self._round:
             self._store.add("min_round", self._round + 1 - min_round)
+
+
+def await_keys(store: Store, keys: list[str], deadline_s: float) -> list[int]:
+    """Wait until a store has all keys; return the indices of those that it lacks at the deadline."""
+    # Looked for by hand, since the store's own wait stays in C++ until the deadline, and holds Ctrl-C as long.
+    begin_s, pause_s = running_s(), SHORTEST_PAUSE_S
+    while not store.check(keys):
+        waited_s = running_s() - begin_s
+        if waited_s >= deadline_s:
+            return [index for index, key in enumerate(keys) if not store.check([key])]
+        pause(min(pause_s, deadline_s - waited_s))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    return []
 
 
 class SocketKey(NamedTuple):
@@ -236,16 +242,13 @@ def connect_all(
     made: dict[SocketKey, DirectSocket] = {}
     for peer in range(rank + 1, len(found)):
         made |= _connect(rank, peer, tags, found[peer], deadline_s)
-    connected = [_keys_of(text) for text in exchange("connected", json.dumps(list(made)))]
+    texts = exchange("connected", json.dumps(list(made)))
+    connected = [[SocketKey(*key) for key in json.loads(text)] for text in texts]
     mine = {peer: [key._replace(peer=peer) for key in keys if key.peer == rank] for peer, keys in enumerate(connected)}
     made |= listener.accept({peer: keys for peer, keys in mine.items() if keys}, deadline_s)
     num_pairs, num_connected = math.comb(len(found), 2), sum(map(len, connected))
     is_complete = bool(tags) and num_connected == num_pairs * len(tags) * 2  # with memory and without
     return DirectSockets(made, min(each.max_packet_bytes for each in found), is_complete)
-
-
-def _keys_of(text: str) -> Keys:
-    return [SocketKey(*key) for key in json.loads(text)]
 
 
 def _connect(

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from penstock.errors import ConfigError, PipelineError
 from penstock.execute.transport.protocol import missing_ranks
 from penstock.execute.transport.rank_names import RankNames
+from penstock.execute.transport.rendezvous import LONGEST_PAUSE_S, await_keys
 from penstock.execute.transport.uncaught import install
+from penstock.running_time import running_s
 
 LOG = logging.getLogger("penstock")
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _RESTART_COUNT, _AGENT_HAS_STORE = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"
-LONGEST_PAUSE_S = 0.02
-"""Between two looks into the store."""
 MAX_WAIT_S = 2.0
 """How long the other ranks leave it to the one to blame to report an error."""
 _FIX = "Start every rank with torchrun, or unset RANK and WORLD_SIZE to train in this process alone"
@@ -184,14 +184,10 @@ class DefaultGroup:
         store = dist.PrefixStore(f"penstock/attempt{launch.attempt}/group{self._num_groups}", self._store)
         store.set(f"arrived/{launch.rank}", "")
         keys = [f"arrived/{rank}" for rank in range(launch.num_ranks)]
-        begin_s = time.monotonic()
-        while not store.check(keys):  # a wait of torch's that runs out of time prints to standard error
-            waited_s = time.monotonic() - begin_s
-            if waited_s > timeout.total_seconds():
-                self._num_groups -= 1  # those that come later meet this rank in the same store, if it tries again
-                late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise missing_ranks(RankNames.plain(launch.num_ranks), launch.rank, late, waited_s)
-            time.sleep(min(waited_s, LONGEST_PAUSE_S))
+        begin_s = running_s()
+        if late := await_keys(store, keys, timeout.total_seconds()):
+            self._num_groups -= 1  # those that come later meet this rank in the same store, if it tries again
+            raise missing_ranks(RankNames.plain(launch.num_ranks), launch.rank, late, running_s() - begin_s)
         return store
 
 
