@@ -93,7 +93,9 @@ class DeviceQueue:
 
     def is_held_up(self) -> bool:
         """Look whether the device waits for a peer now. Raises: PeerLost, DeadlineExceeded."""
-        self._require_peers()
+        error = self._given_up_by_peer(self._waited_s())
+        if error is not None:
+            raise error
         while self._followed and self._has_arrived(self._followed[0]):
             self._followed.popleft()
             if self._held_up_since_s is not None and self._observer is not None:
@@ -129,11 +131,6 @@ class DeviceQueue:
         if waited_s >= deadline_s:
             return deadline_exceeded(self._names, self._transport.rank, followed.ticket, waited_s, deadline_s)
         return self._given_up_by_peer(waited_s)
-
-    def _require_peers(self) -> None:
-        error = self._given_up_by_peer(self._waited_s())
-        if error is not None:
-            raise error
 
     def _given_up_by_peer(self, waited_s: float) -> PeerLost | None:
         """Notice a peer that has given up the step: to abort a communicator wakes nobody at its other end."""

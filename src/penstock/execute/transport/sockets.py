@@ -155,11 +155,8 @@ class DirectSocket:
 
     def wait_readable(self, deadline_s: float) -> None:
         """Block until something can be read. Raises: MessageLate."""
-        if not wait_in_parts(self._poll_for, deadline_s):
+        if not wait_in_parts(lambda part_s: self._poll.poll(part_s * 1000), deadline_s):
             raise MessageLate
-
-    def _poll_for(self, limit_s: float) -> list[tuple[int, int]]:
-        return self._poll.poll(limit_s * 1000)
 
     def close(self) -> None:
         """Close the socket, which wakes those who wait at either end."""
