@@ -12,21 +12,13 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from threading import Condition
 
 from torch import Tensor
 
-from penstock.errors import PipelineError
-from penstock.execute.transport.protocol import (
-    Tag,
-    Ticket,
-    WaitObserver,
-    WithDeadline,
-    deadline_exceeded,
-    missing_ranks,
-    peer_lost,
-    require_contiguous,
-)
+from penstock.execute.transport.links import LinkClosed, MessageLate, SizesDiffer
+from penstock.execute.transport.protocol import OverLinks, Tag, missing_ranks
 from penstock.execute.transport.rank_names import RankNames
 from penstock.running_time import LONGEST_PART_S, running_s, wait_in_parts
 
@@ -35,9 +27,27 @@ from penstock.running_time import LONGEST_PART_S, running_s, wait_in_parts
 class Message:
     """One posted end of a message."""
 
+    link: "ThreadLink"
+    channel: "Channel"
     tensor: Tensor
     is_done: bool = False
     problem: str = ""
+
+    def is_over(self) -> bool:
+        return False  # so that observers are told of the wait for it, however short
+
+    def wait(self, deadline_s: float) -> None:
+        wires, end_s = self.link.wires, running_s() + deadline_s
+        with wires.changed:
+            while not self.is_done:
+                left_s = end_s - running_s()
+                if trouble := wires.trouble(self.link.peer, self.channel):
+                    raise LinkClosed(trouble)
+                if left_s <= 0:
+                    raise MessageLate
+                wires.wait(self.link.rank, self.channel, self, left_s)
+        if self.problem:
+            raise SizesDiffer(self.problem)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,19 +134,43 @@ class Wires:
         self.changed.notify_all()
 
 
-class LocalTransport(WithDeadline):
+@dataclass(frozen=True, slots=True, eq=False)
+class ThreadLink:
+    """The messages of one tag between a rank and one peer."""
+
+    wires: Wires
+    rank: int
+    peer: int
+    tag: Tag
+
+    def send(self, tensor: Tensor) -> Message:
+        return self._post(self.rank, self.peer, tensor)
+
+    def receive(self, tensor: Tensor) -> Message:
+        return self._post(self.peer, self.rank, tensor)
+
+    def _post(self, source: int, destination: int, tensor: Tensor) -> Message:
+        wires = self.wires
+        with wires.changed:
+            channel = wires.channel(source, destination, self.tag)
+            if trouble := wires.trouble(self.peer, channel):
+                raise LinkClosed(trouble)
+            message = Message(self, channel, tensor.detach())
+            (channel.sends if source == self.rank else channel.receives).append(message)
+            wires.deliver(channel)
+        return message
+
+
+class LocalTransport(OverLinks):
     """One rank of a process; make all of them with `create`."""
 
+    forgotten_by = "recover()"
+
     def __init__(self, wires: Wires, rank: int, deadline_s: float) -> None:
-        super().__init__(deadline_s)
-        self.rank = rank
-        self.num_ranks = wires.num_ranks
-        self.names = wires.names
+        super().__init__(rank, wires.names, deadline_s)
         self._wires = wires
-        self._observer: WaitObserver | None = None
-        self._open: dict[int, tuple[Channel, Message]] = {}
-        self._next_serial = 0
-        self._first_serial = 0
+        for peer, tag in product(range(self.num_ranks), Tag):
+            self._links[peer, tag] = ThreadLink(wires, rank, peer, tag)
 
     @classmethod
     def create(
@@ -145,44 +179,6 @@ class LocalTransport(WithDeadline):
         """Connect `num_ranks` ranks; use each from one thread of its own."""
         wires = Wires(names or RankNames.plain(num_ranks))
         return [cls(wires, rank, deadline_s) for rank in range(num_ranks)]
-
-    def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
-        return self._post(tag, Ticket(peer, True, self._next_serial), tensor)
-
-    def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
-        ticket = Ticket(peer, False, self._next_serial)
-        require_contiguous(self.rank, ticket, tensor)
-        return self._post(tag, ticket, tensor)
-
-    def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
-        begin_s = running_s()
-        if ticket.serial < self._first_serial:
-            raise peer_lost(self.names, self.rank, ticket, 0.0, "recover() forgot this message")
-        if ticket.serial not in self._open:
-            return
-        channel, message = self._open[ticket.serial]
-        if self._observer is not None:
-            self._observer.note_wait(ticket.peer)
-        with self._wires.changed:
-            end_s = begin_s + (self.deadline_s if limit_s is None else limit_s)
-            while not message.is_done:
-                now_s = running_s()
-                if trouble := self._wires.trouble(ticket.peer, channel):
-                    raise peer_lost(self.names, self.rank, ticket, now_s - begin_s, trouble)
-                if now_s >= end_s:
-                    raise deadline_exceeded(self.names, self.rank, ticket, now_s - begin_s, self.deadline_s)
-                self._wires.wait(self.rank, channel, message, end_s - now_s)
-        del self._open[ticket.serial]
-        if self._observer is not None:
-            self._observer.note_run()
-        if message.problem:
-            raise PipelineError(
-                f"{self.names[self.rank]}: message of {self.names[ticket.peer]}: {message.problem}",
-                rank=self.names.numbers[self.rank],
-            )
-
-    def watch(self, observer: WaitObserver) -> None:
-        self._observer = observer
 
     def abort(self) -> None:
         with self._wires.changed:
@@ -211,17 +207,3 @@ class LocalTransport(WithDeadline):
             self._wires.closed.add(self.rank)
             self._open.clear()
             self._wires.changed.notify_all()
-
-    def _post(self, tag: Tag, ticket: Ticket, tensor: Tensor) -> Ticket:
-        wires = self._wires
-        with wires.changed:
-            source, destination = (self.rank, ticket.peer) if ticket.is_send else (ticket.peer, self.rank)
-            channel = wires.channel(source, destination, tag)
-            if trouble := wires.trouble(ticket.peer, channel):
-                raise peer_lost(self.names, self.rank, ticket, 0.0, trouble)
-            message = Message(tensor.detach())
-            (channel.sends if ticket.is_send else channel.receives).append(message)
-            self._open[ticket.serial] = (channel, message)
-            self._next_serial += 1
-            wires.deliver(channel)
-        return ticket

@@ -1,4 +1,4 @@
-"""A transport over torch.distributed: tickets, deadlines, abort and recovery in front of one link per peer and tag.
+"""A transport over torch.distributed: connections, abort and recovery of the links of a process to its peers.
 
 Control messages always go between CPUs. The transport makes its own connections in the store of the given group and
 never uses the group itself, so that it can drop and remake them after a failure. Gloo (torch 2.13) demands care: a
@@ -29,20 +29,11 @@ from penstock.execute.transport.backend_links import (
     connect_devices,
 )
 from penstock.execute.transport.device_queue import DeviceQueue, held_up_of
-from penstock.execute.transport.links import CLOSED, Link, LinkClosed, MessageLate, Pending, SizesDiffer
-from penstock.execute.transport.protocol import (
-    Tag,
-    Ticket,
-    WaitObserver,
-    WithDeadline,
-    deadline_exceeded,
-    peer_lost,
-    require_contiguous,
-)
+from penstock.execute.transport.links import CLOSED, LinkClosed, Pending
+from penstock.execute.transport.protocol import OverLinks, Tag, Ticket, WaitObserver
 from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvous, connect_all
-from penstock.execute.undocumented_backends import Backend, end_group, gloo, is_timeout, store_of
-from penstock.execute.values.tensors import written_out
+from penstock.execute.undocumented_backends import Backend, end_group, gloo, store_of
 from penstock.running_time import running_s
 
 ADDRESSES, CONNECTED, LINKED = "addresses", "connected", "linked"
@@ -53,7 +44,7 @@ _MESH = "mesh"
 """In the place of a kind of device: what follows is about meshes."""
 
 
-class TorchTransport(WithDeadline):
+class TorchTransport(OverLinks):
     """The rank of a process in a group of torch.distributed; peers are counted within that group.
 
     All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL. Between
@@ -73,29 +64,23 @@ class TorchTransport(WithDeadline):
         names: RankNames | None = None,
         has_sums: bool = False,
     ) -> None:
-        super().__init__(deadline_s)
         own = group or dist.group.WORLD
         if own is None:
             raise PipelineError(
                 "torch.distributed has no process group; call init_process_group first, or use one process"
             )
-        self.rank, self.num_ranks = own.rank(), own.size()
-        self.names = names or RankNames.plain(self.num_ranks)
+        super().__init__(own.rank(), names or RankNames.plain(own.size()), deadline_s)
         self._on_close = on_close
         self._device = torch.device(device)
         self._queued_tags = [Tag.DATA] if is_queued(self._device) else []
         """Of messages that are in a queue of an accelerator."""
         self._direct_tags = [tag for tag in Tag if is_direct and tag not in self._queued_tags]
-        # None of these from an abort to the next recovery.
-        self._links: dict[tuple[int, int], Link] = {}
-        """By peer and tag."""
+        # None of these from an abort to the next recovery, and no links.
         self._sockets = NO_SOCKETS
         self._backends: list[Backend] = []
         self._sums: Backend | None = None
         """Between accelerators, for sums over all ranks, which run beside the messages."""
         self._gloo_waiter = GlooWaiter()
-        self._observer: WaitObserver | None = None
-        self._open: dict[int, Pending] = {}
         self.device_queue: DeviceQueue | None = None
         """Which messages are in, where the device queues its work."""
         if self._queued_tags:
@@ -104,31 +89,9 @@ class TorchTransport(WithDeadline):
         """Whether `post_exchange` can be called."""
         self.is_device_held_up: Callable[[], bool] = held_up_of(self)
         """Looks whether a message holds up the device, so that nothing behind it has begun."""
-        self._next_serial = 0
-        self._first_serial = 0
         _close_sockets_in_forks(self)
         store = self._connect(Rendezvous(PrefixStore(_ROUNDS, store_of(own)), self.rank, self.names))
         self._recoveries = Rendezvous(PrefixStore("recoveries", store), self.rank, self.names)
-
-    def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
-        sent = written_out(tensor)
-        if not sent.is_contiguous():
-            sent = sent.detach().contiguous()
-        try:
-            # No name for the link: an error keeps this frame, and a link kept alive keeps its sockets open.
-            pending = self._links.get((peer, tag), CLOSED).send(sent)
-        except RuntimeError as error:
-            raise _not_posted(self, Ticket(peer, True, self._next_serial), error) from error.with_traceback(None)
-        return self._opened(Ticket(peer, True, self._next_serial, pending is None), pending)
-
-    def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
-        ticket = Ticket(peer, False, self._next_serial)
-        require_contiguous(self.rank, ticket, tensor)
-        try:
-            pending = self._links.get((peer, tag), CLOSED).receive(tensor)
-        except RuntimeError as error:
-            raise _not_posted(self, ticket, error) from error.with_traceback(None)
-        return self._opened(ticket, pending)
 
     def post_exchange(self, held: Tensor, begin: Callable[[Backend], dist.Work]) -> Ticket:
         """Begin a collective of all ranks on their accelerators, such as a sum, without blocking. Raises: PeerLost.
@@ -145,41 +108,11 @@ class TorchTransport(WithDeadline):
         except RuntimeError as error:
             if sums is not None:
                 end_group(sums)
-            raise _not_posted(self, ticket, error) from error.with_traceback(None)
+            raise self._not_posted(ticket, error) from error.with_traceback(None)
         return self._opened(ticket, QueuedMessage(work, held, self.is_device_held_up))
 
-    def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
-        deadline_s = self.deadline_s if limit_s is None else limit_s
-        # By its number, not by its absence: a ticket that was waited for is absent too, and may be waited for again.
-        if ticket.serial < self._first_serial:
-            raise peer_lost(self.names, self.rank, ticket, 0.0, "abort(), recover() or close() forgot this message")
-        pending = self._open.pop(ticket.serial, None)
-        if pending is None:
-            return
-        begin_s = running_s()
-        try:
-            if pending.is_over():
-                return  # nothing was waited for, so there is nothing to note
-            if self._observer is not None:
-                self._observer.note_wait(ticket.peer)
-            pending.wait(deadline_s)
-        except SizesDiffer as error:
-            own, peer, number = self.names[self.rank], self.names[ticket.peer], self.names.numbers[self.rank]
-            raise PipelineError(f"{own}: message of {peer}: {error}", rank=number) from error
-        except RuntimeError as error:
-            del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
-            error.with_traceback(None)
-            if self.device_queue is not None:
-                self.device_queue.require_device()
-            waited_s = running_s() - begin_s
-            if isinstance(error, MessageLate) or waited_s >= deadline_s or is_timeout(error):
-                raise deadline_exceeded(self.names, self.rank, ticket, waited_s, self.deadline_s) from error
-            raise peer_lost(self.names, self.rank, ticket, waited_s, str(error)) from error
-        if self._observer is not None:
-            self._observer.note_run()
-
     def watch(self, observer: WaitObserver) -> None:
-        self._observer = observer
+        super().watch(observer)
         if self.device_queue is not None:
             self.device_queue.watch(observer)
 
@@ -278,18 +211,9 @@ class TorchTransport(WithDeadline):
     def _on_device(self, work: dist.Work, tensor: Tensor) -> QueuedMessage:
         return QueuedMessage(work, tensor, self.is_device_held_up)
 
-    def _opened(self, ticket: Ticket, pending: Pending | None) -> Ticket:
-        if pending is not None:
-            self._open[ticket.serial] = pending
-        self._next_serial += 1
-        return ticket
-
-
-def _not_posted(transport: TorchTransport, ticket: Ticket, error: RuntimeError) -> PeerLost:
-    """Say that no link has taken a message; raise what the device has failed with, if it has."""
-    if transport.device_queue is not None and not isinstance(error, LinkClosed):
-        transport.device_queue.require_device()
-    return peer_lost(transport.names, transport.rank, ticket, 0.0, str(error))
+    def _require_device(self) -> None:
+        if self.device_queue is not None:
+            self.device_queue.require_device()
 
 
 def _close_sockets_in_forks(transport: TorchTransport) -> None:
