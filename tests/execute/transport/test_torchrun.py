@@ -86,9 +86,10 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline():
     assert group.enter() is None
 
 
-@pytest.mark.slow
-def test_pipelines_share_one_group_which_the_last_one_destroys(tmp_path):
-    script = """
+SCRIPTS = {
+    "pipelines share one group which the last one destroys": (
+        ["again True", "both 2 gloo True", "end False", "none False", "one True True"] * 2,
+        """
         with make() as pipeline:
             other = make()
             line("both", dist.get_world_size(), dist.get_backend(), pipeline.rank == dist.get_rank())
@@ -101,28 +102,21 @@ def test_pipelines_share_one_group_which_the_last_one_destroys(tmp_path):
         with make() as again:
             line("again", torch.equal(again.step(inputs, target=target).loss, loss))
         line("end", dist.is_initialized())
-    """
-
-    one = ["again True", "both 2 gloo True", "end False", "none False", "one True True"]
-    assert run(script, tmp_path) == (0, sorted(one * 2))
-
-
-@pytest.mark.slow
-def test_a_group_of_the_caller_is_used_and_left_as_it_is(tmp_path):
-    script = """
+        """,
+    ),
+    "a group of the caller is used and left as it is": (
+        ["2", "True"] * 2,
+        """
         dist.init_process_group("gloo")
         with make() as pipeline:
             line(pipeline.transport.num_ranks)
         line(dist.is_initialized())
         dist.destroy_process_group()
-    """
-
-    assert run(script, tmp_path) == (0, ["2", "2", "True", "True"])
-
-
-@pytest.mark.slow
-def test_a_group_that_the_caller_destroys_is_made_again(tmp_path):
-    script = """
+        """,
+    ),
+    "a group that the caller destroys is made again": (
+        ["False", "True 2"] * 2,
+        """
         first = make()
         dist.destroy_process_group()
         second = make()
@@ -130,33 +124,28 @@ def test_a_group_that_the_caller_destroys_is_made_again(tmp_path):
         line(dist.is_initialized(), second.transport.num_ranks)
         second.close()
         line(dist.is_initialized())
-    """
-
-    assert run(script, tmp_path) == (0, ["False", "False", "True 2", "True 2"])
-
-
-@pytest.mark.slow
-def test_a_pipeline_that_nobody_closes_does_not_hold_up_the_end(tmp_path):
-    assert run("line(make().step(inputs, target=target).loss.item() > 0)", tmp_path) == (0, ["True", "True"])
-
-
-@pytest.mark.slow
-def test_joining_sets_nothing_but_the_group(tmp_path):
-    script = """
+        """,
+    ),
+    "a pipeline that nobody closes does not hold up the end": (
+        ["True"] * 2,
+        """
+        line(make().step(inputs, target=target).loss.item() > 0)
+        """,
+    ),
+    "joining sets nothing but the group": (
+        ["True"] * 2,
+        """
         import os
         def look():
             return dict(os.environ), torch.get_num_threads(), torch.get_default_device(), torch.get_default_dtype()
         before = look()
         with make():
             line(look() == before)
-    """
-
-    assert run(script, tmp_path) == (0, ["True", "True"])
-
-
-@pytest.mark.slow
-def test_a_block_that_raises_closes_the_pipeline_and_the_other_rank_hears_of_it(tmp_path):
-    script = """
+        """,
+    ),
+    "a block that raises closes the pipeline and the other rank hears of it": (
+        ["PeerLost False", "RuntimeError False"],
+        """
         try:
             with make() as pipeline:
                 pipeline.step(inputs, target=target)
@@ -165,23 +154,47 @@ def test_a_block_that_raises_closes_the_pipeline_and_the_other_rank_hears_of_it(
                 pipeline.step(inputs, target=target)
         except (RuntimeError, ps.PeerLost) as error:
             line(type(error).__name__, dist.is_initialized())
-    """
-
-    assert run(script, tmp_path) == (0, ["PeerLost False", "RuntimeError False"])
-
-
-@pytest.mark.slow
-def test_a_mistake_destroys_the_group_on_all_ranks_and_the_next_pipeline_joins_again(tmp_path):
-    script = """
+        """,
+    ),
+    "a mistake destroys the group on all ranks and the next pipeline joins again": (
+        ["2", "PartitionError False"] * 2,
+        """
         try:
             make(split=[9])
         except ps.PenstockError as error:
             line(type(error).__name__, dist.is_initialized())
         with make() as pipeline:
             line(pipeline.transport.num_ranks)
-    """
+        """,
+    ),
+    "layers are measured by the first rank before any pipeline": (
+        ["2"] * 2,
+        """
+        times = ps.measure_layers(layers, (inputs,), num_rounds=1)
+        with make(weights=times.weights) as pipeline:
+            line(pipeline.transport.num_ranks)
+        """,
+    ),
+    "checkpoints are saved and loaded over the group": (
+        ["{'step': 1}"] * 2,
+        """
+        with make() as pipeline:
+            pipeline.step(inputs, target=target)
+            optimizer = torch.optim.AdamW(pipeline.parameters())
+            optimizer.step()
+            ps.save_checkpoint("saved", pipeline, optimizer, step=1, extra={"step": 1})
+            line(ps.load_checkpoint("saved", pipeline, optimizer))
+        """,
+    ),
+}
 
-    assert run(script, tmp_path) == (0, ["2", "2", "PartitionError False", "PartitionError False"])
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", SCRIPTS)
+def test_in_a_program_that_torchrun_starts(claim, tmp_path):
+    lines, script = SCRIPTS[claim]
+
+    assert run(script, tmp_path) == (0, sorted(lines))
 
 
 @pytest.mark.slow
@@ -205,31 +218,6 @@ def test_a_rank_that_comes_too_late_meets_the_others_when_they_try_again(tmp_pat
     status, lines = run(script, tmp_path)
 
     assert (status, set(lines), lines.count("disagree")) == (0, {"late", "disagree"}, 2), lines
-
-
-@pytest.mark.slow
-def test_layers_are_measured_by_the_first_rank_before_any_pipeline(tmp_path):
-    script = """
-        times = ps.measure_layers(layers, (inputs,), num_rounds=1)
-        with make(weights=times.weights) as pipeline:
-            line(pipeline.transport.num_ranks)
-    """
-
-    assert run(script, tmp_path) == (0, ["2", "2"])
-
-
-@pytest.mark.slow
-def test_checkpoints_are_saved_and_loaded_over_the_group(tmp_path):
-    script = """
-        with make() as pipeline:
-            pipeline.step(inputs, target=target)
-            optimizer = torch.optim.AdamW(pipeline.parameters())
-            optimizer.step()
-            ps.save_checkpoint("saved", pipeline, optimizer, step=1, extra={"step": 1})
-            line(ps.load_checkpoint("saved", pipeline, optimizer))
-    """
-
-    assert run(script, tmp_path) == (0, ["{'step': 1}"] * 2)
 
 
 def claiming(rank, store, *, has_store=False):
