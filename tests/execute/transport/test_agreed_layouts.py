@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.errors import PipelineError
-from penstock.execute.transport.agreed_layouts import MAX_LAYOUTS, AgreedLayouts
+from penstock.execute.transport.agreed_layouts import AgreedLayouts
 
 FIRST, SECOND = (1, 0, 0), (2, 0, 0)
 
@@ -16,26 +16,6 @@ def step_of(layouts, signature, outputs):
     layouts.finish()
 
 
-def test_the_second_batch_of_a_layout_is_static():
-    layouts = AgreedLayouts(0, has_variable_shapes=False)
-    step_of(layouts, "batch", {FIRST: torch.zeros(2, 3)})
-
-    layouts.begin("other")
-    assert not layouts.is_static
-    layouts.begin("batch")
-    assert layouts.is_static
-    assert layouts.produced[FIRST].only_tensor.shape == (2, 3)
-
-
-def test_with_variable_shapes_no_batch_is():
-    layouts = AgreedLayouts(0, has_variable_shapes=True)
-    step_of(layouts, "batch", {FIRST: torch.zeros(2, 3)})
-
-    step_of(layouts, "batch", {FIRST: torch.zeros(4, 3)})
-
-    assert not layouts.is_static
-
-
 def test_a_step_that_did_not_end_leaves_no_layout():
     layouts = AgreedLayouts(0, has_variable_shapes=False)
     layouts.begin("batch")
@@ -45,19 +25,6 @@ def test_a_step_that_did_not_end_leaves_no_layout():
 
     assert not layouts.is_static
     assert layouts.produced == {}
-
-
-def test_the_layout_that_ran_longest_ago_is_forgotten_first():
-    layouts = AgreedLayouts(0, has_variable_shapes=False)
-    for signature in ["kept", "lost", *map(str, range(MAX_LAYOUTS - 2)), "kept", "new"]:
-        step_of(layouts, signature, {FIRST: torch.zeros(1)})
-
-    found = {}
-    for signature in ("kept", "new", "lost"):
-        layouts.begin(signature)
-        found[signature] = layouts.is_static
-
-    assert found == {"kept": True, "new": True, "lost": False}
 
 
 def test_another_output_than_the_agreed_one_is_refused_with_both():
@@ -80,16 +47,6 @@ def test_of_a_stage_the_largest_output_counts():
     step_of(layouts, "batch", outputs)
 
     assert layouts.output_bytes() == {1: 12, 2: 8}
-
-
-def test_after_forgetting_nothing_is_agreed():
-    layouts = AgreedLayouts(0, has_variable_shapes=False)
-    step_of(layouts, "batch", {FIRST: torch.zeros(2)})
-
-    layouts.forget()
-    layouts.begin("batch")
-
-    assert not layouts.is_static
 
 
 @pytest.mark.parametrize(
