@@ -1,5 +1,6 @@
 """Backends, told with stand-ins for them: when a message is over, what ends a wait, and how accelerators connect."""
 
+import math
 import threading
 import time
 
@@ -23,70 +24,21 @@ DEADLINE_S = 0.3
 SLACK_S = 2.0
 
 
-class QueueStandIn:
-    """A work whose message arrives after so many looks; `wait` may be called only then, since it would not block."""
+class Work:
+    """A message of an accelerator that is there after so many looks, or when its test says so.
 
-    def __init__(self, num_looks, problem=None):
-        self.num_looks_left = num_looks
-        self.is_followed = False
-        self._problem = problem
+    Then it has ended well, or has failed; of `None` the backend does not tell, and its wait raises the problem.
+    """
 
-    def is_completed(self):
-        self.num_looks_left -= 1
-        return self.num_looks_left < 0
-
-    def wait(self):
-        assert self.num_looks_left < 0, "the current stream, not the host, would wait"
-        if self._problem is not None:
-            raise self._problem
-        self.is_followed = True
-
-    def get_future_result(self):
-        raise RuntimeError("this backend does not know it")
-
-
-def message(work):
-    return QueuedMessage(work, torch.zeros(1))
-
-
-def test_a_message_on_its_way_is_not_over_and_blocks_nobody():
-    work = QueueStandIn(1)
-
-    assert not message(work).is_over()
-    assert message(work).is_over()
-    assert work.is_followed
-
-
-def test_the_host_waits_until_the_message_is_there_and_the_stream_goes_on_behind_it():
-    work = QueueStandIn(5)
-
-    message(work).wait(20.0)
-
-    assert work.is_followed
-
-
-def test_a_message_that_does_not_come_ends_the_wait_at_the_deadline():
-    begin_s = time.monotonic()
-
-    with pytest.raises(MessageLate):
-        message(QueueStandIn(10**9)).wait(0.02)
-
-    assert time.monotonic() - begin_s >= 0.02
-
-
-def test_what_went_wrong_with_a_message_is_raised_where_it_is_waited_for():
-    with pytest.raises(RuntimeError, match="remote process exited"):
-        message(QueueStandIn(2, RuntimeError("NCCL: remote process exited"))).wait(20.0)
-
-
-class Message:
-    """A message that has ended, well or not, or of a backend that does not tell."""
-
-    def __init__(self, has_failed):
-        self.has_failed, self.calls = has_failed, []
+    def __init__(self, num_looks=math.inf, *, has_failed=None, problem=None):
+        self.num_looks, self.has_failed, self.problem = num_looks, has_failed, problem
+        self.is_there = False
+        self.calls = []
 
     def is_completed(self):
-        return True
+        self.num_looks -= 1
+        self.is_there = self.is_there or self.num_looks < 0
+        return self.is_there
 
     def get_future_result(self):
         if self.has_failed is None:
@@ -98,27 +50,64 @@ class Message:
 
     def wait(self):
         self.calls.append("wait")
+        if self.is_there and self.problem is not None:
+            raise self.problem
 
     def block_current_stream(self):
         self.calls.append("block_current_stream")
 
 
+def message(work):
+    return QueuedMessage(work, torch.zeros(1))
+
+
+def test_a_message_on_its_way_is_not_over_and_blocks_nobody():
+    work = Work(1)
+
+    assert not message(work).is_over()
+    assert work.calls == []
+    assert message(work).is_over()
+    assert work.calls == ["wait"]
+
+
+def test_the_host_waits_until_the_message_is_there_and_the_stream_goes_on_behind_it():
+    work = Work(5)
+
+    message(work).wait(20.0)
+
+    assert (work.calls, work.num_looks) == (["wait"], -1)
+
+
+def test_a_message_that_does_not_come_ends_the_wait_at_the_deadline():
+    begin_s = time.monotonic()
+
+    with pytest.raises(MessageLate):
+        message(Work()).wait(0.02)
+
+    assert time.monotonic() - begin_s >= 0.02
+
+
+def test_what_went_wrong_with_a_message_is_raised_where_it_is_waited_for():
+    with pytest.raises(RuntimeError, match="remote process exited"):
+        message(Work(2, problem=RuntimeError("NCCL: remote process exited"))).wait(20.0)
+
+
 @pytest.mark.parametrize(("has_failed", "calls"), [(False, ["block_current_stream"]), (None, ["wait"])])
 def test_behind_a_message_that_has_ended_well_the_stream_goes_on(has_failed, calls):
-    message = Message(has_failed)
+    work = Work(0, has_failed=has_failed)
 
-    QueuedMessage(message, torch.zeros(1)).is_over()
+    message(work).is_over()
 
-    assert message.calls == calls
+    assert work.calls == calls
 
 
 def test_of_a_message_that_has_failed_no_wait_aborts_its_backend_alone():
-    message = Message(True)
+    work = Work(0, has_failed=True)
 
     with pytest.raises(RuntimeError, match="NCCL has lost the connection"):
-        QueuedMessage(message, torch.zeros(1)).is_over()
+        message(work).is_over()
 
-    assert message.calls == []
+    assert work.calls == []
 
 
 class Directed:
@@ -224,20 +213,6 @@ def test_the_thread_ends_with_its_waiter(drop):
 # ---- how the accelerators of a group connect
 
 
-class AcceptedWork:
-    def __init__(self, is_there=True):
-        self.is_there = is_there
-
-    def is_completed(self):
-        return self.is_there
-
-    def wait(self):
-        pass
-
-    def get_future_result(self):
-        raise RuntimeError("this backend does not know it")
-
-
 class Backend:
     """Posts messages as its test says; aborts end only while others run."""
 
@@ -269,16 +244,12 @@ def connect(monkeypatch, post, rank=1, num_ranks=3):
 
 
 def test_a_number_goes_over_every_channel_of_a_rank_in_the_order_of_all(monkeypatch):
-    made, _, run = connect(monkeypatch, AcceptedWork)
+    made, _, run = connect(monkeypatch, lambda: Work(0))
 
     assert run() == made
     upward, downward = made
     assert upward.posted == [("recv", 0), ("send", 2)]
     assert downward.posted == [("send", 0), ("recv", 2)]
-
-
-def never_there():
-    return AcceptedWork(is_there=False)
 
 
 def blocks_for_ever():
@@ -292,7 +263,7 @@ def fails():
 @pytest.mark.parametrize(
     ("post", "text"),
     [
-        (never_there, "a first message did not come within 0.3 s"),
+        (Work, "a first message did not come within 0.3 s"),
         (blocks_for_ever, "a rank did not connect its device within 0.3 s"),
         (fails, "NCCL error"),
     ],

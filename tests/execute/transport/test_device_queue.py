@@ -14,6 +14,7 @@ from penstock.execute.transport.backend_links import BackendLink, QueuedMessage
 from penstock.execute.transport.device_queue import DeviceQueue, await_device, device_queue_of
 from penstock.execute.transport.protocol import Tag
 from penstock.execute.transport.rank_names import RankNames
+from tests.execute.transport.test_backend_links import Work
 from tests.local_pipelines import error_of, float_task, on_ranks, pipeline_of, run_task, step_task
 from tests.ranks import run_ranks
 
@@ -45,26 +46,6 @@ class Place:
 
     def query(self):
         return self.device.num_reached >= self.number
-
-
-class Work:
-    """A message that comes when its test says so."""
-
-    def __init__(self, problem=None):
-        self.is_there = False
-        self.num_waits = 0
-        self._problem = problem
-
-    def is_completed(self):
-        return self.is_there
-
-    def wait(self):
-        self.num_waits += 1
-        if self.is_there and self._problem is not None:
-            raise self._problem
-
-    def get_future_result(self):
-        raise RuntimeError("this backend does not know it")
 
 
 class Notes:
@@ -107,7 +88,7 @@ def test_the_stream_is_let_wait_behind_a_marker_and_the_host_goes_on():
 
     queue = queue_of(device, work)
 
-    assert (work.num_waits, device.num_marked, device.now_s, len(queue._followed)) == (1, 1, 0.0, 1)
+    assert (len(work.calls), device.num_marked, device.now_s, len(queue._followed)) == (1, 1, 0.0, 1)
 
 
 def test_a_device_that_has_not_come_to_a_receive_waits_for_nobody():
@@ -181,7 +162,7 @@ def test_receives_that_came_before_the_device_did_are_nobodys_wait():
 
 
 def test_a_message_that_fails_names_its_peer():
-    device, work = Device(), Work(RuntimeError("NCCL: remote process exited"))
+    device, work = Device(), Work(problem=RuntimeError("NCCL: remote process exited"))
     queue = queue_of(device, Work(), work)
     queue._followed.popleft()  # the first came
     work.is_there = True
@@ -352,7 +333,7 @@ def with_stand_in(rank):
 
     assert device_queue_of(transport) is queue
     queue.follow(ticket)
-    assert receive.num_waits == 1
+    assert receive.calls == ["wait"]
     transport.wait(ticket)  # nothing is left for the host to wait for
     assert not queue.is_held_up()
     assert not queue.has_left(sent)
