@@ -72,6 +72,11 @@ def send(transport, peer, tensor):
     transport.wait(transport.post_send(peer, tensor))
 
 
+def wait_for_all(transport, *tickets):
+    for ticket in tickets:
+        transport.wait(ticket)
+
+
 def receive(transport, peer, like):
     tensor = torch.zeros_like(like)
     transport.wait(transport.post_receive(peer, tensor))
@@ -100,9 +105,7 @@ def failure_of(action, *args):
 
 def many_in_order(transport, num_messages):
     if transport.rank == 0:
-        tickets = [transport.post_send(1, torch.full((3,), float(k))) for k in range(num_messages)]
-        for ticket in tickets:
-            transport.wait(ticket)
+        wait_for_all(transport, *[transport.post_send(1, torch.full((3,), float(k))) for k in range(num_messages)])
         return None
     return [receive(transport, 0, torch.zeros(3))[0].item() for _ in range(num_messages)]
 
@@ -118,10 +121,7 @@ def posted_ahead(transport, num_messages):
     filled = [torch.zeros(4) for _ in range(num_messages)]
     receives = [transport.post_receive(peer, tensor) for tensor in filled]
     sends = [transport.post_send(peer, torch.full((4,), 100.0 * transport.rank + k)) for k in range(num_messages)]
-    for ticket in reversed(receives):
-        transport.wait(ticket)
-    for ticket in sends:
-        transport.wait(ticket)
+    wait_for_all(transport, *reversed(receives), *sends)
     return [tensor[3].item() for tensor in filled]
 
 
@@ -154,8 +154,7 @@ def all_to_all(transport):
     filled = {peer: torch.zeros(1) for peer in peers}
     tickets = [transport.post_receive(peer, filled[peer]) for peer in peers]
     tickets += [transport.post_send(peer, torch.tensor([10.0 * transport.rank + peer])) for peer in peers]
-    for ticket in tickets:
-        transport.wait(ticket)
+    wait_for_all(transport, *tickets)
     return [filled[peer].item() for peer in peers]
 
 
@@ -179,6 +178,7 @@ SAMPLES = {
     ],
     # Torch conjugates or negates them only when they are read; their memory holds other values.
     "lazy": [_COMPLEX.conj(), _COMPLEX.conj().t(), _COMPLEX[:, :1].conj(), _COMPLEX.conj().imag],
+    "with a graph": [torch.ones(2, requires_grad=True) * 3],
 }
 
 
@@ -197,10 +197,11 @@ def test_types_empty_scalar_and_non_contiguous_tensors_arrive_unchanged(on_ranks
     assert on_ranks(2, exchange_samples, "plain")[1] == [True] * len(SAMPLES["plain"])
 
 
-def test_what_torch_conjugates_or_negates_when_it_is_read_arrives_so(on_ranks):
-    assert all(sample.is_conj() or sample.is_neg() for sample in SAMPLES["lazy"])
+@pytest.mark.parametrize("kind", ["lazy", "with a graph"])
+def test_the_values_arrive_of_what_torch_computes_when_it_is_read_or_has_a_graph(on_ranks, kind):
+    assert all(sample.is_conj() or sample.is_neg() or sample.requires_grad for sample in SAMPLES[kind])
 
-    assert on_ranks(2, exchange_samples, "lazy")[1] == [True] * len(SAMPLES["lazy"])
+    assert on_ranks(2, exchange_samples, kind)[1] == [True] * len(SAMPLES[kind])
 
 
 def drop_tensors_after_posting(transport):
@@ -208,8 +209,7 @@ def drop_tensors_after_posting(transport):
         tickets = [transport.post_send(1, torch.full((50_000,), float(k))) for k in range(5)]
         gc.collect()
         torch.full((50_000,), -1.0)
-        for ticket in tickets:
-            transport.wait(ticket)
+        wait_for_all(transport, *tickets)
         return None
     return [receive(transport, 0, torch.zeros(50_000)).unique().tolist() for _ in range(5)]
 
@@ -222,8 +222,7 @@ def test_a_posted_tensor_stays_alive_until_it_is_sent(on_ranks):
 def wait_twice(transport):
     peer = 1 - transport.rank
     sent, got = transport.post_send(peer, torch.ones(1)), transport.post_receive(peer, torch.zeros(1))
-    for ticket in (sent, got, sent, got):
-        transport.wait(ticket)
+    wait_for_all(transport, sent, got, sent, got)
     return "ok"
 
 
@@ -239,18 +238,6 @@ def test_a_receive_into_a_tensor_with_gaps_is_refused(on_ranks):
     failures = on_ranks(2, receive_into_gaps)
 
     assert all("contiguous" in failure["text"] for failure in failures)
-
-
-def send_grad_tensor(transport):
-    weight = torch.ones(2, requires_grad=True)
-    if transport.rank == 0:
-        send(transport, 1, weight * 3)
-        return None
-    return receive(transport, 0, torch.zeros(2)).tolist()
-
-
-def test_a_tensor_with_a_graph_is_sent_by_value(on_ranks):
-    assert on_ranks(2, send_grad_tensor)[1] == [3.0, 3.0]
 
 
 # --- collectives

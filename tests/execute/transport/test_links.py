@@ -114,15 +114,6 @@ def test_messages_of_every_type_and_size_arrive_in_the_order_of_posting_both_way
         assert all(torch.equal(got.cpu(), value.cpu()) for got, value in zip(received, sent, strict=True))
 
 
-def test_a_message_is_over_once_it_was_waited_for_and_a_second_wait_returns(pair):
-    room = torch.zeros(2, device=pair.devices[1])
-    arriving, leaving = pair.ends[1].receive(room), pair.ends[0].send(pair.on(0, [1.0, 2.0]))
-
-    wait(arriving, leaving)
-
-    assert room.tolist() == [1.0, 2.0]
-
-
 def test_a_tensor_lives_until_it_has_left(pair):
     sent = pair.on(0, torch.full((10_000,), 7.0))
     alive = weakref.ref(sent)
