@@ -31,16 +31,12 @@ def test_equal_sizes_weigh_exactly_one_over_m(size, num_microbatches):
     assert microbatch_weights(of_sizes(*[size] * num_microbatches), "mean") == [1 / num_microbatches] * num_microbatches
 
 
-def test_a_mean_weighs_by_rows():
-    assert microbatch_weights(of_sizes(3, 3, 2), "mean") == [3 / 8, 3 / 8, 2 / 8]
-
-
-def test_a_sum_weighs_everything_one():
-    assert microbatch_weights(of_sizes(3, 1), "sum") == [1.0, 1.0]
-
-
-def test_without_rows_a_mean_weighs_all_the_same():
-    assert microbatch_weights(of_sizes(0, 0), "mean") == [0.5, 0.5]
+@pytest.mark.parametrize(
+    ("sizes", "reduction", "weights"),
+    [((3, 3, 2), "mean", [3 / 8, 3 / 8, 2 / 8]), ((0, 0), "mean", [0.5, 0.5]), ((3, 1), "sum", [1.0, 1.0])],
+)
+def test_a_mean_weighs_by_rows_if_there_are_any_and_a_sum_weighs_everything_one(sizes, reduction, weights):
+    assert microbatch_weights(of_sizes(*sizes), reduction) == weights
 
 
 @pytest.mark.feature("X39")
@@ -81,19 +77,6 @@ def test_losses_are_added_in_order_and_in_their_own_dtype():
     assert total.dtype == torch.float32
     assert total == 0.0  # (1e8 + 1) - 1e8 in float32; any other order gives 1
     assert not total.requires_grad
-
-
-def test_losses_are_weighted():
-    losses = [torch.tensor(4.0, dtype=torch.float64), torch.tensor(8.0, dtype=torch.float64)]
-
-    total = combine_losses(losses, [0.25, 0.75])
-
-    assert total.dtype == torch.float64
-    assert total == 7.0
-
-
-def test_a_mean_of_no_tokens_adds_nothing():
-    assert combine_losses([torch.tensor(math.nan), torch.tensor(3.0)], [0.0, 1.0]) == 3.0
 
 
 @pytest.mark.parametrize(("num_losses", "num_weights"), [(0, 0), (1, 2)])

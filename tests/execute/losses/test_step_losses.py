@@ -1,6 +1,5 @@
 """The losses of a step are noted apart from those of other steps, and weighted and scaled where backwards begin."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -53,17 +52,6 @@ def test_what_a_step_keeps_of_a_loss_is_as_large_as_the_loss(name):
     assert kept.untyped_storage().nbytes() == kept.nbytes
 
 
-def test_a_backward_begins_at_the_loss_times_its_factor_and_the_scale():
-    loss = torch.tensor(3.0)
-
-    assert empty().root_of(loss, 0.5) == 1.5
-    assert empty(scale=lambda loss: loss * 8.0).root_of(loss, 0.5) == 12.0
-
-
-def test_what_weighs_nothing_begins_no_backward():
-    assert empty().root_of(torch.tensor(math.nan), 0.0) is None
-
-
 def test_the_same_rules_without_what_was_noted():
     losses = empty(scale=lambda loss: loss * 8.0)
     losses.computed[0, 0] = torch.tensor(1.0)
@@ -110,14 +98,6 @@ def test_a_scale_changes_the_beginning_alone():
 
     assert root.item() == 6.0
     assert float(losses.computed[PLACE]) == float(losses.named[LossName("a", False, torch.float32)][PLACE]) == 3.0
-
-
-@pytest.mark.parametrize("scaled", [lambda loss: loss.detach(), lambda loss: loss.item(), lambda loss: loss.expand(2)])
-def test_a_scale_that_no_backward_can_begin_at_is_refused(scaled):
-    losses = losses_of(lambda output, target: output, scale=scaled)
-
-    with pytest.raises(PipelineError, match=r"scale_loss returned .*; return the loss times a number"):
-        compute(losses, torch.tensor(3.0, requires_grad=True))
 
 
 def test_in_evaluation_nothing_begins_and_nothing_is_scaled():
