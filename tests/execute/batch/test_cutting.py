@@ -92,7 +92,7 @@ def test_specs_choose_the_dimension_or_replicate():
     parts = split_batch((x, {"table": table}), {"mask": mask, "w": rows(8)}, target, num_microbatches=4, specs=specs)
 
     assert [tuple(part.args[0].shape) for part in parts] == [(4, 2)] * 4
-    assert torch.equal(torch.cat([part.args[0] for part in parts], dim=1), x)
+    assert torch.equal(merge_outputs([part.args[0] for part in parts], Concat(1)), x)
     assert all(part.args[1]["table"] is table and part.kwargs["mask"] is mask for part in parts)
     assert parts[3].kwargs["w"].tolist() == [6.0, 7.0]
 
@@ -209,14 +209,6 @@ def test_wrong_inputs_are_errors_that_name_the_place(args, specs, message):
 def test_there_is_at_least_one_microbatch():
     with pytest.raises(PipelineError, match="num_microbatches is 0"):
         split_batch((rows(4),), {}, None, num_microbatches=0)
-
-
-def test_merging_undoes_splitting_on_another_dimension():
-    x = rows(6, 2).T
-
-    parts = split_batch((x,), {}, None, num_microbatches=3, specs=BatchSpec(args=Split(1)))
-
-    assert torch.equal(merge_outputs([part.args[0] for part in parts], Concat(1)), x)
 
 
 # ---- signatures
