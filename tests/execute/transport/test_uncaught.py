@@ -68,33 +68,25 @@ def end(ranks):
     return [rank.returncode for rank in ranks], "".join(texts)
 
 
-@pytest.mark.slow
-def test_the_rank_to_blame_prints_the_users_lines_once(tmp_path):
-    status, text = run("layer", tmp_path)
-
-    assert status == [4, 4]
-    assert text.count("PipelineError: rank 1, 1F0, in layer 1 (Bad): ValueError: mine") == 1
-    assert text.count('train.py", line') == 2
-    assert "in forward" in text
-    assert not any(hidden in text for hidden in ("site-packages", "src/penstock", "contextlib.py"))
-
-
-@pytest.mark.slow
-def test_what_all_ranks_refuse_is_printed_by_one(tmp_path):
-    status, text = run("split", tmp_path)
-
-    assert status == [1, 1]
-    assert text.count("split [9] names 1 stages") == 1
-    assert "src/penstock" not in text
+HIDDEN = dict.fromkeys(["site-packages", "src/penstock", "contextlib.py"], 0)
+BLAMED = "PipelineError: rank 1, 1F0, in layer 1 (Bad): ValueError: mine"
+PRINTED = {
+    "layer": ([4, 4], {BLAMED: 1, 'train.py", line': 2, "in forward": 1} | HIDDEN),
+    "split": ([1, 1], {"split [9] names 1 stages": 1} | HIDDEN),
+    "other": ([4, 1], {"KeyError: 'own'": 1, "penstock.errors.PeerLost: ": 1}),
+}
+"""By case, the statuses of both ranks, and how often they print some text."""
 
 
 @pytest.mark.slow
-def test_an_error_of_the_users_own_is_printed_as_before_and_the_others_say_whom_they_lost(tmp_path):
-    status, text = run("other", tmp_path)
+@pytest.mark.parametrize("case", PRINTED)
+def test_the_rank_to_blame_prints_the_users_lines_once_and_those_that_lose_it_say_so(case, tmp_path):
+    statuses, counts = PRINTED[case]
 
-    assert status == [4, 1]
-    assert text.count("KeyError: 'own'") == 1
-    assert text.count("penstock.errors.PeerLost: ") == 1
+    status, text = run(case, tmp_path)
+
+    assert status == statuses
+    assert {each: text.count(each) for each in counts} == counts
 
 
 @pytest.mark.slow
