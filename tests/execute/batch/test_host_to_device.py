@@ -106,12 +106,10 @@ def test_batches_in_the_memory_of_the_host_train_as_those_of_the_device(on_devic
 def copies_without_streams(device):
     """Train where no stream is beside the current one."""
     losses, _ = trained(device, "whole", lambda tensor: tensor)
-    make, host_to_device.make_stream = host_to_device.make_stream, lambda device: None
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_to_device, "make_stream", lambda device: None)
         assert trained(device, "whole", torch.Tensor.pin_memory)[0] == losses
         assert trained(device, "stream", lambda tensor: tensor)[0] == losses
-    finally:
-        host_to_device.make_stream = make
 
 
 def test_a_device_without_further_streams_copies_by_the_current_one(on_device):

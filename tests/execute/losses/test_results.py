@@ -1,6 +1,7 @@
 """A result says which losses there are."""
 
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -45,8 +46,7 @@ def test_reports_are_listed_per_microbatch_whose_loss_this_rank_has():
 
 
 def test_reports_of_slices_are_listed_per_microbatch():
-    losses = StepLosses(2, 2)
-    losses.computed.update({(b, q): torch.tensor(1.0) for b in range(2) for q in range(2)})
-    losses.reported.update({(b, q): (b, q) for b in range(2) for q in range(2)})
+    places = list(product(range(2), repeat=2))
+    losses = StepLosses(2, 2, computed=dict.fromkeys(places), reported={place: place for place in places})
 
     assert reported_by_microbatch(losses) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]

@@ -217,12 +217,10 @@ def exchange(transport, *tensors):
 
 
 def all_sizes(rank, has_listener=True, is_direct=True):
-    family = socket.AF_UNIX
-    socket.AF_UNIX = family if has_listener or rank == 0 else -1
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank and not has_listener:
+            patch.setattr(socket, "AF_UNIX", -1)
         transport = TorchTransport(deadline_s=MAX_WAIT_S, is_direct=is_direct)
-    finally:
-        socket.AF_UNIX = family
     tensors = [torch.full((size,), 10.0 * number) for number, size in enumerate(SIZES)]
     found = exchange(transport, *tensors)
     transport.close()
@@ -243,12 +241,10 @@ def test_a_rank_without_direct_sockets_stays_with_gloo(two_ranks, how):
 
 def on_two_hosts(rank):
     """Rank 2 is on a host of its own: no socket reaches it."""
-    family = socket.AF_UNIX
-    socket.AF_UNIX = -1 if rank == 2 else family
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(socket, "AF_UNIX", -1)
         transport = TorchTransport(deadline_s=MAX_WAIT_S)
-    finally:
-        socket.AF_UNIX = family
     peers = [peer for peer in range(3) if peer != rank]
     found = []
     for tag in Tag:
