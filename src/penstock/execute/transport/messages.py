@@ -63,7 +63,6 @@ class Messenger:
         self.transport = transport
         """For messages of others on the same channels."""
         self._queued = device_queue_of(transport)
-        self._following: DeviceQueue | None = None
 
     def begin(self, signature: str, *, follows: bool = False) -> None:
         """Start a step with a batch of this layout; every rank passes the same signature.
@@ -71,12 +70,12 @@ class Messenger:
         Where it `follows`, a device waits for received tensors by itself, if the transport can let it.
         """
         self.layouts.begin(signature)
-        self._following = self.sender.following = self.receiver.following = self._queued if follows else None
+        self.sender.following = self.receiver.following = self._queued if follows else None
 
     def finish(self) -> None:
         """Wait until everything is received and sent; from now on this batch layout is known."""
-        if self._following is not None:
-            self._following.settle()
+        if self.receiver.following is not None:
+            self.receiver.following.settle()
         self.sender.finish()
         self.layouts.finish()
 

@@ -130,9 +130,7 @@ class DefaultGroup:
             return True
         key = f"penstock/attempt{launch.attempt}/reported"
         try:
-            end_s = time.monotonic() + (MAX_WAIT_S if rank_to_blame not in (None, launch.rank) else 0.0)
-            while not store.check([key]) and time.monotonic() < end_s:
-                time.sleep(LONGEST_PAUSE_S)
+            await_keys(store, [key], MAX_WAIT_S if rank_to_blame not in (None, launch.rank) else 0.0)
             is_first = store.add(key, 1) == 1
             # Where rank 0 holds the store, it ends when the others have asked too, or a moment later.
             end_s = time.monotonic() + (MAX_WAIT_S if launch.rank == 0 and not launch.has_store else 0.0)
