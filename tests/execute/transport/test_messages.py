@@ -102,10 +102,7 @@ def test_the_first_message_of_a_layout_carries_a_header_and_later_ones_none():
 def test_variable_shapes_keep_their_headers_and_may_change():
     steps = [{FIRST: values(0, rows, 3)} for rows in (2, 4, 1)]
 
-    def case(wires):
-        return exchange(wires, steps, has_variable_shapes=True)
-
-    (_, sent), (found, _) = on_ranks(2, case)
+    (_, sent), (found, _) = on_ranks(2, lambda wires: exchange(wires, steps, has_variable_shapes=True))
 
     assert sent == [3, 3, 3]
     assert [trees[0].shape[0] for trees in found] == [2, 4, 1]
@@ -170,10 +167,7 @@ def test_plain_numbers_arrive_as_they_are_in_each_message(options):
     trees = [{"x": values(k, 2, 3), "n": number, "k": k, "odd": k % 2 == 1} for k, number in enumerate(numbers)]
     steps = [{FIRST: tree, SECOND: tree["n"]} for tree in trees]
 
-    def case(wires):
-        return exchange(wires, steps, **options)
-
-    (_, sent), (found, received) = on_ranks(2, case)
+    (_, sent), (found, received) = on_ranks(2, lambda wires: exchange(wires, steps, **options))
 
     assert sent == received
     for expected, (tree, alone) in zip(trees, found, strict=True):
