@@ -23,7 +23,6 @@ from penstock.execute.control.positions import (
     PositionMemory,
     State,
     first_verdict,
-    read_all,
 )
 from penstock.execute.control.watchdog import Watchdog
 from penstock.execute.transport import TorchTransport
@@ -126,13 +125,13 @@ def test_a_verdict_of_another_rank_is_adopted_word_for_word():
 
 def test_a_verdict_survives_the_board_field_by_field_and_of_too_long_a_one_the_end_is_lost():
     first, second = boards_of_threads(2)
-    verdict = Verdict(1, Cause.GONE, "reason\nof two lines", "finding", "table", "stack\n\n1 2")
-    long = Verdict(None, Cause.CYCLE, "reason", "", "table " * VERDICT_BYTES, "stack")
+    verdict = Verdict(1, Cause.GONE, "reason\nof two lines", "finding", "rank 1", "table", "stack\n\n1 2")
+    long = Verdict(None, Cause.CYCLE, "reason", "", "", "table " * VERDICT_BYTES, "stack")
 
     first.note_verdict(verdict.packed())
-    read = Verdict.unpacked(first_verdict(read_all(second)))
+    read = Verdict.unpacked(first_verdict(second))
     first.note_verdict(long.packed())
-    cut = Verdict.unpacked(first_verdict(read_all(second)))
+    cut = Verdict.unpacked(first_verdict(second))
 
     assert read == verdict
     assert (cut.culprit, cut.cause, cut.reason, cut.stack) == (None, Cause.CYCLE, "reason", "")
@@ -142,10 +141,10 @@ def test_a_verdict_survives_the_board_field_by_field_and_of_too_long_a_one_the_e
 def test_of_ranks_that_diagnose_at_the_same_time_all_take_the_earliest_verdict():
     boards = boards_of_threads(2)
     boards[0].note(0)
-    verdict_of_rank_1 = Verdict(1, Cause.STILL, "reason of rank 1", "", "positions", "")
+    verdict_of_rank_1 = Verdict(1, Cause.STILL, "reason of rank 1", "", "", "positions")
 
     def describe_while_another_finishes(rank, row):
-        if not first_verdict(read_all(boards[1])):
+        if not first_verdict(boards[1]):
             boards[1].note_verdict(verdict_of_rank_1.packed())
         return ""
 

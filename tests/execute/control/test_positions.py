@@ -87,7 +87,7 @@ def test_long_texts_are_cut_and_the_next_slot_stays_whole():
     assert position.stack == "s" * TEXT_BYTES
     assert position.state is State.FAILED
     assert second.read(1).row == 4
-    assert first_verdict(read_all(second)).strip("v") == ""
+    assert first_verdict(second).strip("v") == ""
 
 
 def test_a_failure_is_read_field_by_field_whatever_lines_it_has():
@@ -103,7 +103,7 @@ def test_the_earliest_verdict_is_the_one_for_all():
     boards[2].note_verdict("first")
     boards[0].note_verdict("second")
 
-    assert [first_verdict(read_all(board)) for board in boards] == ["first"] * 3
+    assert [first_verdict(board) for board in boards] == ["first"] * 3
 
 
 def test_texts_of_an_earlier_epoch_no_longer_count():
@@ -113,7 +113,7 @@ def test_texts_of_an_earlier_epoch_no_longer_count():
     late.note_verdict("old verdict")
     early.begin_epoch()
 
-    assert not first_verdict(read_all(early))
+    assert not first_verdict(early)
     assert [early.read(rank).failure for rank in range(2)] == [None, None]
     assert early.read(0).state is State.IDLE
 

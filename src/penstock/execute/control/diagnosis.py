@@ -7,9 +7,9 @@ is gone; one whose process is stopped; else whoever the chain of waits leads to,
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from penstock.execute.control.positions import SEPARATOR, PositionBoard, RankPosition, State, first_verdict, read_all
 
@@ -27,7 +27,7 @@ Describe = Callable[[int, int], str]
 """(rank, row) -> the text of an instruction; empty for a row after the last."""
 
 
-class Cause(Enum):
+class Cause(StrEnum):
     """The kind of reason that a verdict gives."""
 
     RAISED = "raised"
@@ -41,8 +41,7 @@ class Cause(Enum):
     """Several ranks block each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Why a step stands still."""
 
     culprit: int | None
@@ -52,46 +51,34 @@ class Verdict:
     """One line about the culprit."""
     finding: str = ""
     """`PipelineError.finding` of what the culprit raised."""
+    name: str = ""
+    """The culprit's."""
     positions: str = ""
     """Where all ranks were, with the legend."""
     stack: str = ""
     """The inner end of where the culprit was; empty where that is not known."""
-    name: str = ""
-    """The culprit's, where it is not its number alone."""
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether nothing that a second look may show can be a better explanation."""
-        return self.cause not in (Cause.STILL, Cause.CYCLE)
 
     @property
     def heading(self) -> str:
         """One line: who is to blame, and why."""
         if self.culprit is None:
             return f"no rank goes on: {self.reason}"
-        return f"{self._culprit_name} is the culprit: {self.reason}"
+        return f"{self.name} is the culprit: {self.reason}"
 
     @property
     def details(self) -> str:
         """Every rank's position and the culprit's stack."""
-        return f"{self.positions}\n\n{self._culprit_name} was here:\n{self.stack}" if self.stack else self.positions
-
-    @property
-    def _culprit_name(self) -> str:
-        return self.name or f"rank {self.culprit}"
+        return f"{self.positions}\n\n{self.name} was here:\n{self.stack}" if self.stack else self.positions
 
     def packed(self) -> str:
         """Return all fields as one text; if its end is lost, so is the end of the stack."""
-        culprit = "" if self.culprit is None else str(self.culprit)
-        texts = (self.name, self.reason, self.finding, self.positions, self.stack)
-        return SEPARATOR.join((culprit, self.cause.value, *texts))
+        return SEPARATOR.join(("" if self.culprit is None else str(self.culprit), *self[1:]))
 
     @classmethod
-    def unpacked(cls, text: str) -> "Verdict":
+    def unpacked(cls, text: str) -> Self:
         """Return what was packed."""
-        culprit, cause, name, *texts = [*text.split(SEPARATOR), "", "", ""][:7]
-        reason, finding, positions, stack = texts
-        return cls(int(culprit) if culprit else None, Cause(cause), reason, finding, positions, stack, name)
+        culprit, cause, *texts = text.split(SEPARATOR)
+        return cls(int(culprit) if culprit else None, Cause(cause), *texts[:5])
 
 
 def diagnose(board: PositionBoard, describe: Describe, *, peer: int | None = None) -> Verdict:
@@ -99,13 +86,13 @@ def diagnose(board: PositionBoard, describe: Describe, *, peer: int | None = Non
 
     `peer` is the rank that this rank's error named, if it did.
     """
-    recorded = first_verdict(read_all(board))
+    recorded = first_verdict(board)
     if not recorded:
         finding = _look(board, describe, peer)
         board.note_verdict(_with_positions(finding, read_all(board), describe).packed())
         # Ranks that looked at the same moment have written one each: all of them adopt the first.
         time.sleep(SETTLE_S)
-        recorded = first_verdict(read_all(board))
+        recorded = first_verdict(board)
     return Verdict.unpacked(recorded)
 
 
@@ -128,15 +115,11 @@ def _look(board: PositionBoard, describe: Describe, peer: int | None) -> Verdict
     # Several looks: an error of a lost connection may come before its cause can be seen on the board or in /proc.
     for _ in range(LOOKS_FOR_DEATH):
         positions = read_all(board)
-        finding = (
-            _failed(positions, describe)
-            or _broken(positions, describe)
-            or _end_of_waits(positions, board.rank, describe, peer)
-        )
-        if finding.is_certain:
-            break
+        finding = _failed(positions, describe) or _broken(positions, describe)
+        if finding is not None:
+            return finding
         time.sleep(SETTLE_S / LOOKS_FOR_DEATH)
-    return finding
+    return _end_of_waits(positions, board.rank, describe, peer)
 
 
 def _failed(positions: list[RankPosition], describe: Describe) -> Verdict | None:
@@ -154,9 +137,9 @@ def _broken(positions: list[RankPosition], describe: Describe) -> Verdict | None
     seen = [position for position in positions if position.state not in (State.UNKNOWN, State.DONE)]
     troubles = [process_trouble(position.pid) for position in seen]
     for cause in (Cause.GONE, Cause.STOPPED):
-        if cause.value in troubles:
-            first = seen[troubles.index(cause.value)]
-            reason = f"its process {first.pid} is {cause.value}, {place_of(first, describe)}"
+        if cause in troubles:
+            first = seen[troubles.index(cause)]
+            reason = f"its process {first.pid} is {cause}, {place_of(first, describe)}"
             return Verdict(first.rank, cause, reason)
     return None
 
@@ -208,7 +191,7 @@ def _with_positions(finding: Verdict, positions: list[RankPosition], describe: D
     stack = [] if culprit is None else _stack(culprit)
     table = "\n".join([*position_table(positions, describe), LEGEND])
     name = "" if culprit is None else culprit.name
-    return replace(finding, positions=table, stack="\n".join(stack), name=name)
+    return finding._replace(name=name, positions=table, stack="\n".join(stack))
 
 
 def _stack(position: RankPosition) -> list[str]:

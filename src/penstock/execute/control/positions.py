@@ -72,11 +72,11 @@ class Failure(NamedTuple):
 
     summary: str
     """One line."""
-    place: str
+    place: str = ""
     """In what of the user's code, or nothing."""
-    finding: str
+    finding: str = ""
     """Where it found the first value that is not finite, or nothing."""
-    calls: str
+    calls: str = ""
     """The end of the traceback. Last, since the end of a long text is lost."""
 
 
@@ -87,8 +87,6 @@ class RankPosition:
     rank: int
     name: str
     pid: int
-    epoch: int
-    """How often the rank has recovered; texts of an earlier epoch are gone."""
     step: int
     state: State
     row: int
@@ -233,13 +231,12 @@ class PositionBoard:
             rank=rank,
             name=self.names.of_number(rank),
             pid=pid,
-            epoch=epoch,
             step=step,
             state=State(state),
             row=row,
             peer=peer if state == State.WAITING else None,
             since_s=since_s,
-            failure=Failure(*[*failure.split(SEPARATOR), "", "", ""][:4]) if failure else None,
+            failure=Failure(*failure.split(SEPARATOR)[:4]) if failure else None,
             stack=stack,
             verdict=verdict,
             verdict_s=verdict_s,
@@ -264,9 +261,9 @@ def read_all(board: PositionBoard) -> list[RankPosition]:
     return [board.read(number) for number in board.names.numbers]
 
 
-def first_verdict(positions: Sequence[RankPosition]) -> str:
+def first_verdict(board: PositionBoard) -> str:
     """Return the finding that was written down first, by whichever rank; empty where there is none."""
-    found = [position for position in positions if position.verdict]
+    found = [position for position in read_all(board) if position.verdict]
     return min(found, key=lambda position: (position.verdict_s, position.rank)).verdict if found else ""
 
 
