@@ -154,9 +154,10 @@ class Control:
     def _gather_over(self, transport: Transport, own: bytes, end_s: float) -> list[bytes]:
         room = HEAD_BYTES - LENGTH.size
         others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
-        parts = [LENGTH.pack(len(own)) + own[:room].ljust(room), *([own[room:]] if len(own) > room else [])]
+        head_and_rest = LENGTH.pack(len(own)) + own[:room].ljust(room), own[room:]
+        parts = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in head_and_rest if part]
         # Sends and receives are posted before anything is waited for, so no two ranks wait for each other.
-        sends = [transport.post_send(peer, _tensor_of(part), Tag.CONTROL) for peer in others for part in parts]
+        sends = [transport.post_send(peer, part, Tag.CONTROL) for peer in others for part in parts]
         heads = {peer: _receive(transport, peer, HEAD_BYTES) for peer in others}
         texts, rests = [own] * transport.num_ranks, {}
         for peer, (ticket, head) in heads.items():
@@ -196,7 +197,3 @@ def _receive(transport: Transport, peer: int, num_bytes: int) -> tuple[Ticket, T
 
 def _wait(transport: Transport, ticket: Ticket, end_s: float) -> None:
     transport.wait(ticket, max(end_s - running_s(), 0.0))
-
-
-def _tensor_of(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
