@@ -1,5 +1,6 @@
 """What a rank holds is counted by its tensors: as many activations as a check counts, and every byte once."""
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -39,7 +40,7 @@ BLOCK_PARAMETERS = FLOAT * (WIDTH * WIDTH + 3 * WIDTH)
 TRAINABLE = [name for name in FAMILIES if not build(name, ranks=2, microbatches=4).is_forward_only]
 
 
-def report_of(schedule, task, *, steps=2, keeps_gradients=False):
+def reports_of(schedule, task, *, steps=2, keeps_gradients=False):
     """Return every rank's report of the last of some steps, with its gradients."""
 
     def case(pipeline):
@@ -53,9 +54,17 @@ def report_of(schedule, task, *, steps=2, keeps_gradients=False):
     return on_pipelines(schedule.num_ranks, task, case, schedule, None)
 
 
+def report_of(name, num_ranks, task, *, microbatches=8, **options):
+    """Return the report that every rank has."""
+    return reports_of(build(name, ranks=num_ranks, microbatches=microbatches), task, **options)[0][0]
+
+
+def task_of(make_layers):
+    return replace(float_task(16), make_layers=make_layers)
+
+
 def deep_task(num_layers):
-    task = float_task(16)
-    return Task(lambda: float_layers(num_layers=num_layers), task.inputs, task.target)
+    return task_of(lambda: float_layers(num_layers=num_layers))
 
 
 @pytest.mark.slow
@@ -64,7 +73,7 @@ def test_every_family_keeps_as_many_activations_as_the_check_counts(name):
     shapes = [pair for pair in islice(schedules_of(FAMILIES[name], SMALL), 8) if not pair[1].is_forward_only]
     found = {}
     for shape, schedule in shapes[:3]:
-        report, _ = report_of(schedule, task_for(schedule), steps=1)[0]
+        report, _ = reports_of(schedule, task_for(schedule), steps=1)[0]
         found[str(shape)] = ([rank.peak_activations for rank in report.ranks], peak_activations(schedule))
 
     assert found
@@ -74,7 +83,7 @@ def test_every_family_keeps_as_many_activations_as_the_check_counts(name):
 def test_layers_keep_as_many_bytes_where_their_stage_offloads():
     schedule, task = build("gpipe", ranks=2, microbatches=8), deep_task(4)
 
-    plain, moved = (report_of(plan, task)[0][0] for plan in (schedule, lower(schedule, offload=[0, 1])))
+    plain, moved = (reports_of(plan, task)[0][0] for plan in (schedule, lower(schedule, offload=[0, 1])))
 
     assert moved.layer_bytes == plain.layer_bytes
     assert [rank.peak_activations for rank in moved.ranks] == [2, 2]
@@ -85,7 +94,7 @@ def test_layers_keep_as_many_bytes_where_their_stage_offloads():
 def test_a_report_changes_no_bit_and_is_the_same_on_every_rank(name):
     schedule, task = build(name, ranks=2, microbatches=8), deep_task(4)
 
-    outcomes = report_of(schedule, task)
+    outcomes = reports_of(schedule, task)
 
     reports = [report for report, _ in outcomes]
     assert reports[0].ranks == reports[1].ranks
@@ -98,9 +107,7 @@ def test_a_report_changes_no_bit_and_is_the_same_on_every_rank(name):
 @pytest.mark.feature("H8")
 def test_the_bytes_of_a_stage_are_those_of_its_layers():
     """A block saves its input, mean and deviation of the norm, the norm's output and its own output."""
-    schedule, task = build("gpipe", ranks=3, microbatches=8), deep_task(3)
-
-    report, _ = report_of(schedule, task, keeps_gradients=True)[0]
+    report = report_of("gpipe", 3, deep_task(3), keeps_gradients=True)
 
     rows = 2  # of a microbatch
     saved = FLOAT * rows * (3 * WIDTH + 2)
@@ -115,9 +122,7 @@ def test_the_bytes_of_a_stage_are_those_of_its_layers():
 
 @pytest.mark.feature("H8")
 def test_the_points_of_a_step_stand_in_order_and_add_up():
-    schedule, task = build("1f1b", ranks=2, microbatches=8), deep_task(2)
-
-    report, _ = report_of(schedule, task)[0]
+    report = report_of("1f1b", 2, deep_task(2))
 
     for rank in report.ranks:
         assert [point.name for point in rank.points] == list(Moment)
@@ -130,38 +135,32 @@ def test_the_points_of_a_step_stand_in_order_and_add_up():
 
 def test_the_point_after_the_warm_up_is_before_the_first_backward():
     """With the gradients of a step before, all that comes after the last forward is given back: it is the peak, too."""
-    schedule, task = build("gpipe", ranks=1, microbatches=8), deep_task(2)
-
-    report, _ = report_of(schedule, task, keeps_gradients=True)[0]
+    report = report_of("gpipe", 1, deep_task(2), keeps_gradients=True)
 
     begin, after_warm_up, peak, end = (point.counted_bytes for point in report.ranks[0].points)
     assert begin == end < after_warm_up == peak
 
 
-def test_after_the_first_part_of_a_backward_only_what_weights_need_is_held():
-    """Of a linear layer that waits for its weights: its activations, and the gradient of its output."""
+def last_of_split_backwards(make_layer):
+    """The last of two stages, each of a wide layer; and what one microbatch that waits for W holds there."""
     rows, width = 64, 256
     inputs, target = (values(seed, 8 * rows, width) for seed in (1, 2))
-    schedule = build("zb-h1", ranks=2, microbatches=8)
-    task = Task(lambda: [settle(nn.Linear(width, width), 0), settle(nn.Linear(width, width), 1)], (inputs,), target)
+    task = Task(lambda: [settle(make_layer(width), seed) for seed in (0, 1)], (inputs,), target)
+    return report_of("zb-h1", 2, task, keeps_gradients=True).ranks[1].stages[0], 2 * FLOAT * rows * width
 
-    report, _ = report_of(schedule, task, keeps_gradients=True)[0]
 
-    last = report.ranks[1].stages[0]
-    assert (last.num_activations, last.activation_bytes) == (2, 0)
-    assert last.context_bytes == 2 * (2 * FLOAT * rows * width)
+def test_after_the_first_part_of_a_backward_only_what_weights_need_is_held():
+    """Of a linear layer that waits for its weights: its activations, and the gradient of its output."""
+    last, one = last_of_split_backwards(lambda width: nn.Linear(width, width))
+
+    assert (last.num_activations, last.activation_bytes, last.context_bytes) == (2, 0, 2 * one)
 
 
 @pytest.mark.parametrize("kind", [Fused, Closing, Building])
 def test_what_layers_leave_for_later_by_themselves_is_held_too(kind):
     """Like the products. At the peak one or both of two microbatches wait for W: a message may be under way or not."""
-    rows, width = 64, 256
-    inputs, target = (values(seed, 8 * rows, width) for seed in (1, 2))
-    task = Task(lambda: [settle(kind(width=width), seed) for seed in (0, 1)], (inputs,), target)
+    last, one = last_of_split_backwards(lambda width: kind(width=width))
 
-    report, _ = report_of(build("zb-h1", ranks=2, microbatches=8), task, keeps_gradients=True)[0]
-
-    last, one = report.ranks[1].stages[0], 2 * FLOAT * rows * width
     assert last.num_activations == 2
     assert last.context_bytes in (one, 2 * one)
 
@@ -178,19 +177,14 @@ class Shift(nn.Module):
 
 
 def test_inputs_that_wait_for_their_gradient_are_counted_though_no_layer_saved_them():
-    schedule, task = build("gpipe", ranks=3, microbatches=8), float_task(16)
-    task = Task(lambda: [Shift(), Shift(), Shift()], task.inputs, task.target)
-
-    report, _ = report_of(schedule, task, keeps_gradients=True)[0]
+    report = report_of("gpipe", 3, task_of(lambda: [Shift(), Shift(), Shift()]), keeps_gradients=True)
 
     middle = report.ranks[1].stages[0]
     assert (middle.num_activations, middle.activation_bytes) == (8, 8 * FLOAT * 2 * WIDTH)
 
 
 def test_receives_and_unsent_messages_are_counted():
-    schedule, task = build("1f1b", ranks=2, microbatches=8), deep_task(2)
-
-    report, _ = report_of(schedule, task)[0]
+    report = report_of("1f1b", 2, deep_task(2))
 
     message = FLOAT * 2 * WIDTH
     assert all(rank.received_bytes % message == 0 for rank in report.ranks)
@@ -205,22 +199,20 @@ def test_buffers_count_once_with_the_parameters_of_their_layers():
         layer.register_buffer("table", table)
         return layer
 
-    task = float_task(16)
-    task = Task(lambda: [with_table(), with_table(), Shift()], task.inputs, task.target)
-
-    report, _ = report_of(build("gpipe", ranks=1, microbatches=8), task)[0]
+    report = report_of("gpipe", 1, task_of(lambda: [with_table(), with_table(), Shift()]))
 
     assert report.ranks[0].stages[0].parameter_bytes == FLOAT * (3 * WIDTH + 100)
     assert report.layer_bytes["parameter_bytes"] == (FLOAT * (WIDTH + 100), FLOAT * WIDTH, FLOAT * WIDTH)
 
 
 def test_what_an_optimizer_keeps_on_another_device_is_not_counted():
-    pipeline = Pipeline(deep_task(2).make_layers(), "gpipe", 8, deep_task(2).loss)
-    parameters = [parameter for _, parameter in pipeline.named_parameters()]
+    task = deep_task(2)
+    pipeline = Pipeline(task.make_layers(), "gpipe", 8, task.loss)
+    parameters = list(pipeline.parameters())
     optimizer = torch.optim.SGD(parameters)
     optimizer.state[parameters[0]] = {"here": torch.zeros(3), "elsewhere": torch.zeros(5, device="meta")}
 
-    report = pipeline.memory_report(*deep_task(2).inputs, target=deep_task(2).target, optimizer=optimizer)
+    report = pipeline.memory_report(*task.inputs, target=task.target, optimizer=optimizer)
 
     assert report.ranks[0].optimizer_bytes == sum(report.layer_bytes["optimizer_bytes"]) == FLOAT * 3
 
@@ -243,7 +235,7 @@ def test_an_optimizer_is_counted_where_it_is_given():
 
 @pytest.mark.feature("H8")
 def test_a_report_prints_the_tables_of_a_profile_and_is_one_line_in_a_shell():
-    report = report_of(build("1f1b", ranks=2, microbatches=4), deep_task(4))[1][0]
+    report = report_of("1f1b", 2, deep_task(4), microbatches=4)
 
     lines = str(report).splitlines()
 
