@@ -10,12 +10,9 @@ import torch
 
 from penstock import Observer
 from penstock.errors import ConfigError, PipelineError
-from penstock.execute.observing.checked_values import ValueChecks
 from penstock.execute.observing.layer_sizes import LayerSizes, SavedTensorTracker
-from penstock.execute.observing.log import MessageLog
 from penstock.execute.observing.memory_report import MemoryWatch
 from penstock.execute.observing.observer import observed, observing
-from penstock.execute.observing.ranges import Ranges
 from penstock.execute.observing.recorder import Recorder
 from penstock.execute.step import Bound
 from penstock.pipeline import Pipeline
@@ -114,21 +111,17 @@ def test_an_observer_that_raises_is_reported_once_and_every_call_runs_once(caplo
     assert failing.noted.count("begin") == failing.noted.count("end") + failing.noted.count("end True")
 
 
+@pytest.mark.parametrize(("error", "needs_all_ranks"), [(PipelineError, False), (ValueError, True)])
 @pytest.mark.parametrize("place", PLACES)
-def test_what_an_observer_finds_ends_the_step(caplog, place):
-    observer = Noting([], fails_in=place, error=PipelineError)
+def test_what_an_observer_finds_and_an_error_of_one_that_needs_all_ranks_end_the_step(
+    caplog, place, error, needs_all_ranks
+):
+    observer = Noting([], fails_in=place, error=error)
+    observer.needs_all_ranks = needs_all_ranks
 
-    assert isinstance(error_of(run, [observer], lambda step: None), PipelineError)
+    assert isinstance(error_of(run, [observer], lambda step: None), error)
     assert reports(caplog) == []
     assert observer.failure is None
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_an_error_of_one_that_needs_all_ranks_ends_the_step(place):
-    observer = Noting([], fails_in=place)
-    observer.needs_all_ranks = True
-
-    assert isinstance(error_of(run, [observer], lambda step: None), ValueError)
 
 
 @pytest.mark.parametrize("fails_in", [None, "leave", "end True"])
@@ -207,37 +200,31 @@ def broken(*_, **__):
 
 
 INTERNAL = [
-    (ValueChecks, "_look_at_output", {"debug": "values"}),
-    (ValueChecks, "_checking", {"debug": "values"}),
-    (Ranges, "_in_ranges", {"ranges": True}),
-    (MessageLog, "_logging", {}),
+    ("checked_values.ValueChecks._look_at_output", {"debug": "values"}),
+    ("checked_values.ValueChecks._checking", {"debug": "values"}),
+    ("checked_values.not_finite", {"debug": "values"}),
+    ("ranges.Ranges._in_ranges", {"ranges": True}),
+    ("log.MessageLog._logging", {}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "method", "options"), INTERNAL, ids=[f"{row[0].__name__}.{row[1]}" for row in INTERNAL]
-)
-def test_an_internal_error_of_an_observer_of_our_own_does_not_fail_the_step(caplog, monkeypatch, kind, method, options):
+@pytest.mark.parametrize(("place", "options"), INTERNAL, ids=[place for place, _ in INTERNAL])
+def test_an_internal_error_of_an_observer_of_our_own_does_not_fail_the_step(caplog, monkeypatch, place, options):
     task = float_task(8)
+
+    def case(pipeline):
+        outcome = step_task(pipeline, task)
+        layers = [layer for stage in pipeline.stages for layer in stage.layers.values()]
+        assert not any(module._forward_hooks for layer in layers for module in layer.modules())
+        return outcome
 
     with caplog.at_level(logging.DEBUG, "penstock"):
-        monkeypatch.setattr(kind, method, broken)
-        outcomes = on_pipelines(2, task, lambda pipeline: step_task(pipeline, task), **options)
+        monkeypatch.setattr(f"penstock.execute.observing.{place}", broken)
+        outcomes = on_pipelines(2, task, case, **options)
 
     assert difference(outcomes, task.reference(4)) == []
-    assert [kind.__name__ in record.getMessage() for record in reports(caplog)] == [True, True]  # one per rank
-
-
-def test_a_value_that_cannot_be_looked_at_is_no_error_of_the_layer(caplog, monkeypatch):
-    monkeypatch.setattr("penstock.execute.observing.checked_values.not_finite", broken)
-    task = float_task(8)
-    pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, debug="values")
-
-    outcome = step_task(pipeline, task)
-
-    assert difference([outcome], task.reference(4)) == []
-    assert len(reports(caplog)) == 1
-    assert not any(module._forward_hooks for layer in pipeline.stages[0].layers.values() for module in layer.modules())
+    kind = {"checked_values": "ValueChecks", "ranges": "Ranges", "log": "MessageLog"}[place.split(".")[0]]
+    assert [kind in record.getMessage() for record in reports(caplog)] == [True, True]  # one per rank
 
 
 def on_first_rank(act):
