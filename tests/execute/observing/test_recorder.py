@@ -24,7 +24,6 @@ from tests.execute.stages.test_split_backward import Product
 from tests.local_pipelines import WIDTH, float_task, on_pipelines, on_ranks, pipeline_of, step_task
 
 FAR_S = 1000.0
-WAIT = partial(await_device, rank=0, deadline_s=20.0)
 
 
 def run(recorder, row, call, awaits=None):
@@ -154,19 +153,23 @@ def test_a_step_that_is_not_recorded_leaves_the_recording_as_it_was():
 class DeviceStandIn:
     """The host's clock, and a queue that is done at some time of it; events have the device's own zero."""
 
-    ZERO_S = 500.0
-
     def __init__(self):
         self.host_s = 10.0
-        self.free_s = 0.0
+        self.paused_s = 0.0
+        self.ends_s = [0.0]
+        """Of all that was queued."""
 
     def queue(self, length_s, host_s=0.001):
         """Queue work, which takes the host little time."""
-        self.free_s = max(self.free_s, self.host_s) + length_s
+        self.ends_s.append(max(self.ends_s[-1], self.host_s) + length_s)
         self.host_s += host_s
 
     def read(self):
         return self.host_s
+
+    def pause(self, seconds):
+        self.host_s += seconds
+        self.paused_s += seconds
 
     def event(self):
         return EventStandIn(self)
@@ -178,18 +181,24 @@ class EventStandIn:
         self._at_s = None
 
     def record(self):
-        self._at_s = max(self._device.free_s, self._device.host_s)
+        self._at_s = max(self._device.ends_s[-1], self._device.host_s)
 
     def query(self):
-        self._device.host_s = max(self._device.host_s, self._at_s)  # whoever looks again and again comes to it
-        return True
+        return self._device.host_s >= self._at_s
 
     def elapsed_time(self, end_event):
         return 1000.0 * (end_event._at_s - self._at_s)
 
 
+def waiting_for(device, rank=0, deadline_s=20.0, **options):
+    """Return how the host waits for a device."""
+    return partial(
+        await_device, rank=rank, deadline_s=deadline_s, read_clock=device.read, pause=device.pause, **options
+    )
+
+
 def recorder_of(device, num_rows):
-    return DeviceRecorder(range(num_rows), Clock(device.read, "host"), device.event, WAIT)
+    return DeviceRecorder(range(num_rows), Clock(device.read, "host"), device.event, waiting_for(device))
 
 
 def test_work_is_measured_when_the_device_does_it_and_not_when_the_host_queues_it():
@@ -225,7 +234,7 @@ def test_a_device_without_timed_events_leaves_the_recording_out():
     def lacks():
         raise RuntimeError("mps does not support timing")
 
-    recorder = DeviceRecorder(range(1), Clock(), lacks, WAIT)
+    recorder = DeviceRecorder(range(1), Clock(), lacks, await_device)
 
     recorder.attempt(recorder.begin, None)
 

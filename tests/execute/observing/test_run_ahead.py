@@ -1,6 +1,6 @@
 """The host runs at most so many computations ahead of its device, and does not wait for ever."""
 
-from functools import partial
+from math import inf
 
 import pytest
 import torch
@@ -10,54 +10,25 @@ from penstock.execute.observing.observer import observed
 from penstock.execute.observing.run_ahead import Throttle, throttle_for
 from penstock.execute.step import Bound
 from penstock.execute.transport import LocalTransport
-from penstock.execute.transport.device_queue import await_device
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
+from tests.execute.observing.test_recorder import DeviceStandIn, waiting_for
 from tests.local_pipelines import error_of, float_task
 
 CUDA = torch.device("cuda")
 
 
-class Device:
-    """A queue of work that moves by one whenever its host pauses."""
+def throttled(device, limit, program, length_s=1.0, **options):
+    """Return a throttle, its calls, and a list of how many computations were pending in each."""
+    throttle, pending = Throttle(limit, device.event, waiting_for(device, **options)), []
 
-    def __init__(self, moves=True):
-        self.moves = moves
-        self.num_queued = self.num_done = 0
-        self.most_pending = 0
-        self.now_s = 0.0
+    def compute(step):
+        device.queue(length_s)
+        pending.append(sum(end_s > device.host_s for end_s in device.ends_s))
 
-    def compute(self, step=None):
-        self.num_queued += 1
-        self.most_pending = max(self.most_pending, self.num_queued - self.num_done)
-
-    def pause(self, seconds):
-        self.now_s += seconds
-        self.num_done += self.moves
-
-    def marker(self):
-        return Place(self)
-
-
-class Place:
-    def __init__(self, device):
-        self.device = device
-        self.place = None
-
-    def record(self):
-        self.place = self.device.num_queued
-
-    def query(self):
-        return self.device.num_done >= self.place
-
-
-def throttled(device, limit, program, rank=0, deadline_s=60.0, **options):
-    options |= {"read_clock": lambda: device.now_s, "pause": device.pause}
-    wait = partial(await_device, rank=rank, deadline_s=deadline_s, **options)
-    throttle = Throttle(limit, device.marker, wait)
-    bounds = [Bound(row, device.compute) for row in range(int(program.offsets[1]))]
-    return throttle, observed([throttle], program, bounds)
+    bounds = [Bound(row, compute) for row in range(int(program.offsets[1]))]
+    return throttle, observed([throttle], program, bounds), pending
 
 
 def program_of(microbatches=6):
@@ -67,54 +38,54 @@ def program_of(microbatches=6):
 @pytest.mark.feature("H3")
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_at_most_so_many_computations_are_pending(limit):
-    device, program = Device(), program_of()
+    device, program = DeviceStandIn(), program_of()
 
-    _, bounds = throttled(device, limit, program)
+    _, bounds, pending = throttled(device, limit, program)
     for row in range(12):
         bounds[row].call(None)
 
-    assert device.most_pending == limit
+    assert max(pending) == limit
 
 
 def test_a_limit_that_is_never_reached_waits_for_nothing():
-    device, program = Device(), program_of()
+    device, program = DeviceStandIn(), program_of()
 
-    _, bounds = throttled(device, 12, program)
+    _, bounds, _ = throttled(device, 12, program)
     for row in range(12):
         bounds[row].call(None)
 
-    assert device.now_s == 0.0
+    assert device.paused_s == 0.0
 
 
 def test_only_computations_are_held_back():
-    device, program = Device(), lower(build("gpipe", ranks=2, microbatches=2))
+    device, program = DeviceStandIn(), lower(build("gpipe", ranks=2, microbatches=2))
 
-    _, bounds = throttled(device, 1, program)
-    held = [bound.row for bound in bounds if bound.call != device.compute]
+    _, bounds, _ = throttled(device, 1, program)
+    held = [bound.row for bound in bounds if bound.call.__name__ != "compute"]
 
     assert held == [row for row in range(int(program.offsets[1])) if program.is_compute[row]]
 
 
 def test_what_a_failed_step_left_pending_is_forgotten():
-    device, program = Device(moves=False), program_of()
-    throttle, bounds = throttled(device, 1, program)
+    device, program = DeviceStandIn(), program_of()
+    throttle, bounds, _ = throttled(device, 1, program, inf)
     bounds[0].call(None)
 
     throttle.begin(None)
     bounds[1].call(None)
 
-    assert device.now_s == 0.0
+    assert device.paused_s == 0.0
 
 
 def test_a_device_that_stands_still_is_an_error_in_time():
-    device, program = Device(moves=False), program_of()
-    _, bounds = throttled(device, 1, program, rank=3, deadline_s=2.0)
+    device, program = DeviceStandIn(), program_of()
+    _, bounds, pending = throttled(device, 1, program, inf, rank=3, deadline_s=2.0)
     bounds[0].call(None)
 
     error = error_of(bounds[1].call, None)
 
     assert isinstance(error, DeadlineExceeded)
-    assert (error.rank, device.num_queued) == (3, 1)
+    assert (error.rank, pending) == (3, [1])
     assert 2.0 < error.waited_s < 2.1
     assert "rank 3: waited 2.00 s for its device to end a computation, the deadline is 2 s" in str(error)
 
@@ -128,14 +99,14 @@ def test_a_cpu_is_not_throttled_and_no_limit_throttles_nothing():
 
 
 def test_while_the_device_waits_for_a_peer_its_own_deadline_does_not_count():
-    device, program = Device(moves=False), program_of()
-    _, bounds = throttled(device, 1, program, deadline_s=2.0, is_held_up=lambda: device.now_s < 5.0)
+    device, program = DeviceStandIn(), program_of()
+    _, bounds, _ = throttled(device, 1, program, inf, deadline_s=2.0, is_held_up=lambda: device.paused_s < 5.0)
     bounds[0].call(None)
 
     error = error_of(bounds[1].call, None)
 
     assert isinstance(error, DeadlineExceeded)
-    assert 6.9 < device.now_s < 7.2
+    assert 6.9 < device.paused_s < 7.2
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5])
