@@ -1,6 +1,7 @@
 """Every message says what it is, and one that is not what its receiver expects is refused with both descriptions."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,6 @@ from penstock.schedules import build
 from tests.execute.test_run import drawn
 from tests.local_pipelines import (
     MAX_WAIT_S,
-    Task,
     difference,
     error_of,
     float_layers,
@@ -25,7 +25,6 @@ from tests.local_pipelines import (
     pipeline_of,
     second_step,
     step_task,
-    token_layers,
     token_task,
     values,
     zero,
@@ -41,22 +40,24 @@ def run_twice(wires, task, schedule, **options):
         return second_step(pipeline, task)
 
 
+@pytest.mark.parametrize("num_frozen", range(4))
 @pytest.mark.parametrize(
-    "schedule",
-    [
-        build("1f1b", ranks=3, microbatches=4),
-        build("zbv", ranks=2, microbatches=4),
-        build("interleaved-1f1b", ranks=2, microbatches=4),
-    ],
-    ids=["1f1b", "zbv", "interleaved"],
+    ("name", "num_ranks"), [("1f1b", 3), ("interleaved-1f1b", 2), ("interleaved-zb", 2), ("zbv", 2)]
 )
-def test_checked_messages_change_no_bit(schedule):
-    task = float_task(8)
-    layers = Task(lambda: float_layers(num_layers=schedule.num_stages), task.inputs, task.target)
+def test_checked_messages_change_no_bit_also_those_without_any_tensor(name, num_ranks, num_frozen):
+    """No gradient goes back to first layers that are not trained; another message may come first there."""
 
-    outcomes = on_ranks(schedule.num_ranks, run_twice, layers, schedule)
+    def make_layers():
+        layers = float_layers(num_layers=4)
+        for layer in layers[:num_frozen]:
+            layer.requires_grad_(False)
+        return layers
 
-    assert difference(outcomes, layers.reference(4)) == []
+    task = replace(float_task(8), make_layers=make_layers)
+
+    outcomes = on_ranks(num_ranks, run_twice, task, build(name, ranks=num_ranks, microbatches=4))
+
+    assert difference(outcomes, task.reference(4)) == []
 
 
 def test_messages_out_of_the_order_of_microbatches_pass():
@@ -69,32 +70,10 @@ def test_messages_out_of_the_order_of_microbatches_pass():
 
 def test_tied_gradients_and_the_copies_of_two_routes_pass():
     task = token_task(8, torch.float64)
-    tied = Task(lambda: token_layers(torch.float64), task.inputs, task.target, task.loss, task.options)
+    tied = [("0.weight", "4.weight")]
 
-    on_ranks(2, lambda wires: run_twice(wires, tied, build("1f1b", ranks=2, microbatches=4), tied=TIED))
-    on_ranks(2, lambda wires: run_twice(wires, tied, build("dualpipe", ranks=2, microbatches=4)))
-
-
-TIED = [("0.weight", "4.weight")]
-
-
-@pytest.mark.parametrize("num_frozen", [1, 2, 3])
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zb", "zbv"])
-def test_messages_without_any_tensor_pass(name, num_frozen):
-    """The first layers are not trained, so no gradient goes back there; another message may come first."""
-
-    def frozen_layers():
-        layers = float_layers(num_layers=4)
-        for layer in layers[:num_frozen]:
-            layer.requires_grad_(False)
-        return layers
-
-    task = float_task(8)
-    frozen = Task(frozen_layers, task.inputs, task.target)
-
-    outcomes = on_ranks(2, run_twice, frozen, build(name, ranks=2, microbatches=4))
-
-    assert difference(outcomes, frozen.reference(4)) == []
+    on_ranks(2, lambda wires: run_twice(wires, task, build("1f1b", ranks=2, microbatches=4), tied=tied))
+    on_ranks(2, lambda wires: run_twice(wires, task, build("dualpipe", ranks=2, microbatches=4)))
 
 
 class Swapping:
