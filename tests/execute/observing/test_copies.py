@@ -5,7 +5,7 @@ import torch
 
 from penstock.errors import PipelineError
 from penstock.execute.observing.copies import require_equal_copies
-from tests.local_pipelines import error_of, on_pipelines, on_ranks, pipeline_of, step_task, token_task
+from tests.local_pipelines import error_of, on_pipelines, step_task, token_task
 
 TIED = [("0.weight", "4.weight")]
 
@@ -52,9 +52,8 @@ def test_equal_copies_pass_in_training_and_evaluation():
 def test_gradients_of_copies_are_compared_too_and_none_counts_as_zero():
     task = token_task(8)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task, debug="values", tied=TIED)
-        copies = pipeline._assembly.tied_copies
+    def case(pipeline):
+        wires, copies = pipeline.transport, pipeline._assembly.tied_copies
         require_equal_copies(wires, copies, "grad")
         parameter = next(iter(copies[0].parameters.values()))
         parameter.grad = torch.zeros_like(parameter)
@@ -63,7 +62,7 @@ def test_gradients_of_copies_are_compared_too_and_none_counts_as_zero():
         require_equal_copies(wires, copies)
         require_equal_copies(wires, copies, "grad")
 
-    error = error_of(on_ranks, 2, case)
+    error = error_of(on_pipelines, 2, task, case, debug="values", tied=TIED)
 
     text = "the copies of the gradient of '4.weight' on ranks 0 and 1 differ by up to 3, in 1 of 66 values"
     assert text in str(error)
@@ -73,15 +72,14 @@ def test_gradients_of_copies_are_compared_too_and_none_counts_as_zero():
 def test_main_gradients_are_compared_where_they_are_kept():
     task = token_task(8, torch.bfloat16)
 
-    def case(wires):
-        pipeline = pipeline_of(wires, task, debug="values", tied=TIED, main_gradients=True)
+    def case(pipeline):
         step_task(pipeline, task)
-        parameter = dict(pipeline.named_parameters())["4.weight" if wires.rank else "0.weight"]
+        parameter = dict(pipeline.named_parameters())["4.weight" if pipeline.rank else "0.weight"]
         assert parameter.main_grad.dtype == torch.float32
-        if wires.rank:
+        if pipeline.rank:
             parameter.main_grad[0, 0] += 1.0
-        require_equal_copies(wires, pipeline._assembly.tied_copies, "main_grad")
+        require_equal_copies(pipeline.transport, pipeline._assembly.tied_copies, "main_grad")
 
-    error = error_of(on_ranks, 2, case)
+    error = error_of(on_pipelines, 2, task, case, debug="values", tied=TIED, main_gradients=True)
 
     assert "the copies of the gradient of '4.weight' on ranks 0 and 1 differ by up to 1, in 1 of 66" in str(error)
