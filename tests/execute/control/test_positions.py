@@ -23,34 +23,24 @@ from tests.ranks import run_ranks
 from tests.work import lines_run
 
 
-def test_a_peer_reads_state_row_step_and_whom_a_rank_waits_for():
+def test_a_peer_reads_state_row_and_whom_a_rank_waits_for_from_before_a_step_to_its_end():
     writer, reader = boards_of_threads(2)
-    writer.note_step(7)
-    writer.note(3)
-    running = reader.read(0)
-    writer.note_wait(1)
-    waiting = reader.read(0)
-    writer.note_run()
-    again = reader.read(0)
+    life = [
+        (lambda: None, State.IDLE, -1, None),
+        (lambda: writer.note_step(7), State.RUNNING, -1, None),
+        (lambda: writer.note(300), State.RUNNING, 300, None),
+        (lambda: writer.note_wait(1), State.WAITING, 300, 1),
+        (writer.note_run, State.RUNNING, 300, None),
+        (writer.note_idle, State.IDLE, -1, None),
+        (lambda: writer.note_state(State.DONE), State.DONE, -1, None),
+    ]
 
-    assert (running.state, running.row, running.peer, running.step) == (State.RUNNING, 3, None, 7)
-    assert (waiting.state, waiting.row, waiting.peer) == (State.WAITING, 3, 1)
-    assert (again.state, again.row, again.peer) == (State.RUNNING, 3, None)
-    assert waiting.pid == os.getpid()
-
-
-def test_the_row_alone_is_read_before_a_step_in_it_in_a_wait_and_after_it():
-    writer, reader = boards_of_threads(2)
-    rows = [reader.row_of(0)]
-    writer.note_step(7)
-    rows.append(reader.row_of(0))
-    writer.note(300)
-    writer.note_wait(1)
-    rows.append(reader.row_of(0))
-    writer.note_idle()
-    rows.append(reader.row_of(0))
-
-    assert rows == [-1, -1, 300, -1]
+    for act, *expected in life:
+        act()
+        found = reader.read(0)
+        assert [found.state, found.row, found.peer] == expected
+        assert reader.row_of(0) == found.row
+    assert (found.step, found.pid) == (7, os.getpid())
 
 
 def test_since_is_the_moment_at_which_the_state_began():
@@ -60,19 +50,6 @@ def test_since_is_the_moment_at_which_the_state_began():
     after_s = time.monotonic()
 
     assert before_s <= board.read(0).since_s <= after_s
-
-
-def test_a_fresh_or_finished_rank_is_idle_and_a_closed_one_done():
-    (board,) = boards_of_threads(1)
-    fresh = board.read(0)
-    board.note_step(0)
-    board.note(5)
-    board.note_idle()
-    finished = board.read(0)
-    board.note_state(State.DONE)
-
-    assert [fresh.state, finished.state, board.read(0).state] == [State.IDLE, State.IDLE, State.DONE]
-    assert (fresh.row, finished.row) == (-1, -1)
 
 
 def test_long_texts_are_cut_and_the_next_slot_stays_whole():
@@ -108,8 +85,8 @@ def test_the_earliest_verdict_is_the_one_for_all():
 
 def test_texts_of_an_earlier_epoch_no_longer_count():
     early, late = boards_of_threads(2)
-    early.note_failure(Failure("old failure", "", "", ""))
-    late.note_failure(Failure("old failure", "", "", ""))
+    early.note_failure(Failure("old failure"))
+    late.note_failure(Failure("old failure"))
     late.note_verdict("old verdict")
     early.begin_epoch()
 
@@ -124,7 +101,7 @@ def test_a_peer_has_given_up_the_step_at_hand_once_it_has_failed_or_found_who_di
         board.note_step(4)
     assert boards[0].gave_up() is None
 
-    boards[1].note_failure(Failure("ValueError: no", "", "", ""))
+    boards[1].note_failure(Failure("ValueError: no"))
     assert [board.gave_up() for board in boards] == [1, None, 1]
     boards[2].note_verdict("rank 1 failed")
     assert [board.gave_up() for board in boards] == [1, 2, 1]
@@ -137,7 +114,7 @@ def test_a_peer_has_given_up_the_step_at_hand_once_it_has_failed_or_found_who_di
         board.note_step(5)
     assert [board.gave_up() for board in boards] == [None] * 3
     boards[1].note_step(6)
-    boards[1].note_failure(Failure("ValueError: no", "", "", ""))
+    boards[1].note_failure(Failure("ValueError: no"))
     assert boards[0].gave_up() is None  # of another step
 
 
@@ -209,7 +186,7 @@ def test_ranks_of_a_mesh_have_the_slots_of_their_numbers():
         for board in (first, other):
             board.note_step(3)
         assert first.gave_up() is None
-        other.note_failure(Failure("ValueError: no", "", "", ""))
+        other.note_failure(Failure("ValueError: no"))
 
         assert (first.rank, first.name) == (4, "rank 4 (pipeline 0, data 1)")
         assert first.gave_up() == 6
