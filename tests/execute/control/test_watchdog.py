@@ -110,18 +110,24 @@ def test_stop_ends_the_thread_before_its_deadline_and_may_be_called_twice():
     assert threading.active_count() == before
 
 
-def test_a_watchdog_can_be_started_again():
+def stop(watchdog):
+    watchdog.start()
+    watchdog.stop()
+
+
+def lose_thread(watchdog):
+    watchdog._thread = threading.Thread()  # not running, as after a fork
+
+
+@pytest.mark.parametrize("end", [stop, lose_thread])
+def test_a_watchdog_that_was_stopped_or_whose_thread_died_watches_again_in_the_next_step(end):
     (board,) = boards_of_threads(1)
     watchdog = Watchdog(board, 0.1)
-    watchdog.start()
-    watchdog.stop()
+    end(watchdog)
     board.note(0)
-    watchdog.start()
 
-    is_shown = poll(lambda: board.read(0).stack)
-    watchdog.stop()
-
-    assert is_shown
+    with watching(watchdog):
+        assert poll(lambda: board.read(0).stack)
 
 
 def test_a_thread_that_has_ended_has_no_stack():
@@ -151,16 +157,3 @@ def test_a_watchdog_that_collects_the_garbage_of_its_own_pipeline_ends():
 
     assert is_over.wait(5)
     assert problems == []
-
-
-def test_a_watchdog_whose_thread_died_watches_again_in_the_next_step():
-    (board,) = boards_of_threads(1)
-    watchdog = Watchdog(board, 0.02)
-    looks = []
-
-    watchdog._thread = threading.Thread()  # not running, as after a fork
-    watchdog.look = lambda: looks.append(None)
-    watchdog.start()
-
-    assert poll(lambda: bool(looks))
-    watchdog.stop()
