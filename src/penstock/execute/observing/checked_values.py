@@ -29,9 +29,8 @@ from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.rank_names import rank_names
 from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import tensors_of
-from penstock.ir.deps import NONE
 from penstock.ir.instruction import Instruction
-from penstock.ir.operations import IS_COMPUTE, OPERATIONS, RUNS_AUTOGRAD, RUNS_FORWARD, Value
+from penstock.ir.operations import IS_COMPUTE, RUNS_AUTOGRAD, RUNS_FORWARD
 from penstock.ir.program import Program
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -73,9 +72,7 @@ class ValueChecks(Observer):
             return None
         place = (instruction.stage, instruction.microbatch, instruction.slice)
         backward = self._backwards(program).get(place) if RUNS_FORWARD[instruction.op] else None
-        makes_output = Value.OUTPUT in OPERATIONS[instruction.op].makes
-        has_loss = makes_output and program.placement.next_stage[instruction.stage] == NONE
-        return lambda step: self._checking(step, instruction, backward, has_loss=has_loss)
+        return partial(self._checking, instruction, backward)
 
     def end(self, step: Step, failed: bool) -> None:
         self._hooks.close()
@@ -85,19 +82,17 @@ class ValueChecks(Observer):
     # ---- computations
 
     @contextmanager
-    def _checking(
-        self, step: Step, instruction: Instruction, backward: Instruction | None, *, has_loss: bool
-    ) -> Iterator[None]:
+    def _checking(self, instruction: Instruction, backward: Instruction | None, step: Step) -> Iterator[None]:
         self._here.action, self._here.backward = instruction, backward
         try:
             yield
         finally:
             self._here.action = self._here.backward = None
-        if has_loss:
+        if RUNS_FORWARD[instruction.op]:
             loss = step.losses.computed.get(place := (instruction.microbatch, instruction.slice))
             if loss is not None and step.losses.shares.factor(*place):  # else it may be anything
                 self._check(instruction, "the loss", loss)
-        if not RUNS_FORWARD[instruction.op]:
+        else:
             self._check_parameters([self._stages[instruction.stage]], instruction)
 
     def _check_parameters(self, stages: Iterable[Stage], action: _Action) -> None:
