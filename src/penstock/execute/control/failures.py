@@ -78,9 +78,10 @@ class FailureReporter:
         waited = _own_wait(error)
         position = self.board.read(self.board.rank)  # before the state becomes FAILED
         if waited is None:
+            summary = f"{type(error).__name__}: {error}".partition("\n")[0]  # whatever else the error says
             calls = "".join(traceback.format_exception(error, limit=-NUM_CALLS))
             finding = error.finding if isinstance(error, PipelineError) else ""
-            self.board.note_failure(Failure(_summary(error), noted_place(error), finding, calls))
+            self.board.note_failure(Failure(summary, noted_place(error), finding, calls))
         peer = None if waited is None else waited.peer
         try:
             verdict = diagnose(self.board, self._describe, peer=peer)
@@ -185,8 +186,3 @@ class _Unblocking:
 def _own_wait(error: BaseException) -> PeerLost | DeadlineExceeded | None:
     """Return the error if a wait of this pipeline ended with it; out of a user's layer or loss it is of another one."""
     return error if isinstance(error, (PeerLost, DeadlineExceeded)) and not noted_place(error) else None
-
-
-def _summary(error: BaseException) -> str:
-    """The type and the first line of the message, whatever else the error says."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -135,8 +135,12 @@ class PositionMemory:
 
         Ranks of other hosts, and all other ranks where the memory cannot be opened, are unknown on this board.
         """
-        path = paths[hosts.index(hosts[index])]
-        return PositionBoard(_map(path, self._num_bytes), self._names.numbers[index], self._names)
+        try:
+            with open(paths[hosts.index(hosts[index])], "r+b") as file:
+                memory = mmap.mmap(file.fileno(), self._num_bytes)
+        except OSError:  # none, or another user's: this rank sees only itself, but it can run
+            memory = mmap.mmap(-1, self._num_bytes)
+        return PositionBoard(memory, self._names.numbers[index], self._names)
 
 
 class PositionBoard:
@@ -277,11 +281,3 @@ def _write_text(memory: mmap.mmap, start: int, limit_bytes: int, text: str) -> N
 def _read_text(memory: mmap.mmap, start: int) -> str:
     (size_bytes,) = LENGTH.unpack_from(memory, start)
     return memory[start + LENGTH.size : start + LENGTH.size + size_bytes].decode(errors="ignore")
-
-
-def _map(path: str, size_bytes: int) -> mmap.mmap:
-    try:
-        with open(path, "r+b") as file:
-            return mmap.mmap(file.fileno(), size_bytes)
-    except OSError:  # none, or another user's: this rank sees only itself, but it can run
-        return mmap.mmap(-1, size_bytes)
