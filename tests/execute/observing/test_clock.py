@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -27,10 +28,6 @@ def false_clock(rank, host=None, *, begin_s=0.0):
     )
 
 
-def true_s(rank, shown_s, begin_s):
-    return (shown_s - AHEAD_S[rank] - begin_s) / SPEEDS[rank] + begin_s
-
-
 def compare(wires, hosts, begin_s):
     """Return the alignment, and moments between its two ends on the own clock."""
     clock = false_clock(wires.rank, hosts[wires.rank], begin_s=begin_s)
@@ -42,17 +39,13 @@ def compare(wires, hosts, begin_s):
     return comparison.end(), np.array(moments)
 
 
-def worst_error_s(rank, alignment, moments, begin_s):
-    aligned = alignment.to_common(rank, moments)
-    return float(np.abs(aligned - true_s(rank, moments, begin_s)).max())
-
-
 def assert_aligned(found, begin_s):
     alignment = found[0][0]
     assert all(other == alignment for other, _ in found)
     for rank, (_, moments) in enumerate(found):
+        true_s = (moments - AHEAD_S[rank] - begin_s) / SPEEDS[rank] + begin_s
         own = max(alignment.first[rank].uncertainty_s, alignment.last[rank].uncertainty_s)
-        assert worst_error_s(rank, alignment, moments, begin_s) <= own + 1e-6
+        assert np.abs(alignment.to_common(rank, moments) - true_s).max() <= own + 1e-6
         assert own <= alignment.uncertainty_s
 
 
@@ -137,12 +130,8 @@ def test_the_offset_is_interpolated_between_start_and_end():
 
 
 def compare_over_gloo(rank, hosts, begin_s):
-    wires = TorchTransport(deadline_s=20.0)
-    try:
-        alignment, moments = compare(wires, hosts, begin_s)
-    finally:
-        wires.close()
-    return alignment, moments
+    with closing(TorchTransport(deadline_s=20.0)) as wires:
+        return compare(wires, hosts, begin_s)
 
 
 @pytest.mark.slow
