@@ -9,16 +9,12 @@ import penstock as ps
 from penstock.execute.observing.layer_sizes import FIELDS, SavedTensorTracker, storages
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.local_pipelines import on_ranks, settle, values
+from tests.local_pipelines import on_ranks, settle, square_loss, values
 from tests.own_weight_gradients import Building, Closing, Fused
 
 FLOAT = 4
 ROWS, WIDTH = 64, 256
 """Of a microbatch; wide enough for products to leave their weights for later."""
-
-
-def mean_square(output, target):
-    return ((output - target) ** 2).mean()
 
 
 def sizes_of(
@@ -29,7 +25,7 @@ def sizes_of(
 
     def case(wires):
         order = build(schedule, ranks=num_ranks, microbatches=microbatches)
-        pipeline = Pipeline(make_layers(), order, loss=mean_square, transport=wires)
+        pipeline = Pipeline(make_layers(), order, loss=square_loss, transport=wires)
         own = None if optimizer is None else optimizer(list(pipeline.parameters()))
         for _ in range(num_steps):
             report = pipeline.memory_report(inputs, target=target, optimizer=own, split_backwards=split_backwards)
