@@ -21,6 +21,7 @@ from tests.local_pipelines import (
     error_of,
     float_layers,
     float_task,
+    on_pipelines,
     on_ranks,
     pipeline_of,
     second_step,
@@ -34,10 +35,10 @@ CPU = torch.device("cpu")
 OUT_OF_ORDER = drawn(Placement.line(2), "0F2 0F0 0F1 0B1 0B0 0B2", "1F2 1F0 1F1 1B1 1B0 1B2")
 
 
-def run_twice(wires, task, schedule, **options):
-    """Return what the second step did, in which receives would be posted ahead."""
-    with pipeline_of(wires, task, schedule, None, debug="messages", **options) as pipeline:
-        return second_step(pipeline, task)
+def run_twice(num_ranks, task, schedule, **options):
+    """Return what all ranks saw of the second step, in which receives would be posted ahead."""
+    options |= {"debug": "messages"}
+    return on_pipelines(num_ranks, task, lambda pipeline: second_step(pipeline, task), schedule, None, **options)
 
 
 @pytest.mark.parametrize("num_frozen", range(4))
@@ -55,7 +56,7 @@ def test_checked_messages_change_no_bit_also_those_without_any_tensor(name, num_
 
     task = replace(float_task(8), make_layers=make_layers)
 
-    outcomes = on_ranks(num_ranks, run_twice, task, build(name, ranks=num_ranks, microbatches=4))
+    outcomes = run_twice(num_ranks, task, build(name, ranks=num_ranks, microbatches=4))
 
     assert difference(outcomes, task.reference(4)) == []
 
@@ -63,17 +64,16 @@ def test_checked_messages_change_no_bit_also_those_without_any_tensor(name, num_
 def test_messages_out_of_the_order_of_microbatches_pass():
     task = float_task(12, torch.float64)
 
-    outcomes = on_ranks(2, run_twice, task, OUT_OF_ORDER)
+    outcomes = run_twice(2, task, OUT_OF_ORDER)
 
     assert difference(outcomes, task.reference(3), tolerance=1e-12) == []
 
 
 def test_tied_gradients_and_the_copies_of_two_routes_pass():
     task = token_task(8, torch.float64)
-    tied = [("0.weight", "4.weight")]
 
-    on_ranks(2, lambda wires: run_twice(wires, task, build("1f1b", ranks=2, microbatches=4), tied=tied))
-    on_ranks(2, lambda wires: run_twice(wires, task, build("dualpipe", ranks=2, microbatches=4)))
+    run_twice(2, task, build("1f1b", ranks=2, microbatches=4), tied=[("0.weight", "4.weight")])
+    run_twice(2, task, build("dualpipe", ranks=2, microbatches=4))
 
 
 class Swapping:

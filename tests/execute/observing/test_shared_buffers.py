@@ -11,7 +11,7 @@ from penstock.errors import PipelineError
 from penstock.execute.observing.shared_buffers import shared_buffers
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, error_of, named, on_ranks, settle, square_loss, values
+from tests.local_pipelines import WIDTH, assert_errors, error_of, named, on_ranks, settle, square_loss, values
 from tests.reference import reference_step
 
 FLOAT64 = torch.float64
@@ -90,10 +90,9 @@ def train(wires, make_layers, schedule="1f1b"):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("case", CHANGING)
 def test_a_step_that_changes_a_buffer_of_two_ranks_is_refused_on_both(case, schedule):
-    for error in on_ranks(2, train, CHANGING[case], schedule):
-        assert isinstance(error, PipelineError)
-        assert "which is the buffer" in str(error)
-        assert "Give each layer a module of its own" in str(error)
+    errors = on_ranks(2, train, CHANGING[case], schedule)
+
+    assert_errors(errors, PipelineError, "which is the buffer", "Give each layer a module of its own")
 
 
 def train_process(rank, make_layers):
