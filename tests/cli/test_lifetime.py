@@ -58,7 +58,7 @@ def test_a_rank_that_waits_in_c_code_ends_without_a_trace(number):
 
 
 def test_an_interrupt_raises_where_files_are_open():
-    with pytest.raises(KeyboardInterrupt), lifetime.interrupts_handled_by(lifetime.raise_interrupt):
+    with pytest.raises(KeyboardInterrupt), lifetime.interrupts_handled_by(signal.default_int_handler):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -84,15 +84,15 @@ def test_handlers_are_put_back():
     with hang_up_handled_by(signal.SIG_DFL):
         before = [signal.getsignal(number) for number in lifetime.INTERRUPTS]
 
-        with lifetime.interrupts_handled_by(lifetime.raise_interrupt):
+        with lifetime.interrupts_handled_by(signal.default_int_handler):
             inside = [signal.getsignal(number) for number in lifetime.INTERRUPTS]
 
-        assert inside == [lifetime.raise_interrupt] * 3
+        assert inside == [signal.default_int_handler] * 3
         assert [signal.getsignal(number) for number in lifetime.INTERRUPTS] == before
 
 
 def test_a_hang_up_that_nohup_ignores_stays_ignored():
-    with hang_up_handled_by(signal.SIG_IGN), lifetime.interrupts_handled_by(lifetime.raise_interrupt):
+    with hang_up_handled_by(signal.SIG_IGN), lifetime.interrupts_handled_by(signal.default_int_handler):
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 

@@ -33,11 +33,6 @@ def leave_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(ExitStatus.INTERRUPTED)
 
 
-def raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle an interrupt while files are open: let the blocks that hold them close them."""
-    raise KeyboardInterrupt
-
-
 @contextmanager
 def interrupts_handled_by(handler: Handler) -> Iterator[None]:
     """Handle SIGINT, SIGTERM and SIGHUP (unless ignored, as under nohup) by `handler`; call from the main thread."""

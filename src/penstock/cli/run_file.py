@@ -1,6 +1,7 @@
 """Commands that run something on the ranks of a run file: started here, or as one of the ranks of torchrun."""
 
 import os
+import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,6 @@ from penstock.cli.lifetime import (
     interrupts_handled_by,
     launcher_of,
     leave_at_once,
-    raise_interrupt,
     stop_or_raise,
 )
 from penstock.cli.output import complain, forget_stdout, say_at_once
@@ -133,7 +133,7 @@ def _launch(
 
     from penstock.cli.launch import launch_ranks
 
-    with interrupts_handled_by(raise_interrupt), hold(config) as held:
+    with interrupts_handled_by(signal.default_int_handler), hold(config) as held:
         folder = tomlkit.string(held.run.folder).as_string()
         kept = [each for each in arguments.set if each.partition("=")[0].replace(" ", "") != "run.folder"]
         overrides = [f"--set={override}" for override in (*kept, f"run.folder={folder}")]
