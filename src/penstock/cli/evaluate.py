@@ -3,8 +3,7 @@
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,8 @@ def run(arguments: Namespace) -> int:
     arguments.run_file = str(path)
     require_named_code(load_config(path, arguments.set), arguments.functions)
     is_quiet = arguments.format == "json"
-    return run_on_ranks(arguments, command, partial(_evaluate, arguments), _hold_nothing, is_quiet=is_quiet)
+    # Nothing is held: an evaluation leaves a run as it is, and may read one that goes on.
+    return run_on_ranks(arguments, command, partial(_evaluate, arguments), nullcontext, is_quiet=is_quiet)
 
 
 def _settings(arguments: Namespace, folder: Path) -> list[str]:
@@ -70,12 +70,6 @@ def _settings(arguments: Namespace, folder: Path) -> list[str]:
     whole = ["data.corpus=files", "data.sources=[]", 'data.source=""', "data.held_out_fraction=0"]
     no_held_out = ["run.evaluate_batches=0", "run.evaluate_every=0", "run.patience=0"]
     return [*found, f"data.files=[{quoted(arguments.data)}]", *whole, *no_held_out]
-
-
-@contextmanager
-def _hold_nothing(config: Any) -> Iterator[Any]:
-    """Hold nothing: an evaluation leaves a run as it is, and may read one that goes on."""
-    yield config
 
 
 def _evaluate(arguments: Namespace, config: Any) -> None:
