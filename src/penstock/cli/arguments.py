@@ -2,7 +2,8 @@
 
 import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from penstock.cli.completion import names_and_files
@@ -14,8 +15,13 @@ NAME = (
     "file, a drawn grid included, whose own communication is left out; - is stdin"
 )
 FUNCTION = "a schedule of your own: the function NAME in the Python file FILE makes it"
-RENAMED = {"--option": "--set", "--format": "--to", "--from": "--function"}
-"""Old spellings, in the commands that have the new one."""
+OLD = {
+    "--option": ("--set", "is called --set now"),
+    "--format": ("--to", "is called --to now"),
+    "--from": ("--function", "is called --function now"),
+    "--per-rank": ("--per-action", "is gone: costs are per rank by default; --per-action makes them per action"),
+}
+"""Options of before, in the commands that have the other one instead, and what to say."""
 SETTINGS = {
     "--ranks": "pipeline.ranks",
     "--microbatches": "pipeline.microbatches",
@@ -25,8 +31,6 @@ SETTINGS = {
     "--lr": "optimizer.learning_rate",
 }
 """Options that are looked for where a run file has a key."""
-REPLACED = {"--per-rank": ("--per-action", "costs are per rank by default; --per-action makes them per action")}
-"""Old options whose meaning is the default: the option for the other meaning, and what to say."""
 MEMORY_LIMIT = "--memory-limit"
 LIMIT = (
     "what a rank may hold at once: 20GiB, or a number of bytes, with costs that say how large activations are; "
@@ -59,8 +63,8 @@ class Parser(ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
         self.register("action", None, Once)
-        self.register("type", int, _whole_number)
-        self.register("type", float, _number)
+        self.register("type", int, partial(_number, int, "a whole number"))
+        self.register("type", float, partial(_number, float, "a number"))
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None
@@ -85,10 +89,9 @@ class Parser(ArgumentParser):
         known = [option for action in self._actions for option in action.option_strings]
         words = [text.partition("=")[0] for text in unknown]
         for word in words:
-            if RENAMED.get(word) in known:
-                self.exit(ExitStatus.USAGE, f"{self.prog}: {word} is called {RENAMED[word]} now\n")
-            if word in REPLACED and REPLACED[word][0] in known:
-                self.exit(ExitStatus.USAGE, f"{self.prog}: {word} is gone: {REPLACED[word][1]}\n")
+            instead, problem = OLD.get(word, ("", ""))
+            if instead in known:
+                self.exit(ExitStatus.USAGE, f"{self.prog}: {word} {problem}\n")
         options = [word for word in words if word.startswith("-")]
         run_file = any(action.dest == "run_file" for action in self._actions)
         if run_file and options and options[0] in SETTINGS:
@@ -99,18 +102,11 @@ class Parser(ArgumentParser):
         self.error(f"unexpected argument {shortened(unknown[0])}")
 
 
-def _whole_number(text: str) -> int:
+def _number(read: Callable[[str], float], what: str, text: str) -> float:
     try:
-        return int(text)
+        return read(text)
     except ValueError:
-        raise ArgumentTypeError(f"{shortened(text)} is not a whole number") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{shortened(text)} is not a number") from None
+        raise ArgumentTypeError(f"{shortened(text)} is not {what}") from None
 
 
 def add_one_schedule(parser: ArgumentParser) -> None:
