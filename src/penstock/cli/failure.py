@@ -11,6 +11,7 @@ import torch.distributed as dist
 from penstock.cli.status import ExitStatus, status_of
 from penstock.errors import PeerLost, PipelineError
 
+FAILURE_KEY, FINISHED_KEY = "penstock/failure/{}", "penstock/finished/{}"
 NO_RANK_AT_FAULT = (ExitStatus.WRONG_INPUT, ExitStatus.NO_CHECKPOINT, ExitStatus.NOT_FINITE)
 
 
@@ -45,13 +46,13 @@ class RankFailure:
 
 def write_failure(store: dist.Store, failure: RankFailure) -> None:
     """Leave a failure where the launcher finds it."""
-    store.set(_key(failure.rank), json.dumps(asdict(failure)))
+    store.set(FAILURE_KEY.format(failure.rank), json.dumps(asdict(failure)))
 
 
 def read_failures(store: dist.Store, num_ranks: int) -> list[RankFailure]:
     """Return the failures that the ranks have written, by rank."""
-    written = [rank for rank in range(num_ranks) if store.check([_key(rank)])]
-    return [RankFailure(**json.loads(store.get(_key(rank)))) for rank in written]
+    keys = [FAILURE_KEY.format(rank) for rank in range(num_ranks)]
+    return [RankFailure(**json.loads(store.get(key))) for key in keys if store.check([key])]
 
 
 def first_cause(exit_codes: Mapping[int, int], written: Sequence[RankFailure]) -> RankFailure:
@@ -87,12 +88,12 @@ def _explain_silence(rank: int, exit_code: int, reported: Sequence[RankFailure])
 
 def write_finished(store: dist.Store, rank: int) -> None:
     """Tell the launcher that a rank has done all that it was started for."""
-    store.set(_finished_key(rank), "")
+    store.set(FINISHED_KEY.format(rank), "")
 
 
 def unfinished(store: dist.Store, num_ranks: int) -> RankFailure | None:
     """Return the failure of the first rank that ended with status 0 in the midst of its work; None where none did."""
-    rank = next((rank for rank in range(num_ranks) if not store.check([_finished_key(rank)])), None)
+    rank = next((rank for rank in range(num_ranks) if not store.check([FINISHED_KEY.format(rank)])), None)
     if rank is None:
         return None
     return RankFailure(
@@ -114,11 +115,3 @@ def _killed(rank: int, number: int, reported: Sequence[RankFailure]) -> RankFail
     lines = [f"rank {rank} was ended by {name}. {advice.get(number, '')}".rstrip()]
     lines += [failure.shown for failure in reported[:1]]
     return RankFailure(rank, ExitStatus.RANK_FAILED, "\n".join(lines))
-
-
-def _key(rank: int) -> str:
-    return f"penstock/failure/{rank}"
-
-
-def _finished_key(rank: int) -> str:
-    return f"penstock/finished/{rank}"

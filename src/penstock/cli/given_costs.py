@@ -5,7 +5,6 @@ The options are `--costs` and `--split`; `--data`, `--shard`, `--residency` and 
 
 import re
 from argparse import Namespace
-from collections.abc import Iterable
 from dataclasses import replace
 
 from penstock.errors import ConfigError, count_of, cut, described, shortened
@@ -71,16 +70,12 @@ def require_split_used(arguments: Namespace, sizes_of_name: dict[str, tuple[int,
     count = len(read_split(arguments.split))
     counts = {name: len(sizes) for name, sizes in sizes_of_name.items()}
     if counts and count not in counts.values():
+        numbers = " or ".join(map(str, sorted(set(counts.values()))))
         raise ConfigError(
             f"{cut(arguments.split, 40)} is for {count_of(count, 'stage')}, but {', '.join(counts)} "
-            f"{'has' if len(counts) == 1 else 'have'} {_numbers(counts.values())}; give the layers of each stage, or "
-            "leave it out",
+            f"{'has' if len(counts) == 1 else 'have'} {numbers}; give the layers of each stage, or leave it out",
             key=SPLIT,
         )
-
-
-def _numbers(counts: Iterable[int]) -> str:
-    return " or ".join(map(str, sorted(set(counts))))
 
 
 # ---- replicas
