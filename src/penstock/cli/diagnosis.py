@@ -1,7 +1,7 @@
 """A diagnosis as tables for people, and as JSON for programs."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -108,8 +108,8 @@ def _causes_table(diagnosis: Diagnosis, screen: Screen) -> str:
         Column("cause", is_text=True),
         Column("who", is_text=True),
     ]
-    title = screen.wrapped("the step without each cause, and the idle time that has it (one wait can hide another)")
-    return f"{title}\n{table_text(columns, rows, screen)}"
+    title = "the step without each cause, and the idle time that has it (one wait can hide another)"
+    return _titled_table(title, columns, rows, screen)
 
 
 def _idle_table(diagnosis: Diagnosis, screen: Screen) -> str:
@@ -125,14 +125,15 @@ def _idle_table(diagnosis: Diagnosis, screen: Screen) -> str:
     # Where the screen is narrow, the smallest causes are left out first.
     largest_first = sorted(causes, key=lambda cause: -table[:, cause].sum())
     columns = [Column(NAME_OF_CAUSE[cause], drop_order=1 + largest_first.index(cause)) for cause in causes]
-    title = screen.wrapped(f"idle time of each rank by its cause, in {unit}")
-    return f"{title}\n{table_text([Column('rank'), *columns, Column('idle')], rows, screen)}"
+    title = f"idle time of each rank by its cause, in {unit}"
+    return _titled_table(title, [Column("rank"), *columns, Column("idle")], rows, screen)
 
 
 def _early_weights_table(diagnosis: Diagnosis, screen: Screen) -> Iterator[str]:
     """One row per stage that computes a notable share of its weight gradients in I; nothing where none does."""
     rows = [
-        [str(stage), format_share(1 - early.share), _why_early(early.names, early.reasons)]
+        # Files of before there were reasons have none.
+        [str(stage), format_share(1 - early.share), names_by_reason(early.reasons) or listed(early.names)]
         for stage, early in sorted(diagnosis.recorded.early_weights.items())
         if early.share >= SMALLEST_EARLY_SHARE
     ]
@@ -142,13 +143,7 @@ def _early_weights_table(diagnosis: Diagnosis, screen: Screen) -> Iterator[str]:
             Column("wait for W"),
             Column("do not wait", is_text=True),
         ]
-        title = screen.wrapped("weight gradients that the split backward of a stage leaves to W")
-        yield f"{title}\n{table_text(columns, rows, screen)}"
-
-
-def _why_early(names: Sequence[str], reasons: Mapping[str, str]) -> str:
-    """Say which weights do not wait, and why; files of before there were reasons have none."""
-    return names_by_reason(reasons) if reasons else listed(names)
+        yield _titled_table("weight gradients that the split backward of a stage leaves to W", columns, rows, screen)
 
 
 def _changes_tables(diagnosis: Diagnosis, advice: Advice, screen: Screen) -> Iterator[str]:
@@ -171,7 +166,7 @@ def _changes_tables(diagnosis: Diagnosis, advice: Advice, screen: Screen) -> Ite
             for change in changes
         ]
         if rows:
-            yield f"{screen.wrapped(title)}\n{table_text(columns, rows, screen)}"
+            yield _titled_table(title, columns, rows, screen)
     notes = [f"  {NOTES[sort]}" for sort in dict.fromkeys(change.sort for change in listed) if sort in NOTES]
     if listed and not diagnosis.knows_shares:
         notes.append(
@@ -236,9 +231,8 @@ def to_json(diagnosis: Diagnosis) -> str:
 
 
 def _timeline(timeline: Timeline) -> dict[str, float]:
-    return {
-        "makespan_s": timeline.makespan_s,
-        "span_s": timeline.span_s,
-        "bubble_fraction": timeline.bubble_fraction,
-        "bubble_rate": timeline.bubble_rate,
-    }
+    return {name: getattr(timeline, name) for name in ("makespan_s", "span_s", "bubble_fraction", "bubble_rate")}
+
+
+def _titled_table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]], screen: Screen) -> str:
+    return f"{screen.wrapped(title)}\n{table_text(columns, rows, screen)}"
