@@ -91,12 +91,17 @@ class Compared:
         are_named = all(f"{row.num_microbatches} microbatch" in row.name for row in self.found)
         return len({row.num_microbatches for row in self.found}) > 1 and not are_named
 
-    def by_number(self, number_of: Callable[[Comparison], Fraction | int]) -> dict[Fraction | int, str]:
-        """Return the names that share a number, by number."""
+    @property
+    def is_unfair(self) -> bool:
+        """Whether ranks do more work in some rows than in others."""
+        return self.per_action and len({row.num_parts for row in self.found}) > 1
+
+    def by_number(self, number_of: Callable[[Comparison], Fraction | int]) -> list[str]:
+        """Return a line for each number, with the names that share it."""
         names: dict[Fraction | int, list[str]] = {}
         for row in sorted(self.found, key=number_of):
             names.setdefault(number_of(row), []).append(row.name)
-        return {number: ", ".join(shared) for number, shared in names.items()}
+        return [f"  {number} in {', '.join(shared)}" for number, shared in names.items()]
 
 
 def compared_by(arguments: Namespace) -> Compared:
@@ -201,25 +206,25 @@ def grouped_refusals(refused: Sequence[Refusal]) -> list[tuple[str, str]]:
 
     Reasons are equal if their problems are, apart from the own name. Of fixes that differ, the first is shown.
     """
+    # The title of an error and the first of its findings.
+    reasons = {row.name: " ".join(line.strip() for line in row.reason.splitlines()[:2]) for row in refused}
     groups: dict[str, dict[str, str]] = {}
-    for row in refused:
-        own = rf"(?<![\w-]){re.escape(re.split('[:,]', row.name)[0])} "
-        problem, _, fix = _shortly(row.reason).partition("; ")
-        groups.setdefault(re.sub(own, "", problem), {})[row.name] = fix
-    first_of = {row.name: _shortly(row.reason) for row in refused}
+    for name, reason in reasons.items():
+        own = rf"(?<![\w-]){re.escape(re.split('[:,]', name)[0])} "
+        problem, _, fix = reason.partition("; ")
+        groups.setdefault(re.sub(own, "", problem), {})[name] = fix
     found = []
     for problem, fixes in groups.items():
         first, between = next(iter(fixes)), "; " if any("," in name for name in fixes) else ", "
         whose = f"for {first}: " if len(set(fixes.values())) > 1 else ""
         shared = "; ".join(filter(None, (problem, f"{whose}{fixes[first]}" if fixes[first] else "")))
-        found.append((between.join(fixes), first_of[first] if len(fixes) == 1 else shared))
+        found.append((between.join(fixes), reasons[first] if len(fixes) == 1 else shared))
     return found
 
 
 def _best(compared: Compared) -> list[str]:
     """Name the fastest row that fits; one with two copies of the weights only where none has fewer."""
-    is_unfair = compared.per_action and len({row.num_parts for row in compared.found}) > 1
-    if len(compared.found) < 2 or compared.swept_sizes or compared.swept_limits or is_unfair:
+    if len(compared.found) < 2 or compared.swept_sizes or compared.swept_limits or compared.is_unfair:
         return []
     fitting = [
         place for place in compared.order if compared.limit is None or compared.found[place].fits(compared.limit)
@@ -272,11 +277,6 @@ def _fits(limit: Limit, _: int, row: Comparison) -> str:
     return "yes" if row.fits(limit) else "no"
 
 
-def _shortly(reason: str) -> str:
-    """The title of an error and the first of its findings."""
-    return " ".join(line.strip() for line in reason.splitlines()[:2])
-
-
 def _fastest(compared: Compared, limit: Limit) -> str:
     """Say which row is the fastest, for equal work, of those that fit."""
     row = fastest_within(compared.found, limit)
@@ -287,9 +287,8 @@ def basis(compared: Compared) -> str:
     """Say in a line what the rows have in common: equal work, unless costs are per action."""
     costs = compared.costs
     if compared.per_layer:
-        return "\n".join(
-            [f"Equal work: {costs} is per layer, and a stage has the costs of its layers.", *_splits(compared)]
-        )
+        heading = f"Equal work: {costs} is per layer, and a stage has the costs of its layers."
+        return "\n".join([heading, *_splits(compared)])
     if compared.per_action:
         return f"Costs per action: {costs} for each stage and slice, however many a rank has."
     return (
@@ -313,13 +312,12 @@ def notes(compared: Compared) -> list[list[str]]:
     """Say in what the rows differ that should be equal: the work of an action, and the number of microbatches."""
     parts = compared.by_number(lambda row: row.num_parts)
     found = []
-    if compared.per_action and len(parts) > 1:
+    if compared.is_unfair:
         heading = "note: the rows do unequal work; actions of each kind that a rank runs for one microbatch:"
-        found.append([heading, *(f"  {number} in {names}" for number, names in parts.items())])
+        found.append([heading, *parts])
     if compared.differs_unsaid:
         heading = "note: the rows run different numbers of microbatches:"
-        counts = compared.by_number(lambda row: row.num_microbatches)
-        found.append([heading, *(f"  {number} in {names}" for number, names in counts.items())])
+        found.append([heading, *compared.by_number(lambda row: row.num_microbatches)])
     if compared.has_replicas and all(row.exchanges_are_free for row in compared.found):
         heading = "note: gathers and reductions take no time, since the costs give none:"
         found.append([heading, "  add unshard=0.5,reduce=0.5, or in a file parameter_bytes and gradient_bytes with",
@@ -328,7 +326,7 @@ def notes(compared: Compared) -> list[list[str]]:
     if counted and len(parts) > 1:
         heading = "warning: activations are of unequal size; a microbatch leaves so many on a rank:"
         fix = f"  Give the limit in microbatches, such as '{counted[0].text.split()[0]} microbatches'."
-        found.append([heading, *(f"  {number} in {names}" for number, names in parts.items()), fix])
+        found.append([heading, *parts, fix])
     return found
 
 
@@ -342,8 +340,7 @@ def to_picture(compared: Compared, shape: Mapping[str, int | None], *, format: s
         ConfigError: where nothing is to be drawn, and for a format that needs matplotlib where it is not installed.
     """
     counts = {row.num_microbatches for row in compared.found}
-    is_unfair = compared.per_action and len({row.num_parts for row in compared.found}) > 1
-    warnings = ["ranks do unequal work: costs are per action"] if is_unfair else []
+    warnings = ["ranks do unequal work: costs are per action"] if compared.is_unfair else []
     warnings += [f"times are for {max(counts)} microbatches"] if len(counts) > 1 else []
     sizes = [count_of(number, noun) for noun, number in shape.items() if number is not None]
     costs = f"{compared.costs} per action" if compared.per_action else compared.costs
