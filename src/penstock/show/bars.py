@@ -6,7 +6,6 @@ lane of rank 1   [2F0][2B0].......      a reduction may run beside a computation
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +23,9 @@ COLOURS = {COLLECTIVE: COLLECTIVE_COLOUR, COPY: COPY_COLOUR}
 FOOT = 0.17
 """The height of a bar, as a share of the lane's."""
 _SORT_OF_LANE = {Lane.COLLECTIVE: COLLECTIVE, Lane.COPY: COPY}
-_SORT_OF_OP = {
-    op: OPTIMIZER_STEP if info.group is Group.PIPELINE else _SORT_OF_LANE[info.lane]
-    for op, info in OPERATIONS.items()
-    if info.lane in _SORT_OF_LANE
-}
+_SORT_OF_OP = np.array([_SORT_OF_LANE.get(OPERATIONS[op].lane, -1) for op in Op])
+"""-1 of operations that are no bars."""
+_SORT_OF_OP[[op for op in Op if OPERATIONS[op].group is Group.PIPELINE]] = OPTIMIZER_STEP
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +43,7 @@ def bars_of_rank(timeline: Timeline, rank: int) -> Bars:
     """Lay out the collectives, copies and optimizer steps of one rank that take time."""
     program = timeline.program
     begin, end = int(program.offsets[rank]), int(program.offsets[rank + 1])
-    sorts = _sort_of_row(program.op[begin:end])
+    sorts = _SORT_OF_OP[program.op[begin:end]]
     rows = begin + np.flatnonzero((sorts >= 0) & (timeline.end_s[begin:end] > timeline.start_s[begin:end]))
     rows = rows[np.argsort(timeline.start_s[rows], kind="stable")]
     return Bars(rows, timeline.start_s[rows], timeline.end_s[rows], sorts[rows - begin])
@@ -80,8 +77,3 @@ def merged(start_s: Floats, end_s: Floats, gap_s: float) -> tuple[Floats, Floats
     firsts = np.flatnonzero(np.append(True, start_s[1:] > reach_s[:-1] + gap_s)[: len(start_s)])
     lasts = np.append(firsts[1:], len(start_s))[: len(firsts)] - 1
     return start_s[firsts], reach_s[lasts]
-
-
-def _sort_of_row(op: NDArray[Any]) -> NDArray[np.int64]:
-    sorts: NDArray[np.int64] = np.array([_SORT_OF_OP.get(each, -1) for each in Op], np.int64)[op]
-    return sorts

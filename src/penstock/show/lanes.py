@@ -22,7 +22,7 @@ from penstock.show.layout import (
     period_s,
     typical_block_s,
 )
-from penstock.show.palette import Theme, block_colours, ink_on, paler, to_rgb
+from penstock.show.palette import block_colours, ink_on, paler, to_rgb
 from penstock.show.sheet import DOTS_PER_INCH, Sheet
 from penstock.show.text import time_unit
 
@@ -116,11 +116,6 @@ def draw_lanes(axes: Any, lanes: Sequence[Lane], scale: TimeScale, sheet: Sheet,
         _draw_bars(axes, lane, scale, sheet)
 
 
-def colour_of_bar(sort: int, theme: Theme) -> str:
-    """Return the colour of one sort of bars."""
-    return COLOURS.get(sort, theme.ink)
-
-
 def _draw_bars(axes: Any, lane: Lane, scale: TimeScale, sheet: Sheet) -> None:
     """At the foot of the lane what runs beside the computations of any of its ranks; what is nearer than a dot is one.
 
@@ -138,7 +133,7 @@ def _draw_bars(axes: Any, lane: Lane, scale: TimeScale, sheet: Sheet) -> None:
         axes.broken_barh(
             np.column_stack([start_s, widths_s]) / scale.unit_s,
             (lane.bottom, FOOT * lane.height),
-            facecolors=paler(colour_of_bar(sort, sheet.theme), sheet.theme.background, lane.paleness),
+            facecolors=paler(COLOURS.get(sort, sheet.theme.ink), sheet.theme.background, lane.paleness),
             edgecolors=sheet.theme.background,
             linewidth=0.4,
             zorder=3.5,

@@ -26,7 +26,7 @@ Event = dict[str, Any]
 COMPUTATIONS, SENDS, RECEIVES, OTHERS, COPIES = range(5)
 TRACK_NAMES = ("", " sends", " receives", " collectives and step", " copies")
 _TRACK_OF_LANE = {Lane.COMPUTE: COMPUTATIONS, Lane.SEND: SENDS, Lane.RECEIVE: RECEIVES, Lane.COPY: COPIES}
-
+_TRACK_OF_OP = np.array([_TRACK_OF_LANE.get(OPERATIONS[op].lane, OTHERS) for op in Op])
 
 MAX_INSTRUCTIONS = 750_000
 """Of about 330 bytes each: viewers refuse files of more than about 250 MB."""
@@ -88,7 +88,7 @@ class _Tracks:
 
 def _timeline_events(name: str, timeline: Timeline, tracks: _Tracks) -> Iterator[Event]:
     program = timeline.program
-    track_of_row = _track_of_row(program.op)
+    track_of_row = _TRACK_OF_OP[program.op]
     # Whole nanoseconds: ends and starts that are equal stay equal in the file.
     begin_ns = np.rint(timeline.start_s * 1e9).astype(np.int64)
     end_ns = np.rint(timeline.end_s * 1e9).astype(np.int64)
@@ -107,12 +107,6 @@ def _timeline_events(name: str, timeline: Timeline, tracks: _Tracks) -> Iterator
     yield from _arrows(name, timeline, threads, begin_ns, end_ns)
     yield from _data_waits(name, timeline, tracks)
     yield from _counters(name, timeline)
-
-
-def _track_of_row(op: NDArray[Any]) -> NDArray[np.int64]:
-    track_of_op = [_TRACK_OF_LANE.get(OPERATIONS[code].lane, OTHERS) for code in Op]
-    track: NDArray[np.int64] = np.array(track_of_op, np.int64)[op]
-    return track
 
 
 def _thread_numbers(begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64], *, may_nest: bool) -> list[int]:
@@ -163,7 +157,7 @@ def _arrows(
     """From the start of each send to the end of its receive; none where clocks disagree and it would point backward."""
     program = timeline.program
     rank_of_row = program.rank_of_row
-    receives = np.flatnonzero(_track_of_row(program.op) == RECEIVES)
+    receives = np.flatnonzero(_TRACK_OF_OP[program.op] == RECEIVES)
     sends = predecessors(program)[receives, 0]
     for receive, send in zip(receives, sends, strict=True):
         arrival_ns = int(end_ns[receive]) - 1
