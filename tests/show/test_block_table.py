@@ -158,19 +158,16 @@ def summed(found):
     return np.array([np.bincount(one.cause, weights=one.duration_s, minlength=len(Cause)) for one in found])
 
 
-def test_a_gap_is_named_by_the_number_of_blocks_before_it():
+def test_a_gap_is_named_by_the_number_of_blocks_before_it_and_may_have_several_causes():
     first, second = idle_gaps(timeline_with_bars(), UNIT)
+    costs = Costs.uniform(transfer=0.25)
+    with_transfers, _ = idle_gaps(timeline_of(2, 2, costs=costs), costs)
+    (never_idle,) = idle_gaps(paired_timeline())
 
     assert entries(first) == [(2, Cause.DEPENDENCY, 2.0), (3, Cause.DEPENDENCY, 1.0)]
     assert entries(second) == [(0, Cause.DEPENDENCY, 1.0), (4, Cause.SYNCHRONISATION, 2.0)]
-
-
-def test_a_gap_may_have_several_causes():
-    costs = Costs.uniform(transfer=0.25)
-
-    first, _ = idle_gaps(timeline_of(2, 2, costs=costs), costs)
-
-    assert entries(first)[:2] == [(2, Cause.DEPENDENCY, 2.25), (2, Cause.TRANSFER, 0.25)]
+    assert entries(with_transfers)[:2] == [(2, Cause.DEPENDENCY, 2.25), (2, Cause.TRANSFER, 0.25)]
+    assert entries(never_idle) == []
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
@@ -203,12 +200,6 @@ def test_a_message_that_was_there_before_it_was_looked_for_is_not_waited_for():
 
     assert summed(idle_gaps(timeline)) == pytest.approx(expected)
     assert expected != pytest.approx(idle_times(timeline, costs_from_timeline(timeline)).by_rank)
-
-
-def test_a_rank_that_is_never_idle_has_no_entry():
-    (found,) = idle_gaps(paired_timeline())
-
-    assert entries(found) == []
 
 
 def test_every_cause_has_a_name():
@@ -246,6 +237,7 @@ def test_what_stays_on_its_rank_is_not_waited_for():
 
     assert found["1F0"] == ("0F0", 1.0)
     assert found["2F0"] is None  # the V turns on rank 1
+    assert set(waits(paired_timeline()).values()) == {None}  # it has no messages
     assert all(wait is None for text, wait in found.items() if "W" in text)
 
 
@@ -263,18 +255,14 @@ def test_a_pair_waits_for_the_later_of_its_messages():
     assert producer[first].tolist() == producer[first + 1].tolist()
 
 
-def test_a_program_without_messages_waits_for_none():
-    assert set(waits(paired_timeline()).values()) == {None}
-
-
-def unpack(packed):
+def unpack(text, contents):
     """As the viewer does."""
-    data = gzip.decompress(b64decode(packed.text))
+    data = gzip.decompress(b64decode(text))
     return {
         entry["name"]: np.frombuffer(
             data, np.dtype(entry["type"]).newbyteorder("<"), count=entry["length"], offset=entry["offset"]
         )
-        for entry in packed.contents
+        for entry in contents
     }
 
 
@@ -287,23 +275,15 @@ COLUMNS = {
 }
 
 
-def test_columns_come_back():
-    found = unpack(pack(COLUMNS))
+def test_columns_come_back_from_where_a_browser_can_look_at_them_and_have_no_date():
+    text, contents = pack(COLUMNS)
 
-    assert {name: column.tolist() for name, column in found.items()} == {
+    assert {name: column.tolist() for name, column in unpack(text, contents).items()} == {
         name: column.tolist() for name, column in COLUMNS.items()
     }
-
-
-def test_columns_begin_where_a_browser_can_look_at_them():
-    assert [entry["offset"] % ALIGNMENT for entry in pack(COLUMNS).contents] == [0] * len(COLUMNS)
-
-
-def test_the_same_columns_give_the_same_text():
-    date = b64decode(pack(COLUMNS).text)[4:8]
-
-    assert date == bytes(4)
-    assert pack(COLUMNS).text == pack(COLUMNS).text
+    assert [entry["offset"] % ALIGNMENT for entry in contents] == [0] * len(COLUMNS)
+    assert b64decode(text)[4:8] == bytes(4)
+    assert (text, contents) == pack(COLUMNS)
 
 
 @pytest.mark.parametrize("end_s", [33.0, 1e-6, 2.147483647, 2.15, 86_400.0])
@@ -314,9 +294,6 @@ def test_a_tick_is_a_power_of_ten_that_31_bits_can_count(end_s):
     assert 2**31 / 10 - 1 <= end_s / tick_s < 2**31
 
 
-def test_no_time_has_a_tick():
+def test_no_time_has_a_tick_and_times_are_rounded_to_ticks():
     assert tick_for(0.0) == 1.0
-
-
-def test_times_are_rounded_to_ticks():
     assert whole_ticks(np.array([0.0, 0.3 - 0.1, 0.2]), 0.1).tolist() == [0, 2, 2]

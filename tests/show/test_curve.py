@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.show.curve import MemoryCurve, largest_within, memory_curves, memory_levels, without_spikes
+from penstock.show.curve import MemoryCurve, largest_within, memory_curves, without_spikes
 from penstock.simulation import Costs
 from tests.show.timelines import UNIT, paired_timeline, timeline_of
 
@@ -39,13 +39,6 @@ def test_an_overlapped_pair_is_one_step():
     (curve,) = memory_curves(paired_timeline())
 
     assert steps(curve) == [(0, 1), (1, 1), (1, 2), (4, 1), (4, 1), (6, 0)]
-
-
-def test_the_two_of_a_pair_see_the_same():
-    levels = memory_levels(paired_timeline())
-
-    assert levels.held.tolist() == [1, 2, 2, 1]
-    assert levels.kept.tolist() == [1, 1, 1, 0]
 
 
 def test_what_is_freed_and_taken_at_once_shows_as_nothing():

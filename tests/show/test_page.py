@@ -23,13 +23,10 @@ MAX_SCRIPT_LINES = 550
 CALL = re.compile(r'^start\((.*), "([A-Za-z0-9+/=]*)"\);$', re.MULTILINE)
 
 
-class Packed:
-    """The columns of a page, as `pack` made them."""
-
-    def __init__(self, page):
-        header, self.text = CALL.search(page.decode()).groups()
-        self.header = json.loads(header)
-        self.contents = self.header["columns"]
+def data_of(page):
+    """The header of a page, and the text of its columns."""
+    header, text = CALL.search(page.decode()).groups()
+    return json.loads(header), text
 
 
 def run_by_node(script):
@@ -42,11 +39,11 @@ def run_by_node(script):
 
 def asked(page, question):
     """The answers of the viewer's functions to a question about `table`."""
-    data = Packed(page)
+    header, text = data_of(page)
     return json.loads(
         run_by_node(
-            f"{bundle(MODULES)}\nconst header = {json.dumps(data.header)};"
-            f"const table = makeTable(header, await unpack({json.dumps(data.text)}, header.columns));"
+            f"{bundle(MODULES)}\nconst header = {json.dumps(header)};"
+            f"const table = makeTable(header, await unpack({json.dumps(text)}, header.columns));"
             f"console.log(JSON.stringify({question}));"
         )
     )
@@ -61,15 +58,15 @@ def imports_of(module):
 def test_the_page_holds_the_timeline():
     timeline = timeline_of(3, 5, "zbv")
 
-    data = Packed(to_page({"predicted": timeline}))
+    header, text = data_of(to_page({"predicted": timeline}))
 
-    columns, tick_s = unpack(data), data.header["tick_s"]
+    columns, tick_s = unpack(text, header["columns"]), header["tick_s"]
     rows = np.concatenate([timeline.compute_rows(rank) for rank in range(3)])
     assert columns["duration"] * tick_s == pytest.approx(timeline.end_s[rows] - timeline.start_s[rows])
     assert columns["stage"].tolist() == timeline.program.stage[rows].tolist()
     assert columns["microbatch"].tolist() == timeline.program.microbatch[rows].tolist()
-    assert [lane["name"] for lane in data.header["lanes"]] == ["rank 0", "rank 1", "rank 2"]
-    first = [lane["first"] for lane in data.header["lanes"]]
+    assert [lane["name"] for lane in header["lanes"]] == ["rank 0", "rank 1", "rank 2"]
+    first = [lane["first"] for lane in header["lanes"]]
     assert columns["gap"][first] * tick_s == pytest.approx([0, 0.011, 0.022])
 
 
@@ -77,9 +74,9 @@ def test_the_page_holds_the_timeline():
 def test_all_but_the_main_timeline_are_pale(main, pale):
     timeline = timeline_of(1, 2, "sequential")
 
-    data = Packed(to_page({"a": timeline, "b": timeline}, main=main))
+    header, _ = data_of(to_page({"a": timeline, "b": timeline}, main=main))
 
-    assert [lane["is_pale"] for lane in data.header["lanes"]] == pale
+    assert [lane["is_pale"] for lane in header["lanes"]] == pale
 
 
 def test_the_page_needs_no_network():
@@ -89,21 +86,28 @@ def test_the_page_needs_no_network():
     assert not re.findall(r"https?://|//\w+\.\w+/|@import|url\(|<link|<img|<iframe|src=|fetch\(|XMLHttp|import\(", page)
 
 
-def test_the_page_tells_its_figures_and_legend_as_text():
-    page = to_page({"predicted": timeline_of(4, 8, costs=UNIT)}).decode()
+@pytest.mark.parametrize(
+    ("timeline", "more", "words"),
+    [
+        (
+            timeline_of(4, 8, costs=UNIT),
+            {"gap": "3 %"},
+            "1f1b, 4 ranks, 8 microbatches, predicted makespan 33.0 s span 33.0 s bubble fraction 27.3 % "
+            "peak 4 microbatches gap 3 % F forward B backward bubble",
+        ),
+        (
+            timeline_with_bars(),
+            {},
+            "1f1b, 2 ranks, 2 microbatches, predicted makespan 9.00 s span 9.00 s bubble fraction 33.3 % "
+            "peak 2 microbatches F forward B backward bubble collective optimizer step",
+        ),
+    ],
+)
+def test_the_page_tells_its_figures_and_legend_as_text(timeline, more, words):
+    page = to_page({"predicted": timeline}, more=more).decode()
 
     text = unescape(re.sub(r"<[^>]*>", " ", page[page.index("<header>") : page.index("</header>")]))
-    words = " ".join(text.split())
-    assert words == (
-        "1f1b, 4 ranks, 8 microbatches, predicted makespan 33.0 s span 33.0 s bubble fraction 27.3 % "
-        "peak 4 microbatches F forward B backward bubble"
-    )
-
-
-def test_further_figures_are_beside_those_of_the_timeline():
-    page = to_page({"predicted": timeline_of(2, 2)}, more={"gap": "3 %"}).decode()
-
-    assert "<dt>gap</dt><dd>3 %</dd></div></dl>" in page
+    assert " ".join(text.split()) == words
 
 
 def test_the_page_follows_the_browser_unless_told_otherwise():
@@ -121,7 +125,7 @@ def test_names_cannot_end_the_script_or_become_markup():
     assert page.count("</script>") == 1
     assert "<b>" not in page
     assert "<h1>&lt;i&gt; &amp; {{data}}</h1>" in page
-    assert Packed(page.encode()).header["lanes"][0]["name"] == "0 </script><b>"
+    assert data_of(page.encode())[0]["lanes"][0]["name"] == "0 </script><b>"
 
 
 def test_the_same_timeline_gives_the_same_page():
@@ -257,20 +261,13 @@ def test_the_curves_of_memory_that_are_predicted_are_fainter_than_those_that_wer
     assert alphas == [0.45 if is_pale else 1 for is_pale in are_pale]
 
 
-def test_the_legend_of_the_page_names_bars_where_there_are_any():
-    page = to_page({"predicted": timeline_with_bars()}).decode()
-
-    legend = re.sub(r"<[^>]*>", " ", page[page.index('<div class="legend">') : page.index("</header>")])
-    assert " ".join(legend.split()) == "F forward B backward bubble collective optimizer step"
-
-
 def test_the_causes_go_by_the_costs_of_the_prediction():
     costs = Costs.uniform(forward=1.0)
     timeline = timeline_of(2, 1, costs=replace(costs, forward_s=(1.0, 3.0)))
 
     def causes(**known):
-        data = Packed(to_page({"predicted": timeline}, **known))
-        return {data.header["causes"][cause] for cause in unpack(data)["idle_cause"].tolist()}
+        header, text = data_of(to_page({"predicted": timeline}, **known))
+        return {header["causes"][cause] for cause in unpack(text, header["columns"])["idle_cause"].tolist()}
 
     assert causes() == {"dependency", "imbalance", "synchronisation"}
     assert causes(costs={"predicted": costs}) == {"dependency", "straggler", "synchronisation"}
@@ -352,13 +349,10 @@ def test_two_timelines_have_lanes_of_their_own():
 PLACES = ("attributes", "title", "style", "figures", "legend", "notes", "label", "script", "header", "data")
 
 
-def test_a_text_that_looks_like_a_place_stays_as_it_is():
+def test_a_text_that_looks_like_a_place_stays_as_it_is_and_one_that_is_missing_is_found_out():
     page = fill("page.html", **dict.fromkeys(PLACES, "") | {"title": "{{data}}"})
 
     assert "<h1>{{data}}</h1>" in page
-
-
-def test_a_text_that_is_missing_is_found_out():
     with pytest.raises(KeyError):
         fill("page.html", title="alone")
 

@@ -34,7 +34,7 @@ from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import KIND_INDEX
 from penstock.ir.timeline import Timeline
 from penstock.show.bars import bars_of_rank, last_end_s
-from penstock.show.curve import MemoryLevels, knows_bytes, memory_levels, per_microbatch
+from penstock.show.curve import knows_bytes, memory_levels, per_microbatch
 from penstock.show.layout import Blocks, Floats, Ints, blocks_of_rank
 from penstock.simulation.causes import Cause, IdleSpan, accounts_of
 from penstock.simulation.costs.costs import Costs
@@ -89,22 +89,14 @@ class _Facts:
     """All that the columns say of a timeline's rows."""
 
     timeline: Timeline
-    levels: MemoryLevels
+    held: Ints
+    kept: Ints
     producer: Ints
     arrival_s: Floats
     is_critical: NDArray[np.bool_]
     idle: list[IdleGaps]
     index_of_row: Ints
     """The place of each row in the table; `NONE` for a row that computes nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Columns as text, and the table of contents that belongs to it."""
-
-    text: str
-    contents: list[dict[str, Any]]
-    """Per column: name, type, offset in bytes, and length in numbers."""
 
 
 def block_table(timelines: Sequence[Timeline], costs: Sequence[Costs | None] = ()) -> BlockTable:
@@ -156,7 +148,7 @@ def _facts_of(timeline: Timeline, costs: Costs | None, *, in_bytes: bool) -> _Fa
     is_critical[joined + 1] = is_critical[joined]
     levels = memory_levels(timeline, in_bytes=in_bytes)
     index_of_row = np.full(num_rows, NONE, np.int64)
-    return _Facts(timeline, levels, *waits_of(timeline), is_critical, idle_gaps(timeline, costs), index_of_row)
+    return _Facts(timeline, *levels, *waits_of(timeline), is_critical, idle_gaps(timeline, costs), index_of_row)
 
 
 def _bars(timeline: Timeline, rank: int, tick_s: float, names: dict[tuple[str, int], int]) -> Columns:
@@ -198,8 +190,8 @@ def _columns(facts: _Facts, blocks: Blocks, tick_s: float, *, in_bytes: bool) ->
         "slice": program.slice[rows].astype(np.uint32),
         "producer": np.where(producer == NONE, NONE, facts.index_of_row[producer]).astype(np.int32),
         "transfer": np.where(producer == NONE, 0, transfer).astype(np.int32),
-        "held": facts.levels.held[rows] / unit,
-        "kept": facts.levels.kept[rows] / unit,
+        "held": facts.held[rows] / unit,
+        "kept": facts.kept[rows] / unit,
         "critical": facts.is_critical[rows].astype(np.uint8),
     }
 
@@ -249,8 +241,11 @@ def _gaps_of_rank(spans: Sequence[IdleSpan], start_s: NDArray[np.float64]) -> Id
     return IdleGaps(found // len(Cause), found % len(Cause), duration_s)
 
 
-def pack(columns: Mapping[str, NDArray[Any]]) -> Packed:
-    """Pack columns of the types that both sides know."""
+def pack(columns: Mapping[str, NDArray[Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """Pack columns of the types that both sides know into a text.
+
+    Next to it is its table of contents. It has, per column, name, type, offset in bytes, and length in numbers.
+    """
     parts: list[bytes] = []
     contents: list[dict[str, Any]] = []
     offset = 0
@@ -262,7 +257,7 @@ def pack(columns: Mapping[str, NDArray[Any]]) -> Packed:
         parts.append(data + bytes(-len(data) % ALIGNMENT))
         offset += len(parts[-1])
     packed = gzip.compress(b"".join(parts), compresslevel=9, mtime=0)
-    return Packed(b64encode(packed).decode(), contents)
+    return b64encode(packed).decode(), contents
 
 
 def whole_ticks(seconds: NDArray[np.float64], tick_s: float) -> NDArray[np.int64]:

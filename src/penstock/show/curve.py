@@ -9,27 +9,22 @@ from penstock.ir.live import left_bytes, live_bytes, one_each
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 
+Ints = NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryCurve:
     """Steps: from `time_s[n]` on, `alive[n]` activations or bytes are kept."""
 
     time_s: NDArray[np.float64]
-    alive: NDArray[np.int64]
+    alive: Ints
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MemoryLevels:
-    """One entry per row of the program; meaningful for computations only."""
+def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> tuple[Ints, Ints]:
+    """Return, per row, what its rank holds while it runs, and from its end until the next one starts.
 
-    held: NDArray[np.int64]
-    """Of its rank, while the row runs."""
-    kept: NDArray[np.int64]
-    """Of its rank, from the row's end until the next one starts."""
-
-
-def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> MemoryLevels:
-    """Return what is alive in and after each row; in bytes or not, and by default where bytes are known."""
+    Both are meaningful for computations only. They are in bytes or not, and by default where bytes are known.
+    """
     program, sizes = timeline.program, timeline.sizes
     in_bytes = knows_bytes(timeline) if in_bytes is None else in_bytes
     unit = sizes if in_bytes and sizes is not None else one_each(program)
@@ -42,7 +37,7 @@ def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> Memory
     # Two that start and end together leave the same behind.
     first = np.flatnonzero(program.joined)
     kept[first] = kept[first + 1]
-    return MemoryLevels(held, kept)
+    return held, kept
 
 
 def knows_bytes(timeline: Timeline) -> bool:
@@ -57,17 +52,17 @@ def per_microbatch(program: Program) -> float:
 
 def memory_curves(timeline: Timeline, *, in_bytes: bool | None = None) -> list[MemoryCurve]:
     """Return one curve per rank; in bytes or not, and by default where bytes are known."""
-    levels = memory_levels(timeline, in_bytes=in_bytes)
-    return [_curve(timeline, rank, levels) for rank in range(timeline.num_ranks)]
+    held, kept = memory_levels(timeline, in_bytes=in_bytes)
+    return [_curve(timeline, rank, held, kept) for rank in range(timeline.num_ranks)]
 
 
-def _curve(timeline: Timeline, rank: int, levels: MemoryLevels) -> MemoryCurve:
+def _curve(timeline: Timeline, rank: int, held: Ints, kept: Ints) -> MemoryCurve:
     """Two steps per computation: what is alive while it runs, and what it leaves behind."""
     rows = timeline.compute_rows(rank)
     if not len(rows):
         return MemoryCurve(np.zeros(1), np.zeros(1, np.int64))
     time_s = np.column_stack([timeline.start_s[rows], timeline.end_s[rows]])
-    alive = np.column_stack([levels.held[rows], levels.kept[rows]])
+    alive = np.column_stack([held[rows], kept[rows]])
     # Of a pair that starts and ends together, the first has no end and the second no start of its own.
     joined = timeline.program.joined[rows]
     keep = np.column_stack([~np.append(False, joined[:-1]), ~joined])

@@ -17,7 +17,7 @@ from penstock.ir.action import Kind
 from penstock.ir.operations import OPERATIONS, Op
 from penstock.ir.timeline import Timeline
 from penstock.show.bars import COLOURS, FOOT, NAMES, last_end_s, window_s
-from penstock.show.block_table import BlockTable, Packed, block_table, pack
+from penstock.show.block_table import BlockTable, block_table, pack
 from penstock.show.figures import describe_shape, figures_of, idle_share, legend_of, peak_microbatches
 from penstock.show.layout import describe_shades, num_blocks, num_shades, period_s, typical_block_s
 from penstock.show.palette import (
@@ -70,7 +70,7 @@ def to_page(
     if number > MAX_BLOCKS:
         raise _too_many(f"{number:,} computations are", max_bytes)
     table = block_table(shown, [(costs or {}).get(key) for key in timelines])
-    packed = pack(table.columns)
+    data, contents = pack(table.columns)
     name = title or f"{describe_shape(shown[-1].program)}, {' and '.join(timelines)}"
     figures = {key: figures_of(timeline) | dict(more or {}) for key, timeline in timelines.items()}
     page = fill(
@@ -83,8 +83,8 @@ def to_page(
         legend=_legend(shown),
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in _notes(shown)),
         script=bundle(MODULES),
-        header=_as_script(_header(timelines, table, packed, main or list(timelines)[-1])),
-        data=packed.text,
+        header=_as_script(_header(timelines, table, contents, main or list(timelines)[-1])),
+        data=data,
     ).encode()
     if len(page) > max_bytes:
         raise _too_many(f"{number:,} computations need {len(page) / 1e6:.2g} MB, which is", max_bytes)
@@ -131,7 +131,9 @@ def _notes(timelines: list[Timeline]) -> list[str]:
     return [note for note in notes if note]
 
 
-def _header(timelines: Mapping[str, Timeline], table: BlockTable, packed: Packed, main: str) -> dict[str, Any]:
+def _header(
+    timelines: Mapping[str, Timeline], table: BlockTable, contents: list[dict[str, Any]], main: str
+) -> dict[str, Any]:
     shown = list(timelines.values())
     shades = sorted({num_shades(timeline.program) for timeline in shown})
     colours = {str(count): block_colours(count) for count in shades}
@@ -160,7 +162,7 @@ def _header(timelines: Mapping[str, Timeline], table: BlockTable, packed: Packed
         "themes": {name: {key: getattr(theme, key) for key in ("name", *VARIABLES)} for name, theme in THEMES.items()},
         "causes": [NAME_OF_CAUSE[cause] for cause in Cause],
         "lanes": [_lane(list(timelines), shown, table, lane, main) for lane in range(len(table.lanes))],
-        "columns": packed.contents,
+        "columns": contents,
     }
 
 
