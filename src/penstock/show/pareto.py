@@ -83,26 +83,8 @@ class LowerBound:
     step_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """Candidates with the same figures."""
-
-    candidates: list[Candidate]
-
-    @property
-    def first(self) -> Candidate:
-        return self.candidates[0]
-
-    @property
-    def is_on_front(self) -> bool:
-        return self.first.is_on_front
-
-    @property
-    def names(self) -> str:
-        """The text beside it."""
-        names = [candidate.label for candidate in self.candidates]
-        num_more = len(names) - MAX_LINES
-        return "\n".join(names if num_more <= 0 else [*names[: MAX_LINES - 1], f"and {num_more + 1} more"])
+_Point = Sequence[Candidate]
+"""Candidates with the same figures."""
 
 
 def pareto_picture(
@@ -125,7 +107,7 @@ def pareto_picture(
         raise ConfigError("no schedule can be compared; a picture of step time and memory needs at least one")
     points = _points_of(candidates)
     unit_s, unit = time_unit(max(candidate.step_s for candidate in candidates))
-    places = np.array([(point.first.memory, point.first.step_s / unit_s) for point in points])
+    places = np.array([(point[0].memory, point[0].step_s / unit_s) for point in points])
     is_page = format == "html"
     chosen = find_theme(theme or "light")
     sheet = Sheet.of(WIDTH, HEIGHT, THEMES["light"] if is_page else chosen, "svg" if is_page else format)
@@ -157,7 +139,7 @@ def _points_of(candidates: Sequence[Candidate]) -> list[_Point]:
     found: dict[tuple[str, str], list[Candidate]] = {}
     for one in sorted(candidates, key=lambda one: (not one.is_on_front, one.step_s, one.memory)):
         found.setdefault((f"{one.memory:.6g}", f"{one.step_s:.6g}"), []).append(one)
-    return [_Point(equal) for equal in found.values()]
+    return list(found.values())
 
 
 def scale_axis(axes: Any, name: str, values: Floats) -> None:
@@ -176,13 +158,15 @@ def scale_axis(axes: Any, name: str, values: Floats) -> None:
 
 def _draw_points(axes: Any, points: Sequence[_Point], places: Floats, theme: Theme) -> Floats:
     """Draw the points, and the front as a staircase; return its corners."""
-    front = np.array(sorted(place for place, point in zip(places.tolist(), points, strict=True) if point.is_on_front))
+    front = np.array(
+        sorted(place for place, point in zip(places.tolist(), points, strict=True) if point[0].is_on_front)
+    )
     corners = np.empty((0, 2))
     if len(front):
         corners = np.column_stack([np.repeat(front[:, 0], 2)[1:], np.repeat(front[:, 1], 2)[:-1]])
         axes.plot(*corners.T, color=theme.ranks[1], linewidth=1.6)
     for index, (point, place) in enumerate(zip(points, places, strict=True)):
-        best = point.is_on_front
+        best = point[0].is_on_front
         axes.plot(
             *place, "o", gid=f"point-{index}", markersize=2 * POINT_RADIUS, zorder=4 if best else 3,
             markerfacecolor=theme.ranks[1] if best else theme.bubble,
@@ -211,10 +195,10 @@ def _write_names(sheet: Sheet, axes: Any, points: Sequence[_Point], places: Floa
 
     canvas: Any = FigureCanvasAgg(sheet.figure)
     renderer, scale = canvas.get_renderer(), 72 / sheet.figure.dpi
-    inks = [sheet.theme.ink if point.is_on_front else sheet.theme.faint for point in points]
+    inks = [sheet.theme.ink if point[0].is_on_front else sheet.theme.faint for point in points]
     style = {"textcoords": "offset points", "fontsize": 8.5, "parse_math": False}
     names = [
-        axes.annotate(point.names, place, (0, 0), color=ink, **style)
+        axes.annotate(_text_beside(point), place, (0, 0), color=ink, **style)
         for point, place, ink in zip(points, places, inks, strict=True)
     ]
     sizes = np.array([name.get_window_extent(renderer).size for name in names]) * scale
@@ -236,7 +220,13 @@ def _write_names(sheet: Sheet, axes: Any, points: Sequence[_Point], places: Floa
         if place.has_line:
             line = {"arrowstyle": "-", "color": sheet.theme.faint, "linewidth": 0.6, "shrinkA": GAP, "shrinkB": 0}
             axes.annotate("", name.xy, name.get_position(), arrowprops=line, zorder=1, **style)
-    return sum(len(point.candidates) for point, place in zip(points, found, strict=True) if place is None)
+    return sum(len(point) for point, place in zip(points, found, strict=True) if place is None)
+
+
+def _text_beside(point: _Point) -> str:
+    names = [candidate.label for candidate in point]
+    num_more = len(names) - MAX_LINES
+    return "\n".join(names if num_more <= 0 else [*names[: MAX_LINES - 1], f"and {num_more + 1} more"])
 
 
 def _with_titles(svg: str, points: Sequence[_Point], caption: Caption) -> str:
@@ -244,9 +234,9 @@ def _with_titles(svg: str, points: Sequence[_Point], caption: Caption) -> str:
 
     def with_title(found: re.Match[str]) -> str:
         point = points[int(found[1])]
-        names = "\n".join(candidate.label for candidate in point.candidates)
-        figures = f"{caption.time_name}: {format_seconds(point.first.step_s)}"
-        title = f"{names}\n{figures}\n{caption.memory_name}: {point.first.memory:.6g}"
+        names = "\n".join(candidate.label for candidate in point)
+        figures = f"{caption.time_name}: {format_seconds(point[0].step_s)}"
+        title = f"{names}\n{figures}\n{caption.memory_name}: {point[0].memory:.6g}"
         return f"{found[0]}<title>{escape(title)}</title>"
 
     return re.sub(r'<g id="(?:point|name)-(\d+)">', with_title, svg)
