@@ -60,13 +60,13 @@ def losses_of(timeline: Timeline, costs: Costs, prologues: Sequence[Prologue] = 
 
     even = evened(costs, program.num_stages)
     free = replace(costs, latency_s=0.0, bandwidth_bytes_per_s=inf, channels=())
-    ideal = replace(even, latency_s=0.0, bandwidth_bytes_per_s=inf, channels=(), launch_s=0.0, reduce_s=(0.0,))
+    ideal = simulate(program, replace(evened(free, program.num_stages), launch_s=0.0, reduce_s=(0.0,)))
     in_messages = _share_of_messages(accounts)
     host_and_messages_s = without(replace(free, launch_s=0.0))
     # Gathers may wait for reductions beside their rank; others hold it up.
     reductions_s = without(replace(costs, reduce_s=(0.0,))) + without_data_waits_s - without_waits_s
     found = [
-        Loss(Cause.DEPENDENCY, _bubble_s(simulate(program, ideal)), program.name),
+        Loss(Cause.DEPENDENCY, max(ideal.makespan_s - float(ideal.work_s.mean()), 0.0), program.name),
         Loss(Cause.TRANSFER, in_messages * host_and_messages_s, _slowest_channel(program, costs)),
         Loss(Cause.IMBALANCE, without(even), _heaviest_stage(program, costs)),
         Loss(Cause.LAUNCH, (1 - in_messages) * host_and_messages_s, ""),
@@ -97,11 +97,6 @@ def evened(costs: Costs, num_stages: int) -> Costs:
         name: (float(means[kind]),) for kind, name in FIELD_OF_KIND.items() if getattr(costs, name)
     }
     return replace(costs, **known, split_forward_s=() if prepared is None else (float(prepared),))
-
-
-def _bubble_s(timeline: Timeline) -> float:
-    """Idle seconds of the mean rank."""
-    return max(timeline.makespan_s - float(timeline.work_s.mean()), 0.0)
 
 
 def _heaviest_stage(program: Program, costs: Costs) -> str:

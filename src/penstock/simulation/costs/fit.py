@@ -41,22 +41,19 @@ class SplitShares:
 
         Costs per layer say it of each stage where `layers_of_stage` is a split of their layers.
         """
+        is_split = False
         if isinstance(costs, LayerCosts):
             is_split = sum(split_sizes(layers_of_stage)) == costs.num_layers
             costs = costs.of_stages(layers_of_stage if is_split else [costs.num_layers])
-        else:
-            is_split = False
-        if not (costs.backward_s and costs.backward_input_s and costs.backward_weight_s and sum(costs.forward_s)):
+        forward, whole = costs.forward_s, costs.backward_s
+        prepared, inputs, weights = costs.split_forward_s or forward, costs.backward_input_s, costs.backward_weight_s
+        if not (sum(forward) and sum(whole) and inputs and weights):
             return None
-        prepared = costs.split_forward_s or costs.forward_s
-        inputs, weights = costs.backward_input_s, costs.backward_weight_s
-        if not sum(costs.backward_s):
-            return None
-        pairs = ((prepared, costs.forward_s), (inputs, costs.backward_s), (weights, costs.backward_s))
-        of_all = cls(*(sum(part) / sum(whole) for part, whole in pairs))
-        if not is_split or not min(*costs.forward_s, *costs.backward_s):
+        pairs = ((prepared, forward), (inputs, whole), (weights, whole))
+        of_all = cls(*(sum(part) / sum(of) for part, of in pairs))
+        if not is_split or not min(*forward, *whole):
             return of_all
-        return cls(*(tuple(np.divide(part, whole).tolist()) for part, whole in pairs))
+        return cls(*(tuple(np.divide(part, of).tolist()) for part, of in pairs))
 
 
 HALVES = SplitShares()
