@@ -156,23 +156,80 @@ def test_the_causes_are_those_that_each_moment_has(program, seed, limit, share_o
 # Planted causes
 
 
-def test_waiting_for_the_work_of_another_rank_is_a_dependency():
-    timeline = simulate(drawn("0F0 0F1", "1F0 1F1", num_microbatches=2), Costs.uniform())
+TWO = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
+UNIT = Costs.uniform()
+UNEVEN = replace(UNIT, forward_s=(3.0, 1.0))
+LONGER = Costs.uniform(microbatch_compute_factor=(1.0, 3.0))
+BYTES = Costs.uniform(message_bytes=(4,), bandwidth_bytes_per_s=8.0)
+GATHER, RELOAD = Costs.uniform(unshard_s=(2.0,)), Costs.uniform(reload_s=(4.0,))
+REDUCTION = Costs.uniform(reduce_s=(0.75,), launch_s=0.25)
+TRANSFER = {0: {"transfer": 0.5, "synchronisation": 1}, 1: {"dependency": 1, "transfer": 0.5}}
 
-    found = idle_times(timeline, Costs.uniform())
 
-    assert seconds(found, 0) == {"synchronisation": 1}  # rank 1 still runs 1F1
-    assert seconds(found, 1) == {"dependency": 1}
+def later(timeline, *seconds, **changes):
+    """A measured step with its rows so much later."""
+    start_s, end_s = timeline.start_s + np.array(seconds), timeline.end_s + np.array(seconds)
+    return replace(timeline, source="measured", start_s=start_s, end_s=end_s, **changes)
 
 
-@pytest.mark.parametrize("channel", [{"transfer": 0.5}, {"message_bytes": (4,), "bandwidth_bytes_per_s": 8.0}])
-def test_waiting_for_a_message_that_is_on_its_way_is_a_transfer(channel):
-    costs = Costs.uniform(**channel)
+PLANTED = {
+    # Rank 1 still runs 1F1 when rank 0 is done.
+    "the work of another rank is a dependency": (
+        simulate(TWO, UNIT), UNIT, {0: {"synchronisation": 1}, 1: {"dependency": 1}},
+    ),
+    # Rank 0 waits for rank 1, which waits for the message.
+    "a message that is on its way is a transfer": (
+        simulate(drawn("0F0", "1F0"), Costs.uniform(transfer=0.5)), Costs.uniform(transfer=0.5), TRANSFER,
+    ),
+    "the bytes of a message are a transfer": (simulate(drawn("0F0", "1F0"), BYTES), BYTES, TRANSFER),
+    # Stages take 2 seconds in the mean. Rank 1 waits for 0F0 three seconds, and for 0F1 from 4 to 6; 0F1 runs from 3.
+    "what a slow stage takes above the mean is imbalance": (
+        simulate(TWO, UNEVEN), UNEVEN, {0: {"synchronisation": 1}, 1: {"dependency": 2 + 1, "imbalance": 1 + 1}},
+    ),
+    # 0F1 runs from 1 to 4, and the mean is 2.
+    "a longer microbatch is imbalance as well": (
+        simulate(TWO, LONGER), LONGER, {1: {"dependency": 1 + 1, "imbalance": 1}},
+    ),
+    "a computation that takes longer than usual is a straggler": (
+        simulate(TWO, LONGER), UNIT, {0: {"synchronisation": 1, "straggler": 2}, 1: {"dependency": 1, "straggler": 2}},
+    ),
+    "a rank that begins late is a straggler for itself and those that wait": (
+        late_ranks(simulate(drawn("0F0", "1F0", "2F0"), UNIT), 0.5, first=1), UNIT,
+        {1: {"dependency": 1, "straggler": 0.5, "synchronisation": 1}, 2: {"dependency": 2, "straggler": 0.5}},
+    ),
+    "the launch of a computation is before it": (
+        later(simulate(drawn("0F0 0F1", num_microbatches=2), UNIT), 0, 0.25), Costs.uniform(launch_s=0.25),
+        {0: {"launch": 0.25}},
+    ),
+    "a pause that is longer than the launches is a straggler in the rest": (
+        later(simulate(drawn("0F0 0F1 0B1 0B0", num_microbatches=2), UNIT), 0, 1, 2, 2, 2),
+        Costs.uniform(launch_s=0.25), {0: {"launch": 2 * 0.25, "straggler": 2 * 0.75}},
+    ),
+    "beside data the host has the time that it usually needs": (
+        later(
+            simulate(drawn("0F0 0F1", num_microbatches=2), UNIT), 0, 4.0, data_waits=(DataWait(0, 1, 1.125, 4.125),)
+        ),
+        Costs.uniform(launch_s=0.5), {0: {"data": 3, "launch": 0.5, "straggler": 0.5}},
+    ),
+    "waiting for parameters is synchronisation": (
+        simulate(sharded("0F0 0UNSHARD 0F1"), GATHER), GATHER, {0: {"synchronisation": 2}},
+    ),
+    "waiting for a reload is synchronisation": (
+        simulate(sharded("0F0 0OFFLOAD0 0F1 0RELOAD0 0F2 0B0 0B1 0B2"), RELOAD), RELOAD, {0: {"synchronisation": 3}},
+    ),
+    # All launches but that of 0F0.
+    "a reduction that blocks between computations is synchronisation": (
+        with_blocking_reductions(sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), REDUCTION), REDUCTION,
+        {0: {"synchronisation": 0.75, "launch": 4 * 0.25}},
+    ),
+}  # fmt: skip
 
-    found = idle_times(simulate(drawn("0F0", "1F0"), costs), costs)
 
-    assert seconds(found, 1) == {"dependency": 1, "transfer": 0.5}
-    assert found.total(Cause.TRANSFER) == 0.5 + 0.5  # rank 0 waits for rank 1, which waits for the message
+@pytest.mark.parametrize(("timeline", "usual", "expected"), PLANTED.values(), ids=PLANTED)
+def test_a_planted_cause_is_found(timeline, usual, expected):
+    found = idle_times(timeline, usual)
+
+    assert {rank: seconds(found, rank) for rank in expected} == expected
 
 
 def test_the_causes_of_a_schedule_are_those_of_its_program():
@@ -184,89 +241,16 @@ def test_the_causes_of_a_schedule_are_those_of_its_program():
     assert bare.by_rank == pytest.approx(lowered.by_rank)
 
 
-def test_what_a_slow_stage_takes_above_the_mean_is_imbalance():
-    costs = replace(Costs.uniform(), forward_s=(3.0, 1.0))
-    timeline = simulate(drawn("0F0 0F1", "1F0 1F1", num_microbatches=2), costs)
-
-    found = idle_times(timeline, costs)
-
-    # Stages take 2 seconds in the mean. Rank 1 waits for 0F0 three seconds, and for 0F1 from 4 to 6; 0F1 runs from 3.
-    assert seconds(found, 1) == {"dependency": 2 + 1, "imbalance": 1 + 1}
-    assert seconds(found, 0) == {"synchronisation": 1}
-
-
-def test_a_longer_microbatch_is_imbalance_as_well():
-    costs = Costs.uniform(microbatch_compute_factor=(1.0, 3.0))
-    timeline = simulate(drawn("0F0 0F1", "1F0 1F1", num_microbatches=2), costs)
-
-    assert seconds(idle_times(timeline, costs), 1) == {"dependency": 1 + 1, "imbalance": 1}  # 0F1: 1 to 4, mean 2
-
-
-def test_a_computation_that_takes_longer_than_usual_is_a_straggler():
-    program = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
-    timeline = simulate(program, Costs.uniform(microbatch_compute_factor=(1.0, 3.0)))
-
-    found = idle_times(timeline, Costs.uniform())
-
-    assert seconds(found, 1) == {"dependency": 1, "straggler": 2}
-    assert seconds(found, 0) == {"synchronisation": 1, "straggler": 2}
-
-
-def test_a_rank_that_begins_late_is_a_straggler_for_itself_and_those_that_wait():
-    program = drawn("0F0", "1F0", "2F0")
-    timeline = simulate(program, Costs.uniform())
-
-    found = idle_times(late_ranks(timeline, 0.5, first=1), Costs.uniform())
-
-    assert seconds(found, 1) == {"dependency": 1, "straggler": 0.5, "synchronisation": 1}
-    assert seconds(found, 2) == {"dependency": 2, "straggler": 0.5}
-
-
 def test_host_time_between_computations_is_launch_and_nothing_else():
     costs = Costs.uniform(launch_s=0.25)
-    program = drawn("0F0 0F1 0F2", "1F0 1F1 1F2", num_microbatches=3)
+    few, many = drawn("0F0 0F1 0F2", "1F0 1F1 1F2", num_microbatches=3), lower(build("1f1b", ranks=4, microbatches=8))
 
-    found = idle_times(simulate(program, costs), costs)
+    found, of_many = (idle_times(simulate(program, costs), costs) for program in (few, many))
 
-    assert found.total(Cause.STRAGGLER) == 0
+    assert found.total(Cause.STRAGGLER) == of_many.total(Cause.STRAGGLER) == 0
     # Two forwards and the sends before them; then rank 0 has finished and waits until rank 1 has launched its last one.
     assert found.by_rank[0, Cause.LAUNCH] == (2 * 2 + 1) * 0.25
-
-
-def test_every_instruction_between_two_computations_counts_as_a_launch():
-    costs = Costs.uniform(launch_s=0.25)
-    program = lower(build("1f1b", ranks=4, microbatches=8))
-
-    found = idle_times(simulate(program, costs), costs)
-
-    assert found.total(Cause.LAUNCH) > 0
-    assert found.total(Cause.STRAGGLER) == 0
-
-
-def test_in_a_measured_timeline_the_launch_of_a_computation_stands_before_it():
-    costs = Costs.uniform(launch_s=0.25)
-    timeline = simulate(drawn("0F0 0F1", num_microbatches=2), Costs.uniform())
-    start_s, end_s = timeline.start_s + np.array([0, 0.25]), timeline.end_s + np.array([0, 0.25])
-    measured = replace(timeline, source="measured", start_s=start_s, end_s=end_s)
-
-    assert seconds(idle_times(measured, costs), 0) == {"launch": 0.25}
-
-
-def test_a_pause_that_is_longer_than_the_launches_is_a_straggler_in_the_rest():
-    timeline = simulate(drawn("0F0 0F1 0B1 0B0", num_microbatches=2), Costs.uniform())
-    later_s = np.array([0, 1, 2, 2, 2])
-    measured = replace(timeline, source="measured", start_s=timeline.start_s + later_s, end_s=timeline.end_s + later_s)
-
-    found = idle_times(measured, Costs.uniform(launch_s=0.25))
-
-    assert seconds(found, 0) == {"launch": 2 * 0.25, "straggler": 2 * 0.75}
-
-
-def test_waiting_for_parameters_and_for_the_end_of_the_step_is_synchronisation():
-    costs = Costs.uniform(unshard_s=(2.0,))
-    timeline = simulate(sharded("0F0 0UNSHARD 0F1"), costs)
-
-    assert seconds(idle_times(timeline, costs), 0) == {"synchronisation": 2}
+    assert of_many.total(Cause.LAUNCH) > 0
 
 
 def test_a_message_whose_receive_is_posted_behind_a_reduction_is_not_on_its_way_before():
@@ -278,21 +262,6 @@ def test_a_message_whose_receive_is_posted_behind_a_reduction_is_not_on_its_way_
 
     assert seconds(found, 0) == {"dependency": 3, "synchronisation": 3}
     assert seconds(idle_times(simulate(program, costs), costs), 0) == {"dependency": 3}  # beside its rank it takes none
-
-
-def test_waiting_for_a_reload_is_synchronisation():
-    costs = Costs.uniform(reload_s=(4.0,))
-    timeline = simulate(sharded("0F0 0OFFLOAD0 0F1 0RELOAD0 0F2 0B0 0B1 0B2"), costs)
-
-    assert seconds(idle_times(timeline, costs), 0) == {"synchronisation": 3}
-
-
-def test_a_reduction_that_blocks_between_computations_is_synchronisation():
-    program, costs = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(reduce_s=(0.75,), launch_s=0.25)
-
-    found = idle_times(with_blocking_reductions(program, costs), costs)
-
-    assert seconds(found, 0) == {"synchronisation": 0.75, "launch": 4 * 0.25}  # all launches but that of 0F0
 
 
 @pytest.mark.feature("X5")
@@ -319,17 +288,6 @@ def test_waiting_for_data_costs_nothing_while_a_message_is_waited_for_too():
         assert seconds(idle_times(timeline, costs), 1) == {"dependency": 2.5 + 1.5, "imbalance": 1.5 + 1.5} | data
 
 
-def test_beside_data_the_host_has_the_time_that_it_usually_needs():
-    timeline = simulate(drawn("0F0 0F1", num_microbatches=2), Costs.uniform())
-    later_s = np.array([0, 4.0])
-    wait = DataWait(0, 1, 1.125, 4.125)
-    measured = replace(timeline, source="measured", start_s=timeline.start_s + later_s, end_s=timeline.end_s + later_s)
-
-    found = idle_times(replace(measured, data_waits=(wait,)), Costs.uniform(launch_s=0.5))
-
-    assert seconds(found, 0) == {"data": 3, "launch": 0.5, "straggler": 0.5}
-
-
 def test_being_full_while_a_forward_could_run_is_memory():
     costs = Costs.uniform(backward=2.0, transfer=1.0)
     timeline = simulate(drawn("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1", num_microbatches=2), costs)
@@ -339,19 +297,7 @@ def test_being_full_while_a_forward_could_run_is_memory():
     # Rank 0 runs 0F0 until 1, waits for 1F0 and 1B0 from 2 to 5 and their transfers, runs 0B0 at 6; and so on.
     assert seconds(without, 0) == {"dependency": 6, "transfer": 4}
     assert seconds(found, 0) == {"memory": 5, "dependency": 3, "transfer": 2}
-
-
-def test_a_rank_that_may_hold_more_is_not_full():
-    costs = Costs.uniform(backward=2.0, transfer=1.0)
-    timeline = simulate(drawn("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1", num_microbatches=2), costs)
-
-    assert idle_times(timeline, costs, memory_limit=[2, 1]).by_rank[0, Cause.MEMORY] == 0
-
-
-def test_limits_for_another_number_of_ranks_are_refused():
-    costs = Costs.uniform()
-    timeline = simulate(drawn("0F0", "1F0"), costs)
-
+    assert idle_times(timeline, costs, memory_limit=[2, 1]).by_rank[0, Cause.MEMORY] == 0  # it may hold more
     with pytest.raises(ConfigError, match="memory_limit: 3 values for 2 ranks; give one"):
         idle_times(timeline, costs, memory_limit=[1, 1, 1])
 
@@ -384,18 +330,12 @@ def expected(costs):
     return {text: (found.on_its_stage_s(block), found.on_the_mean_stage_s(block)) for text, block in blocks.items()}
 
 
-def test_a_stage_takes_its_own_time_for_its_microbatch():
-    assert {text: own_s for text, (own_s, _) in expected(COSTS).items()} == {
-        "0F0": 1, "0F1": 0.5 * (2 * 1 + 2), "0B1": 4, "1F0": 3, "1B0": 6, "1F1": 6, "1B1": 12,
-    }  # fmt: skip
-
-
-def test_the_mean_is_over_stages_and_microbatches():
+def test_a_stage_takes_its_own_time_for_its_microbatch_and_the_mean_is_over_stages_and_microbatches():
     forward_s, backward_s = 2 * 1.5, 4 * 1.5
 
-    assert {text: mean_s for text, (_, mean_s) in expected(COSTS).items()} == {
-        "0F0": forward_s, "0F1": 0.5 * (forward_s + backward_s), "0B1": backward_s,
-        "1F0": forward_s, "1B0": backward_s, "1F1": forward_s, "1B1": backward_s,
+    assert expected(COSTS) == {
+        "0F0": (1, forward_s), "0F1": (0.5 * (2 * 1 + 2), 0.5 * (forward_s + backward_s)), "0B1": (4, backward_s),
+        "1F0": (3, forward_s), "1B0": (6, backward_s), "1F1": (6, forward_s), "1B1": (12, backward_s),
     }  # fmt: skip
 
 
@@ -404,6 +344,7 @@ def test_launches_come_before_a_block_and_are_no_part_of_it():
     single, pair = (block for block in blocks_of(simulate(PROGRAM, COSTS))[:2])
 
     assert expected(launched) == expected(COSTS)
+    assert expected(Costs(forward_s=(1.0,), backward_s=(2.0,)))["0B1"] == (2.0, 2.0)  # kinds that do not run need none
     assert ExpectedDurations(PROGRAM, launched).launches_s(single, 3) == 4 * 0.25
     assert ExpectedDurations(PROGRAM, launched).launches_s(pair, 3) == 5 * 0.25
 
@@ -416,10 +357,6 @@ def test_a_predicted_block_takes_what_is_expected(program, seed):
 
     for block in blocks_of(simulate(program, costs)):
         assert block.end_s - block.start_s == found.on_its_stage_s(block)
-
-
-def test_kinds_that_do_not_run_need_no_costs():
-    assert expected(Costs(forward_s=(1.0,), backward_s=(2.0,)))["0B1"] == (2.0, 2.0)
 
 
 ONE_AT_A_TIME = drawn("0F0 0B0 0F1 0B1 0F2 0B2", "1F0 1B0 1F1 1B1 1F2 1B2", num_microbatches=3)
@@ -435,10 +372,6 @@ def blocked_since(program, limit, costs=None):
     return {str(program.instruction(block.row)): since for block, since in found if since != NEVER}
 
 
-def test_without_a_limit_no_rank_is_full():
-    assert blocked_since(ONE_AT_A_TIME, None) == {}
-
-
 def test_the_first_stage_could_run_its_next_forward_from_the_beginning_on():
     since = blocked_since(ONE_AT_A_TIME, 1)
 
@@ -447,8 +380,8 @@ def test_the_first_stage_could_run_its_next_forward_from_the_beginning_on():
     assert "0F1" not in since  # a forward waits for its own input
 
 
-def test_a_rank_below_its_limit_is_not_full():
-    assert blocked_since(ONE_AT_A_TIME, 2) == {}
+def test_without_a_limit_and_below_it_no_rank_is_full():
+    assert blocked_since(ONE_AT_A_TIME, None) == blocked_since(ONE_AT_A_TIME, 2) == {}
     assert {text[0] for text in blocked_since(ONE_AT_A_TIME, [2, 1])} == {"1"}
 
 
@@ -481,24 +414,24 @@ def test_the_earliest_of_all_later_forwards_counts():
     assert "0B0" not in since  # one of two is free again
 
 
-def test_after_the_input_part_of_a_backward_its_activation_still_counts():
-    program = drawn("0F0 0I0 0W0 0F1 0I1 0W1", num_microbatches=2)
+def test_activations_count_until_their_weight_gradients_and_a_slice_is_ready_when_the_one_before_it_has_run():
+    split = drawn("0F0 0I0 0W0 0F1 0I1 0W1", num_microbatches=2)
+    sliced = drawn("0F0 0F0.1 0B0.1 0B0 0F1 0F1.1 0B1.1 0B1", num_microbatches=2, num_slices=2)
 
-    assert set(blocked_since(program, 1)) == {"0I0", "0W0"}
-
-
-def test_a_slice_is_ready_when_the_one_before_it_has_run():
-    program = drawn("0F0 0F0.1 0B0.1 0B0 0F1 0F1.1 0B1.1 0B1", num_microbatches=2, num_slices=2)
-
-    assert blocked_since(program, 2)["0B0.1"] == -float("inf")
+    assert set(blocked_since(split, 1)) == {"0I0", "0W0"}
+    assert blocked_since(sliced, 2)["0B0.1"] == -float("inf")
 
 
-def test_a_rank_is_not_full_by_limits_of_another_number_of_ranks():
-    with pytest.raises(ConfigError, match="memory_limit: 3 values for 2 ranks; give one, or one per rank"):
-        blocked_since(ONE_AT_A_TIME, [1, 2, 3])
+NO_NUMBERS = r"memory_limit: .*; give whole numbers of 0 or more"
 
 
-@pytest.mark.parametrize("limit", [-1, 1.5, True, "3", float("nan"), [1, -2]])
-def test_limits_that_are_no_numbers_of_activations_are_refused(limit):
-    with pytest.raises(ConfigError, match=r"memory_limit: .*; give whole numbers of 0 or more"):
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        *((limit, NO_NUMBERS) for limit in (-1, 1.5, True, "3", float("nan"), [1, -2])),
+        ([1, 2, 3], "memory_limit: 3 values for 2 ranks; give one, or one per rank"),
+    ],
+)
+def test_limits_that_are_none_of_these_ranks_are_refused(limit, told):
+    with pytest.raises(ConfigError, match=told):
         blocked_since(ONE_AT_A_TIME, limit)

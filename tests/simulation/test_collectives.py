@@ -10,27 +10,79 @@ from penstock.simulation import Costs, simulate
 from tests.simulation.drawing import ends, sharded, starts
 
 
-def test_the_first_computation_of_a_stage_waits_for_its_gather_and_others_do_not():
-    program = sharded("0UNSHARD 1UNSHARD 0F0 1F0")
-
-    timeline = simulate(program, Costs.uniform(unshard_s=(2.0, 0.5)))
-
-    assert starts(timeline) == {"0UNSHARD": 0, "1UNSHARD": 0, "0F0": 2, "1F0": 3}
-    assert ends(timeline)["1UNSHARD"] == 2.5  # after the gather of stage 0
+def simulated(program, **costs):
+    return simulate(program, Costs.uniform(**costs))
 
 
-def test_a_gather_runs_under_the_computations_that_do_not_need_it():
-    program = sharded("0F0 1UNSHARD 0F1 1F0 1F1")
-
-    timeline = simulate(program, Costs.uniform(unshard_s=(1.5,)))
-
-    assert (starts(timeline)["0F1"], starts(timeline)["1F0"], starts(timeline)["1F1"]) == (1, 2.5, 3.5)
+def members(num_ranks, *groups, **options):
+    return lower(build("gpipe", ranks=num_ranks, microbatches=1), tied_groups=groups, **options)
 
 
-def test_a_reshard_takes_no_time():
-    timeline = simulate(sharded("0F0 0RESHARD 0F1"), Costs.uniform(unshard_s=(5.0,), reduce_s=(5.0,)))
+COPIES = sharded("0F0 0OFFLOAD0 0F1 0F2 0RELOAD0 0F3 0B0 0B1 0B2 0B3")
+TIMES = {
+    # The gather of stage 1 comes after that of stage 0.
+    "the first computation of a stage waits for its gather and others do not": (
+        simulated(sharded("0UNSHARD 1UNSHARD 0F0 1F0"), unshard_s=(2.0, 0.5)),
+        {"0UNSHARD": 0, "1UNSHARD": 0, "0F0": 2, "1F0": 3}, {"1UNSHARD": 2.5},
+    ),
+    "a gather runs under the computations that do not need it": (
+        simulated(sharded("0F0 1UNSHARD 0F1 1F0 1F1"), unshard_s=(1.5,)), {"0F1": 1, "1F0": 2.5, "1F1": 3.5}, {},
+    ),
+    "gathers keep the order in which they are launched": (
+        simulated(sharded("0UNSHARD 0F0 0B0 0REDUCE_GRAD 1UNSHARD 2UNSHARD 1F0"), unshard_s=(1.0,), reduce_s=(1.0,)),
+        {}, {"0UNSHARD": 1, "0REDUCE_GRAD": 5, "1UNSHARD": 6, "2UNSHARD": 7},
+    ),
+    "a reshard takes no time": (
+        simulated(sharded("0F0 0RESHARD 0F1"), unshard_s=(5.0,), reduce_s=(5.0,)), {"0F1": 1}, {},
+    ),
+    "what is free on every stage waits for nothing": (
+        simulated(sharded("0F0 0B0 1UNSHARD 0REDUCE_GRAD 1F0 0STEP"), unshard_s=(4.0,)),
+        {"0REDUCE_GRAD": 3}, {"0REDUCE_GRAD": 3},
+    ),
+    "a unit takes the time of all its stages": (
+        simulated(
+            replace(sharded("0UNSHARD 0F0 1F0 1B0 0B0 0REDUCE_GRAD 0RESHARD"), units=((0, 1),)),
+            unshard_s=(2.0, 0.5), reduce_s=(1.0, 2.0),
+        ),
+        {"0F0": 2.5, "1F0": 3.5}, {"0REDUCE_GRAD": 2.5 + 6 + 3},
+    ),
+    "an optimizer step waits for the reductions of its own rank only": (
+        simulated(members(2, optimizer_step=True), reduce_s=(3.0, 1.0)),
+        {"0STEP": 6 + 3, "1STEP": 4 + 1}, {"0B0": 6, "1B0": 4},
+    ),
+    "members wait in a tied reduction until the last has come": (
+        simulated(members(3, (0, 2), optimizer_step=True), tied_reduce_s=(0.5,), reduce_s=(0.0, 0.0, 0.25)),
+        {"0REDUCE_TIED0": 9, "2REDUCE_TIED0": 5.25, "0STEP": 9.5, "1STEP": 7, "2STEP": 9.5},
+        {"0B0": 9, "0REDUCE_TIED0": 9.5, "2REDUCE_TIED0": 9.5},
+    ),
+    "tied groups are reduced one after the other in their order": (
+        simulated(members(2, (0, 1), (0, 1)), tied_reduce_s=(2.0, 1.0)), {}, {"0REDUCE_TIED0": 8, "1REDUCE_TIED1": 9},
+    ),
+    "a member that has nothing else to do waits from the beginning": (
+        simulated(sharded("0F0 0B0 0REDUCE_TIED0", "1REDUCE_TIED0"), tied_reduce_s=(0.5,), launch_s=0.25),
+        {"0REDUCE_TIED0": 3.75, "1REDUCE_TIED0": 0.25}, {"0REDUCE_TIED0": 4.25, "1REDUCE_TIED0": 4.25},
+    ),
+    "what reads waits for its reload and that for the copies before it": (
+        simulated(COPIES, offload_s=(3.0,), reload_s=(2.5,)),
+        {"0RELOAD0": 3, "0F3": 3, "0B0": 6.5, "0B1": 8.5}, {"0OFFLOAD0": 4, "0RELOAD0": 6.5},
+    ),
+    "a recomputation waits for the inputs that are reloaded": (
+        simulated(sharded("0F0 0OFFLOAD0 0F1 0RELOAD0 0R0 0B0 0B1"), reload_s=(4.0,)), {"0R0": 6, "0B0": 7}, {},
+    ),
+    "copies and gathers do not wait for each other": (
+        simulated(
+            sharded("0UNSHARD 0F0 0OFFLOAD0 1UNSHARD 0F1 0RELOAD0 1F1 1F0 1B0 0B0 1B1 0B1"),
+            unshard_s=(2.0, 4.0), offload_s=(0.5,), reload_s=(0.5,),
+        ),
+        {}, {"0OFFLOAD0": 3.5, "1UNSHARD": 7, "0RELOAD0": 4.5},
+    ),
+}  # fmt: skip
 
-    assert starts(timeline)["0F1"] == 1
+
+@pytest.mark.parametrize(("timeline", "start_s", "end_s"), TIMES.values(), ids=TIMES)
+def test_collectives_and_copies_start_and_end_when_they_can(timeline, start_s, end_s):
+    assert {text: starts(timeline)[text] for text in start_s} == start_s
+    assert {text: ends(timeline)[text] for text in end_s} == end_s
 
 
 def test_a_reduction_runs_under_computations_and_the_optimizer_step_waits_for_it():
@@ -62,23 +114,6 @@ def test_gathers_and_reductions_share_one_lane_in_the_order_of_the_program():
     assert (starts(timeline)["1F0"], starts(timeline)["2F0"]) == (7, 9)
 
 
-def test_what_is_free_on_every_stage_waits_for_nothing():
-    program = sharded("0F0 0B0 1UNSHARD 0REDUCE_GRAD 1F0 0STEP")
-
-    timeline = simulate(program, Costs.uniform(unshard_s=(4.0,)))
-
-    assert (starts(timeline)["0REDUCE_GRAD"], ends(timeline)["0REDUCE_GRAD"]) == (3, 3)
-
-
-def test_a_unit_takes_the_time_of_all_its_stages():
-    program = replace(sharded("0UNSHARD 0F0 1F0 1B0 0B0 0REDUCE_GRAD 0RESHARD"), units=((0, 1),))
-
-    timeline = simulate(program, Costs.uniform(unshard_s=(2.0, 0.5), reduce_s=(1.0, 2.0)))
-
-    assert (starts(timeline)["0F0"], starts(timeline)["1F0"]) == (2.5, 3.5)
-    assert ends(timeline)["0REDUCE_GRAD"] == 2.5 + 6 + 3
-
-
 def test_reductions_without_costs_end_where_they_stand():
     program = lower(build("1f1b", ranks=2, microbatches=2), optimizer_step=True)
 
@@ -87,34 +122,6 @@ def test_reductions_without_costs_end_where_they_stand():
     assert timeline.step_s == timeline.makespan_s
     assert starts(timeline)["0STEP"] == ends(timeline)["0B1"] == 9
     assert starts(timeline)["1STEP"] == ends(timeline)["1B1"] == 7
-
-
-def test_an_optimizer_step_waits_for_the_reductions_of_its_own_rank_only():
-    program = lower(build("gpipe", ranks=2, microbatches=1), optimizer_step=True)
-
-    timeline = simulate(program, Costs.uniform(reduce_s=(3.0, 1.0)))
-
-    assert starts(timeline)["0STEP"] == ends(timeline)["0B0"] + 3
-    assert starts(timeline)["1STEP"] == ends(timeline)["1B0"] + 1
-
-
-def test_members_wait_in_a_tied_reduction_until_the_last_has_come():
-    program = lower(build("gpipe", ranks=3, microbatches=1), tied_groups=[(0, 2)], optimizer_step=True)
-
-    timeline = simulate(program, Costs.uniform(tied_reduce_s=(0.5,), reduce_s=(0.0, 0.0, 0.25)))
-
-    assert ends(timeline)["0B0"] == 9
-    assert (starts(timeline)["0REDUCE_TIED0"], starts(timeline)["2REDUCE_TIED0"]) == (9, 5.25)
-    assert ends(timeline)["0REDUCE_TIED0"] == ends(timeline)["2REDUCE_TIED0"] == 9.5
-    assert (starts(timeline)["0STEP"], starts(timeline)["1STEP"], starts(timeline)["2STEP"]) == (9.5, 7, 9.5)
-
-
-def test_tied_groups_are_reduced_one_after_the_other_in_their_order():
-    program = lower(build("gpipe", ranks=2, microbatches=1), tied_groups=[(0, 1), (0, 1)])
-
-    timeline = simulate(program, Costs.uniform(tied_reduce_s=(2.0, 1.0)))
-
-    assert (ends(timeline)["0REDUCE_TIED0"], ends(timeline)["1REDUCE_TIED1"]) == (8, 9)
 
 
 @pytest.mark.feature("X23")
@@ -128,59 +135,13 @@ def test_a_member_comes_to_a_tied_reduction_when_its_own_reductions_are_over():
     assert ends(timeline)["0REDUCE_TIED0"] == ends(timeline)["2REDUCE_TIED0"] == 14.5
 
 
-def test_a_member_that_has_nothing_else_to_do_waits_from_the_beginning():
-    program = sharded("0F0 0B0 0REDUCE_TIED0", "1REDUCE_TIED0")
-
-    timeline = simulate(program, Costs.uniform(tied_reduce_s=(0.5,), launch_s=0.25))
-
-    assert (starts(timeline)["0REDUCE_TIED0"], starts(timeline)["1REDUCE_TIED0"]) == (3.75, 0.25)
-    assert (ends(timeline)["0REDUCE_TIED0"], ends(timeline)["1REDUCE_TIED0"]) == (4.25, 4.25)
-
-
-def test_gathers_keep_the_order_in_which_they_are_launched():
-    program = sharded("0UNSHARD 0F0 0B0 0REDUCE_GRAD 1UNSHARD 2UNSHARD 1F0")
-
-    timeline = simulate(program, Costs.uniform(unshard_s=(1.0,), reduce_s=(1.0,)))
-
-    assert [ends(timeline)[text] for text in ("0UNSHARD", "0REDUCE_GRAD", "1UNSHARD", "2UNSHARD")] == [1, 5, 6, 7]
-
-
 def test_copies_that_end_under_computations_cost_nothing():
-    program = sharded("0F0 0OFFLOAD0 0F1 0F2 0RELOAD0 0F3 0B0 0B1 0B2 0B3")
-
-    timeline = simulate(program, Costs.uniform(offload_s=(2.0,), reload_s=(1.0,)))
+    timeline = simulated(COPIES, offload_s=(2.0,), reload_s=(1.0,))
 
     assert (starts(timeline)["0OFFLOAD0"], ends(timeline)["0OFFLOAD0"]) == (1, 3)
     assert (starts(timeline)["0RELOAD0"], ends(timeline)["0RELOAD0"]) == (3, 4)
     assert (starts(timeline)["0F1"], starts(timeline)["0B0"]) == (1, 4)
     assert timeline.makespan_s == 4 + 4 * 2
-
-
-def test_what_reads_waits_for_its_reload_and_that_for_the_copies_before_it():
-    program = sharded("0F0 0OFFLOAD0 0F1 0F2 0RELOAD0 0F3 0B0 0B1 0B2 0B3")
-
-    timeline = simulate(program, Costs.uniform(offload_s=(3.0,), reload_s=(2.5,)))
-
-    assert ends(timeline)["0OFFLOAD0"] == 4
-    assert (starts(timeline)["0RELOAD0"], ends(timeline)["0RELOAD0"]) == (3, 6.5)
-    assert (starts(timeline)["0F3"], starts(timeline)["0B0"], starts(timeline)["0B1"]) == (3, 6.5, 8.5)
-
-
-def test_a_recomputation_waits_for_the_inputs_that_are_reloaded():
-    program = sharded("0F0 0OFFLOAD0 0F1 0RELOAD0 0R0 0B0 0B1")
-
-    timeline = simulate(program, Costs.uniform(reload_s=(4.0,)))
-
-    assert (starts(timeline)["0R0"], starts(timeline)["0B0"]) == (6, 7)
-
-
-def test_copies_and_gathers_do_not_wait_for_each_other():
-    program = sharded("0UNSHARD 0F0 0OFFLOAD0 1UNSHARD 0F1 0RELOAD0 1F1 1F0 1B0 0B0 1B1 0B1")
-
-    timeline = simulate(program, Costs.uniform(unshard_s=(2.0, 4.0), offload_s=(0.5,), reload_s=(0.5,)))
-
-    assert (ends(timeline)["0OFFLOAD0"], ends(timeline)["1UNSHARD"]) == (3.5, 7)
-    assert ends(timeline)["0RELOAD0"] == 4.5
 
 
 def test_each_stage_has_its_own_seconds_and_a_launch_comes_before_a_copy():

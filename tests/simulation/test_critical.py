@@ -68,87 +68,77 @@ def test_without_launches_and_collectives_nothing_pauses(program, seed):
     assert {piece.doing for piece in critical_path(slow)} <= {"compute", "transfer", "data"}
 
 
-def test_data_that_come_later_than_the_message_lead_the_path_back_on_their_own_rank():
-    program, costs = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2), replace(Costs.uniform(), forward_s=(4.0, 1.0))
-
-    covered, later = (with_slow_data(program, costs, {row_of(program, "1F1"): data_s}) for data_s in (2.0, 3.5))
-
-    assert told(covered) == ["compute 0F0 4", "compute 0F1 4", "compute 1F1 1"]
-    assert told(later) == ["compute 0F0 4", "compute 1F0 1", "data 1F1 3.5", "compute 1F1 1"]
-
-
-def test_what_a_rank_pauses_beside_its_wait_for_data_is_a_pause():
-    timeline = simulated("0F0 0F1", num_microbatches=2)
-    later_s = [0.0, 2.0]
-    wait = DataWait(0, 1, 1.25, 2.5)
-    timeline = replace(timeline, start_s=timeline.start_s + later_s, end_s=timeline.end_s + later_s, data_waits=(wait,))
-
-    assert told(timeline) == ["compute 0F0 1", "pause 0F1 0.25", "data 0F1 1.25", "pause 0F1 0.5", "compute 0F1 1"]
+TWO = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
+SLOW_FIRST = replace(Costs.uniform(), forward_s=(4.0, 1.0))
+ROUND = Costs.uniform(backward=2.0, transfer=0.5)
+SERIALIZED = Costs.uniform(message_bytes=(4,), bandwidth_bytes_per_s=1.0, is_exclusive=True)
+RELOADED = simulate(sharded("0F0 0OFFLOAD0 0F1 0RELOAD0 0F2 0B0 0B1 0B2"), Costs.uniform(reload_s=(4.0,)))
+BOTH_WAYS = drawn(
+    "0F0 3F1", "2F1 1F0", placement=Placement.bidirectional(2), num_microbatches=2, route_of_microbatch=[0, 1]
+)
 
 
-def test_it_goes_down_the_ranks_and_up_again():
-    timeline = simulated("0F0 0B0", "1F0 1B0", costs=Costs.uniform(backward=2.0, transfer=0.5))
-
-    assert told(timeline) == [
-        "compute 0F0 1", "transfer 1F0 0.5", "compute 1F0 1", "compute 1B0 2", "transfer 0B0 0.5", "compute 0B0 2",
-    ]  # fmt: skip
+def with_pause(timeline):
+    """The second computation begins 2 s later, and from 1.25 to 2.5 its rank waits for data."""
+    later_s, wait = [0.0, 2.0], DataWait(0, 1, 1.25, 2.5)
+    return replace(timeline, start_s=timeline.start_s + later_s, end_s=timeline.end_s + later_s, data_waits=(wait,))
 
 
-def test_it_follows_the_slow_rank():
-    costs = Costs(forward_s=(1.0, 3.0))
+PATHS = {
+    "data that a message covers are not on it": (
+        with_slow_data(TWO, SLOW_FIRST, {row_of(TWO, "1F1"): 2.0}), ["compute 0F0 4", "compute 0F1 4", "compute 1F1 1"],
+    ),
+    "data that come later than the message lead it back on their own rank": (
+        with_slow_data(TWO, SLOW_FIRST, {row_of(TWO, "1F1"): 3.5}),
+        ["compute 0F0 4", "compute 1F0 1", "data 1F1 3.5", "compute 1F1 1"],
+    ),
+    "a pause beside a wait for data is a pause": (
+        with_pause(simulated("0F0 0F1", num_microbatches=2)),
+        ["compute 0F0 1", "pause 0F1 0.25", "data 0F1 1.25", "pause 0F1 0.5", "compute 0F1 1"],
+    ),
+    "it goes down the ranks and up again": (
+        simulated("0F0 0B0", "1F0 1B0", costs=ROUND),
+        [
+            "compute 0F0 1", "transfer 1F0 0.5", "compute 1F0 1", "compute 1B0 2", "transfer 0B0 0.5", "compute 0B0 2",
+        ],
+    ),
+    "it follows the slow rank": (
+        simulated("0F0 0F1 0F2", "1F0 1F1 1F2", costs=Costs(forward_s=(1.0, 3.0)), num_microbatches=3),
+        ["compute 0F0 1", "compute 1F0 3", "compute 1F1 3", "compute 1F2 3"],
+    ),
+    "a message that waits for the wire is a transfer as long as that takes": (
+        simulate(TWO, SERIALIZED), ["compute 0F0 1", "compute 0F1 1", "transfer 1F1 7", "compute 1F1 1"],
+    ),
+    "a rank that begins late pauses": (
+        late_ranks(simulated("0F0", "1F0"), 0.5, first=1), ["compute 0F0 1", "pause 1F0 0.5", "compute 1F0 1"],
+    ),
+    "a gather that is waited for is on it from its launch": (
+        simulate(sharded("0F0 1UNSHARD 0F1 1F0"), Costs.uniform(unshard_s=(4.0,))),
+        ["compute 0F0 1", "collective 1F0 4", "compute 1F0 1"],
+    ),
+    "a reload that is waited for is on it from its launch": (
+        RELOADED,
+        [
+            "compute 0F0 1", "compute 0F1 1", "collective 0B0 4", "compute 0B0 2", "compute 0B1 2", "compute 0B2 2",
+        ],
+    ),
+    "a reduction that blocks between computations is on it": (
+        with_blocking_reductions(sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(reduce_s=(4.0,))),
+        ["compute 0F0 1", "compute 1F0 1", "compute 1B0 2", "collective 0B0 4", "compute 0B0 2"],
+    ),
+    "an overlapped pair is one computation": (
+        simulated("0F0 (0F1;0B0)OVERLAP_F_B 0B1", num_microbatches=2),
+        ["compute 0F0 1", "compute 0F1 3", "compute 0B1 2"],
+    ),
+    "of ranks that end together the first counts": (
+        simulate(BOTH_WAYS, Costs.uniform()), ["compute 0F0 1", "compute 3F1 1"],
+    ),
+}  # fmt: skip
 
-    timeline = simulated("0F0 0F1 0F2", "1F0 1F1 1F2", costs=costs, num_microbatches=3)
 
-    assert told(timeline) == ["compute 0F0 1", "compute 1F0 3", "compute 1F1 3", "compute 1F2 3"]
-
-
-def test_a_message_that_waits_for_the_wire_is_a_transfer_as_long_as_that_takes():
-    costs = Costs.uniform(message_bytes=(4,), bandwidth_bytes_per_s=1.0, is_exclusive=True)
-
-    timeline = simulated("0F0 0F1", "1F0 1F1", costs=costs, num_microbatches=2)
-
-    assert told(timeline) == ["compute 0F0 1", "compute 0F1 1", "transfer 1F1 7", "compute 1F1 1"]
-
-
-def test_a_rank_that_begins_late_pauses():
-    timeline = late_ranks(simulated("0F0", "1F0"), 0.5, first=1)
-
-    assert told(timeline) == ["compute 0F0 1", "pause 1F0 0.5", "compute 1F0 1"]
-
-
-def test_a_gather_that_is_waited_for_is_on_the_path_from_its_launch():
-    timeline = simulate(sharded("0F0 1UNSHARD 0F1 1F0"), Costs.uniform(unshard_s=(4.0,)))
-
-    assert told(timeline) == ["compute 0F0 1", "collective 1F0 4", "compute 1F0 1"]
-
-
-def test_a_reload_that_is_waited_for_is_on_the_path_from_its_launch():
-    program = sharded("0F0 0OFFLOAD0 0F1 0RELOAD0 0F2 0B0 0B1 0B2")
-
-    timeline = simulate(program, Costs.uniform(reload_s=(4.0,)))
-
-    assert told(timeline)[:4] == ["compute 0F0 1", "compute 0F1 1", "collective 0B0 4", "compute 0B0 2"]
-
-
-def test_a_reduction_that_blocks_between_computations_is_on_the_path():
-    timeline = with_blocking_reductions(sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(reduce_s=(4.0,)))
-
-    assert told(timeline) == ["compute 0F0 1", "compute 1F0 1", "compute 1B0 2", "collective 0B0 4", "compute 0B0 2"]
-
-
-def test_an_overlapped_pair_is_one_computation():
-    timeline = simulated("0F0 (0F1;0B0)OVERLAP_F_B 0B1", num_microbatches=2)
-
-    assert told(timeline) == ["compute 0F0 1", "compute 0F1 3", "compute 0B1 2"]
-
-
-def test_of_ranks_that_end_together_the_first_counts():
-    placement = Placement.bidirectional(2)
-    routes = [0, 1]
-
-    timeline = simulated("0F0 3F1", "2F1 1F0", placement=placement, num_microbatches=2, route_of_microbatch=routes)
-
-    assert told(timeline) == ["compute 0F0 1", "compute 3F1 1"]
+@pytest.mark.parametrize(("timeline", "path"), PATHS.values(), ids=PATHS)
+def test_the_path_of_a_drawn_step_is_known(timeline, path):
+    assert told(timeline) == path
 
 
 def test_in_1f1b_it_has_the_transfers_of_the_published_identity():
