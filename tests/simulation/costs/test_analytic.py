@@ -35,18 +35,15 @@ def test_seconds_are_flops_over_what_the_device_reaches():
     assert costs.backward_weight_s[1] == pytest.approx(2 * layer.backward_weight_flops / 5e11)
 
 
-@pytest.mark.parametrize(("data_type", "times"), [("fp16", 1), ("tf32", 2), ("fp32", 4)])
-def test_a_slower_type_takes_longer(data_type, times):
-    found = costs_of(replace(MODEL, data_type=data_type))
+@pytest.mark.parametrize(
+    ("data_type", "efficiency", "times"), [("fp16", 0.5, 1), ("tf32", 0.5, 2), ("fp32", 0.5, 4), ("bf16", 0.25, 2)]
+)
+def test_a_slower_type_and_a_smaller_efficiency_which_is_named_take_longer(data_type, efficiency, times):
+    found = costs_of(replace(MODEL, data_type=data_type), efficiency=efficiency)
 
-    assert found.forward_s == pytest.approx([times * seconds for seconds in costs_of().forward_s])
-
-
-def test_half_the_efficiency_takes_twice_as_long_and_is_named():
-    slow = costs_of(efficiency=0.25)
-
-    assert slow.backward_weight_s == pytest.approx([2 * seconds for seconds in costs_of().backward_weight_s])
-    assert slow.source == "mine at an efficiency of 0.25"
+    for name in ("forward_s", "backward_weight_s"):
+        assert getattr(found, name) == pytest.approx([times * seconds for seconds in getattr(costs_of(), name)])
+    assert found.source == f"mine at an efficiency of {efficiency}"
 
 
 def test_bytes_are_those_of_the_layers_with_embedding_and_head_at_the_ends():
@@ -102,24 +99,22 @@ def test_the_costs_simulate_and_count_what_is_always_in_memory():
     assert costs.activation_bytes[3] < timeline.peak_bytes[3] < timeline.peak_activations[3] * costs.activation_bytes[3]
 
 
-@pytest.mark.parametrize("split", [(1, 2), (), (7, -1)])
-def test_layers_that_do_not_add_up_are_refused(split):
-    with pytest.raises(ConfigError, match=r"layers_per_stage: \[.*\] adds up to \d; the model has 6 layers"):
-        costs_of(split=split)
+NO_SUM = r"layers_per_stage: \[.*\] adds up to \d; the model has 6 layers"
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        *(({"split": split}, NO_SUM) for split in ((1, 2), (), (7, -1))),
         ({"efficiency": 0.0}, "efficiency: 0.0; give the share of the peak that is reached, above 0 and at most 1"),
         ({"efficiency": 45}, "efficiency: 45; give the share"),
         ({"replicas": 0}, "replicas: 0; give 1 or more"),
         ({"tensor_parallel": 2}, "tensor_link: is missing; say what connects the 2 devices"),
     ],
 )
-def test_a_machine_that_cannot_be_is_refused(options, told):
+def test_layers_that_do_not_add_up_and_a_machine_that_cannot_be_are_refused(options, told):
     with pytest.raises(ConfigError, match=told):
-        replace(MACHINE, **options)
+        costs_of(**options)
 
 
 def test_the_efficiency_must_be_said():

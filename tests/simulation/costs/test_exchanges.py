@@ -52,20 +52,17 @@ def test_a_rank_that_waits_for_each_gather_sees_what_it_takes():
     assert tuple(found[Op.UNSHARD]) == GATHER_S
 
 
-def test_a_gather_behind_another_one_begins_where_that_is_over():
-    """The gather of stage 1 is launched at 0, begins at 3, and ends at 4; F0 takes until 3.25."""
-    found = exchanges_s([noted(sharded("0UNSHARD 1UNSHARD 0F0 1F0 0RESHARD 1RESHARD"))])
+@pytest.mark.parametrize(("forward_s", "found_s"), [(0.25, [3.0, 1.0]), (20.0, [3.0, 3.0])])
+def test_a_gather_behind_another_one_begins_where_that_is_over_unless_it_was_over_before(forward_s, found_s):
+    """The gather of stage 1 is launched at 0, begins at 3, and ends at 4; F0 takes until 3.25, or until 23.
 
-    assert found[Op.UNSHARD].tolist() == [3.0, 1.0]
-
-
-def test_a_gather_that_was_over_before_it_was_looked_for_takes_as_long_as_others():
-    """That of stage 1 is over at 4, but the rank looks for it at 23."""
+    One that was over before it was looked for takes as long as others.
+    """
     program = sharded("0UNSHARD 1UNSHARD 0F0 1F0 0RESHARD 1RESHARD")
 
-    found = exchanges_s([noted(program, replace(COSTS, forward_s=(20.0,)))])
+    found = exchanges_s([noted(program, replace(COSTS, forward_s=(forward_s,)))])
 
-    assert found[Op.UNSHARD].tolist() == [3.0, 3.0]
+    assert found[Op.UNSHARD].tolist() == found_s
 
 
 def test_the_last_reduction_of_a_rank_is_waited_for_at_the_end_of_the_program():

@@ -72,35 +72,35 @@ def test_a_file_says_every_cost_by_its_name_and_unit(kind, tmp_path):
     assert read_costs(path).source == str(path)
 
 
-def test_whole_numbers_stay_whole():
+def test_whole_numbers_stay_whole_and_an_infinite_bandwidth_may_be_written():
     found = costs_from_toml("message_kb = 1.5\nactivation_bytes = [3.0, 4]\n[[channels]]\nsender = 0\nreceiver = 1.0")
 
     numbers = [*found.message_bytes, *found.activation_bytes, found.channels[0].receiver]
     assert numbers == [1500, 3, 4, 1]
     assert {type(number) for number in numbers} == {int}
-
-
-def test_an_infinite_bandwidth_may_be_written():
     assert costs_from_toml("bandwidth_bytes_per_s = inf").bandwidth_bytes_per_s == math.inf
 
 
 def test_what_a_user_gives_is_a_file_or_a_line_of_costs(tmp_path):
     assert load_costs("F=1,I=1,W=1").durations_s(2).tolist() == Costs.uniform().durations_s(2).tolist()
-    with pytest.raises(
-        ConfigError, match=r"^costs: cannot read .*no\.toml': No such file .*; give a TOML or JSON file"
-    ):
-        load_costs(str(tmp_path / "no.toml"))
-    with pytest.raises(ConfigError, match=r"^costs: cannot read 'F': No such file .*, or such as F=1,I=1,W=1"):
-        load_costs("F")
 
 
-@pytest.mark.parametrize("content", [b"forward_s = \xff", b"\xff\xfe{}"])
-def test_a_file_that_is_no_text_is_refused(content, tmp_path):
-    path = tmp_path / "costs.toml"
-    path.write_bytes(content)
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no.toml", r".*no\.toml': No such file .*; give a TOML or JSON file"),
+        ("F", "'F': No such file .*, or such as F=1,I=1,W=1"),
+        ("bytes.toml", r".*bytes\.toml': it is no text in UTF-8"),
+        ("other.toml", r".*other\.toml': it is no text in UTF-8"),
+    ],
+)
+def test_a_file_that_is_not_there_or_no_text_is_refused(name, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bytes.toml").write_bytes(b"forward_s = \xff")
+    (tmp_path / "other.toml").write_bytes(b"\xff\xfe{}")
 
-    with pytest.raises(ConfigError, match=r"^costs: cannot read .*costs\.toml': it is no text in UTF-8"):
-        read_costs(path)
+    with pytest.raises(ConfigError, match=f"^costs: cannot read {told}"):
+        load_costs(name)
 
 
 @pytest.mark.parametrize(
@@ -147,32 +147,23 @@ def test_a_wrong_cost_is_refused_with_its_key_and_file(text, told):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("read", "text", "told"),
     [
-        ("forward_s = [1,", r"costs:1:16: not TOML: "),
-        ("latency_s = 1\nforward_s 1", r"costs:2:11: not TOML: Expected '='"),
-        ("latency_s = 1\nlatency_s = 2", r"costs:2:14: not TOML: Cannot overwrite a value"),
-        ("x = " + "[" * 5000, r"costs:1:\d+: not TOML: "),
+        (costs_from_toml, "forward_s = [1,", r"costs:1:16: not TOML: "),
+        (costs_from_toml, "latency_s = 1\nforward_s 1", r"costs:2:11: not TOML: Expected '='"),
+        (costs_from_toml, "latency_s = 1\nlatency_s = 2", r"costs:2:14: not TOML: Cannot overwrite a value"),
+        (costs_from_toml, "x = " + "[" * 5000, r"costs:1:\d+: not TOML: "),
+        (costs_from_json, '{"latency_s": 1,\n "forward_s" 2}', r"costs:2:14: not JSON: Expecting ':' delimiter"),
+        (costs_from_json, '{"latency_s": 1, "latency_s": 2}', r"costs:1:1: not JSON: 'latency_s' is given twice; keep"),
+        (costs_from_json, "[1]", r"costs:1:1: holds \[1\]; expected an object with costs by name"),
+        (costs_from_json, "[" * 100_000, r"costs:1:1: not JSON: "),
+        (costs_from_json, "", r"costs:1:1: not JSON: "),
     ],
+    ids=range(9),
 )
-def test_what_is_no_toml_is_refused_with_its_place(text, told):
+def test_what_is_no_toml_or_json_is_refused_with_its_place(read, text, told):
     with pytest.raises(FormatError, match=rf"^{told}"):
-        costs_from_toml(text, file="costs")
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ('{"latency_s": 1,\n "forward_s" 2}', r"costs:2:14: not JSON: Expecting ':' delimiter"),
-        ('{"latency_s": 1, "latency_s": 2}', r"costs:1:1: not JSON: 'latency_s' is given twice; keep one"),
-        ("[1]", r"costs:1:1: holds \[1\]; expected an object with costs by name"),
-        ("[" * 100_000, r"costs:1:1: not JSON: "),
-        ("", r"costs:1:1: not JSON: "),
-    ],
-)
-def test_what_is_no_json_is_refused_with_its_place(text, told):
-    with pytest.raises(FormatError, match=rf"^{told}"):
-        costs_from_json(text, file="costs")
+        read(text, file="costs")
 
 
 def test_json_cannot_smuggle_in_numbers_that_are_none():
@@ -238,6 +229,7 @@ def test_a_whole_backward_is_the_sum_of_its_parts_unless_given(text):
 
 
 def test_every_key_has_its_place():
+    assert costs_from_text(EXAMPLE).latency_s == 0.1
     assert costs_from_text("F=1,I=0,W=.5,B=4,transfer=.25,overlap=0.75") == Costs.uniform(
         forward=1, backward_input=0, backward_weight=0.5, backward=4, transfer=0.25, overlap_factor=0.75
     )
@@ -249,10 +241,6 @@ def test_without_parts_of_a_backward_only_whole_ones_have_costs():
     assert simulate(lower(build("gpipe", ranks=1, microbatches=2)), costs).makespan_s == 6
     with pytest.raises(ConfigError, match="backward_input_s"):
         simulate(lower(build("zb-h1", ranks=1, microbatches=2)), costs)
-
-
-def test_the_example_is_one():
-    assert costs_from_text(EXAMPLE).latency_s == 0.1
 
 
 @pytest.mark.parametrize(

@@ -34,18 +34,14 @@ UNEVEN = Costs(
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_a_timeline_without_launch_costs_gives_its_costs_and_sizes_back(name):
-    assert costs_from_timeline(simulated(name, UNEVEN)) == UNEVEN
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("launch_s", [0.0, 0.01])
-def test_the_fitted_costs_predict_the_timeline_again(name, launch_s):
+def test_the_fitted_costs_predict_the_timeline_again_and_without_launches_are_its_own(name, launch_s):
     timeline = simulated(name, replace(UNEVEN, launch_s=launch_s))
 
-    predicted = simulate(timeline.program, costs_from_timeline(timeline))
+    fitted = costs_from_timeline(timeline)
 
-    assert predicted.makespan_s == pytest.approx(timeline.makespan_s, rel=0.01)
+    assert simulate(timeline.program, fitted).makespan_s == pytest.approx(timeline.makespan_s, rel=0.01)
+    assert launch_s or fitted == UNEVEN
 
 
 def test_one_slow_instruction_changes_no_duration():
@@ -100,13 +96,16 @@ def test_a_kind_that_did_not_run_follows_from_the_others():
     assert forward_only.backward_s == forward_only.backward_weight_s == (0.0, 0.0, 0.0)
 
 
-def test_parts_that_did_not_run_have_their_shares_of_the_whole():
-    costs = costs_from_timelines([simulated("1f1b", UNEVEN)], shares=SplitShares(1.5, 0.75, 0.5))
+@pytest.mark.parametrize(
+    "shares", [SplitShares(1.5, 0.75, 0.5), SplitShares((1.0, 1.5, 1.0), (0.75, 0.5, 0.5), (0.25, 0.5, 0.5))]
+)
+def test_parts_that_did_not_run_have_their_shares_of_the_whole_of_all_stages_or_of_each(shares):
+    costs = costs_from_timelines([simulated("1f1b", UNEVEN)], shares=shares)
 
     assert costs.forward_s == UNEVEN.forward_s
-    assert costs.split_forward_s == tuple(1.5 * seconds for seconds in UNEVEN.forward_s)
-    assert costs.backward_input_s == tuple(0.75 * seconds for seconds in UNEVEN.backward_s)
-    assert costs.backward_weight_s == tuple(0.5 * seconds for seconds in UNEVEN.backward_s)
+    assert costs.split_forward_s == pytest.approx(np.multiply(shares.forward, UNEVEN.forward_s))
+    assert costs.backward_input_s == pytest.approx(np.multiply(shares.input, UNEVEN.backward_s))
+    assert costs.backward_weight_s == pytest.approx(np.multiply(shares.weight, UNEVEN.backward_s))
 
 
 def test_whole_backwards_and_their_forwards_follow_from_split_ones():
@@ -145,23 +144,6 @@ def test_costs_per_layer_say_the_shares_of_each_stage():
     assert SplitShares.of(layers, [range(4)]) == SplitShares(1.0, 0.625, 0.375)  # a split of other layers
 
 
-def test_shares_of_each_stage_count_for_it():
-    shares = SplitShares((1.0, 1.5, 1.0), (0.75, 0.5, 0.5), (0.25, 0.5, 0.5))
-
-    costs = costs_from_timelines([simulated("1f1b", UNEVEN)], shares=shares)
-
-    assert costs.backward_input_s == pytest.approx(np.multiply((0.75, 0.5, 0.5), UNEVEN.backward_s))
-    assert costs.split_forward_s == pytest.approx(np.multiply((1.0, 1.5, 1.0), UNEVEN.forward_s))
-
-
-def test_a_channel_that_is_slower_than_the_usual_one_is_told_apart():
-    slow = replace(UNEVEN, channels=(Channel(1, 2, 0.75),))
-
-    costs = costs_from_timeline(simulated("1f1b", slow))
-
-    assert (costs.latency_s, costs.channels) == (0.25, (Channel(1, 2, 0.75),))
-
-
 def test_what_the_bytes_of_a_message_take_is_no_latency():
     """The first output has 4 bytes, the second 8, and so have their gradients."""
     sized = replace(UNEVEN, message_bytes=(4, 8, 0), bandwidth_bytes_per_s=16.0)
@@ -176,13 +158,15 @@ def test_what_the_bytes_of_a_message_take_is_no_latency():
     assert costs_from_timeline(timeline).channels != ()
 
 
-def test_a_channel_of_another_bandwidth_is_told_apart():
+def test_a_channel_that_is_slower_than_the_usual_one_or_of_another_bandwidth_is_told_apart():
+    slow = costs_from_timeline(simulated("1f1b", replace(UNEVEN, channels=(Channel(1, 2, 0.75),))))
     bandwidths = {(0, 1): 16.0, (1, 0): 16.0, (1, 2): 4.0, (2, 1): 16.0}
     channels = (Channel(1, 2, 0.25, 4.0),)
     sized = replace(UNEVEN, message_bytes=(4, 8, 0), bandwidth_bytes_per_s=16.0, channels=channels)
 
     costs = costs_from_timelines([simulated("1f1b", sized)], message_bytes=(4, 8, 0), bandwidths=bandwidths)
 
+    assert (slow.latency_s, slow.channels) == (0.25, (Channel(1, 2, 0.75),))
     assert (costs.latency_s, costs.channels) == (0.25, (Channel(1, 2, 0.25, 4.0, is_exclusive=True),))
 
 
@@ -227,9 +211,17 @@ def test_a_reduction_between_computations_takes_its_time_and_is_no_launch():
     assert (found.launch_s, found.reduce_s) == (0, (5.0, 1.0, 2.0, 3.0))
 
 
-def test_a_reduction_that_blocks_between_computations_is_no_launch():
-    program = lower(build("looped-bfs", ranks=1, microbatches=3, stages_per_rank=2))
-    lasts_s = np.where(program.is_compute, 1.0, 5.0)
+REDUCED = lower(build("looped-bfs", ranks=1, microbatches=3, stages_per_rank=2))
+OFFLOADED = lower(build("gpipe", ranks=1, microbatches=5), offload=[0])
+
+
+@pytest.mark.parametrize(
+    ("program", "others_s"),
+    [(REDUCED, 5.0), (OFFLOADED, np.where(IS_COPY[OFFLOADED.op], 5.0, 0.0))],
+    ids=["reductions", "copies"],
+)
+def test_what_holds_up_its_rank_between_computations_is_no_launch(program, others_s):
+    lasts_s = np.where(program.is_compute, 1.0, others_s)
     end_s = np.cumsum(lasts_s + 0.125)
 
     costs = costs_from_timeline(Timeline(program, "measured", end_s - lasts_s, end_s))
@@ -245,15 +237,5 @@ def test_a_wait_for_a_gather_is_no_launch():
     costs = costs_from_timeline(
         replace(timeline, source="measured", start_s=timeline.start_s + later_s, end_s=timeline.end_s + later_s)
     )
-
-    assert costs.launch_s == pytest.approx(0.125)
-
-
-def test_copies_that_hold_up_their_rank_are_no_launches():
-    program = lower(build("gpipe", ranks=1, microbatches=5), offload=[0])
-    lasts_s = np.where(program.is_compute, 1.0, np.where(IS_COPY[program.op], 5.0, 0.0))
-    end_s = np.cumsum(lasts_s + 0.125)
-
-    costs = costs_from_timeline(Timeline(program, "measured", end_s - lasts_s, end_s))
 
     assert costs.launch_s == pytest.approx(0.125)

@@ -27,53 +27,45 @@ LAYERS = LayerCosts(
 PARTS = (range(2), range(2, 5))
 
 
-def test_a_stage_costs_what_its_layers_cost_together():
-    stages = LAYERS.of_stages([1, 3])
-
-    assert stages.forward_s == (1, 9)
-    assert stages.backward_s == (2, 6)
-    assert stages.optimizer_s == (0.5, 1.5)
-    assert stages.activation_bytes == (5, 21)
-    assert stages.parameter_bytes == (100, 301)
+COPIES = [range(3), range(3, 4), range(3), range(3, 4)]
+RECOMPUTED = LayerCosts(forward=[1.0] * 3, checkpoint_bytes=[0, 4, 8])
+NO_CONTEXTS = LayerCosts(activation_bytes=[9, 9], weight_context_bytes=0)
 
 
-def test_a_stage_sends_what_its_last_layer_makes():
-    assert LAYERS.of_stages([1, 3]).message_bytes == (10, 40)
-    assert LAYERS.of_stages([2, 1, 1]).message_bytes == (20, 30, 40)
+@pytest.mark.parametrize(
+    ("layers", "split", "expected"),
+    [
+        (LAYERS, [1, 3], {"forward_s": (1, 9), "backward_s": (2, 6), "optimizer_s": (0.5, 1.5)}),
+        (LAYERS, np.array([1, 3]), {"forward_s": (1, 9), "activation_bytes": (5, 21), "parameter_bytes": (100, 301)}),
+        (LAYERS, [1, 3], {"message_bytes": (10, 40)}),
+        (LAYERS, [2, 1, 1], {"message_bytes": (20, 30, 40)}),
+        (LAYERS, COPIES, {"forward_s": (6, 4, 6, 4), "message_bytes": (30, 40, 30, 40)}),
+        (RECOMPUTED, [2, 1], {"checkpoint_bytes": (0, 8)}),
+        (LAYERS, [2, 2], {"checkpoint_bytes": (), "backward_input_s": (), "source": "layers.toml"}),
+        (
+            LAYERS,
+            [2, 2],
+            {"launch_s": 0.25, "channels": LAYERS.channels, "microbatch_compute_factor": (1.0, 2.0)},
+        ),
+        (LAYERS, [2, 2], {"weight_context_bytes": (11, 15), "gradient_bytes": (0, 0), "optimizer_bytes": (0, 0)}),
+        (NO_CONTEXTS, [2], {"weight_context_bytes": (0,)}),
+    ],
+)
+def test_a_stage_costs_what_its_layers_cost_together_and_what_belongs_to_no_layer_stays(layers, split, expected):
+    """It sends what its last layer makes, and keeps the inputs of its first one to recompute; contexts are activations.
+
+    Stages of two copies name their layers.
+    """
+    stages = layers.of_stages(split)
+
+    assert {name: getattr(stages, name) for name in expected} == expected
+    assert stages == layers.of_stages(list(split))
 
 
-def test_a_recomputed_stage_keeps_the_inputs_of_its_first_layer():
-    layers = LayerCosts(forward=[1.0] * 3, checkpoint_bytes=[0, 4, 8])
-
-    assert layers.of_stages([2, 1]).checkpoint_bytes == (0, 8)
-    assert LAYERS.of_stages([2, 2]).checkpoint_bytes == ()
-
-
-def test_stages_of_two_copies_name_their_layers():
-    stages = LAYERS.of_stages([range(3), range(3, 4), range(3), range(3, 4)])
-
-    assert stages.forward_s == (6, 4, 6, 4)
-    assert stages.message_bytes == (30, 40, 30, 40)
-
-
-def test_what_belongs_to_no_layer_stays():
-    stages = LAYERS.of_stages([2, 2])
-
-    assert (stages.launch_s, stages.channels, stages.microbatch_compute_factor) == (0.25, LAYERS.channels, (1.0, 2.0))
-    assert stages.backward_input_s == ()
-    assert stages.source == "layers.toml"
-
-
-def test_what_is_not_given_has_no_bytes_but_contexts_are_as_large_as_activations():
-    stages = LAYERS.of_stages([2, 2])
-
-    assert stages.weight_context_bytes == (11, 15)
-    assert (stages.gradient_bytes, stages.optimizer_bytes) == ((0, 0), (0, 0))
-    assert LayerCosts(activation_bytes=[9, 9], weight_context_bytes=0).of_stages([2]).weight_context_bytes == (0,)
-
-
-def test_the_number_of_layers_is_that_of_the_longest_list():
+def test_the_number_of_layers_is_that_of_the_longest_list_or_of_a_split():
     assert LAYERS.num_layers == 4
+    assert LayerCosts(forward=1.0, split=[3, 4]).num_layers == 7
+    assert LayerCosts(forward=1.0, split=[1]).num_layers == 1
     with pytest.raises(ConfigError, match="forward: one number for all layers does not say how many there are; give"):
         _ = LayerCosts(forward=1.0).num_layers
 
@@ -97,25 +89,6 @@ def test_a_split_that_does_not_fit_is_refused(split, told):
         LAYERS.of_stages(split)
 
 
-@pytest.mark.parametrize(
-    ("split", "told"),
-    [
-        ([3, 4], "split: [3, 4] adds up to 7 layers, but the costs have 4; make it add up to 4, or leave it out"),
-        ([4, 0], "split: [4, 0]; expected layers per stage, 1 or more each, such as [3, 2]"),
-        ([2.5, 1.5], "split: [2.5, 1.5]; expected layers per stage, 1 or more each, such as [3, 2]"),
-    ],
-)
-def test_a_split_of_other_layers_is_refused_with_the_costs(split, told):
-    with pytest.raises(ConfigError) as caught:
-        LayerCosts(forward=[1.0, 2.0, 3.0, 4.0], split=split)
-    assert str(caught.value) == told
-
-
-def test_a_split_says_how_many_layers_there_are():
-    assert LayerCosts(forward=1.0, split=[3, 4]).num_layers == 7
-    assert LayerCosts(forward=1.0, split=[1]).num_layers == 1
-
-
 def test_costs_of_stages_remember_their_split():
     costs = Costs.uniform(forward=4.0)
 
@@ -130,14 +103,27 @@ def test_seconds_of_a_layer_are_those_of_its_forward_and_its_backward():
     assert LayerCosts(activation_bytes=[3, 4]).seconds_of_layers.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_a_split_may_be_an_array():
-    assert LAYERS.of_stages(np.array([1, 3])) == LAYERS.of_stages([1, 3])
+NO_LAYERS = "; expected layers per stage, 1 or more each, such as [3, 2]"
 
 
-@pytest.mark.parametrize("given", [{"forward": [-1.0]}, {"activation_bytes": [1.5]}, {"latency_s": -1.0}])
-def test_what_is_no_cost_is_refused_with_its_key(given):
-    with pytest.raises(ConfigError, match=rf"^{next(iter(given))}: "):
-        LayerCosts(**given)
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"forward": [-1.0]}, "forward: "),
+        ({"activation_bytes": [1.5]}, "activation_bytes: "),
+        ({"latency_s": -1.0}, "latency_s: "),
+        (
+            {"split": [3, 4]},
+            "split: [3, 4] adds up to 7 layers, but the costs have 4; make it add up to 4, or leave it",
+        ),
+        ({"split": [4, 0]}, f"split: [4, 0]{NO_LAYERS}"),
+        ({"split": [2.5, 1.5]}, f"split: [2.5, 1.5]{NO_LAYERS}"),
+    ],
+)
+def test_what_is_no_cost_or_a_split_of_other_layers_is_refused_with_its_key(given, told):
+    with pytest.raises(ConfigError) as caught:
+        LayerCosts(**{"forward": [1.0, 2.0, 3.0, 4.0]} | given)
+    assert str(caught.value).startswith(told)
 
 
 @given(st.data())
@@ -164,23 +150,20 @@ def test_one_object_serves_several_schedules():
     assert line.work_s.tolist() == looped.work_s.tolist() == [8 * 3 * 2] * 4
 
 
-def test_layers_share_by_weight():
-    per_layer = LayerCosts.from_stages(Costs(forward_s=(4.0, 6.0)), PARTS, (1, 3, 1, 1, 4))
+@pytest.mark.parametrize(
+    ("forward_s", "parts", "weights", "forward"),
+    [
+        ((4.0, 6.0), PARTS, (1, 3, 1, 1, 4), (1.0, 3.0, 1.0, 1.0, 4.0)),
+        ((4.0, 6.0), PARTS, (0, 0, 1, 1, 0), (2.0, 2.0, 3.0, 3.0, 0.0)),
+        ((1.0, 2.0, 3.0, 6.0), (range(1), range(1, 2)) * 2, (1, 1), (2.0, 4.0)),
+    ],
+    ids=["by weight", "equally without weight", "two copies of a layer give their mean"],
+)
+def test_layers_share_what_their_stage_costs(forward_s, parts, weights, forward):
+    per_layer = LayerCosts.from_stages(Costs(forward_s=forward_s), parts, weights)
 
-    assert per_layer.forward == (1.0, 3.0, 1.0, 1.0, 4.0)
+    assert per_layer.forward == forward
     assert per_layer.backward == ()
-
-
-def test_layers_without_weight_share_equally():
-    per_layer = LayerCosts.from_stages(Costs(forward_s=(4.0, 6.0)), PARTS, (0, 0, 1, 1, 0))
-
-    assert per_layer.forward == (2.0, 2.0, 3.0, 3.0, 0.0)
-
-
-def test_two_copies_of_a_layer_give_their_mean():
-    parts = (range(1), range(1, 2), range(1), range(1, 2))
-
-    assert LayerCosts.from_stages(Costs(forward_s=(1.0, 2.0, 3.0, 6.0)), parts, (1, 1)).forward == (2.0, 4.0)
 
 
 def test_a_layer_sends_what_its_stage_sends_and_those_of_a_last_stage_what_it_receives():

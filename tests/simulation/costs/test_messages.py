@@ -18,22 +18,15 @@ def test_a_gradient_has_the_bytes_of_the_output_it_belongs_to():
     assert found.wire_s[BACKWARD].tolist() == [0, 1, 2]
 
 
-def test_without_a_bandwidth_bytes_take_no_time():
-    assert not message_costs(Placement.line(2), Costs.uniform(message_bytes=(10**12,))).wire_s.any()
-
-
-def test_nothing_is_sent_where_a_route_ends():
-    found = message_costs(Placement.bidirectional(2), Costs.uniform(transfer=1.0))
+@pytest.mark.parametrize("placement", [Placement.bidirectional(2), Placement.vee(2)], ids=["bidirectional", "vee"])
+def test_nothing_is_sent_where_a_route_ends_nor_between_stages_of_one_rank(placement):
+    """Without a bandwidth, bytes take no time."""
+    found = message_costs(placement, Costs.uniform(transfer=1.0, message_bytes=(10**12,), is_exclusive=True))
 
     assert found.latency_s[FORWARD].tolist() == [1, 0, 1, 0]
     assert found.latency_s[BACKWARD].tolist() == [0, 1, 0, 1]
-
-
-def test_nothing_is_sent_between_stages_of_one_rank():
-    found = message_costs(Placement.vee(2), Costs.uniform(transfer=1.0, message_bytes=(4,), is_exclusive=True))
-
-    assert found.latency_s.tolist() == [[1, 0, 1, 0], [0, 1, 0, 1]]
     assert found.is_exclusive.tolist() == found.latency_s.astype(bool).tolist()
+    assert not found.wire_s.any()
 
 
 def test_a_channel_that_differs_counts_for_all_stages_of_its_two_ranks_in_its_direction():

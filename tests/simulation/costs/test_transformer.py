@@ -88,16 +88,12 @@ def test_a_causal_mask_halves_the_attention_and_nothing_else():
     assert full.backward_weight_flops == causal.backward_weight_flops
 
 
-def test_without_stored_scores_and_dropout_32_bytes_per_feature_are_kept():
+def test_without_stored_scores_and_dropout_32_bytes_per_feature_are_kept_and_a_mask_is_one_byte_per_number():
     lean = layer_of(replace(SMALL, keeps_attention_scores=False, has_dropout=False))
-
-    assert lean.activation_bytes == lean.weight_context_bytes == 32 * SMALL.tokens * SMALL.hidden
-
-
-def test_the_mask_of_a_dropout_is_one_byte_per_number():
     with_masks, without = layer_of(SMALL), layer_of(replace(SMALL, has_dropout=False))
     pairs = SMALL.num_heads * SMALL.sequence * SMALL.tokens
 
+    assert lean.activation_bytes == lean.weight_context_bytes == 32 * SMALL.tokens * SMALL.hidden
     # Two masks of the width, one of the scores, and the scores once more after the dropout.
     assert with_masks.activation_bytes - without.activation_bytes == 2 * SMALL.tokens * SMALL.hidden + 3 * pairs
 
@@ -111,18 +107,12 @@ def test_numbers_of_32_bits_take_twice_the_bytes_and_masks_stay():
     assert replace(SMALL, data_type="tf32").message_bytes == 2 * SMALL.message_bytes == 4 * 16 * 3 * 64
 
 
-def test_fewer_key_and_value_heads_save_their_share():
+def test_fewer_key_and_value_heads_save_their_share_and_a_gated_feed_forward_part_has_three_matrices():
     grouped = replace(SMALL, num_key_value_heads=1)
-
-    saved = layer_of(SMALL).num_parameters - layer_of(grouped).num_parameters
-
-    assert grouped.key_value_width == 16
-    assert saved == 2 * 64 * (64 - 16)
-
-
-def test_a_gated_feed_forward_part_has_three_matrices():
     plain, gated = replace(SMALL, feed_forward=100), replace(SMALL, feed_forward=100, is_gated=True)
 
+    assert grouped.key_value_width == 16
+    assert layer_of(SMALL).num_parameters - layer_of(grouped).num_parameters == 2 * 64 * (64 - 16)
     assert layer_of(gated).num_parameters - layer_of(plain).num_parameters == 64 * 100
     assert layer_of(gated).weight_context_bytes - layer_of(plain).weight_context_bytes == 2 * SMALL.tokens * 100
 

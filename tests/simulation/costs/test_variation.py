@@ -28,10 +28,17 @@ def noisy(amount, *, stage=None, seed=0):
     return costs_from_timelines(steps).spreads
 
 
-def test_the_middle_half_is_compared_with_the_median_over_all_operations_of_a_stage():
-    spreads = (Spread(F, 0, 1.0, 0.5), Spread(B, 0, 3.0, 0.3), Spread(F, 1, 2.0, 0.2))
+SEVERAL = (Spread(F, 0, 1.0, 0.5), Spread(B, 0, 3.0, 0.3), Spread(F, 1, 2.0, 0.2))
+TINY = (Spread(F, 0, 1e-6, 1e-6), Spread(F, 1, 1.0, 0.05))
 
-    assert largest_variation(spreads) == Variation(0, pytest.approx(0.2))
+
+@pytest.mark.parametrize(
+    ("spreads", "expected"),
+    [(SEVERAL, Variation(0, pytest.approx(0.2))), (TINY, Variation(1, pytest.approx(0.05))), ((), None)],
+    ids=["several operations", "a stage that takes next to nothing does not count", "measured once"],
+)
+def test_the_middle_half_is_compared_with_the_median_over_all_operations_of_a_stage(spreads, expected):
+    assert largest_variation(spreads) == expected
 
 
 @pytest.mark.parametrize(("amount", "is_busy"), [(0.1, False), (0.2, False), (0.5, True), (1.0, True)])
@@ -56,13 +63,3 @@ def test_single_stragglers_do_not_make_a_machine_busy():
 
     recorded = Timeline(program, "measured", played.start_s, end_s)
     assert largest_variation(costs_from_timelines([recorded]).spreads) is None
-
-
-def test_a_stage_that_takes_next_to_nothing_does_not_count():
-    spreads = (Spread(F, 0, 1e-6, 1e-6), Spread(F, 1, 1.0, 0.05))
-
-    assert largest_variation(spreads) == Variation(1, pytest.approx(0.05))
-
-
-def test_what_was_measured_once_says_nothing():
-    assert largest_variation(()) is None

@@ -32,25 +32,23 @@ def test_costs_read_back_as_they_were(program, seed):
     assert costs_from_toml(costs_to_toml(costs)) == costs
 
 
-@pytest.mark.parametrize("costs", [Costs(), Costs.uniform(), MEASURED], ids=["unknown", "uniform", "measured"])
-def test_whatever_is_known_is_written(costs):
-    assert costs_from_toml(costs_to_toml(costs)) == costs
-
-
 LAYERS = LayerCosts(
     split=[1, 1], forward=[1.0, 2.0], recompute=0.5, activation_bytes=[3, 4], launch_s=1.0, source="a profile"
 )
 
 
-def test_costs_per_layer_read_back_as_they_were():
-    assert costs_from_toml(costs_to_toml(LAYERS)) == LAYERS
+@pytest.mark.parametrize(
+    "costs", [Costs(), Costs.uniform(), MEASURED, LAYERS], ids=["unknown", "uniform", "measured", "layers"]
+)
+def test_whatever_is_known_is_written(costs):
+    assert costs_from_toml(costs_to_toml(costs)) == costs
+
+
+def test_toml_has_a_line_per_cost_that_differs_from_its_default():
     assert costs_to_toml(LAYERS) == (
         '# a profile\nper = "layer"\nsplit = [1, 1]\nforward_s = [1.0, 2.0]\nrecompute_s = 0.5\nlaunch_s = 1.0\n'
         "activation_bytes = [3, 4]\n"
     )
-
-
-def test_toml_has_a_line_per_cost_that_differs_from_its_default():
     assert costs_to_toml(MEASURED) == (
         "# a run of mine\n"
         "forward_s = [0.1, 0.3333333333333333]\n"
