@@ -56,15 +56,12 @@ def test_a_kind_that_runs_and_is_unknown_is_refused_with_its_key_and_file(key, t
         durations_s(program, costs)
 
 
-def test_a_whole_backward_is_known_by_its_parts():
+def test_a_whole_backward_is_known_by_its_parts_and_a_kind_that_does_not_run_need_not_be_known():
     parts = Costs(forward_s=(1.0,), backward_input_s=(2.0, 3.0), backward_weight_s=(4.0,))
 
     found = lasts(drawn("0F0 0B0", "1F0 1B0"), parts)
 
     assert (found["0B0"], found["1B0"]) == (6, 7)
-
-
-def test_a_kind_that_does_not_run_need_not_be_known():
     assert lasts(sharded("0F0 0B0"), Costs(forward_s=(1.0,), backward_s=(2.0,))) == {"0F0": 1, "0B0": 2}
 
 

@@ -55,22 +55,20 @@ def test_imbalance_costs_what_even_stages_would_save():
     assert loss.culprit == "stage 2 on rank 2, 1.50 times the mean"
 
 
-def test_transfer_costs_what_instant_messages_would_save_and_names_the_slowest_channel():
-    slow = replace(EVEN, latency_s=0.1, channels=(Channel(2, 1, 0.5),))
+@pytest.mark.parametrize(
+    ("messages", "slowest"),
+    [
+        ({"latency_s": 0.1, "channels": (Channel(2, 1, 0.5),)}, "rank 2 to rank 1"),
+        ({"message_bytes": (8, 2, 0), "bandwidth_bytes_per_s": 16.0}, "rank 0 to rank 1"),
+    ],
+)
+def test_transfer_costs_what_instant_messages_would_save_and_names_the_slowest_channel(messages, slowest):
+    slow = replace(EVEN, **messages)
 
     loss = losses(slow)[Cause.TRANSFER]
 
     assert loss.duration_s == pytest.approx(measured(slow).makespan_s - measured(EVEN).makespan_s)
-    assert loss.culprit == "rank 2 to rank 1, 500 ms a message"
-
-
-def test_the_bytes_of_messages_count_as_transfer_too():
-    wired = replace(EVEN, message_bytes=(8, 2, 0), bandwidth_bytes_per_s=16.0)
-
-    loss = losses(wired)[Cause.TRANSFER]
-
-    assert loss.duration_s == pytest.approx(measured(wired).makespan_s - measured(EVEN).makespan_s)
-    assert loss.culprit == "rank 0 to rank 1, 500 ms a message"
+    assert loss.culprit == f"{slowest}, 500 ms a message"
 
 
 def test_launches_cost_what_a_host_without_delay_would_save():
@@ -97,33 +95,22 @@ def test_messages_cost_their_share_where_the_fitted_latency_is_hidden_in_the_lau
     assert found[Cause.TRANSFER].culprit.endswith("200 ms a message")
 
 
-def test_what_is_longer_than_predicted_is_put_down_to_the_rank_that_was_slower_than_usual():
-    """Rank 1 computes its last backward for 5 s longer, and whoever comes after it begins later."""
+@pytest.mark.parametrize(
+    ("is_slow", "how"), [(True, "slower than it usually is"), (False, "which begins later than it could")]
+)
+def test_what_is_longer_than_predicted_is_put_down_to_the_rank_that_was_slower_or_began_later(is_slow, how):
+    """Rank 1 computes its last backward for 5 s longer, or begins it 5 s later, and all that follows begins later."""
     timeline = measured(EVEN)
-    slow = int(timeline.compute_rows(1)[-1])
-    until_s = timeline.end_s[slow]
-    end_s = timeline.end_s + 5.0 * (timeline.end_s >= until_s)
-    start_s = timeline.start_s + 5.0 * (timeline.start_s >= until_s)
-
-    loss = losses(EVEN, timeline=replace(timeline, start_s=start_s, end_s=end_s))[Cause.STRAGGLER]
-
-    assert (loss.duration_s, loss.culprit) == (5.0, "rank 1, slower than it usually is")
-
-
-def test_a_rank_that_begins_late_is_named_though_it_computes_as_fast_as_usual():
-    """Rank 1 begins its last backward 5 s later than it could, and whoever comes after it begins later."""
-    timeline = measured(EVEN)
-    late = int(timeline.compute_rows(1)[-1])
-    from_s = timeline.start_s[late]
+    last = int(timeline.compute_rows(1)[-1])
+    from_s = timeline.end_s[last] if is_slow else timeline.start_s[last]
     later_s = 5.0 * (timeline.start_s >= from_s)
     arrives = IS_RECEIVE[timeline.program.op] & (timeline.start_s < from_s)
-    timeline = replace(
-        timeline, start_s=timeline.start_s + later_s, end_s=timeline.end_s + np.where(arrives, 0.0, later_s)
-    )
+    ends_later_s = 5.0 * (timeline.end_s >= from_s) if is_slow else np.where(arrives, 0.0, later_s)
+    timeline = replace(timeline, start_s=timeline.start_s + later_s, end_s=timeline.end_s + ends_later_s)
 
     loss = losses(EVEN, timeline=timeline)[Cause.STRAGGLER]
 
-    assert (loss.duration_s, loss.culprit) == (5.0, "rank 1, which begins later than it could")
+    assert (loss.duration_s, loss.culprit) == (5.0, f"rank 1, {how}")
 
 
 @pytest.mark.parametrize("awaits_receives", [False, True])

@@ -28,23 +28,21 @@ def causes_of(*prologues, waits=()):
     return [{Cause(cause): row[cause] for cause in np.flatnonzero(row)} for row in table]
 
 
-def test_all_wait_for_the_rank_whose_batch_comes_last():
-    quick, slow = Prologue(-10.0, -9.0, -8.0), Prologue(-10.0, -3.0, -2.0)
-
-    assert last_to_ask([quick, slow]) == 1
-    assert causes_of(quick, slow) == [{D: 1.0 + 5.0, L: 1.0 + 1.0, G: 2.0}, {D: 7.0, L: 1.0, G: 2.0}]
+QUICK = Prologue(-10.0, -9.0, -8.0)
 
 
-def test_a_rank_that_dawdles_between_batch_and_step_is_the_straggler():
-    quick, late = Prologue(-10.0, -9.0, -8.0), Prologue(-10.0, -9.0, -3.0)
-
-    assert causes_of(quick, late) == [{D: 1.0, L: 1.0, N: 5.0, G: 3.0}, {D: 1.0, L: 1.0, N: 5.0, G: 3.0}]
-
-
-def test_a_rank_that_comes_late_out_of_what_was_before_is_the_straggler():
-    quick, late = Prologue(-10.0, -9.0, -9.0), Prologue(-4.0, -3.0, -3.0)
-
-    assert causes_of(quick, late) == [{D: 1.0 + 1.0, N: 5.0, G: 3.0}, {D: 1.0, G: 3.0}]
+@pytest.mark.parametrize(
+    ("quick", "late", "expected"),
+    [
+        (QUICK, Prologue(-10.0, -3.0, -2.0), [{D: 1.0 + 5.0, L: 1.0 + 1.0, G: 2.0}, {D: 7.0, L: 1.0, G: 2.0}]),
+        (QUICK, Prologue(-10.0, -9.0, -3.0), [{D: 1.0, L: 1.0, N: 5.0, G: 3.0}] * 2),
+        (Prologue(-10.0, -9.0, -9.0), Prologue(-4.0, -3.0, -3.0), [{D: 1.0 + 1.0, N: 5.0, G: 3.0}, {D: 1.0, G: 3.0}]),
+    ],
+    ids=["its batch comes last", "it dawdles between batch and step", "it comes late out of what was before"],
+)
+def test_all_wait_for_the_last_rank_by_what_it_is_late_for(quick, late, expected):
+    assert last_to_ask([quick, late]) == 1
+    assert causes_of(quick, late) == expected
 
 
 def test_the_first_microbatch_of_a_stream_counts_as_the_batch_and_all_wait_for_it():
@@ -59,17 +57,15 @@ def test_the_first_microbatch_of_a_stream_counts_as_the_batch_and_all_wait_for_i
     assert found == [{D: 6.0, L: 1.0, G: 3.0}, {D: 0.5 + 3.5, L: 1.0 + 1.0, N: 1.0, G: 3.0}]
 
 
-def test_without_prologues_nothing_is_made_of_the_first_microbatch():
-    timeline = timeline_of(2, [DataWait(0, 0, -9.0, -3.0)])
+def test_the_step_begins_when_the_first_rank_is_free():
+    assert begin_of(timeline_of(2), [Prologue(-4.0, -3.0, -3.0), Prologue(-9.0, -3.0, -3.0)]) == -9.0
+
+
+@pytest.mark.parametrize("waits", [[], [DataWait(0, 0, -9.0, -3.0)]])
+def test_without_prologues_nothing_is_made_of_the_first_microbatch(waits):
+    timeline = timeline_of(2, waits)
 
     assert with_first_waits(timeline, []) == []
-    assert idle_before(timeline, []).idle_s.tolist() == [0.0, 0.0]
-
-
-def test_the_step_begins_when_the_first_rank_is_free():
-    timeline = timeline_of(2)
-
-    assert begin_of(timeline, [Prologue(-4.0, -3.0, -3.0), Prologue(-9.0, -3.0, -3.0)]) == -9.0
     assert begin_of(timeline, []) == 0.0
     assert idle_before(timeline, []).idle_s.tolist() == [0.0, 0.0]
 

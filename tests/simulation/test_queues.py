@@ -1,6 +1,7 @@
 """Queues: rows beside those of ranks, which run in their order, each after one row of anywhere."""
 
 import numpy as np
+import pytest
 from numpy import array
 
 from penstock.ir.deps import NONE
@@ -21,20 +22,13 @@ def test_without_queues_only_the_program_is_walked():
     assert walked(Queues(PROGRAM), (before,), (0.0, 9.0, 3.5)).end.tolist() == [1, 3, 4.5 + 3]
 
 
-def test_rows_of_a_queue_run_one_behind_the_other_after_their_rows():
+@pytest.mark.parametrize(("lengths", "after", "end_s"), [([3], [0, 1, 2], [5, 6, 7]), ([1, 2], [0, 0, 0], [5, 2, 3])])
+def test_rows_of_a_queue_run_one_behind_the_other_after_their_rows_and_not_after_other_queues(lengths, after, end_s):
     queues = Queues(PROGRAM)
 
-    queues.add(array([3]), after=array([0, 1, 2]), duration_s=array([4.0, 1.0, 1.0]))
+    queues.add(array(lengths), after=array(after), duration_s=array([4.0, 1.0, 1.0]))
 
-    assert walked(queues).end.tolist() == [1, 3, 6, 5, 6, 7]
-
-
-def test_queues_do_not_wait_for_each_other():
-    queues = Queues(PROGRAM)
-
-    queues.add(array([1, 2]), after=array([0, 0, 0]), duration_s=array([4.0, 1.0, 1.0]))
-
-    assert walked(queues).end[3:].tolist() == [5, 2, 3]
+    assert walked(queues).end.tolist() == [1, 3, 6, *end_s]
 
 
 def test_a_row_may_wait_for_one_of_a_queue_and_that_for_one_of_a_later_queue():
