@@ -119,15 +119,13 @@ def add_one_schedule(parser: ArgumentParser) -> None:
 def add_schedules(parser: ArgumentParser) -> None:
     """Add the names of several schedules, and the shape that all of them get."""
     _add_name(parser, "names", nargs="*", more="; or all, which stands for every family that trains")
-    parser.add_argument(
-        "--function",
-        dest="functions",
-        action="append",
-        default=[],
-        metavar="FILE:NAME",
-        help=f"besides the NAMEs, {FUNCTION}; may be repeated",
-    )
+    add_repeated(parser, "--function", "FILE:NAME", f"besides the NAMEs, {FUNCTION}; may be repeated", "functions")
     add_shape_arguments(parser)
+
+
+def add_repeated(parser: ArgumentParser, option: str, metavar: str, help: str, dest: str | None = None) -> None:
+    """Add an option that may be given several times; its values are a list."""
+    parser.add_argument(option, dest=dest, action="append", default=[], metavar=metavar, help=help)
 
 
 def _add_name(parser: ArgumentParser, dest: str, *, nargs: str, more: str = "") -> None:
@@ -143,14 +141,8 @@ def add_shape_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--stages-per-rank", type=int, metavar="V", help="stages on each rank (default: the family's)")
     parser.add_argument("--stages", type=int, metavar="S", help="all stages, where it is no multiple of the ranks")
     parser.add_argument("--slices", type=int, metavar="K", help="slices of each sequence (default 1)")
-    parser.add_argument(
-        "--set",
-        dest="options",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of the family (`penstock schedules NAME` lists them); may be repeated",
-    )
+    text = "an option of the family (`penstock schedules NAME` lists them); may be repeated"
+    add_repeated(parser, "--set", "KEY=VALUE", text, "options")
     parser.add_argument("--forward-only", action="store_true", help="the forwards alone, as in evaluation")
 
 

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.cli.arguments import add_memory_limit, add_schedules, add_sharding, add_split
+from penstock.cli.arguments import add_memory_limit, add_repeated, add_schedules, add_sharding, add_split
 from penstock.cli.pictures import CHARTS, TABLE, TABLE_SUFFIXES, Output, add_result_arguments
 from penstock.cli.status import ExitStatus
 
@@ -26,12 +26,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="COSTS are those of one action of one stage and slice, so a schedule with more stages does more work",
     )
-    parser.add_argument(
+    add_repeated(
+        parser,
         "--sweep",
-        action="append",
-        default=[],
-        metavar="KEY=VALUES",
-        help="compare at several sizes: microbatches=8..64 doubles, 8..64:8 counts in steps, 8,16,24 are these; so do "
+        "KEY=VALUES",
+        "compare at several sizes: microbatches=8..64 doubles, 8..64:8 counts in steps, 8,16,24 are these; so do "
         "ranks, stages_per_rank, slices, memory_limit, data, residency and look_ahead, and shard=none,full; may be "
         "repeated",
     )

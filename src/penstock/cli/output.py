@@ -17,15 +17,11 @@ SPELLED = {"─": "-", "µ": "u"}
 MIN_WIDTH = 20
 
 
-def say(text: str) -> None:
-    """Print a result."""
+def say(text: str, *, at_once: bool = False) -> None:
+    """Print a result; `at_once` is for what is begun, before it takes its time."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
-
-
-def say_at_once(text: str) -> None:
-    """Print what is begun, before it takes its time."""
-    say(text)
-    sys.stdout.flush()
+    if at_once:
+        sys.stdout.flush()
 
 
 def say_piece(text: str) -> None:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.arguments import add_repeated
 from penstock.cli.lifetime import (
     die_with,
     end_when_told,
@@ -17,7 +18,7 @@ from penstock.cli.lifetime import (
     leave_at_once,
     stop_or_raise,
 )
-from penstock.cli.output import complain, forget_stdout, say_at_once
+from penstock.cli.output import complain, forget_stdout, say
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError, PenstockError
 from penstock.train.stopping import StopRequest, refusing_exit
@@ -39,14 +40,8 @@ def add_run_arguments(parser: ArgumentParser) -> None:
 def add_run_folder(parser: ArgumentParser, keys: str) -> None:
     """Add the folder of a run, and the option that names its code; `keys` name it in the configuration."""
     parser.add_argument("run_folder", metavar="RUN_FOLDER", help="the folder of a run")
-    parser.add_argument(
-        "--function",
-        dest="functions",
-        action="append",
-        default=[],
-        metavar="FILE:NAME",
-        help=f"the code of the run's {keys}, which is run only where it is named here too; may be repeated",
-    )
+    text = f"the code of the run's {keys}, which is run only where it is named here too; may be repeated"
+    add_repeated(parser, "--function", "FILE:NAME", text, "functions")
 
 
 def config_of_folder(folder: Path) -> Path:
@@ -60,13 +55,7 @@ def config_of_folder(folder: Path) -> Path:
 
 def add_rank_arguments(parser: ArgumentParser) -> None:
     """Add what changes a configuration, and how its ranks are started."""
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="set a key, such as batch.size=32; may be repeated",
-    )
+    add_repeated(parser, "--set", "KEY=VALUE", "set a key, such as batch.size=32; may be repeated")
     parser.add_argument(
         "--port", type=int, default=0, help="port on 127.0.0.1 where the ranks meet (default: a free one)"
     )
@@ -92,7 +81,7 @@ def run_on_ranks(
         return _run_as_rank(arguments, body, os.environ, stop)
     with interrupts_handled_by(leave_at_once):
         if sys.stdout.isatty() and not is_quiet:  # in a pipe, the first line of a run names its folder
-            say_at_once("loading torch ...")
+            say("loading torch ...", at_once=True)
         from penstock.train import devices
         from penstock.train.settings.config import load_config
         from penstock.train.setup import check_plan
@@ -138,7 +127,7 @@ def _launch(
         kept = [each for each in arguments.set if each.partition("=")[0].replace(" ", "") != "run.folder"]
         overrides = [f"--set={override}" for override in (*kept, f"run.folder={folder}")]
         if not is_quiet:
-            say_at_once(f"starting {config.num_processes} ranks ...")
+            say(f"starting {config.num_processes} ranks ...", at_once=True)
         words = ["-m", "penstock", *command, *overrides, "--", arguments.run_file]
         command = [sys.executable, *_path_flags(), *words]
         failure = launch_ranks(command, num_ranks=config.num_processes, port=arguments.port, may_stop=may_stop)

@@ -1,11 +1,12 @@
 """`penstock search`: the order that takes least time under given costs and memory, and how far it is from the best."""
 
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.arguments import MEMORY_LIMIT, add_memory_limit, add_split, memory_limit_of
+from penstock.cli.arguments import MEMORY_LIMIT, add_memory_limit, add_repeated, add_split, memory_limit_of
 from penstock.cli.output import complain, path_to_write
 from penstock.cli.pictures import CHARTS, TABLE, TABLE_SUFFIXES, Output, add_result_arguments
 from penstock.cli.status import ExitStatus
@@ -45,12 +46,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another one draws other moves (default 0)")
     add_memory_limit(parser)
-    parser.add_argument(
+    add_repeated(
+        parser,
         "--sweep",
-        action="append",
-        default=[],
-        metavar="memory_limit=VALUES",
-        help="search within several limits, S seconds each: 8GiB..64GiB doubles, 8GiB..64GiB:8GiB counts in steps, "
+        "memory_limit=VALUES",
+        "search within several limits, S seconds each: 8GiB..64GiB doubles, 8GiB..64GiB:8GiB counts in steps, "
         "8GiB,12GiB are these",
     )
     parser.add_argument(
@@ -284,8 +284,6 @@ class _Lines:
     """Prints how far a search is, where somebody looks on."""
 
     def __init__(self, about: str = "") -> None:
-        import sys
-
         self._is_shown = sys.stderr.isatty()
         self._about = about
         self._next_s = SECONDS_BETWEEN_LINES

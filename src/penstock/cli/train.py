@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from penstock.cli.lifetime import launcher_of
-from penstock.cli.output import say, say_at_once
+from penstock.cli.output import say
 from penstock.cli.run_file import add_run_arguments, is_rank, run_on_ranks
 
 SUMMARY = "Train a run; starts its ranks on this machine, or joins torchrun's."
@@ -57,7 +57,7 @@ def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
     config = with_digests(config)
     with claimed(config, _start_of(arguments)) as (config, note):
         folder = RunFolder(run_path(config.run.folder))
-        say_at_once(note)
+        say(note, at_once=True)
         try:
             yield config
         except KeyboardInterrupt:
