@@ -80,8 +80,13 @@ def _stages(profile: Profile, screen: Screen) -> str:
 def _channels(profile: Profile, screen: Screen) -> Iterator[str]:
     if not profile.channels:
         return
+    placement = profile.program.placement
+    latency_s, ranks = message_costs(placement, profile.costs).latency_s, placement.rank_of_stage
+    latencies = {
+        (ranks[stage], ranks[neighbour]): float(latency_s[direction, stage])
+        for direction, stage, neighbour in hops(placement)
+    }
     rows = []
-    latencies = _latencies_s(profile)
     for channel in profile.channels:
         ends = (channel.sender, channel.receiver)
         speed = _speed(channel.bandwidth_bytes_per_s)
@@ -119,12 +124,3 @@ def _side_by_side(durations_s: Sequence[float]) -> list[str]:
     """Write durations; 0, which has no natural unit, in that of the smallest other: seconds would look coarser."""
     unit = time_unit(min((duration_s for duration_s in durations_s if duration_s), default=0.0))[1]
     return [format_seconds(duration_s) if duration_s else f"0.00 {unit}" for duration_s in durations_s]
-
-
-def _latencies_s(profile: Profile) -> dict[tuple[int, int], float]:
-    placement = profile.program.placement
-    latency_s, ranks = message_costs(placement, profile.costs).latency_s, placement.rank_of_stage
-    return {
-        (ranks[stage], ranks[neighbour]): float(latency_s[direction, stage])
-        for direction, stage, neighbour in hops(placement)
-    }

@@ -139,16 +139,16 @@ def _slices(
             args["microbatch"] = instruction.microbatch
         if instruction.slice:
             args["slice"] = instruction.slice
-        yield {
-            "name": str(instruction),
-            "cat": instruction.op.name.lower(),
-            "ph": "X",
-            "pid": int(rank),
-            "tid": int(threads[row]),
-            "ts": int(begin_ns[row]) / 1e3,
-            "dur": int(end_ns[row] - begin_ns[row]) / 1e3,
-            "args": args,
-        }
+        thread = (int(rank), int(threads[row]))
+        times_ns = (int(begin_ns[row]), int(end_ns[row]))
+        yield _slice(str(instruction), instruction.op.name.lower(), thread, times_ns, args)
+
+
+def _slice(name: str, category: str, thread: tuple[int, int], times_ns: tuple[int, int], args: Event) -> Event:
+    """A slice of a thread, which is a rank and a number."""
+    (rank, number), (begin_ns, end_ns) = thread, times_ns
+    times = {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+    return {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": number, **times, "args": args}
 
 
 def _arrows(
@@ -177,26 +177,13 @@ def _data_waits(name: str, timeline: Timeline, tracks: _Tracks) -> Iterator[Even
     for wait in timeline.data_waits:
         begin_ns, end_ns = round(max(wait.begin_s, 0.0) * 1e9), round(wait.end_s * 1e9)
         if end_ns > begin_ns:
-            yield {
-                "name": f"data of microbatch {wait.microbatch}",
-                "cat": "data",
-                "ph": "X",
-                "pid": wait.rank,
-                "tid": tracks.thread(wait.rank, f"{name} data"),
-                "ts": begin_ns / 1e3,
-                "dur": (end_ns - begin_ns) / 1e3,
-                "args": {"microbatch": wait.microbatch, "timeline": name},
-            }
+            thread = (wait.rank, tracks.thread(wait.rank, f"{name} data"))
+            args = {"microbatch": wait.microbatch, "timeline": name}
+            yield _slice(f"data of microbatch {wait.microbatch}", "data", thread, (begin_ns, end_ns), args)
 
 
 def _counters(name: str, timeline: Timeline) -> Iterator[Event]:
     for rank, curve in enumerate(memory_curves(timeline, in_bytes=False)):
+        counter = {"name": f"{name} activations", "ph": "C", "pid": rank, "tid": 0}
         for time_s, alive in zip(curve.time_s, curve.alive, strict=True):
-            yield {
-                "name": f"{name} activations",
-                "ph": "C",
-                "pid": rank,
-                "tid": 0,
-                "ts": round(float(time_s) * 1e9) / 1e3,
-                "args": {"activations": int(alive)},
-            }
+            yield counter | {"ts": round(float(time_s) * 1e9) / 1e3, "args": {"activations": int(alive)}}
