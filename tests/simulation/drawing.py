@@ -32,6 +32,12 @@ def sharded(*lines):
     return Program.from_csv("\n".join(",".join(line.split()) for line in lines), name="sharded")
 
 
+def later(timeline, seconds, **changes):
+    """The same timeline as if it was measured, with its rows so many seconds later."""
+    start_s, end_s = timeline.start_s + seconds, timeline.end_s + seconds
+    return replace(timeline, source="measured", start_s=start_s, end_s=end_s, **changes)
+
+
 def late_ranks(timeline, seconds, *, first):
     """The same timeline with all from the `first` rank on later; messages to that rank come as before."""
     program = timeline.program

@@ -17,7 +17,7 @@ from penstock.simulation import Costs, simulate
 from penstock.simulation.blocks import blocks_of
 from penstock.simulation.causes import NEVER, Cause, ExpectedDurations, accounts_of, idle_times, memory_blocked_since_s
 from tests.simulation.blocking import with_blocking_reductions
-from tests.simulation.drawing import drawn, late_ranks, row_of, sharded
+from tests.simulation.drawing import drawn, late_ranks, later, row_of, sharded
 from tests.simulation.events import programs, uneven_costs
 from tests.simulation.slow_data import slow_rows, with_slow_data
 
@@ -137,7 +137,7 @@ def test_the_causes_of_a_rank_add_up_to_its_idle_time(program, seed, limit, play
     found = idle_times(timeline, costs, memory_limit=limit)
 
     assert (found.by_rank >= 0).all()
-    assert found.idle_s == pytest.approx(timeline.makespan_s - timeline.work_s, abs=1e-9)
+    assert found.by_rank.sum(axis=1) == pytest.approx(timeline.makespan_s - timeline.work_s, abs=1e-9)
 
 
 @pytest.mark.slow
@@ -166,12 +166,6 @@ REDUCTION = Costs.uniform(reduce_s=(0.75,), launch_s=0.25)
 TRANSFER = {0: {"transfer": 0.5, "synchronisation": 1}, 1: {"dependency": 1, "transfer": 0.5}}
 
 
-def later(timeline, *seconds, **changes):
-    """A measured step with its rows so much later."""
-    start_s, end_s = timeline.start_s + np.array(seconds), timeline.end_s + np.array(seconds)
-    return replace(timeline, source="measured", start_s=start_s, end_s=end_s, **changes)
-
-
 PLANTED = {
     # Rank 1 still runs 1F1 when rank 0 is done.
     "the work of another rank is a dependency": (
@@ -198,16 +192,16 @@ PLANTED = {
         {1: {"dependency": 1, "straggler": 0.5, "synchronisation": 1}, 2: {"dependency": 2, "straggler": 0.5}},
     ),
     "the launch of a computation is before it": (
-        later(simulate(drawn("0F0 0F1", num_microbatches=2), UNIT), 0, 0.25), Costs.uniform(launch_s=0.25),
+        later(simulate(drawn("0F0 0F1", num_microbatches=2), UNIT), [0, 0.25]), Costs.uniform(launch_s=0.25),
         {0: {"launch": 0.25}},
     ),
     "a pause that is longer than the launches is a straggler in the rest": (
-        later(simulate(drawn("0F0 0F1 0B1 0B0", num_microbatches=2), UNIT), 0, 1, 2, 2, 2),
+        later(simulate(drawn("0F0 0F1 0B1 0B0", num_microbatches=2), UNIT), [0, 1, 2, 2, 2]),
         Costs.uniform(launch_s=0.25), {0: {"launch": 2 * 0.25, "straggler": 2 * 0.75}},
     ),
     "beside data the host has the time that it usually needs": (
         later(
-            simulate(drawn("0F0 0F1", num_microbatches=2), UNIT), 0, 4.0, data_waits=(DataWait(0, 1, 1.125, 4.125),)
+            simulate(drawn("0F0 0F1", num_microbatches=2), UNIT), [0, 4.0], data_waits=(DataWait(0, 1, 1.125, 4.125),)
         ),
         Costs.uniform(launch_s=0.5), {0: {"data": 3, "launch": 0.5, "straggler": 0.5}},
     ),

@@ -14,7 +14,7 @@ from penstock.simulation import Costs, simulate
 from penstock.simulation.blocks import blocks_of
 from penstock.simulation.critical import critical_path
 from tests.simulation.blocking import with_blocking_reductions
-from tests.simulation.drawing import drawn, late_ranks, row_of, sharded
+from tests.simulation.drawing import drawn, late_ranks, later, row_of, sharded
 from tests.simulation.events import programs, uneven_costs
 from tests.simulation.slow_data import slow_rows, with_slow_data
 
@@ -80,8 +80,7 @@ BOTH_WAYS = drawn(
 
 def with_pause(timeline):
     """The second computation begins 2 s later, and from 1.25 to 2.5 its rank waits for data."""
-    later_s, wait = [0.0, 2.0], DataWait(0, 1, 1.25, 2.5)
-    return replace(timeline, start_s=timeline.start_s + later_s, end_s=timeline.end_s + later_s, data_waits=(wait,))
+    return later(timeline, [0.0, 2.0], data_waits=(DataWait(0, 1, 1.25, 2.5),))
 
 
 PATHS = {

@@ -19,7 +19,7 @@ from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.simulation.losses import evened, losses_of, makespan_without_waits_s
 from penstock.simulation.prologue import Prologue
 from tests.simulation.blocking import with_blocking_reductions
-from tests.simulation.drawing import drawn, row_of, sharded
+from tests.simulation.drawing import drawn, later, row_of, sharded
 from tests.simulation.events import uneven_costs
 from tests.simulation.slow_data import slow_rows, with_slow_data
 from tests.strategies import feasible_schedules
@@ -255,10 +255,10 @@ def test_only_the_ranks_that_are_named_stop_waiting():
 def test_a_pause_that_no_data_explain_stays():
     program = drawn("0F0 0F1", num_microbatches=2)
     timeline = with_slow_data(program, Costs.uniform(), {1: 2.0})
-    pause_s = np.array([0.0, 0.5])
-    later = replace(timeline, start_s=timeline.start_s + pause_s, end_s=timeline.end_s + pause_s)
 
-    assert (later.makespan_s, makespan_without_waits_s(later, [0])) == (4.5, 2.5)
+    paused = later(timeline, [0.0, 0.5])
+
+    assert (paused.makespan_s, makespan_without_waits_s(paused, [0])) == (4.5, 2.5)
 
 
 def test_a_reduction_that_blocks_still_holds_its_rank_up():

@@ -13,7 +13,7 @@ from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.simulation.critical import critical_path
 from penstock.simulation.message_latency import Transfers, message_latency_s, robust_mean, with_true_arrivals
 from tests.simulation.blocking import with_blocking_reductions
-from tests.simulation.drawing import drawn, row_of, sharded
+from tests.simulation.drawing import drawn, later, row_of, sharded
 from tests.simulation.slow_data import with_slow_data
 
 COSTS = Costs(forward_s=(1.0, 2.0), backward_s=(3.0,), latency_s=0.25)
@@ -71,8 +71,7 @@ def test_the_robust_mean_leaves_out_outliers():
 def test_without_an_awaited_message_no_time_is_known():
     noted, _ = measured(replace(COSTS, latency_s=0.0))
     transfers = Transfers.of(noted.program)
-    late_s = np.where(noted.program.rank_of_row == 1, 100.0, 0.0)
-    late = replace(noted, start_s=noted.start_s + late_s, end_s=noted.end_s + late_s)
+    late = later(noted, np.where(noted.program.rank_of_row == 1, 100.0, 0.0))
     is_forward = noted.program.op[transfers.sends] == Op.SEND_FORWARD
 
     assert not transfers.is_awaited(late)[is_forward].any()

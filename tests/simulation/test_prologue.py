@@ -67,13 +67,13 @@ def test_without_prologues_nothing_is_made_of_the_first_microbatch(waits):
 
     assert with_first_waits(timeline, []) == []
     assert begin_of(timeline, []) == 0.0
-    assert idle_before(timeline, []).idle_s.tolist() == [0.0, 0.0]
+    assert idle_before(timeline, []).by_rank.sum(axis=1).tolist() == [0.0, 0.0]
 
 
 @given(st.lists(st.lists(st.floats(-50.0, -0.001), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_the_causes_before_a_step_add_up_to_the_time_from_free_to_its_first_computation(rows):
     prologues = [Prologue(*sorted(row)) for row in rows]
 
-    idle_s = idle_before(timeline_of(len(prologues)), prologues).idle_s
+    idle_s = idle_before(timeline_of(len(prologues)), prologues).by_rank.sum(axis=1)
 
     assert idle_s == pytest.approx([-prologue.free_s for prologue in prologues], abs=1e-6)

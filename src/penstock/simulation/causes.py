@@ -101,11 +101,6 @@ class IdleTimes:
         """Return the seconds of all ranks that one cause took."""
         return float(self.by_rank[:, cause].sum())
 
-    @property
-    def idle_s(self) -> NDArray[np.float64]:
-        """[num_ranks] all idle seconds, of the step's makespan."""
-        return np.asarray(self.by_rank.sum(axis=1))
-
 
 def idle_times(timeline: Timeline, costs: Costs, *, memory_limit: int | Sequence[int] | None = None) -> IdleTimes:
     """Put every idle second between the first start and the last end down to a cause.

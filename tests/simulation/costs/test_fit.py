@@ -14,6 +14,7 @@ from penstock.schedules import build
 from penstock.simulation import Costs, LayerCosts, simulate
 from penstock.simulation.costs.costs import Channel, Spread
 from penstock.simulation.costs.fit import SplitShares, costs_from_timeline, costs_from_timelines
+from tests.simulation.drawing import later
 from tests.simulation.slow_data import with_slow_data
 
 
@@ -57,9 +58,8 @@ def test_one_slow_instruction_changes_no_duration():
 
 def test_gaps_before_computations_that_wait_for_nothing_are_launches():
     timeline = simulated(ranks=1, microbatches=4, costs=Costs.uniform(backward=2.0))
-    shift_s = 0.5 * np.arange(timeline.program.num_instructions)
 
-    spread = replace(timeline, start_s=timeline.start_s + shift_s, end_s=timeline.end_s + shift_s)
+    spread = later(timeline, 0.5 * np.arange(timeline.program.num_instructions))
 
     assert costs_from_timeline(spread).launch_s == pytest.approx(0.5)
     assert costs_from_timeline(spread).backward_s == (2.0,)
@@ -79,10 +79,8 @@ def test_waits_for_data_count_neither_as_launches_nor_as_transfers():
 
 def test_a_message_that_nobody_waited_for_tells_no_latency():
     timeline = simulated("forward-only", Costs.uniform(transfer=0.25), ranks=2)
-    is_late = timeline.program.rank_of_row == 1
-    late_s = np.where(is_late, 100.0, 0.0)
 
-    late = replace(timeline, start_s=timeline.start_s + late_s, end_s=timeline.end_s + late_s)
+    late = later(timeline, np.where(timeline.program.rank_of_row == 1, 100.0, 0.0))
 
     assert costs_from_timeline(timeline).latency_s == 0.25
     assert costs_from_timeline(late).latency_s == 0.0
@@ -187,9 +185,8 @@ def test_launches_count_for_all_instructions_between_computations():
     for rank in range(2):
         rows = slice(*program.offsets[rank : rank + 2])
         delay_s[rows] = np.cumsum(~program.is_compute[rows])
-    posted = replace(timeline, start_s=timeline.start_s + delay_s, end_s=timeline.end_s + delay_s)
 
-    launch_s = costs_from_timeline(posted).launch_s
+    launch_s = costs_from_timeline(later(timeline, delay_s)).launch_s
 
     assert 0.4 < launch_s < 0.75
 
@@ -233,9 +230,7 @@ def test_a_wait_for_a_gather_is_no_launch():
     schedule = build("looped-bfs", ranks=1, microbatches=2, stages_per_rank=4, forward_only=True)
     program = lower(schedule, shard="full", residency=None, look_ahead=1)  # the first of each stage waits, none else
     timeline = simulate(program, Costs.uniform(unshard_s=(7.0,)))
-    later_s = np.cumsum(np.full(program.num_rows, 0.125))
-    costs = costs_from_timeline(
-        replace(timeline, source="measured", start_s=timeline.start_s + later_s, end_s=timeline.end_s + later_s)
-    )
+
+    costs = costs_from_timeline(later(timeline, np.cumsum(np.full(program.num_rows, 0.125))))
 
     assert costs.launch_s == pytest.approx(0.125)

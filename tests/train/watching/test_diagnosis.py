@@ -146,7 +146,7 @@ def test_the_causes_add_up_to_all_idle_time_from_when_a_rank_was_free_to_the_end
 
     end_s = timeline.end_s[timeline.program.is_compute].max()
     expected = [end_s - lead_in.free_s - timeline.work_s[rank] for rank, lead_in in enumerate(recorded.prologues)]
-    assert idle.idle_s == pytest.approx(expected, abs=1e-6)
+    assert idle.by_rank.sum(axis=1) == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_setting_of_a_run_is_that_of_its_configuration():
