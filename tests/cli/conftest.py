@@ -18,10 +18,13 @@ def printed(capsys):
 
 @pytest.fixture
 def refused(capsys):
-    """Run a command that ends with status 1; return its complaint."""
+    """Run a command that ends badly and prints no result; return its complaint."""
 
-    def run(*arguments):
-        assert main([*map(str, arguments)]) == 1
-        return capsys.readouterr().err
+    def run(*arguments, status=1):
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == status
+        said, complained = capsys.readouterr()
+        assert said == ""
+        return complained
 
     return run

@@ -59,11 +59,8 @@ def read(*arguments, activation_bytes=None):
     return memory_limit_of(parser.parse_args(arguments), activation_bytes)
 
 
-def test_no_limit_is_none():
-    assert read() is None
-
-
 def test_activations_need_no_costs():
+    assert read() is None
     assert read("--memory-limit", "12 activations") == Limit.read("12 activations")
 
 

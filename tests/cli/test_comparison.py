@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -194,51 +195,33 @@ def test_equal_reasons_are_told_once_with_the_names():
 
 
 def test_rounding_shows_no_negative_bubble():
-    row = Comparison("mine", 1.0, 1.0, -1e-16, -1e-16, [1], 0, 1, Fraction(1))
-
-    assert "-0.0000" not in to_table(compared(row))
+    assert "-0.0000" not in to_table(compared(replace(A, bubble_fraction=-1e-16, bubble_rate=-1e-16)))
 
 
-def test_unequal_work_is_told_where_costs_are_per_action():
-    rows = [comparison("a"), comparison("b", 2), Refusal("r", "no"), comparison("c"), comparison("d", Fraction(3, 2))]
-
-    ((heading, *lines),) = notes(compared(*rows, per_action=True))
-
-    assert "unequal work" in heading
-    assert lines == ["  1 in a, c", "  3/2 in d", "  2 in b"]
-    assert notes(compared(*rows)) == []
+A, B = comparison("a"), comparison("b", 2)
+UNEQUAL = [A, B, Refusal("r", "no"), comparison("c"), comparison("d", Fraction(3, 2))]
+WORK = "note: the rows do unequal work; actions of each kind that a rank runs for one microbatch:"
+COUNTS = "note: the rows run different numbers of microbatches:"
+SIZES = "warning: activations are of unequal size; a microbatch leaves so many on a rank:"
+FIX = "  Give the limit in microbatches, such as '8 microbatches'."
 
 
-def test_a_note_tells_of_different_numbers_of_microbatches():
-    (told,) = notes(compared(comparison("a"), comparison("b", num_microbatches=4)))
-
-    assert told == ["note: the rows run different numbers of microbatches:", "  3 in a", "  4 in b"]
-
-
-def test_a_limit_in_activations_is_warned_of_where_they_differ_in_size():
-    rows = [comparison("a"), comparison("b", 2)]
-
-    (told,) = notes(compared(*rows, limit=activations(8)))
-
-    assert told == [
-        "warning: activations are of unequal size; a microbatch leaves so many on a rank:",
-        "  1 in a",
-        "  2 in b",
-        "  Give the limit in microbatches, such as '8 microbatches'.",
-    ]
-    assert notes(compared(*rows, swept_limits=[activations(8)])) == [told]
-    assert notes(compared(*rows, limit=Limit.read("8 microbatches"))) == []
-    assert notes(compared(rows[0], comparison("c"), limit=activations(8))) == []
-
-
-def test_names_that_tell_their_numbers_need_no_note():
-    rows = [comparison("a, 3 microbatches"), comparison("a, 4 microbatches", num_microbatches=4)]
-
-    assert notes(compared(*rows)) == []
-
-
-def test_equal_rows_need_no_note():
-    assert notes(compared(comparison("a", 2), comparison("b", 2), Refusal("r", "no"), per_action=True)) == []
+@pytest.mark.parametrize(
+    ("rows", "others", "told"),
+    [
+        (UNEQUAL, {"per_action": True}, [[WORK, "  1 in a, c", "  3/2 in d", "  2 in b"]]),
+        (UNEQUAL, {}, []),
+        ([comparison("a", 2), comparison("b", 2), Refusal("r", "no")], {"per_action": True}, []),
+        ([A, comparison("b", num_microbatches=4)], {}, [[COUNTS, "  3 in a", "  4 in b"]]),
+        ([comparison("a, 3 microbatches"), comparison("a, 4 microbatches", num_microbatches=4)], {}, []),
+        ([A, B], {"limit": activations(8)}, [[SIZES, "  1 in a", "  2 in b", FIX]]),
+        ([A, B], {"swept_limits": [activations(8)]}, [[SIZES, "  1 in a", "  2 in b", FIX]]),
+        ([A, B], {"limit": Limit.read("8 microbatches")}, []),
+        ([A, comparison("c")], {"limit": activations(8)}, []),
+    ],
+)
+def test_notes_say_in_what_the_rows_differ_that_should_be_equal(rows, others, told):
+    assert notes(compared(*rows, **others)) == told
 
 
 def test_a_line_says_what_is_equal():
@@ -272,16 +255,11 @@ def test_memory_is_that_of_a_microbatch():
     assert "4</title>" in page
 
 
-def test_numbers_of_microbatches_stand_beside_the_names_where_they_differ():
-    texts = texts_of(drawn(point("a", 1.0, 2), point("b", 2.0, 1, num_microbatches=16)))
+@pytest.mark.parametrize("names", ["ab", ["a, 8 microbatches", "b, 16 microbatches"]])
+def test_different_numbers_of_microbatches_stand_beside_the_names_and_times_are_for_equal_work(names):
+    first, second = names
 
-    assert {"a, 8 microbatches", "b, 16 microbatches"} <= set(texts)
-
-
-def test_names_of_a_sweep_say_their_sizes_themselves_and_times_are_for_equal_work():
-    rows = [point("a, 8 microbatches", 1.0, 2), point("b, 16 microbatches", 3.0, 1, num_microbatches=16)]
-
-    page = drawn(*rows)
+    page = drawn(point(first, 1.0, 2), point(second, 3.0, 1, num_microbatches=16))
 
     assert {"a, 8 microbatches", "b, 16 microbatches"} <= set(texts_of(page))
     assert b"times are for 16 microbatches" in page

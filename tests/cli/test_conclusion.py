@@ -40,22 +40,21 @@ def test_the_headline_names_cause_share_and_culprit():
     )
 
 
-def test_the_last_line_gives_the_command_and_what_it_saves():
+COMMAND = "penstock train RUN.toml --set 'pipeline.split=[4,3]' (split 4,3: 6.0 % less step time"
+MORE = ". For more memory: zbv saves 20.0 % of the step with 80.0 % more activations"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([SPLIT, SMALL], f"{COMMAND})"),
+        ([SPLIT, ZBV], f"{COMMAND}){MORE}"),
+        ([replace(SPLIT, memory_change=0.05)], f"{COMMAND}, 5.0 % more activations)"),
+    ],
+)
+def test_the_last_line_gives_the_command_what_it_saves_and_what_more_memory_would(changes, expected):
     """Data loading costs 2.8 %, which is less."""
-    assert line_of(SPLIT, SMALL) == (
-        "do next: penstock train RUN.toml --set 'pipeline.split=[4,3]' (split 4,3: 6.0 % less step time)"
-    )
-
-
-def test_what_takes_more_memory_than_it_saves_is_not_advised_but_named():
-    line = line_of(SPLIT, ZBV)
-
-    assert "--set 'pipeline.split=[4,3]'" in line
-    assert line.endswith(". For more memory: zbv saves 20.0 % of the step with 80.0 % more activations")
-
-
-def test_more_memory_is_said_with_the_advice():
-    assert "(split 4,3: 6.0 % less step time, 5.0 % more activations)" in line_of(replace(SPLIT, memory_change=0.05))
+    assert line_of(*changes) == f"do next: {expected}"
 
 
 @pytest.mark.parametrize(

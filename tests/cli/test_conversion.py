@@ -19,8 +19,8 @@ SCHEDULE = build("1f1b", ranks=2, microbatches=3)
 PROGRAM = lower(SCHEDULE)
 
 
-def converted(text, name, is_lowered=False, **source):
-    return convert(read_plan(text, file="plan", **source), name, file="plan", is_lowered=is_lowered)[0]
+def converted(text, to, is_lowered=False, **source):
+    return convert(read_plan(text, file="plan", **source), to, file="plan", is_lowered=is_lowered)[0]
 
 
 @pytest.mark.slow
@@ -46,9 +46,7 @@ def test_adding_and_dropping_communication_gives_the_schedule_back(schedule):
 
 @pytest.mark.parametrize("name", WITH_COMMUNICATION)
 def test_communication_is_kept_where_it_can_be(name):
-    assert convert(read_plan(PROGRAM.to_csv(), file="plan", name="1f1b"), name, file="plan")[0] == write_table(
-        PROGRAM, name
-    )
+    assert converted(PROGRAM.to_csv(), name, name="1f1b") == write_table(PROGRAM, name)
     assert converted(PROGRAM.to_json(), name) == write_table(PROGRAM, name)
     assert converted(SCHEDULE.to_csv(), name) != write_table(PROGRAM, name)
 
@@ -60,16 +58,8 @@ def test_other_formats_take_the_actions_of_a_program(name):
 
 def test_a_program_stays_as_it_is_where_communication_is_asked_for():
     assert converted(PROGRAM.to_csv(), "csv", True) == PROGRAM.to_csv()
-
-
-def test_what_is_lowered_is_summed_up_as_a_program():
     assert "12 actions, 26 instructions" in convert(SCHEDULE, "csv", file="", is_lowered=True)[1]
     assert "12 actions; peak" in convert(PROGRAM.actions(), "csv", file="")[1]
-
-
-def test_the_format_of_the_text_may_be_given():
-    with pytest.raises(FormatError, match="plan:1:4: '0F0,0F1"):
-        converted(SCHEDULE.to_csv(), "json", format="grid")
 
 
 def test_the_name_of_the_source_becomes_that_of_the_schedule_where_it_has_none():
@@ -77,57 +67,45 @@ def test_the_name_of_the_source_becomes_that_of_the_schedule_where_it_has_none()
     assert read_plan(SCHEDULE.to_json(), file="", name="mine").name == "1f1b"
 
 
-def test_a_wrong_schedule_is_not_converted():
-    with pytest.raises(ScheduleError, match="0B2"):
-        converted(SCHEDULE.to_csv().replace("0B2", "0B1"), "json")
+UNSENT = PROGRAM.to_csv().replace("0SEND_F0,", "")
+TABLE = json.loads(PROGRAM.to_json())
+ONE_SLOT = json.dumps(TABLE | {"slots": [[0] * len(slots) for slots in TABLE["slots"]]})
 
 
-def test_a_wrong_program_is_not_converted_but_its_actions_are():
-    text = PROGRAM.to_csv().replace("0SEND_F0,", "")
+@pytest.mark.parametrize(
+    ("text", "source", "told"),
+    [
+        (SCHEDULE.to_csv().replace("0B2", "0B1"), {}, "0B2"),
+        (UNSENT, {}, "1RECV_F0"),
+        (ONE_SLOT, {}, "overwrites slot 0"),
+        (SCHEDULE.to_csv(), {"format": "grid"}, "plan:1:4: '0F0,0F1"),
+    ],
+)
+def test_what_is_wrong_or_of_another_format_is_not_converted(text, source, told):
+    with pytest.raises(FormatError if source else ScheduleError, match=told):
+        converted(text, "json", **source)
 
-    with pytest.raises(ScheduleError, match="1RECV_F0"):
-        converted(text, "json")
-    assert convert(read_plan(text, file="").actions(), "csv", file="")[0] == SCHEDULE.to_csv()
 
-
-def test_slots_in_json_are_proved_as_they_are():
-    table = json.loads(PROGRAM.to_json())
-    table["slots"] = [[0] * len(slots) for slots in table["slots"]]
-
-    with pytest.raises(ScheduleError, match="overwrites slot 0"):
-        converted(json.dumps(table), "csv")
+def test_the_actions_of_a_wrong_program_are_converted():
+    assert convert(read_plan(UNSENT, file="").actions(), "csv", file="")[0] == SCHEDULE.to_csv()
 
 
 # ---- in words
 
 
-def test_a_schedule_is_told_by_its_size_and_peaks():
-    schedule = build("1f1b", ranks=2, microbatches=3)
-
-    assert (
-        describe_plan(schedule, check(schedule))
-        == "2 ranks, 2 stages, 3 microbatches, 12 actions; peak activations per rank 2, 1"
-    )
-
-
-def test_one_of_a_kind_is_told_as_one():
-    schedule = build("1f1b", ranks=1, microbatches=1)
-
-    assert describe_plan(schedule, check(schedule)).startswith("1 rank, 1 stage, 1 microbatch, 2 actions;")
-
-
-def test_a_program_is_told_by_its_instructions():
+def test_a_plan_is_told_by_its_size_and_peaks():
     program = lower(build("gpipe", ranks=2, microbatches=3))
+    gathers = build("looped-bfs", ranks=2, microbatches=2, stages_per_rank=2)
 
-    told = describe_plan(program, check(program))
+    small, one, lowered, whole, held = (
+        describe_plan(plan, check(plan))
+        for plan in (
+            SCHEDULE, build("1f1b", ranks=1, microbatches=1), program, lower(gathers), lower(gathers, shard="full"),
+        )
+    )  # fmt: skip
 
-    assert f"12 actions, {program.num_instructions} instructions; peak activations per rank 3, 3" in told
-
-
-def test_whole_stages_are_told_of_a_program_that_gathers():
-    schedule = build("looped-bfs", ranks=2, microbatches=2, stages_per_rank=2)
-
-    told = [describe_plan(each, check(each)) for each in (lower(schedule, shard="full"), lower(schedule))]
-
-    assert "; whole stages per rank 2, 2" in told[0]
-    assert "whole" not in told[1]
+    assert small == "2 ranks, 2 stages, 3 microbatches, 12 actions; peak activations per rank 2, 1"
+    assert one.startswith("1 rank, 1 stage, 1 microbatch, 2 actions;")
+    assert f"12 actions, {program.num_instructions} instructions; peak activations per rank 3, 3" in lowered
+    assert "whole" not in whole
+    assert "; whole stages per rank 2, 2" in held

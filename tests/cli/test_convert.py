@@ -29,25 +29,20 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "formats", "expected"),
     [
-        ("out.csv", SCHEDULE.to_csv()),
-        ("out.txt", to_grid(SCHEDULE) + "\n"),
-        ("out.grid", to_grid(SCHEDULE) + "\n"),
-        ("OUT.GRID", to_grid(SCHEDULE) + "\n"),
-        ("out.deepspeed", to_deepspeed(SCHEDULE)),
+        ("out.csv", "", SCHEDULE.to_csv()),
+        ("out.txt", "", to_grid(SCHEDULE) + "\n"),
+        ("out.grid", "", to_grid(SCHEDULE) + "\n"),
+        ("OUT.GRID", "", to_grid(SCHEDULE) + "\n"),
+        ("out.deepspeed", "", to_deepspeed(SCHEDULE)),
+        ("out.txt", "--from csv --to deepspeed-old", to_deepspeed(SCHEDULE, old=True)),
     ],
 )
-def test_the_suffix_of_the_new_file_tells_its_format(folder, capsys, name, expected):
-    assert main(["convert", "in.csv", name]) == 0
-    assert (folder / name).read_bytes().decode() == expected
+def test_the_suffix_of_the_new_file_tells_its_format_unless_it_is_given(folder, printed, name, formats, expected):
     told = "2 ranks, 2 stages, 3 microbatches, 12 actions; peak activations per rank 2, 1"
-    assert capsys.readouterr().out == f"{name}: {told}\n"
-
-
-def test_a_format_that_is_given_goes_before_the_suffix(folder):
-    assert main(["convert", "in.csv", "out.txt", "--from", "csv", "--to", "deepspeed-old"]) == 0
-    assert (folder / "out.txt").read_text() == to_deepspeed(SCHEDULE, old=True)
+    assert printed("convert", "in.csv", name, *formats.split()) == f"{name}: {told}\n"
+    assert (folder / name).read_bytes().decode() == expected
 
 
 def test_a_table_of_megatron_goes_there_and_back(folder):
@@ -127,13 +122,6 @@ def test_a_link_stays_a_link_to_the_new_text(folder):
     assert (folder / "kept.txt").read_text() == to_grid(SCHEDULE) + "\n"
 
 
-@pytest.mark.parametrize("name", ["folder.csv", os.devnull])
-def test_only_a_file_can_be_replaced(folder, refused, name):
-    (folder / "folder.csv").mkdir()
-
-    assert f"OUT: {name} is not a regular file" in refused("convert", "in.csv", name, "--to", "csv", "--force")
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -142,7 +130,11 @@ def test_only_a_file_can_be_replaced(folder, refused, name):
         (["in.csv", "nowhere/out.csv"], "OUT: nowhere is not a folder; make it first"),
         (["none.csv", "out.json"], "none.csv: cannot be read (No such file or directory)"),
         (["in.csv", "out.megatron"], "a table of Megatron-LM cannot express this order"),
-        (["in.csv", "out.grid", "--lowered"], "--lowered: grid holds actions alone"),
+        (["in.csv", "out.grid", "--lowered"], "--lowered: grid holds actions alone; write csv or json"),
+        (["in.csv", "-", "--to", "grid", "--lowered"], "--lowered: grid holds actions alone; write csv or json"),
+        (["in.csv", "-", "--to", "megatron", "--lowered"], "--lowered: megatron holds actions alone; write csv or"),
+        (["in.csv", "folder.csv", "--to", "csv", "--force"], "OUT: folder.csv is not a regular file"),
+        (["in.csv", os.devnull, "--to", "csv", "--force"], f"OUT: {os.devnull} is not a regular file"),
         (["bad.csv", "out.json"], "bad.csv:2:5: "),
         (["wrong.csv", "out.json"], "rank 0, position"),
     ],
@@ -150,6 +142,7 @@ def test_only_a_file_can_be_replaced(folder, refused, name):
 def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folder, refused, arguments, told):
     (folder / "bad.csv").write_text("0F0\n1F0,x")
     (folder / "wrong.csv").write_text("0B0,0F0")
+    (folder / "folder.csv").mkdir()
     before = sorted(path.name for path in folder.iterdir())
 
     assert told in refused("convert", *arguments)
@@ -161,9 +154,3 @@ def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folde
 )
 def test_wrong_usage_is_status_2(arguments, capsys):
     assert main(["convert", *arguments]) == 2
-
-
-@pytest.mark.parametrize("name", ["grid", "megatron"])
-def test_communication_cannot_be_added_where_there_is_no_place_for_it(folder, refused, name):
-    complaint = refused("convert", "in.csv", "-", "--to", name, "--lowered")
-    assert f"--lowered: {name} holds actions alone; write csv or json" in complaint

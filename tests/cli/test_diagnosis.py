@@ -65,16 +65,7 @@ def test_what_waiting_for_replicas_cost_is_told_where_there_are_several():
 def test_idle_times_of_a_rank_add_up_in_its_row():
     rows = sections(to_text(diagnosis_of(late_s=6.0)))["idle time of each rank by its cause, in s"]
 
-    assert rows[0].split() == [
-        "rank",
-        "dependency",
-        "straggler",
-        "launch",
-        "synchronisation",
-        "data",
-        "loading",
-        "idle",
-    ]
+    assert " ".join(rows[0].split()) == "rank dependency straggler launch synchronisation data loading idle"
     for row in rows[2:]:
         *causes, idle = (float(figure) for figure in row.split()[1:])
         assert sum(causes) == pytest.approx(idle, abs=0.003)
@@ -107,17 +98,12 @@ def test_a_memory_limit_is_a_cause_in_both_tables_and_costs_the_same_order_nothi
     assert of_idle == f"{100 * idle.total(Cause.MEMORY) / idle.by_rank.sum():.1f} %" != "0.0 %"
 
 
-def test_changes_that_help_are_listed_with_their_price_in_memory():
+def test_changes_that_help_are_listed_with_their_price_in_memory_and_of_schedules_no_more_than_six():
     block = sections(to_text(diagnosis_of()))[HELPS]
 
     assert block[0].split() == ["step", "memory", "change", "how"]
     assert "-18.2 % +0.0 % zb-h1 --set pipeline.schedule=zb-h1" in [" ".join(line.split()) for line in block]
-
-
-def test_no_more_than_six_schedules_are_listed_in_a_table():
-    found = sections(to_text(diagnosis_of()))
-
-    assert len([line for line in found[HELPS][2:] if "pipeline.schedule" in line]) == 6
+    assert len([line for line in block[2:] if "pipeline.schedule" in line]) == 6
 
 
 def test_changes_that_save_less_than_two_percent_or_are_paid_with_memory_are_apart():

@@ -39,14 +39,12 @@ def test_a_run_folder_is_told_as_json(folder, printed):
     assert json.loads(printed("doctor", str(folder), "--to", "json"))["schedule"] == "1f1b"
 
 
-def test_costs_of_a_profile_in_the_folder_tell_how_backwards_split(folder, capsys):
-    main(["doctor", str(folder)])
-    assumed = capsys.readouterr().out
+def test_costs_of_a_profile_in_the_folder_tell_how_backwards_split(folder, printed):
+    assumed = printed("doctor", folder)
     (folder / "costs.toml").write_text(
         "forward_s = 1.0\nsplit_forward_s = 1.5\nbackward_s = 2.0\nbackward_input_s = 2.0\nbackward_weight_s = 0.0\n"
     )
-    main(["doctor", str(folder)])
-    measured = capsys.readouterr().out
+    measured = printed("doctor", folder)
 
     assert "zb-h1" in assumed
     assert "taken to be halves" in assumed
@@ -54,25 +52,21 @@ def test_costs_of_a_profile_in_the_folder_tell_how_backwards_split(folder, capsy
     assert "halves" not in measured
 
 
-def test_bytes_of_a_profile_in_the_folder_tell_what_memory_is_compared_by(folder, capsys):
-    main(["doctor", str(folder)])
-    assert "as if all layers held as much; penstock profile measures it" in capsys.readouterr().out
+def test_bytes_of_a_profile_in_the_folder_tell_what_memory_is_compared_by(folder, printed):
+    assert "as if all layers held as much; penstock profile measures it" in printed("doctor", folder)
     sizes = [1000] * 4 + [1] * 12
     (folder / "costs.toml").write_text(f'per = "layer"\nforward_s = {[1.0] * 16}\nactivation_bytes = {sizes}\n')
-    main(["doctor", str(folder)])
-    measured = capsys.readouterr().out
+    measured = printed("doctor", folder)
 
     assert "by what was profiled of each layer" in measured
     assert "as if all layers" not in measured
 
 
 @pytest.mark.parametrize("limit", ["4 activations", "4 microbatches"])
-def test_with_a_limit_of_memory_what_waits_for_it_is_told(folder, limit, capsys):
+def test_with_a_limit_of_memory_what_waits_for_it_is_told(folder, limit, printed):
     """Rank 0 of 1F1B holds 4 activations and waits with the fifth forward for a backward to free one."""
-    main(["doctor", str(folder), "--to", "json", "--memory-limit", limit])
-    limited = json.loads(capsys.readouterr().out)["idle_s"][0]
-    main(["doctor", str(folder), "--to", "json"])
-    free = json.loads(capsys.readouterr().out)["idle_s"][0]
+    limited = json.loads(printed("doctor", folder, "--to", "json", "--memory-limit", limit))["idle_s"][0]
+    free = json.loads(printed("doctor", folder, "--to", "json"))["idle_s"][0]
 
     assert limited["memory limit"] > 0 == free["memory limit"]
     assert limited["idle"] == free["idle"]
@@ -81,12 +75,10 @@ def test_with_a_limit_of_memory_what_waits_for_it_is_told(folder, limit, capsys)
 @pytest.mark.parametrize(
     ("missing", "told"), [("timeline.json", "holds no timeline.json"), ("config.toml", "holds no config.toml")]
 )
-def test_an_incomplete_folder_is_one_message_and_status_1(folder, capsys, missing, told):
+def test_an_incomplete_folder_is_one_message_and_status_1(folder, refused, missing, told):
     (folder / missing).unlink()
 
-    assert main(["doctor", str(folder)]) == 1
-    said, complained = capsys.readouterr()
-    assert said == ""
+    complained = refused("doctor", folder)
     assert complained.startswith("penstock: ")
     assert told in complained
 
@@ -103,16 +95,9 @@ def test_either_a_folder_or_the_system_is_looked_at(arguments):
     assert main(["doctor", *arguments]) == 2
 
 
-def test_a_limit_below_1_is_refused(folder, refused):
-    complaint = refused("doctor", str(folder), "--memory-limit", "0 activations")
-    assert "--memory-limit: '0 activations'; give a limit of 1 or more" in complaint
+def test_the_table_names_everything_that_training_needs(printed):
+    lines = printed("doctor", "--system").splitlines()
 
-
-def test_the_table_names_everything_that_training_needs(capsys):
-    status = main(["doctor", "--system"])
-
-    lines = capsys.readouterr().out.splitlines()
-    assert status == 0
     assert lines[0].split("  ")[0] == "what"
     assert lines[0].endswith("what to fix")
     subjects = [line.split("  ")[0] for line in lines[2:]]
@@ -124,12 +109,12 @@ def test_the_table_names_everything_that_training_needs(capsys):
 
 
 @pytest.mark.parametrize("split", ["2,4,5,5", "4, 4, 4, 4", "5,3,4,4"])
-def test_it_says_what_an_asked_split_would_do(folder, split, printed, capsys):
+def test_it_says_what_an_asked_split_would_do(folder, split, printed):
     text = "split " + split.replace(" ", "")
 
-    told = printed("doctor", str(folder), "--split", split)
-    main(["doctor", str(folder), "--split", split, "--to", "json"])
-    [change] = [each for each in json.loads(capsys.readouterr().out)["changes"] if each["change"] == text]
+    told = printed("doctor", folder, "--split", split)
+    document = json.loads(printed("doctor", folder, "--split", split, "--to", "json"))
+    [change] = [each for each in document["changes"] if each["change"] == text]
 
     [line] = [line for line in told.splitlines() if line.startswith(text)]
     assert line == f"{text}, as asked: step {100 * change['step_change']:+.1f} %, memory " + (
@@ -146,10 +131,8 @@ def test_it_says_what_an_asked_split_would_do(folder, split, printed, capsys):
         (["--split", "8,8"], 1, "split [8, 8] names 2 stages, but the schedule has 4; give 4 numbers"),
         (["--split", "4,4,4,5"], 1, "split [4, 4, 4, 5] adds up to 17 layers, but the model has 16; take 1 away"),
         (["--split", "4,4,4,4", "--split", "4,4,4,4"], 2, "--split is given twice; keep one"),
+        (["--memory-limit", "0 activations"], 1, "--memory-limit: '0 activations'; give a limit of 1 or more"),
     ],
 )
-def test_a_split_that_does_not_fit_the_run_is_one_message(folder, words, status, told, capsys):
-    assert main(["doctor", str(folder), *words]) == status
-    said, complained = capsys.readouterr()
-    assert said == ""
-    assert told in complained
+def test_what_does_not_fit_the_run_is_one_message(folder, words, status, told, refused):
+    assert told in refused("doctor", folder, *words, status=status)

@@ -19,12 +19,9 @@ def plain(text):
     return re.sub(r"\x1b\[\d+m", "", text)
 
 
-def test_a_pipe_gets_the_drawing_as_it_is():
-    assert on_screen(DRAWING, Screen()) == DRAWING
-
-
-def test_a_drawing_that_fits_is_one_block():
-    assert on_screen(DRAWING, Screen(250)) == DRAWING
+@pytest.mark.parametrize("screen", [Screen(), Screen(250)], ids=["a pipe", "a wide screen"])
+def test_a_drawing_that_fits_is_one_block(screen):
+    assert on_screen(DRAWING, screen) == DRAWING
 
 
 @pytest.mark.parametrize("width", [40, 80])

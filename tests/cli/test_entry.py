@@ -130,29 +130,31 @@ def test_a_bug_shows_its_traceback_and_how_to_report_it(run_command, capsys):
         (["doctor"], "penstock doctor: give either RUN_DIR or --system"),
     ],
 )
-def test_wrong_usage_is_two_lines_and_status_2(arguments, told, capsys):
-    assert entry.main(arguments) == 2
+def test_wrong_usage_is_two_lines_and_status_2(arguments, told, refused):
+    complaint, hint = refused(*arguments, status=2).splitlines()
 
-    complaint, hint = capsys.readouterr().err.splitlines()
     assert re.match(told, complaint)
     assert hint == f"Try `{complaint.partition(':')[0]} --help`."
 
 
 @pytest.mark.parametrize(
-    ("arguments", "old", "new"),
+    ("words", "told"),
     [
-        (["show", "1f1b", "--option", "warmup=eager"], "--option", "--set"),
-        (["compare", "1f1b", "--option=warmup=eager", "--ranks", "2"], "--option", "--set"),
-        (["show", "--from", "mine.py:f"], "--from", "--function"),
-        (["compare", "--from", "mine.py:f"], "--from", "--function"),
-        (["doctor", "run", "--format", "json"], "--format", "--to"),
-        (["schedules", "--format", "markdown"], "--format", "--to"),
-        (["convert", "a", "b", "--format", "csv"], "--format", "--to"),
+        ("show 1f1b --option warmup=eager", "--option is called --set now"),
+        ("compare 1f1b --option=warmup=eager --ranks 2", "--option is called --set now"),
+        ("show --from mine.py:f", "--from is called --function now"),
+        ("compare --from mine.py:f", "--from is called --function now"),
+        ("doctor run --format json", "--format is called --to now"),
+        ("schedules --format markdown", "--format is called --to now"),
+        ("convert a b --format csv", "--format is called --to now"),
+        (
+            "compare 1f1b --per-rank",
+            "--per-rank is gone: costs are per rank by default; --per-action makes them per action",
+        ),
     ],
 )
-def test_an_old_spelling_names_the_new_one(arguments, old, new, capsys):
-    assert entry.main(arguments) == 2
-    assert capsys.readouterr().err == f"penstock {arguments[0]}: {old} is called {new} now\n"
+def test_an_old_option_names_the_new_one(words, told, refused):
+    assert refused(*words.split(), status=2) == f"penstock {words.split()[0]}: {told}\n"
 
 
 def test_no_command_prints_three_to_try(capsys):
@@ -166,16 +168,11 @@ def test_no_command_prints_three_to_try(capsys):
         entry.build_parser().parse_args(command.split())
 
 
-def test_help_is_status_0(capsys):
-    assert entry.main(["--help"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "Exit status: 0 fine, 1 wrong input, 2 wrong usage, 4 a rank failed, 5 a hang was ended, 6 " in printed
-    assert printed.endswith("70 a bug in Penstock, 130 interrupted.")
-
-
-def test_the_version_is_told(capsys):
-    assert entry.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"penstock {VERSION}\n"
+def test_help_and_the_version_are_status_0(printed):
+    text = " ".join(printed("--help").split())
+    assert "Exit status: 0 fine, 1 wrong input, 2 wrong usage, 4 a rank failed, 5 a hang was ended, 6 " in text
+    assert text.endswith("70 a bug in Penstock, 130 interrupted.")
+    assert printed("--version") == f"penstock {VERSION}\n"
 
 
 @pytest.mark.slow
@@ -193,10 +190,3 @@ def test_a_reader_that_leaves_is_no_error():
     child.stderr.close()
 
     assert (child.wait(timeout=10), complaint) == (0, b"")
-
-
-def test_an_option_that_is_the_default_now_says_so(capsys):
-    assert entry.main(["compare", "1f1b", "--per-rank"]) == 2
-    assert capsys.readouterr().err == (
-        "penstock compare: --per-rank is gone: costs are per rank by default; --per-action makes them per action\n"
-    )

@@ -48,11 +48,15 @@ def files_of(folder):
     return {path: path.read_bytes() for path in paths}
 
 
-def refused(capsys, *arguments):
-    status = main(["evaluate", *arguments])
-    printed = capsys.readouterr()
-    [line] = printed.err.splitlines()
-    return status, line.removeprefix("penstock: ")
+@pytest.fixture
+def refusal(refused):
+    """Ask for an evaluation that is refused; return the line that says why."""
+
+    def run(*arguments, status=1):
+        [line] = refused("evaluate", *arguments, status=status).splitlines()
+        return line.removeprefix("penstock: ")
+
+    return run
 
 
 @pytest.mark.slow
@@ -135,32 +139,28 @@ def test_the_text_names_the_weights_the_loss_and_the_perplexity(place):
 
 
 @pytest.mark.slow
-def test_text_that_has_changed_since_is_refused_as_its_held_out_part_may_have_been_trained_on(capsys, place):
+def test_text_that_has_changed_since_is_refused_as_its_held_out_part_may_have_been_trained_on(capsys, refusal, place):
     with (place / "text.txt").open("a") as file:
         file.write("more")
 
-    status, line = refused(capsys, "run")
-
-    assert status == 1
-    assert line.startswith("data.files: the text has changed since the run was trained")
+    assert refusal("run").startswith("data.files: the text has changed since the run was trained")
     assert evaluated(capsys, "run", "--data", "text.txt")["num_batches"] > 100
 
 
-def test_a_run_without_weights_and_a_missing_step_end_with_the_status_for_it(capsys, place):
-    status, line = refused(capsys, "run", "--checkpoint", "5")
-    assert (status, line) == (6, "run: has no checkpoint of step 5; it has 3, 6")
+def test_a_run_without_weights_and_a_missing_step_end_with_the_status_for_it(refusal, place):
+    line = refusal("run", "--checkpoint", "5", status=6)
+    assert line == "run: has no checkpoint of step 5; it has 3, 6"
 
     (place / "run" / "weights.safetensors").unlink()
     shutil.rmtree(place / "run" / "checkpoints")
 
-    status, line = refused(capsys, "run", "--checkpoint", "5")
-    assert (status, line) == (6, "run: has no checkpoint of step 5; it has no checkpoint")
-    status, line = refused(capsys, "run")
-    assert status == 6
+    line = refusal("run", "--checkpoint", "5", status=6)
+    assert line == "run: has no checkpoint of step 5; it has no checkpoint"
+    line = refusal("run", status=6)
     assert line == "run: holds neither weights nor a checkpoint; a run has one as soon as it has saved one."
 
 
-def test_code_that_only_the_folder_names_is_not_run(capsys, place):
+def test_code_that_only_the_folder_names_is_not_run(refusal, place):
     (place / "own.py").write_text("raise SystemExit('this code was run')\n")
     config = place / "run" / "config.toml"
     table = tomllib.loads(config.read_text())
@@ -168,10 +168,9 @@ def test_code_that_only_the_folder_names_is_not_run(capsys, place):
     table["data"] |= {"source": "own.py:batches", "files": []}
     config.write_text(tomlkit.dumps(table))
 
-    status, line = refused(capsys, "run", "--function", "own.py:layers")
+    line = refusal("run", "--function", "own.py:layers")
 
     flags = "--function own.py:layers --function own.py:loss --function own.py:batches"
-    assert status == 1
     assert line.startswith("model.loss: this run uses Python code, 'own.py:loss' (model.loss), 'own.py:batches' (data.")
     assert line.endswith(f"If you trust these files, name them: {flags}")
 
@@ -185,19 +184,10 @@ def test_code_that_only_the_folder_names_is_not_run(capsys, place):
         (["run", "--data", "none.txt"], 1, "data.files: none.txt: cannot be read: No such file or directory"),
         (["run", "--set", "run.evaluate_batches=0"], 1, "run.evaluate_batches: the run holds out nothing"),
         (["run", "--set", "model.width=32"], 6, "is of another model or tokenizer"),
+        (["run", "--data", "short.txt"], 1, "one sequence of batch.length = 16 needs 17"),
     ],
 )
-def test_wrong_arguments_are_refused_by_their_name(capsys, place, arguments, status, text):
-    found, line = refused(capsys, *arguments)
-
-    assert found == status
-    assert text in line
-
-
-def test_text_that_is_shorter_than_a_sequence_is_refused(capsys, place):
+def test_wrong_arguments_are_refused_by_their_name(refusal, place, arguments, status, text):
     (place / "short.txt").write_text("short")
 
-    status, line = refused(capsys, "run", "--data", "short.txt")
-
-    assert status == 1
-    assert "one sequence of batch.length = 16 needs 17" in line
+    assert text in refusal(*arguments, status=status)

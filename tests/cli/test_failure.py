@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 import torch.distributed as dist
 
 from penstock.cli.failure import RankFailure, first_cause, read_failures, unfinished, write_failure, write_finished
@@ -12,14 +13,9 @@ def failure(rank, *, at_s, message="broke", is_consequence=False):
     return RankFailure(rank, 4, message, is_consequence, at_s)
 
 
-def test_the_earliest_failure_is_the_cause():
-    cause = first_cause({0: 4, 1: 4}, [failure(0, at_s=2.0), failure(1, at_s=1.0)])
-
-    assert cause.rank == 1
-
-
-def test_a_lost_peer_is_never_the_cause_of_another_failure():
-    cause = first_cause({0: 4, 1: 4}, [failure(0, at_s=1.0, is_consequence=True), failure(1, at_s=2.0)])
+@pytest.mark.parametrize(("at_s", "is_consequence"), [(2.0, False), (0.5, True)])
+def test_the_earliest_failure_is_the_cause_but_never_a_lost_peer(at_s, is_consequence):
+    cause = first_cause({0: 4, 1: 4}, [failure(0, at_s=at_s, is_consequence=is_consequence), failure(1, at_s=1.0)])
 
     assert cause.rank == 1
 
@@ -45,12 +41,9 @@ def test_a_rank_that_the_launcher_ended_is_not_the_cause():
     assert first_cause({0: -signal.SIGTERM, 1: 3}, []).message == "rank 1 ended with status 3 and left no message"
 
 
-def test_a_rank_that_somebody_terminated_is_named_where_nothing_else_is_known():
-    assert first_cause({0: -signal.SIGTERM}, []).message == "rank 0 was ended by SIGTERM."
-
-
-def test_a_signal_without_a_name_is_told_by_its_number():
-    assert first_cause({0: -250}, []).message == "rank 0 was ended by signal 250."
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (250, "signal 250")])
+def test_a_signal_is_named_where_nothing_else_is_known(number, name):
+    assert first_cause({0: -number}, []).message == f"rank 0 was ended by {name}."
 
 
 def test_a_rank_that_was_interrupted_is_no_failure_to_tell():

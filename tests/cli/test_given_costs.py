@@ -81,17 +81,16 @@ def test_what_is_no_split_is_refused(text):
     ],
 )
 @pytest.mark.parametrize("command", ["compare", "show", "check"])
-def test_a_split_that_does_not_fit_is_one_message(command, split, told, costs, schedule, capsys):
+def test_a_split_that_does_not_fit_is_one_message(command, split, told, costs, schedule, refused):
     words = {
         "compare": ["compare", "1f1b", *SIZE],
         "show": ["show", "1f1b", *SIZE, "--to", "trace"],
         "check": ["check", schedule],
     }[command]
 
-    assert main([*words, "--costs", costs, "--split", split]) == 1
+    complained = refused(*words, "--costs", costs, "--split", split)
 
-    said, complained = capsys.readouterr()
-    assert (said, len(complained.splitlines())) == ("", 1)
+    assert len(complained.splitlines()) == 1
     assert told.format(name="1f1b") in complained
 
 
@@ -105,13 +104,10 @@ def test_a_split_that_does_not_fit_is_one_message(command, split, told, costs, s
         (["compare", "1f1b", *SIZE, "--split", "4,3"], 2, "--split is given twice; keep one"),
     ],
 )
-def test_a_split_that_nothing_can_use_is_one_message(words, status, told, schedule, capsys):
+def test_a_split_that_nothing_can_use_is_one_message(words, status, told, schedule, refused):
     words = [schedule if word == "-" else word for word in words]
 
-    assert main([*words, "--split", "3,4"]) == status
-    said, complained = capsys.readouterr()
-    assert said == ""
-    assert told in complained
+    assert told in refused(*words, "--split", "3,4", status=status)
 
 
 def test_every_command_says_which_split_it_shows(costs, schedule, printed):
@@ -133,13 +129,12 @@ def test_every_command_says_which_split_it_shows(costs, schedule, printed):
     assert [line for line in ("; split 3,4;", "; split 4,3;") if line not in checked] == []
 
 
-def test_json_has_the_split_of_each_schedule(costs, capsys):
-    main(["compare", "1f1b", "zbv", *SIZE, "--costs", costs, "--to", "json"])
-    main(["compare", "1f1b", *SIZE, "--to", "json"])
+def test_json_has_the_split_of_each_schedule(costs, printed):
+    per_layer = json.loads(printed("compare", "1f1b", "zbv", *SIZE, "--costs", costs, "--to", "json"))
+    [alone] = json.loads(printed("compare", "1f1b", *SIZE, "--to", "json"))
 
-    per_layer, end = json.JSONDecoder().raw_decode(text := capsys.readouterr().out)
     assert [row["split"] for row in per_layer] == [[3, 4], [2, 2, 2, 1]]
-    assert json.loads(text[end:])[0]["split"] is None
+    assert alone["split"] is None
 
 
 def given(**options):
@@ -178,14 +173,10 @@ def test_a_way_to_shard_alone_means_the_replicas_of_the_costs():
         ({"residency": -1, "shard": "full"}, "--residency: -1; give a number of 1 or more, or 0 for all"),
         ({"look_ahead": -1, "shard": "full"}, "--look-ahead: -1; give a number"),
         ({"shard": "ful"}, "--shard: 'ful' .*expected one of none, optimizer, full.*Did you mean 'full'"),
+        ({"data": 0}, "--data: 0.*1 or more"),
+        ({"data": -2}, "--data: -2.*1 or more"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(options, told):
+def test_what_cannot_be_or_does_not_belong_together_is_refused(options, told):
     with pytest.raises(ConfigError, match=told):
-        sharding_of(given(**options))
-
-
-@pytest.mark.parametrize("data", [0, -2])
-def test_there_is_a_replica_or_more(data):
-    with pytest.raises(ConfigError, match=rf"--data: {data}.*1 or more"):
-        replicas_of(given(data=data), 1)
+        costs_of_replicas(given(**{"data": 1} | options), UNIT)

@@ -85,13 +85,6 @@ def test_the_differences_of_a_family_stand_on_its_page():
     assert differences("looped-bfs")[0] in family_text(FAMILIES["looped-bfs"], screen=Screen(120), as_markdown=True)
 
 
-def test_the_first_example_builds_a_schedule():
-    namespace = {}
-    exec(EXAMPLE, namespace)
-
-    assert namespace["schedule"] == build("1f1b", ranks=4, microbatches=8, warmup="eager")
-
-
 def test_the_table_of_recomputation_says_what_is_predicted():
     table = re.findall(r"^\| `([\w-]+)` \| (\d+) \| (\d+) \| ([\d, ]+) \| ([\d, ]+) \|", TEXT, re.MULTILINE)
 
@@ -103,13 +96,8 @@ def test_the_table_of_recomputation_says_what_is_predicted():
         assert found == cells
 
 
-def test_the_function_in_the_text_is_that_of_the_example():
-    example = (ROOT / "examples" / "own_schedule.py").read_text(encoding="utf-8")
-
-    assert FUNCTION in example
-
-
-def test_the_function_in_the_text_runs():
+def test_the_function_in_the_text_is_that_of_the_example_and_runs():
+    assert FUNCTION in (ROOT / "examples" / "own_schedule.py").read_text(encoding="utf-8")
     namespace = {}
     exec(FUNCTION, namespace)
 
@@ -118,10 +106,12 @@ def test_the_function_in_the_text_runs():
     assert_grid(found, "0F0 0F1 0B0 0B1 0F2 0F3 0B2 0B3\n1F0 1F1 1B0 1B1 1F2 1F3 1B2 1B3")
 
 
-def test_the_family_in_the_text_is_zb_h1_and_zb_h2():
-    namespace = {}
+def test_the_first_example_builds_a_schedule_and_the_family_in_the_text_is_zb_h1_and_zb_h2():
+    first, namespace = {}, {}
+    exec(EXAMPLE, first)
     exec(PHASES, namespace)
 
+    assert first["schedule"] == build("1f1b", ranks=4, microbatches=8, warmup="eager")
     assert namespace["schedule"] == build("zb-h2", ranks=4, microbatches=8)
     assert build(namespace["zb"], ranks=5, microbatches=7) == build("zb-h1", ranks=5, microbatches=7)
 
@@ -172,27 +162,17 @@ def test_the_page_of_a_family_says_all_about_it(family):
 
 
 @pytest.mark.parametrize("family", ALL, ids=FAMILIES)
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_drawing_is_cut_into_parts_that_fit_and_lose_nothing(family, width):
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_drawing_is_cut_into_parts_that_fit_lose_nothing_and_read_back_as_the_schedule(family, width):
     ranks = family.example[0]
     drawing = draw_example(family)
-    lines = family_page(family, drawing, [], Screen(width)).splitlines()
-    parts = [line for line in lines if line.startswith("rank ") and ":" in line]
+    page = family_page(family, drawing, [], Screen(width))
+    parts = [line for line in page.splitlines() if line.startswith("rank ") and ":" in line]
 
     assert max(map(len, parts)) <= width
     joined = [" ".join(line.partition(":")[2] for line in parts[rank::ranks]) for rank in range(ranks)]
     assert [line.split() for line in joined] == [line.partition(":")[2].split() for line in drawing.splitlines()]
-
-
-@pytest.mark.parametrize("family", ALL, ids=FAMILIES)
-@pytest.mark.parametrize("width", [60, 120])
-def test_the_drawing_on_a_page_reads_back_as_the_schedule(family, width):
-    drawing = draw_example(family)
-    page = family_page(family, drawing, [], Screen(width))
-
-    shown = page[page.index("rank 0:") : page.index("A column is")]
-
-    assert from_grid(shown) == from_grid(drawing)
+    assert from_grid(page[page.index("rank 0:") : page.index("A column is")]) == from_grid(drawing)
 
 
 @pytest.mark.parametrize("family", ALL, ids=FAMILIES)

@@ -55,14 +55,11 @@ def test_names_that_tell_no_format_or_another_one_are_refused(arguments, told):
 def test_arguments_that_would_change_nothing_are_refused():
     refuse_useless(asked(theme=None), "theme", "trace", CHARTS)
     refuse_useless(asked(theme="dark"), "theme", "png", CHARTS)
+    assert Output.of(asked("svg", theme="dark"), SUFFIXES, "grid", {"theme": CHARTS}) == Output("svg")
     with pytest.raises(ConfigError, match="--theme: only for svg, png, html; leave it out for trace"):
         refuse_useless(asked(theme="dark"), "theme", "trace", CHARTS)
-
-
-def test_an_option_of_other_formats_is_refused_with_them():
     with pytest.raises(ConfigError, match="--theme: only for svg, png, html; leave it out for grid"):
         Output.of(asked(theme="dark"), SUFFIXES, "grid", {"theme": CHARTS})
-    assert Output.of(asked("svg", theme="dark"), SUFFIXES, "grid", {"theme": CHARTS}) == Output("svg")
 
 
 def test_a_text_gets_its_last_line_end_and_no_screen_in_a_file(monkeypatch, tmp_path):

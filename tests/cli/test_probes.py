@@ -39,11 +39,8 @@ def test_what_is_wrong_says_how_to_fix_it(finding, fix):
     assert finding.fix == fix
 
 
-def test_more_threads_than_cores_are_too_many():
+def test_more_threads_than_cores_are_too_many_and_the_loopback_probe_carries_a_byte():
     assert probes.examine_cores({"OMP_NUM_THREADS": "9999"}).fix.startswith("set OMP_NUM_THREADS to ")
-
-
-def test_the_loopback_probe_carries_a_byte():
     assert probes.examine_loopback("127.0.0.1").found == "127.0.0.1 listens, connects and carries 1 byte"
 
 

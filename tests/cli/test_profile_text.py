@@ -58,12 +58,6 @@ def test_a_latency_that_was_not_found_has_the_unit_of_the_ping_beside_it():
     assert ["0", "to", "1", "0.00", "µs", "30.0", "µs"] in [line.split()[:7] for line in text.split("\n")]
 
 
-def test_the_bottleneck_is_the_stage_that_takes_longest():
-    assert bottleneck(profile_of()) == (
-        "bottleneck: stage 1 on rank 1 takes 42.0 ms a microbatch, 1.17 times the mean rank, and all others wait for it"
-    )
-
-
 def test_a_profile_of_a_busy_machine_says_so_before_its_bottleneck():
     noisy = replace(COSTS, spreads=(Spread(Kind.FORWARD, 1, 0.014, 0.005),))
 
@@ -73,20 +67,26 @@ def test_a_profile_of_a_busy_machine_says_so_before_its_bottleneck():
     assert "busy machine" not in profile_text(profile_of())
 
 
-def test_even_stages_have_no_bottleneck():
-    even = replace(COSTS, forward_s=(0.010, 0.0101), backward_s=(0.020,))
+EVEN = replace(COSTS, forward_s=(0.010, 0.0101), backward_s=(0.020,))
+SEVERAL = Costs(forward_s=(3.0, 1.0, 1.0, 4.0), backward_s=(0.0,))
+WAIT = "times the mean rank, and all others wait for it"
 
-    assert bottleneck(profile_of(even)) == "no bottleneck: every rank computes for about 30.1 ms a microbatch"
 
-
-def test_with_several_stages_a_rank_the_rank_with_most_to_do_is_told_too():
-    costs = Costs(forward_s=(3.0, 1.0, 1.0, 4.0), backward_s=(0.0,))
-
-    found = bottleneck(profile_of(costs, name="interleaved-1f1b", stages_per_rank=2))
-
-    assert found.startswith(
-        "bottleneck: stage 3 on rank 1 takes 4.00 s a microbatch; rank 1 has most to do, 1.11 times"
-    )
+@pytest.mark.parametrize(
+    ("costs", "shape", "told"),
+    [
+        (COSTS, {}, f"bottleneck: stage 1 on rank 1 takes 42.0 ms a microbatch, 1.17 {WAIT}"),
+        (EVEN, {}, "no bottleneck: every rank computes for about 30.1 ms a microbatch"),
+        (
+            SEVERAL,
+            {"name": "interleaved-1f1b", "stages_per_rank": 2},
+            f"bottleneck: stage 3 on rank 1 takes 4.00 s a microbatch; rank 1 has most to do, 1.11 {WAIT}",
+        ),
+    ],
+    ids=["the stage that takes longest", "none of even stages", "the rank with most to do too"],
+)
+def test_the_bottleneck_is_told(costs, shape, told):
+    assert bottleneck(profile_of(costs, **shape)) == told
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])

@@ -78,17 +78,18 @@ def test_a_reader_that_left_is_no_failure(tmp_path):
     assert read_failures(rendezvous.store, 1) == []
 
 
-def test_a_rank_of_torchrun_prints_its_failure(tmp_path):
-    found = run_in_fork(PeerLost("peer 1 is gone"), {"RANK": "3", "LOCAL_RANK": "3"}, tmp_path)
-
-    assert found == (4, "penstock: rank 3 failed: peer 1 is gone\n")
-
-
-@pytest.mark.parametrize(("local_rank", "printed"), [("0", "penstock: is wrong\n"), ("1", "")])
-def test_wrong_input_that_every_rank_meets_is_printed_once(tmp_path, local_rank, printed):
-    found = run_in_fork(ConfigError("is wrong"), {"RANK": local_rank, "LOCAL_RANK": local_rank}, tmp_path)
-
-    assert found == (1, printed)
+@pytest.mark.parametrize(
+    ("error", "rank", "expected"),
+    [
+        (PeerLost("peer 1 is gone"), "3", (4, "penstock: rank 3 failed: peer 1 is gone\n")),
+        (ConfigError("is wrong"), "0", (1, "penstock: is wrong\n")),
+        (ConfigError("is wrong"), "1", (1, "")),
+    ],
+)
+def test_a_rank_of_torchrun_prints_its_failure_and_wrong_input_that_every_rank_meets_once(
+    tmp_path, error, rank, expected
+):
+    assert run_in_fork(error, {"RANK": rank, "LOCAL_RANK": rank}, tmp_path) == expected
 
 
 def test_what_two_ranks_of_torchrun_have_to_say_is_printed_once(tmp_path):

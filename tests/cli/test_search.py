@@ -77,11 +77,6 @@ def test_without_the_exact_solver_it_says_what_is_lost_and_how_to_install_it(swe
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("noise", ["2", "some", "measured"])
-def test_noise_that_cannot_be_is_refused(noise, refused):
-    assert "noise: " in refused(*SMALL, "--noise", noise)
-
-
 def test_the_schedule_is_written_for_other_commands(tmp_path, refused):
     file = str(tmp_path / "mine.csv")
     limit = ["--memory-limit", "2 microbatches"]
@@ -120,23 +115,29 @@ def test_costs_per_layer_are_added_up_for_the_stages(tmp_path, printed, refused)
 
 
 @pytest.mark.parametrize(
-    ("name", "holds"),
+    ("sweep", "name", "holds"),
     [
-        ("found.txt", b"lower bound"),
-        ("found.json", b'"lower_bound_s": 13.0'),
-        ("found.svg", b"lower bound 13.0 s"),
-        ("found.png", b"\x89PNG"),
-        ("found.html", b"<dt>lower bound</dt><dd>13.0 s</dd>"),
+        ([], "found.txt", b"lower bound"),
+        ([], "found.json", b'"lower_bound_s": 13.0'),
+        ([], "found.svg", b"lower bound 13.0 s"),
+        ([], "found.png", b"\x89PNG"),
+        ([], "found.html", b"<dt>lower bound</dt><dd>13.0 s</dd>"),
+        (LIMITS, "front.txt", b"4 microbatches"),
+        (LIMITS, "front.json", b'"memory_limit": "4 microbatches"'),
+        (LIMITS, "front.svg", b"4 microbatches: gap 0"),
+        (LIMITS, "front.png", b"\x89PNG"),
+        (LIMITS, "front.html", b"<td>4 microbatches: gap 0</td>"),
     ],
 )
-def test_the_result_goes_into_a_file_in_the_format_of_its_suffix(tmp_path, printed, refused, name, holds):
+def test_the_result_goes_into_a_file_in_the_format_of_its_suffix(tmp_path, capsys, refused, sweep, name, holds):
     file = tmp_path / name
     file.write_text("old")
 
-    assert f"{name} exists; give another name, or --force" in refused(*SMALL, "-o", str(file))
+    assert f"{name} exists; give another name, or --force" in refused(*SMALL, *sweep, "-o", file)
     assert file.read_text() == "old"
 
-    assert printed(*SMALL, "-o", str(file), "--force") == ""
+    assert main([*SMALL, *sweep, "-o", str(file), "--force"]) == 0
+    assert capsys.readouterr() == ("", "")
     assert holds in file.read_bytes()
 
 
@@ -161,25 +162,6 @@ def test_a_sweep_is_a_row_per_limit(printed):
     rows = json.loads(printed(*SMALL, *LIMITS, "--to", "json"))
     assert [row["memory_limit"] for row in rows] == ["1 microbatches", "2 microbatches", "4 microbatches"]
     assert set(rows[0]) == FIGURES | {"memory_limit"}
-
-
-@pytest.mark.parametrize(
-    ("name", "holds"),
-    [
-        ("front.txt", b"4 microbatches"),
-        ("front.json", b'"memory_limit": "4 microbatches"'),
-        ("front.svg", b"4 microbatches: gap 0"),
-        ("front.png", b"\x89PNG"),
-        ("front.html", b"<td>4 microbatches: gap 0</td>"),
-    ],
-)
-def test_the_rows_of_a_sweep_go_into_a_file(tmp_path, capsys, name, holds):
-    file = tmp_path / name
-
-    assert main([*SMALL, *LIMITS, "-o", str(file)]) == 0
-
-    assert capsys.readouterr() == ("", "")
-    assert holds in file.read_bytes()
 
 
 def test_a_limit_that_nothing_fits_is_a_row_that_says_why(tmp_path, printed, capsys):
@@ -216,23 +198,17 @@ def test_where_nothing_fits_at_all_the_status_is_1_and_all_reasons_are_said(tmp_
 # ---- progress, and Ctrl-C
 
 
-def test_progress_is_shown_every_two_seconds_where_somebody_looks_on(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, [2, 4]), (False, [])])
+def test_progress_is_shown_every_two_seconds_where_somebody_looks_on(monkeypatch, capsys, is_terminal, shown):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     lines = command._Lines("limit 8 GiB (1 of 2): ")
 
     for seconds in (1.0, 2.5, 3.0, 4.1):
         lines(Progress(seconds, 30.0, 27.0))
 
     assert capsys.readouterr().err.splitlines() == [
-        "penstock: limit 8 GiB (1 of 2): 2 s: best 30 s, bound 27 s, gap 11.11%",
-        "penstock: limit 8 GiB (1 of 2): 4 s: best 30 s, bound 27 s, gap 11.11%",
+        f"penstock: limit 8 GiB (1 of 2): {seconds} s: best 30 s, bound 27 s, gap 11.11%" for seconds in shown
     ]
-
-
-def test_progress_is_not_shown_to_a_pipe(capsys):
-    command._Lines()(Progress(9.0, 30.0, 27.0))
-
-    assert capsys.readouterr().err == ""
 
 
 @pytest.fixture
@@ -300,11 +276,13 @@ def test_ctrl_c_before_anything_is_found_writes_nothing(monkeypatch, capsys, mor
         (["search", *SIZE, "--seconds", "-1"], 1, "seconds: -1.0"),
         (["search", *SIZE, "--costs", "F=1,B=2"], 1, "is missing"),
         ([*SMALL, "--sweep", "memory_limit=1..2microbatches", "--costs", "F=1,B=2"], 1, "is missing"),
+        ([*SMALL, "--noise", "2"], 1, "noise: "),
+        ([*SMALL, "--noise", "some"], 1, "noise: "),
+        ([*SMALL, "--noise", "measured"], 1, "noise: "),
     ],
 )
-def test_bad_input_is_one_message(arguments, status, words, capsys):
-    assert main(arguments) == status
-    assert words in capsys.readouterr().err
+def test_bad_input_is_one_message(arguments, status, words, refused):
+    assert words in refused(*arguments, status=status)
 
 
 @pytest.mark.parametrize(
@@ -326,15 +304,11 @@ def test_bad_input_is_one_message(arguments, status, words, capsys):
     ],
 )
 def test_what_cannot_be_written_is_refused_before_the_search(
-    tmp_path, monkeypatch, no_search, capsys, arguments, words
+    tmp_path, monkeypatch, no_search, refused, arguments, words
 ):
     monkeypatch.chdir(tmp_path)
 
-    assert main([*SMALL, *arguments]) == 1
-
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert words in printed.err
+    assert words in refused(*SMALL, *arguments)
     assert list(tmp_path.iterdir()) == []
 
 

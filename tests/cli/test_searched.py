@@ -107,18 +107,14 @@ def test_a_narrow_screen_keeps_step_time_bound_and_gap(rows):
     assert {"makespan", "bound", "gap"} <= set(table.split())
 
 
-def test_limits_in_bytes_have_bytes():
-    table = rows_to_table([within("5GiB", SIZED)])
+def test_limits_in_bytes_have_bytes_and_the_bound_of_a_span_is_called_so():
+    sized = rows_to_table([within("5GiB", SIZED)])
+    span = rows_to_table([within("2 microbatches", objective="span")])
 
-    assert "peak memory" in table.splitlines()[0]
-    assert " 4.00 GiB" in table.splitlines()[2]  # two activations, and the weights
-
-
-def test_the_bound_of_a_span_is_called_so():
-    table = rows_to_table([within("2 microbatches", objective="span")])
-
-    assert "bound of the span s" in table
-    assert "lower bound" not in table
+    assert "peak memory" in sized.splitlines()[0]
+    assert " 4.00 GiB" in sized.splitlines()[2]  # two activations, and the weights
+    assert "bound of the span s" in span
+    assert "lower bound" not in span
 
 
 def test_a_limit_has_what_was_found_within_a_smaller_one_if_that_is_shorter():

@@ -81,18 +81,15 @@ def test_ranks_get_the_folder_that_was_chosen_and_the_flags(run_file, launches):
 
 
 @pytest.mark.parametrize("flags", [("--fresh", "--force"), ("--fresh", "--resume"), ("--resume", "--force")])
-def test_two_flags_that_choose_the_folder_are_wrong_usage(run_file, launches, capsys, flags):
-    assert main(["train", run_file, *flags]) == 2
-    assert "not allowed with argument" in capsys.readouterr().err
+def test_two_flags_that_choose_the_folder_are_wrong_usage(run_file, launches, refused, flags):
+    assert "not allowed with argument" in refused("train", run_file, *flags, status=2)
 
 
-def test_resuming_without_a_checkpoint_ends_with_6_before_a_rank_is_started(run_file, launches, capsys):
+def test_resuming_without_a_checkpoint_ends_with_6_before_a_rank_is_started(run_file, launches, refused):
     folder = Path(run_file).parent / "run"
 
-    assert main(["train", run_file, "--resume"]) == 6
-    assert capsys.readouterr().err == (
-        f"penstock: --resume: {folder}: there is no such folder; leave --resume out to begin a run\n"
-    )
+    told = f"penstock: --resume: {folder}: there is no such folder; leave --resume out to begin a run\n"
+    assert refused("train", run_file, "--resume", status=6) == told
     assert launches == []
 
 
@@ -103,13 +100,13 @@ def test_resuming_without_a_checkpoint_ends_with_6_before_a_rank_is_started(run_
         (b"\x80\x04.", "is no safetensors file; Penstock reads no other files of weights"),
     ],
 )
-def test_weights_that_are_none_are_refused_before_a_rank_is_started(run_file, launches, capsys, content, words):
+def test_weights_that_are_none_are_refused_before_a_rank_is_started(run_file, launches, refused, content, words):
     path = Path(run_file).parent / "weights.pt"
     if content:
         path.write_bytes(content)
 
-    assert main(["train", run_file, "--set", f'checkpoint.load="{path}"']) == 6
-    assert capsys.readouterr().err.startswith(f"penstock: {path}: {words}")
+    complained = refused("train", run_file, "--set", f'checkpoint.load="{path}"', status=6)
+    assert complained.startswith(f"penstock: {path}: {words}")
     assert launches == []
 
 
