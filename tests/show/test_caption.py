@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from penstock.show.caption import add_lane_figures, add_legend, name_ranks, notes_on, top_margin
 from penstock.show.lanes import Detail, Lane, TimeScale
@@ -23,20 +24,13 @@ def notes(name, shape, detail, *sizes):
     return notes_on(lanes_of(timeline, *sizes), detail, TimeScale.of(timeline.makespan_s), 8.0)
 
 
-def test_a_plain_picture_needs_no_notes():
-    assert notes("1f1b", (2, 4), Detail.NUMBERED, 1, 1) == []
-
-
-def test_shades_and_pairs_are_explained():
+def test_shades_pairs_columns_and_shared_lanes_are_explained():
     shades, pairs = notes("dualpipe", (4, 8), Detail.NUMBERED, 1, 1, 1, 1)
-
-    assert shades.startswith("dark: stages 0-3")
-    assert pairs == "upper and lower half of a block: two actions that overlap"
-
-
-def test_columns_and_shared_lanes_are_explained():
     columns, lanes = notes("1f1b", (4, 8), Detail.MERGED, 2, 2)
 
+    assert notes("1f1b", (2, 4), Detail.NUMBERED, 1, 1) == []
+    assert shades.startswith("dark: stages 0-3")
+    assert pairs == "upper and lower half of a block: two actions that overlap"
     assert "a column is 3.00 s of a rank's time" in columns
     assert lanes == "a lane is the mean of 2 ranks"
 
@@ -53,14 +47,9 @@ def legend_of(*timelines):
     return [text.get_text() for text in legend.get_texts()]
 
 
-def test_the_legend_holds_the_kinds_that_are_there_and_the_bubble():
+def test_the_legend_holds_the_kinds_that_are_there_the_bubble_and_bars_where_there_are_any():
     assert legend_of(timeline_of(2, 4, "zbv")) == ["F forward", "I input gradient", "W weight gradient", "bubble"]
-
-
-def test_the_legend_names_bars_where_there_are_any():
-    found = legend_of(timeline_of(2, 4), timeline_with_bars())
-
-    assert found[-3:] == ["bubble", "collective", "optimizer step"]
+    assert legend_of(timeline_of(2, 4), timeline_with_bars())[-3:] == ["bubble", "collective", "optimizer step"]
 
 
 def test_the_legend_leaves_out_bars_that_are_a_hair():
@@ -72,23 +61,24 @@ def test_the_legend_leaves_out_bars_that_are_a_hair():
     assert legend_of(replace(timeline, end_s=end_s))[-1] == "bubble"
 
 
-def test_ranks_are_named_at_the_middle_of_their_lanes():
+TWICE = [Lane(timeline_of(1, 2), range(1), bottom, 0.4) for bottom in (0.5, 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "names", "places"),
+    [
+        (lanes_of(timeline_of(5, 5), 1, 1, 3), ["rank 0", "rank 1", "ranks 2-4"], [0.5, -0.5, -1.5]),
+        (TWICE, ["rank 0"], [0.5]),
+    ],
+    ids=["one lane each", "two lanes of a rank share its name"],
+)
+def test_ranks_are_named_at_the_middle_of_their_lanes(lanes, names, places):
     axes = SHEET.add_axes(0.5, 2.0)
 
-    name_ranks(axes, lanes_of(timeline_of(5, 5), 1, 1, 3), SHEET)
+    name_ranks(axes, lanes, SHEET)
 
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "ranks 2-4"]
-    assert axes.get_yticks().tolist() == [0.5, -0.5, -1.5]
-
-
-def test_two_lanes_of_a_rank_share_its_name():
-    axes = SHEET.add_axes(0.5, 2.0)
-    timeline = timeline_of(1, 2)
-
-    name_ranks(axes, [Lane(timeline, range(1), 0.5, 0.4), Lane(timeline, range(1), 0.1, 0.4)], SHEET)
-
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0"]
-    assert axes.get_yticks().tolist() == [0.5]
+    assert [label.get_text() for label in axes.get_yticklabels()] == names
+    assert axes.get_yticks().tolist() == places
 
 
 def test_lanes_tell_how_idle_they_are_and_their_peak_or_their_timeline():

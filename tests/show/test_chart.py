@@ -33,15 +33,12 @@ def test_a_timeline_names_its_ranks_kinds_figures_and_units():
     )
 
 
-def test_a_title_may_be_given():
-    assert "costs of today" in texts_of(timeline_chart(timeline_of(2, 2), title="costs of today"))
-
-
-def test_further_figures_are_beside_its_own():
-    texts = texts_of(timeline_chart(timeline_of(2, 2), more={"gap": "3 %"}))
+def test_a_title_and_further_figures_may_be_given():
+    texts = texts_of(timeline_chart(timeline_of(2, 2), title="costs of today", more={"gap": "3 %"}))
 
     (figures,) = [text for text in texts if text.startswith("makespan")]
     assert figures.endswith("  ·  gap 3 %")
+    assert "costs of today" in texts
 
 
 def test_blocks_are_numbered_with_their_microbatch():
@@ -57,16 +54,11 @@ def test_the_axis_goes_on_to_the_end_of_the_last_optimizer_step():
     assert any(text.startswith("makespan 9.00 s") for text in texts)
 
 
-def test_kinds_that_are_not_there_are_not_in_the_legend():
-    texts = texts_of(timeline_chart(timeline_of(2, 4)))
-
-    assert not {"I input gradient", "W weight gradient"} & set(texts)
-
-
-def test_memory_is_drawn_in_bytes_where_these_are_known():
+def test_memory_is_drawn_in_bytes_where_these_are_known_and_only_kinds_that_are_there_are_in_the_legend():
     texts = texts_of(timeline_chart(timeline_of(2, 4, costs=Costs.uniform(activation_bytes=(2**20,)))))
 
     assert "(MiB)" in texts
+    assert not {"I input gradient", "W weight gradient"} & set(texts)
 
 
 def test_an_overlay_shows_both_bubbles_and_how_idle_each_rank_was():
@@ -78,11 +70,13 @@ def test_an_overlay_shows_both_bubbles_and_how_idle_each_rank_was():
     assert [text for text in texts if text.startswith("rank")] == ["rank 0", "rank 1"]
 
 
-def test_themes_differ_in_their_paper():
-    light, dark = (timeline_chart(timeline_of(2, 2), theme=theme) for theme in ("light", "dark"))
+def test_themes_differ_in_their_paper_and_an_svg_is_set_in_the_fonts_of_its_reader():
+    light, dark = (timeline_chart(timeline_of(2, 3), theme=theme) for theme in ("light", "dark"))
 
     assert (b"#ffffff" in light, b"#14161a" in light) == (True, False)
     assert b"#14161a" in dark
+    assert b"font-family: system-ui" in light
+    assert b"font-family: 'DejaVu Sans'" not in light
 
 
 @pytest.mark.slow
@@ -146,23 +140,19 @@ def test_memory_is_counted_in_microbatches_whatever_stages_a_rank_has():
     assert any(text.endswith("peak 4 microbatches") for text in texts_of(timeline_chart(timeline)))
 
 
-def test_an_svg_is_set_in_the_fonts_of_its_reader():
-    svg = timeline_chart(timeline_of(2, 3)).decode()
-
-    assert "font-family: system-ui" in svg
-    assert "font-family: 'DejaVu Sans'" not in svg
+FREE = Costs.uniform(forward=0, backward_input=0, backward_weight=0)
 
 
-def test_a_schedule_of_one_block_has_a_picture():
-    assert "1f1b, 1 rank, 1 microbatch, predicted" in texts_of(
-        timeline_chart(timeline_of(1, 1, forward_only=True, costs=UNIT))
-    )
-
-
-def test_a_step_that_takes_no_time_has_a_picture():
-    free = Costs.uniform(forward=0, backward_input=0, backward_weight=0)
-
-    assert "time (s)" in texts_of(timeline_chart(timeline_of(2, 3, costs=free)))
+@pytest.mark.parametrize(
+    ("timeline", "text"),
+    [
+        (timeline_of(1, 1, forward_only=True, costs=UNIT), "1f1b, 1 rank, 1 microbatch, predicted"),
+        (timeline_of(2, 3, costs=FREE), "time (s)"),
+    ],
+    ids=["of one block", "that takes no time"],
+)
+def test_a_step_has_a_picture(timeline, text):
+    assert text in texts_of(timeline_chart(timeline))
 
 
 def test_timelines_of_different_ranks_cannot_be_laid_over_each_other():

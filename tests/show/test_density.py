@@ -63,13 +63,10 @@ def test_ranks_share_lanes_only_where_there_are_too_many():
     assert len(lanes_of_ranks(1024)) == 64
 
 
-def test_columns_are_whole_periods():
+def test_columns_are_whole_periods_and_equal_without_one():
     assert column_edges(30.0, 3.0, 100).tolist() == [3.0 * column for column in range(11)]
     assert column_edges(30.0, 3.0, 5).tolist() == [0, 6, 12, 18, 24, 30]
     assert column_edges(31.0, 3.0, 5).tolist() == [0, 9, 18, 27, 36]
-
-
-def test_columns_without_a_period_are_equal():
     assert column_edges(10.0, 0.0, 4).tolist() == [0, 2.5, 5, 7.5, 10]
     assert column_edges(0.0, 0.0, 4).tolist() == [0, 1]
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from penstock.show.figures import describe_shape, figures_of, idle_share
 from penstock.simulation import Costs
 from tests.show.timelines import UNIT, timeline_of
@@ -16,20 +18,17 @@ def test_the_four_figures_have_their_units():
     }
 
 
-def test_the_peak_is_in_bytes_too_where_these_are_known():
-    costs = Costs.uniform(activation_bytes=(2**20,))
-
-    assert figures_of(timeline_of(1, 2, costs=costs))["peak"] == "1 microbatch (1.00 MiB)"
-
-
-def test_clocks_of_several_hosts_are_told_with_what_is_uncertain():
-    timeline = replace(timeline_of(2, 2), clock_uncertainty_s=3e-5)
-
-    assert figures_of(timeline)["clocks"] == "within 30.0 µs"
-
-
-def test_a_step_without_bubbles_has_none():
-    assert figures_of(timeline_of(1, 7, costs=Costs.uniform(forward=0.1)))["bubble fraction"] == "0.0 %"
+@pytest.mark.parametrize(
+    ("timeline", "name", "figure"),
+    [
+        (timeline_of(1, 2, costs=Costs.uniform(activation_bytes=(2**20,))), "peak", "1 microbatch (1.00 MiB)"),
+        (replace(timeline_of(2, 2), clock_uncertainty_s=3e-5), "clocks", "within 30.0 µs"),
+        (timeline_of(1, 7, costs=Costs.uniform(forward=0.1)), "bubble fraction", "0.0 %"),
+    ],
+    ids=["known bytes", "several hosts", "no bubble"],
+)
+def test_a_figure_says_what_is_special(timeline, name, figure):
+    assert figures_of(timeline)[name] == figure
 
 
 def test_a_title_says_what_is_special():

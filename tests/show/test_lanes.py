@@ -47,28 +47,16 @@ def is_frame(patch):
     return patch.get_facecolor()[3] == 0
 
 
-def test_few_blocks_are_numbered_many_are_plain_and_very_many_are_merged():
+def test_few_wide_blocks_are_numbered_many_or_narrow_ones_plain_and_very_many_or_those_of_several_ranks_merged():
     few, many, very_many = timeline_of(4, 16), timeline_of(16, 100), timeline_of(32, 200)
     assert MAX_NUMBERED_BLOCKS < many.program.is_compute.sum() < MAX_DRAWN_BLOCKS < very_many.program.is_compute.sum()
+    long, short = timeline_of(2, 400), timeline_of(2, 2)
+    cases = [(few, 26.0), (many, 26.0), (very_many, 26.0), (long, 200.0), (long, 26.0), (long, 8.0)]
 
-    details = [choose_detail(lanes_of(one), one.makespan_s, 26.0) for one in (few, many, very_many)]
+    details = [choose_detail(lanes_of(one), one.makespan_s, width) for one, width in cases]
 
-    assert details == [Detail.NUMBERED, Detail.PLAIN, Detail.MERGED]
-
-
-def test_blocks_narrower_than_can_be_seen_are_merged():
-    timeline = timeline_of(2, 400)
-
-    widths = (200.0, 26.0, 8.0)
-    details = [choose_detail(lanes_of(timeline), timeline.makespan_s, width) for width in widths]
-
-    assert details == [Detail.NUMBERED, Detail.PLAIN, Detail.MERGED]
-
-
-def test_lanes_of_several_ranks_are_merged():
-    timeline = timeline_of(2, 2)
-
-    assert choose_detail([Lane(timeline, range(2), 0, 1)], timeline.makespan_s, 8.0) is Detail.MERGED
+    assert details == [Detail.NUMBERED, Detail.PLAIN, Detail.MERGED] * 2
+    assert choose_detail([Lane(short, range(2), 0, 1)], short.makespan_s, 8.0) is Detail.MERGED
 
 
 def test_columns_can_be_seen():
@@ -95,11 +83,13 @@ def test_stages_of_a_rank_have_colours_of_their_own():
     assert len(set(colours_of(axes))) == 6
 
 
-def test_a_pale_lane_has_paler_colours():
+def test_a_pale_lane_has_paler_colours_and_bars():
     (forward, _) = colours_of(drawn(timeline_of(1, 2), Detail.PLAIN, paleness=0.45))
+    bars = [colour for colour, *_ in strips_of(drawn(timeline_with_bars(), Detail.PLAIN, paleness=0.45))]
 
     (usual, *_) = next(iter(block_colours(1).values()))
     assert forward == paler(usual, LIGHT.background, 0.45)
+    assert bars[1] == paler(COLLECTIVE_COLOUR, LIGHT.background, 0.45)
 
 
 def test_an_overlapped_pair_is_framed():
@@ -136,12 +126,6 @@ def test_the_strip_of_idle_time_begins_with_the_first_computation():
     later = replace(timeline, start_s=timeline.start_s + 3, end_s=timeline.end_s + 3)
 
     assert strips_of(drawn(later, Detail.PLAIN))[0] == (LIGHT.bubble, 3.0, 12.0, 1.0, 2.0)
-
-
-def test_a_pale_lane_has_paler_bars():
-    colours = [colour for colour, *_ in strips_of(drawn(timeline_with_bars(), Detail.PLAIN, paleness=0.45))]
-
-    assert colours[1] == paler(COLLECTIVE_COLOUR, LIGHT.background, 0.45)
 
 
 def test_numbers_stand_in_the_middle_of_their_blocks():

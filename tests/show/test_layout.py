@@ -60,19 +60,19 @@ def test_stages_of_a_rank_have_shades_in_their_order():
     assert {entry[0][0]: entry[5] for entry in rectangles(timeline, 1)} == {"1": 0, "3": 1, "5": 2}
 
 
-def test_the_two_copies_of_a_model_have_one_shade_each():
-    program = timeline_of(4, 8, "dualpipe", UNIT).program
-
-    assert shade_of_stage(program).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert describe_shades(program) == "dark: stages 0-3, first copy of the model; pale: stages 4-7, second copy"
-
-
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [("1f1b", ""), ("zbv", "from dark to pale: the 2 stages of a rank (0, 3 on rank 0)")],
+    ("name", "ranks", "shades", "text"),
+    [
+        ("1f1b", 2, [0, 0], ""),
+        ("zbv", 2, [0, 0, 1, 1], "from dark to pale: the 2 stages of a rank (0, 3 on rank 0)"),
+        ("dualpipe", 4, [0] * 4 + [1] * 4, "dark: stages 0-3, first copy of the model; pale: stages 4-7, second copy"),
+    ],
 )
-def test_shades_are_described_where_there_are_several(name, text):
-    assert describe_shades(timeline_of(2, 4, name).program) == text
+def test_shades_are_described_where_there_are_several(name, ranks, shades, text):
+    program = timeline_of(ranks, 2 * ranks, name).program
+
+    assert shade_of_stage(program).tolist() == shades
+    assert describe_shades(program) == text
 
 
 def test_blocks_are_numbered_with_their_microbatch_and_slice():

@@ -3,6 +3,7 @@
 from itertools import combinations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,17 +31,24 @@ def share_area(one, other):
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
-def test_a_name_alone_is_to_the_right_without_a_line():
-    assert placed((100, 100)) == [NamePosition(7, 0)]
-    assert not NamePosition(7, 0).has_line
-
-
-def test_at_the_right_edge_it_is_to_the_left():
-    assert placed((390, 100)) == [NamePosition(-7, 0)]
-
-
-def test_between_two_neighbours_it_is_above():
-    assert placed((200, 100), lines=[(205, 95, 300, 105), (100, 95, 195, 105)]) == [NamePosition(0, 7)]
+@pytest.mark.parametrize(
+    ("centre", "options", "place"),
+    [
+        ((100, 100), {}, NamePosition(7, 0)),
+        ((390, 100), {}, NamePosition(-7, 0)),
+        ((200, 100), {"lines": [(205, 95, 300, 105), (100, 95, 195, 105)]}, NamePosition(0, 7)),
+        ((50, 50), {"size": (500, 14)}, None),
+    ],
+    ids=[
+        "alone to the right",
+        "at the right edge to the left",
+        "between two neighbours above",
+        "left out without room",
+    ],
+)
+def test_a_name_is_at_the_first_free_place_without_a_line(centre, options, place):
+    assert placed(centre, **options) == [place]
+    assert place is None or not place.has_line
 
 
 def test_the_first_ones_choose_first():
@@ -60,10 +68,6 @@ def test_a_name_that_is_far_from_its_point_has_a_line_which_crosses_no_point():
     assert place.has_line
     assert (place.right, place.up) == (24, 0)
     assert blocked != place
-
-
-def test_a_name_without_room_is_left_out():
-    assert placed((50, 50), size=(500, 14)) == [None]
 
 
 @settings(max_examples=40, deadline=None)

@@ -166,73 +166,81 @@ def test_the_viewer_computes_starts_and_ends():
     assert end == pytest.approx(timeline.end_s[rows])
 
 
-@needs_node
-@pytest.mark.slow
-def test_the_viewer_says_what_a_block_is_and_what_it_waited_for():
-    page = to_page({"predicted": timeline_of(2, 2, costs=Costs.uniform(transfer=0.25))})
+def tip(title, *lines, more=()):
+    return {"title": title, "lines": [*lines], "more": [*more]}
 
-    found = asked(page, "[0, 2, 5].map((block) => describe(table, block))")
 
-    assert found == [
-        {
-            "title": "0F0 forward",
-            "lines": ["rank 0, stage 0, microbatch 0", "0 s to 1 s, takes 1 s", "memory of the rank: 1 microbatch"],
-            "more": ["no idle time before it"],
-        },
-        {
-            "title": "0B0 backward",
-            "lines": [
-                "rank 0, stage 0, microbatch 0",
-                "4.5 s to 6.5 s, takes 2 s",
+PLAIN, PAIRED = timeline_of(2, 2, costs=UNIT), paired_timeline()
+WITH_TRANSFERS = timeline_of(2, 2, costs=Costs.uniform(transfer=0.25))
+TWO = {"predicted": timeline_of(2, 2), "measured": timeline_of(2, 2, costs=COSTS)}
+ANSWERS = {
+    "what a block is and what it waited for": (
+        {"predicted": WITH_TRANSFERS}, "[0, 2, 5].map((block) => describe(table, block))",
+        [
+            tip(
+                "0F0 forward", "rank 0, stage 0, microbatch 0", "0 s to 1 s, takes 1 s",
+                "memory of the rank: 1 microbatch", more=["no idle time before it"],
+            ),
+            tip(
+                "0B0 backward", "rank 0, stage 0, microbatch 0", "4.5 s to 6.5 s, takes 2 s",
                 "memory of the rank: 2 microbatches",
-            ],
-            "more": [
-                "2.5 s idle before it:",
-                "2.25 s dependency",
-                "250 ms transfer",
-                "the message of 1B0 came last, after 250 ms",
-            ],
-        },
-        {
-            "title": "1B0 backward",
-            "lines": [
-                "rank 1, stage 1, microbatch 0",
-                "2.25 s to 4.25 s, takes 2 s",
-                "memory of the rank: 1 microbatch",
-            ],
-            "more": ["no idle time before it"],
-        },
-    ]
+                more=[
+                    "2.5 s idle before it:", "2.25 s dependency", "250 ms transfer",
+                    "the message of 1B0 came last, after 250 ms",
+                ],
+            ),
+            tip(
+                "1B0 backward", "rank 1, stage 1, microbatch 0", "2.25 s to 4.25 s, takes 2 s",
+                "memory of the rank: 1 microbatch", more=["no idle time before it"],
+            ),
+        ],
+    ),
+    "blocks and bubbles at moments": (
+        {"predicted": PLAIN},
+        "[0.5, 1, 3, 6.5, 20].map((s) => find(table, 0, s / table.tick_s, 0.2))"
+        ".map((found) => [found.block ?? -1, found.tip?.title])",
+        [[0, "0F0 forward"], [1, "0F1 forward"], [-1, "bubble before 0B0"], [-1, "bubble before 0B1"], [-1, None]],
+    ),
+    "halves of a pair": (
+        {"predicted": PAIRED}, "[0.2, 0.7].map((down) => find(table, 0, 2 / table.tick_s, down).block)", [1, 2],
+    ),
+    "bars at the foot of their lane, and the idle time behind the last block": (
+        {"predicted": timeline_with_bars()},
+        "[[8, 0.9], [8, 0.5], [10, 0.9]].map(([s, down]) => find(table, 1, s / table.tick_s, down).tip)",
+        [
+            tip("1REDUCE_TIED0 collective", "rank 1", "7 s to 9.5 s, takes 2.5 s"),
+            tip("bubble after 1B1", "rank 1", "7 s to 9 s, takes 2 s", more=["2 s synchronisation"]),
+            tip("1STEP optimizer step", "rank 1", "9.5 s to 11.5 s, takes 2 s"),
+        ],
+    ),
+    "the text of a slice": (
+        {"predicted": timeline_of(2, 2, "seq1f1b", slices=2)}, "[0, 1].map((block) => textOf(table, block))",
+        ["0F0", "0F0.1"],
+    ),
+    "the other of a pair": ({"predicted": PAIRED}, "describe(table, 1).lines[3]", "overlaps with 0B0"),
+    "what a bubble is": (
+        {"predicted": PLAIN}, "describeBubble(table, 0, 2)",
+        tip(
+            "bubble before 0B0", "rank 0", "2 s to 4 s, takes 2 s",
+            more=["2 s dependency", "the message of 1B0 came last, after 0 s"],
+        ),
+    ),
+    "lanes of two timelines": (
+        TWO, "table.lanes.map((lane) => [lane.name, lane.full_name, lane.is_pale])",
+        [
+            ["0 predicted", "rank 0 predicted", True], ["0 measured", "rank 0 measured", False],
+            ["1 predicted", "rank 1 predicted", True], ["1 measured", "rank 1 measured", False],
+        ],
+    ),
+    "the lane of a block": (TWO, "[0, 4, 8, 15].map((block) => laneOf(table, block))", [0, 1, 2, 3]),
+}  # fmt: skip
 
 
 @needs_node
 @pytest.mark.slow
-def test_the_viewer_finds_blocks_bubbles_and_halves():
-    timeline = timeline_of(2, 2, costs=UNIT)
-    moments = [0.5, 1.0, 3.0, 6.5, 20.0]
-
-    at = f"{moments}.map((s) => find(table, 0, s / table.tick_s, 0.2)).map((f) => [f.block ?? -1, f.tip?.title])"
-    assert asked(to_page({"predicted": timeline}), at) == [
-        [0, "0F0 forward"], [1, "0F1 forward"], [-1, "bubble before 0B0"], [-1, "bubble before 0B1"], [-1, None],
-    ]  # fmt: skip
-    halves = "[0.2, 0.7].map((down) => find(table, 0, 2 / table.tick_s, down).block)"
-    assert asked(to_page({"predicted": paired_timeline()}), halves) == [1, 2]
-
-
-@needs_node
-@pytest.mark.slow
-def test_the_viewer_finds_bars_at_the_foot_of_their_lane_and_the_idle_time_behind_the_last_block():
-    page = to_page({"predicted": timeline_with_bars()}, costs={"predicted": UNIT})
-
-    found = asked(
-        page, "[[8, 0.9], [8, 0.5], [10, 0.9]].map(([s, down]) => find(table, 1, s / table.tick_s, down).tip)"
-    )
-
-    assert found == [
-        {"title": "1REDUCE_TIED0 collective", "lines": ["rank 1", "7 s to 9.5 s, takes 2.5 s"], "more": []},
-        {"title": "bubble after 1B1", "lines": ["rank 1", "7 s to 9 s, takes 2 s"], "more": ["2 s synchronisation"]},
-        {"title": "1STEP optimizer step", "lines": ["rank 1", "9.5 s to 11.5 s, takes 2 s"], "more": []},
-    ]
+@pytest.mark.parametrize(("timelines", "question", "answer"), ANSWERS.values(), ids=ANSWERS)
+def test_the_viewer_says_what_is_where(timelines, question, answer):
+    assert asked(to_page(timelines, costs={"predicted": UNIT}), question) == answer
 
 
 @needs_node
@@ -313,37 +321,6 @@ def test_the_modules_can_be_loaded_as_a_server_would_give_them(tmp_path):
     )
 
     assert printed == "function\n"
-
-
-@needs_node
-@pytest.mark.slow
-def test_the_viewer_names_slices_pairs_and_bubbles():
-    sliced = to_page({"predicted": timeline_of(2, 2, "seq1f1b", slices=2)})
-    paired = to_page({"predicted": paired_timeline()})
-    plain = to_page({"predicted": timeline_of(2, 2, costs=UNIT)})
-
-    assert asked(sliced, "[0, 1].map((block) => textOf(table, block))") == ["0F0", "0F0.1"]
-    assert asked(paired, "describe(table, 1).lines[3]") == "overlaps with 0B0"
-    assert asked(plain, "describeBubble(table, 0, 2)") == {
-        "title": "bubble before 0B0",
-        "lines": ["rank 0", "2 s to 4 s, takes 2 s"],
-        "more": ["2 s dependency", "the message of 1B0 came last, after 0 s"],
-    }
-
-
-@needs_node
-@pytest.mark.slow
-def test_two_timelines_have_lanes_of_their_own():
-    page = to_page({"predicted": timeline_of(2, 2), "measured": timeline_of(2, 2, costs=COSTS)})
-
-    lanes = asked(page, "table.lanes.map((lane) => [lane.name, lane.full_name, lane.is_pale])")
-    assert lanes == [
-        ["0 predicted", "rank 0 predicted", True],
-        ["0 measured", "rank 0 measured", False],
-        ["1 predicted", "rank 1 predicted", True],
-        ["1 measured", "rank 1 measured", False],
-    ]
-    assert asked(page, "[0, 4, 8, 15].map((block) => laneOf(table, block))") == [0, 1, 2, 3]
 
 
 PLACES = ("attributes", "title", "style", "figures", "legend", "notes", "label", "script", "header", "data")

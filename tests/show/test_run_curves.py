@@ -23,10 +23,8 @@ def curve(name, losses=LOSSES):
 def test_an_svg_names_the_runs_and_the_axes():
     svg = run_curves([curve("first"), curve("<second>", LOSSES[:40])], "Runs in here").decode()
 
-    texts = re.findall(r">([^<>]+)</text>", svg)
-    assert {"first", "&lt;second&gt;", "Runs in here", "loss (nats per token)", "tokens per second", "step"} <= set(
-        texts
-    )
+    texts = set(re.findall(r">([^<>]+)</text>", svg))
+    assert {"first", "&lt;second&gt;", "Runs in here", "loss (nats per token)", "tokens per second", "step"} <= texts
 
 
 def drawn(svg, gid):

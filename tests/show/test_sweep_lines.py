@@ -32,9 +32,8 @@ def corners_of(picture, gid):
 
 @pytest.mark.slow
 def test_it_names_schedules_axes_and_title():
-    assert {"1f1b", "<zbv>", "microbatches", "step time (ms)", "peak", "4 ranks & more", "for 16 microbatches"} <= set(
-        texts_of(draw())
-    )
+    names = {"1f1b", "<zbv>", "microbatches", "step time (ms)", "peak", "4 ranks & more", "for 16 microbatches"}
+    assert names <= set(texts_of(draw()))
 
 
 def test_points_of_equal_memory_are_next_to_each_other_and_not_above():
@@ -48,18 +47,20 @@ def test_points_of_equal_memory_are_next_to_each_other_and_not_above():
     assert time[0][1] < time[1][1] < time[2][1]  # downward is faster
 
 
-@pytest.mark.parametrize("format", ["svg", "html"])
-def test_the_same_lines_give_the_same_bytes(format):
-    assert draw(format=format) == draw(format=format)
+@pytest.mark.parametrize(("format", "begin"), [("svg", b"<?xml"), ("html", b"<!DOCTYPE html>"), ("png", b"\x89PNG")])
+def test_the_same_lines_give_the_same_bytes_of_their_format(format, begin):
+    first, second = (draw(format=format, theme="dark") for _ in range(2))
+
+    assert first.startswith(begin)
+    assert first == second
 
 
-def test_a_page_needs_no_network_and_a_png_is_a_png():
+def test_a_page_needs_no_network():
     page = draw(format="html").decode()
 
     assert "default-src 'none'" in page
     fixed = set(re.findall(r": (#[0-9a-f]{6})", page[page.index("<svg") :]))
     assert fixed <= {color.lower() for color in COLORS}, "all else follows the theme"
-    assert draw(format="png", theme="dark").startswith(b"\x89PNG")
 
 
 def test_nothing_to_draw_is_refused():

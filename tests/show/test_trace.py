@@ -26,6 +26,11 @@ def of_phase(events, phase):
     return [event for event in events if event["ph"] == phase]
 
 
+def threads_of(events):
+    """The names of threads, by rank and number."""
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in of_phase(events, "M") if e["name"] == "thread_name"}
+
+
 def test_ranks_are_processes_with_names(events):
     names = {e["pid"]: e["args"]["name"] for e in of_phase(events, "M") if e["name"] == "process_name"}
 
@@ -44,17 +49,13 @@ def test_every_row_is_one_slice_on_its_rank(events):
     assert found == expected
 
 
-def test_times_are_microseconds(events):
+def test_times_are_microseconds_and_arguments_say_what_a_slice_is(events):
     slices = {(e["args"]["timeline"], e["name"]): e for e in of_phase(events, "X")}
 
     assert slices["predicted", "0B0"]["dur"] == pytest.approx(20_000)
     assert slices["predicted", "1F0"]["ts"] == pytest.approx(11_000)
-
-
-def test_arguments_say_what_a_slice_is(events):
-    (event,) = [e for e in of_phase(events, "X") if e["name"] == "1SEND_F3" and e["args"]["timeline"] == "measured"]
-
-    assert event["args"] == {"instruction": "1SEND_F3", "stage": 1, "timeline": "measured", "microbatch": 3}
+    told = {"instruction": "1SEND_F3", "stage": 1, "timeline": "measured", "microbatch": 3}
+    assert slices["measured", "1SEND_F3"]["args"] == told
 
 
 def test_an_arrow_leads_from_each_send_to_its_receive(events):
@@ -112,7 +113,7 @@ def test_waits_for_data_are_slices_on_a_thread_of_their_own_from_the_start_of_th
     trace = json.loads(to_trace({"measured": replace(MEASURED, data_waits=waits)}))["traceEvents"]
 
     slices = [event for event in of_phase(trace, "X") if event["cat"] == "data"]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in of_phase(trace, "M") if e["name"] == "thread_name"}
+    names = threads_of(trace)
     assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in slices] == [
         (0, "data of microbatch 1", 0, 2_000),
         (2, "data of microbatch 1", 0, 1_000_000),
@@ -128,7 +129,7 @@ def test_copies_are_slices_on_a_thread_of_their_own():
 
     events = json.loads(to_trace({"predicted": timeline}))["traceEvents"]
 
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in of_phase(events, "M") if e["name"] == "thread_name"}
+    names = threads_of(events)
     threads = {e["name"]: names[e["pid"], e["tid"]] for e in of_phase(events, "X") if "LOAD" in e["name"]}
     assert len(threads) == 6
     assert {name.rstrip(" 2") for name in threads.values()} == {"predicted copies"}
