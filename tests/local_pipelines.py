@@ -31,20 +31,24 @@ NEARLY = {"tolerance": 1e-12, "loss_tolerance": 1e-12}
 
 def on_ranks(num_ranks, case, *args, deadline_s=MAX_WAIT_S, connect=LocalTransport.create):
     """Return what `case(transport, *args)` returned on every rank; raise the error of the rank that is to blame."""
-    transports = connect(num_ranks, deadline_s)
-    with ThreadPoolExecutor(num_ranks) as threads:
-        futures = [threads.submit(_run, case, transport, args) for transport in transports]
+    return on_threads(connect(num_ranks, deadline_s), case, *args)
+
+
+def on_threads(places, case, *args):
+    """Do the same on given transports, or on the places of a mesh."""
+    with ThreadPoolExecutor(len(places)) as threads:
+        futures = [threads.submit(_run, case, place, args) for place in places]
     errors = [error for future in futures if (error := future.exception())]
     for error in sorted(errors, key=lambda error: isinstance(error, (PeerLost, DeadlineExceeded))):
         raise error
     return [future.result() for future in futures]
 
 
-def _run(case, transport, args):
+def _run(case, place, args):
     try:
-        return case(transport, *args)
+        return case(place, *args)
     except BaseException:
-        transport.abort()  # the other ranks must not wait for this one
+        place.abort()  # the other ranks must not wait for this one
         raise
 
 
@@ -256,7 +260,7 @@ def assert_gradients(found_on_ranks, layers):
     """Every rank has the gradients of these layers bit for bit, and together the ranks have all."""
     expected = gradients_of(named(layers))
     for found in found_on_ranks:
-        assert [name for name in found if not _same(found[name], expected[name], None)] == []
+        assert [name for name in found if not is_same(found[name], expected[name])] == []
     assert {name for found in found_on_ranks for name in found} == expected.keys()
 
 
@@ -286,14 +290,20 @@ def difference(outcomes, reference, *, tolerance=None, loss_tolerance=None):
         found.append(f"parameters {sorted(names ^ expected_gradients.keys())}")
     for rank, outcome in enumerate(outcomes):
         for name in outcome.gradients.keys() & expected_gradients.keys():
-            if not _same(outcome.gradients[name], expected_gradients[name], tolerance):
+            if not is_same(outcome.gradients[name], expected_gradients[name], tolerance):
                 found.append(f"the gradient of {name} on rank {rank}")
-        losses = [outcome.result.loss, *outcome.result.losses]
-        wanted = [expected.loss, *expected.losses]
-        pairs = zip(losses, wanted, strict=False)
-        if len(losses) != len(wanted) or not all(_same(*pair, loss_tolerance) for pair in pairs):
-            found.append(f"the losses on rank {rank}")
+        losses, wanted = losses_of(outcome.result), losses_of(expected)
+        for name in losses.keys() | wanted.keys():
+            if name not in losses or not is_same(losses[name], wanted.get(name), loss_tolerance):
+                found.append(f"{name} on rank {rank}")
     return found
+
+
+def losses_of(result):
+    """All losses of a result, by what they are."""
+    ones = {"the loss": result.loss, "the total": result.total}
+    ones |= {f"the loss of microbatch {index}": loss for index, loss in enumerate(result.losses)}
+    return ones | {f"the loss {name}": loss for name, loss in result.named_losses.items()}
 
 
 def same_outcomes(ours, theirs):
@@ -340,9 +350,9 @@ def visits_in_order(schedule):
     return True
 
 
-def _same(found, wanted, tolerance):
+def is_same(found, wanted, tolerance=None):
+    """Whether two tensors, or None, are equal bit for bit, or nearly; one that is not a number is equal to another."""
     if found is None or wanted is None:
         return found is wanted
-    if tolerance is None:
-        return torch.equal(found, wanted) and found.dtype == wanted.dtype
-    return torch.allclose(found, wanted, rtol=tolerance, atol=tolerance)
+    near = {"rtol": tolerance or 0.0, "atol": tolerance or 0.0, "equal_nan": True}
+    return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.allclose(found, wanted, **near)

@@ -1,6 +1,5 @@
 """Replicas of pipelines whose ranks are threads, and the one process that runs the microbatches of all of them."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,12 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import PreSplit
-from penstock.errors import DeadlineExceeded, PeerLost
 from penstock.execute.replicas.mesh import local_mesh
 from penstock.execute.transport import LocalTransport
 from penstock.execute.values.tensors import is_dtensor, local_part
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import MAX_WAIT_S, WIDTH, float_layers, named, square_loss, values
+from tests.local_pipelines import MAX_WAIT_S, WIDTH, float_layers, is_same, named, on_threads, square_loss, values
 from tests.reference import even_sizes, reference_step
 
 FLOAT = torch.float64
@@ -26,20 +24,7 @@ TOLERANCE = 1e-12
 def on_mesh(pipeline, data, case, *args, deadline_s=MAX_WAIT_S, connect=LocalTransport.create):
     """Return what `case(places, *args)` returned on every rank, one replica after another; or raise its error."""
     mesh = local_mesh(pipeline=pipeline, data=data, deadline_s=deadline_s, connect=connect)
-    with ThreadPoolExecutor(len(mesh)) as threads:
-        futures = [threads.submit(_run, case, places, args) for places in mesh]
-    errors = [error for future in futures if (error := future.exception())]
-    for error in sorted(errors, key=lambda error: isinstance(error, (PeerLost, DeadlineExceeded))):
-        raise error
-    return [future.result() for future in futures]
-
-
-def _run(case, places, args):
-    try:
-        return case(places, *args)
-    except BaseException:
-        places.abort()  # the other ranks must not wait for this one
-        raise
+    return on_threads(mesh, case, *args)
 
 
 @dataclass
@@ -285,7 +270,7 @@ def difference(ranks, alone, *, num_replicas, tolerance=TOLERANCE):
             found += [
                 f"{kind} {name} of rank {rank} has other bits"
                 for name in theirs
-                if not _same(theirs[name], others[name])
+                if not is_same(theirs[name], others[name])
             ]
             found += [
                 f"{kind} {name} of rank {rank}" for name in theirs if not _near(theirs[name], expected[name], tolerance)
@@ -298,10 +283,6 @@ def difference(ranks, alone, *, num_replicas, tolerance=TOLERANCE):
 
 def _bits(value):
     return value.double().item().hex()
-
-
-def _same(one, other):
-    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 def _near(one, other, tolerance):

@@ -16,6 +16,7 @@ from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.local_pipelines import (
     IGNORED,
+    NEARLY,
     VOCABULARY,
     WIDTH,
     Around,
@@ -23,6 +24,7 @@ from tests.local_pipelines import (
     Task,
     block,
     count_tokens,
+    difference,
     error_of,
     gradients_of,
     on_pipelines,
@@ -149,31 +151,6 @@ def covering(schedules, *fully):
     return pytest.mark.parametrize(("form", "name", "num_ranks", "shape"), cases, ids=lambda part: str(part or "plain"))
 
 
-def differences(found, wanted, tolerance=0.0):
-    """Say in what the ranks differ from one process, its result and gradients; 0 asks for the same bits."""
-    one, gradients = wanted
-    different = []
-    for rank, seen in enumerate(found):
-        result = seen.result
-        pairs = {f"the gradient of {name}": (grad, gradients[name]) for name, grad in seen.gradients.items()}
-        pairs |= {f"loss {name}": (result.named_losses.get(name), loss) for name, loss in one.named_losses.items()}
-        pairs |= {f"loss {at}": pair for at, pair in enumerate(zip(result.losses, one.losses, strict=True))}
-        pairs |= {"the loss": (result.loss, one.loss), "total": (result.total, one.total)}
-        different += [f"{name} on rank {rank}" for name, each in pairs.items() if not is_same(*each, tolerance)]
-        if result.named_losses.keys() != one.named_losses.keys():
-            different.append(f"names {list(result.named_losses)} on rank {rank}")
-    names = {name for seen in found for name in seen.gradients}
-    return different + [f"no {name}" for name in gradients.keys() - names]
-
-
-def is_same(found, wanted, tolerance):
-    if found is None or wanted is None:
-        return found is wanted
-    if not tolerance:
-        return found.dtype == wanted.dtype and torch.equal(found.nan_to_num(7.5), wanted.nan_to_num(7.5))
-    return found.dtype == wanted.dtype and torch.allclose(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
 def compared(task, schedule, *, num_steps=1, tolerance=1e-12):
     """Require what one process computes in steps that add up; return what the ranks saw, and what one process did."""
 
@@ -182,7 +159,7 @@ def compared(task, schedule, *, num_steps=1, tolerance=1e-12):
 
     found = on_pipelines(schedule.num_ranks, task, steps, schedule, None)
     wanted = task.reference(schedule.num_microbatches, num_steps)
-    assert differences(found, wanted, tolerance) == []
+    assert difference(found, wanted, tolerance=tolerance, loss_tolerance=tolerance) == []
     return found, wanted
 
 
@@ -209,7 +186,7 @@ def test_steps_that_are_not_zeroed_add_up_to_the_bits_of_one_process(form, name,
 
     pair = compared(token_task(Routed, loss, torch.float32, **options), schedule, num_steps=3, tolerance=1e-6)
 
-    assert [each for each in differences(*pair) if not each.startswith("total")] == []
+    assert [each for each in difference(*pair) if not each.startswith("the total")] == []
 
 
 @pytest.mark.slow
@@ -230,7 +207,7 @@ def test_it_is_the_same_on_gloo(two_ranks):
     per_rank = two_ranks.run(outcomes_on_gloo, cases_on_gloo, step_task, timeout_s=90.0)
 
     for found, (task, *_) in zip(zip(*per_rank, strict=True), cases_on_gloo(), strict=True):
-        assert differences(found, task.reference(4), 1e-12) == []
+        assert difference(found, task.reference(4), **NEARLY) == []
 
 
 def cases_on_gloo():
@@ -257,7 +234,7 @@ def test_what_a_checkpointed_layer_adds_counts_once(name, num_ranks):
 
     found, _ = compared(mean_task(partial(routed_model, is_checkpointed=True)), schedule, num_steps=2)
 
-    assert differences(found, mean_task().reference(4, num_steps=2), 1e-12) == []
+    assert difference(found, mean_task().reference(4, num_steps=2), **NEARLY) == []
 
 
 class Running(OnlyMeans):
@@ -310,7 +287,7 @@ def test_one_auxiliary_loss_may_serve_all_layers_of_threads():
 
     found = on_pipelines(3, task, lambda pipeline: step_task(pipeline, task), "1f1b", 8)
 
-    assert differences(found, mean_task(make_layers, rows=16).reference(8), 1e-12) == []
+    assert difference(found, mean_task(make_layers, rows=16).reference(8), **NEARLY) == []
 
 
 def test_a_stream_weighs_what_layers_add_like_a_whole_batch():
@@ -320,7 +297,7 @@ def test_a_stream_weighs_what_layers_add_like_a_whole_batch():
         stream = Stream(zip(task.inputs[0].split(2), task.target.split(2), strict=True))
         return outcome_of(pipeline, pipeline.step(stream))
 
-    assert differences(on_pipelines(2, task, case), task.reference(4), 1e-12) == []
+    assert difference(on_pipelines(2, task, case), task.reference(4), **NEARLY) == []
 
 
 class Watched(nn.Module):
@@ -379,7 +356,7 @@ def test_each_has_a_weight_of_its_own_that_may_change_between_steps():
 
     found = on_pipelines(2, mean_task(), case)
 
-    assert differences(found, mean_task(lambda: change(routed_model())).reference(4), 1e-12) == []
+    assert difference(found, mean_task(lambda: change(routed_model())).reference(4), **NEARLY) == []
     result = found[0].result
     assert float(result.named_losses["balance"]) > 1
     torch.testing.assert_close(result.total, result.loss + 2 * result.named_losses["z_loss"])
@@ -394,7 +371,7 @@ def test_evaluation_reports_what_layers_add_and_trains_nothing():
 
     wanted = reference_evaluate(routed_model(), task.inputs, {}, task.target, loss=square_loss, num_microbatches=4)
     for judged, blind, gradients in on_pipelines(2, task, case):
-        assert differences([Outcome(judged, {})], (wanted, {}), 1e-12) == []
+        assert difference([Outcome(judged, {})], (wanted, {}), **NEARLY) == []
         assert blind.loss is blind.total is None
         assert blind.losses == []
         assert blind.named_losses == judged.named_losses
@@ -431,7 +408,7 @@ def test_after_a_failed_step_nothing_is_left_and_the_next_one_is_right():
 
     assert all("the loss function returned a NoneType" in str(error) for error, _, _ in found)
     assert {each for _, left, _ in found for each in left} == {None}
-    assert differences([seen for *_, seen in found], task.reference(4), 1e-12) == []
+    assert difference([seen for *_, seen in found], task.reference(4), **NEARLY) == []
 
 
 def test_a_name_of_both_a_layer_and_the_loss_function_is_refused_on_every_rank():
