@@ -1,10 +1,10 @@
 """Keywords reach layers behind wrappers in whole steps, as they do on one process."""
 
-import copy
 import gc
 import inspect
 import itertools
 import tracemalloc
+from functools import partial
 
 import pytest
 import torch
@@ -17,24 +17,36 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.transport import LocalTransport, messages
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, block, error_of, gradients_of, on_ranks, square_loss, values
+from tests.local_pipelines import (
+    WIDTH,
+    Around,
+    Task,
+    assert_errors,
+    block,
+    error_of,
+    on_pipelines,
+    on_ranks,
+    pipeline_of,
+    square_loss,
+    step_task,
+    values,
+)
 
 ROWS, NUM_MICROBATCHES = 8, 4
 F64 = torch.float64
 
 
-class Masked(nn.Module):
+class Masked(Around):
     def __init__(self, seed):
-        super().__init__()
-        self.block = block(seed, F64)
+        super().__init__(seed, F64)
 
     def forward(self, x, mask=None):
-        return self.block(x) if mask is None else self.block(x) * mask
+        return self.inner(x) if mask is None else self.inner(x) * mask
 
 
 class Scaled(Masked):
     def forward(self, x, *, scale=1.0):
-        return self.block(x) * scale
+        return self.inner(x) * scale
 
 
 class Checkpointed(nn.Module):
@@ -69,80 +81,57 @@ def wrapped_layers():
     return [checkpoint_wrapper(masked), Checkpointed(scaled), Checkpointed(own), attending, compiled, last]
 
 
-def batch():
+def task_of(make_layers):
     mask = torch.rand(ROWS, 1, generator=torch.Generator().manual_seed(7), dtype=F64)
-    return (values(1, ROWS, WIDTH, dtype=F64),), {"mask": mask, "scale": 1.7}, values(2, ROWS, WIDTH, dtype=F64)
+    inputs, target = (values(seed, ROWS, WIDTH, dtype=F64) for seed in (1, 2))
+    return Task(make_layers, (inputs,), target, keywords={"mask": mask, "scale": 1.7})
 
 
-def one_process():
-    """Loss and gradients of the layers without their wrappers, each called with what it names."""
-    layers = bare_layers()
-    (inputs,), keywords, target = batch()
-    names = ["mask", "scale", "mask", "mask", "scale", None]
-    total = 0.0
-    for rows in torch.arange(ROWS).split(ROWS // NUM_MICROBATCHES):
-        hidden = inputs[rows]
-        own = {"mask": keywords["mask"][rows], "scale": keywords["scale"]}
-        for layer, name in zip(layers, names, strict=True):
-            hidden = layer(hidden, **({name: own[name]} if name else {}))
-        loss = square_loss(hidden, target[rows]) / NUM_MICROBATCHES
-        loss.backward()
-        total += loss.detach()
-    return total, [parameter.grad for layer in layers for parameter in layer.parameters()]
-
-
-def run(wires, layers, schedule, **options):
-    pipeline = Pipeline(layers, schedule, NUM_MICROBATCHES, square_loss, transport=wires, **options)
-    args, keywords, target = batch()
-    loss = pipeline.step(*args, target=target, **keywords).loss
-    evaluated = pipeline.evaluate(*args, target=target, **keywords).loss
-    found = gradients_of(pipeline.named_parameters())
-    pipeline.close()
-    return loss, evaluated, found
-
-
-def in_order(per_rank):
-    found = {int(name.partition(".")[0]): [] for _, _, gradients in per_rank for name in gradients}
-    for index in sorted(found):
-        holder = next(each for _, _, each in per_rank if any(name.startswith(f"{index}.") for name in each))
-        found[index] = [gradient for name, gradient in holder.items() if name.startswith(f"{index}.")]
-    return [gradient for index in sorted(found) for gradient in found[index]]
+def run(pipeline, task):
+    """The outcome of a step, and the loss of an evaluation."""
+    outcome = step_task(pipeline, task)
+    return outcome, pipeline.evaluate(*task.inputs, target=task.target, **task.keywords).loss
 
 
 def assert_as_one_process(per_rank):
-    loss, gradients = one_process()
-    for found, evaluated, _ in per_rank:
-        torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(evaluated, loss, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(in_order(per_rank), gradients, rtol=1e-12, atol=1e-12)
+    """Compare losses and gradients with those of the layers without their wrappers, which have other names."""
+    result, gradients = task_of(bare_layers).reference(NUM_MICROBATCHES)
+    for outcome, evaluated in per_rank:
+        torch.testing.assert_close([outcome.result.loss, evaluated], [result.loss] * 2, rtol=1e-12, atol=1e-12)
+    found = {name: gradient for outcome, _ in per_rank for name, gradient in outcome.gradients.items()}
+    in_order = [found[name] for name in sorted(found, key=lambda name: int(name.partition(".")[0]))]
+    torch.testing.assert_close(in_order, list(gradients.values()), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.feature("A4")
 @pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe"])
 def test_keywords_reach_layers_behind_wrappers_as_on_one_process(schedule):
-    per_rank = on_ranks(2, lambda wires: run(wires, wrapped_layers(), schedule))
+    task = task_of(wrapped_layers)
 
-    assert_as_one_process(per_rank)
+    assert_as_one_process(on_pipelines(2, task, lambda pipeline: run(pipeline, task), schedule))
 
 
 def steps_on_gloo(rank):
     alone = [dist.new_group([member]) for member in range(2)][rank]
-    layers = wrapped_layers()
     own = range(3 * rank, 3 * rank + 3)
-    layers = [
-        DistributedDataParallel(layer, process_group=alone) if index in own else layer
-        for index, layer in enumerate(layers)
-    ]
-    return run(None, layers, "1f1b", split=[3, 3])
+    task = task_of(
+        lambda: [
+            DistributedDataParallel(layer, process_group=alone) if index in own else layer
+            for index, layer in enumerate(wrapped_layers())
+        ]
+    )
+    with pipeline_of(None, task, split=[3, 3]) as pipeline:
+        outcome, evaluated = run(pipeline, task)
+    return outcome.result.loss, evaluated
 
 
 @pytest.mark.slow
 def test_keywords_reach_layers_behind_data_parallel_wrappers_on_gloo(two_ranks):
     per_rank = two_ranks.run(steps_on_gloo)
 
-    loss, _ = one_process()
-    for found, evaluated, _ in per_rank:
-        torch.testing.assert_close([found, evaluated], [loss, loss], rtol=1e-12, atol=1e-12)
+    loss = task_of(bare_layers).reference(NUM_MICROBATCHES)[0].loss
+    for losses in per_rank:
+        torch.testing.assert_close(losses, (loss, loss), rtol=1e-12, atol=1e-12)
 
 
 def test_signatures_are_looked_at_when_the_pipeline_is_made_and_not_in_steps(monkeypatch):
@@ -153,10 +142,10 @@ def test_signatures_are_looked_at_when_the_pipeline_is_made_and_not_in_steps(mon
         looked.append(args)
         return signature(*args, **kwargs)
 
-    pipeline = Pipeline([Masked(0), Checkpointed(Scaled(1))], "1f1b", NUM_MICROBATCHES, square_loss)
-    args, keywords, target = batch()
+    task = task_of(lambda: [Masked(0), Checkpointed(Scaled(1))])
+    pipeline = pipeline_of(None, task)
     monkeypatch.setattr(inspect, "signature", count)
-    pipeline.step(*args, target=target, **keywords)
+    step_task(pipeline, task)
 
     # `checkpoint` looks at signatures of its own.
     assert not [args for args in looked if isinstance(getattr(args[0], "__self__", None), nn.Module)]
@@ -177,73 +166,52 @@ class Unnamed(nn.Module):
 
 
 def test_a_layer_that_passes_on_a_keyword_too_many_is_named_on_every_rank():
-    layers = [Unnamed(Masked(0)), Scaled(1)]
+    task = task_of(lambda: [Unnamed(Masked(0)), Scaled(1)])
 
-    for error in on_ranks(2, lambda wires: error_of(run, wires, copy.deepcopy(layers), "1f1b")):
-        assert isinstance(error, PipelineError)
-        assert "layer 0 (Unnamed)" in str(error)
-        assert "was given every keyword of the batch that is not filled by position: ['mask', 'scale']" in str(error)
+    errors = on_pipelines(2, task, lambda pipeline: error_of(step_task, pipeline, task))
+
+    words = "was given every keyword of the batch that is not filled by position: ['mask', 'scale']"
+    assert_errors(errors, PipelineError, "layer 0 (Unnamed)", words)
+
+
+def masked_on_rank_1(pipeline, task):
+    """The loss of a step in which rank 1 alone is given a keyword."""
+    given = {"mask": task.keywords["mask"]} if pipeline.rank else {}
+    return pipeline.step(*task.inputs, target=task.target, **given).loss
 
 
 def test_a_rank_whose_layers_may_take_any_keyword_must_get_them_where_another_does():
-    def case(wires):
-        pipeline = Pipeline([Unnamed(Masked(0)), Masked(1)], "1f1b", 4, square_loss, transport=wires)
-        args, keywords, target = batch()
-        given = {"mask": keywords["mask"]} if wires.rank else {}
-        error = error_of(pipeline.step, *args, target=target, **given)
-        pipeline.close()
-        return error
+    task = task_of(lambda: [Unnamed(Masked(0)), Masked(1)])
 
-    for error in on_ranks(2, case):
-        assert type(error) is StepRefused
-        assert "rank 1 was given keyword arguments, rank 0 was not" in str(error)
+    errors = on_pipelines(2, task, lambda pipeline: error_of(masked_on_rank_1, pipeline, task))
+
+    assert_errors(errors, StepRefused, "rank 1 was given keyword arguments, rank 0 was not")
 
 
 def test_a_rank_without_layers_that_take_keywords_needs_none():
-    def case(wires):
-        pipeline = Pipeline(
-            [Checkpointed(block(0, F64)), Checkpointed(Masked(1))], "1f1b", 4, square_loss, transport=wires
-        )
-        args, keywords, target = batch()
-        given = {"mask": keywords["mask"]} if wires.rank else {}
-        loss = pipeline.step(*args, target=target, **given).loss
-        pipeline.close()
-        return loss
+    task = task_of(lambda: [Checkpointed(block(0, F64)), Checkpointed(Masked(1))])
 
-    first, second = on_ranks(2, case)
+    losses = on_pipelines(2, task, lambda pipeline: masked_on_rank_1(pipeline, task))
 
-    (inputs,), keywords, target = batch()
-    expected = square_loss(Masked(1)(block(0, F64)(inputs), keywords["mask"]), target)
-    torch.testing.assert_close([first, second], [expected.detach()] * 2, rtol=1e-12, atol=1e-12)
+    expected = square_loss(Masked(1)(block(0, F64)(*task.inputs), task.keywords["mask"]), task.target)
+    torch.testing.assert_close(losses, [expected.detach()] * 2, rtol=1e-12, atol=1e-12)
 
 
 # ---- scalars that change from step to step
 
 
-class Shifted(nn.Module):
+class Shifted(Masked):
     """Hands the number on beside its output."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.block = block(seed, F64)
 
     def forward(self, state, position=0, rate=1.0):
         x = state[0] if isinstance(state, tuple) else state
-        return self.block(x) * rate + position, position
+        return self.inner(x) * rate + position, position
 
 
 class Last(Shifted):
     def forward(self, state):
         x, position = state
-        return self.block(x) + position
-
-
-def soak(wires, num_steps, numbers_of):
-    pipeline = Pipeline([Shifted(0), Shifted(1), Last(2)], "1f1b", NUM_MICROBATCHES, square_loss, transport=wires)
-    args, _, target = batch()
-    losses = [float(pipeline.step(*args, target=target, **numbers_of(index)).loss) for index in range(num_steps)]
-    pipeline.close()
-    return losses
+        return self.inner(x) + position
 
 
 def counted_soak(monkeypatch, numbers_of, num_steps=200):
@@ -268,9 +236,15 @@ def counted_soak(monkeypatch, numbers_of, num_steps=200):
             held[index] = tracemalloc.get_traced_memory()[0]
         return numbers_of(index)
 
+    def soak(pipeline):
+        return [
+            float(pipeline.step(*task.inputs, target=task.target, **numbers(index)).loss) for index in range(num_steps)
+        ]
+
+    task = task_of(lambda: [Shifted(0), Shifted(1), Last(2)])
     tracemalloc.start()
     try:
-        losses, _ = on_ranks(2, lambda wires: soak(wires, num_steps, numbers))
+        losses, _ = on_pipelines(2, task, soak)
     finally:
         tracemalloc.stop()
     growths = [after - before for before, after in itertools.pairwise(held.values())]
@@ -293,17 +267,17 @@ def test_numbers_that_change_at_every_step_cost_what_fixed_ones_do(monkeypatch):
 
 @pytest.mark.parametrize("check_batches", [True, False])
 def test_a_whole_number_that_differs_between_ranks_is_found_at_every_step_that_compares(check_batches):
-    def case(wires):
-        layers = [Shifted(0), Last(1)]
-        pipeline = Pipeline(layers, "1f1b", NUM_MICROBATCHES, square_loss, transport=wires, check_batches=check_batches)
-        args, _, target = batch()
-        for index in range(3):
-            pipeline.step(*args, target=target, position=index)
-        if not check_batches:
-            return str(pipeline.step(*args, target=target, position=wires.rank).loss)
-        return str(error_of(pipeline.step, *args, target=target, position=wires.rank))
+    task = task_of(lambda: [Shifted(0), Last(1)])
 
-    for text in on_ranks(2, case):
+    def case(pipeline):
+        step = partial(pipeline.step, *task.inputs, target=task.target)
+        for index in range(3):
+            step(position=index)
+        if not check_batches:
+            return str(step(position=pipeline.rank).loss)
+        return str(error_of(step, position=pipeline.rank))
+
+    for text in on_pipelines(2, task, case, check_batches=check_batches):
         assert ("rank 0 and rank 1 were given different values in kwargs['position'];" in text) is check_batches
 
 
