@@ -11,7 +11,6 @@ from penstock.models import AuxiliaryLoss
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, block, error_of, float_layers, on_ranks, square_loss, values
 
-M = 4
 F64 = torch.float64
 FAMILIES = ["sequential", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "chimera", "dualpipe", "hanayo"]
 
@@ -19,41 +18,51 @@ FAMILIES = ["sequential", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "
 layers = partial(float_layers, F64, 8)
 
 
-def batch(rows):
-    return values(1, rows, WIDTH, dtype=F64), values(2, rows, WIDTH, dtype=F64)
+def batch(*shape):
+    return values(1, *shape, WIDTH, dtype=F64), values(2, *shape, WIDTH, dtype=F64)
 
 
-def one_process(rows):
-    inputs, target = batch(rows)
+def evaluate(pipeline, *shape, **options):
+    inputs, target = batch(*shape)
+    return pipeline.evaluate(inputs, target=target, return_outputs=True, **options)
+
+
+def step(pipeline, *shape):
+    inputs, target = batch(*shape)
+    return pipeline.step(inputs, target=target)
+
+
+def on_pipelines(num_ranks, case, schedule="1f1b", make_layers=layers, loss=square_loss, **options):
+    """Return what `case(pipeline)` returned on every rank."""
+    return on_ranks(
+        num_ranks, lambda wires: case(Pipeline(make_layers(), schedule, 4, loss, transport=wires, **options))
+    )
+
+
+def assert_as_one_process(result, *shape):
+    inputs, target = batch(*shape)
     with torch.no_grad():
         outputs = nn.Sequential(*layers()).eval()(inputs)
-        return outputs, square_loss(outputs, target)
+    torch.testing.assert_close(result.loss, square_loss(outputs, target), rtol=1e-12, atol=1e-12)
+    if result.outputs is not None:
+        torch.testing.assert_close(result.outputs, outputs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.feature("0.4", "A10")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_loss_are_those_of_one_process_for_any_number_of_rows(family):
-    def case(wires):
-        pipeline = Pipeline(layers(), family, M, square_loss, transport=wires)
-        found = []
-        for rows in (8, 1, 3, 7, 2, 4, 13, 1):
-            inputs, target = batch(rows)
-            found.append((rows, pipeline.evaluate(inputs, target=target, return_outputs=True)))
-        pipeline.step(batch(8)[0], target=batch(8)[1])
-        pipeline.close()
+    def case(pipeline):
+        found = [(rows, evaluate(pipeline, rows)) for rows in (8, 1, 3, 7, 2, 4, 13, 1)]
+        step(pipeline, 8)
         return found
 
-    per_rank = on_ranks(2, case)
+    per_rank = on_pipelines(2, case, family)
 
     assert any(result.outputs is not None for results in per_rank for _, result in results)
     for results in per_rank:
         for rows, result in results:
-            outputs, loss = one_process(rows)
-            torch.testing.assert_close(result.loss, loss, rtol=1e-12, atol=1e-12)
-            assert len(result.losses) == min(M, rows)
-            if result.outputs is not None:
-                assert result.outputs.shape == outputs.shape
-                torch.testing.assert_close(result.outputs, outputs, rtol=1e-12, atol=1e-12)
+            assert_as_one_process(result, rows)
+            assert len(result.losses) == min(4, rows)
 
 
 class Charging(nn.Module):
@@ -70,15 +79,11 @@ def test_counts_named_losses_and_layers_losses_are_weighted_by_rows():
     def loss(output, target):
         return {"square": square_loss(output, target), "mean": output.mean()}
 
-    def case(wires):
-        pipeline = Pipeline([*layers()[:3], Charging()], "1f1b", M, loss, transport=wires)
-        inputs, target = batch(3)
-        few = pipeline.evaluate(inputs, target=target)
-        inputs, target = batch(6)
-        return few, pipeline.evaluate(inputs, target=target)
+    def case(pipeline):
+        return [(rows, evaluate(pipeline, rows)) for rows in (3, 6)]
 
-    for results in on_ranks(2, case):
-        for rows, result in zip((3, 6), results, strict=True):
+    for results in on_pipelines(2, case, make_layers=lambda: [*layers()[:3], Charging()], loss=loss):
+        for rows, result in results:
             inputs, target = batch(rows)
             with torch.no_grad():
                 before = nn.Sequential(*layers()[:3])(inputs)
@@ -89,47 +94,32 @@ def test_counts_named_losses_and_layers_losses_are_weighted_by_rows():
 
 
 def test_ranks_without_data_learn_how_many_microbatches_there_are():
-    def case(wires):
-        pipeline = Pipeline(layers(), "1f1b", M, square_loss, transport=wires)
+    def case(pipeline):
         inputs, target = batch(3)
-        own = [(inputs,), (), ()][wires.rank]
-        return pipeline.evaluate(*own, target=target if wires.rank == 2 else None).loss
+        own = [inputs] if pipeline.rank == 0 else []
+        return pipeline.evaluate(*own, target=target if pipeline.rank == 2 else None)
 
-    for loss in on_ranks(3, case):
-        torch.testing.assert_close(loss, one_process(3)[1], rtol=1e-12, atol=1e-12)
+    for result in on_pipelines(3, case):
+        assert_as_one_process(result, 3)
 
 
 def test_slices_are_cut_by_their_own_rule():
-    def case(wires):
-        pipeline = Pipeline(layers(), "seq1f1b", M, square_loss, transport=wires, slices=2)
-        found = []
-        for rows in (5, 2):
-            inputs, target = (values(seed, rows, 6, WIDTH, dtype=F64) for seed in (1, 2))
-            found.append(pipeline.evaluate(inputs, target=target, return_outputs=True))
-        uneven = error_of(pipeline.evaluate, values(1, 3, 5, WIDTH, dtype=F64))
-        return found, uneven
+    def case(pipeline):
+        found = [(rows, evaluate(pipeline, rows, 6)) for rows in (5, 2)]
+        return found, error_of(pipeline.evaluate, batch(3, 5)[0])
 
-    for found, uneven in on_ranks(2, case):
+    for found, uneven in on_pipelines(2, case, "seq1f1b", slices=2):
         assert "5 positions, which 2 slices do not divide evenly" in str(uneven)
-        for rows, result in zip((5, 2), found, strict=True):
-            inputs, target = (values(seed, rows, 6, WIDTH, dtype=F64) for seed in (1, 2))
-            with torch.no_grad():
-                outputs = nn.Sequential(*layers())(inputs)
-            torch.testing.assert_close(result.loss, square_loss(outputs, target), rtol=1e-12, atol=1e-12)
-            if result.outputs is not None:
-                torch.testing.assert_close(result.outputs, outputs, rtol=1e-12, atol=1e-12)
+        for rows, result in found:
+            assert_as_one_process(result, rows, 6)
 
 
 def test_a_training_step_keeps_its_rule_and_ranks_must_have_equal_rows():
-    def case(wires):
-        pipeline = Pipeline(layers(), "1f1b", M, square_loss, transport=wires)
-        inputs, target = batch(7)
-        trained = error_of(pipeline.step, inputs, target=target)
-        none = error_of(pipeline.evaluate, inputs[:0], target=target[:0])
-        rows = 3 + wires.rank
-        return trained, none, error_of(pipeline.evaluate, inputs[:rows], target=target[:rows])
+    def case(pipeline):
+        calls = (step, 7), (evaluate, 0), (evaluate, 3 + pipeline.rank)
+        return [error_of(call, pipeline, rows) for call, rows in calls]
 
-    for trained, none, unequal in on_ranks(2, case):
+    for trained, none, unequal in on_pipelines(2, case):
         assert "7 rows, which 4 microbatches do not divide evenly" in str(trained)
         assert "has 0 rows" in str(none)
         assert "different shapes or types" in str(unequal)
@@ -138,13 +128,10 @@ def test_a_training_step_keeps_its_rule_and_ranks_must_have_equal_rows():
 
 @pytest.mark.parametrize("debug", ["messages", "values"])
 def test_few_rows_pass_under_debugging(debug):
-    def case(wires):
-        pipeline = Pipeline(layers(), "chimera", M, square_loss, transport=wires, debug=debug)
+    def case(pipeline):
         for rows in (8, 1, 5, 8):
-            inputs, target = batch(rows)
-            loss = pipeline.evaluate(inputs, target=target, record=True).loss
-            torch.testing.assert_close(loss, one_process(rows)[1], rtol=1e-12, atol=1e-12)
-            pipeline.step(*batch(8)[:1], target=batch(8)[1])
+            assert_as_one_process(evaluate(pipeline, rows, record=True), rows)
+            step(pipeline, 8)
         return True
 
-    assert on_ranks(2, case) == [True, True]
+    assert on_pipelines(2, case, "chimera", debug=debug) == [True, True]
