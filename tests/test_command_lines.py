@@ -1,4 +1,7 @@
-"""Every command with wrong, doubled and contradictory arguments, files in the way, and outputs that cannot take all."""
+"""Every command with wrong, doubled and contradictory arguments, files in the way, and outputs that cannot take all.
+
+What somebody new gets wrong first is among them: each is one message, which leads to what was meant.
+"""
 
 import io
 import os
@@ -17,7 +20,7 @@ SCHEDULE = build("1f1b", ranks=2, microbatches=4)
 NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
 
 NEEDS_MORE = [name for name in NAMES if name not in ("init", "schedules")]
-CONTRADICTIONS = {
+WRONG_USAGE = {
     "two schedules": (["show", "1f1b", "--function", "mine.py:f", *SIZE], "give either NAME or --function"),
     "a folder and the machine": (["doctor", "run", "--system"], "give either RUN_DIR or --system"),
     "a format of the machine": (
@@ -40,6 +43,13 @@ CONTRADICTIONS = {
     "an empty file": (["check", ""], "FILE is empty"),
     "an empty output": (["compare", "1f1b", *SIZE, "-o", ""], "-o is empty"),
     "one argument too many": (["train", "run.toml", "other.toml"], "unexpected argument 'other.toml'"),
+    "no shape": (["show", "1f1b"], "1f1b needs --ranks P and --microbatches M"),
+    "a rank in words": (["show", "1f1b", "--ranks", "four", "--microbatches", "8"], "'four' is not a whole number"),
+    "nothing to compare": (["compare", *SIZE], "give "),
+    "ranks as an option": (["train", "run.toml", "--ranks", "2"], "a run file sets it: --set pipeline.ranks=VALUE"),
+    "a short option": (["show", "1f1b", "-r", "4"], "unknown option -r."),
+    "no command": (["help"], "unknown command 'help'; known: init, train, schedules, show"),
+    "a command misspelt": (["trian", "run.toml"], "Did you mean 'train'"),
 }
 REFUSED = {
     "an option twice": (
@@ -71,6 +81,36 @@ REFUSED = {
     "a picture's argument": (["show", "1f1b", *SIZE, "--theme", "dark"], "--theme: only for svg, png, html"),
     "a size and its sweep": (["compare", "1f1b", *SIZE, "--sweep", "ranks=2,4"], "ranks is swept and given as --ranks"),
     "a size of a search": (["search", *SIZE, "--sweep", "ranks=2,4"], "'ranks' cannot be swept; known: memory_limit."),
+    "capitals": (["show", "1F1B", *SIZE], "Did you mean '1f1b"),
+    "a name without its dash": (["show", "zbh1", *SIZE], "Did you mean 'zb-h1'"),
+    "a short name": (["show", "interleaved", *SIZE], "Did you mean 'interleaved-"),
+    "no ranks": (["show", "1f1b", "--ranks", "0", "--microbatches", "8"], "ranks: 0 is below 1; give a number of 1"),
+    "an odd number of ranks": (["show", "chimera", "--ranks", "3", "--microbatches", "4"], "use 4, or hanayo"),
+    "a format as suffix": (["show", "1f1b", *SIZE, "-o", "a.pdf"], "a.pdf has none of the suffixes .csv, .json"),
+    "an option of another": (["show", "gpipe", *SIZE, "--set", "warmup=eager"], "gpipe has no option 'warmup'"),
+    "half of the costs": (["compare", "1f1b", *SIZE, "--costs", "F=1"], "I and W missing; give F, and I and W or"),
+    "costs in lower case": (["compare", "1f1b", *SIZE, "--costs", "f=1"], "there is no cost 'f'; known: F, B"),
+    "a file of costs that is none": (["compare", "1f1b", *SIZE, "--costs", "c.toml"], "cannot read 'c.toml'"),
+    "a limit without a unit": (["compare", "1f1b", *SIZE, "--memory-limit", "6"], "6 is a number of bytes"),
+    "a limit in words": (["compare", "1f1b", *SIZE, "--memory-limit", "6 acts"], "'6 acts' has no known unit"),
+    "no file": (["check", "none.csv"], "none.csv: cannot be read (No such file or directory). Give the path of a"),
+    "no schedule": (["check", "text.txt"], "text.txt:1:1: 'the' is not an action; expected stage, type, microbatch"),
+    "no run file": (
+        ["train", "none.toml"],
+        "none.toml: cannot be read: No such file or directory. Give the path of a TOML file",
+    ),
+    "a text as run file": (["train", "text.txt"], "text.txt:1:5: not TOML"),
+    "a key without a value": (
+        ["train", "run.toml", "--set", "batch.size"],
+        "'batch.size' is not of the form section.key=value, as in batch.size=32",
+    ),
+    "a number in words": (["train", "run.toml", "--set", "batch.size=four"], "batch.size: got 'four', expected"),
+    "a key without its section": (["train", "run.toml", "--set", "batchsize=4"], "Did you mean 'batch.size'?"),
+    "a key of others": (["train", "run.toml", "--set", "lr=1"], "Did you mean 'optimizer.learning_rate'?"),
+    "a schedule misspelt": (["train", "run.toml", "--set", "pipeline.schedule=1f2b"], "Did you mean '1f1b"),
+    "a batch that is too small": (["train", "run.toml", "--set", "batch.size=1"], "one sequence per microbatch"),
+    "no run to diagnose": (["doctor", "nothing"], "nothing is no folder; give the run folder of `penstock train`"),
+    "no runs": (["runs", "nothing"], "nothing is no folder; give a run's folder, or one that holds such"),
 }
 IN_THE_WAY = {
     "show": ["show", "1f1b", *SIZE, "-o", "there.svg"],
@@ -151,14 +191,29 @@ def terminal(monkeypatch):
     return replace
 
 
-def refusal(capsys, arguments):
-    """Run a command that must be refused with status 1 and one message, and return the message."""
-    assert main(arguments) == 1
-    said, complained = capsys.readouterr()
-    assert said == ""
-    assert re.findall("^penstock: ", complained, flags=re.MULTILINE) == ["penstock: "]
-    assert "Traceback" not in complained
-    return complained
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def refusal(here, capsys):
+    """Run a command that must be refused with one message and change nothing, and return the message."""
+
+    def run(arguments, status=1):
+        before = contents(here)
+
+        assert main(arguments) == status
+        said, complained = capsys.readouterr()
+        assert said == ""
+        assert complained.startswith("penstock: " if status == 1 else "penstock")
+        assert len(re.findall("^penstock", complained, flags=re.MULTILINE)) == 1
+        assert len(complained.splitlines()) <= 2
+        assert "Traceback" not in complained
+        assert "Did you mean '-" not in complained or "'--" in complained
+        assert contents(here) == before
+        return complained
+
+    return run
 
 
 @pytest.mark.parametrize("name", NEEDS_MORE)
@@ -175,26 +230,26 @@ def test_an_unknown_option_is_wrong_usage_of_its_command(name, capsys):
     assert capsys.readouterr().err.startswith(f"penstock {name}: ")
 
 
-@table(CONTRADICTIONS)
-def test_contradictory_arguments_are_two_lines_of_wrong_usage(capsys, arguments, told):
-    assert main(arguments) == 2
-    said, complained = capsys.readouterr()
-    assert said == ""
+@table(WRONG_USAGE)
+def test_wrong_usage_is_told_in_two_lines(refusal, arguments, told):
+    complained = refusal(arguments, status=2)
+
     assert told in complained
     assert len(complained.splitlines()) == 2
 
 
+def test_an_old_option_leads_to_its_new_name(refusal):
+    assert "--format is called --to now" in refusal(["show", "1f1b", *SIZE, "--format", "csv"], status=2)
+
+
 @table(REFUSED)
-def test_arguments_of_no_use_are_refused(capsys, arguments, told):
-    assert told in refusal(capsys, arguments)
+def test_arguments_of_no_use_are_refused(refusal, arguments, told):
+    assert told in refusal(arguments)
 
 
 @lines(IN_THE_WAY)
-def test_a_file_that_exists_is_kept(here, capsys, arguments):
-    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
-
-    assert re.search(r"exists; give another name, or --force to replace it", refusal(capsys, arguments))
-    assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
+def test_a_file_that_exists_is_kept(refusal, arguments):
+    assert re.search(r"exists; give another name, or --force to replace it", refusal(arguments))
 
 
 @lines({name: IN_THE_WAY[name] for name in ("show", "compare", "convert", "search")})
@@ -204,8 +259,8 @@ def test_a_file_that_exists_is_replaced_on_request(here, arguments):
 
 
 @lines(NOWHERE)
-def test_a_folder_that_cannot_be_written_is_named(capsys, arguments):
-    message = refusal(capsys, arguments)
+def test_a_folder_that_cannot_be_written_is_named(refusal, arguments):
+    message = refusal(arguments)
 
     assert arguments[-1].rpartition("/")[0] in message
     assert "cannot be written" in message or "is not a folder" in message
