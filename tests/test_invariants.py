@@ -1,13 +1,14 @@
 """The checks of tests/invariants.py run after every call, and find what does not follow the program."""
 
+from contextlib import contextmanager
+
 import pytest
 
 from penstock import Observer
-from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.execute.test_run import LOOP, MIXED, PAIRS
 from tests.invariants import Invariants
-from tests.local_pipelines import error_of, float_task, on_ranks, step_task
+from tests.local_pipelines import error_of, float_task, on_pipelines, on_ranks, pipeline_of, step_task
 
 
 def invariants_of(pipeline):
@@ -19,15 +20,14 @@ def invariants_of(pipeline):
 def test_every_call_of_every_step_is_checked(schedule):
     task = float_task(4 * schedule.num_microbatches)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires)
+    def case(pipeline):
         step_task(pipeline, task)
         pipeline.evaluate(*task.inputs, target=task.target)
         programs = pipeline._runner._programs
         calls = sum(len(compiled.plain) for compiled in programs._compiled.values())
         return invariants_of(pipeline).num_checks, calls + len(programs._compiled)
 
-    for num_checks, num_calls in on_ranks(schedule.num_ranks, case):
+    for num_checks, num_calls in on_pipelines(schedule.num_ranks, task, case, schedule, None):
         assert num_checks == num_calls
 
 
@@ -40,19 +40,10 @@ class Spoiling(Observer):
     def around(self, program, bound):
         return self.spoiling
 
+    @contextmanager
     def spoiling(self, step):
-        return _Entering(lambda: self.spoil(step))
-
-
-class _Entering:
-    def __init__(self, act):
-        self.act = act
-
-    def __enter__(self):
-        self.act()
-
-    def __exit__(self, *_):
-        pass
+        self.spoil(step)
+        yield
 
 
 def drop_saved(step):
@@ -81,8 +72,7 @@ def test_registers_that_do_not_follow_the_program_fail_the_step(spoil, text):
 
     def case(wires):
         observers = [Spoiling(spoil)] if wires.rank == 0 else []
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, task.loss, transport=wires, observers=observers)
-        step_task(pipeline, task)
+        step_task(pipeline_of(wires, task, observers=observers), task)
 
     error = error_of(on_ranks, 2, case)
 
