@@ -28,6 +28,13 @@ def schedule(name="1f1b", ranks=2, **others):
     return build(name, ranks=ranks, microbatches=4, **others)
 
 
+@pytest.fixture
+def costs_file(tmp_path):
+    path = tmp_path / "layers.toml"
+    path.write_text(FILE)
+    return str(path)
+
+
 def test_costs_per_stage_stay_as_they_are():
     costs = Costs.uniform()
 
@@ -78,12 +85,10 @@ def test_more_stages_than_layers_and_an_unknown_number_of_layers_are_refused():
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 4), (3, 12)], ids=str)
-def test_compare_uses_one_file_at_any_size(size, tmp_path, capsys):
-    path = tmp_path / "layers.toml"
-    path.write_text(FILE)
+def test_compare_uses_one_file_at_any_size(size, costs_file, capsys):
     ranks, microbatches = size
     names = ["1f1b", "interleaved-1f1b:stages_per_rank=2", "chimera", "zbv", "seq1f1b:slices=2"]
-    arguments = ["--ranks", str(ranks), "--microbatches", str(microbatches), "--costs", str(path), "--to", "json"]
+    arguments = ["--ranks", str(ranks), "--microbatches", str(microbatches), "--costs", costs_file, "--to", "json"]
 
     main(["compare", *names, *arguments])
 
@@ -93,10 +98,8 @@ def test_compare_uses_one_file_at_any_size(size, tmp_path, capsys):
     assert work_s == pytest.approx([microbatches * (21 + 6 + 6)] * len(found))
 
 
-def test_rows_of_costs_per_layer_do_equal_work(tmp_path, capsys):
-    path = tmp_path / "layers.toml"
-    path.write_text(FILE)
-    command = ["compare", "1f1b", "zbv", "--ranks", "2", "--microbatches", "4", "--costs", str(path)]
+def test_rows_of_costs_per_layer_do_equal_work(costs_file, capsys):
+    command = ["compare", "1f1b", "zbv", "--ranks", "2", "--microbatches", "4", "--costs", costs_file]
 
     assert main(command) == 0
     assert "is per layer, and a stage has the costs of its layers." in capsys.readouterr().out
@@ -104,10 +107,8 @@ def test_rows_of_costs_per_layer_do_equal_work(tmp_path, capsys):
     assert "--per-action: " in capsys.readouterr().err
 
 
-def test_show_draws_with_a_file_per_layer(tmp_path, capsysbinary):
-    path = tmp_path / "layers.toml"
-    path.write_text(FILE)
-    command = ["show", "zbv", "--ranks", "3", "--microbatches", "2", "--to", "trace", "--costs", str(path)]
+def test_show_draws_with_a_file_per_layer(costs_file, capsysbinary):
+    command = ["show", "zbv", "--ranks", "3", "--microbatches", "2", "--to", "trace", "--costs", costs_file]
 
     assert main(command) == 0
     assert b"traceEvents" in capsysbinary.readouterr().out
