@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from penstock.ir.formats.deepspeed_streams import Listing, streams
 from penstock.schedules import build
-from tests.ranks import RankPool
 
 RANKS = 4
 
@@ -31,12 +30,6 @@ def run_streams(rank, found):
     return computed
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(RANKS) as pool:
-        yield pool
-
-
 @pytest.mark.feature("B15")
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -49,9 +42,9 @@ def ranks():
     ],
 )
 @pytest.mark.parametrize("microbatches", [2, 7])
-def test_a_barrier_after_every_step_does_no_harm(ranks, family, listing, microbatches):
+def test_a_barrier_after_every_step_does_no_harm(four_ranks, family, listing, microbatches):
     schedule = build(family, ranks=RANKS, microbatches=microbatches)
 
-    computed = ranks.run(run_streams, streams(schedule, listing))
+    computed = four_ranks.run(run_streams, streams(schedule, listing))
 
     assert computed == [[(action.kind.letter, action.microbatch) for action in order] for order in schedule]

@@ -33,7 +33,6 @@ from tests.local_pipelines import (
     visits_in_order,
     zero,
 )
-from tests.ranks import RankPool
 from tests.strategies import feasible_schedules
 
 FLOAT64 = torch.float64
@@ -191,9 +190,8 @@ ON_GLOO = [
 
 
 @pytest.mark.slow
-def test_bidirectional_and_sliced_schedules_compute_the_same_on_gloo():
-    with RankPool(4) as pool:
-        per_rank = pool.run(run_on_gloo, timeout_s=60.0)
+def test_bidirectional_and_sliced_schedules_compute_the_same_on_gloo(four_ranks):
+    per_rank = four_ranks.run(run_on_gloo, timeout_s=60.0)
 
     runs = zip(*per_rank, strict=True)
     schedules = [build(**shape) for shape in ON_GLOO]
