@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.errors import ConfigError, PartitionError, StepRefused
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, block, error_of, on_ranks, settle, square_loss, values
+from tests.local_pipelines import WIDTH, assert_errors, block, error_of, on_ranks, settle, square_loss, values
 
 M = 2
 BATCH = values(1, 2 * M, WIDTH)
@@ -122,18 +122,17 @@ def test_a_number_as_group_reaches_the_schedule(name):
 # ---- in the loss function and in layers
 
 
-def errors_of_step(layers, loss, *args, num_ranks=2, schedule="1f1b", **options):
-    target = options.pop("target", TARGET)
-
-    def case(wires):
-        pipeline = Pipeline(layers(), schedule, M, loss, transport=wires, **options)
-        return error_of(pipeline.step, *(args or (BATCH,)), target=target)
-
-    return on_ranks(num_ranks, case)
-
-
 def blocks():
     return [block(0), block(1)]
+
+
+def on_pipelines(case, layers=blocks, loss=square_loss, *, num_ranks=2, schedule="1f1b", **options):
+    """Return what `case(pipeline)` returned on every rank."""
+    return on_ranks(num_ranks, lambda wires: case(Pipeline(layers(), schedule, M, loss, transport=wires, **options)))
+
+
+def errors_of_step(layers, loss, *, target=TARGET, **options):
+    return on_pipelines(lambda own: error_of(own.step, BATCH, target=target), layers, loss, **options)
 
 
 def test_a_loss_that_needs_a_target_says_that_none_was_given():
@@ -147,11 +146,7 @@ def test_a_loss_that_needs_a_target_says_that_none_was_given():
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_target_that_is_given_by_position_leads_to_the_keyword(num_ranks, call):
-    def case(wires):
-        pipeline = Pipeline([block(0), block(1)], "1f1b", M, square_loss, transport=wires)
-        return error_of(getattr(pipeline, call), BATCH, TARGET)
-
-    own = str(on_ranks(num_ranks, case)[0])
+    own = str(on_pipelines(lambda own: error_of(getattr(own, call), BATCH, TARGET), num_ranks=num_ranks)[0])
 
     assert "Sequential.forward() takes 2 positional arguments but 3 were given. The first layer gets all" in own
     assert "as target=, as in step(x, target=y)" in own
@@ -160,14 +155,10 @@ def test_a_target_that_is_given_by_position_leads_to_the_keyword(num_ranks, call
 @pytest.mark.parametrize("name", ["y", "label", "labels", "targets"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_target_under_a_name_of_other_libraries_leads_to_the_keyword(num_ranks, name):
-    def case(wires):
-        return error_of(Pipeline(blocks(), "1f1b", M, square_loss, transport=wires).step, BATCH, **{name: TARGET})
+    errors = on_pipelines(lambda own: error_of(own.step, BATCH, **{name: TARGET}), num_ranks=num_ranks)
 
-    for error in on_ranks(num_ranks, case):
-        assert isinstance(error, StepRefused)
-        assert f"no layer's forward names '{name}'. Pass what the loss compares the output with as target=" in str(
-            error
-        )
+    words = f"no layer's forward names '{name}'. Pass what the loss compares the output with as target="
+    assert_errors(errors, StepRefused, words)
 
 
 class Graded(nn.Linear):
@@ -183,11 +174,11 @@ class Graded(nn.Linear):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_layers_that_take_two_arguments_or_labels_get_them(num_ranks):
-    def case(wires):
-        pipeline = Pipeline([Graded(), block(1)], "1f1b", M, lambda output, _: output.square().mean(), transport=wires)
+    def case(pipeline):
         return pipeline.step(BATCH, TARGET).loss, pipeline.step(BATCH, labels=TARGET).loss
 
-    for by_position, by_name in on_ranks(num_ranks, case):
+    layers, loss = lambda: [Graded(), block(1)], lambda output, _: output.square().mean()
+    for by_position, by_name in on_pipelines(case, layers, loss, num_ranks=num_ranks):
         assert torch.equal(by_position, by_name)
 
 
@@ -202,10 +193,7 @@ def test_a_mistake_within_a_first_layer_of_two_arguments_is_no_matter_of_the_tar
 
 
 def test_a_loss_that_needs_no_target_gets_none():
-    def case(wires):
-        return Pipeline(blocks(), "1f1b", M, lambda output, target: output.mean(), transport=wires).step(BATCH)
-
-    first, last = on_ranks(2, case)
+    first, last = on_pipelines(lambda own: own.step(BATCH), loss=lambda output, target: output.mean())
 
     assert torch.equal(first.loss, last.loss)
 
@@ -333,9 +321,8 @@ def test_processes_refuse_a_recording_that_only_one_asks_for(two_ranks):
 
 
 def test_a_recorded_step_and_a_profile_are_the_same_thing():
-    def case(wires):
-        pipeline = Pipeline(blocks(), "1f1b", M, square_loss, transport=wires)
-        CALLS["profile" if wires.rank else "recorded"](pipeline)
+    def case(pipeline):
+        CALLS["profile" if pipeline.rank else "recorded"](pipeline)
         return pipeline.timeline is not None
 
-    assert on_ranks(2, case) == [True, True]
+    assert on_pipelines(case) == [True, True]
