@@ -16,7 +16,6 @@ from penstock.errors import PipelineError, StepRefused
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import VOCABULARY, WIDTH, block, error_of, named, on_ranks, settle, square_loss, values
-from tests.ranks import RankPool
 
 STEPS = 12
 M = 4
@@ -250,15 +249,22 @@ def test_a_rank_without_gradients_updates_its_scale_alone(frozen, layer, accumul
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_processes_decide_as_one(num_ranks):
-    cases = [Case(layer=layer) for layer in (0, 3)]
-    expected = [on_one_process(case) for case in cases]
-
-    with RankPool(num_ranks) as pool:
+@pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
+def test_processes_decide_as_one(request, ranks):
+    pool = request.getfixturevalue(ranks)
+    for case in (Case(layer=0), Case(layer=3)):
+        expected = on_one_process(case)
         for name in ("1f1b", "zb-h1"):
-            for case, wanted in zip(cases, expected, strict=True):
-                assert_alike(pool.run(on_a_process, name, case), wanted)
+            assert_alike(pool.run(on_a_process, name, case), expected)
+
+
+def scaled_pipeline(wires, scale, layers=None, **options):
+    return Pipeline(layers or make_layers(), "1f1b", M, square_loss, scale_loss=scale, transport=wires, **options)
+
+
+def take_step(pipeline, number=1):
+    inputs, target = batch(number)
+    pipeline.step(inputs, target=target)
 
 
 def on_a_replica(rank, reduces_in_step):
@@ -272,13 +278,11 @@ def on_a_replica(rank, reduces_in_step):
             dist.all_reduce(parameter.grad, group=replicas)
 
     options = {"reduce_stage": lambda stage: reduce(training.parameters.values())} if reduces_in_step else {}
-    scale, group = scaler.scale, mesh.get_group("pipeline")
-    pipeline = Pipeline(layers, "1f1b", M, square_loss, scale_loss=scale, group=group, **options)
+    pipeline = scaled_pipeline(None, scaler.scale, layers, group=mesh.get_group("pipeline"), **options)
     training = Training(pipeline.named_parameters(), scaler)
     for step in range(1, STEPS + 1):
         overflow.step = step if replica == 1 else 0
-        inputs, target = batch(2 * step + replica)
-        pipeline.step(inputs, target=target)
+        take_step(pipeline, 2 * step + replica)
         if not reduces_in_step:
             reduce(training.parameters.values())
         training.update()
@@ -299,11 +303,6 @@ def test_replicas_that_sum_their_gradients_decide_as_one(four_ranks):
 # ---- what else ranks may do
 
 
-def scaled_pipeline(wires, scaler, layers=None, **options):
-    scale = None if scaler is None else scaler.scale
-    return Pipeline(layers or make_layers(), "1f1b", M, square_loss, scale_loss=scale, transport=wires, **options)
-
-
 def gradients(pipeline, attribute="grad"):
     return [getattr(parameter, attribute) for _, parameter in pipeline.named_parameters()]
 
@@ -311,10 +310,9 @@ def gradients(pipeline, attribute="grad"):
 def test_after_an_overflow_no_gradient_of_any_rank_is_finite():
     def run(wires):
         layers, overflow, scaler = Case().begin()
-        pipeline = scaled_pipeline(wires, scaler, layers, main_gradients=True)
+        pipeline = scaled_pipeline(wires, scaler.scale, layers, main_gradients=True)
         for overflow.step in (3, 4):
-            inputs, target = batch(overflow.step)
-            pipeline.step(inputs, target=target)
+            take_step(pipeline, overflow.step)
             yield [bool(each.isfinite().any()) for each in gradients(pipeline, "main_grad")]
 
     for before, after in on_ranks(2, lambda wires: list(run(wires))):
@@ -327,7 +325,7 @@ def test_an_optimizer_that_is_stepped_by_the_pipeline_skips_as_well():
 
     def run(wires):
         layers, overflow, scaler = case.begin()
-        pipeline = scaled_pipeline(wires, scaler, layers, optimizer_step=lambda: training.update())
+        pipeline = scaled_pipeline(wires, scaler.scale, layers, optimizer_step=lambda: training.update())
         training = Training(pipeline.named_parameters(), scaler)
         for step in range(1, STEPS + 1):
             ((inputs, target),) = case.batches(step, overflow)
@@ -339,10 +337,9 @@ def test_an_optimizer_that_is_stepped_by_the_pipeline_skips_as_well():
 
 def test_a_disabled_scaler_does_nothing():
     def run(wires):
-        pipelines = [scaled_pipeline(wires, scaler) for scaler in (make_scaler(enabled=False), None)]
-        inputs, target = batch(1)
+        pipelines = [scaled_pipeline(wires, scale) for scale in (make_scaler(enabled=False).scale, None)]
         for pipeline in pipelines:
-            pipeline.step(inputs, target=target)
+            take_step(pipeline)
         assert pipelines[0].program == pipelines[1].program
         return [gradients(pipeline) for pipeline in pipelines]
 
@@ -351,11 +348,15 @@ def test_a_disabled_scaler_does_nothing():
 
 
 @pytest.mark.parametrize(
-    "other", [None, make_scaler(enabled=False), make_scaler(init_scale=2.0), make_scaler(growth_interval=9)]
+    "other",
+    [
+        None,
+        *(make_scaler(**other).scale for other in ({"enabled": False}, {"init_scale": 2.0}, {"growth_interval": 9})),
+    ],
 )
 def test_ranks_with_other_scalers_are_refused(other):
     def make(wires):
-        return error_of(scaled_pipeline, wires, other if wires.rank else make_scaler())
+        return error_of(scaled_pipeline, wires, other if wires.rank else make_scaler().scale)
 
     for error in on_ranks(2, make):
         assert isinstance(error, PipelineError)
@@ -363,18 +364,16 @@ def test_ranks_with_other_scalers_are_refused(other):
 
 
 def test_a_scale_that_one_rank_changed_is_refused_before_the_step_and_can_be_put_right():
-    inputs, target = batch(1)
-
     def run(wires):
         scaler = make_scaler()
-        pipeline = scaled_pipeline(wires, scaler)
+        pipeline = scaled_pipeline(wires, scaler.scale)
         if wires.rank == 1:
             scaler.update(3.0)
-        error = error_of(pipeline.step, inputs, target=target)
-        pipeline.evaluate(inputs)
+        error = error_of(take_step, pipeline)
+        pipeline.evaluate(batch(1)[0])
         is_untouched = gradients(pipeline) == [None] * len(gradients(pipeline))
         scaler.update(3.0)
-        pipeline.step(inputs, target=target)
+        take_step(pipeline)
         return error, is_untouched
 
     for error, is_untouched in on_ranks(2, run):
@@ -392,19 +391,12 @@ def test_a_mean_over_steps_is_a_method_of_a_scaler_of_your_own():
 
     def run(wires):
         scaler = MeanScaler("cpu", init_scale=8.0)
-        pipeline = Pipeline(make_layers(), "1f1b", M, square_loss, scale_loss=scaler.scale_mean, transport=wires)
-        pipeline.step(*batch(1)[:1], target=batch(1)[1])
+        pipeline, plain = scaled_pipeline(wires, scaler.scale_mean), scaled_pipeline(wires, 0.5)
+        take_step(pipeline)
+        take_step(plain)
         scaler.unscale_(torch.optim.SGD(dict(pipeline.named_parameters()).values()))
         scaler.update()
-        return gradients(pipeline)
+        return gradients(pipeline), gradients(plain)
 
-    plain = on_ranks(2, lambda wires: half_gradients(wires))
-    for found, wanted in zip(on_ranks(2, run), plain, strict=True):
+    for found, wanted in on_ranks(2, run):
         assert all(map(torch.equal, found, wanted))
-
-
-def half_gradients(wires):
-    pipeline = Pipeline(make_layers(), "1f1b", M, square_loss, scale_loss=0.5, transport=wires)
-    inputs, target = batch(1)
-    pipeline.step(inputs, target=target)
-    return gradients(pipeline)
