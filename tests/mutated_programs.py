@@ -131,27 +131,16 @@ def move_far(orders, chance):
 
 
 def move_a_message(orders, chance):
-    places = _places(orders, lambda row: row.op.is_send or row.op.is_receive)
-    if places:
-        rank, at = chance.choice(places)
-        order = orders[rank]
-        order.insert(max(0, at + chance.choice([-4, -3, -2, -1, 1, 2, 3, 4])), order.pop(at))
+    _move_one(orders, chance, lambda op: op.is_send or op.is_receive, [-4, -3, -2, -1, 1, 2, 3, 4])
 
 
 def move_a_collective(orders, chance):
-    places = _places(orders, lambda row: row.op in (Op.REDUCE_TIED, Op.REDUCE_GRADIENT, Op.OPTIMIZER_STEP))
-    if places:
-        rank, at = chance.choice(places)
-        order = orders[rank]
-        order.insert(max(0, at + chance.randint(-6, 2)), order.pop(at))
+    collectives = (Op.REDUCE_TIED, Op.REDUCE_GRADIENT, Op.OPTIMIZER_STEP)
+    _move_one(orders, chance, lambda op: op in collectives, range(-6, 3))
 
 
 def move_a_copy(orders, chance):
-    places = _places(orders, lambda row: row.op in (Op.OFFLOAD, Op.RELOAD))
-    if places:
-        rank, at = chance.choice(places)
-        order = orders[rank]
-        order.insert(max(0, at + chance.randint(-8, 8)), order.pop(at))
+    _move_one(orders, chance, lambda op: op in (Op.OFFLOAD, Op.RELOAD), range(-8, 9))
 
 
 def move_a_receive_behind_its_consumer(orders, chance):
@@ -256,6 +245,14 @@ REORDERINGS = (
     move_a_little, move_far, move_a_message, move_a_collective, move_a_copy, swap_on_one_channel, pair_up,
 )  # fmt: skip
 MUTATIONS = (*REORDERINGS, *REORDERINGS, move_a_receive_behind_its_consumer, drop, duplicate, change_a_peer, rename)
+
+
+def _move_one(orders, chance, is_wanted, distances):
+    """Move one row of some operation by one of these numbers of rows."""
+    places = _places(orders, lambda row: is_wanted(row.op))
+    if places:
+        rank, at = chance.choice(places)
+        orders[rank].insert(max(0, at + chance.choice(distances)), orders[rank].pop(at))
 
 
 def _shift(orders, chance, ops, distance):
