@@ -8,29 +8,28 @@ from torch.utils.data import DataLoader, TensorDataset
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.batch.admission import VALUES_EVERY
 from penstock.execute.batch.stream import Stream
-from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, error_of, float_layers, float_task, on_ranks, square_loss, values
+from tests.local_pipelines import error_of, float_task, on_pipelines, pipeline_of
 
 ROWS = 8
-INPUTS, TARGET = values(1, ROWS, WIDTH), values(2, ROWS, WIDTH)
+TASK = float_task(ROWS)
+(INPUTS,), TARGET = TASK.inputs, TASK.target
 
 
-def pipeline_of(wires, **options):
-    return Pipeline(float_layers(), "1f1b", 4, square_loss, transport=wires, **options)
+def answers(case, num_ranks=2, **options):
+    """What `case(pipeline, rank)` returned on every rank."""
+    return on_pipelines(num_ranks, TASK, lambda pipeline: case(pipeline, pipeline.rank), **options)
 
 
 def errors(case, num_ranks=2):
     """What each rank's call raised; nothing has run, and the next step runs."""
 
-    def run(wires):
-        pipeline = pipeline_of(wires)
-        error = error_of(case, pipeline, wires.rank)
+    def run(pipeline, rank):
+        error = error_of(case, pipeline, rank)
         assert all(parameter.grad is None for _, parameter in pipeline.named_parameters())
-        assert pipeline.step(INPUTS, target=TARGET).loss == float_task(ROWS).reference(4)[0].loss
-        pipeline.close()
+        assert pipeline.step(INPUTS, target=TARGET).loss == TASK.reference(4)[0].loss
         return error
 
-    return on_ranks(num_ranks, run)
+    return answers(run, num_ranks)
 
 
 def loaded_by(rank):
@@ -70,22 +69,12 @@ def test_a_batch_that_differs_is_refused_on_all_ranks_with_its_place(case, place
         assert "check_batches=False" in str(error)
 
 
-def losses_of(case, num_ranks=2, **options):
-    def run(wires):
-        pipeline = pipeline_of(wires, **options)
-        found = case(pipeline, wires.rank)
-        pipeline.close()
-        return found
-
-    return on_ranks(num_ranks, run)
-
-
 def test_a_rank_is_compared_only_in_what_it_was_given():
     given = [(INPUTS,), (), ()]
     targets = [None, None, TARGET]
-    found = losses_of(lambda pipeline, rank: pipeline.step(*given[rank], target=targets[rank]).loss, 3)
+    found = answers(lambda pipeline, rank: pipeline.step(*given[rank], target=targets[rank]).loss, 3)
 
-    assert found == [float_task(ROWS).reference(4)[0].loss] * 3
+    assert found == [TASK.reference(4)[0].loss] * 3
 
 
 def test_a_rank_in_the_middle_that_passes_another_batch_is_named():
@@ -103,7 +92,7 @@ def test_a_batch_that_differs_later_is_found_at_the_next_step_that_compares():
                 return number
         return None
 
-    assert losses_of(case) == [VALUES_EVERY] * 2
+    assert answers(case) == [VALUES_EVERY] * 2
 
 
 def test_the_first_evaluation_compares_whatever_was_trained_before():
@@ -111,7 +100,7 @@ def test_the_first_evaluation_compares_whatever_was_trained_before():
         pipeline.step(INPUTS, target=TARGET)
         return error_of(pipeline.evaluate, INPUTS + rank)
 
-    for error in losses_of(case):
+    for error in answers(case):
         assert "different values in args[0]" in str(error)
 
 
@@ -125,7 +114,7 @@ def test_after_a_failed_step_the_next_one_compares_again():
         hook.remove()
         return failed, error_of(pipeline.step, INPUTS + rank, target=TARGET)
 
-    for failed, refused in losses_of(case):
+    for failed, refused in answers(case):
         assert isinstance(failed, PipelineError)
         assert not isinstance(failed, StepRefused)
         assert "different values in args[0]" in str(refused)
@@ -137,7 +126,7 @@ def test_a_refused_step_does_not_count_as_one_that_compared():
         first = error_of(pipeline.step, INPUTS + rank, target=TARGET)
         return uneven, first, error_of(pipeline.step, INPUTS, target=TARGET + rank)
 
-    for uneven, first, second in losses_of(case):
+    for uneven, first, second in answers(case):
         assert "do not divide evenly" in str(uneven)
         assert "different values in args[0]" in str(first)
         assert "different values in target" in str(second)
@@ -151,8 +140,8 @@ def test_streams_and_a_pipeline_that_was_told_so_compare_no_values():
     def whole(pipeline, rank):
         return pipeline.step(INPUTS + rank, target=TARGET + rank).loss
 
-    expected = pipeline_of(None).step(INPUTS, target=TARGET + 1).loss
-    assert losses_of(streamed) == losses_of(whole, check_batches=False) == [expected] * 2
+    expected = pipeline_of(None, TASK).step(INPUTS, target=TARGET + 1).loss
+    assert answers(streamed) == answers(whole, check_batches=False) == [expected] * 2
 
 
 @pytest.mark.slow
@@ -160,7 +149,7 @@ def test_streams_and_a_pipeline_that_was_told_so_compare_no_values():
 def test_a_shuffled_loader_is_refused_on_gloo_and_a_common_seed_is_not(four_ranks, num_ranks):
     found = four_ranks.run(shuffled_on_gloo, num_ranks)[:num_ranks]
 
-    expected = pipeline_of(None).step(loaded_by(0)[0], target=loaded_by(0)[1]).loss
+    expected = pipeline_of(None, TASK).step(loaded_by(0)[0], target=loaded_by(0)[1]).loss
     for text, loss in found:
         assert "rank 0 and rank 1 were given different values in args[0], target;" in text
         torch.testing.assert_close(loss, expected)
@@ -170,9 +159,7 @@ def shuffled_on_gloo(rank, num_ranks):
     group = dist.new_group(list(range(num_ranks)))
     if rank >= num_ranks:
         return None
-    pipeline = Pipeline(float_layers(), "1f1b", 4, square_loss, group=group)
-    error = error_of(shuffled, pipeline, rank)
-    inputs, target = loaded_by(0)
-    loss = pipeline.step(inputs, target=target).loss
-    pipeline.close()
-    return str(error), loss
+    with pipeline_of(None, TASK, group=group) as pipeline:
+        error = error_of(shuffled, pipeline, rank)
+        inputs, target = loaded_by(0)
+        return str(error), pipeline.step(inputs, target=target).loss
