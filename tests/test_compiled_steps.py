@@ -207,6 +207,7 @@ def test_compiled_layers_run_on_two_routes(two_ranks):
 
 
 def train_returned(rank, backend):
+    torch._dynamo.utils.counters.clear()
     layers = [torch.compile(block(seed), backend=backend, fullgraph=True) for seed in range(4)]
     pipeline = Pipeline(layers, "1f1b", 4, square_loss)
     result = pipeline.step(values(1, 8, 6), target=values(2, 8, 6))
@@ -219,14 +220,13 @@ def train_returned(rank, backend):
 
 @pytest.mark.feature("X52")
 @pytest.mark.slow
-def test_layers_that_torch_compile_returned_train_under_their_plain_names():
+def test_layers_that_torch_compile_returned_train_under_their_plain_names(two_ranks):
     task = Task(lambda: [block(seed) for seed in range(4)], (values(1, 8, 6),), values(2, 8, 6))
-    with RankPool(2) as pool:
-        for backend in ("eager", "aot_eager"):
-            found = pool.run(train_returned, backend)
-            assert all(num_graphs > 0 for _, num_graphs, _ in found), "nothing was compiled"
-            assert difference([outcome for outcome, _, _ in found], task.reference(4), tolerance=1e-6) == []
-            assert not any("_orig_mod" in name for _, _, lists in found for names in lists for name in names)
+    for backend in ("eager", "aot_eager"):
+        found = two_ranks.run(train_returned, backend)
+        assert all(num_graphs > 0 for _, num_graphs, _ in found), "nothing was compiled"
+        assert difference([outcome for outcome, _, _ in found], task.reference(4), tolerance=1e-6) == []
+        assert not any("_orig_mod" in name for _, _, lists in found for names in lists for name in names)
 
 
 # ---- deadlines
@@ -252,14 +252,16 @@ def compile_slowly(rank, slow_rank):
     losses = [pipeline.step(inputs, target=target).loss.item() for _ in range(2)]
     is_hanging, begin_s = rank == 1, time.monotonic()
     error = error_of(pipeline.step, inputs, target=target)
-    return losses, type(error), str(error), time.monotonic() - begin_s
+    waited_s = time.monotonic() - begin_s
+    pipeline.close()
+    return losses, type(error), str(error), waited_s
 
 
 @pytest.mark.feature("X52")
 @pytest.mark.slow
 @pytest.mark.parametrize("slow_rank", [0, 1])
-def test_ranks_wait_for_a_compilation_beyond_the_deadline_and_find_a_hang_within_it(slow_rank):
-    first, second = run_ranks(2, compile_slowly, slow_rank, timeout_s=90)
+def test_ranks_wait_for_a_compilation_beyond_the_deadline_and_find_a_hang_within_it(two_ranks, slow_rank):
+    first, second = two_ranks.run(compile_slowly, slow_rank, timeout_s=90)
 
     assert first[0] == second[0]
     assert first[1] is DeadlineExceeded
