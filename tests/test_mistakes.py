@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.errors import ConfigError, PartitionError, StepRefused
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, assert_errors, block, error_of, on_ranks, settle, square_loss, values
+from tests.local_pipelines import WIDTH, Task, assert_errors, block, error_of, on_ranks, settle, square_loss, values
 
 M = 2
 BATCH = values(1, 2 * M, WIDTH)
@@ -48,6 +48,10 @@ SETTINGS = {
         lambda rank: {"layers": [block(0), torch.tanh if rank else block(1)]},
         (ConfigError, "layers: layer 1 is the function tanh, which cannot be called without arguments. "),
     ),
+    "layer without sizes on one rank": (
+        lambda rank: {"layers": [block(0), nn.LazyLinear(WIDTH) if rank else block(1)], "main_gradients": True},
+        (ConfigError, "main_gradients: '1.weight' has no shape before its first input"),
+    ),
     "tied shapes": (
         lambda rank: {"layers": two_shapes(), "split": [1, 2]},
         (PartitionError, "'second.weight' (6, 6) and 'third.weight' (6, 12) are tied but differ in shape"),
@@ -71,9 +75,13 @@ def make_wrongly(rank, name, **wires):
 @pytest.mark.feature("0.2")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_wrong_on_one_rank_only_is_told_on_all_of_them_at_once(name):
-    told = on_ranks(2, lambda wires: make_wrongly(wires.rank, name, transport=wires), deadline_s=DEADLINE_S)
+    def case(wires):
+        return make_wrongly(wires.rank, name, transport=wires), step_rightly(wires.rank, transport=wires)
+
+    told, losses = zip(*on_ranks(2, case, deadline_s=DEADLINE_S), strict=True)
 
     assert_told(told, SETTINGS[name][1])
+    assert losses == (RIGHT_LOSS, RIGHT_LOSS)
 
 
 @pytest.mark.slow
@@ -84,7 +92,7 @@ def test_processes_are_told_what_is_wrong_on_one_of_them_and_can_go_on(two_ranks
     losses = two_ranks.run(step_rightly)
 
     assert_told(told, SETTINGS[name][1])
-    assert losses[0] == losses[1]
+    assert losses == [RIGHT_LOSS, RIGHT_LOSS]
 
 
 def assert_told(told, expected):
@@ -96,11 +104,16 @@ def assert_told(told, expected):
     assert max(others_s, own_s) < AT_ONCE_S
 
 
-def step_rightly(rank):
-    pipeline = Pipeline([block(0), block(1)], "1f1b", M, square_loss)
-    loss = float(pipeline.step(BATCH, target=TARGET).loss)
-    pipeline.close()
-    return loss
+def blocks():
+    return [block(0), block(1)]
+
+
+RIGHT_LOSS = float(Task(blocks, (BATCH,), TARGET).reference(M)[0].loss)
+
+
+def step_rightly(rank, **wires):
+    with Pipeline(blocks(), "1f1b", M, square_loss, **wires) as pipeline:
+        return float(pipeline.step(BATCH, target=TARGET).loss)
 
 
 # ---- options that look like something else
@@ -120,10 +133,6 @@ def test_a_number_as_group_reaches_the_schedule(name):
 
 
 # ---- in the loss function and in layers
-
-
-def blocks():
-    return [block(0), block(1)]
 
 
 def on_pipelines(case, layers=blocks, loss=square_loss, *, num_ranks=2, schedule="1f1b", **options):
