@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from penstock import LayerSpec, Pipeline
 from penstock.errors import DeadlineExceeded, EndOfData, PeerLost, PipelineError, StepRefused
 from penstock.execute.transport import LocalTransport, TorchTransport
 from tests.faults import NUM_MICROBATCHES, NUM_RANKS, Fault, FaultyRank, FaultyThreads
-from tests.local_pipelines import error_of, float_layers, float_task, on_ranks, square_loss
+from tests.local_pipelines import error_of, float_layers, float_task, on_pipelines, on_ranks, square_loss
 from tests.ranks import RankPool
 
 DEADLINE_S = 5.0
@@ -264,12 +265,11 @@ def test_a_refusal_out_of_the_loss_the_count_or_the_merge_is_a_failure():
         raise EndOfData("no data are left")
 
     task = float_task(8)
-    for options in ({"loss": refuse}, {"loss": square_loss, "count": refuse}, {"loss": square_loss, "merge": refuse}):
 
-        def case(wires, options=options):
-            pipeline = Pipeline(task.make_layers(), "1f1b", 4, transport=wires, **options)
-            return error_of(pipeline.step, *task.inputs, target=task.target, return_outputs=True)
+    def case(pipeline):
+        return error_of(pipeline.step, *task.inputs, target=task.target, return_outputs=True)
 
-        errors = on_ranks(2, case)
+    for own, options in ((replace(task, loss=refuse), {}), (task, {"count": refuse}), (task, {"merge": refuse})):
+        errors = on_pipelines(2, own, case, **options)
         assert [error.rank for error in errors] == [1, 1]
         assert type(errors[1]) is PipelineError

@@ -337,8 +337,7 @@ def mixed_calls(mix, step, evaluate, parameters):
 @pytest.mark.parametrize("mix", ["TETETE", "ETETET", "EETTET", "TTTEEE", "EEETTT", "TEETTE"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_training_and_evaluation_may_alternate_in_any_mix(mix, schedule):
-    def case(wires):
-        pipeline = Pipeline(switching_layers(), schedule, 4, square_loss, transport=wires)
+    def case(pipeline):
         return mixed_calls(
             mix,
             lambda batch, target: pipeline.step(batch, target=target).loss,
@@ -346,7 +345,7 @@ def test_training_and_evaluation_may_alternate_in_any_mix(mix, schedule):
             list(pipeline.named_parameters()),
         )
 
-    found = on_ranks(2, case)
+    found = on_pipelines(2, Task(switching_layers, (), None), case, schedule)
 
     layers = switching_layers()
 

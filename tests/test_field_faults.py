@@ -179,16 +179,12 @@ def tied_layers():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_weight_of_the_first_and_the_last_stage_gets_the_gradient_of_one_weight(schedule):
-    task = task_of(8, tied_layers)
-    _, expected = task.reference(M)
+    _, expected = task_of(8, tied_layers).reference(M)
     tied = [("0.inner.weight", "3.inner.weight"), ("0.inner.bias", "3.inner.bias")]
+    # Ranks that are processes hold copies of their own.
+    task = task_of(8, lambda: [Scaled(), block(1, FLOAT64), block(2, FLOAT64), Scaled()])
 
-    def case(wires):
-        # Ranks that are processes hold copies of their own.
-        layers = [Scaled(), block(1, FLOAT64), block(2, FLOAT64), Scaled()]
-        return step_task(Pipeline(layers, schedule, M, square_loss, transport=wires, tied=tied), task)
-
-    for outcome in on_ranks(2, case):
+    for outcome in on_pipelines(2, task, lambda own: step_task(own, task), schedule, M, tied=tied):
         for name, gradient in outcome.gradients.items():
             assert torch.allclose(gradient, expected[name.replace("3.inner", "0.inner")], rtol=1e-12, atol=1e-12)
 
@@ -309,8 +305,7 @@ class Breaking(Around):
 def test_after_a_caught_failure_any_number_of_steps_and_evaluations_are_right():
     task = task_of(8, lambda: [Breaking(seed, FLOAT64) for seed in range(3)])
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", M, square_loss, transport=wires)
+    def case(pipeline):
         outcomes, errors = [], []
         for number in range(4):
             for stage in pipeline.stages:
@@ -324,7 +319,7 @@ def test_after_a_caught_failure_any_number_of_steps_and_evaluations_are_right():
                 outcomes.append(step_evaluated(pipeline, task, outcomes[-1]))
         return errors, outcomes
 
-    answers = on_ranks(3, case)
+    answers = on_pipelines(3, task, case)
 
     assert all(isinstance(error, PipelineError) for errors, _ in answers for error in errors)
     for number in range(4):
