@@ -9,7 +9,7 @@ import re
 import pytest
 
 from penstock.cli.status import ExitStatus
-from tests.tiny_run import PENSTOCK, TORCHRUN, fork, settings, start, write_tiny_run
+from tests.tiny_run import PENSTOCK, TORCHRUN, fork, fork_training, settings, start, write_tiny_run
 
 PLANT = """
 import torch.distributed as dist
@@ -49,9 +49,8 @@ def ended(process):
 @pytest.mark.parametrize(("error", "status", "message"), CAUSES.values(), ids=CAUSES)
 def test_a_cause_has_one_code_and_one_message_on_any_number_of_ranks(tmp_path, error, status, message, ranks):
     write_tiny_run(tmp_path)
-    train = [*PENSTOCK, "train", "run.toml", *settings(f"pipeline.ranks={ranks}")]
 
-    found, complained = ended(fork(train, tmp_path, plant=PLANT.format(error=error)))
+    found, complained = ended(fork_training(tmp_path, f"pipeline.ranks={ranks}", plant=PLANT.format(error=error)))
 
     assert found == status, complained
     assert re.fullmatch(message, complained), complained
@@ -127,9 +126,9 @@ def write_leaving(folder):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_layer_that_calls_sys_exit_is_a_failure_with_its_step(tmp_path, ranks):
     write_leaving(tmp_path)
-    given = settings(f"pipeline.ranks={ranks}", "model.source=leaving.py:layers", "run.evaluate_batches=0")
+    given = (f"pipeline.ranks={ranks}", "model.source=leaving.py:layers", "run.evaluate_batches=0")
 
-    found, complained = ended(fork([*PENSTOCK, "train", "run.toml", *given], tmp_path))
+    found, complained = ended(fork_training(tmp_path, *given))
 
     assert found == ExitStatus.RANK_FAILED, complained
     assert "step 4: sys.exit(0) at leaving.py:13 ended the run before it was over" in complained
@@ -140,7 +139,7 @@ def test_a_layer_that_calls_sys_exit_is_a_failure_with_its_step(tmp_path, ranks)
 @pytest.mark.slow
 def test_ranks_that_end_with_0_amid_a_run_are_a_failure_with_its_step(tmp_path):
     write_leaving(tmp_path)
-    given = settings(
+    given = (
         "pipeline.ranks=2",
         "model.source=leaving.py:plain_layers",
         "run.evaluate_batches=0",
@@ -149,7 +148,7 @@ def test_ranks_that_end_with_0_amid_a_run_are_a_failure_with_its_step(tmp_path):
         "data.prefetch=0",
     )
 
-    found, complained = ended(fork([*PENSTOCK, "train", "run.toml", *given], tmp_path))
+    found, complained = ended(fork_training(tmp_path, *given))
 
     assert found == ExitStatus.RANK_FAILED, complained
     assert re.match(r"penstock: rank \d ended with status 0 before the run was over", complained), complained
