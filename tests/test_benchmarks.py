@@ -7,11 +7,30 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_run import fork
+
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 
 
-def run_python(code):
-    """Run some lines with the benchmarks as modules."""
+@pytest.fixture
+def run_python(tmp_path):
+    """Run some lines with the benchmarks as modules, in a process that has imported torch already."""
+    (tmp_path / "tmp").mkdir()
+
+    def run(code):
+        (tmp_path / "lines.py").write_text(f"import sys\nsys.path.insert(0, {str(BENCH)!r})\n{code}")
+        process = fork(["lines.py"], tmp_path)
+        _, complained = process.communicate(timeout=100)
+        assert process.returncode == 0, complained
+
+    return run
+
+
+@pytest.mark.slow
+def test_each_benchmark_finds_what_it_imports():
+    """In a Python of its own, which has the benchmarks and the package alone on its path."""
+    names = sorted(path.stem for path in BENCH.glob("*.py"))
+    code = f"import importlib\nfor name in {names!r}:\n    importlib.import_module(name)"
     path = os.pathsep.join([str(BENCH), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
@@ -19,13 +38,7 @@ def run_python(code):
 
 
 @pytest.mark.slow
-def test_each_benchmark_finds_what_it_imports():
-    names = sorted(path.stem for path in BENCH.glob("*.py"))
-    run_python(f"import importlib\nfor name in {names!r}:\n    importlib.import_module(name)")
-
-
-@pytest.mark.slow
-def test_instructions_of_a_split_schedule_are_measured_without_their_work():
+def test_instructions_of_a_split_schedule_are_measured_without_their_work(run_python):
     run_python(
         "import overhead\n"
         "overhead.NUM_REPETITIONS = 3\n"
@@ -35,7 +48,7 @@ def test_instructions_of_a_split_schedule_are_measured_without_their_work():
 
 
 @pytest.mark.slow
-def test_both_parts_of_a_backward_are_measured():
+def test_both_parts_of_a_backward_are_measured(run_python):
     run_python(
         "import torch, split_backward\n"
         "row = split_backward.measure(split_backward.TINY, torch.device('cpu'), 1)\n"
@@ -44,7 +57,7 @@ def test_both_parts_of_a_backward_are_measured():
 
 
 @pytest.mark.slow
-def test_some_setting_of_gathers_is_as_good_as_torchs_placement():
+def test_some_setting_of_gathers_is_as_good_as_torchs_placement(run_python):
     run_python(
         "import torch_gathers\n"
         "rows = list(torch_gathers.simulated())\n"
@@ -55,7 +68,7 @@ def test_some_setting_of_gathers_is_as_good_as_torchs_placement():
 
 
 @pytest.mark.slow
-def test_what_an_emulated_link_brings_takes_its_time_one_message_after_another():
+def test_what_an_emulated_link_brings_takes_its_time_one_message_after_another(run_python):
     run_python(
         "import time, torch, emulated_replicas as bench\n"
         "from penstock.execute.transport import LocalTransport\n"
