@@ -311,12 +311,9 @@ def same_outcomes(ours, theirs):
     return all(map(_saw_the_same, ours, theirs))
 
 
-def _saw_the_same(one, other):
-    losses = [(one.result.loss, other.result.loss), *zip(one.result.losses, other.result.losses, strict=True)]
-    gradients = [(one.gradients[name], other.gradients[name]) for name in one.gradients | other.gradients]
-    outputs = (one.result.outputs, other.result.outputs)
-    has_outputs = outputs[0] is not None or outputs[1] is not None
-    return all(torch.equal(*pair) for pair in [*losses, *gradients, *([outputs] if has_outputs else [])])
+def _saw_the_same(*outcomes):
+    one, other = (losses_of(each.result) | each.gradients | {"the outputs": each.result.outputs} for each in outcomes)
+    return one.keys() == other.keys() and all(is_same(one[name], other[name]) for name in one)
 
 
 def outcomes_on_gloo(rank, cases, body):

@@ -24,6 +24,7 @@ from tests.local_pipelines import (
     count_tokens,
     difference,
     float_layers,
+    is_same,
     on_pipelines,
     square_loss,
     step_task,
@@ -140,14 +141,11 @@ def wrong_outputs(placement, outcomes, expected):
     collector = placement.rank_of_stage[placement.routes[0][-1]]
     wanted = [expected if rank == collector else None for rank in range(placement.num_ranks)]
     pairs = zip(outcomes, wanted, strict=True)
-    return [f"the outputs on rank {rank}" for rank, pair in enumerate(pairs) if not is_close(*pair)]
-
-
-def is_close(outcome, wanted):
-    outputs = outcome.result.outputs
-    if outputs is None or wanted is None:
-        return outputs is wanted
-    return torch.allclose(outputs, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    return [
+        f"the outputs on rank {rank}"
+        for rank, (outcome, output) in enumerate(pairs)
+        if not is_same(outcome.result.outputs, output, TOLERANCE)
+    ]
 
 
 def mistakes(schedule, num_steps=2):
