@@ -13,7 +13,7 @@ from penstock import LayerSpec, Pipeline
 from penstock.errors import DeadlineExceeded, EndOfData, PeerLost, PipelineError, StepRefused
 from penstock.execute.transport import LocalTransport, TorchTransport
 from tests.faults import NUM_MICROBATCHES, NUM_RANKS, Fault, FaultyRank, FaultyThreads
-from tests.local_pipelines import error_of, float_layers, float_task, on_pipelines, on_ranks, square_loss
+from tests.local_pipelines import error_of, float_layers, float_task, on_pipelines, on_ranks, pipeline_of, square_loss
 from tests.ranks import RankPool
 
 DEADLINE_S = 5.0
@@ -156,21 +156,17 @@ class Growing(nn.Module):
         return features if self.num_calls <= NUM_MICROBATCHES else features.repeat(1, 2)
 
 
-def small_pipeline(wires, layers=None, **options):
-    return Pipeline(layers or float_layers(), "1f1b", NUM_MICROBATCHES, square_loss, transport=wires, **options)
-
-
 def test_a_rank_whose_layer_returns_another_shape_is_to_blame():
-    task = float_task(8)
+    def make_layers():
+        first, second, *others = float_layers()
+        return [first, nn.Sequential(second, Growing()), *others]
 
-    def run(wires):
-        layers = float_layers()
-        layers[1] = nn.Sequential(layers[1], Growing())
-        pipeline = small_pipeline(wires, layers, split=[1, 1, 1, 2])
+    def run(pipeline):
         pipeline.step(*task.inputs, target=task.target)
         return error_of(pipeline.step, *task.inputs, target=task.target)
 
-    errors = on_ranks(NUM_RANKS, run)
+    task = replace(float_task(8), make_layers=make_layers)
+    errors = on_pipelines(NUM_RANKS, task, run, split=[1, 1, 1, 2])
 
     assert [error.rank for error in errors] == [1] * NUM_RANKS
     assert "the output is" in str(errors[1])
@@ -180,12 +176,11 @@ def test_a_rank_whose_layer_returns_another_shape_is_to_blame():
 def test_the_first_rank_whose_arguments_are_refused_is_to_blame(refusing):
     task = float_task(8)
 
-    def run(wires):
-        pipeline = small_pipeline(wires)
-        keywords = {"maks": 1} if wires.rank in refusing else {}
+    def run(pipeline):
+        keywords = {"maks": 1} if pipeline.rank in refusing else {}
         return error_of(pipeline.step, *task.inputs, target=task.target, **keywords)
 
-    errors = on_ranks(NUM_RANKS, run)
+    errors = on_pipelines(NUM_RANKS, task, run)
 
     assert {type(error) for error in errors} == {StepRefused}
     assert [error.rank for error in errors] == [refusing[0]] * NUM_RANKS
@@ -193,7 +188,7 @@ def test_the_first_rank_whose_arguments_are_refused_is_to_blame(refusing):
 
 def test_a_rank_that_was_set_up_otherwise_is_to_blame():
     def run(wires):
-        return error_of(small_pipeline, wires, seed=1 if wires.rank == 2 else None)
+        return error_of(pipeline_of, wires, float_task(8), seed=1 if wires.rank == 2 else None)
 
     assert [error.rank for error in on_ranks(NUM_RANKS, run)] == [2] * NUM_RANKS
 
@@ -202,11 +197,8 @@ def test_a_rank_whose_layers_cannot_be_built_blames_itself_and_the_others_name_i
     def build():
         raise PipelineError("the weights are missing")
 
-    def run(wires):
-        layers = [*float_layers(num_layers=3), LayerSpec("last", build)]
-        return error_of(small_pipeline, wires, layers)
-
-    *others, own = on_ranks(NUM_RANKS, run)
+    task = replace(float_task(8), make_layers=lambda: [*float_layers(num_layers=3), LayerSpec("last", build)])
+    *others, own = on_ranks(NUM_RANKS, lambda wires: error_of(pipeline_of, wires, task))
 
     assert own.rank == NUM_RANKS - 1
     assert all(str(error).startswith(f"rank {NUM_RANKS - 1}: ") for error in others)
