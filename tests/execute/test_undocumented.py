@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from penstock.execute import undocumented
 
@@ -198,7 +198,7 @@ def test_a_node_shows_whether_others_keep_what_it_saved(is_moved):
         kept = [operands[0] @ operands[1], Own.apply(made)]
     plain = [operands[0] @ operands[1], Own.apply(made), made + 1]
 
-    assert undocumented.is_saved_elsewhere(kept[0].grad_fn, "self")
+    assert undocumented.is_saved_elsewhere(kept[0].grad_fn, "self") != is_moved  # it is copied for whoever asks
     assert not undocumented.is_saved_elsewhere(plain[0].grad_fn, "self")
     assert all(undocumented.is_any_saved_elsewhere(output.grad_fn) for output in kept)
     assert not any(undocumented.is_any_saved_elsewhere(output.grad_fn) for output in plain)
@@ -216,6 +216,37 @@ def test_a_node_shows_that_hooks_bring_back_what_it_saved_as_often_as_it_is_aske
             found.append((undocumented.is_any_saved_elsewhere(node), undocumented.is_saved_elsewhere(node, "result")))
 
     assert found == [(False, False), (True, True)]
+
+
+@pytest.mark.parametrize("is_debugged", [False, True])
+def test_what_checkpointing_keeps_is_read_before_a_node_runs_and_computed_once(is_debugged):
+    x, runs, found = leaf(2, 3), [], []
+
+    def run(x):
+        runs.append(x)
+        return torch.exp(torch.exp(x))
+
+    output = checkpoint(run, x, use_reentrant=False, debug=is_debugged)
+    node = output.grad_fn
+    node.register_prehook(lambda _: found.append(undocumented.saved_before_run(node, "result")))
+    assert not undocumented.is_saved_elsewhere(node, "result")
+    assert undocumented.is_any_saved_elsewhere(node)
+
+    output.sum().backward()
+
+    assert torch.equal(*found, output)
+    assert torch.equal(x.grad, torch.exp(x) * output)
+    assert len(runs) == 2
+
+
+def test_checkpointing_brings_back_what_it_keeps_once():
+    """`saved_before_run` is for that."""
+    output = checkpoint(torch.exp, leaf(2, 3), use_reentrant=False)
+    node, found = output.grad_fn, []
+    node.register_prehook(lambda _: found.append(undocumented.saved(node, "result")))
+
+    with pytest.raises(CheckpointError, match="already"):
+        output.sum().backward()
 
 
 def test_the_node_of_a_function_in_python_has_what_its_context_was_given():

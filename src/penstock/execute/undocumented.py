@@ -68,6 +68,8 @@ REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 """Of `checkpoint(use_reentrant=True)`, which runs a backward of its own."""
 _UNSIGNED = 2**64
 _REPEATS = "penstock_repeats"
+_FROM_CPU = "save_on_cpu.__init__.<locals>.unpack_from_cpu"
+"""The hook of `save_on_cpu`, which copies anew whenever it is asked."""
 
 
 def kind_of(node: Node) -> str:
@@ -122,8 +124,40 @@ def saved_padding(node: Node) -> int:
 
 
 def is_saved_elsewhere(node: Node, name: str) -> bool:
-    """Whether a tensor that a node saved is kept by others, such as checkpointing, who bring it back only once."""
-    return _is_brought_once(getattr(node, f"_raw_saved_{name}"))
+    """Whether a tensor that a node saved is kept by others who bring it back only once, even for `saved_before_run`."""
+    raw = getattr(node, f"_raw_saved_{name}")
+    is_known = _handles_of(raw) is not None or getattr(raw.unpack_hook, "__qualname__", "") == _FROM_CPU
+    return _is_brought_once(raw) and not is_known
+
+
+def saved_before_run(node: Node, name: str) -> Tensor:
+    """Return a tensor that a node has saved, as a backward comes to the node, which finds it there as well.
+
+    Checkpointing would compute it for whoever asks first, and refuse the second one.
+    """
+    raw = getattr(node, f"_raw_saved_{name}")
+    if (handles := _handles_of(raw)) is not None:
+        raw.data.handles = _ReadTwice(handles)
+    tensor: Tensor = saved(node, name)
+    return tensor
+
+
+class _ReadTwice(dict[Any, Any]):
+    """By backward, under which handle checkpointing finds a tensor; None takes it away, the second time."""
+
+    _is_read = False
+
+    def __setitem__(self, backward: Any, handle: Any) -> None:
+        if handle is None and not self._is_read:
+            self._is_read = True
+        else:
+            super().__setitem__(backward, handle)
+
+
+def _handles_of(raw: Any) -> dict[Any, Any] | None:
+    """Return the handles of a tensor that checkpointing keeps; None of others."""
+    handles: dict[Any, Any] | None = None if raw.unpack_hook is None else getattr(raw.data, "handles", None)
+    return handles
 
 
 def repeats(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:

@@ -27,7 +27,7 @@ class Positions(nn.Module):
 def stage_of(*layers, is_split):
     layer = settle(nn.Sequential(*layers), 0)
     stage = Stage(0, {"0": layer})
-    stage.split_planner = SplitPlanner([layer], small=0)
+    stage.split_planner = SplitPlanner(small=0)
     return OneStage(stage, is_split=is_split)
 
 

@@ -1,7 +1,5 @@
 """Late gradients are computed in few calls, large ones by themselves, and all of one parameter in one."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import nn
@@ -92,19 +90,13 @@ class Own:
         return ()
 
 
-def test_what_writes_by_itself_does_so_behind_the_others_and_outside_of_their_context():
+def test_what_writes_by_itself_does_so_behind_the_others():
     log = []
     [parameter] = parameters(2)
     parameter.register_hook(lambda _: log.append("added"))
 
-    @contextmanager
-    def around():
-        log.append("begin")
-        yield
-        log.append("end")
-
-    inputs = WeightInputs([Own(log), Late(parameter, log=log), Own(log)], around)
+    inputs = WeightInputs([Own(log), Late(parameter, log=log), Own(log)])
     GradientStore(list).add(inputs)
 
-    assert log == ["begin", "finished", "added", "end", "own", "own"]
+    assert log == ["finished", "added", "own", "own"]
     assert inputs.entries == []

@@ -13,11 +13,10 @@ import penstock as ps
 from penstock.errors import PipelineError
 from penstock.execute.split.custom_function import CustomFunction
 from tests.execute.split.test_deferred_weights import (
+    any_size,
     assert_same,
     in_two_parts,
     left_by_input_part,
-    plan_of,
-    seasoned,
     two_parts,
 )
 from tests.execute.stages.test_split_backward import Product
@@ -26,6 +25,15 @@ from tests.one_stage import run_weight_part
 
 WIDTH = 6
 RUNS = []
+
+
+def seasoned(module, inputs):
+    """The plan after some steps, which knows the module's functions."""
+    plan = any_size()
+    for _ in range(2):
+        in_two_parts(module, inputs, plan)
+    module.zero_grad()
+    return plan
 
 
 def rows(tensor):
@@ -267,7 +275,7 @@ def test_a_function_is_known_to_ask_from_the_next_step_on():
         """One that has not run yet."""
 
     module = settle(Own(lambda self, x: New.apply(2, x, self.first, self.bias)), 1)
-    inputs, plan = values(1, 2, 3, WIDTH).requires_grad_(), plan_of(module)
+    inputs, plan = values(1, 2, 3, WIDTH).requires_grad_(), any_size()
     found, settled = [], []
     for _ in range(3):
         run_input, run_weight = two_parts(module, inputs, plan)
@@ -281,7 +289,7 @@ def test_a_function_is_known_to_ask_from_the_next_step_on():
 def test_a_gradient_that_was_not_wanted_is_dropped_and_said_once(told_warnings):
     module = settle(Own(lambda self, x: Wrong.apply(x, self.first, self.bias)), 1)
 
-    assert_same(module, values(1, 2, 3, WIDTH), num_steps=4)
+    assert_same(module, values(1, 2, 3, WIDTH))
 
     texts = told_warnings()
     assert len(texts) == 3
@@ -295,7 +303,7 @@ def test_a_gradient_that_was_not_wanted_is_dropped_and_said_once(told_warnings):
 
 def test_functions_that_each_forward_makes_anew_are_forgotten():
     module, inputs = settle(Own(USES["under vmap"]), 1), values(1, 2, 3, WIDTH).requires_grad_()
-    plan = plan_of(module)
+    plan = any_size()
     for _ in range(4):
         in_two_parts(module, inputs, plan)
 
@@ -357,7 +365,7 @@ class Short(Linear):
 
 def test_too_few_gradients_are_counted():
     module = settle(Own(lambda self, x: Short.apply(2, x, self.first, self.bias)), 1)
-    inputs, plan = values(1, 2, 3, WIDTH).requires_grad_(), plan_of(module)
+    inputs, plan = values(1, 2, 3, WIDTH).requires_grad_(), any_size()
     in_two_parts(module, inputs, plan)  # from the next step on it is known to ask
 
     with pytest.raises(PipelineError, match=r"Short.backward: in the `W` .* returned 1 gradients, expected 4"):

@@ -1,10 +1,8 @@
 """Each way in which weight gradients wait has one finder, which is asked about the kinds of nodes that it knows."""
 
-import torch
 from torch import nn
 
 from penstock.execute.split import finders
-from penstock.execute.split.weight_grad_mode import SplitProduct
 from penstock.execute.undocumented import kind_of
 from tests.local_pipelines import WIDTH, values
 
@@ -18,8 +16,3 @@ def test_nodes_of_linear_layers_are_asked_about_by_their_kind():
     outputs = nn.Linear(WIDTH, WIDTH)(hidden), nn.Linear(WIDTH, WIDTH, bias=False)(hidden)
 
     assert all(kind_of(output.grad_fn) in finders.BY_KIND for output in outputs)
-
-
-def test_nodes_that_penstock_has_made_are_asked_about_by_theirs():
-    assert f"{SplitProduct.__name__}Backward" in finders.OF_OWN_NODES
-    assert issubclass(SplitProduct, torch.autograd.Function)

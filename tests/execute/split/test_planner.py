@@ -7,17 +7,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.overrides import has_torch_function
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from bench.emulated_layer import EmulatedLayer
-from penstock.errors import PenstockWarning, PipelineError
+from penstock.errors import PenstockWarning
 from penstock.execute.split import planner as planner_module
 from penstock.execute.split.graph_search import search
 from penstock.execute.split.planner import SMALL, Reason, SplitPlanner
-from penstock.execute.split.weight_grad_mode import RecomputeMismatch
-from tests.execute.split.test_deferred_weights import begun
 from tests.local_pipelines import values
 from tests.one_stage import run_input_part, run_weight_part
 
@@ -34,8 +31,7 @@ def late_weights(plan, module, num_rows=2, *, begins=True, stage=None):
     module.zero_grad()
     hidden = values(1, num_rows, WIDTH).requires_grad_()
     deferred = plan.start(hidden.numel())
-    with deferred.around_forward():
-        output = module(hidden)
+    output = module(hidden)
     with nullcontext() if stage is None else plan.examining(stage, list(module.named_parameters())):
         run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
     late = {name for name, each in module.named_parameters() if each.grad is None and each.requires_grad}
@@ -53,20 +49,9 @@ class Recomputed(nn.Sequential):
         return checkpoint(super().forward, hidden, use_reentrant=self.use_reentrant)
 
 
-class Borrowed(nn.Module):
-    """Uses a weight that another module holds, under checkpointing."""
-
-    def __init__(self):
-        super().__init__()
-        self.holder = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, hidden):
-        return checkpoint(lambda x: nn.functional.linear(x, self.holder.weight), hidden, use_reentrant=False)
-
-
 def test_a_small_weight_stays_whole_from_the_next_step_on():
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False))
-    plan = SplitPlanner([module], small=2 * WIDTH * WIDTH + 1)
+    plan = SplitPlanner(small=2 * WIDTH * WIDTH + 1)
 
     assert late_weights(plan, module) == {"0.weight", "1.weight"}
     assert late_weights(plan, module, begins=False) == {"0.weight", "1.weight"}
@@ -77,7 +62,7 @@ def test_a_small_weight_stays_whole_from_the_next_step_on():
 
 def test_of_weights_that_have_become_small_none_is_said_to_wait():
     module = nn.Linear(WIDTH, WIDTH, bias=False)
-    plan = SplitPlanner([module], small=math.inf)
+    plan = SplitPlanner(small=math.inf)
 
     assert [(late_weights(plan, module), plan.how(module.named_parameters())) for _ in range(2)] == [
         ({"weight"}, {"weight": "product"}),
@@ -100,12 +85,12 @@ class Penalized(nn.Module):
 def test_a_weight_waits_with_all_its_uses_where_their_sum_does_not_depend_on_the_order(penalty, late):
     module = Penalized(penalty)
 
-    assert late_weights(SplitPlanner([module], small=0), module) == late
+    assert late_weights(SplitPlanner(small=0), module) == late
 
 
 def test_sizes_are_looked_at_again_when_the_batch_grows():
     module = nn.Linear(WIDTH, WIDTH, bias=False)
-    plan = SplitPlanner([module], small=4 * WIDTH * WIDTH)
+    plan = SplitPlanner(small=4 * WIDTH * WIDTH)
 
     assert [late_weights(plan, module, rows) for rows in (2, 2, 3, 8, 8)] == [
         {"weight"},
@@ -118,7 +103,7 @@ def test_sizes_are_looked_at_again_when_the_batch_grows():
 
 def test_the_usual_border_leaves_small_weights_whole():
     module = nn.Linear(WIDTH, WIDTH, bias=False)
-    plan = SplitPlanner([module])
+    plan = SplitPlanner()
     num_rows = SMALL // WIDTH**2
 
     assert [late_weights(plan, module, rows) for rows in (1, 1, num_rows, num_rows)] == [
@@ -132,35 +117,15 @@ def test_the_usual_border_leaves_small_weights_whole():
 @pytest.mark.parametrize("make", [lambda: EmulatedLayer(0.0, 1e-9, weight_s=1e-9), lambda: nn.Conv1d(2, 2, 3)])
 def test_what_takes_an_unknown_time_is_never_small(make):
     module = make()
-    plan = SplitPlanner([module])
+    plan = SplitPlanner()
 
     assert ["weight" in late_weights(plan, module) for _ in range(2)] == [True, True]
-
-
-def test_what_is_recomputed_waits_from_the_next_step_on():
-    module = nn.Sequential(Recomputed(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
-    plan = SplitPlanner([module], small=0)
-
-    found, settled = [], []
-    for _ in range(2):
-        found.append(late_weights(plan, module))
-        settled.append(plan.is_settled)
-
-    assert found == [{"1.weight"}, {"0.0.weight", "1.weight"}]
-    assert settled == [False, True]
-
-
-def test_if_the_holder_of_a_weight_is_not_where_it_is_used_every_function_is_watched():
-    module = Borrowed()
-    plan = SplitPlanner([module], small=0)
-
-    assert [late_weights(plan, module) for _ in range(4)] == [set(), set(), {"holder.weight"}, {"holder.weight"}]
 
 
 class Own(nn.Module):
     """Checkpoints part of its forward, in which it uses its own matrix."""
 
-    def __init__(self, run=lambda hidden, weight: hidden @ weight):
+    def __init__(self, run=torch.matmul):
         super().__init__()
         self.weight, self.run = nn.Parameter(torch.eye(WIDTH)), run
 
@@ -168,33 +133,24 @@ class Own(nn.Module):
         return torch.tanh(checkpoint(self.run, hidden, self.weight, use_reentrant=False))
 
 
-def test_matrices_of_the_users_own_layers_are_split_by_watching_every_function():
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Own())
-    plan = SplitPlanner([module], small=0)
-
-    assert [late_weights(plan, module) for _ in range(3)] == [{"0.weight"}, *[{"0.weight", "1.weight"}] * 2]
-    assert plan.is_settled
+def mapped(hidden, weight):
+    return torch.vmap(torch.matmul, (0, None))(hidden.unflatten(0, (1, -1)), weight)
 
 
-def test_what_no_watching_parts_stays_whole_and_is_watched_no_more():
-    watched = []
+@pytest.mark.parametrize("make", [lambda: Recomputed(nn.Linear(WIDTH, WIDTH)), Own, lambda: Own(mapped)])
+def test_what_is_recomputed_waits(make):
+    module = nn.Sequential(make(), nn.Linear(WIDTH, WIDTH))
+    plan = SplitPlanner(small=0)
 
-    def run(hidden, weight):
-        watched.append(has_torch_function((hidden,)))
-        return torch.vmap(torch.matmul, (0, None))(hidden.unflatten(0, (1, -1)), weight)
-
-    module = Own(run)
-    plan = SplitPlanner([module], small=0)
-
-    assert [late_weights(plan, module) for _ in range(4)] == [set()] * 4
-    assert watched[::2] == watched[1::2] == [False, True, False, False]
+    matrices = {name for name, parameter in module.named_parameters() if parameter.dim() > 1}
+    assert [late_weights(plan, module) for _ in range(2)] == [matrices] * 2
     assert plan.is_settled
 
 
 def test_reentrant_checkpointing_is_split_in_its_own_backward():
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Recomputed(nn.Linear(WIDTH, WIDTH)))
     module[1].use_reentrant = True
-    plan = SplitPlanner([module], small=0)
+    plan = SplitPlanner(small=0)
 
     assert [late_weights(plan, module) for _ in range(2)] == [{"1.0.weight"}] * 2
     assert plan.is_settled
@@ -203,36 +159,9 @@ def test_reentrant_checkpointing_is_split_in_its_own_backward():
 def test_small_weights_under_it_stay_whole():
     module = Recomputed(nn.Linear(WIDTH, WIDTH))
     module.use_reentrant = True
-    plan = SplitPlanner([module])
+    plan = SplitPlanner()
 
     assert [late_weights(plan, module) for _ in range(3)] == [{"0.weight"}, set(), set()]
-
-
-@pytest.mark.parametrize(("num_rows", "cause"), [(2, CheckpointError), (WIDTH, RecomputeMismatch)])
-def test_after_a_recomputation_that_went_another_way_nothing_is_split_in_the_forward(num_rows, cause):
-    """With as many rows as columns the sizes of what was saved are alike."""
-    again = []
-    module = Own(lambda hidden, weight: (torch.tanh(hidden) if again else hidden) @ weight)
-    plan = SplitPlanner([module], small=0)
-    late_weights(plan, module)
-    output, deferred = begun(module, values(1, num_rows, WIDTH).requires_grad_(), plan)
-    again.append(True)
-
-    with pytest.raises(PipelineError, match=r"deferred weight gradients of Own\.weight") as caught:
-        run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)])
-
-    assert isinstance(caught.value.__cause__, cause)
-    assert late_weights(plan, module) == set()
-
-
-def test_modules_are_as_they_were_between_the_parts():
-    module = Recomputed(nn.Linear(WIDTH, WIDTH))
-    plan = SplitPlanner([module], small=0)
-
-    for _ in range(3):
-        late_weights(plan, module)
-
-    assert all("forward" not in each.__dict__ for each in module.modules())
 
 
 class Double(torch.autograd.Function):
@@ -273,7 +202,7 @@ class Ways(nn.Module):
 
 def test_each_weight_waits_in_one_way_or_not_for_one_reason():
     module = Ways()
-    plan, names = SplitPlanner([module], small=WIDTH * WIDTH + 1), list(module.named_parameters())
+    plan, names = SplitPlanner(small=WIDTH * WIDTH + 1), list(module.named_parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PenstockWarning)
         for _ in range(3):
@@ -293,7 +222,7 @@ def test_each_weight_waits_in_one_way_or_not_for_one_reason():
 
 def test_what_waits_is_said_once_small_weights_do_not():
     module = nn.Linear(WIDTH, WIDTH)
-    plan = SplitPlanner([module])
+    plan = SplitPlanner()
 
     assert late_weights(plan, module, stage=0) == {"weight"}
     assert plan.immediate is None
@@ -307,7 +236,7 @@ def test_a_plan_looks_for_branches_while_it_does_not_know_and_where_there_are_an
         planner_module, "search", lambda *args, **options: asked.append(options) or search(*args, **options)
     )
     for module in (nn.Linear(WIDTH, WIDTH), Ways()):
-        plan = SplitPlanner([module], small=0)
+        plan = SplitPlanner(small=0)
         for _ in range(3):
             late_weights(plan, module)
 
@@ -316,7 +245,7 @@ def test_a_plan_looks_for_branches_while_it_does_not_know_and_where_there_are_an
 
 def test_a_plan_logs_once_how_much_waits_and_why_the_rest_does_not(caplog):
     module = Ways()
-    plan = SplitPlanner([module], small=WIDTH * WIDTH + 1)
+    plan = SplitPlanner(small=WIDTH * WIDTH + 1)
     late_weights(plan, module)
     late_weights(plan, module)
 
@@ -366,7 +295,7 @@ class Mixed(nn.Module):
 
 def test_a_new_plan_is_made_after_the_first_backward_and_when_a_function_asks_for_the_first_time():
     module = Mixed()
-    plan = SplitPlanner([module], small=0)
+    plan = SplitPlanner(small=0)
 
     def ask():
         module.asks = True
@@ -374,25 +303,15 @@ def test_a_new_plan_is_made_after_the_first_backward_and_when_a_function_asks_fo
     assert plans(plan, module, [nothing, nothing, nothing, ask, nothing, nothing]) == [1, 4]
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda: nn.Linear(WIDTH, WIDTH), [1]),
-        (lambda: Recomputed(nn.Linear(WIDTH, WIDTH)), [1]),
-        (Own, [1]),
-        (Borrowed, [1, 2]),
-    ],
-)
-def test_at_most_three_plans_are_made_until_one_holds(make, expected):
-    module = make()
-
-    assert plans(SplitPlanner([module], small=0), module, [nothing] * 5) == expected
+@pytest.mark.parametrize("make", [lambda: nn.Linear(WIDTH, WIDTH), lambda: Recomputed(nn.Linear(WIDTH, WIDTH)), Own])
+def test_the_second_plan_holds(make):
+    assert plans(SplitPlanner(small=0), make(), [nothing] * 5) == [1]
 
 
 def test_a_new_plan_is_made_when_parameters_are_replaced_and_the_new_ones_wait():
     """Before, it was known that nothing could wait, and no graph was walked any more."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
-    plan = SplitPlanner([module], small=WIDTH * WIDTH * 2 + 1)
+    plan = SplitPlanner(small=WIDTH * WIDTH * 2 + 1)
     found = [late_weights(plan, module) for _ in range(3)]
 
     module[0] = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
@@ -404,7 +323,7 @@ def test_a_new_plan_is_made_when_parameters_are_replaced_and_the_new_ones_wait()
 def test_a_new_plan_is_made_when_others_are_trained():
     module = nn.Sequential(nn.Linear(WIDTH, 1, bias=False), nn.Linear(1, WIDTH * WIDTH, bias=False))
     module[1].requires_grad_(False)
-    plan = SplitPlanner([module], small=WIDTH * 2 + 1)
+    plan = SplitPlanner(small=WIDTH * 2 + 1)
 
     def unfreeze():
         module[1].requires_grad_(True)

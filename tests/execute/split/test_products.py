@@ -3,17 +3,55 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PipelineError
-from penstock.execute.split.products import NODES, read_call
+from penstock.execute.split.products import NODES
 from penstock.execute.split.weight_graph import WeightGraph
-from tests.execute.split.test_formulas import CALLS, MATRIX, TOKENS, needing_gradients
 from tests.local_pipelines import values
 
+TOKENS = torch.tensor([[1, 4, 0], [4, 4, 2]])
+MATRIX = values(3, 5, 4)
+TRANSPOSED = values(3, 4, 5).t()
+COLUMNS = values(1, 5, 2, 3).permute(1, 2, 0)
+BFLOAT = [values(seed, *shape).bfloat16() for seed, shape in enumerate([(2, 2, 3, 5), (4, 5), (4,)])]
+
 CASES = {
-    **CALLS,
+    "linear": (F.linear, (values(1, 3, 5), values(2, 4, 5)), {}),
+    "linear with a bias": (F.linear, (values(1, 2, 3, 5), values(2, 4, 5), values(3, 4)), {}),
+    "linear over four dims": (F.linear, (values(1, 2, 2, 3, 5), values(2, 4, 5)), {"bias": values(3, 4)}),
+    "linear of three dims": (F.linear, (values(1, 2, 3, 5), values(2, 4, 5), values(3, 4)), {}),
+    "linear of what is not contiguous": (F.linear, (values(1, 3, 2, 5).transpose(0, 1), values(2, 4, 5)), {}),
+    "the same with a bias": (F.linear, (values(1, 3, 2, 5).mT, values(2, 4, 2), values(3, 4)), {}),
+    "linear of a slice": (F.linear, (values(1, 2, 3, 7)[..., :5], values(2, 4, 5), values(3, 4)), {}),
+    "linear of rows that lie one beside the other": (F.linear, (COLUMNS, values(2, 4, 5)), {}),
+    "the same with its bias": (F.linear, (COLUMNS, values(2, 4, 5), values(3, 4)), {}),
+    "linear of an expanded row": (F.linear, (values(1, 5).expand(2, 3, 5), values(2, 4, 5), values(3, 4)), {}),
+    "matmul of rows that lie one beside the other": (torch.matmul, (COLUMNS, MATRIX), {}),
+    "linear in bfloat16": (F.linear, (BFLOAT[0], *BFLOAT[1:]), {}),
+    "of a slice in bfloat16": (F.linear, (BFLOAT[0][..., :4], BFLOAT[1][:, :4].clone(), BFLOAT[2]), {}),
+    "of a slice of rows in bfloat16": (F.linear, (BFLOAT[0][..., 1:, :], *BFLOAT[1:]), {}),
+    "of what is not contiguous in bfloat16": (F.linear, (BFLOAT[0].transpose(0, 2), *BFLOAT[1:]), {}),
+    "matmul of what is not contiguous": (torch.matmul, (values(1, 3, 5, 2).mT, MATRIX), {}),
+    "matmul": (torch.matmul, (values(1, 2, 3, 5), MATRIX), {}),
+    "the operator": (torch.Tensor.matmul, (values(1, 3, 5), MATRIX), {}),
+    "matmul by a transposed weight": (torch.matmul, (values(1, 2, 3, 5), TRANSPOSED), {}),
+    "batched matmul": (torch.matmul, (values(1, 2, 3, 5), values(2, 2, 5, 4)), {}),
+    "mm": (torch.mm, (values(1, 3, 5), TRANSPOSED), {}),
+    "mm as a method": (torch.Tensor.mm, (values(1, 3, 5), MATRIX), {}),
+    "bmm": (torch.bmm, (values(1, 2, 3, 5), values(2, 2, 5, 4)), {}),
+    "addmm": (torch.addmm, (values(3, 4), values(1, 3, 5), MATRIX), {}),
+    "conv1d": (F.conv1d, (values(1, 2, 4, 9), values(2, 6, 4, 3), values(3, 6)), {"padding": 1}),
+    "conv2d": (F.conv2d, (values(1, 2, 4, 7, 6), values(2, 6, 2, 3, 2), None, (2, 1), (1, 0), 1, 2), {}),
+    "conv2d with a bias": (F.conv2d, (values(1, 2, 4, 7, 6), values(2, 6, 4, 3, 2), values(3, 6)), {"dilation": 2}),
+    "conv3d": (F.conv3d, (values(1, 2, 2, 4, 4, 4), values(2, 3, 2, 2, 2, 2)), {"stride": [2]}),
+    "embedding": (F.embedding, (TOKENS, values(2, 6, 4)), {}),
+    "embedding with padding": (F.embedding, (TOKENS, values(2, 6, 4)), {"padding_idx": -2}),
+    "embedding by frequency": (F.embedding, (TOKENS, values(2, 6, 4)), {"scale_grad_by_freq": True}),
+    "conv2d that keeps the size": (F.conv2d, (values(1, 2, 4, 7, 6), values(2, 6, 4, 3, 3)), {"padding": "same"}),
     "transposed convolution": (
         F.conv_transpose2d,
         (values(1, 2, 4, 5, 5), values(2, 4, 6, 3, 3)),
@@ -21,6 +59,7 @@ CASES = {
     ),
     "complex matrices": (torch.mm, (values(1, 3, 5) + 0j, values(2, 5, 4) * 1j), {}),
     "complex batches": (torch.bmm, (values(1, 2, 3, 5) + 0j, values(2, 2, 5, 4) * 1j), {}),
+    "sparse activations": (torch.mm, (values(1, 3, 5).to_sparse(), MATRIX), {}),
 }
 
 
@@ -44,11 +83,23 @@ def leaf(value):
     return nn.Parameter(value.detach()) if is_tensor and (value.is_floating_point() or value.is_complex()) else value
 
 
+def again(function, *args, **kwargs):
+    """Run a function whose saved tensors checkpointing keeps."""
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def on_cpu(function, *args, **kwargs):
+    """Run a function whose saved tensors are moved away."""
+    with save_on_cpu():
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("run", [lambda function, *args, **kwargs: function(*args, **kwargs), again, on_cpu])
 @pytest.mark.parametrize("name", CASES)
-def test_the_gradients_of_a_product_are_those_of_autograd(name):
+def test_the_gradients_of_a_product_are_those_of_autograd(name, run):
     function, args, kwargs = CASES[name]
     args, kwargs = [leaf(value) for value in args], {key: leaf(value) for key, value in kwargs.items()}
-    output = function(*args, **kwargs)
+    output = run(function, *args, **kwargs)
     _, product = product_in(output)
     late = []
     product.watch(late)
@@ -114,40 +165,43 @@ def test_of_a_convolution_and_its_bias_only_the_trained_one_is_deferred(trained)
     assert all(map(torch.equal, gradients_through(product, weights), expected))
 
 
-def test_activations_that_others_keep_are_told():
-    weight, hidden = nn.Parameter(values(2, 5, 4)), leaf(values(1, 3, 5))
+def test_gradients_of_a_sparse_table_are_sparse():
+    table = leaf(values(2, 6, 4))
+    output = F.embedding(TOKENS, table, sparse=True)
+    _, product = product_in(output)
+    product.watch([])
+    output.backward(values(9, 2, 3, 4), inputs=product.ends(hands_over=False))
 
-    found = [
-        product_in(run(hidden))[1].is_kept_elsewhere
-        for run in (lambda x: x @ weight, lambda x: checkpoint(lambda y: y @ weight, x, use_reentrant=False))
-    ]
+    (found,) = product.gradients()
 
-    assert found == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("function", "args", "kwargs"),
-    [
-        (F.linear, (values(1, 5), values(2, 4, 5)), {}),
-        (torch.matmul, (values(1, 5), MATRIX), {}),
-        (torch.matmul, (values(1, 2, 3, 5), values(2, 1, 5, 4)), {}),
-        (torch.mm, (values(1, 3, 5), MATRIX), {"out": torch.empty(3, 4)}),
-        (torch.bmm, (values(1, 2, 3, 5), values(2, 2, 5, 4)), {"out": torch.empty(2, 3, 4)}),
-        (torch.addmm, (values(3, 4), values(1, 3, 5), MATRIX), {"beta": 2}),
-        (F.conv2d, (values(1, 4, 7, 6), values(2, 6, 4, 3, 2)), {}),
-        (F.conv2d, (values(1, 2, 4, 7, 6), values(2, 6, 4, 3, 2)), {"padding": "same"}),
-        (F.embedding, (TOKENS, values(2, 6, 4)), {"max_norm": 1.0}),
-        (torch.add, (values(1, 5), values(2, 5)), {}),
-        (torch.matmul, (values(1, 3, 5).to_sparse(), MATRIX), {}),
-    ],
-)
-def test_what_has_no_known_formula_is_no_product(function, args, kwargs):
-    assert read_call(function, needing_gradients(args), kwargs) is None
+    assert found.is_sparse
+    assert torch.equal(found.to_dense()[3], torch.zeros(4))
 
 
-@pytest.mark.parametrize("function", [F.linear, torch.matmul])
-def test_a_frozen_weight_makes_no_product(function):
-    assert read_call(function, (values(1, 2, 3, 3), values(2, 3, 3)), {}) is None
+@pytest.mark.parametrize("function", [torch.mm, lambda hidden, weight: F.conv1d(hidden[None], weight[..., None])])
+def test_what_others_bring_back_only_once_is_no_product(function):
+    with saved_tensors_hooks(lambda tensor: [tensor], lambda kept: kept.pop()):
+        output = function(leaf(values(1, 4, 4)), leaf(values(2, 4, 4)))
+
+    assert read_node(output.grad_fn) is None
+
+
+def test_nor_is_what_has_a_weight_that_is_made_of_what_others_keep():
+    layer = weight_norm(nn.Linear(5, 4))
+    with save_on_cpu():
+        output = layer(values(1, 3, 5))
+
+    assert read_node(output.grad_fn) is None
+
+
+def test_a_kernel_is_kept_and_not_counted_where_it_is_a_parameter():
+    for weight, is_counted in (leaf(values(2, 6, 4, 3)), False), (leaf(values(2, 6, 4, 3)) * 2, True):
+        output = checkpoint(F.conv1d, values(1, 2, 4, 9), weight, use_reentrant=False)
+        _, product = product_in(output)
+        product.watch([])
+        output.sum().backward(inputs=product.ends(hands_over=False))
+
+        assert (weight.shape in [each.shape for each in product.kept]) == is_counted
 
 
 def test_a_product_after_nothing_but_its_weights_is_an_end():

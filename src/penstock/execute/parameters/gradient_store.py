@@ -21,7 +21,7 @@ Megatron-LM gave them their name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,8 +68,6 @@ class WeightInputs:
 
     entries: list[WeightEntry]
     """In the order in which a whole backward would come to them; those that write by themselves last."""
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
-    """W runs within it: what weights are made of may have to be computed again."""
 
 
 class StoredGradients:
@@ -192,9 +190,8 @@ class GradientStore(StoredGradients):
         # group, in that order, and a group is never cut: so one call of autograd sums all gradients of a parameter, in
         # the order of its roots, and hooks see the sum once, as in a whole backward. Groups share no parameter, hence
         # no gradient: in which calls they come bounds the memory, and changes no bits.
-        with inputs.around():
-            for groups in in_pieces(_by_parameter([each for each in entries if each.parameters]), _size, _GROUP_BYTES):
-                _add_group([entry for group in groups for entry in group])
+        for groups in in_pieces(_by_parameter([each for each in entries if each.parameters]), _size, _GROUP_BYTES):
+            _add_group([entry for group in groups for entry in group])
         entries.clear()
         with torch.no_grad():
             while own:

@@ -3,8 +3,6 @@
 In the order of a step:
 
     planner, plan      before a step: one `SplitPlan` from what earlier steps have shown; the reasons that are reported
-    weight_grad_mode, watched_layers
-                       a forward that splits its products itself, where layers run again in the backward
     deferred_weights   I: a backward to all leaves but the weights that wait; W: what it has left
     graph_search       the walk of I through the graph: asks the finders at each node, settles conflicts
     finders            who is asked, and in what order
@@ -13,7 +11,7 @@ In the order of a step:
 
 One file per way to wait; none of them knows another one, and neither does the walk:
 
-    products, formulas          products of activations and weights
+    products                    products of activations and weights
     weight_branch               what is made of weights alone and meets the activations elsewhere
     custom_function, wanted     functions of the user's whose backward asks which half is wanted
     compiled_block, graph_cut   compiled blocks, whose backward is cut in two halves
@@ -24,7 +22,7 @@ reason of each matrix (`Reason`):
 
     small                   `SplitPlan.small`: its size is under `planner.SMALL`; `SplitPlanner.is_small` says so
     cannot be told apart    no finder has found it: its node is of no kind that one knows, or a function that does not
-                            ask, or `WeightGraph.behind` has returned None; or `_Search.settle` has refused it; or it
-                            `is_kept_elsewhere`, and `SplitPlan.in_forward` does not have it
+                            ask, or `is_saved_elsewhere`, or `WeightGraph.behind` has returned None; or `_Search.settle`
+                            has refused it
     its layer computes it   no gradient has come to it in I, and no finder has found it
 """

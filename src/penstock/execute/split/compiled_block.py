@@ -9,7 +9,7 @@ leads on from the node, and a schedule with whole backwards needs neither.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.errors import warn
 from penstock.execute.split.graph_cut import BackwardGraph, Cut, Half
-from penstock.execute.split.waiting import COPY, Waiting, not_parameters, require_version
+from penstock.execute.split.waiting import COPY, Waiting, require_version
 from penstock.execute.split.weight_graph import WeightGraph, open_places
 from penstock.execute.undocumented import version_of
 from penstock.execute.undocumented_compiler import backward_of, boxed, continuing, running_node, without_autocast
@@ -165,11 +165,8 @@ class CompiledBlock(Waiting):
     _kept: list[Any] = field(init=False, default_factory=list)
     _versions: list[int] = field(init=False, default_factory=list)
 
-    @property
-    def kept(self) -> list[Tensor]:
-        """The tensors that W needs, parameters and views of them apart."""
-        owned = {parameter.untyped_storage().data_ptr() for parameter in self.parameters}
-        return [each for each in not_parameters(self._tensors()) if each.untyped_storage().data_ptr() not in owned]
+    def held(self) -> Iterable[Any]:
+        return self._kept
 
     def ends(self, *, hands_over: bool) -> Sequence[GradientEdge]:
         """Return an edge behind the node, which gets no gradient then, to have the node run the input half."""

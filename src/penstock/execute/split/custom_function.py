@@ -6,16 +6,16 @@ W   backward(stand-in for ctx, dy) -> None, dw
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.errors import PipelineError, warn
-from penstock.execute.split.waiting import Waiting, fitted, not_parameters, require_version
+from penstock.execute.split.waiting import Waiting, detached, fitted, require_version
 from penstock.execute.split.wanted import BackwardHalf, want
 from penstock.execute.split.weight_graph import WeightGraph, open_places
 from penstock.execute.undocumented import (
@@ -60,10 +60,8 @@ class CustomFunction(Waiting):
         self.function = function_of(self.node)
         self.arguments = arguments_of(self.node, self.places)
 
-    @property
-    def kept(self) -> list[Tensor]:
-        """The gradients of the outputs, and what the ctx holds."""
-        return not_parameters(_tensors_in([self.arrived, vars(self.ctx) if self.ctx else ()]))
+    def held(self) -> Iterable[Any]:
+        return _tensors_in([self.arrived, vars(self.ctx) if self.ctx else ()])
 
     def watch(self, found: list[Waiting]) -> None:
         """Have I call the backward for the inputs alone."""
@@ -82,7 +80,7 @@ class CustomFunction(Waiting):
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients and what the ctx holds; detached, since an output that is saved leads to the node."""
         node, self.arrived = self.node, gradients
-        saved = tuple(map(_detached, node.saved_tensors))
+        saved = tuple(None if each is None else detached(each) for each in node.saved_tensors)
         self.versions = [0 if each is None else version_of(each) for each in saved]
         self.ctx = SimpleNamespace(**{name: value for name, value in vars(node).items() if name != "apply"})
         self.ctx.saved_tensors = saved
@@ -140,10 +138,6 @@ def _name_of(function: Any, argument: int) -> str:
         names = names[1:]
     is_named = argument < len(names) and names[argument].kind is not inspect.Parameter.VAR_POSITIONAL
     return f"its argument `{names[argument].name}`" if is_named else f"its argument number {argument + 1}"
-
-
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return tensor if tensor is None or isinstance(tensor, nn.Parameter) else tensor.detach()
 
 
 def _listed(results: Any) -> list[Any]:

@@ -7,37 +7,30 @@ I computes exactly what it is told to, by `inputs` of autograd's backward, so th
 frees the graph as it goes, but for the few nodes that lead to weights that wait.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointError
 
-from penstock.errors import PipelineError
 from penstock.execute.parameters.gradient_store import WeightEntry, WeightInputs
 from penstock.execute.split.graph_search import Survey
 from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS, OwnEntry, OwnWeightGradients
 from penstock.execute.split.waiting import Waiting
-from penstock.execute.split.weight_grad_mode import RecomputeMismatch, WeightGradMode
 from penstock.execute.undocumented import has_hooks, nodes_in_python_stay, order_of, run_node
 
-Watch = Callable[[WeightGradMode], AbstractContextManager[Any]]
-"""Has products of some layers run through a mode."""
-Search = Callable[[Sequence[GradientEdge], Set[int]], Survey]
-"""From where a backward begins, and ids of weights whose products were split in the forward."""
-GiveUp = Callable[[frozenset[int]], str]
-"""Has no later step split products in the forward, and names the weights whose ids it gets."""
+Search = Callable[[Sequence[GradientEdge]], Survey]
+"""From where a backward begins."""
 
 
 class DeferredWeights:
     """The weight gradients of one forward that are left to W."""
 
-    def __init__(self, search: Search | None, weights: frozenset[int], watch: Watch, give_up: GiveUp) -> None:
-        """`search` finds what can wait, if anything; products of `weights` are split in the forward."""
+    def __init__(self, search: Search | None) -> None:
+        """`search` finds what can wait, if anything."""
         self.entries: list[Waiting] = []
         """In the order in which a whole backward would come to them; filled by I."""
         self._leaves: list[Tensor] = []
@@ -46,14 +39,6 @@ class DeferredWeights:
         self._graph: list[GradientEdge] = []
         """The edges that W has to hold where nodes in Python do not stay by themselves."""
         self._search = search
-        self._mode = WeightGradMode(weights)
-        self._watch = watch
-        self._give_up = give_up
-
-    @property
-    def has_split_products(self) -> bool:
-        """Whether the forward was another than it would have been for a whole backward."""
-        return bool(self._mode.seen)
 
     def take_leaves(self) -> list[Tensor]:
         """Return the leaves that I has come to, the stage's inputs among them, and forget them; none if nothing waits.
@@ -67,43 +52,19 @@ class DeferredWeights:
         """Return what I has left for W, and keep it no longer."""
         entries: list[WeightEntry] = [*self.entries, *self.own]
         self.entries, self.own = [], []
-        return WeightInputs(entries, self._around_backward)
-
-    @contextmanager
-    def around_forward(self) -> Iterator[None]:
-        """Run the forward in here."""
-        with self._watch(self._mode):
-            yield
-
-    @contextmanager
-    def around_input(self) -> Iterator[None]:
-        """Run I in here; layers that run again in it split the products that the forward split.
-
-        Raises:
-            PipelineError: layers that run again do something else than in the forward, in which products were split.
-        """
-        try:
-            with self._around_backward(), WEIGHT_GRADIENTS.waiting_in(self.own):
-                yield
-        except torch.OutOfMemoryError:
-            raise  # a RuntimeError too, but it says nothing of the split products
-        except RuntimeError as error:
-            if self.has_split_products:
-                self._blame_split_products(error)
-            raise
+        return WeightInputs(entries)
 
     def backward_input(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         """Run I from some edges, as `torch.autograd.backward` runs a whole backward."""
         if not nodes_in_python_stay():
             self._graph += edges
-        survey = Survey() if self._search is None else self._search(edges, self._mode.seen)
+        survey = Survey() if self._search is None else self._search(edges)
         self._leaves += survey.immediate.values()
         waiting = survey.waiting
         if survey.is_opaque or not waiting:
             with NestedBackwards(self.backward_input) if survey.is_opaque else nullcontext():
                 torch.autograd.backward(edges, gradients)
             return
-        # Edges, since a mode sees a call with tensors and is off until it returns: then it would miss what runs again.
         inputs: list[Any] = [GradientEdge(node, 0) for node in survey.immediate]
         hands_over = any(each.is_entry for each in waiting)
         ends = [each.ends(hands_over=hands_over) for each in waiting]
@@ -125,33 +86,12 @@ class DeferredWeights:
         # As a whole backward comes to them, which has run those that were handed over in their turn.
         self.entries += sorted(found, key=lambda each: orders[id(each)], reverse=True) if hands_over else found
 
-    def _blame_split_products(self, error: RuntimeError) -> None:
-        """From the next step on the forward is that of a whole backward, whether or not the split products failed."""
-        names = self._give_up(frozenset(self._mode.seen))
-        if isinstance(error, CheckpointError | RecomputeMismatch):
-            raise PipelineError(
-                f"layers that run again in the backward did not do what they did in the forward, which was made for "
-                f"deferred weight gradients of {names}: {error}. Their gradients are not used. From the next step on "
-                "the gradients of these weights are computed in I: zero the gradients and run the step again. If it "
-                "fails again, the layers are not deterministic"
-            ) from error
-
-    @contextmanager
-    def _around_backward(self) -> Iterator[None]:
-        self._mode.is_in_backward = True
-        try:
-            with self._watch(self._mode):
-                yield
-        finally:
-            self._mode.is_in_backward = False
-
 
 @contextmanager
 def around_backward(own: OwnWeightGradients, deferred: DeferredWeights | None) -> Iterator[None]:
     """Run a backward of a stage in here: an I, which leaves `deferred` something for W, or with None a whole one."""
     waiting = None if deferred is None else deferred.own
-    around_input = WEIGHT_GRADIENTS.waiting_in(None) if deferred is None else deferred.around_input()
-    with own.around_backward(waiting) if own else nullcontext(), around_input:
+    with own.around_backward(waiting) if own else nullcontext(), WEIGHT_GRADIENTS.waiting_in(waiting):
         yield
 
 

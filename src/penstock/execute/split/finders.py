@@ -3,7 +3,6 @@
 Each finder is in a file of its own, which knows none of the others. Weight gradients wait
 
     behind products of activations and weights               products
-    the same, of products that the forward has split         weight_grad_mode
     behind compiled blocks                                   compiled_block
     behind custom functions that ask which half is wanted    custom_function
     in branches of the graph that are made of weights alone  weight_branch
@@ -19,11 +18,10 @@ from penstock.execute.split.custom_function import find_custom_function
 from penstock.execute.split.products import NODES
 from penstock.execute.split.waiting import Finder
 from penstock.execute.split.weight_branch import find_branch
-from penstock.execute.split.weight_grad_mode import SPLIT_PRODUCT, find_split_product
 from penstock.execute.undocumented_compiler import COMPILED
 
-OF_OWN_NODES: Mapping[str, Finder] = {SPLIT_PRODUCT: find_split_product, COMPILED: find_compiled_block}
-"""By the kind of a node that Penstock or a compiler has made; nobody else is asked about it."""
+OF_OWN_NODES: Mapping[str, Finder] = {COMPILED: find_compiled_block}
+"""By the kind of a node that a compiler has made; nobody else is asked about it."""
 ANYWHERE: Finder = find_branch
 """Asked first about any other node."""
 BY_KIND: Mapping[str, Finder] = NODES

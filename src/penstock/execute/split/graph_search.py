@@ -39,8 +39,6 @@ class Survey:
     """The leaves whose gradients are computed in I, the stage's inputs among them, by their nodes."""
     sizes: dict[int, float] = field(default_factory=dict)
     """Per id of a weight, the multiplications of its gradients as far as they might wait."""
-    kept_elsewhere: set[int] = field(default_factory=set)
-    """Ids of weights that do not wait because others keep what W needs, such as checkpointing."""
     functions: set[Any] = field(default_factory=set)
     """Custom functions; some may ask which half is wanted."""
     is_opaque: bool = False
@@ -140,9 +138,6 @@ class _Search:
         for key in ids:
             sizes[key] = sizes.get(key, 0.0) + found.num_multiplications
         if not self._small.isdisjoint(ids):
-            return None
-        if found.is_kept_elsewhere:
-            self.survey.kept_elsewhere.update(ids)
             return None
         self.waiting[node] = found
         return found

@@ -6,12 +6,11 @@ others wait is in the log at DEBUG. If much does not wait, a warning says so onc
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache, partial
+from functools import partial
 from operator import is_
-from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -20,8 +19,6 @@ from penstock.errors import listed, warn
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.split.graph_search import Survey, search
 from penstock.execute.split.plan import Shown, SplitPlan, plan_from
-from penstock.execute.split.watched_layers import WatchedLayers
-from penstock.execute.split.weight_grad_mode import WeightGradMode
 
 _LOG = logging.getLogger("penstock")
 SMALL = 2**21
@@ -60,7 +57,7 @@ class ImmediateWeights:
 class SplitPlanner:
     """Plans how the backwards of some layers are split, step by step."""
 
-    def __init__(self, modules: Sequence[nn.Module], *, small: float = SMALL) -> None:
+    def __init__(self, small: float = SMALL) -> None:
         """`small` is how many multiplications a weight's gradient must take to be deferred."""
         self.plan = SplitPlan()
         """That of the latest step."""
@@ -68,10 +65,8 @@ class SplitPlanner:
         """Whether it is known which weights do not wait."""
         self.immediate: ImmediateWeights | None = None
         """Those that do not wait; None where it is not known."""
-        self._modules = modules
         self._border = small
         self._shown = Shown()
-        self._layers_for = lru_cache(2)(partial(WatchedLayers, modules))
         self._trained: list[nn.Parameter] = []
         self._num_elements = 0
         self._is_new_step = self._is_first_walk = True
@@ -98,14 +93,13 @@ class SplitPlanner:
         walk = self._survey if self.plan.searches else None
         if walk is None:
             self._how = {}
-        return DeferredWeights(walk, self.plan.in_forward, self._watch, self._give_up)
+        return DeferredWeights(walk)
 
     @property
     def is_settled(self) -> bool:
         """Whether the next step will split what this one does."""
-        following, now = self._following(), self.plan
-        is_same = following.watches_all == now.watches_all and following.in_forward <= now.in_forward
-        return is_same and following.asking == now.asking and following.small == now.small
+        following = self._following()
+        return (following.asking, following.small) == (self.plan.asking, self.plan.small)
 
     def is_small(self, weight: Tensor) -> bool:
         """Whether a weight is too small for its gradient to be deferred: names the reason, `plan_from` decides."""
@@ -148,33 +142,16 @@ class SplitPlanner:
         return ImmediateWeights(_share_of(immediate, matrices), names, reasons)
 
     def _following(self) -> SplitPlan:
-        return plan_from(self._shown, self._border, lambda weights: self._layers_for(weights).is_complete)
+        return plan_from(self._shown, self._border)
 
-    def _watch(self, mode: WeightGradMode) -> AbstractContextManager[Any]:
-        """Have the products that the plan splits in the forward run through a mode."""
-        plan = self.plan
-        if not plan.in_forward:
-            return nullcontext()
-        return mode if plan.watches_all else self._layers_for(plan.in_forward).watching(mode)
-
-    def _survey(self, edges: Sequence[GradientEdge], seen: Set[int]) -> Survey:
+    def _survey(self, edges: Sequence[GradientEdge]) -> Survey:
         plan = self.plan
         survey = search(edges, plan.small, asking=plan.asking, finds_branches=plan.finds_branches)
         if self._is_first_walk:  # a forward may make functions of its own anew: those of earlier steps are forgotten
             self._is_first_walk, self._shown.functions, self._how = False, set(), {}
-        self._shown.add(survey, plan, seen)
+        self._shown.add(survey)
         self._how |= {id(parameter): each.how for each in survey.waiting for parameter in each.parameters}
         return survey
-
-    def _give_up(self, weights: frozenset[int]) -> str:
-        self._shown.has_failed = True
-        names = {
-            id(weight): f"{type(module).__name__}.{name}"
-            for module in self._modules
-            for name, weight in module.named_parameters()
-            if id(weight) in weights
-        }
-        return listed([*names.values()])
 
 
 def _report(

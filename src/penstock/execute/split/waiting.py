@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from penstock.errors import PipelineError
 from penstock.execute.split.weight_graph import MadeOf, WeightGraph
 from penstock.execute.undocumented import metadata_at, version_of
+from penstock.execute.values.tensors import memory_of
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +40,6 @@ class Waiting:
     """How many the weight gradients take; infinite where they say nothing of the time."""
     roots: Sequence[GradientEdge] = field(init=False)
     """Where the weight gradients enter the graph that leads to the parameters, one per place."""
-    is_kept_elsewhere: bool = field(default=False, kw_only=True)
-    """Whether others keep what W needs, such as checkpointing: they can be asked for it only once."""
 
     is_entry = False
     """Whether W runs the node itself: I ends at it, and hands over the gradients that arrive there."""
@@ -60,7 +60,13 @@ class Waiting:
 
     @property
     def kept(self) -> list[Tensor]:
-        """The tensors that it holds for W, parameters apart."""
+        """The tensors that it holds for W; parameters, and views of those that get the gradients, are there anyway."""
+        owned = {memory_of(parameter) for parameter in self.parameters}
+        held = [each for each in self.held() if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
+        return [each for each in held if each.layout is not torch.strided or memory_of(each) not in owned]
+
+    def held(self) -> Iterable[Any]:
+        """Return what it holds for W, tensors among it."""
         raise AssertionError("each kind has its own")
 
     def arrive(self, number: int) -> None:
@@ -96,9 +102,9 @@ Finder = Callable[[Node, WeightGraph], Waiting | None]
 """Returns the weight gradients of a node that can wait, or None."""
 
 
-def not_parameters(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    """Return the tensors that are held beside the parameters, which are there anyway."""
-    return [each for each in tensors if each is not None and not isinstance(each, nn.Parameter)]
+def detached(tensor: Tensor) -> Tensor:
+    """Return a saved tensor without the graph behind it, which it would hold; nothing is behind a parameter."""
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
 
 
 def require_version(tensor: Tensor, expected: int, subject: str, fix: str) -> None:

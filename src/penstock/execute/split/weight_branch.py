@@ -7,14 +7,15 @@ Hooks of the tensor at the entry see the gradient in I. In W the entry must not 
 second time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from penstock.execute.split.waiting import Waiting, fitted, not_parameters
+from penstock.execute.split.waiting import Waiting, fitted
 from penstock.execute.split.wanted import BackwardHalf, want
 from penstock.execute.split.weight_graph import (
     MadeOf,
@@ -79,13 +80,11 @@ class WeightBranch(Waiting):
         """Whether a gradient comes to each output; a function in Python may expect that."""
         return not is_function(self.node) or len(self.outputs) == num_outputs(self.node)
 
-    @property
-    def kept(self) -> list[Tensor]:
-        """The gradients, and what the branch has saved in the forward."""
+    def held(self) -> Iterable[Any]:
+        """Return the gradients, and what the branch has saved in the forward."""
         if not self.arrived:
             return []
-        saved = [tensor for node in (self.node, *self.made_of.nodes) for tensor in saved_tensors(node)]
-        return not_parameters([*self.arrived, *saved])
+        return [*self.arrived, *(tensor for node in (self.node, *self.made_of.nodes) for tensor in saved_tensors(node))]
 
     def arrive(self, number: int) -> None:
         if number not in self.outputs:

@@ -104,12 +104,8 @@ class StagePasses:
         `gradients` holds one tensor per output that needs one; on a last stage it is empty, the backward begins at the
         loss. An input that did not take part gets zeros.
         """
-        if saved.deferred is not None and not saved.deferred.has_split_products:
-            saved.deferred = None  # a schedule has whole backwards beside split ones, and they need no search
-        results = self._backward(saved, gradients)
-        if saved.deferred is not None:
-            self.gradients.add(saved.take_weight_inputs())
-        return results
+        saved.deferred = None  # a schedule has whole backwards beside split ones, and they need no search
+        return self._backward(saved, gradients)
 
     def backward_input(self, saved: SavedForward, gradients: Sequence[Tensor]) -> tuple[list[Tensor], WeightInputs]:
         """Return the gradients of the inputs, and what is left for those of the weights."""
@@ -140,8 +136,6 @@ class StagePasses:
         with ExitStack() as stack:
             for part in parts:
                 stack.enter_context(part.around_forward())
-            if deferred is not None:
-                stack.enter_context(deferred.around_forward())
             outputs = run_layers(stage, inputs, keywords, before_layer)
         for part in reversed(parts):  # the first feature is outermost: the first to see inputs, the last to see outputs
             outputs = part.leave(outputs)

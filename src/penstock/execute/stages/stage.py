@@ -29,7 +29,7 @@ class Stage:
         self.names = list(self.layers)
         self.taken_keywords = list(map(taken_keywords, self.modules))
         # Split backwards have learned it of the layers; it holds for every program that splits them.
-        self.split_planner = SplitPlanner(self.modules)
+        self.split_planner = SplitPlanner()
         self.own_weight_gradients = OwnWeightGradients(self.modules)
         self._snapshot: ModuleSnapshot | None = None  # not yet: tied parameters are put in place after this
 
