@@ -4,7 +4,6 @@ from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.parameters.gradient_store import GradientStore, WeightInputs
-from penstock.execute.split.deferred_weights import around_backward
 from penstock.execute.split.own_weight_gradients import OwnWeightGradients
 from penstock.execute.stages.passes import PassOptions, StagePasses
 from penstock.execute.step import Step
@@ -22,7 +21,7 @@ def step_of(loss=None, *, num_slices=1, auxiliary=1.0, **options):
 
 def run_input_part(deferred, edges, gradients):
     """Run I, which leaves something in `deferred`."""
-    with around_backward(OwnWeightGradients(()), deferred):
+    with OwnWeightGradients(()).around_backward(deferred.entries):
         deferred.backward_input(edges, gradients)
 
 

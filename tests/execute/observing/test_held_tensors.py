@@ -121,7 +121,7 @@ def test_held_is_what_products_keep_what_is_behind_them_and_what_functions_hold(
     gradient = torch.ones_like(output)
 
     run_input_part(deferred, [get_gradient_edge(output)], [gradient])
-    with WEIGHT_GRADIENTS.waiting_in(deferred.own):
+    with WEIGHT_GRADIENTS.waiting_in(deferred.entries):
         WEIGHT_GRADIENTS.put(partial(torch.add, GRADIENT, FEATURES))
 
     expected = [features, gradient, made, GRADIENT, FEATURES]

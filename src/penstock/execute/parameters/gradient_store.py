@@ -67,7 +67,7 @@ class WeightInputs:
     """The entries that one I leaves for its W."""
 
     entries: list[WeightEntry]
-    """In the order in which a whole backward would come to them; those that write by themselves last."""
+    """In the order in which a whole backward would come to them; those that write by themselves are called last."""
 
 
 class StoredGradients:

@@ -8,7 +8,7 @@ frees the graph as it goes, but for the few nodes that lead to weights that wait
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.execute.parameters.gradient_store import WeightEntry, WeightInputs
 from penstock.execute.split.graph_search import Survey
-from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS, OwnEntry, OwnWeightGradients
 from penstock.execute.split.waiting import Waiting
 from penstock.execute.undocumented import has_hooks, nodes_in_python_stay, order_of, run_node
 
@@ -31,11 +30,9 @@ class DeferredWeights:
 
     def __init__(self, search: Search | None) -> None:
         """`search` finds what can wait, if anything."""
-        self.entries: list[Waiting] = []
-        """In the order in which a whole backward would come to them; filled by I."""
+        self.entries: list[WeightEntry] = []
+        """In the order in which a whole backward would come to them; filled by I. Layers add functions of their own."""
         self._leaves: list[Tensor] = []
-        self.own: list[OwnEntry] = []
-        """Functions that layers have handed over, to be called in W."""
         self._graph: list[GradientEdge] = []
         """The edges that W has to hold where nodes in Python do not stay by themselves."""
         self._search = search
@@ -50,8 +47,7 @@ class DeferredWeights:
 
     def take_weight_inputs(self) -> WeightInputs:
         """Return what I has left for W, and keep it no longer."""
-        entries: list[WeightEntry] = [*self.entries, *self.own]
-        self.entries, self.own = [], []
+        entries, self.entries = self.entries, []
         return WeightInputs(entries)
 
     def backward_input(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
@@ -85,14 +81,6 @@ class DeferredWeights:
                 each.release()
         # As a whole backward comes to them, which has run those that were handed over in their turn.
         self.entries += sorted(found, key=lambda each: orders[id(each)], reverse=True) if hands_over else found
-
-
-@contextmanager
-def around_backward(own: OwnWeightGradients, deferred: DeferredWeights | None) -> Iterator[None]:
-    """Run a backward of a stage in here: an I, which leaves `deferred` something for W, or with None a whole one."""
-    waiting = None if deferred is None else deferred.own
-    with own.around_backward(waiting) if own else nullcontext(), WEIGHT_GRADIENTS.waiting_in(waiting):
-        yield
 
 
 def _kept(arrived: Iterable[tuple[Waiting, Sequence[Tensor | None]]]) -> Iterator[Waiting]:

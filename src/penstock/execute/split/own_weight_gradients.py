@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PipelineError
-from penstock.execute.parameters.gradient_store import without_gradients
+from penstock.execute.parameters.gradient_store import WeightEntry, without_gradients
 
 Closure = Callable[[], Any]
 
@@ -57,7 +57,7 @@ class WeightGradients:
     """
 
     def __init__(self) -> None:
-        self._running: dict[int, list[OwnEntry] | None] = {}
+        self._running: dict[int, list[WeightEntry] | None] = {}
         """By thread that runs a backward, where functions wait; None where they do not."""
 
     @property
@@ -74,7 +74,7 @@ class WeightGradients:
             waiting.append(OwnEntry(closure))
 
     @contextmanager
-    def waiting_in(self, waiting: list[OwnEntry] | None) -> Iterator[None]:
+    def waiting_in(self, waiting: list[WeightEntry] | None) -> Iterator[None]:
         """Run a backward in here: an `I`, which adds functions to `waiting`, or with None a whole one."""
         thread = threading.get_ident()
         before = self._running.get(thread)
@@ -86,7 +86,7 @@ class WeightGradients:
             if before is not None:
                 self._running[thread] = before
 
-    def _waiting(self) -> list[OwnEntry] | None:
+    def _waiting(self) -> list[WeightEntry] | None:
         thread = threading.get_ident()
         if thread in self._running or len(self._running) != 1:
             return self._running.get(thread)
@@ -134,10 +134,11 @@ class OwnWeightGradients:
             _gradients_of_entry(self._entries.pop())
 
     @contextmanager
-    def around_backward(self, waiting: list[OwnEntry] | None) -> Iterator[None]:
-        """Run a backward in here; what computes its weight gradients is added to `waiting`, or run at once."""
-        self._is_running = True
-        yield
+    def around_backward(self, waiting: list[WeightEntry] | None) -> Iterator[None]:
+        """Run a backward in here: an I, which adds what waits for W to a list, or with None a whole one."""
+        self._is_running = bool(self)
+        with WEIGHT_GRADIENTS.waiting_in(waiting):
+            yield
         self._is_running = False  # not if it fails
         queues = [layer for layer in self.fused if layer.need_backward_dw()]
         self._entries += queues

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.parameters.gradient_store import GradientStore, WeightInputs
-from penstock.execute.split.deferred_weights import DeferredWeights, around_backward
+from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.stages.feature import ForwardPart, StageFeature
 from penstock.execute.stages.keywords import run_layers
 from penstock.execute.stages.stage import Stage
@@ -228,7 +228,7 @@ class StagePasses:
         self.gradients.begin_backward()
         if saved.edges:
             run = torch.autograd.backward if deferred is None else deferred.backward_input
-            with around_backward(self.stage.own_weight_gradients, deferred):
+            with self.stage.own_weight_gradients.around_backward(None if deferred is None else deferred.entries):
                 run(saved.edges, gradients)
         results = []
         for leaf in saved.inputs:
