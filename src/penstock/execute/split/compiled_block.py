@@ -9,7 +9,7 @@ leads on from the node, and a schedule with whole backwards needs neither.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +19,8 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.errors import warn
 from penstock.execute.split.graph_cut import BackwardGraph, Cut, Half
-from penstock.execute.split.waiting import COPY, Waiting, require_version
+from penstock.execute.split.waiting import Waiting
 from penstock.execute.split.weight_graph import WeightGraph, open_places
-from penstock.execute.undocumented import version_of
 from penstock.execute.undocumented_compiler import backward_of, boxed, continuing, running_node, without_autocast
 
 Run = Callable[[list[Any]], Sequence[Tensor | None]]
@@ -162,11 +161,6 @@ class CompiledBlock(Waiting):
 
     halves: Halves
     _found: list[Waiting] = field(init=False, default_factory=list)
-    _kept: list[Any] = field(init=False, default_factory=list)
-    _versions: list[int] = field(init=False, default_factory=list)
-
-    def held(self) -> Iterable[Any]:
-        return self._kept
 
     def ends(self, *, hands_over: bool) -> Sequence[GradientEdge]:
         """Return an edge behind the node, which gets no gradient then, to have the node run the input half."""
@@ -180,8 +174,8 @@ class CompiledBlock(Waiting):
 
     def run(self, arguments: list[Any]) -> Sequence[Tensor | None]:
         """Run the input half, in the place of the whole backward."""
-        gradients, self._kept = self.halves.run_first(arguments)
-        self._versions = list(map(version_of, self._tensors()))
+        gradients, kept = self.halves.run_first(arguments)
+        self.hold(kept, checked=kept)
         self._found.append(self)
         return gradients
 
@@ -196,19 +190,8 @@ class CompiledBlock(Waiting):
         Raises:
             PipelineError: what it needs has been changed in place since the backward ran.
         """
-        self._require_unchanged()
-        kept, self._kept = self._kept, []
-        return self.halves.run_second(kept)
-
-    def _require_unchanged(self) -> None:
-        for tensor, version in zip(self._tensors(), self._versions, strict=True):
-            subject = (
-                f"a tensor of shape {tuple(tensor.shape)} that a compiled block keeps for its weight gradients was"
-            )
-            require_version(tensor, version, subject, COPY)
-
-    def _tensors(self) -> list[Tensor]:
-        return [each for each in self._kept if isinstance(each, Tensor)]
+        subject = "a tensor of shape {shape} that a compiled block keeps for its weight gradients was"
+        return self.halves.run_second([*self.take_operands(subject)])
 
 
 def find_compiled_block(node: Any, graph: WeightGraph) -> CompiledBlock | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError, warn
-from penstock.execute.split.waiting import Waiting, detached, fitted, require_version
+from penstock.execute.split.waiting import Waiting, detached, fitted
 from penstock.execute.split.wanted import BackwardHalf, want
 from penstock.execute.split.weight_graph import WeightGraph, open_places
 from penstock.execute.undocumented import (
@@ -25,7 +25,6 @@ from penstock.execute.undocumented import (
     is_any_saved_elsewhere,
     run_instead,
     runs_once,
-    version_of,
 )
 
 _WARNED = "_penstock_warned"
@@ -48,12 +47,8 @@ class CustomFunction(Waiting):
     function: Any = field(init=False)
     arguments: Sequence[int] = field(init=False)
     """Which arguments of the forward the weights are."""
-    arrived: Sequence[Tensor | None] = ()
-    """Those of the outputs, between I and W."""
     ctx: Any = None
     """A stand-in for W, with what the forward has left on the ctx."""
-    versions: Sequence[int] = ()
-    """Of the tensors that it saved."""
 
     def __post_init__(self) -> None:
         Waiting.__post_init__(self)
@@ -61,7 +56,7 @@ class CustomFunction(Waiting):
         self.arguments = arguments_of(self.node, self.places)
 
     def held(self) -> Iterable[Any]:
-        return _tensors_in([self.arrived, vars(self.ctx) if self.ctx else ()])
+        return _tensors_in([self.operands, vars(self.ctx) if self.ctx else ()])
 
     def watch(self, found: list[Waiting]) -> None:
         """Have I call the backward for the inputs alone."""
@@ -79,9 +74,9 @@ class CustomFunction(Waiting):
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients and what the ctx holds; detached, since an output that is saved leads to the node."""
-        node, self.arrived = self.node, gradients
+        node = self.node
         saved = tuple(None if each is None else detached(each) for each in node.saved_tensors)
-        self.versions = [0 if each is None else version_of(each) for each in saved]
+        self.hold(gradients, checked=saved)
         self.ctx = SimpleNamespace(**{name: value for name, value in vars(node).items() if name != "apply"})
         self.ctx.saved_tensors = saved
         self.ctx.needs_input_grad = tuple(number in self.arguments for number in range(len(node.needs_input_grad)))
@@ -98,12 +93,9 @@ class CustomFunction(Waiting):
             PipelineError: a saved tensor was changed in place since I ran, or there are too few gradients.
         """
         ctx, name = self.ctx, self.function.__name__
-        for tensor, version in zip(ctx.saved_tensors, self.versions, strict=True):
-            if tensor is not None:
-                subject = f"{name}: a tensor of shape {tuple(tensor.shape)} that it saved was"
-                require_version(tensor, version, subject, "Save a copy (clone())")
-        results = _listed(backward_of(self.function)(ctx, *self.arrived))
-        self.arrived, self.ctx = (), None
+        arrived = self.take_operands(f"{name}: a tensor of shape {{shape}} that it saved was", "Save a copy (clone())")
+        results = _listed(backward_of(self.function)(ctx, *arrived))
+        self.ctx = None
         if len(results) <= max(self.arguments):
             raise PipelineError(
                 f"{name}.backward: in the `W` of a split backward it returned {len(results)} gradients, expected "

@@ -10,14 +10,13 @@ its reader and its row in `NODES`, and a test of what they count on in tests/exe
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from penstock.execute.split.waiting import COPY, Finder, Waiting, detached, require_version
+from penstock.execute.split.waiting import Finder, Waiting, detached
 from penstock.execute.split.weight_graph import WeightGraph, open_places
 from penstock.execute.undocumented import (
     ADDMM,
@@ -31,7 +30,6 @@ from penstock.execute.undocumented import (
     saved,
     saved_before_run,
     saved_padding,
-    version_of,
 )
 
 Formula = Callable[..., Sequence[Tensor | None]]
@@ -49,12 +47,6 @@ class Product(Waiting):
     formula: Formula
     names: Sequence[str]
     """Of what the formula takes, as the node has saved it."""
-    operands: Sequence[Any] = ()
-    """Between I and W: the gradient of the output, the activations, and further tensors that the formula takes."""
-    _activations_version: int = 0
-
-    def held(self) -> Iterable[Any]:
-        return self.operands
 
     def watch(self, found: list[Waiting]) -> None:
         """Have the backward that comes through the node keep what W needs, and add the product to a list.
@@ -72,8 +64,7 @@ class Product(Waiting):
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
         kept = [detached(saved_before_run(self.node, name)) for name in self.names]
-        self.operands = [*gradients[:1], *kept]
-        self._activations_version = version_of(kept[0])
+        self.hold([gradients[0], *kept], checked=kept[:1])
 
     def gradients(self) -> Sequence[Tensor | None]:
         """Compute the gradients, one per root, and release everything.
@@ -81,10 +72,7 @@ class Product(Waiting):
         Raises:
             PipelineError: if the activations have been changed in place since the backward ran.
         """
-        operands, self.operands = self.operands, ()
-        activations = operands[1]
-        subject = f"activations of shape {tuple(activations.shape)}, which a layer multiplied by its weights, were"
-        require_version(activations, self._activations_version, subject, COPY)
+        operands = self.take_operands("activations of shape {shape}, which a layer multiplied by its weights, were")
         return [each for each in self.formula(*operands) if each is not None]
 
 

@@ -24,6 +24,8 @@ from penstock.execute.split.weight_graph import MadeOf, WeightGraph
 from penstock.execute.undocumented import metadata_at, version_of
 from penstock.execute.values.tensors import memory_of
 
+COPY = "Let the layer use a copy (clone()) of what it changes, such as a buffer"
+
 
 @dataclass(slots=True, eq=False)
 class Waiting:
@@ -40,6 +42,10 @@ class Waiting:
     """How many the weight gradients take; infinite where they say nothing of the time."""
     roots: Sequence[GradientEdge] = field(init=False)
     """Where the weight gradients enter the graph that leads to the parameters, one per place."""
+    operands: Sequence[Any] = field(init=False, default=())
+    """Between I and W: from what W computes the gradients."""
+    _versions: Sequence[tuple[Tensor, int]] = field(init=False, default=())
+    """Those of operands that must not change meanwhile."""
 
     is_entry = False
     """Whether W runs the node itself: I ends at it, and hands over the gradients that arrive there."""
@@ -67,7 +73,28 @@ class Waiting:
 
     def held(self) -> Iterable[Any]:
         """Return what it holds for W, tensors among it."""
-        raise AssertionError("each kind has its own")
+        return self.operands
+
+    def hold(self, operands: Sequence[Any], checked: Sequence[Any]) -> None:
+        """Hold operands until W, some of which must not be changed in place until then."""
+        self.operands = operands
+        self._versions = [(each, version_of(each)) for each in checked if isinstance(each, Tensor)]
+
+    def take_operands(self, subject: str, fix: str = COPY) -> Sequence[Any]:
+        """Return the operands, and hold them no longer.
+
+        Raises:
+            PipelineError: one was changed in place; `subject` says what it is, `fix` what to do.
+        """
+        for tensor, expected in self._versions:
+            if version_of(tensor) != expected:
+                raise PipelineError(
+                    f"{subject.format(shape=tuple(tensor.shape))} changed in place between I and W of a split "
+                    f"backward: at version {version_of(tensor)}, expected {expected}. {fix}, or run a schedule with "
+                    "whole backwards"
+                )
+        operands, self.operands, self._versions = self.operands, (), ()
+        return operands
 
     def arrive(self, number: int) -> None:
         """Note that I comes to this output of the node."""
@@ -97,7 +124,6 @@ class Waiting:
         raise AssertionError("each kind has its own")
 
 
-COPY = "Let the layer use a copy (clone()) of what it changes, such as a buffer"
 Finder = Callable[[Node, WeightGraph], Waiting | None]
 """Returns the weight gradients of a node that can wait, or None."""
 
@@ -105,19 +131,6 @@ Finder = Callable[[Node, WeightGraph], Waiting | None]
 def detached(tensor: Tensor) -> Tensor:
     """Return a saved tensor without the graph behind it, which it would hold; nothing is behind a parameter."""
     return tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
-
-
-def require_version(tensor: Tensor, expected: int, subject: str, fix: str) -> None:
-    """Make sure that a tensor is as it was when I kept it.
-
-    Raises:
-        PipelineError: it was changed in place; `subject` says what it is, `fix` what to do.
-    """
-    if version_of(tensor) != expected:
-        raise PipelineError(
-            f"{subject} changed in place between I and W of a split backward: at version {version_of(tensor)}, "
-            f"expected {expected}. {fix}, or run a schedule with whole backwards"
-        )
 
 
 def fitted(gradient: Tensor | None, edge: GradientEdge) -> Tensor | None:

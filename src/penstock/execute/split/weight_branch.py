@@ -70,8 +70,6 @@ class WeightBranch(Waiting):
 
     outputs: list[int] = field(default_factory=list)
     """Which outputs of the entry others use."""
-    arrived: list[Tensor | None] = field(default_factory=list)
-    """Those of all outputs of the entry, between I and W."""
 
     is_entry = True
 
@@ -82,9 +80,12 @@ class WeightBranch(Waiting):
 
     def held(self) -> Iterable[Any]:
         """Return the gradients, and what the branch has saved in the forward."""
-        if not self.arrived:
+        if not self.operands:
             return []
-        return [*self.arrived, *(tensor for node in (self.node, *self.made_of.nodes) for tensor in saved_tensors(node))]
+        return [
+            *self.operands,
+            *(tensor for node in (self.node, *self.made_of.nodes) for tensor in saved_tensors(node)),
+        ]
 
     def arrive(self, number: int) -> None:
         if number not in self.outputs:
@@ -96,18 +97,17 @@ class WeightBranch(Waiting):
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of `ends`."""
-        self.arrived = [None] * num_outputs(self.node)
-        for number, gradient in zip(self.outputs, gradients, strict=True):
-            self.arrived[number] = gradient
+        arrived = dict(zip(self.outputs, gradients, strict=True))
+        self.hold([arrived.get(number) for number in range(num_outputs(self.node))], checked=())
 
     def release(self) -> None:
         """Forget the node if no gradient has come; otherwise W needs it, and holds nothing that leads to it by that."""
-        if not self.arrived:
+        if not self.operands:
             self._forget()
 
     def gradients(self) -> Sequence[Tensor | None]:
         """Run the entry, and forget it."""
-        node, gradients = self.node, self.arrived
+        node, gradients = self.node, self.operands
         self._forget()
         if is_function(node):
             want(node, BackwardHalf.WEIGHT)
@@ -116,7 +116,7 @@ class WeightBranch(Waiting):
         return [fitted(gradient, root) for gradient, root in zip(found, self.roots, strict=True)]
 
     def _forget(self) -> None:
-        self.node, self.arrived, self.made_of = None, [], MadeOf(self.parameters, ())
+        self.node, self.operands, self.made_of = None, (), MadeOf(self.parameters, ())
 
 
 def _can_wait(node: Node) -> bool:
