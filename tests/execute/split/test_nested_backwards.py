@@ -41,28 +41,22 @@ def test_a_backward_to_all_leaves_is_run_in_another_way(as_list):
         lambda root, leaf: torch.autograd.backward(root, torch.ones(WIDTH), inputs=[leaf]),
         lambda root, leaf: torch.autograd.backward(root, torch.ones(WIDTH), retain_graph=True),
         lambda root, leaf: torch.autograd.backward(root, torch.ones(WIDTH), create_graph=True),
+        lambda root, leaf: torch.autograd.backward(root.sum_of_all),
+        torch.enable_grad()(lambda root, leaf: torch.autograd.backward(root, torch.ones(WIDTH))),
+    ],
+    ids=[
+        "to some leaves",
+        "of a graph that stays",
+        "that grows a graph",
+        "from ones",
+        "of a layer that uses it at once",
     ],
 )
 def test_one_that_asks_for_something_else_is_left_alone(run):
     leaf = weight()
     root = leaf * 2
+    root.sum_of_all = root.sum()
 
     with torch.no_grad():
         assert seen_of(lambda: run(root, leaf)) == []
     assert leaf.grad.tolist() == [2.0] * WIDTH
-
-
-def test_so_is_one_that_begins_with_ones():
-    leaf = weight()
-    root = (leaf * 2).sum()
-
-    with torch.no_grad():
-        assert seen_of(lambda: torch.autograd.backward(root)) == []
-    assert leaf.grad is not None
-
-
-def test_so_is_one_of_a_layer_that_may_use_the_gradients_at_once():
-    leaf = weight()
-
-    assert seen_of(lambda: torch.autograd.backward(leaf * 2, torch.ones(WIDTH))) == []
-    assert leaf.grad is not None
