@@ -270,7 +270,7 @@ def plans(plan, module, steps):
         found.append(plan.plan)
         late_weights(plan, module, begins=False)
         assert plan.plan is found[-1]
-    return [index for index, each in enumerate(found) if index and each is not found[index - 1]]
+    return [index for index, each in enumerate(found) if index and each != found[index - 1]]
 
 
 def nothing():

@@ -14,7 +14,7 @@ Weight gradients that cannot wait are computed with the input gradients, as in a
 order of the schedule stay, and only what the split was to gain is lost.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,6 @@ from penstock.execute.split.wanted import asks
 class SplitPlan:
     """How the backwards of one step are split. Weights are given by the ids of their parameters."""
 
-    sizes: Mapping[int, float] = field(default_factory=dict, compare=False)
-    """Multiplications of a weight's gradients in one microbatch, as they were known when the plan was made."""
     small: frozenset[int] = frozenset()
     """Weights whose gradients take less time than to defer them."""
     asking: frozenset[Any] = frozenset()
@@ -43,7 +41,7 @@ class Shown:
     """All that walks through the graphs of a stage have shown."""
 
     sizes: dict[int, float] = field(default_factory=dict)
-    """As of the first walk that came to a weight."""
+    """Multiplications of a weight's gradients in one microbatch, as of the first walk that came to the weight."""
     is_measured: bool = False
     """Whether a walk has come to these weights, with batches of this size."""
     functions: set[Any] = field(default_factory=set)
@@ -69,7 +67,6 @@ def plan_from(shown: Shown, border: float) -> SplitPlan:
     small = frozenset(key for key, size in shown.sizes.items() if size < border)
     asking = frozenset(filter(asks, shown.functions))
     return SplitPlan(
-        shown.sizes,
         small,
         asking,
         # Where nothing waits there is nothing left to be found, once that is seen to be so.

@@ -87,8 +87,7 @@ class SplitPlanner:
             if num_elements > _GROWTH * self._num_elements:
                 self._num_elements, self._shown.sizes, self._shown.is_measured = num_elements, {}, False
             self._is_first_walk = True
-            if (following := self._following()) != self.plan:
-                self.plan = following
+            self.plan = self._following()
             self._is_new_step = False
         walk = self._survey if self.plan.searches else None
         if walk is None:
