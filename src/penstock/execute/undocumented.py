@@ -77,11 +77,6 @@ def kind_of(node: Node) -> str:
     return type(node).__name__
 
 
-def kind_of_function(function: type[torch.autograd.Function]) -> str:
-    """Return how autograd names the nodes of a function that is written in Python."""
-    return f"{function.__name__}Backward"
-
-
 class _Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
