@@ -161,6 +161,7 @@ def test_main_gradients_are_summed_in_float32(dtype, setting):
     def case(places, job, microbatches, setting):
         options = {"main_gradients": True, "mesh": places}
         with ps.Pipeline(job.make_layers(), "zbv", microbatches, job.loss, **options, **setting) as own:
+            assert all(each.main_grad is None for each in own.parameters())
             two_steps(own, *job.of(own.replica))
             assert all(each.main_grad.dtype == torch.float32 for each in own.parameters())
             assert all(each.grad is None for each in own.parameters())

@@ -124,14 +124,16 @@ class RankParameters:
             if data is not None:
                 share_all(data, [each for each in held_tensors(unit.stages) if early_rows(each) is None])
             if isinstance(unit.layout, Sharded):
-                self._shard(unit.layout, unit.stages)
+                self._shard(unit.layout, unit.stages, unit.gradients.attribute)
         for copy in self.copies.values():
             copy.share_values(self._control.transport)
         if self._mesh is not None:
             self._own = OwnParameters(self._assembly, is_sharded=True)
 
-    def _shard(self, layout: Sharded, stages: Sequence[Stage]) -> None:
+    def _shard(self, layout: Sharded, stages: Sequence[Stage], attribute: str) -> None:
         shard_of = layout.shard()
+        if attribute == MAIN_GRAD:
+            have_main(shard_of.values())
         for group, copy in self.copies.items():
             named = {name: shard_of.get(parameter, parameter) for name, parameter in copy.parameters.items()}
             self.copies[group] = replace(copy, parameters=named)

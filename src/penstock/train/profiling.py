@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from penstock.execute.observing.layer_sizes import CONTEXT, OPTIMIZER, gather_sizes
 from penstock.execute.observing.memory_report import MemoryReport
 from penstock.execute.observing.rank_memory import RankMemory
-from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore, dense_gradient, drop_gradients
+from penstock.execute.parameters.gradient_store import (
+    MAIN_GRAD,
+    GradientStore,
+    dense_gradient,
+    drop_gradients,
+    have_main,
+)
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.world import default_transport
 from penstock.execute.values.tensors import local_part
@@ -197,6 +203,7 @@ def state_bytes(
                 nn.Parameter(torch.zeros(shape, dtype=each.dtype)) for shape, each in zip(parts, own, strict=True)
             ]
             store = GradientStore(copies.copy, MAIN_GRAD if has_main_weights else "grad")
+            have_main(copies if has_main_weights else ())
             for copy in copies:
                 store.put(copy, dense_gradient(copy, store.attribute))
             named = [(str(number), copy) for number, copy in enumerate(copies)]
