@@ -10,6 +10,7 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
@@ -67,11 +68,8 @@ class CheckpointFolder:
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint, so that its step can be saved again. Raises: OSError."""
         path = self.of_step(step)
-        aside = next(
-            name
-            for number in range(1, 10_000)
-            if not (name := path.with_name(f"{path.name}{DAMAGED_SUFFIX}-{number}")).exists()
-        )
+        names = (path.with_name(f"{path.name}{DAMAGED_SUFFIX}-{number}") for number in count(1))
+        aside = next(name for name in names if not name.exists())
         os.rename(path, aside)
         flush(self.path)
         return aside

@@ -66,11 +66,7 @@ def stage(staging: Staging, pipeline: Pipeline, content: Content, owned: Sequenc
     control = pipeline.control
     staged: Staged = {}
     own = content.part(owned[control.rank])
-
-    def copy() -> None:
-        staged.update(staging.copy(own))
-
-    control.together(copy, failing_as(NotSaved))
+    control.together(lambda: staged.update(staging.copy(own)), failing_as(NotSaved))
     places = control.places
     if places.data is not None:
         parts = [content.part(owned[rank]).values() for rank in places.across]

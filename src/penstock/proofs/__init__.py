@@ -160,15 +160,13 @@ def prove(
         counts = peak_activations(table)
     sizes = demand.sizes(table)
     num_bytes = check_limit(subject, counts, sizes, demand.limit)
-    messages, peak_whole = None, None
-    if isinstance(table, Program):
-        peak_whole = check_residency(subject, demand.residency)
-    if isinstance(table, Program) and order.is_whole:
-        messages = _prove_program(subject, order.start, models)
+    is_program = isinstance(table, Program)
+    peak_whole = check_residency(subject, demand.residency) if is_program else None
+    messages = _prove_program(subject, order.start, models) if is_program and order.is_whole else None
     subject.raise_if_any()
     assert order.start is not None
     peak_received, peak_unsent = (None, None) if messages is None else count_messages_alive(subject, messages)
-    not_there = () if isinstance(table, Program) else ("message_bytes",)
+    not_there = () if is_program else ("message_bytes",)
     facts = Facts(
         num_actions=subject.schedule.num_actions,
         num_messages=order.num_messages,
@@ -178,7 +176,7 @@ def prove(
         not_counted=() if sizes is None else tuple(dict.fromkeys(sizes.not_given + not_there)),
         peak_received=peak_received,
         peak_unsent=peak_unsent,
-        transports=tuple(map(str, models)) if isinstance(table, Program) else (),
+        transports=tuple(map(str, models)) if is_program else (),
         omits_reductions=isinstance(table, Program) and leaves_reductions_out(table),
         peak_whole=peak_whole,
     )
