@@ -19,7 +19,6 @@ EVENT_WAIT_OR_PINNED = re.compile(
 )
 WITHOUT_FAULT = {
     "penstock.execute.control.collectives": "its messages go between CPUs",
-    "penstock.execute.lost_device": "its event only asks whether the device still works",
     "penstock.train.measuring.exchanges": "it waits to read a clock, and reads no memory behind the wait",
 }
 """Files that have such a wait, and in which a fault could do no harm, with the reason."""
