@@ -260,7 +260,7 @@ def test_numbers_that_change_at_every_step_cost_what_fixed_ones_do(monkeypatch):
 
     assert (headers, sends) == (num_headers, num_sends)
     assert num_headers == NUM_MICROBATCHES  # those of the first step
-    assert growth < usual + 10_000  # to keep the numbers of each step and rank would take 20 kB
+    assert growth < max(usual, 0) + 10_000  # to keep the numbers of each step and rank would take 20 kB
     assert len(set(fixed)) == 1
     assert len(set(losses)) == 200
 

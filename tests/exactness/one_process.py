@@ -1,6 +1,6 @@
 """What one process computes, slices included: the judge of the product."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,12 @@ class Losses:
 
     loss: Tensor
     losses: list
+    named_losses: dict = field(default_factory=dict)
+
+    @property
+    def total(self):
+        """The loss of the batch, since no layer adds one of its own."""
+        return self.loss
 
 
 def step_of_one_process(layers, batch, loss, *, num_microbatches, num_slices, step_number, options):

@@ -7,7 +7,7 @@ import penstock as ps
 from penstock.errors import ConfigError
 from penstock.hugging_face.balance import Balance
 from tests.hugging_face.families import NUM_MICROBATCHES, ROWS, batch_of, furthest, model_of
-from tests.hugging_face.test_from_transformers import LARGEST, gradients_of
+from tests.hugging_face.test_from_transformers import LARGEST, trained
 
 pytest.importorskip("transformers")
 
@@ -44,7 +44,9 @@ def test_gradients_are_those_of_the_model_with_its_balance_loss(family, kind, sc
     tokens, labels, keywords = batch_of(kind)
     wanted, _ = reference(model, tokens, labels, keywords)
 
-    for _, found in gradients_of(ps.from_transformers(model), schedule, ranks, tokens, labels, keywords):
+    layers = ps.from_transformers(model)
+
+    for _, found, _ in trained(layers, schedule, ranks, tokens, labels, keywords, num_steps=1):
         assert furthest(found, wanted, {}) < LARGEST
 
 
@@ -68,7 +70,7 @@ def test_layers_that_are_built_later_balance_too():
     layers = ps.from_transformers(model.config)
     tokens, labels, keywords = batch_of("plain")
 
-    (_, found), *_ = gradients_of(layers, "1f1b", 2, tokens, labels, keywords)
+    (_, found, _), *_ = trained(layers, "1f1b", 2, tokens, labels, keywords, num_steps=1)
 
     assert found["model.layers.0.mlp.gate.weight"].abs().max() > 0
 
