@@ -310,7 +310,7 @@ def test_nothing_that_was_carried_lives_after_a_step():
     step_task(pipeline, task)
     pipeline.evaluate(*task.inputs)
 
-    assert alive_tensors() == before
+    assert alive_tensors() <= before  # as in test_pipeline.py
 
 
 class FailingOnce(RunningSum):

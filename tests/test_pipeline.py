@@ -367,7 +367,7 @@ def test_a_step_leaves_no_tensor_alive(name):
     pipeline.step(*task.inputs, target=task.target)
     pipeline.evaluate(*task.inputs, target=task.target)
 
-    assert num_tensors() == before
+    assert num_tensors() <= before  # those that other tests of this process have left may go meanwhile
 
 
 @pytest.mark.feature("X2")
