@@ -237,6 +237,7 @@ class Reader:
     waits: list[DataWait] = field(default_factory=list)
     _layout: str = ""
     _sizes: Sequence[tuple[int, int]] = ()
+    _waiting: _Cut | None = None
     _has_warned: bool = False
 
     def begin(self) -> tuple[Part, list[Microbatch]]:
@@ -254,7 +255,7 @@ class Reader:
         number = self.rule.num_microbatches
         part = self.stream.begin_step(self.rank, number, self.read, self.copy).part
         self._layout = part.layout()
-        _, slices = self._cut(0, part)
+        _, slices = self._waiting = self._cut(0, part)
         self._sizes = _sizes(slices)
         return part, slices
 
@@ -266,6 +267,10 @@ class Reader:
         """
         pull = self.stream.take()
         self._note(index, pull)
+        if index == 0:
+            first, self._waiting = self._waiting, None
+            assert first is not None, "begin() has cut it"
+            return first
         layout = pull.part.layout()
         whole, slices = self._cut(index, pull.part)
         cannot_be_weighed = _sizes(slices) != self._sizes and not self.rules.is_sum
