@@ -223,7 +223,7 @@ def _(original):
 @plant(
     "messages leave from one buffer",
     "forwards_first",
-    f"{TRANSPORT}protocol:written_out",
+    f"{TRANSPORT}over_links:written_out",
     UNORDERED,
     "send to",
     "copy",

@@ -7,7 +7,7 @@ from tests.house.source import FUNCTIONS, ROOT, SOURCE, modules, parse
 # Files without a test file of their own, each with the reason.
 EXCEPTIONS = {
     f"penstock.execute.transport.{name}": "execute/transport/test_contract.py holds all transports to one contract"
-    for name in ("protocol", "torch_dist")
+    for name in ("over_links", "protocol", "torch_dist")
 } | {
     "penstock.version": "one constant, printed in tests/cli/test_entry.py",
 }

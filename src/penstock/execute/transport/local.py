@@ -18,7 +18,8 @@ from threading import Condition
 from torch import Tensor
 
 from penstock.execute.transport.links import LinkClosed, MessageLate, SizesDiffer
-from penstock.execute.transport.protocol import OverLinks, Tag, missing_ranks
+from penstock.execute.transport.over_links import OverLinks
+from penstock.execute.transport.protocol import Tag, missing_ranks
 from penstock.execute.transport.rank_names import RankNames
 from penstock.running_time import LONGEST_PART_S, running_s, wait_in_parts
 

@@ -30,7 +30,8 @@ from penstock.execute.transport.backend_links import (
 )
 from penstock.execute.transport.device_queue import DeviceQueue, held_up_of
 from penstock.execute.transport.links import CLOSED, LinkClosed, Pending
-from penstock.execute.transport.protocol import OverLinks, Tag, Ticket, WaitObserver
+from penstock.execute.transport.over_links import OverLinks
+from penstock.execute.transport.protocol import Tag, Ticket, WaitObserver
 from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvous, connect_all
 from penstock.execute.undocumented_backends import Backend, end_group, gloo, store_of
