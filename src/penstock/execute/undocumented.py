@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
@@ -68,6 +69,8 @@ REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 """Of `checkpoint(use_reentrant=True)`, which runs a backward of its own."""
 _UNSIGNED = 2**64
 _REPEATS = "penstock_repeats"
+_CHECKPOINTED: Any = getattr(torch.utils.checkpoint, "_Holder", ())
+"""The type of what checkpointing leaves in the place of a tensor."""
 _FROM_CPU = "save_on_cpu.__init__.<locals>.unpack_from_cpu"
 """The hook of `save_on_cpu`, which copies anew whenever it is asked."""
 
@@ -151,7 +154,9 @@ class _ReadTwice(dict[Any, Any]):
 
 def _handles_of(raw: Any) -> dict[Any, Any] | None:
     """Return the handles of a tensor that checkpointing keeps; None of others."""
-    handles: dict[Any, Any] | None = None if raw.unpack_hook is None else getattr(raw.data, "handles", None)
+    if raw.unpack_hook is None or not isinstance(raw.data, _CHECKPOINTED):
+        return None
+    handles: dict[Any, Any] = raw.data.handles
     return handles
 
 

@@ -61,13 +61,12 @@ class SavedBuffers:
     """The buffers of a stage that a weights file holds: running statistics, not tables that are computed anew."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._holders: list[tuple[nn.Module, str]] = []
         # Asked of who holds them: a wrapper, such as one for checkpointing, may save them under other names.
-        self._holders = [
-            (module, name)
-            for module in dict.fromkeys(inner for outer in modules for inner in outer.modules())
-            for name, _ in module.named_buffers(recurse=False)
-            if name in module.state_dict()
-        ]
+        for module in dict.fromkeys(inner for outer in modules for inner in outer.modules()):
+            names = [name for name, _ in module.named_buffers(recurse=False)]
+            saved = module.state_dict() if names else {}
+            self._holders += [(module, name) for name in names if name in saved]
 
     def now(self) -> list[Tensor]:
         """Return them as the modules hold them now."""
