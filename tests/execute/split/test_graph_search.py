@@ -128,10 +128,10 @@ def test_nor_may_they_be_made_of_what_checkpointing_keeps():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_is_told_where_it_is_reentrant(use_reentrant):
-    w = weight()
+def test_checkpointing_is_told_where_it_is_reentrant_and_nothing_waits_beside_it(use_reentrant):
+    within, behind = weight(), weight()
 
-    found = survey(checkpoint(lambda x: x @ w, hidden(), use_reentrant=use_reentrant))
+    found = survey(checkpoint(lambda x: x @ within, hidden(), use_reentrant=use_reentrant) @ behind)
 
     assert found.is_opaque == use_reentrant
-    assert waiting(found) == (set() if use_reentrant else {id(w)})
+    assert waiting(found) == (set() if use_reentrant else ids([within, behind]))

@@ -22,7 +22,8 @@ reason of each matrix (`Reason`):
 
     small                   `SplitPlan.small`: its size is under `planner.SMALL`; `SplitPlanner.is_small` says so
     cannot be told apart    no finder has found it: its node is of no kind that one knows, or a function that does not
-                            ask, or `is_saved_elsewhere`, or `WeightGraph.behind` has returned None; or `_Search.settle`
-                            has refused it
+                            ask, or hooks of the user's keep the activations (`is_saved_elsewhere`), or
+                            `WeightGraph.behind` has returned None; or `_Search.settle` has refused it; or a reentrant
+                            checkpoint is in the same graph (`Survey.is_opaque`)
     its layer computes it   no gradient has come to it in I, and no finder has found it
 """

@@ -38,9 +38,9 @@ class DeferredWeights:
         self._search = search
 
     def take_leaves(self) -> list[Tensor]:
-        """Return the leaves that I has come to, the stage's inputs among them, and forget them; none if nothing waits.
+        """Return the leaves that I has come to, the stage's inputs among them, and forget them.
 
-        Where a graph was not searched, nothing waits for W that has memory of the graph.
+        None where the graph was not searched: then W holds nothing with which a gradient could share memory.
         """
         leaves, self._leaves = self._leaves, []
         return leaves
@@ -57,7 +57,7 @@ class DeferredWeights:
         survey = Survey() if self._search is None else self._search(edges)
         self._leaves += survey.immediate.values()
         waiting = survey.waiting
-        if survey.is_opaque or not waiting:
+        if not waiting:
             with NestedBackwards(self.backward_input) if survey.is_opaque else nullcontext():
                 torch.autograd.backward(edges, gradients)
             return

@@ -34,7 +34,7 @@ class Survey:
     """The findings of a walk through one graph."""
 
     waiting: list[Waiting] = field(default_factory=list)
-    """The weight gradients that wait."""
+    """The weight gradients that wait; none in a graph that is opaque."""
     immediate: dict[Node, Tensor] = field(default_factory=dict)
     """The leaves whose gradients are computed in I, the stage's inputs among them, by their nodes."""
     sizes: dict[int, float] = field(default_factory=dict)
@@ -59,7 +59,8 @@ def search(
     found = _Search(small, WeightGraph(asking), finds_branches=finds_branches)
     found.walk([(edge.node, edge.output_nr) for edge in edges])
     found.settle()
-    found.survey.waiting = list(found.waiting.values())
+    if not found.survey.is_opaque:
+        found.survey.waiting = list(found.waiting.values())
     found.survey.functions = found.graph.functions
     return found.survey
 

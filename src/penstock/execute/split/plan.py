@@ -4,8 +4,8 @@
 
 A step never changes its plan, so gradients add up in one order. A new one is made before a step for these reasons:
 
-    a walk has come to a weight for the first time       its size is known; small ones are computed in I
-    (after the first step: to all of them)
+    a walk has come to a weight for the first time,      its size is known; small ones are computed in I
+    as in the first step to all of them
     a custom function has asked for the first time       it is run in two parts
     the batch is more than twice as large                sizes are looked at again
     other parameters are trained, or were replaced       all of it is found out again, for these

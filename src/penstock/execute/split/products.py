@@ -83,6 +83,7 @@ def _finder(read: Reader, names: Sequence[str], places: Sequence[int]) -> Finder
         needed = open_places(node, places)
         made_of = graph.at(node, needed)
         found = None if made_of is None else read(node, needed)
+        # Checkpointing and `save_on_cpu` are no reason here, as they are for other nodes: `keep` reads before the node.
         if made_of is None or found is None or any(is_saved_elsewhere(node, name) for name in names):
             return None
         num_multiplications, formula = found

@@ -110,7 +110,7 @@ class Waiting:
         return () if leads_on else (GradientEdge(self.node, 0),)
 
     def watch(self, found: list["Waiting"]) -> None:
-        """Have the backward that runs the node call `keep`, and then add this to a list."""
+        """Have the backward that runs the node keep what W needs, and then add this to a list."""
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep what W needs, with the gradients that have come to the node."""
