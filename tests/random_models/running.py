@@ -12,6 +12,7 @@ import penstock as ps
 from penstock.errors import PenstockError
 from penstock.execute.batch.microbatch import BatchSpec, Replicate
 from penstock.execute.transport import LocalTransport
+from penstock.execute.transport.links import LinkClosed, MessageLate
 from tests.random_models import one_process
 from tests.random_models.cases import OPTIMIZERS, SPARSE_OPTIMIZERS, draw_case
 from tests.random_models.comparison import ACCUMULATED, Trace, differences
@@ -228,12 +229,15 @@ def close_pools():
 
 
 def is_refusal(error):
-    """Whether Penstock refuses in words of its own: no error of torch's or of the code's is behind it."""
+    """Whether Penstock refuses in words of its own: no error of torch's or of the code's is behind it.
+
+    Behind what a rank says whose messages were given up is the error of its link, which is Penstock's too.
+    """
     if not isinstance(error, PenstockError):
         return False
     while error.__cause__ is not None:
         error = error.__cause__
-    return isinstance(error, PenstockError)
+    return isinstance(error, (PenstockError, LinkClosed, MessageLate))
 
 
 @contextmanager
