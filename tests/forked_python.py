@@ -78,8 +78,10 @@ class ForkedPython:
         return "".join(self._printed())
 
     def _signal_all(self, number):
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        for process in (self.pid, *map(int, children)):
+        processes = [self.pid]
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            processes += map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split())
+        for process in processes:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
 

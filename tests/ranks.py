@@ -13,6 +13,7 @@ import pickle
 import socket
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
@@ -184,4 +185,8 @@ def _answer(fn, rank, args):
 
 
 def _num_polling():
-    return sum(name.read_text() == "gloo_tcp_loop\n" for name in Path("/proc/self/task").glob("*/comm"))
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # the thread has ended since
+            names.append(Path(f"/proc/self/task/{thread}/comm").read_text())
+    return names.count("gloo_tcp_loop\n")

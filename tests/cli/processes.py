@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 LISTENING = "0A"
@@ -46,8 +47,9 @@ def listening_addresses(processes):
     inodes = set()
     for process in processes:
         for link in Path(f"/proc/{process}/fd").iterdir():
-            target = str(link.readlink()) if link.is_symlink() else ""
-            inodes |= {target[8:-1]} if target.startswith("socket:[") else set()
+            with suppress(OSError):  # the process has closed it since
+                target = str(link.readlink())
+                inodes |= {target[8:-1]} if target.startswith("socket:[") else set()
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
