@@ -1,5 +1,6 @@
 """What holds for every test: fixed seeds, one torch thread, how hypothesis draws, GPU tests only on GPUs."""
 
+import gc
 import os
 import random
 import sys
@@ -90,6 +91,13 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    """Let no collection look at what all tests are made of: a second each, and many tests collect or count objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
