@@ -49,9 +49,7 @@ def find_branch(node: Node, graph: WeightGraph) -> "WeightBranch | None":
         return None
     meets_data = is_function(node) and has_constants(node)
     if meets_data and not graph.runs_in_parts(node):
-        return (
-            None  # data may come to it: weights are all that it leads to, but its backward may be more than a formula
-        )
+        return None  # data may come to it, and its backward may be more than a formula
     places = open_places(node)
     made_of = graph.at(node, places, makes_weights) if meets_data else graph.behind([node], makes_weights)
     if made_of is None:
