@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils.parametrizations import weight_norm
 
 from penstock.errors import PartitionError, StepRefused
 from penstock.execute.stages.assemble import assemble, with_skips
@@ -358,6 +359,18 @@ def test_a_module_that_cannot_be_copied_says_what_to_do():
 
     with pytest.raises(PartitionError, match=r"layer '2' cannot be copied .* give a callable that builds the layer"):
         both_ways(layers, 0, shares_modules=True)
+
+
+def test_a_wrapper_that_a_copy_loses_is_refused():
+    layers = modules()
+    layers[2] = nn.Sequential(checkpoint_wrapper(weight_norm(layers[2])))  # it hands `__deepcopy__` on
+
+    with pytest.raises(
+        PartitionError, match=r"layer '2' has a CheckpointWrapper whose copy is a ParametrizedLinear, .*"
+    ):
+        both_ways(layers, 0, shares_modules=True)
+    layers[2] = nn.Sequential(checkpoint_wrapper(layers[1]))
+    assert both_ways(layers, 0, shares_modules=True).stages[1].layers["2"] is not layers[2]
 
 
 def test_a_module_whose_copy_would_lose_hooks_is_refused():

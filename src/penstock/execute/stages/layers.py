@@ -72,14 +72,20 @@ def _with_values(module: nn.Module, name: str) -> nn.Module:
 
 def _copy(layer: nn.Module, name: str, memory: dict[int, Any]) -> nn.Module:
     if any(has_hooks(parameter) for parameter in layer.parameters()):
-        raise PartitionError(
-            f"layer {name!r} has parameters with hooks, which a copy would lose, but another rank of this process uses "
-            "it, or what it shares with others; give a callable that builds the layer and registers the hooks"
-        )
+        raise _not_copied(name, "has parameters with hooks, which a copy would lose", " and registers the hooks")
     try:
-        return copy.deepcopy(layer, memory)
+        copied: nn.Module = copy.deepcopy(layer, memory)
     except (RuntimeError, TypeError) as error:
-        raise PartitionError(
-            f"layer {name!r} cannot be copied ({error}), but another rank of this process uses it, or what it shares "
-            "with others; give a callable that builds the layer"
-        ) from error
+        raise _not_copied(name, f"cannot be copied ({error})") from error
+    for module in layer.modules():
+        kind, kind_of_copy = (type(each).__name__ for each in (module, memory.get(id(module), module)))
+        if kind != kind_of_copy:  # a wrapper that hands `__deepcopy__` on to what it wraps is missing in the copy
+            raise _not_copied(name, f"has a {kind} whose copy is a {kind_of_copy}")
+    return copied
+
+
+def _not_copied(name: str, problem: str, addition: str = "") -> PartitionError:
+    return PartitionError(
+        f"layer {name!r} {problem}, but another rank of this process uses it, or what it shares with others; give a "
+        f"callable that builds the layer{addition}"
+    )
