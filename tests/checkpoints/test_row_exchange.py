@@ -61,13 +61,13 @@ def test_one_replica_may_write_everything():
 class Counting(LocalTransport):
     """Remembers the bytes of its messages, and how many are under way."""
 
-    def _opened(self, ticket, message):
-        self.__dict__.setdefault("sizes", []).append(message.tensor.nbytes)
-        self.__dict__["most"] = max(self.__dict__.get("most", 0), self._under_way(message.tensor.nbytes))
-        return super()._opened(ticket, message)
+    def _opened(self, ticket, posted):
+        self.__dict__.setdefault("sizes", []).append(posted.message.tensor.nbytes)
+        self.__dict__["most"] = max(self.__dict__.get("most", 0), self._under_way(posted.message.tensor.nbytes))
+        return super()._opened(ticket, posted)
 
     def _under_way(self, more):
-        return more + sum(message.tensor.nbytes for message in self._open.values())
+        return more + sum(posted.message.tensor.nbytes for posted in self._open.values())
 
 
 def test_messages_and_what_is_under_way_are_bounded(monkeypatch):

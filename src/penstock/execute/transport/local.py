@@ -28,27 +28,9 @@ from penstock.running_time import LONGEST_PART_S, running_s, wait_in_parts
 class Message:
     """One posted end of a message."""
 
-    link: "ThreadLink"
-    channel: "Channel"
     tensor: Tensor
     is_done: bool = False
     problem: str = ""
-
-    def is_over(self) -> bool:
-        return False  # so that observers are told of the wait for it, however short
-
-    def wait(self, deadline_s: float) -> None:
-        wires, end_s = self.link.wires, running_s() + deadline_s
-        with wires.changed:
-            while not self.is_done:
-                left_s = end_s - running_s()
-                if trouble := wires.trouble(self.link.peer, self.channel):
-                    raise LinkClosed(trouble)
-                if left_s <= 0:
-                    raise MessageLate
-                wires.wait(self.link.rank, self.channel, self, left_s)
-        if self.problem:
-            raise SizesDiffer(self.problem)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,22 +126,47 @@ class ThreadLink:
     peer: int
     tag: Tag
 
-    def send(self, tensor: Tensor) -> Message:
-        return self._post(self.rank, self.peer, tensor)
+    def send(self, tensor: Tensor) -> "Posted":
+        return self._post(tensor, is_send=True)
 
-    def receive(self, tensor: Tensor) -> Message:
-        return self._post(self.peer, self.rank, tensor)
+    def receive(self, tensor: Tensor) -> "Posted":
+        return self._post(tensor, is_send=False)
 
-    def _post(self, source: int, destination: int, tensor: Tensor) -> Message:
-        wires = self.wires
+    def _post(self, tensor: Tensor, *, is_send: bool) -> "Posted":
+        wires, message = self.wires, Message(tensor.detach())
+        source, destination = (self.rank, self.peer) if is_send else (self.peer, self.rank)
         with wires.changed:
             channel = wires.channel(source, destination, self.tag)
             if trouble := wires.trouble(self.peer, channel):
                 raise LinkClosed(trouble)
-            message = Message(self, channel, tensor.detach())
-            (channel.sends if source == self.rank else channel.receives).append(message)
+            (channel.sends if is_send else channel.receives).append(message)
             wires.deliver(channel)
-        return message
+        return Posted(self, channel, message)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Posted:
+    """A message for the rank that has posted one end of it; no channel leads back to it, so no cycle holds tensors."""
+
+    link: ThreadLink
+    channel: Channel
+    message: Message
+
+    def is_over(self) -> bool:
+        return False  # so that observers are told of the wait for it, however short
+
+    def wait(self, deadline_s: float) -> None:
+        wires, message, end_s = self.link.wires, self.message, running_s() + deadline_s
+        with wires.changed:
+            while not message.is_done:
+                left_s = end_s - running_s()
+                if trouble := wires.trouble(self.link.peer, self.channel):
+                    raise LinkClosed(trouble)
+                if left_s <= 0:
+                    raise MessageLate
+                wires.wait(self.link.rank, self.channel, message, left_s)
+        if message.problem:
+            raise SizesDiffer(message.problem)
 
 
 class LocalTransport(OverLinks):
@@ -208,3 +215,7 @@ class LocalTransport(OverLinks):
             self._wires.closed.add(self.rank)
             self._open.clear()
             self._wires.changed.notify_all()
+
+    def _raise_own(self, error: RuntimeError) -> None:
+        if not isinstance(error, LinkClosed | MessageLate):
+            raise error  # of this thread, as it copied a message

@@ -81,7 +81,7 @@ class OverLinks:
         except RuntimeError as error:
             del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
             error.with_traceback(None)
-            self._require_device()
+            self._raise_own(error)
             waited_s = running_s() - begin_s
             if isinstance(error, MessageLate) or waited_s >= deadline_s or is_timeout(error):
                 raise deadline_exceeded(self.names, self.rank, ticket, waited_s, self.deadline_s) from error
@@ -99,13 +99,13 @@ class OverLinks:
         return ticket
 
     def _not_posted(self, ticket: Ticket, error: RuntimeError) -> PeerLost:
-        """Say that no link has taken a message; raise what the device has failed with, if it has."""
+        """Say that no link has taken a message; raise what this rank itself has failed with, if it has."""
         if not isinstance(error, LinkClosed):
-            self._require_device()
+            self._raise_own(error)
         return peer_lost(self.names, self.rank, ticket, 0.0, str(error))
 
-    def _require_device(self) -> None:
-        """Raise what this rank's own device has failed with, if it has."""
+    def _raise_own(self, error: RuntimeError) -> None:
+        """Raise what this rank itself has failed with, and no peer; `error` is what a link has raised."""
 
     @contextmanager
     def waiting(self, limit_s: float) -> Iterator[None]:

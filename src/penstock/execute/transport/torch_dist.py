@@ -212,7 +212,7 @@ class TorchTransport(OverLinks):
     def _on_device(self, work: dist.Work, tensor: Tensor) -> QueuedMessage:
         return QueuedMessage(work, tensor, self.is_device_held_up)
 
-    def _require_device(self) -> None:
+    def _raise_own(self, error: RuntimeError) -> None:
         if self.device_queue is not None:
             self.device_queue.require_device()
 
