@@ -58,11 +58,28 @@ def test_nothing_is_sent_where_there_is_nothing():
     on_ranks(2, lambda transport: Share(transport, [torch.empty(0)]).wait())
 
 
-@pytest.mark.parametrize("wrap", [nn.Sequential, checkpoint_wrapper])
-def test_the_saved_buffers_are_those_that_modules_hold_now(wrap):
+class LeavesOut(nn.Sequential):
+    """Keeps a count out of its weights file."""
+
+    def state_dict(self, *args, **options):
+        state = super().state_dict(*args, **options)
+        return {name: value for name, value in state.items() if not name.endswith("num_batches_tracked")}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "count"),
+    [
+        (nn.Sequential, [0]),
+        (checkpoint_wrapper, [0]),
+        (LeavesOut, []),
+        (lambda inner: nn.Sequential(inner, inner), [0]),
+    ],
+    ids=["plain", "renamed", "left out", "twice"],
+)
+def test_the_saved_buffers_are_those_that_modules_hold_now(wrap, count):
     inner, other = nn.BatchNorm1d(2), nn.Linear(2, 2)
     inner.register_buffer("table", torch.zeros(2), persistent=False)
     buffers = SavedBuffers([wrap(inner), other])
     inner.running_mean = torch.ones(2)
 
-    assert [buffer.tolist() for buffer in buffers.now()] == [[1.0, 1.0], [1.0, 1.0], 0]
+    assert [buffer.tolist() for buffer in buffers.now()] == [[1.0, 1.0], [1.0, 1.0], *count]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.execute.transport.protocol import Ticket, Transport
-from penstock.execute.values.tensors import in_pieces
+from penstock.execute.values.tensors import in_pieces, local_part
 
 PIECE_BYTES = 2**24
 """Of what a message has at most, which is held once more for as long."""
@@ -62,16 +62,25 @@ class SavedBuffers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._holders: list[tuple[nn.Module, str]] = []
-        # Asked of who holds them: a wrapper, such as one for checkpointing, may save them under other names.
-        for module in dict.fromkeys(inner for outer in modules for inner in outer.modules()):
-            names = [name for name, _ in module.named_buffers(recurse=False)]
-            saved = module.state_dict() if names else {}
-            self._holders += [(module, name) for name in names if name in saved]
+        for outer in modules:
+            state = outer.state_dict()
+            saved = {_address(each) for each in state.values() if isinstance(each, Tensor)}
+            for name, buffer in outer.named_buffers():
+                # Some wrappers, such as those for checkpointing, save it under another name.
+                if name in state or _address(buffer) in saved:
+                    path, _, own = name.rpartition(".")
+                    self._holders.append((outer.get_submodule(path), own))
 
     def now(self) -> list[Tensor]:
         """Return them as the modules hold them now."""
         found = [getattr(module, name, None) for module, name in self._holders]
         return [buffer for buffer in found if isinstance(buffer, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where the values of a tensor begin; what is not strided has no such place."""
+    part = local_part(tensor)
+    return part.data_ptr() if part.layout is torch.strided else id(tensor)
 
 
 def _room_of(tensor: Tensor) -> int:
