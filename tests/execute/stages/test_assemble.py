@@ -365,12 +365,29 @@ def test_a_wrapper_that_a_copy_loses_is_refused():
     layers = modules()
     layers[2] = nn.Sequential(checkpoint_wrapper(weight_norm(layers[2])))  # it hands `__deepcopy__` on
 
-    with pytest.raises(
-        PartitionError, match=r"layer '2' has a CheckpointWrapper whose copy is a ParametrizedLinear, .*"
-    ):
+    with pytest.raises(PartitionError, match=r"layer '2' loses a CheckpointWrapper when it is copied, .* callable"):
         both_ways(layers, 0, shares_modules=True)
-    layers[2] = nn.Sequential(checkpoint_wrapper(layers[1]))
-    assert both_ways(layers, 0, shares_modules=True).stages[1].layers["2"] is not layers[2]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        checkpoint_wrapper,
+        lambda layer: checkpoint_wrapper(nn.Sequential(weight_norm(layer[0]))),
+        torch.fx.symbolic_trace,
+        lambda layer: torch.jit.trace(layer, torch.ones(1, WIDTH)),
+        lambda layer: nn.ModuleList([layer, layer]),
+    ],
+    ids=["checkpointed", "parametrized", "traced by fx", "traced by jit", "twice"],
+)
+def test_layers_of_all_kinds_are_copied(wrap):
+    layers = modules()
+    layers[2] = nn.Sequential(wrap(nn.Sequential(layers[2])))
+
+    copied = both_ways(layers, 0, shares_modules=True).stages[1].layers["2"]
+
+    assert copied is not layers[2]
+    assert [name for name, _ in copied.named_modules()] == [name for name, _ in layers[2].named_modules()]
 
 
 def test_a_module_whose_copy_would_lose_hooks_is_refused():

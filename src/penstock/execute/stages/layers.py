@@ -77,10 +77,11 @@ def _copy(layer: nn.Module, name: str, memory: dict[int, Any]) -> nn.Module:
         copied: nn.Module = copy.deepcopy(layer, memory)
     except (RuntimeError, TypeError) as error:
         raise _not_copied(name, f"cannot be copied ({error})") from error
-    for module in layer.modules():
-        kind, kind_of_copy = (type(each).__name__ for each in (module, memory.get(id(module), module)))
-        if kind != kind_of_copy:  # a wrapper that hands `__deepcopy__` on to what it wraps is missing in the copy
-            raise _not_copied(name, f"has a {kind} whose copy is a {kind_of_copy}")
+    for outer in layer.modules():
+        own = memory.get(id(outer))
+        # A wrapper that hands `__deepcopy__` on to what it wraps is missing in the copy.
+        if own is not None and any(memory.get(id(inner)) is own for inner in outer.children()):
+            raise _not_copied(name, f"loses a {type(outer).__name__} when it is copied")
     return copied
 
 
