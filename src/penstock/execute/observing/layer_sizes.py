@@ -43,7 +43,7 @@ class LayerSizes:
         modules = {id(each): layer for layer, module in self._layers.items() for each in module.modules()}
         self._layer_of = modules | self._layers_of_parameters()
         """By id of a parameter, the first layer that has it; by that of a module, its layer."""
-        self._given = set(storages([[*module.buffers()] for module in self._layers.values()]))
+        self._given = set(storages([[*each.buffers()] for stage in stages for each in stage.layers.values()]))
         """Addresses of what no forward makes: buffers, and the batch."""
         self._layer = min(self._layers)
         self._saved: Counter[int] = Counter()
