@@ -370,6 +370,24 @@ def test_a_step_leaves_no_tensor_alive(name):
     assert num_tensors() <= before  # those that other tests of this process have left may go meanwhile
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "compile_layer", [lambda layer: torch.jit.trace(layer, torch.ones(2, WIDTH)), torch.jit.script]
+)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_layers_that_torch_jit_has_compiled_train_like_others(schedule, compile_layer):
+    batch = (values(1, 8, WIDTH),), values(2, 8, WIDTH)
+
+    def layers():
+        return [settle(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), seed) for seed in range(3)]
+
+    of_ranks = [list(map(compile_layer, layers())) for _ in range(2)]  # not by two threads at a time
+    task = Task(of_ranks.pop, *batch)
+    reference = Task(layers, *batch).reference(4)
+
+    assert difference(on_ranks(2, run_with(task, schedule, 4)), reference, tolerance=1e-5, loss_tolerance=1e-5) == []
+
+
 @pytest.mark.feature("X2")
 def test_frozen_layers_get_no_gradient_and_the_others_the_same():
     task = float_task(8)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from importlib import import_module
+from inspect import getattr_static
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -184,8 +185,9 @@ def is_compiled(function: Any) -> bool:
 
 def unwrapped(module: nn.Module) -> tuple[nn.Module, Compiler] | None:
     """Return the module within one that torch.compile has returned, and its compiler; None of others."""
-    inner = module._modules.get(WRAPPED)
-    return None if inner is None else (inner, cast(Any, module).dynamo_ctx)
+    if WRAPPED not in module._modules:
+        return None
+    return cast(nn.Module, module._modules[WRAPPED]), cast(Any, module).dynamo_ctx
 
 
 def compile_module(module: nn.Module, compiler: Compiler) -> None:
@@ -195,7 +197,7 @@ def compile_module(module: nn.Module, compiler: Compiler) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    if type(module).forward.__module__.startswith("torch."):
+    if getattr_static(type(module), "forward").__module__.startswith("torch."):
         # Code of its own: torch counts what it compiles per code, and after a few times compiles it no more.
         code = run.__code__.replace(co_name=type(module).__name__)
         module._compiled_call_impl = compiler(FunctionType(code, globals(), closure=run.__closure__))

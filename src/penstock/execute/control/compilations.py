@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from inspect import getattr_static
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,7 +119,7 @@ class Compilations:
 def _holds_compiled(layer: nn.Module) -> bool:
     """Whether torch compiles a layer, a module in it, or a function that a module holds or that its forward names."""
     for module in layer.modules():
-        forward = type(module).forward
+        forward = getattr_static(type(module), "forward")  # torch.jit's fails where no module is at hand
         names = getattr(getattr(forward, "__code__", None), "co_names", ())
         called = [getattr(forward, "__globals__", {}).get(name) for name in names]
         if any(map(is_compiled, (module, forward, *vars(module).values(), *called))):
