@@ -124,8 +124,13 @@ def saved_padding(node: Node) -> int:
 def is_saved_elsewhere(node: Node, name: str) -> bool:
     """Whether a tensor that a node saved is kept by others who bring it back only once, even for `saved_before_run`."""
     raw = getattr(node, f"_raw_saved_{name}")
-    is_known = _handles_of(raw) is not None or getattr(raw.unpack_hook, "__qualname__", "") == _FROM_CPU
+    is_known = is_checkpointed(node, name) or getattr(raw.unpack_hook, "__qualname__", "") == _FROM_CPU
     return _is_brought_once(raw) and not is_known
+
+
+def is_checkpointed(node: Node, name: str) -> bool:
+    """Whether checkpointing keeps a tensor that a node saved: outside of the backward it would compute it once more."""
+    return _handles_of(getattr(node, f"_raw_saved_{name}")) is not None
 
 
 def saved_before_run(node: Node, name: str) -> Tensor:

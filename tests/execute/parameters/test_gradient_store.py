@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore
 from penstock.execute.split.planner import SplitPlanner
@@ -59,6 +60,59 @@ def test_weight_parts_that_wait_get_the_gradients_of_their_own_microbatch():
         plain.backward(forward(plain, seed), values(9, 1, LENGTH, WIDTH))
 
     assert all(map(torch.equal, gradients_of(stage), gradients_of(plain)))
+
+
+class Again(torch.autograd.Function):
+    """Runs a layer, and in its backward the layer again with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, layer, hidden):
+        ctx.layer = layer
+        ctx.save_for_backward(hidden)
+        return layer(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.layer(hidden)
+        torch.autograd.backward(output, gradient)
+        return None, hidden.grad
+
+
+class Recurrent(nn.Module):
+    """Uses a layer three times."""
+
+    def __init__(self, layer, first, last):
+        super().__init__()
+        self.layer, self.first, self.last = layer, first, last
+
+    def forward(self, hidden):
+        return self.last(self.layer, self.first(self.layer, self.first(self.layer, hidden)))
+
+
+def reentrant(layer, hidden):
+    return checkpoint(layer, hidden, use_reentrant=True)
+
+
+@pytest.mark.parametrize("last", [reentrant, nn.Module.__call__])
+@pytest.mark.parametrize("first", [reentrant, Again.apply])
+def test_a_backward_within_a_backward_changes_nothing_that_waits(first, last):
+    """It adds to the gradient of the table, which had begun in the memory of one that a product keeps."""
+
+    def gradients(is_split):
+        layer = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Positions())
+        stage = stage_of(nn.Linear(WIDTH, WIDTH), Recurrent(layer, first, last), is_split=is_split)
+        stage.stage.layers["0"].double()
+        for seed in range(2):
+            saved = stage.saved(values(seed, 1, LENGTH, WIDTH, dtype=torch.float64).requires_grad_())
+            stage.backward_input(saved, values(9, 1, LENGTH, WIDTH, dtype=torch.float64))
+            if is_split:
+                stage.backward_weight(saved)
+        return gradients_of(stage)
+
+    for split, whole in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_split", [False, True])

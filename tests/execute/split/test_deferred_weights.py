@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from penstock.errors import PipelineError
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.split.graph_search import Survey
 from penstock.execute.split.planner import SplitPlanner
@@ -144,6 +145,17 @@ class Recomputed(nn.Module):
     def run(self, hidden):
         self.num_runs += 1
         return self.layers(hidden)
+
+
+class Sparse(nn.Module):
+    """Multiplies by a matrix that it makes sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+
+    def forward(self, hidden):
+        return (hidden.flatten(0, -2) @ self.weight.to_sparse()).view_as(hidden)
 
 
 class Method(nn.Module):
@@ -310,6 +322,7 @@ HIDDEN = {
     "in place, kept by selective checkpointing": lambda: Selective(
         nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(inplace=True), linear(), nn.Tanh()
     ),
+    "a sparse matrix": Sparse,
     "a gradient within": lambda: nn.Sequential(linear(), Force()),
     "a gradient within, used at once": lambda: nn.Sequential(linear(), Force(create_graph=False)),
     "a gradient within, recomputed": lambda: Recomputed(linear(), Force()),
@@ -484,6 +497,28 @@ def test_a_recomputation_takes_place_once_and_in_the_input_part(first):
     assert module.num_runs == 2
 
 
+class Scaled(nn.Module):
+    """Multiplies by a function of a parameter, whose gradient I hands over."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.empty(WIDTH, WIDTH))
+
+    def forward(self, hidden):
+        return hidden * torch.tanh(self.factor @ self.factor)[0]
+
+
+@pytest.mark.parametrize("recompute", [Recomputed, Selective])
+def test_a_first_product_that_is_recomputed_is_read_in_its_turn(recompute):
+    """No gradient leads on from it, and it would be computed again if it were handed over."""
+    layers = recompute(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), linear())
+    module = settle(nn.Sequential(layers, Scaled()), 1)
+
+    assert_same(module, values(1, 3, WIDTH), needs_gradient=False)
+    if recompute is Recomputed:
+        assert layers.num_runs == 6
+
+
 def test_a_recomputation_leaves_out_the_last_product():
     module = Recomputed(linear(), nn.Tanh(), linear())
     run_input, run_weight = two_parts(module, values(1, 3, WIDTH).requires_grad_())
@@ -617,6 +652,16 @@ def test_activations_changed_in_place_are_noticed():
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         run_input()
+
+
+def test_a_gradient_changed_in_place_between_the_parts_is_noticed():
+    output, deferred = begun(linear(), values(1, 3, WIDTH).requires_grad_())
+    gradient = values(9, 3, WIDTH)
+    run_input_part(deferred, [torch.autograd.graph.get_gradient_edge(output)], [gradient])
+    gradient.mul_(2)
+
+    with pytest.raises(PipelineError, match=r"the gradient of their product, were changed in place between I and W"):
+        run_weight_part(deferred)
 
 
 @pytest.mark.parametrize(("width", "is_alive"), [(600, True), (6, False)])

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
@@ -218,6 +219,24 @@ def test_each_weight_waits_in_one_way_or_not_for_one_reason():
     assert plan._shown.sizes[id(module.product.weight)] == 2 * WIDTH * WIDTH
     assert plan._shown.sizes[id(module.small.weight)] == 2 * WIDTH
     assert plan._shown.sizes[id(module.asks)] == math.inf
+
+
+def test_of_small_weights_it_is_said_also_where_hooks_of_users_keep_their_activations():
+    class Hooked(nn.Sequential):
+        def forward(self, hidden):
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                return super().forward(hidden)
+
+    def reasons(small):
+        module, plan = Hooked(nn.Linear(WIDTH, WIDTH, bias=False)), SplitPlanner(small=small)
+        for _ in range(2):
+            with plan.examining(0, list(module.named_parameters())):
+                late_weights(plan, module)
+        return dict(plan.immediate.reasons)
+
+    assert reasons(math.inf) == {"0.weight": Reason.SMALL}
+    with pytest.warns(PenstockWarning, match="take their gradients in the `I`"):
+        assert reasons(0) == {"0.weight": Reason.NOT_TOLD_APART}
 
 
 def test_what_waits_is_said_once_small_weights_do_not():

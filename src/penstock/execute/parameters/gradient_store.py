@@ -27,12 +27,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
 from penstock.execute.parameters.gradient_sums import added, dense
-from penstock.execute.values.tensors import in_pieces, memory_of
+from penstock.execute.values.tensors import in_own_memory, in_pieces, memory_of
 
 MAIN_GRAD = "main_grad"
 """Of a parameter: the sum in float32 (float64 stays float64), or None."""
@@ -154,6 +154,18 @@ class GradientStore(StoredGradients):
         """Forget those that have a gradient by now, to which others are added."""
         if self._waiting:
             self._waiting = [parameter for parameter in self._waiting if parameter.grad is None]
+
+    @contextmanager
+    def first_apart(self) -> Iterator[None]:
+        """Give first gradients memory of their own as they come, where somebody else holds theirs at that moment."""
+        # Every graph in here has these nodes, as long as they are held.
+        nodes = [get_gradient_edge(parameter).node for parameter in self._waiting]
+        hooks = [node.register_prehook(_in_own_memory) for node in nodes]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def end_backward(
         self, leaves: Sequence[Tensor], needed: Sequence[Tensor], entries: Sequence[WeightEntry] = ()
@@ -279,6 +291,10 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
         if hasattr(parameter, MAIN_GRAD):
             setattr(parameter, MAIN_GRAD, None)
+
+
+def _in_own_memory(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if each is None else in_own_memory(each) for each in gradients)
 
 
 def _take(parameter: Tensor) -> None:

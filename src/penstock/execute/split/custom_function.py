@@ -76,7 +76,7 @@ class CustomFunction(Waiting):
         """Keep the gradients and what the ctx holds; detached, since an output that is saved leads to the node."""
         node = self.node
         saved = tuple(None if each is None else detached(each) for each in node.saved_tensors)
-        self.hold(gradients, checked=saved)
+        self.hold(gradients, checked=[*saved, *gradients])
         self.ctx = SimpleNamespace(**{name: value for name, value in vars(node).items() if name != "apply"})
         self.ctx.saved_tensors = saved
         self.ctx.needs_input_grad = tuple(number in self.arguments for number in range(len(node.needs_input_grad)))
@@ -93,7 +93,8 @@ class CustomFunction(Waiting):
             PipelineError: a saved tensor was changed in place since I ran, or there are too few gradients.
         """
         ctx, name = self.ctx, self.function.__name__
-        arrived = self.take_operands(f"{name}: a tensor of shape {{shape}} that it saved was", "Save a copy (clone())")
+        subject = f"{name}: a tensor of shape {{shape}} that it saved, or a gradient of its output, was"
+        arrived = self.take_operands(subject, "Save a copy (clone())")
         results = _listed(backward_of(self.function)(ctx, *arrived))
         self.ctx = None
         if len(results) <= max(self.arguments):

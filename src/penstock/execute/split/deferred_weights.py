@@ -8,7 +8,7 @@ frees the graph as it goes, but for the few nodes that lead to weights that wait
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -50,15 +50,25 @@ class DeferredWeights:
         entries, self.entries = self.entries, []
         return WeightInputs(entries)
 
-    def backward_input(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Run I from some edges, as `torch.autograd.backward` runs a whole backward."""
+    def backward_input(
+        self,
+        edges: Sequence[GradientEdge],
+        gradients: Sequence[Tensor],
+        first_apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Run I from some edges, as `torch.autograd.backward` runs a whole backward.
+
+        Within `first_apart` first gradients share no memory with what is kept for W: a backward that a node in Python
+        runs may add to them before I is over.
+        """
         if not nodes_in_python_stay():
             self._graph += edges
         survey = Survey() if self._search is None else self._search(edges)
         self._leaves += survey.immediate.values()
+        apart = first_apart() if survey.functions or survey.is_opaque else nullcontext()
         waiting = survey.waiting
         if not waiting:
-            with NestedBackwards(self.backward_input) if survey.is_opaque else nullcontext():
+            with apart, NestedBackwards(self.backward_input) if survey.is_opaque else nullcontext():
                 torch.autograd.backward(edges, gradients)
             return
         inputs: list[Any] = [GradientEdge(node, 0) for node in survey.immediate]
@@ -70,12 +80,13 @@ class DeferredWeights:
         for each in waiting:
             each.watch(found)
         try:
-            if hands_over:
-                captured = iter(torch.autograd.grad(edges, inputs, gradients, allow_unused=True))
-                _accumulate([(leaf, node, next(captured)) for node, leaf in survey.immediate.items()])
-                found += _kept(zip(waiting, [[next(captured) for _ in own] for own in ends], strict=True))
-            else:
-                torch.autograd.backward(edges, gradients, inputs=inputs)
+            with apart:
+                if hands_over:
+                    captured = iter(torch.autograd.grad(edges, inputs, gradients, allow_unused=True))
+                    _accumulate([(leaf, node, next(captured)) for node, leaf in survey.immediate.items()])
+                    found += _kept(zip(waiting, [[next(captured) for _ in own] for own in ends], strict=True))
+                else:
+                    torch.autograd.backward(edges, gradients, inputs=inputs)
         finally:
             for each in waiting:
                 each.release()

@@ -138,20 +138,22 @@ class _Search:
         ids, sizes = [id(parameter) for parameter in found.parameters], self.survey.sizes
         for key in ids:
             sizes[key] = sizes.get(key, 0.0) + found.num_multiplications
-        if not self._small.isdisjoint(ids):
+        if not found.can_wait or not self._small.isdisjoint(ids):
             return None
         self.waiting[node] = found
         return found
 
     def _conflicts(self) -> list[Waiting]:
         every = list(self.waiting.values())
-        shared = self._shared(every)
-        return [each for each in every if self._is_in_conflict(each, shared)]
+        shared, hands_over = self._shared(every), any(each.is_entry for each in every)
+        return [each for each in every if self._is_in_conflict(each, shared, hands_over=hands_over)]
 
-    def _is_in_conflict(self, each: Waiting, shared: set[Node]) -> bool:
+    def _is_in_conflict(self, each: Waiting, shared: set[Node], *, hands_over: bool) -> bool:
         nodes = each.made_of.nodes
         if not self._seen.isdisjoint(nodes) or not shared.isdisjoint(nodes):
             return True
+        if hands_over and each.is_read_in_turn and each.ends(hands_over=True):
+            return True  # its gradient would be handed over when all of I is over
         return each.is_entry and (each.node in shared or not each.is_complete)
 
     def _shared(self, every: Sequence[Waiting]) -> set[Node]:

@@ -26,6 +26,7 @@ from penstock.execute.undocumented import (
     MM,
     convolution_backward,
     embedding_backward,
+    is_checkpointed,
     is_saved_elsewhere,
     saved,
     saved_before_run,
@@ -64,15 +65,18 @@ class Product(Waiting):
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
         kept = [detached(saved_before_run(self.node, name)) for name in self.names]
-        self.hold([gradients[0], *kept], checked=kept[:1])
+        self.hold([gradients[0], *kept], checked=[gradients[0], kept[0]])
 
     def gradients(self) -> Sequence[Tensor | None]:
         """Compute the gradients, one per root, and release everything.
 
         Raises:
-            PipelineError: if the activations have been changed in place since the backward ran.
+            PipelineError: if the activations or the gradient of the output have been changed in place since I ran.
         """
-        operands = self.take_operands("activations of shape {shape}, which a layer multiplied by its weights, were")
+        operands = self.take_operands(
+            "activations of shape {shape}, which a layer multiplied by its weights, or the gradient of their product, "
+            "were"
+        )
         return [each for each in self.formula(*operands) if each is not None]
 
 
@@ -83,18 +87,21 @@ def _finder(read: Reader, names: Sequence[str], places: Sequence[int]) -> Finder
         needed = open_places(node, places)
         made_of = graph.at(node, needed)
         found = None if made_of is None else read(node, needed)
-        # Checkpointing and `save_on_cpu` are no reason here, as they are for other nodes: `keep` reads before the node.
-        if made_of is None or found is None or any(is_saved_elsewhere(node, name) for name in names):
+        if made_of is None or found is None:
             return None
         num_multiplications, formula = found
         # Nobody knows how long it takes to lead the gradient on through other nodes.
         way = ("product", num_multiplications) if made_of.is_plain else ("weight branch", math.inf)
-        return Product(node, made_of, needed, *way, formula, names)
+        product = Product(node, made_of, needed, *way, formula, names)
+        # Checkpointing and `save_on_cpu` are no reason here, as they are for other nodes: `keep` reads before the node.
+        product.can_wait = not any(is_saved_elsewhere(node, name) for name in names)
+        product.is_read_in_turn = any(is_checkpointed(node, name) for name in names)
+        return product
 
     return find
 
 
-def _read_mm(node: Node, places: Sequence[int]) -> tuple[float, Formula]:
+def _read_mm(node: Node, places: Sequence[int]) -> tuple[float, Formula] | None:
     return _read_matrices(node, saved(node, "self_sym_sizes")[0])
 
 
@@ -104,8 +111,10 @@ def _read_addmm(node: Node, places: Sequence[int]) -> tuple[float, Formula] | No
     return _read_matrices(node, saved(node, "mat1_sym_sizes")[0])
 
 
-def _read_matrices(node: Node, num_rows: int) -> tuple[float, Formula]:
+def _read_matrices(node: Node, num_rows: int) -> tuple[float, Formula] | None:
     (num_inputs, num_outputs), strides = saved(node, "mat2_sym_sizes"), saved(node, "mat2_sym_strides")
+    if not strides:  # a sparse weight
+        return None
     is_column_major = strides[0] == 1 and strides[1] == num_inputs
 
     def formula(gradient: Tensor, rows: Tensor) -> list[Tensor]:

@@ -44,6 +44,10 @@ class Waiting:
     """Where the weight gradients enter the graph that leads to the parameters, one per place."""
     operands: Sequence[Any] = field(init=False, default=())
     """Between I and W: from what W computes the gradients."""
+    can_wait: bool = field(init=False, default=True)
+    """Whether nobody else keeps what W would need, who may be asked for it only once."""
+    is_read_in_turn: bool = field(init=False, default=False)
+    """Whether `keep` has to be called as the backward comes to the node, and not after it."""
     _versions: Sequence[tuple[Tensor, int]] = field(init=False, default=())
     """Those of operands that must not change meanwhile."""
 

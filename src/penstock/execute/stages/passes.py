@@ -227,9 +227,11 @@ class StagePasses:
         deferred = saved.deferred
         self.gradients.begin_backward()
         if saved.edges:
-            run = torch.autograd.backward if deferred is None else deferred.backward_input
             with self.stage.own_weight_gradients.around_backward(None if deferred is None else deferred.entries):
-                run(saved.edges, gradients)
+                if deferred is None:
+                    torch.autograd.backward(saved.edges, gradients)
+                else:
+                    deferred.backward_input(saved.edges, gradients, self.gradients.first_apart)
         results = []
         for leaf in saved.inputs:
             gradient, leaf.grad = leaf.grad, None
