@@ -83,3 +83,7 @@ def test_the_saved_buffers_are_those_that_modules_hold_now(wrap, count):
     inner.running_mean = torch.ones(2)
 
     assert [buffer.tolist() for buffer in buffers.now()] == [[1.0, 1.0], [1.0, 1.0], *count]
+
+
+def test_parameters_without_a_shape_are_passed_over():
+    assert SavedBuffers([nn.Sequential(nn.LazyLinear(2), nn.BatchNorm1d(2, affine=False))]).now()[0].tolist() == [0, 0]

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from penstock.execute.transport.protocol import Ticket, Transport
 from penstock.execute.values.tensors import in_pieces, local_part
@@ -78,9 +79,10 @@ class SavedBuffers:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where the values of a tensor begin; what is not strided has no such place."""
-    part = local_part(tensor)
-    return part.data_ptr() if part.layout is torch.strided else id(tensor)
+    """Return where the values of a tensor begin; what is not strided, or has no shape yet, has no such place."""
+    if is_lazy(tensor) or tensor.layout is not torch.strided:
+        return id(tensor)
+    return local_part(tensor).data_ptr()
 
 
 def _room_of(tensor: Tensor) -> int:
