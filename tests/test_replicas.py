@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -44,6 +45,7 @@ from tests.mesh_pipelines import (
     train,
     train_alone,
     two_steps,
+    whole,
 )
 from tests.sharded_pipelines import (
     ALL,
@@ -287,6 +289,54 @@ def test_within_no_sync_nothing_is_summed_but_what_is_tied():
     (square_loss(nn.Sequential(*layers)(inputs), target) / 2).backward()
     assert_near(ranks[1], {name: each.grad for name, each in named(layers)})
     assert not torch.equal(ranks[0]["0.1.weight"], ranks[1]["0.1.weight"])
+
+
+def with_a_shared_weight():
+    layers = float_layers(FLOAT, 8)
+    layers[1][1].weight = layers[0][1].weight
+    return layers
+
+
+@settings(NONE, IN_PLACE, OPTIMIZER, ONE)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_weight_that_two_layers_of_one_stage_share_is_summed_once(schedule, setting):
+    job = Job([8, 8], with_a_shared_weight)
+
+    assert_near(gradients_after(job, schedule, two_steps, **setting), gradients_of_steps(job, [1, 1]))
+
+
+@settings(NONE, OPTIMIZER)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [("synced", True), ("apart", False), ("synced", True)],
+        [("apart", True), ("synced", False)],
+        [("apart", True), ("synced", False), ("synced", True)],
+    ],
+    ids=["frozen within no_sync", "frozen behind no_sync", "and trained again"],
+)
+def test_a_weight_may_be_frozen_between_steps_that_are_summed_and_others(steps, setting):
+    job, name = Job([8, 8]), "1.1.weight"
+
+    def run(own, inputs, target):
+        for kind, is_trained in steps:
+            for each in [parameter for own_name, parameter in own.named_parameters() if own_name == name]:
+                each.requires_grad_(is_trained)
+            with own.no_sync() if kind == "apart" else nullcontext():
+                own.step(inputs, target=target)
+
+    ranks = on_pipelines(job, "1f1b", rows_after(run), **setting)
+    expected = gradients_of_steps(job, [1] * len(steps))
+    once = gradients_of_steps(job, [1])
+    num_trained = sum(is_trained for _, is_trained in steps)
+    expected[name] = num_trained * once[name]
+    if setting == {"shard": "none"}:
+        assert all(
+            torch.equal(own.gradients[key], other.gradients[key])
+            for own, other in zip(ranks[:2], ranks[2:], strict=True)
+            for key in own.gradients
+        )
+    assert_near(whole(ranks, 2), expected)
 
 
 # ---- what all take from the first replica

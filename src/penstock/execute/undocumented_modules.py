@@ -19,8 +19,8 @@ class ModuleSnapshot:
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self.parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        """As the layers list them one after another; one that two layers share comes twice."""
+        self.parameters = list(dict.fromkeys(parameter for layer in layers for parameter in layer.parameters()))
+        """As the layers list them one after another; one that two layers share comes once."""
         self._modules = [module for layer in layers for module in layer.modules()]
         tables = self._tables()
         self._sizes = list(map(len, tables))

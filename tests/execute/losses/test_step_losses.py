@@ -52,6 +52,25 @@ def test_what_a_step_keeps_of_a_loss_is_as_large_as_the_loss(name):
     assert kept.untyped_storage().nbytes() == kept.nbytes
 
 
+def test_a_loss_that_its_function_goes_on_changing_stays_as_it_was_returned():
+    total = torch.zeros(())
+    losses = empty(loss=lambda output, target: total.add_(1), shares=LossShares([1.0, 1.0], [[1.0], [1.0]]))
+
+    for index in range(2):
+        losses.compute((index, 0), torch.ones(1), None, is_training=False)
+
+    assert [loss.item() for loss in losses.computed.values()] == [1, 2]
+
+
+def test_a_named_loss_that_its_layer_goes_on_changing_stays_as_it_was_noted():
+    losses, total = empty(), torch.zeros((), dtype=torch.float64)
+
+    for index in range(2):
+        losses.note(NAME, (index, 0), total.add_(1))
+
+    assert [loss.item() for loss in losses.named[NAME].values()] == [1, 2]
+
+
 def test_the_same_rules_without_what_was_noted():
     losses = empty(scale=lambda loss: loss * 8.0)
     losses.computed[0, 0] = torch.tensor(1.0)

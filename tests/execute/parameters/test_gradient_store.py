@@ -62,6 +62,32 @@ def test_weight_parts_that_wait_get_the_gradients_of_their_own_microbatch():
     assert all(map(torch.equal, gradients_of(stage), gradients_of(plain)))
 
 
+class Sum(nn.Module):
+    """Multiplies by the sum of two parameters, whose gradients autograd begins in one memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.empty(WIDTH * WIDTH)) for _ in range(2))
+
+    def forward(self, hidden):
+        return hidden @ (self.first.view(WIDTH, WIDTH) + self.second.view(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_two_gradients_that_begin_in_one_memory_are_added_to_apart(is_split):
+    stage, whole = stage_of(Sum(), is_split=is_split), stage_of(Sum(), is_split=False)
+
+    for seed in range(2):
+        saved = forward(stage, seed)
+        stage.backward_input(saved, values(9, 1, LENGTH, WIDTH))
+        if is_split:
+            stage.backward_weight(saved)
+    both = whole.saved(torch.cat([values(seed, 1, LENGTH, WIDTH) for seed in range(2)]).requires_grad_())
+    whole.backward(both, values(9, 1, LENGTH, WIDTH).expand(2, -1, -1))
+
+    torch.testing.assert_close(gradients_of(stage), gradients_of(whole))
+
+
 class Again(torch.autograd.Function):
     """Runs a layer, and in its backward the layer again with a backward of its own."""
 

@@ -16,7 +16,6 @@ from penstock.execute.control.agreement import AgreedStep, BatchWeight
 from penstock.execute.control.error_notes import note_place, without_target
 from penstock.execute.losses.loss import Loss, LossShares, LossWeights, Measured, Scale, apply_scale
 from penstock.execute.losses.output import LossName, LossParts, read_loss, takes_weight
-from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import needing_gradient
 
 NO_SHARES = LossShares([], [])
@@ -56,7 +55,9 @@ class StepLosses:
             return None
         factor = self.shares.factor(*place)
         parts = self._parts(self.loss, place, outputs, target, factor)
-        self.computed[place] = _in_own_memory(parts.loss.detach())
+        # Several of torch's means, as mse_loss, keep the memory of all elements, and a loss function may add to what it
+        # has returned.
+        self.computed[place] = parts.loss.detach().clone()
         for name, loss in parts.named.items():
             self.note(LossName(name, False, loss.dtype), place, loss)
         if parts.reported is not None:
@@ -74,7 +75,7 @@ class StepLosses:
         """Remember a loss by its name; of several stages of this rank, the sum."""
         # float64, so that it matters little which stages share a rank, whose losses are added up here.
         noted = self.named.setdefault(name, {})
-        exact = loss.detach().to(torch.float64)
+        exact = loss.detach().to(torch.float64, copy=True)  # a layer may go on to change it
         noted[place] = noted[place] + exact if place in noted else exact
 
     def root_of(self, loss: Tensor, factor: float) -> Tensor | None:
@@ -144,9 +145,3 @@ class LossMaker:
         # The other ranks may have no target to count.
         is_counting = self._is_last and self._loss is not None and (agreed.is_training or batch.has_target)
         return rows, self._weights.measure(batch.microbatches, batch.slices) if is_counting else rows
-
-
-def _in_own_memory(loss: Tensor) -> Tensor:
-    """Return a loss without the memory of more: several of torch's means, as mse_loss, keep that of all elements."""
-    is_alone = local_part(loss).untyped_storage().nbytes() <= local_part(loss).nbytes
-    return loss if is_alone else loss.clone()

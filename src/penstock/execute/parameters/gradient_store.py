@@ -182,11 +182,7 @@ class GradientStore(StoredGradients):
         if not come:
             return
         needed = [*needed, *(tensor for entry in entries for tensor in entry.kept)]
-        memory = {memory_of(tensor) for tensor in needed if tensor.layout is torch.strided}
-        for leaf in come:
-            gradient = leaf.grad
-            if gradient is not None and gradient.layout is torch.strided and memory_of(gradient) in memory:
-                leaf.grad = gradient.clone()
+        _separate(come, {memory_of(tensor) for tensor in needed if tensor.layout is torch.strided})
 
     def add(self, inputs: WeightInputs) -> None:
         """Run W: add what waited, in the order in which a backward comes to it; hooks see one gradient per weight.
@@ -198,12 +194,14 @@ class GradientStore(StoredGradients):
         if not entries:
             return
         own = [entry for entry in entries if not entry.parameters]
+        first = [each for entry in entries for each in entry.parameters if each.grad is None]
         # The entries are in the order in which a whole backward comes to them. All that share a parameter are in one
         # group, in that order, and a group is never cut: so one call of autograd sums all gradients of a parameter, in
         # the order of its roots, and hooks see the sum once, as in a whole backward. Groups share no parameter, hence
         # no gradient: in which calls they come bounds the memory, and changes no bits.
         for groups in in_pieces(_by_parameter([each for each in entries if each.parameters]), _size, _GROUP_BYTES):
             _add_group([entry for group in groups for entry in group])
+        _separate(first, set())
         entries.clear()
         with torch.no_grad():
             while own:
@@ -307,6 +305,17 @@ def _take(parameter: Tensor) -> None:
         setattr(parameter, MAIN_GRAD, gradient.to(main_type(parameter), copy=True))  # its memory may be another's, too
     else:
         total.add_(gradient)
+
+
+def _separate(leaves: Sequence[Tensor], needed: set[int]) -> None:
+    """Give gradients memory of their own where it is `needed`, or another's, as of u and v in x @ (u.t() + v.t())."""
+    for leaf in dict.fromkeys(leaves):
+        gradient = leaf.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            continue
+        if (memory := memory_of(gradient)) in needed:
+            leaf.grad = gradient.clone()
+        needed.add(memory)
 
 
 def _add_group(group: Sequence[WeightEntry]) -> None:

@@ -50,8 +50,8 @@ class Summed(ParameterLayout):
         self._buffers = {stage: SavedBuffers(parts.modules) for stage, parts in stages.items()}
         self._is_synced = False
         self._reduced_anyway: Collection[int] = ()
-        self._holds_parts = False
-        """Whether gradients are of this replica alone, as behind a step within no_sync()."""
+        self._parts: set[int] = set()
+        """Ids of parameters whose gradients are of this replica alone, as behind a step within no_sync()."""
         self._missing: Counter[int] = Counter()
         """By id of a parameter that is trained, the stages whose backwards are not over; copies count once."""
 
@@ -67,9 +67,11 @@ class Summed(ParameterLayout):
         copies = {tuple(map(id, parts.modules)): parts for parts in self._stages.values()}
         held = [[each for each in parts.parameters() if each.requires_grad] for parts in copies.values()]
         self._missing = Counter(id(parameter) for parameters in held for parameter in parameters)
-        if not self._holds_parts and self._lane.transport.rank > 0:
-            self._leave_sums_to_first(each for parameters in held for each in parameters if id(each) not in self._tied)
-        self._holds_parts = not is_synced
+        if self._lane.transport.rank > 0:
+            kept = self._parts.union(self._tied)
+            self._leave_sums_to_first(each for parameters in held for each in parameters if id(each) not in kept)
+        trained = self._missing.keys() - set(self._tied)
+        self._parts = self._parts - trained if is_synced else self._parts | trained
 
     def reduce(self, stage: int, *, is_last: bool) -> Launched | None:
         """Start to sum what the replicas have of a stage's gradients; return None where there is nothing to sum."""
@@ -82,6 +84,10 @@ class Summed(ParameterLayout):
             for each in parameters
             if self._missing[id(each)] == 0 and (self._is_synced or id(each) in self._reduced_anyway)
         ]
+        if self._is_synced:  # and what has been frozen since it was trained within no_sync()
+            frozen = [each for each in self._stages[stage].parameters() if id(each) in self._parts]
+            self._parts.difference_update(map(id, frozen))
+            due += frozen
         packed = [_Packed(own, self._gradients, self._lane) for own in self._gradients.by_type(due)]
         buffers = self._buffers[stage].now() if self._is_synced else []
         if not packed and not buffers:
