@@ -118,6 +118,36 @@ class Growing(Around):
         return self.inner(x) * self.scale.clone()
 
 
+class GrowingUnseen(Growing):
+    """Changes the buffer past autograd, and so without a new version."""
+
+    def forward(self, x):
+        self.scale.data.add_(1)
+        return self.inner(x) * self.scale.clone()
+
+
+class GrowingAnew(Growing):
+    """Has another memory for the buffer behind each forward."""
+
+    def forward(self, x):
+        self.scale.data = self.scale.data + 1
+        return self.inner(x) * self.scale.clone()
+
+
+class Centered(nn.Module):
+    """A loss with a buffer that it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(WIDTH))
+
+    def forward(self, output, target):
+        loss = square_loss(output - self.center, target)
+        with torch.no_grad():
+            self.center.mul_(0.5).add_(output.mean(0))
+        return loss
+
+
 class Doubling(Around):
     """Changes its input in place, which autograd does not see."""
 
@@ -134,14 +164,15 @@ class Dropping(Around):
         return nn.functional.dropout(self.inner(x), 0.3)
 
 
-def trained(make_layer, schedule):
+def trained(make_layer, schedule, make_loss=lambda: square_loss):
     def run(wires):
         torch.manual_seed(wires.rank)  # one rank draws for itself
-        layers = [make_layer(seed) for seed in range(4)]
-        pipeline = Pipeline(layers, schedule, loss=square_loss, transport=wires)
+        layers, loss = [make_layer(seed) for seed in range(4)], make_loss()
+        pipeline = Pipeline(layers, schedule, loss=loss, transport=wires)
         for step in range(NUM_STEPS):
             result = pipeline.step(values(step, 8, WIDTH), target=values(10 + step, 8, WIDTH))
-        buffers = {name: buffer.clone() for name, buffer in nn.ModuleList(layers).named_buffers()}
+        modules = [*layers, *([loss] if isinstance(loss, nn.Module) else [])]
+        buffers = {name: buffer.clone() for name, buffer in nn.ModuleList(modules).named_buffers()}
         return result.losses, gradients_of(pipeline.named_parameters()), buffers
 
     return on_ranks(schedule.num_ranks, run)
@@ -158,10 +189,18 @@ def test_buffers_that_layers_change_change_once(name):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_a_forward_that_runs_again_reads_the_buffers_that_it_read_at_first(name):
+@pytest.mark.parametrize("layer", [Growing, GrowingUnseen, GrowingAnew])
+def test_a_forward_that_runs_again_reads_the_buffers_that_it_read_at_first(layer, name):
     schedule = build(name, ranks=2, microbatches=4)
 
-    assert_same(trained(Growing, ps.with_recompute(schedule)), trained(Growing, schedule))
+    assert_same(trained(layer, ps.with_recompute(schedule)), trained(layer, schedule))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_buffer_of_the_loss_changes_once(name):
+    schedule = build(name, ranks=2, microbatches=4)
+
+    assert_same(trained(block, ps.with_recompute(schedule), Centered), trained(block, schedule, Centered))
 
 
 def test_inputs_that_a_layer_changes_in_place_cannot_run_again():

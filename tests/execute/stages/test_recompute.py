@@ -79,15 +79,14 @@ def test_copies_have_the_values_that_the_forward_began_with_and_are_shared_until
     layer.register_buffer("count", torch.zeros(()))
     other.register_buffer("table", torch.arange(3))
     other.register_buffer("count", layer.count)
-    stage = Stage(0, {"0": layer, "1": other})
-    copier = BufferCopier(stage)
-    first = copier.copies()
+    copier = BufferCopier()
+    first = copier.copies([layer, other])
     layer.count += 1
-    second = copier.copies()
+    second = copier.copies([layer, other])
 
     assert first[other, "table"] is second[other, "table"]
     for copies, count in ((first, 0), (second, 1)):
-        with on_copied_buffers(stage, copies):
+        with on_copied_buffers([layer, other], copies):
             assert layer.count == count
             assert layer.count is other.count
             layer.count += 5

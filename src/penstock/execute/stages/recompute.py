@@ -5,9 +5,10 @@
     R   the same inputs ──> layers ──> graph   saved as a forward's is; the outputs are dropped
 
 So R is the forward of any stage, with its skips, losses and slices, and the backward never knows. R notes no loss or
-output a second time. Buffers that layers change, such as the vectors of a spectral norm, change once: R runs on copies,
-which have the values that F began with. Inputs that a layer changes in place are refused, and so is a target that the
-loss function changes. Without a seed for the step (`randomness`), R sets the generators back to where F began.
+output a second time. Buffers that layers or the loss change, such as the vectors of a spectral norm, change once: R
+runs on copies, which have the values that F began with. Inputs that a layer changes in place are refused, and so is a
+target that the loss function changes. Without a seed for the step (`randomness`), R sets the generators back to where F
+began.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -23,7 +25,7 @@ from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.stages.feature import ForwardPart
 from penstock.execute.stages.passes import Inputs, Keywords, SavedForward, StagePasses
-from penstock.execute.stages.stage import Stage, modules_of
+from penstock.execute.stages.stage import modules_of
 from penstock.execute.step import Step
 from penstock.execute.undocumented import version_of
 from penstock.execute.values.version_guard import VersionGuard
@@ -60,19 +62,28 @@ class Checkpoint:
 
 
 class BufferCopier:
-    """Copies the buffers of a stage for its forwards; those between which a buffer stays as it is share one copy."""
+    """Copies the buffers of modules for forwards; those between which a buffer stays as it is share one copy."""
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
+    def __init__(self) -> None:
         self._latest: WeakValueDictionary[Where, BufferCopy] = WeakValueDictionary()
+        self._unseen: set[Where] | None = None
+        """Those that change without a new version, as by `.data`; None before the first forward."""
 
-    def copies(self) -> Copies:
+    def copies(self, modules: Sequence[nn.Module]) -> Copies:
         """Return the buffers with the values that they have now."""
-        return {where: self._copy(where, buffer) for where, buffer in _buffers(self.stage).items()}
+        return {where: self._copy(where, buffer) for where, buffer in _buffers(modules).items()}
+
+    def learn(self, copies: Copies) -> None:
+        """Compare the values behind the first forward with those before it."""
+        if self._unseen is None:
+            plain = {where: each for where, each in copies.items() if type(each.buffer) is Tensor}
+            strided = {where: each for where, each in plain.items() if each.buffer.layout is torch.strided}
+            self._unseen = {where for where, each in strided.items() if not torch.equal(each.values, each.buffer)}
 
     def _copy(self, where: Where, buffer: Tensor) -> BufferCopy:
         latest = self._latest.get(where)
-        if latest is None or latest.buffer is not buffer or latest.version != version_of(buffer):
+        is_seen = self._unseen is None or where not in self._unseen
+        if latest is None or not is_seen or latest.buffer is not buffer or latest.version != version_of(buffer):
             latest = self._latest[where] = BufferCopy(buffer, version_of(buffer), buffer.clone())
         return latest
 
@@ -82,7 +93,7 @@ class Recomputation:
 
     def __init__(self, passes: StagePasses) -> None:
         self._passes = passes
-        self._copier = BufferCopier(passes.stage)
+        self._copier = BufferCopier()
 
     def forward(self, step: Step, place: MicrobatchKey, inputs: Inputs, keywords: Keywords) -> tuple[Any, Checkpoint]:
         """Run the layers; return what leaves the stage, and what `run_again` needs.
@@ -92,7 +103,8 @@ class Recomputation:
         """
         passes = self._passes
         target = step.slices[place[0]][place[1]].target if passes.options.is_last else None
-        buffers, before = self._copier.copies(), VersionGuard.of((inputs, keywords, target))
+        buffers = self._copier.copies(self._modules(step))
+        before = VersionGuard.of((inputs, keywords, target))
         parts = passes.begin_parts(step, place)
         with saved_tensors_hooks(_drop, _refuse):
             outputs, deferred = passes.run_layers(parts, inputs, keywords)
@@ -100,6 +112,7 @@ class Recomputation:
         passes.finish(step, place, parts, inputs, outputs, deferred)  # refuses what cannot be trained now, not in R
         if passes.options.is_last and before.is_changed:
             raise PipelineError(_LOSS_CHANGES)
+        self._copier.learn(buffers)
         # The values of skips that only pass are not kept: a later stage has them, and R needs their shapes alone.
         for part in parts:
             inputs, _ = part.without_passing(inputs, outputs)
@@ -114,18 +127,23 @@ class Recomputation:
         """
         _refuse_changed(checkpoint.called_with)
         passes, inputs, parts = self._passes, checkpoint.arguments, checkpoint.parts
-        with on_copied_buffers(passes.stage, checkpoint.buffers):
+        with on_copied_buffers(self._modules(step), checkpoint.buffers):
             outputs, deferred = passes.run_layers(parts, inputs, checkpoint.keywords)
             return passes.finish(step.again(), place, parts, inputs, outputs, deferred)
 
+    def _modules(self, step: Step) -> list[nn.Module]:
+        """The layers, and on a last stage the loss function, which runs again too."""
+        loss = step.losses.loss if self._passes.options.is_last else None
+        return [*self._passes.stage.modules, *([loss] if isinstance(loss, nn.Module) else [])]
+
 
 @contextmanager
-def on_copied_buffers(stage: Stage, kept: Copies) -> Iterator[None]:
-    """Let the layers read and change the buffers that their forward began with; afterwards they have their own again.
+def on_copied_buffers(modules: Sequence[nn.Module], kept: Copies) -> Iterator[None]:
+    """Let modules read and change the buffers that their forward began with; afterwards they have their own again.
 
     Modules that share a buffer share its copy.
     """
-    found = _buffers(stage)
+    found = _buffers(modules)
     copies: dict[int, Tensor] = {}
     for where, buffer in found.items():
         copy = kept.get(where)
@@ -140,9 +158,9 @@ def on_copied_buffers(stage: Stage, kept: Copies) -> Iterator[None]:
             setattr(*where, buffer)
 
 
-def _buffers(stage: Stage) -> dict[Where, Tensor]:
-    modules = modules_of(stage.modules)
-    return {(module, name): buffer for module in modules for name, buffer in module.named_buffers(recurse=False)}
+def _buffers(modules: Sequence[nn.Module]) -> dict[Where, Tensor]:
+    every = modules_of(modules)
+    return {(module, name): buffer for module in every for name, buffer in module.named_buffers(recurse=False)}
 
 
 def _refuse_changed(called_with: VersionGuard) -> None:
