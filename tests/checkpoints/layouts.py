@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from penstock.checkpoints.optimizer_state import MAIN_WEIGHT
 from penstock.execute.replicas.rows import Rows
 from penstock.pipeline import Pipeline
-from penstock.train.optimizing.main_weights import MAIN, MainWeightOptimizer
+from penstock.train.optimizing.main_weights import MainWeightOptimizer
 from tests.mesh_pipelines import on_mesh
 
 
@@ -133,7 +134,7 @@ def _pairs(pipeline, optimizer):
     for name, value in state.items():
         owner, _, key = name.partition(":")
         # A parameter is its main weight, rounded.
-        name = f"{pipeline.owner_names.get(owner, owner)}:{'' if key == MAIN else key}"
+        name = f"{pipeline.owner_names.get(owner, owner)}:{'' if key == MAIN_WEIGHT else key}"
         expected = known(name, value.shape, value.dtype)
         local = value.detach()
         if isinstance(value, DTensor):

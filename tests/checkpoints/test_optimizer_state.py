@@ -150,6 +150,55 @@ def test_a_parameter_that_was_never_stepped_has_no_state():
     require_loadable(torch.optim.SGD((given := parameters()).values()), entry, names_of(given), "here")
 
 
+def test_a_parameter_that_was_never_stepped_may_have_its_main_weight_alone():
+    entry = saved()
+    for name, state in entry.state.items():
+        state.tensors["main_weight"] = state.tensors["m"]
+        if name == "b":
+            del state.tensors["m"], state.tensors["v"]
+
+    require_loadable(torch.optim.SGD((given := parameters()).values()), entry, names_of(given), "here")
+
+
+def test_matrices_and_vectors_of_a_group_may_keep_other_tensors():
+    given = {"matrix": nn.Parameter(torch.ones(3, 4)), "vector": nn.Parameter(torch.ones(3))}
+    optimizer = torch.optim.Adafactor(given.values())
+    for parameter in given.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    found = optimizer_content(optimizer, names_of(given))
+    moment = {"dtype": "F32", "shape": [1], "file": "f"}
+    state = {name: {"tensors": dict.fromkeys(own, moment), "values": {}} for name, own in found.tensors.items()}
+    entry = OptimizerEntry.model_validate({"name": found.name, "groups": found.groups, "state": state})
+
+    assert entry.state["matrix"].tensors.keys() != entry.state["vector"].tensors.keys()
+    require_loadable(optimizer, entry, names_of(given), "here")
+
+
+def test_groups_of_other_parameters_are_refused_before_anything_changes():
+    given = parameters()
+    groups = [{"options": {"lr": 0.1 * len(names)}, "parameters": list(names)} for names in ("ab", "c")]
+
+    with pytest.raises(CheckpointError, match="here: 'a' and another parameter of its group had different options"):
+        require_loadable(torch.optim.SGD(given.values()), saved(groups=groups), names_of(given), "here")
+
+
+def test_an_optimizer_within_another_is_named_with_it():
+    class Outer(torch.optim.SGD):
+        def __init__(self, given, inner):
+            super().__init__(given)
+            self.inner = inner(given)
+
+    given = parameters()
+    own = Outer(list(given.values()), torch.optim.AdamW)
+
+    assert optimizer_content(own, names_of(given)).name == "Outer(AdamW)"
+    for name in ("Outer(AdamW)", "Outer"):  # the latter in files of earlier versions
+        require_loadable(own, saved(name=name), names_of(given), "here")
+    with pytest.raises(CheckpointError, match=r"state of Outer\(SGD\), but the optimizer is Outer\(AdamW\)"):
+        require_loadable(own, saved(name="Outer(SGD)"), names_of(given), "here")
+
+
 def test_a_parameter_that_is_not_of_the_pipeline_is_refused():
     given = parameters()
     optimizer = torch.optim.SGD([*given.values(), nn.Parameter(torch.ones(5))])

@@ -106,6 +106,16 @@ def test_another_text_is_evaluated_as_a_whole_each_sequence_once(capsys, place, 
 
 
 @pytest.mark.slow
+def test_a_text_is_evaluated_for_a_run_on_a_column_of_a_data_set(capsys, place):
+    (place / "a.txt").write_bytes(b"x" * 60)
+    config = tomlkit.parse((place / "run" / "config.toml").read_text())
+    config["data"] |= {"corpus": "datasets", "files": ["saved"], "column": "input_ids"}
+    (place / "run" / "config.toml").write_text(tomlkit.dumps(config))
+
+    assert evaluated(capsys, "run", "--data", "a.txt")["num_tokens"] > 0
+
+
+@pytest.mark.slow
 def test_batches_of_another_size_give_the_same_mean_over_a_text(capsys, place):
     found = [
         evaluated(capsys, "run", "--data", "text.txt", "--set", f"batch.size={size}", "--set", "batch.length=24")

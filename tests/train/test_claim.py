@@ -137,6 +137,7 @@ OTHERS = {
     "batch.length": 64,
     "optimizer.learning_rate": 0.5,
     "run.seed": 7,
+    "run.skip_updates": True,
 }
 
 

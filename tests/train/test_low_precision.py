@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.checkpoints.optimizer_state import MAIN_WEIGHT
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.models import cross_entropy_loss, embedding_names
-from penstock.train.optimizing.main_weights import MAIN
 from penstock.train.optimizing.optim import build_optimizer
 from penstock.train.optimizing.precision import Precision, loss_scaler
 from penstock.train.settings.sections import OptimizerSection, PrecisionSection
@@ -63,7 +63,7 @@ def train(transport, precision, schedule, num_batches=1, options=OPTIONS):
     pipeline.close()
     state = trainer.update.optimizer.state
     weights = {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
-    mains = {name: state[parameter].get(MAIN) for name, parameter in pipeline.named_parameters()}
+    mains = {name: state[parameter].get(MAIN_WEIGHT) for name, parameter in pipeline.named_parameters()}
     return outcomes, held_out, weights, mains
 
 
@@ -177,7 +177,7 @@ def test_copies_of_a_tied_weight_and_their_main_weights_stay_equal(case):
         name = "head.weight" if transport.rank else "embedding.weight"
         parameter, optimizer = dict(pipeline.named_parameters())[name], trainer.update.optimizer
         decays = [group["weight_decay"] for group in optimizer.param_groups if name in group["param_names"]]
-        return parameter.detach(), optimizer.state[parameter][MAIN], any(updated), decays
+        return parameter.detach(), optimizer.state[parameter][MAIN_WEIGHT], any(updated), decays
 
     (embedding, main, is_updated, decays), (head, other, *_, head_decays) = on_ranks(2, train_tied)
 

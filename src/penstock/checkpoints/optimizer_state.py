@@ -17,6 +17,8 @@ from penstock.errors import CheckpointError
 
 OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Options of a group that say how it computes, which another device may do otherwise."""
+MAIN_WEIGHT = "main_weight"
+"""Under which name the state of a parameter has its main weight, also before its first step."""
 STEP = "step"
 """Under which name torch's optimizers count the steps of a parameter, in a plain tensor without dimensions."""
 PLAIN = (bool, int, float, str, type(None))
@@ -45,7 +47,7 @@ def optimizer_content(optimizer: Optimizer, names: Mapping[int, str]) -> Optimiz
     """
     state = optimizer.state_dict()
     order = [_name_of(parameter, names) for parameter in _parameters(optimizer)]
-    content = OptimizerContent(type(optimizer).__name__, [], {}, {})
+    content = OptimizerContent(_class_of(optimizer), [], {}, {})
     for group in state["param_groups"]:
         own = [order[number] for number in group["params"]]
         options = {key: _plain(value, key) for key, value in group.items() if key not in OF_THE_MACHINE}
@@ -85,9 +87,9 @@ def require_loadable(
     """
     if saved is None:
         raise CheckpointError(f"{where}: was saved without an optimizer; pass none to load the weights alone")
-    if saved.name != type(optimizer).__name__:
+    if saved.name not in (_class_of(optimizer), type(optimizer).__name__):  # the latter in files of earlier versions
         raise CheckpointError(
-            f"{where}: holds the state of {saved.name}, but the optimizer is {type(optimizer).__name__}; use the same "
+            f"{where}: holds the state of {saved.name}, but the optimizer is {_class_of(optimizer)}; use the same "
             "class, or pass no optimizer to load the weights alone"
         )
     in_groups = {name for group in saved.groups for name in group.parameters}
@@ -96,16 +98,30 @@ def require_loadable(
         raise CheckpointError(
             f"{where}: {saved.name} held no parameter {missing[0]!r}; train the same parameters, or pass no optimizer"
         )
-    # Refuse state in which a parameter lacks what the others of its group have; one without any was never stepped.
+    _require_whole_groups(optimizer, saved, names, where)
+    # Refuse state in which a parameter lacks some of what another of its group has. Adafactor has other tensors for
+    # matrices than for vectors; one without any was never stepped.
     for group in saved.groups:
         states = {name: saved.state[name] for name in group.parameters if name in saved.state}
         keys = {name: {*state.tensors, *state.values} for name, state in states.items()}
-        known = set().union(*keys.values())
         for name, kept in keys.items():
-            if kept and (lacking := sorted(known - kept)):
+            lacking = set().union(*(other - kept for other in keys.values() if kept < other))
+            if lacking and kept - {MAIN_WEIGHT}:
                 raise CheckpointError(
-                    f"{where}: the optimizer's state of {name!r} lacks {', '.join(lacking)}, which others have"
+                    f"{where}: the optimizer's state of {name!r} lacks {', '.join(sorted(lacking))}, which others have"
                 )
+
+
+def _require_whole_groups(optimizer: Optimizer, saved: OptimizerEntry, names: Mapping[int, str], where: object) -> None:
+    """Make sure that the parameters of each group had the same options when saved. Raises: CheckpointError."""
+    options_of = {name: group.options for group in saved.groups for name in group.parameters}
+    for group in optimizer.param_groups:
+        own = [_name_of(parameter, names) for parameter in group["params"]]
+        if any(options_of[name] != options_of[own[0]] for name in own):
+            raise CheckpointError(
+                f"{where}: {own[0]!r} and another parameter of its group had different options when they were saved; "
+                "make groups of the same parameters"
+            )
 
 
 def load_optimizer(
@@ -121,11 +137,6 @@ def load_optimizer(
     order = [_name_of(parameter, names) for parameter in parameters]
     for group in state["param_groups"]:
         own = [options_of[order[number]] for number in group["params"]]
-        if any(options != own[0] for options in own):
-            raise CheckpointError(
-                f"{order[group['params'][0]]!r} and another parameter of its group had different options when they "
-                "were saved; make groups of the same parameters"
-            )
         for key, value in own[0].items() if own else ():
             group[key] = _like(value, group.get(key))
     loaded = {
@@ -139,6 +150,12 @@ def load_optimizer(
             are_tensors = isinstance(value, Tensor) and isinstance(state.get(key), Tensor)
             if are_tensors and state[key].dtype != value.dtype:
                 state[key] = value.to(state[key].device, copy=True)
+
+
+def _class_of(optimizer: Optimizer) -> str:
+    """Return the name of an optimizer's class, and of the one within it, such as that of main weights."""
+    inner, name = getattr(optimizer, "inner", None), type(optimizer).__name__
+    return f"{name}({type(inner).__name__})" if isinstance(inner, Optimizer) else name
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:

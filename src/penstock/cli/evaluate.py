@@ -67,7 +67,7 @@ def _settings(arguments: Namespace, folder: Path) -> list[str]:
     found = [f"run.folder={quoted(folder)}", f"checkpoint.load={quoted(weights)}", "parallel.data=1"]
     if arguments.data is None:
         return found
-    whole = ["data.corpus=files", "data.sources=[]", 'data.source=""', "data.held_out_fraction=0"]
+    whole = ["data.corpus=files", "data.column=text", "data.sources=[]", 'data.source=""', "data.held_out_fraction=0"]
     no_held_out = ["run.evaluate_batches=0", "run.evaluate_every=0", "run.patience=0"]
     return [*found, f"data.files=[{quoted(arguments.data)}]", *whole, *no_held_out]
 

@@ -31,7 +31,7 @@ from penstock.train.together import same_words
 
 KEY = "run.folder"
 SAME_SECTIONS = ("model", "data", "batch", "precision", "optimizer")
-"""With the seed, what a run must share with an earlier one to continue it."""
+"""With the seed, and whether weights are updated, what a run must share with an earlier one to continue it."""
 MAY_DIFFER = ("data.prefetch", "data.tokenizer_digest")
 """Keys of these sections that change no bit; another digest is refused by itself."""
 MOST_ATTEMPTS = 100
@@ -207,8 +207,8 @@ def _differing_keys(earlier: RunConfig, config: RunConfig) -> list[str]:
     for name in SAME_SECTIONS:
         before = dict(getattr(earlier, name))
         keys += [f"{name}.{key}" for key, value in getattr(config, name) if value != before[key]]
-    seed = ["run.seed"] if earlier.run.seed != config.run.seed else []
-    return [key for key in keys if key not in MAY_DIFFER] + seed
+    of_run = [f"run.{key}" for key in ("seed", "skip_updates") if getattr(earlier.run, key) != getattr(config.run, key)]
+    return [key for key in keys if key not in MAY_DIFFER] + of_run
 
 
 def _take(choice: _Choice) -> RunLock | None:

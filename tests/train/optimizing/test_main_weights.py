@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from penstock import load_checkpoint, save_checkpoint
+from penstock.checkpoints.optimizer_state import MAIN_WEIGHT
 from penstock.errors import CheckpointError, ConfigError
 from penstock.execute.stages.stage import Stage
 from penstock.models import DecoderConfig, decoder_layers
-from penstock.train.optimizing.main_weights import MAIN, MainWeightOptimizer
+from penstock.train.optimizing.main_weights import MainWeightOptimizer
 from penstock.train.optimizing.precision import Precision
 from penstock.train.profiling import state_bytes
 from penstock.train.settings.sections import OptimizerSection, PrecisionSection
@@ -57,7 +58,7 @@ def test_the_main_weights_are_those_of_float32_training_and_the_weights_are_thes
         expected.step()
 
     for name, parameter in plain.items():
-        assert torch.equal(optimizer.state[named[name]][MAIN], parameter)
+        assert torch.equal(optimizer.state[named[name]][MAIN_WEIGHT], parameter)
         assert torch.equal(named[name], parameter.to(dtype))
         assert (named[name].main_grad, named[name].grad) == (None, None)
 
@@ -100,7 +101,7 @@ def test_what_was_saved_goes_on_bit_for_bit_where_it_is_loaded(num_steps, optimi
     saved = deepcopy(optimizer.state_dict())  # as from a file: torch's own loading shares tensors
     loaded.load_state_dict(saved)
 
-    assert all(saved["state"][number][MAIN].dtype is torch.float32 for number in (0, 1))
+    assert all(saved["state"][number][MAIN_WEIGHT].dtype is torch.float32 for number in (0, 1))
     assert all(torch.equal(others[name], named[name]) for name in SHAPES)
     for seed in (7, 8):
         step(named, optimizer, seed)
@@ -116,7 +117,7 @@ def test_a_state_without_a_main_weight_is_refused_and_changes_nothing():
     named, optimizer = make()
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     saved = make(seed=1)[1].state_dict()
-    del saved["state"][1][MAIN]
+    del saved["state"][1][MAIN_WEIGHT]
 
     with pytest.raises(CheckpointError, match=r"parameter 1 .* of shape \(5,\), but its saved state has none"):
         optimizer.load_state_dict(saved)
@@ -131,7 +132,7 @@ def test_weights_that_were_changed_from_outside_become_the_main_weights():
 
     optimizer.take_weights()
 
-    assert optimizer.state[named["vector"]][MAIN].tolist() == [3.0] * 5
+    assert optimizer.state[named["vector"]][MAIN_WEIGHT].tolist() == [3.0] * 5
 
 
 def test_without_gradients_beside_the_parameters_it_says_what_is_missing():
@@ -217,7 +218,9 @@ def test_main_weights_that_2_ranks_saved_go_on_bit_for_bit_on_any_number_of_rank
             optimizer = MainWeightOptimizer(pipeline.named_parameters(), torch.optim.AdamW, lr=0.01)
             begin(pipeline, optimizer)
             train_pipeline(pipeline, optimizer, range(2, 4))
-            return {name: (each.detach(), optimizer.state[each][MAIN]) for name, each in pipeline.named_parameters()}
+            return {
+                name: (each.detach(), optimizer.state[each][MAIN_WEIGHT]) for name, each in pipeline.named_parameters()
+            }
 
         layers = Precision(PrecisionSection(compute="bfloat16")).cast(small_layers())
         parts = on_small_pipelines(num_ranks, case, layers, main_gradients=True)

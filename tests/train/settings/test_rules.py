@@ -122,3 +122,9 @@ def test_all_contradictions_come_at_once():
 
     assert str(error).startswith("3 settings cannot be used:")
     assert error.key == ""
+
+
+def test_batches_of_a_users_own_may_have_a_vocabulary_of_any_size():
+    table = {"run": {"folder": "runs/x"}, "data": {"source": "mine.py:batches"}, "model": {"vocabulary": 100}}
+
+    assert config_from_table(table).model.vocabulary == 100

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.checkpoints.optimizer_state import MAIN_WEIGHT
 from penstock.errors import CheckpointError, ConfigError
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, drop_gradients, main_type
-
-MAIN = "main_weight"
-"""The name of the main weight in the state of a parameter."""
 
 
 class MainWeightOptimizer(Optimizer):
@@ -77,14 +75,14 @@ class MainWeightOptimizer(Optimizer):
         states = state_dict["state"]
         order = [each for group in state_dict["param_groups"] for each in group["params"]]
         for number, main in zip(order, self._mains.values(), strict=True):
-            _require_main(number, states.get(number, {}).get(MAIN), main)
-        inner = {number: _without(state, MAIN) for number, state in states.items()}
+            _require_main(number, states.get(number, {}).get(MAIN_WEIGHT), main)
+        inner = {number: _without(state, MAIN_WEIGHT) for number, state in states.items()}
         # torch casts what it loads to the type of the parameters, which would round it: those of `inner` are float32
         kept = {number: state for number, state in inner.items() if state}
         self.inner.load_state_dict({"state": kept, "param_groups": state_dict["param_groups"]})
         with torch.no_grad():
             for number, main in zip(order, self._mains.values(), strict=True):
-                main.copy_(states[number][MAIN])
+                main.copy_(states[number][MAIN_WEIGHT])
         self._give_weights()
 
     @torch.no_grad()
@@ -96,7 +94,7 @@ class MainWeightOptimizer(Optimizer):
     def _show_inner(self) -> None:
         """Show the state and the options of the main weights as those of the parameters; the tensors are the same."""
         for parameter, main in self._mains.items():
-            self.state[parameter] = {MAIN: main.detach(), **self.inner.state.get(main, {})}
+            self.state[parameter] = {MAIN_WEIGHT: main.detach(), **self.inner.state.get(main, {})}
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update(_without(inner, "params"))
 

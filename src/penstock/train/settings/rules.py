@@ -205,7 +205,7 @@ def _data_problems(config: Sections) -> Iterator[Problem]:
         yield "data.packing", "'documents' is for the decoder, which takes positions; use 'windows' or 'none'"
     if run.patience and not (run.evaluate_batches and run.evaluate_every):
         yield "run.patience", "needs evaluations; set run.evaluate_every and run.evaluate_batches"
-    if data.tokenizer == "bytes" and 0 < model.vocabulary < 256:
+    if data.tokenizer == "bytes" and not data.source and 0 < model.vocabulary < 256:
         yield "model.vocabulary", f"{model.vocabulary} is too small for bytes; use 0, or 256 and more"
     if data.tokenizer == "bytes" and data.tokenizer_digest:
         yield "data.tokenizer_digest", "bytes have no tokenizer file; leave it empty, or name the file"
