@@ -203,6 +203,31 @@ def test_a_buffer_of_the_loss_changes_once(name):
     assert_same(trained(block, ps.with_recompute(schedule), Centered), trained(block, schedule, Centered))
 
 
+class CountedInPlace(Around):
+    """Carries the number of positions so far, and adds to it in place."""
+
+    def __init__(self, seed):
+        super().__init__(seed, torch.float64)
+        self.number = ps.Carry()
+
+    def forward(self, x):
+        number = self.number.get()
+        number = torch.zeros(()) if number is None else number
+        positions = number + torch.arange(x.shape[1])
+        number += x.shape[1]
+        self.number.put(number)
+        return self.inner(x) * (1 + positions[:, None])
+
+
+def test_what_a_layer_carries_and_changes_in_place_cannot_run_again():
+    task = carrying_task(CountedInPlace, CountedInPlace)
+    schedule = build("seq1f1b", ranks=2, microbatches=2, slices=2)
+    assert mistakes(task, schedule) == []
+
+    with pytest.raises(PipelineError, match=r"R0.1: .*a value that a layer carried from slice to slice was changed in"):
+        mistakes(task, ps.with_recompute(schedule))
+
+
 def test_inputs_that_a_layer_changes_in_place_cannot_run_again():
     schedule = build("1f1b", ranks=2, microbatches=4, recompute=True)
 

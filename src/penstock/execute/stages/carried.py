@@ -17,12 +17,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PipelineError
 from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.stages.feature import Copied, ForwardPart, Roots, has_methods
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
 from penstock.execute.values.tree import as_graph_leaves, needing_gradient
+from penstock.execute.values.version_guard import VersionGuard
 
 
 class Carrying(Protocol):
@@ -87,12 +88,19 @@ class CarryPart(ForwardPart):
         """Per module, what its value comes from, if anything."""
         self._values = [None if source is None else source.value for source in latest]
         self._leaves = list(map(needing_gradient, self._values))
+        self._taken = VersionGuard.of(self._values)
         self._found: list[Any] = []
         self.left: list[CarriedOut | None] = []
         """Per module, what this slice left."""
 
     @contextmanager
     def around_forward(self) -> Iterator[None]:
+        if self._runs_again and self._taken.is_changed:
+            raise PipelineError(
+                "a value that a layer carried from slice to slice was changed in place, so that its recomputation "
+                "would begin with a later one. Let the layer make a new tensor, as in offset = offset + length, or "
+                "take the stage out of the recomputation"
+            )
         self._begin(keeps=not self._is_last)
         try:
             yield
