@@ -66,13 +66,14 @@ def test_values_and_what_is_frozen_are_no_part_of_it():
     assert snapshot.is_current()
 
 
-def test_parameters_are_those_of_the_layers_in_order():
+def test_parameters_are_those_of_the_layers_in_order_each_once():
     layers = some_layers()
     layers[1].weight = layers[0][0].weight
 
     found = ModuleSnapshot(layers).parameters
 
-    assert list(map(id, found)) == [id(each) for layer in layers for each in layer.parameters()]
+    assert list(map(id, found)) == list(dict.fromkeys(id(each) for layer in layers for each in layer.parameters()))
+    assert len(found) == sum(len(list(layer.parameters())) for layer in layers) - 1
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
