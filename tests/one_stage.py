@@ -1,5 +1,7 @@
 """One stage by itself, on a step of one microbatch."""
 
+import torch
+
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.step_losses import StepLosses
@@ -75,3 +77,21 @@ class OneStage:
         """Run the part for the gradients of weights."""
         left, saved.deferred = saved.deferred, None
         self.passes.gradients.add(left or WeightInputs([]))
+
+
+class Again(torch.autograd.Function):
+    """Keeps nothing of its layers but their input, as a function of a user may, and runs a backward in its own."""
+
+    @staticmethod
+    def forward(ctx, layers, hidden):
+        ctx.layers = layers
+        ctx.save_for_backward(hidden)
+        return layers(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.layers(hidden)
+        torch.autograd.backward(output, gradient)
+        return None, hidden.grad

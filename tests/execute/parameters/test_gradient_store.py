@@ -9,7 +9,7 @@ from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore
 from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.stages.stage import Stage
 from tests.local_pipelines import WIDTH, settle, values
-from tests.one_stage import OneStage
+from tests.one_stage import Again, OneStage
 
 LENGTH = 3
 
@@ -86,24 +86,6 @@ def test_two_gradients_that_begin_in_one_memory_are_added_to_apart(is_split):
     whole.backward(both, values(9, 1, LENGTH, WIDTH).expand(2, -1, -1))
 
     torch.testing.assert_close(gradients_of(stage), gradients_of(whole))
-
-
-class Again(torch.autograd.Function):
-    """Runs a layer, and in its backward the layer again with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx, layer, hidden):
-        ctx.layer = layer
-        ctx.save_for_backward(hidden)
-        return layer(hidden)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        hidden = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            output = ctx.layer(hidden)
-        torch.autograd.backward(output, gradient)
-        return None, hidden.grad
 
 
 class Recurrent(nn.Module):

@@ -19,7 +19,7 @@ from penstock.execute.split.graph_search import Survey
 from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.split.products import Product
 from tests.local_pipelines import settle, values
-from tests.one_stage import kept_by, run_input_part, run_weight_part
+from tests.one_stage import Again, kept_by, run_input_part, run_weight_part
 
 WIDTH = 6
 IMAGES = (2, 4, 5, 5)
@@ -168,24 +168,6 @@ class Method(nn.Module):
 
     def forward(self, hidden):
         return hidden + checkpoint(self.run, self, hidden, use_reentrant=False)
-
-
-class Again(torch.autograd.Function):
-    """Keeps nothing of its layers but their input, as a function of the user's own."""
-
-    @staticmethod
-    def forward(ctx, layers, hidden):
-        ctx.layers = layers
-        ctx.save_for_backward(hidden)
-        return layers(hidden)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        hidden = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            output = ctx.layers(hidden)
-        torch.autograd.backward(output, gradient)
-        return None, hidden.grad
 
 
 class TwoWays(nn.Module):
