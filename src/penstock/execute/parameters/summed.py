@@ -70,7 +70,7 @@ class Summed(ParameterLayout):
         if self._lane.transport.rank > 0:
             kept = self._parts.union(self._tied)
             self._leave_sums_to_first(each for parameters in held for each in parameters if id(each) not in kept)
-        trained = self._missing.keys() - set(self._tied)
+        trained = self._missing.keys() - self._tied
         self._parts = self._parts - trained if is_synced else self._parts | trained
 
     def reduce(self, stage: int, *, is_last: bool) -> Launched | None:

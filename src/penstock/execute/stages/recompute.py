@@ -45,6 +45,12 @@ class BufferCopy:
     values: Tensor
 
 
+def _has_changed_unseen(copy: BufferCopy) -> bool:
+    buffer = copy.buffer
+    can_be_compared = type(buffer) is Tensor and buffer.layout is torch.strided
+    return can_be_compared and copy.version == version_of(buffer) and not torch.equal(copy.values, buffer)
+
+
 Where = tuple[nn.Module, str]
 Copies = dict[Where, BufferCopy]
 
@@ -76,9 +82,7 @@ class BufferCopier:
     def learn(self, copies: Copies) -> None:
         """Compare the values behind the first forward with those before it."""
         if self._unseen is None:
-            plain = {where: each for where, each in copies.items() if type(each.buffer) is Tensor}
-            strided = {where: each for where, each in plain.items() if each.buffer.layout is torch.strided}
-            self._unseen = {where for where, each in strided.items() if not torch.equal(each.values, each.buffer)}
+            self._unseen = {where for where, each in copies.items() if _has_changed_unseen(each)}
 
     def _copy(self, where: Where, buffer: Tensor) -> BufferCopy:
         latest = self._latest.get(where)
