@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
+from penstock.execute.lost_device import living_instances
 from penstock.execute.transport.places import Places
 from penstock.execute.undocumented_backends import mesh_without_groups
 from penstock.pipeline import Pipeline
@@ -54,7 +55,7 @@ def whole_bytes():
     """Bytes of the storages of all matrices of this width that are alive."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in gc.get_objects()
+        for tensor in living_instances(torch.Tensor)
         if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.dim() == 2 and tensor.shape[1] == WIDE
     }
     return sum(storages.values())

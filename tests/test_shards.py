@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 
 import penstock as ps
+from penstock.execute.lost_device import living_instances
 from penstock.ir.operations import Op
 from tests.local_pipelines import MAX_WAIT_S, WIDTH, block, settle, values
 from tests.local_wires import ordered
@@ -297,13 +298,12 @@ def live_storages():
     """The bytes of the storage of every tensor of this process, each storage once."""
     gc.collect()
     found = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor):  # what isinstance asks of, torch may warn of
-            local = each.to_local() if isinstance(each, DTensor) else each
-            if local.layout is not torch.strided or is_lazy(local):
-                continue
-            storage = local.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+    for tensor in living_instances(torch.Tensor):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.layout is not torch.strided or is_lazy(local):
+            continue
+        storage = local.untyped_storage()
+        found[storage._cdata] = storage.nbytes()
     return found
 
 

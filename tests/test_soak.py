@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from penstock.execute.lost_device import living_instances
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, Around, error_of, named, square_loss, values
 from tests.ranks import run_ranks
@@ -49,7 +50,7 @@ def optimizer_of(parameters):
 def held():
     """What a process holds that could leak: tensors, their bytes and threads; open files; resident bytes."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    tensors = living_instances(torch.Tensor)
     with open("/proc/self/statm") as file:
         resident_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     counts = len(tensors), sum(each.nbytes for each in tensors), threading.active_count()

@@ -8,11 +8,16 @@ import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, compress, repeat
+from operator import call
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock.execute.accelerator import has_events, is_queued
+
+Instance = TypeVar("Instance")
 
 
 def has_failed(device: torch.device) -> bool:
@@ -27,8 +32,31 @@ def keeping_what_is_lost(device: torch.device) -> Iterator[None]:
         yield
     except BaseException:
         if has_failed(device):
-            tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
-            kept = [each for each in tensors if each.device.type == device.type]
-            # No name holds it: Python frees what names hold before the process ends.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+            lost_tensors = [tensor for tensor in living_instances(Tensor) if tensor.device.type == device.type]
+            # No name holds the list: Python frees what names hold before the process ends.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(lost_tensors))
         raise
+
+
+def living_instances(kind: type[Instance]) -> list[Instance]:
+    """Return all objects of a class, or of one below it, that the garbage collector knows; other threads may run.
+
+    `gc.get_objects()` returns a list of all objects. While it lives, a tuple that another thread is filling has two
+    owners, and CPython refuses to fill such a tuple: that thread gets a SystemError. Threads take turns between lines
+    of bytecode only, so one instruction makes the list, reads it and frees it, by iterators that are written in C. The
+    collector is off meanwhile, for it may run what a class does when its objects die.
+    """
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return [*_iterate_instances(kind)]
+    finally:
+        if is_collecting:
+            gc.enable()
+
+
+def _iterate_instances(kind: type[Instance]) -> Iterator[Instance]:
+    """Ask for all objects when the first one is read. By `type`: a proxy answers `isinstance` by code of its own."""
+    objects_twice = chain.from_iterable(map(repeat, map(call, [gc.get_objects]), [2]))  # one list, to be read two times
+    are_instances = map(map, [issubclass], map(map, [type], objects_twice), [repeat(kind)])
+    return chain.from_iterable(map(compress, objects_twice, are_instances))

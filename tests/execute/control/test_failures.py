@@ -8,6 +8,7 @@ import torch
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.failures import FailureReporter
+from penstock.execute.lost_device import living_instances
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.places import Places
@@ -45,7 +46,7 @@ def test_a_failed_step_keeps_no_activation_alive(pipeline):
     pipeline.step(Fault("raise", 2, "backward", 1))
     gc.collect()
 
-    assert not [value for value in gc.get_objects() if type(value) is SavedForward]
+    assert not living_instances(SavedForward)
 
 
 def test_the_rank_that_raised_keeps_its_original_error_as_the_cause(pipeline):

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.errors import PipelineError
+from penstock.execute.lost_device import living_instances
 from penstock.execute.split.custom_function import CustomFunction
 from tests.execute.split.test_deferred_weights import (
     any_size,
@@ -308,7 +309,7 @@ def test_functions_that_each_forward_makes_anew_are_forgotten():
         in_two_parts(module, inputs, plan)
 
     gc.collect()
-    functions = [each for each in gc.get_objects() if type(each) is type(Mapped)]
+    functions = living_instances(type(Mapped))
     assert len([each for each in functions if each.__name__ == "VmappedMapped"]) < 4
 
 

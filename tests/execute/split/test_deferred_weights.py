@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import PipelineError
+from penstock.execute.lost_device import living_instances
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.split.graph_search import Survey
 from penstock.execute.split.planner import SplitPlanner
@@ -613,8 +614,7 @@ def test_the_weight_part_lets_go_of_everything():
 
 
 def kept_by_splits():
-    kinds = (DeferredWeights, Product, Survey, Node)
-    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    return [value for kind in (DeferredWeights, Product, Survey, Node) for value in living_instances(kind)]
 
 
 class Shifted(nn.Module):
