@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import signal
 import sys
 
 import numpy as np
@@ -32,6 +33,10 @@ _SOURCE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "src")
 
 
 def pytest_configure(config):
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # so begins a background job of a script, and so would its ranks
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if _SOURCE not in known:
         os.environ["PYTHONPATH"] = os.pathsep.join([_SOURCE, *filter(None, known)])

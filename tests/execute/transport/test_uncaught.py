@@ -19,13 +19,10 @@ from tests.page_ranks import _free_port, _settings_of
 from tests.pages import environment
 
 SCRIPT = """\
-import signal
 import sys
 import time
 import torch
 import penstock as ps
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run where it is ignored
 
 class Bad(torch.nn.Module):
     def forward(self, hidden):
