@@ -16,6 +16,7 @@ from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.house.source import ROOT
+from tests.inductor import skip_without_inductor
 from tests.local_pipelines import (
     NEARLY,
     Task,
@@ -147,6 +148,8 @@ def built(family):
 @pytest.mark.feature("X52")
 @pytest.mark.parametrize(("family", "backend"), SPLIT_BY)
 def test_split_backwards_of_compiled_layers_are_whole_ones_bit_for_bit(two_ranks, family, backend):
+    if backend == "inductor":
+        skip_without_inductor()
     schedule, steps = built(family), [ROWS, ROWS]
     found = two_ranks.run(train, blocks, backend, schedule, steps, {})
     outcomes = [outcome for outcome, _, _ in found]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ConfigError
 from penstock.execute import undocumented_compiler as undocumented
+from tests.inductor import skip_without_inductor
 from tests.local_pipelines import error_of
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_compiled")
@@ -145,6 +146,7 @@ def test_traced_code_empties_its_arguments_and_leaves_the_tracing_of_another_thr
 
 @pytest.mark.slow
 def test_inductor_compiles_by_what_it_is_given_with_settings_and_returns_strides_as_told():
+    skip_without_inductor()
     graphs, found = {}, []
 
     def compile_one(module, examples, **arguments):
@@ -177,10 +179,45 @@ def test_a_mode_of_torch_compile_stands_for_settings():
     assert undocumented.options_of_mode("max-autotune-no-cudagraphs")["max_autotune"] is True
 
 
-def test_inductor_needs_a_compiler_of_cpp():
+def test_inductor_needs_a_compiler_of_cpp(tmp_path):
     with torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",)}):
-        assert not undocumented.has_inductor("cpu")
-    assert not undocumented.has_inductor("cuda") or torch.cuda.is_available()
+        assert undocumented.obstacle_to_inductor("cpu").endswith("install a C++ compiler such as g++")
+    (tmp_path / "g++").touch(mode=0o600)
+    with torch._inductor.config.patch({"cpp.cxx": (str(tmp_path / "g++"),)}):
+        assert undocumented.obstacle_to_inductor("cpu").endswith("install a C++ compiler such as g++")
+    is_there = torch.cuda.is_available()
+    assert undocumented.obstacle_to_inductor("cuda").endswith(
+        "" if is_there else "no compiler for cuda; install Triton"
+    )
+
+
+@pytest.mark.parametrize("folder", ["with space", "john's"])
+@pytest.mark.parametrize("place", ["torch", "cache"])
+def test_inductor_needs_paths_that_are_words_of_a_command_line(monkeypatch, tmp_path, place, folder):
+    path = str(tmp_path / folder)
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "g++")
+    monkeypatch.setattr("torch.utils.cpp_extension.TORCH_LIB_PATH", path if place == "torch" else "/lib")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", path if place == "cache" else str(tmp_path))
+
+    obstacle = undocumented.obstacle_to_inductor("cpu")
+
+    assert repr(path) in obstacle
+    assert obstacle.endswith("a path without spaces and quotes")
+
+
+@pytest.mark.slow
+def test_inductor_quotes_no_path_of_torchs_libraries_or_of_its_cache(monkeypatch):
+    """Where this fails, torch has learnt to, and `obstacle_to_inductor` need look at paths no more."""
+    skip_without_inductor()
+    monkeypatch.setattr("torch.utils.cpp_extension.TORCH_LIB_PATH", "/with space")
+    cpp_builder = pytest.importorskip("torch._inductor.cpp_builder")
+
+    options = cpp_builder.CppTorchOptions()
+    command = cpp_builder.CppBuilder("name", "/a cache/source.cpp", options, output_dir="/a cache").get_command_line()
+
+    assert "-L/with space " in command + " "
+    assert " /a cache/source.cpp " in command
+    assert " /a cache/name.so " in command
 
 
 def test_what_is_compiled_runs_without_autocast():

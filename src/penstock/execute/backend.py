@@ -17,7 +17,7 @@ from penstock.execute.undocumented_compiler import (
     compile_aot_eager,
     compile_inductor,
     compile_kernels,
-    has_inductor,
+    obstacle_to_inductor,
     options_of_mode,
     traced_code,
 )
@@ -51,7 +51,7 @@ def penstock(
     options: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> Any:
-    """Compile a graph by Inductor where the compiler is found that it needs, else as "aot_eager" does."""
+    """Compile a graph by Inductor where nothing keeps it from that, else as "aot_eager" does."""
     devices = sorted({each.device.type for each in inputs if isinstance(each, Tensor)})
     if not all(map(_has_inductor, devices)):
         return aot_eager(graph, inputs)
@@ -92,11 +92,7 @@ def _splitting(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def _has_inductor(device: str) -> bool:
     """Whether Inductor can compile for a type of device; says so once where it cannot."""
-    if has_inductor(device):
-        return True
-    needed = "a C++ compiler such as g++" if device == "cpu" else "Triton"
-    warn(
-        f"Inductor finds no compiler for {device}, so compiled layers run as aot_eager, one operation after "
-        f"another; install {needed}"
-    )
-    return False
+    obstacle = obstacle_to_inductor(device)
+    if obstacle:
+        warn(f"compiled layers run as aot_eager, one operation after another: {obstacle}")
+    return not obstacle

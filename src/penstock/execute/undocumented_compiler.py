@@ -4,6 +4,7 @@ Each has a test of its own in tests/execute/test_undocumented_compiler.py. Parts
 are needed, since it takes seconds to load.
 """
 
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -119,13 +120,32 @@ def options_of_mode(mode: str) -> Mapping[str, Any]:
     return found
 
 
-def has_inductor(device: str) -> bool:
-    """Whether Inductor finds the compiler that it needs for a type of device: Triton's, or one of C++ for the CPU."""
+def obstacle_to_inductor(device: str) -> str:
+    """Say what keeps Inductor from compiling for a type of device, then the fix; return the empty text if nothing does.
+
+    It needs Triton, or for the CPU a C++ compiler. It quotes neither the folder of torch's libraries nor its own cache
+    in the command lines of that compiler, so a space in one makes it two words, with which no library can be linked.
+    """
     if device != "cpu":
-        return bool(_part("torch.utils._triton.has_triton")())
+        is_there = _part("torch.utils._triton.has_triton")()
+        return "" if is_there else f"Inductor finds no compiler for {device}; install Triton"
     try:
-        return bool(_part("torch._inductor.cpp_builder.get_cpp_compiler")())
-    except RuntimeError:
+        _part("torch._inductor.cpp_builder.get_cpp_compiler")()
+    except (RuntimeError, OSError):  # torch passes on what is none of its own, such as a folder of PATH nobody may read
+        return "Inductor finds no compiler for cpu; install a C++ compiler such as g++"
+    libraries: str = _part("torch.utils.cpp_extension.TORCH_LIB_PATH")
+    if not _is_one_word(libraries):
+        return f"Inductor cannot link with {libraries!r}; install torch below a path without spaces and quotes"
+    cache: str = _part("torch._inductor.runtime.cache_dir_utils.cache_dir")()
+    if not _is_one_word(cache):
+        return f"Inductor cannot compile in {cache!r}; set TORCHINDUCTOR_CACHE_DIR to a path without spaces and quotes"
+    return ""
+
+
+def _is_one_word(path: str) -> bool:
+    try:
+        return shlex.split(path) == [path]
+    except ValueError:  # a quote that nothing closes
         return False
 
 

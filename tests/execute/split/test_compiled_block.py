@@ -16,6 +16,7 @@ from penstock.execute.split.compiled_block import BlockBackward, CompiledBlock, 
 from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gradient
 from penstock.execute.split.weight_graph import WeightGraph
 from tests.execute.split.test_deferred_weights import begun
+from tests.inductor import skip_without_inductor
 from tests.local_pipelines import error_of, settle, values
 from tests.one_stage import kept_by, run_input_part, run_weight_part
 
@@ -288,6 +289,8 @@ def test_both_parts_together_are_the_whole_backward_bit_for_bit(make, backend):
     [(aot_eager, "aot_eager"), pytest.param(penstock, "inductor", marks=pytest.mark.slow)],
 )
 def test_a_whole_backward_is_that_of_torchs_backend_bit_for_bit(backend, name):
+    if name == "inductor":
+        skip_without_inductor()
     assert same(whole(compiled(Mlp, backend)), whole(compiled(Mlp, name)))
 
 
