@@ -8,14 +8,16 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 NAME = "penstock_emulated"
 SOURCES = sorted((Path(__file__).parent / "extension").glob("*"))
 # -O0 halves the time to compile; the device spends its own time in Python.
@@ -41,9 +43,18 @@ def library():
     digest = hashlib.sha256(repr((sys.version, FLAGS)).encode())
     for path in SOURCES:
         digest.update(path.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "penstock-tests" / f"emulated-{version('torch')}-{digest.hexdigest()[:12]}"
-    return folder / f"{NAME}.so"
+    return _cache() / f"emulated-{version('torch')}-{digest.hexdigest()[:12]}" / f"{NAME}.so"
+
+
+def _cache():
+    """Return the tests' part of the user's cache folder, or of pytest's where the user has none that can be written."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "penstock-tests")
+    with suppress(OSError):
+        if cache.is_absolute():  # else the user has no home: neither HOME nor a line in the system's list of users
+            cache.mkdir(parents=True, exist_ok=True)
+            if os.access(cache, os.W_OK):
+                return cache
+    return ROOT / ".pytest_cache" / "penstock-tests"
 
 
 def load():
@@ -64,6 +75,8 @@ def load():
 def _compiled(built):
     from torch.utils import cpp_extension
 
+    # Torch quotes every path that it gives the compiler but this one, in which a space would make two words.
+    cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
     os.environ["PATH"] = _path_with_scripts()
     scratch = built.parent / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)  # of a build that was killed: torch would wait for its lock for ever

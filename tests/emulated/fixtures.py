@@ -7,13 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.emulated.build import library, reason_not_to_build
+from tests.emulated.build import ROOT, library, reason_not_to_build
 
-ROOT = Path(__file__).resolve().parents[2]
 LONGEST_BUILD_S = 900
 _missing = []
 

@@ -44,6 +44,20 @@ def test_nothing_is_needed_where_it_was_built_before(empty_cache, monkeypatch):
     assert build.reason_not_to_build() == ""
 
 
+@pytest.mark.parametrize("place", ["a file", "read-only", "no home"])
+def test_it_lies_in_the_checkout_where_the_user_has_no_cache_folder(tmp_path, monkeypatch, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "read-only").mkdir()
+    caches = {"a file": str(tmp_path / "file"), "read-only": str(tmp_path / "read-only"), "no home": ""}
+    monkeypatch.setenv("XDG_CACHE_HOME", caches[place])
+    if place == "read-only":
+        monkeypatch.setattr(build.os, "access", lambda path, mode: False)  # root may write anywhere
+    if place == "no home":
+        monkeypatch.setattr(build.os.path, "expanduser", str)
+
+    assert build.library().is_relative_to(build.ROOT / ".pytest_cache")
+
+
 def test_another_source_has_another_folder(empty_cache, monkeypatch):
     before = build.library()
     (empty_cache / "other.cpp").write_text("int x;")
