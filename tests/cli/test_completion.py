@@ -1,6 +1,7 @@
 """`penstock completion`, and what a shell gets that asks for completions."""
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -19,7 +20,7 @@ def completions_of(line):
     asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
     asked["_ARGCOMPLETE_COMP_WORDBREAKS"] = " "
     reading, writing = os.pipe()
-    command = f"exec 8>&{writing}; exec {sys.executable} -m penstock"
+    command = f"exec 8>&{writing}; exec {shlex.quote(sys.executable)} -m penstock"
     subprocess.run(["bash", "-c", command], env={**os.environ, **asked}, pass_fds=[writing], check=True, timeout=60)
     os.close(writing)
     with open(reading) as offered:
