@@ -1,6 +1,9 @@
 """Where an operation was launched, noted at the price of a walk over frames; the text is made for a report only."""
 
+import concurrent
+import multiprocessing
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -12,6 +15,8 @@ MOST_SKIPPED = 60
 """How far below torch's and the device's own frames the walk looks for one of the user's."""
 OF_SCENARIOS = ("test_", "planted", "pipelines")
 """How the files of this folder begin that are the user's; the others are the device."""
+LIBRARIES = (threading.__file__, *(f"{package.__path__[0]}/" for package in (torch, concurrent, multiprocessing)), "<")
+"""How the names of files begin that are nobody's here; code that was made from a text has a name in brackets."""
 _is_shown: dict[str, bool] = {}
 
 
@@ -52,7 +57,7 @@ def _may_be_shown(filename):
     path = Path(filename)
     if HERE in path.parents:
         return path.name.startswith(OF_SCENARIOS)
-    return not any(part in filename for part in ("/torch/", "/threading.py", "/concurrent/", "/multiprocessing/", "<"))
+    return not filename.startswith(LIBRARIES)
 
 
 def _short(filename):
