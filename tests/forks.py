@@ -4,6 +4,10 @@ Torch's optimizers import torch._dynamo, which takes as long as torch itself.
 """
 
 import multiprocessing
+import os
+import tempfile
+from contextlib import contextmanager
+from multiprocessing import forkserver
 
 PRELOADED = [
     "numpy",
@@ -19,8 +23,24 @@ PRELOADED = [
 ]
 
 
+SHORT_FOLDER, LONGEST_FOLDER = "/tmp", 70
+"""The server listens on a socket in the temporary folder. Its path has 107 bytes at most, of which Python makes 32."""
+
+
 def forks():
-    """Return the context whose processes are such forks; the server starts with the first of them."""
+    """Return the context whose processes are such forks; the server starts with the first call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    with _short_temporary_folder():
+        forkserver.ensure_running()
     return context
+
+
+@contextmanager
+def _short_temporary_folder():
+    before = tempfile.gettempdir()
+    tempfile.tempdir = before if len(os.fsencode(before)) <= LONGEST_FOLDER else SHORT_FOLDER
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
