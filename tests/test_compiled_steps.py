@@ -301,7 +301,8 @@ def test_a_rank_that_dies_while_it_compiles_is_found_at_once():
 
 
 def losses_of_example(rank, backend):
-    code = (ROOT / "examples" / "compiled.py").read_text().replace("dist.destroy_process_group()", "pass")
+    example = (ROOT / "examples" / "compiled.py").read_text(encoding="utf-8")
+    code = example.replace("dist.destroy_process_group()", "pass")
     found = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("sys.argv", ["compiled.py", backend])

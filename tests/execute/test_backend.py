@@ -56,7 +56,7 @@ def test_without_a_compiler_layers_run_as_aot_eager_and_that_is_said_once(monkey
 
 @pytest.mark.slow
 def test_torch_finds_the_backend_of_an_installed_penstock_by_its_name(tmp_path):
-    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     folder = tmp_path / "installed-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: installed\nVersion: 1.0\n")

@@ -136,7 +136,7 @@ def end_stragglers(processes: Callable[[], Sequence[int]], over: threading.Event
 
 def _has_untaken_signal(process: int) -> bool:
     with suppress(OSError):  # the process has ended, or the system has no such file
-        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        for line in Path(f"/proc/{process}/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("ShdPnd:"):
                 return bool(int(line.split()[1], 16) & TERMINATE_BIT)
     return False

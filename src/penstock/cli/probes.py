@@ -99,7 +99,7 @@ def examine_cores(environment: Mapping[str, str]) -> Finding:
 def available_memory_bytes() -> int:
     """Return what programs may still take, without swap; all memory where the system does not say."""
     try:
-        with open("/proc/meminfo") as lines:
+        with open("/proc/meminfo", encoding="utf-8") as lines:
             fields = dict(line.split(":", 1) for line in lines)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):

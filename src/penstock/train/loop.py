@@ -70,7 +70,7 @@ def train(
     with ExitStack() as stack:
         with closing(default_transport(None, PREPARING_DEADLINE_S)) as transport:
             if transport.rank:
-                output = stack.enter_context(open(os.devnull, "w"))
+                output = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             config = with_digests(config)
             check_together(config, transport, require_packages, tokenizer_of)
             if not is_claimed:

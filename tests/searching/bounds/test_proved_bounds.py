@@ -17,7 +17,7 @@ from penstock.searching.problem import Problem
 from penstock.simulation import Costs
 from tests.searching.cases import problem_of
 
-ROWS = json.loads((Path(__file__).parent / "proved_optima.json").read_text())
+ROWS = json.loads((Path(__file__).parent / "proved_optima.json").read_text(encoding="utf-8"))
 OF_PROBLEM = ("kind", "ranks", "stages", "microbatches", "limit", "span", "makespan", "is_tight")
 ROUNDING = 1e-9
 

@@ -100,7 +100,7 @@ def process_trouble(pid: int) -> str:
     """Say what is wrong with a process of this host: `gone`, `stopped` or nothing."""
     try:
         os.kill(pid, 0)
-        status = Path(f"/proc/{pid}/stat").read_text()
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except ProcessLookupError:
         return "gone"
     except PermissionError:

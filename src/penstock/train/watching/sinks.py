@@ -125,7 +125,7 @@ def open_wandb(
         ConfigError: the package is missing.
     """
     wandb = WANDB.load()
-    settings = tomllib.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
+    settings = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")) if (folder / CONFIG).exists() else {}
     begin = partial(
         wandb.init,
         project=options.wandb_project,
