@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import re
 import signal
 import sys
 
@@ -32,10 +33,15 @@ settings.load_profile("quick")
 _SOURCE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "src")
 
 
+OF_TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+)$")
+"""Matches the variables by which torchrun tells a process its rank, and which a shell may still have."""
+
+
 def pytest_configure(config):
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # so begins a background job of a script, and so would its ranks
+    for name in filter(OF_TORCHRUN.match, list(os.environ)):
+        del os.environ[name]  # else every pipeline of a test would look for the other ranks
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A script's background job begins so, and whatever a test starts would, which is to be ended by Ctrl-C.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if _SOURCE not in known:
