@@ -19,8 +19,11 @@ from penstock.execute.transport.protocol import Tag
 from penstock.execute.transport.rank_names import RankNames
 from penstock.running_time import LONGEST_PART_S, wait_in_parts
 
-MAX_WAIT_S = 0.05
-"""Messages of a drawn order move on after so long although a rank neither waits nor ends: it may be gone."""
+MAX_WAIT_S = LONGEST_PART_S
+"""Messages of a drawn order move on after so long although a rank neither waits nor ends: it may be gone.
+
+A rank that a busy machine lets wait for its turn must not count as gone, or the seed alone would not decide the order.
+"""
 
 
 class OrderedWires(Wires):

@@ -22,11 +22,10 @@ from tests.local_pipelines import error_of
 from tests.local_wires import ordered, slow
 from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
 
-pytestmark = pytest.mark.alone
-
-MAX_WAIT_S = 20.0
-SOON_S = 5.0
-"""What `at once` means on a busy machine; without the feature it would be MAX_WAIT_S."""
+MAX_WAIT_S = 60.0
+"""How long a test may take on a busy machine."""
+DEADLINE_S = 10 * MAX_WAIT_S
+"""Of every wait for which a test sets no other: what ends within MAX_WAIT_S did not wait for it."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def on_ranks(request, pools):
 
 def run_on_threads(num_ranks, case, *args):
     with ThreadPoolExecutor(num_ranks) as threads:
-        transports = LocalTransport.create(num_ranks, MAX_WAIT_S)
+        transports = LocalTransport.create(num_ranks, DEADLINE_S)
         futures = [threads.submit(run_and_close, transport, case, args) for transport in transports]
     return [future.result() for future in futures]
 
@@ -65,7 +64,7 @@ def run_on_gloo(pools, is_direct, num_ranks, case, *args):
 
 
 def run_on_one_rank(rank, is_direct, case, args):
-    return run_and_close(TorchTransport(deadline_s=MAX_WAIT_S, is_direct=is_direct), case, args)
+    return run_and_close(TorchTransport(deadline_s=DEADLINE_S, is_direct=is_direct), case, args)
 
 
 def send(transport, peer, tensor):
@@ -84,8 +83,7 @@ def receive(transport, peer, like):
 
 
 def failure_of(action, *args):
-    """The error's kind, fields and duration, as plain values."""
-    begin_s = time.monotonic()
+    """The error's kind and fields, as plain values."""
     try:
         action(*args)
     except PipelineError as error:
@@ -95,7 +93,6 @@ def failure_of(action, *args):
             "peer": error.peer,
             "waited_s": error.waited_s,
             "text": str(error),
-            "took_s": time.monotonic() - begin_s,
         }
     return None
 
@@ -292,9 +289,9 @@ def limits_of_waits(transport):
         found.append(transport.deadline_s)
 
     found = []
-    with suppress(KeyError), transport.waiting(2 * MAX_WAIT_S):
+    with suppress(KeyError), transport.waiting(2 * DEADLINE_S):
         now()
-        with transport.waiting(MAX_WAIT_S):
+        with transport.waiting(DEADLINE_S):
             now()
         raise KeyError
     now()
@@ -302,7 +299,7 @@ def limits_of_waits(transport):
 
 
 def test_waits_may_last_longer_within_a_context_but_never_shorter(on_ranks):
-    assert on_ranks(1, limits_of_waits) == [[2 * MAX_WAIT_S, 2 * MAX_WAIT_S, MAX_WAIT_S]]
+    assert on_ranks(1, limits_of_waits) == [[2 * DEADLINE_S, 2 * DEADLINE_S, DEADLINE_S]]
 
 
 # --- failures
@@ -322,7 +319,7 @@ def wait_beyond_deadline(transport, gate, wait):
         return None
     transport.deadline_s = 0.3
     failure = failure_of(wait, transport)
-    transport.deadline_s = MAX_WAIT_S
+    transport.deadline_s = DEADLINE_S
     Path(gate).touch()
     transport.recover()
     return failure
@@ -342,7 +339,7 @@ def test_a_wait_that_outlives_its_deadline_names_rank_peer_and_seconds(on_ranks,
 
     assert failure["kind"] is DeadlineExceeded
     assert (failure["rank"], failure["peer"]) == (1, 1)
-    assert 0.3 <= failure["waited_s"] < SOON_S
+    assert failure["waited_s"] >= 0.3
     assert "rank 0: waited to receive message 0 from rank 1 for " in failure["text"]
 
 
@@ -351,16 +348,14 @@ def test_a_collective_has_the_deadline_too(on_ranks, tmp_path):
     failure = on_ranks(2, wait_beyond_deadline, str(tmp_path / "gate"), wait_in_a_collective)[0]
 
     assert (failure["kind"], failure["peer"]) == (DeadlineExceeded, 1)
-    assert failure["took_s"] < SOON_S
 
 
 def abort_while_others_wait(transport):
     """Rank 2 aborts; rank 1 waits for rank 2 and rank 0 for rank 1."""
     if transport.rank == 2:
         receive(transport, 1, torch.zeros(1))
-        begin_s = time.monotonic()
         transport.abort()
-        return {"kind": PeerLost, "peer": None, "took_s": time.monotonic() - begin_s}
+        return {"kind": PeerLost, "peer": None}
     if transport.rank == 1:
         send(transport, 2, torch.ones(1))
     failure = failure_of(receive, transport, transport.rank + 1, torch.zeros(1))
@@ -373,7 +368,6 @@ def test_abort_wakes_the_ranks_that_wait_along_a_chain(on_ranks):
 
     assert [failure["kind"] for failure in failures] == [PeerLost] * 3
     assert [failure["peer"] for failure in failures] == [1, 2, None]
-    assert all(failure["took_s"] < SOON_S for failure in failures)
 
 
 def abort_while_handling_an_error(transport, gate):
@@ -398,7 +392,6 @@ def test_abort_wakes_the_others_while_the_error_is_still_handled(on_ranks, tmp_p
     failure = on_ranks(3, abort_while_handling_an_error, str(tmp_path / "gate"))[0]
 
     assert (failure["kind"], failure["peer"]) == (PeerLost, 1)
-    assert failure["took_s"] < SOON_S
 
 
 def use_after_abort(transport):
@@ -416,7 +409,6 @@ def use_after_abort(transport):
 def test_every_use_after_abort_fails_at_once(on_ranks):
     for failures in on_ranks(2, use_after_abort):
         assert [failure["kind"] for failure in failures] == [PeerLost] * 3
-        assert all(failure["took_s"] < SOON_S for failure in failures)
 
 
 def recover_again_and_again(transport):
@@ -451,7 +443,7 @@ def recover_with_a_late_rank(transport, gate):
     transport.abort()
     transport.deadline_s = 0.1
     failures = [failure_of(transport.recover) for _ in range(2)]
-    transport.deadline_s = MAX_WAIT_S
+    transport.deadline_s = DEADLINE_S
     Path(gate).touch()
     transport.recover()
     send(transport, 1, torch.tensor([9.0]))
@@ -479,14 +471,13 @@ def test_a_peer_that_closed_is_lost_and_closing_twice_does_no_harm(on_ranks):
     failure = on_ranks(2, close_early)[0]
 
     assert (failure["kind"], failure["peer"]) == (PeerLost, 1)
-    assert failure["took_s"] < SOON_S
 
 
 # --- what only one of them can do
 
 
 def be_killed(rank):
-    transport = TorchTransport(deadline_s=MAX_WAIT_S)
+    transport = TorchTransport(deadline_s=DEADLINE_S)
     if rank == 1:
         receive(transport, 0, torch.zeros(1))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -505,61 +496,60 @@ def test_a_killed_process_is_a_lost_peer_at_once_and_recover_does_not_hang():
     first, later, recovery = outcome.results[0]
     assert outcome.exit_codes == {1: -signal.SIGKILL}
     assert [first["kind"], later["kind"], recovery["kind"]] == [PeerLost, PeerLost, DeadlineExceeded]
-    assert first["took_s"] < SOON_S
-    assert recovery["took_s"] < SOON_S
 
 
-def be_interrupted(rank, is_direct):
-    """Ctrl-C comes to rank 0 while it waits for rank 1, which waits for rank 0."""
-    transport = TorchTransport(deadline_s=MAX_WAIT_S, is_direct=is_direct)
+def be_interrupted(rank, is_direct, gate):
+    """Ctrl-C comes to rank 0 while it waits for rank 1, which waits for rank 0 or, over gloo, does nothing."""
+    transport = TorchTransport(deadline_s=DEADLINE_S, is_direct=is_direct)
     ticket = transport.post_receive(1 - rank, torch.zeros(1))
-    if rank == 0:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    begin_s = time.monotonic()
     try:
+        if rank == 0:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         if rank == 0 or is_direct:
             transport.wait(ticket)
-        time.sleep(SOON_S)  # over gloo, rank 1 neither sends nor ends
+        stay_away_until(gate)
     except BaseException as error:
         transport.abort()
-        return type(error), time.monotonic() - begin_s
-    return None, 0.0
+        Path(gate).touch()
+        return type(error)
+    return None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("is_direct", "of_peer"), [(False, None), (True, PeerLost)], ids=["gloo", "direct"])
-def test_ctrl_c_ends_a_wait_at_once(is_direct, of_peer):
-    (kind, took_s), (other, other_s) = run_ranks(2, be_interrupted, is_direct, timeout_s=2 * MAX_WAIT_S)
+def test_ctrl_c_ends_a_wait_at_once(is_direct, of_peer, tmp_path):
+    kinds = run_ranks(2, be_interrupted, is_direct, str(tmp_path / "gate"), timeout_s=MAX_WAIT_S)
 
-    assert (kind, other) == (KeyboardInterrupt, of_peer)
-    assert max(took_s, other_s) < 0.8 * SOON_S
+    assert kinds == [KeyboardInterrupt, of_peer]
 
 
-def be_killed_with_a_child(rank):
-    """Rank 1 has forked a process, as a loader of data does, which outlives it."""
-    transport = TorchTransport(deadline_s=MAX_WAIT_S)
+def be_killed_with_a_child(rank, gate):
+    """Rank 1 has forked a process, as a loader of data does, which lives until rank 0 has noticed."""
+    transport = TorchTransport(deadline_s=DEADLINE_S)
     if rank == 1:
         receive(transport, 0, torch.zeros(1))
         if os.fork() == 0:
-            time.sleep(4.0)
+            signal.alarm(int(MAX_WAIT_S))  # it ends also where nobody notices
+            stay_away_until(gate)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     send(transport, 1, torch.ones(1))
-    return failure_of(receive, transport, 1, torch.zeros(1))
+    failure = failure_of(receive, transport, 1, torch.zeros(1))
+    Path(gate).touch()
+    return failure
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_lost_at_once_though_a_process_that_it_forked_lives_on():
-    outcome = run_ranks_with_deaths(2, be_killed_with_a_child, timeout_s=2 * MAX_WAIT_S)
+def test_a_killed_rank_is_lost_at_once_though_a_process_that_it_forked_lives_on(tmp_path):
+    outcome = run_ranks_with_deaths(2, be_killed_with_a_child, str(tmp_path / "gate"), timeout_s=MAX_WAIT_S / 2)
 
     assert outcome.results[0]["kind"] is PeerLost
-    assert outcome.results[0]["took_s"] < 2.0
 
 
 def two_pipelines(rank):
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    transport = TorchTransport(groups[rank % 2], deadline_s=MAX_WAIT_S)
-    again = TorchTransport(groups[rank % 2], deadline_s=MAX_WAIT_S)
+    transport = TorchTransport(groups[rank % 2], deadline_s=DEADLINE_S)
+    again = TorchTransport(groups[rank % 2], deadline_s=DEADLINE_S)
     answers = [transport.rank, Control(transport).all_gather_object(rank)]
     for wires in (transport, again):
         if wires.rank == 0:
@@ -609,7 +599,7 @@ def exchange_in_any_order(transport, log):
 
 
 def log_of(order_seed):
-    transports = ordered(order_seed)(3, MAX_WAIT_S)
+    transports = ordered(order_seed)(3, DEADLINE_S)
     logs = [[] for _ in transports]
     with ThreadPoolExecutor(3) as threads:
         for future in [threads.submit(exchange_in_any_order, *each) for each in zip(transports, logs, strict=True)]:
@@ -627,10 +617,11 @@ def test_an_order_seed_alone_decides_in_which_order_local_messages_arrive():
 
 
 def test_a_failure_names_the_order_seed_and_a_rank_that_is_gone_holds_nobody_up():
-    left, right = ordered(17)(2, 0.3)
+    left, right = ordered(17)(2, DEADLINE_S)
     sent, received = left.post_send(1, torch.ones(1)), torch.zeros(1)
     right.wait(right.post_receive(0, received))  # rank 0 does not wait
     left.wait(sent)
+    right.deadline_s = 0.3
     with pytest.raises(DeadlineExceeded) as caught:
         right.wait(right.post_receive(0, received))
 
@@ -651,7 +642,7 @@ def test_local_ends_that_disagree_on_shape_fail_on_both_sides():
 @pytest.mark.slow
 def test_whoever_waits_when_a_slow_message_is_posted_gets_it_when_it_comes():
     """Nothing else happens on the wires that could wake the receiver."""
-    left, right = slow(lambda *ends, num_bytes: 0.3)(2, 5.0)
+    left, right = slow(lambda *ends, num_bytes: 0.3)(2, MAX_WAIT_S)
     received = torch.zeros(1)
     is_waiting = threading.Event()
 
@@ -665,21 +656,22 @@ def test_whoever_waits_when_a_slow_message_is_posted_gets_it_when_it_comes():
         is_waiting.wait()
         time.sleep(0.05)  # now it waits in the transport
         left.post_send(1, torch.ones(1))
-        future.result(timeout=2.0)
+        future.result()
 
     assert received.item() == 1.0
 
 
 def test_a_slow_local_channel_delays_only_its_own_messages():
-    left, right = slow(lambda source, destination, num_bytes: 0.1 if source == 0 else 0.0)(2, 1.0)
+    left, right = slow(lambda source, destination, num_bytes: 0.1 if source == 0 else 0.0)(2, MAX_WAIT_S)
     begin_s = time.monotonic()
-    left.post_send(1, torch.tensor([1.0]))
-    right.post_send(0, torch.tensor([2.0]))
-
-    fast = receive(left, 1, torch.zeros(1))
-    fast_s = time.monotonic() - begin_s
-    late = receive(right, 0, torch.zeros(1))
+    left.post_send(1, torch.ones(1))
+    receive(right, 0, torch.zeros(1))
     late_s = time.monotonic() - begin_s
 
-    assert (fast.item(), late.item()) == (2.0, 1.0)
-    assert fast_s < 0.1 <= late_s
+    left, right = slow(lambda source, destination, num_bytes: math.inf if source == 0 else 0.0)(2, MAX_WAIT_S)
+    left.post_send(1, torch.ones(1))
+    right.post_receive(0, torch.zeros(1))
+    right.post_send(0, torch.tensor([2.0]))
+
+    assert receive(left, 1, torch.zeros(1)).item() == 2.0
+    assert late_s >= 0.1
