@@ -1,21 +1,16 @@
-"""Wires between ranks that are threads, on which messages move in a drawn order, or late.
+"""Wires between ranks that are threads, on which messages move in a drawn order.
 
-    ordered(order_seed)    a message moves only when every rank waits, has closed its transport or recovers; then the
-                           next channel is drawn. As each rank does the same between two waits, the order depends on
-                           the seed alone, and not on the system's scheduling of threads
-    slow(delay_s)          a message of data moves so many seconds after it was sent, to play a slow wire
-
-Each keeps the order of every channel. What they return connects as `LocalTransport.create` does.
+A message moves only when every rank waits, has closed its transport or recovers; then the next channel is drawn. As
+each rank does the same between two waits, the order depends on the seed alone, and not on the system's scheduling of
+threads. Every channel keeps its order.
 """
 
-import time
 from functools import partial
 from random import Random
 
 from penstock.errors import PipelineError
 from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.local import Wires
-from penstock.execute.transport.protocol import Tag
 from penstock.execute.transport.rank_names import RankNames
 from penstock.running_time import LONGEST_PART_S, wait_in_parts
 
@@ -77,46 +72,11 @@ class OrderedTransport(LocalTransport):
             raise
 
 
-class SlowWires(Wires):
-    """`delay_s(source, destination, num_bytes=...)` gives the seconds of a message of data."""
-
-    def __init__(self, names, delay_s):
-        super().__init__(names)
-        self.delay_s = delay_s
-        self._ready_s = {}
-        """By message that was sent, `time.monotonic()` before which it does not move."""
-
-    def deliver(self, channel):
-        for sent in channel.sends:
-            if sent not in self._ready_s:
-                ends = channel.source, channel.destination
-                delay_s = self.delay_s(*ends, num_bytes=sent.tensor.nbytes) if channel.tag is Tag.DATA else 0.0
-                self._ready_s[sent] = time.monotonic() + delay_s
-        while channel.is_ready and self._ready_s[channel.sends[0]] <= time.monotonic():
-            del self._ready_s[channel.sends[0]]
-            channel.move()
-        self.changed.notify_all()  # a rank that waits for a slow message must learn when it comes
-
-    def wait(self, rank, channel, message, limit_s):
-        if channel.is_ready:
-            limit_s = min(limit_s, self._ready_s[channel.sends[0]] - time.monotonic())
-        wait_in_parts(self.changed.wait, min(max(limit_s, 0.0), LONGEST_PART_S))
-        if channel.is_ready and self._ready_s[channel.sends[0]] <= time.monotonic():
-            self.deliver(channel)
-
-
 def ordered(order_seed):
-    """Connect ranks by wires whose order of messages is drawn; None stands for those that keep no order back."""
-    if order_seed is None:
-        return LocalTransport.create
-    return partial(_connect, OrderedTransport, lambda names: OrderedWires(names, order_seed))
+    """Connect as `LocalTransport.create` does, by wires with a drawn order; None stands for wires without one."""
+    return LocalTransport.create if order_seed is None else partial(_connect, order_seed)
 
 
-def slow(delay_s):
-    """Connect ranks by slow wires."""
-    return partial(_connect, LocalTransport, lambda names: SlowWires(names, delay_s))
-
-
-def _connect(kind, make_wires, num_ranks, deadline_s=60.0, *, names=None):
-    wires = make_wires(names or RankNames.plain(num_ranks))
-    return [kind(wires, rank, deadline_s) for rank in range(num_ranks)]
+def _connect(order_seed, num_ranks, deadline_s=60.0, *, names=None):
+    wires = OrderedWires(names or RankNames.plain(num_ranks), order_seed)
+    return [OrderedTransport(wires, rank, deadline_s) for rank in range(num_ranks)]

@@ -1,6 +1,8 @@
-"""Steps with a planted cause: emulated work on ranks that are threads, through the trainer, and one thing made slow."""
+"""Steps with a planted cause: emulated work on ranks that are threads, through the trainer, and one thing made slow.
 
-import time
+Work passes the time of `CLOCKS`, up to `NOISE` more than it is given, and nothing else does.
+"""
+
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -8,15 +10,18 @@ import torch
 
 from bench.emulated_layer import EmulatedLayer
 from penstock.execute.batch.stream import Stream
+from penstock.execute.observing.clock import Clock
 from penstock.pipeline import Pipeline
 from penstock.searching.what_if import Setting
 from penstock.train.settings.sections import OptimizerSection
 from penstock.train.step import Trainer
-from tests.local_wires import slow
+from tests.rank_clocks import RankClocks, clocked
 
 OPTIONS = OptimizerSection(learning_rate=1e-3, warmup_steps=0)
 FORWARD_S, BACKWARD_S = 0.003, 0.006
-MAX_WAIT_S = 20.0
+NOISE = 0.1
+MAX_WAIT_S = 60.0
+CLOCKS = RankClocks(NOISE)
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,8 @@ class Planted:
         return Setting(batch_size=self.num_microbatches, family=self.schedule, stages_per_rank=1)
 
     def record(self):
-        """Return one recorded step, as a run records it: the machine may plant causes of its own."""
-        connect = slow(lambda *ends, num_bytes: self.slow_channels.get(ends, 0.0))
+        """Return one recorded step, as a run records it; `CLOCKS` must stand in for the time of emulated layers."""
+        connect = clocked(CLOCKS, lambda *ends, num_bytes: self.slow_channels.get(ends, 0.0))
         transports = connect(self.num_ranks, MAX_WAIT_S)
         with ThreadPoolExecutor(self.num_ranks) as threads:
             recorded, *_ = [rank.result() for rank in [threads.submit(self._run, wires) for wires in transports]]
@@ -58,13 +63,14 @@ class Planted:
             for stage in range(self.num_ranks)
             for _ in range(self.layers_per_stage)
         ]
-        pipeline = Pipeline(layers, self.schedule, self.num_microbatches, square_loss, transport=wires)
+        options = {"transport": wires, "clock": Clock(CLOCKS.monotonic)}
+        pipeline = Pipeline(layers, self.schedule, self.num_microbatches, square_loss, **options)
         trainer = Trainer(pipeline, OPTIONS, num_steps=10)
         trainer.step(1, _Batches(0.0, self.num_microbatches))
         batches = _Batches(self.slow_data.get(wires.rank, 0.0), self.num_microbatches)
         if self.slow_streams:
             batches = _Streams(wires.rank, self.slow_streams, self.num_microbatches)
-        time.sleep(self.late_ranks.get(wires.rank, 0.0))
+        CLOCKS.sleep(self.late_ranks.get(wires.rank, 0.0))
         recorded = trainer.step(2, batches, record=True).recorded
         pipeline.close()
         return recorded
@@ -79,7 +85,7 @@ class _Batches:
         return 1
 
     def __getitem__(self, index):
-        time.sleep(self.load_s)
+        CLOCKS.sleep(self.load_s)
         return torch.zeros(self.size, 4), torch.zeros(self.size, 4)
 
 
@@ -96,7 +102,7 @@ class _Streams:
         return Stream(map(self._microbatch, range(self.num_microbatches)))
 
     def _microbatch(self, index):
-        time.sleep(self.slow.get((self.rank, index), 0.0))
+        CLOCKS.sleep(self.slow.get((self.rank, index), 0.0))
         return torch.zeros(1, 4), torch.zeros(1, 4)
 
 

@@ -8,54 +8,51 @@ import torch
 from bench.emulated_layer import EmulatedLayer
 from penstock.execute.stages.stage import Stage
 from tests.one_stage import OneStage
-
-
-def seconds_of(call):
-    begin_s = time.perf_counter()
-    call()
-    return time.perf_counter() - begin_s
-
-
-def seconds_of_parts(layer, features):
-    """How long each part of a backward in two parts takes."""
-    stage = OneStage(Stage(0, {"0": layer}), is_split=True)
-    saved = stage.saved(features)
-    input_s = seconds_of(lambda: stage.backward_input(saved, torch.ones_like(features)))
-    return input_s, seconds_of(lambda: stage.backward_weight(saved))
+from tests.rank_clocks import RankClocks
 
 
 @pytest.fixture
-def _warm():
-    """The first backward of a process takes its time."""
-    seconds_of_parts(EmulatedLayer(0.0, 0.0, weight_s=0.0), torch.ones(2))
-    EmulatedLayer(0.0, 0.0)(torch.ones(2)).sum().backward()
+def clock(monkeypatch):
+    """The clock by which layers sleep."""
+    clock = RankClocks()
+    monkeypatch.setattr("bench.emulated_layer.time", clock)
+    return clock
 
 
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.usefixtures("_warm")
-def test_forward_and_backward_take_their_seconds():
+def seconds_of(clock, call):
+    begin_s = clock.monotonic()
+    call()
+    return clock.monotonic() - begin_s
+
+
+def test_forward_and_backward_take_their_seconds(clock):
     layer = EmulatedLayer(0.02, 0.05)
     outputs = []
 
-    forward_s = seconds_of(lambda: outputs.append(layer(torch.ones(2, requires_grad=True))))
-    backward_s = seconds_of(lambda: outputs[0].sum().backward())
+    forward_s = seconds_of(clock, lambda: outputs.append(layer(torch.ones(2, requires_grad=True))))
+    backward_s = seconds_of(clock, lambda: outputs[0].sum().backward())
 
-    assert 0.02 <= forward_s < 0.04
-    assert 0.05 <= backward_s < 0.07
+    assert (forward_s, backward_s) == pytest.approx((0.02, 0.05))
 
 
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize("needs_gradient", [True, False])
-def test_each_part_of_a_backward_takes_its_seconds_even_if_no_input_needs_a_gradient(needs_gradient):
+def test_each_part_of_a_backward_takes_its_seconds_even_if_no_input_needs_a_gradient(clock, needs_gradient):
     features = torch.ones(2, requires_grad=needs_gradient)
+    stage = OneStage(Stage(0, {"0": EmulatedLayer(0.0, 0.05, weight_s=0.02)}), is_split=True)
+    saved = stage.saved(features)
 
-    input_s, weight_s = seconds_of_parts(EmulatedLayer(0.0, 0.05, weight_s=0.02), features)
+    input_s = seconds_of(clock, lambda: stage.backward_input(saved, torch.ones_like(features)))
+    weight_s = seconds_of(clock, lambda: stage.backward_weight(saved))
 
-    assert 0.03 <= input_s < 0.05
-    assert 0.02 <= weight_s < 0.03
+    assert (input_s, weight_s) == pytest.approx((0.03, 0.02))
+
+
+def test_layers_sleep_by_the_clock_of_the_machine():
+    begin_s = time.monotonic()
+
+    EmulatedLayer(0.02, 0.0)(torch.ones(2))
+
+    assert time.monotonic() - begin_s >= 0.02
 
 
 @pytest.mark.parametrize("weight_s", [0.0, 1e-9])

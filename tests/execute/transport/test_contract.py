@@ -19,7 +19,7 @@ from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport import LocalTransport, TorchTransport
 from tests.local_pipelines import error_of
-from tests.local_wires import ordered, slow
+from tests.local_wires import ordered
 from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
 
 MAX_WAIT_S = 60.0
@@ -637,41 +637,3 @@ def test_local_ends_that_disagree_on_shape_fail_on_both_sides():
         left.wait(sent)
     with pytest.raises(PipelineError, match=r"expected \(4,\)"):
         right.wait(got)
-
-
-@pytest.mark.slow
-def test_whoever_waits_when_a_slow_message_is_posted_gets_it_when_it_comes():
-    """Nothing else happens on the wires that could wake the receiver."""
-    left, right = slow(lambda *ends, num_bytes: 0.3)(2, MAX_WAIT_S)
-    received = torch.zeros(1)
-    is_waiting = threading.Event()
-
-    def receive():
-        ticket = right.post_receive(0, received)
-        is_waiting.set()
-        right.wait(ticket)
-
-    with ThreadPoolExecutor(1) as thread:
-        future = thread.submit(receive)
-        is_waiting.wait()
-        time.sleep(0.05)  # now it waits in the transport
-        left.post_send(1, torch.ones(1))
-        future.result()
-
-    assert received.item() == 1.0
-
-
-def test_a_slow_local_channel_delays_only_its_own_messages():
-    left, right = slow(lambda source, destination, num_bytes: 0.1 if source == 0 else 0.0)(2, MAX_WAIT_S)
-    begin_s = time.monotonic()
-    left.post_send(1, torch.ones(1))
-    receive(right, 0, torch.zeros(1))
-    late_s = time.monotonic() - begin_s
-
-    left, right = slow(lambda source, destination, num_bytes: math.inf if source == 0 else 0.0)(2, MAX_WAIT_S)
-    left.post_send(1, torch.ones(1))
-    right.post_receive(0, torch.zeros(1))
-    right.post_send(0, torch.tensor([2.0]))
-
-    assert receive(left, 1, torch.zeros(1)).item() == 2.0
-    assert late_s >= 0.1
