@@ -15,7 +15,7 @@ RANK = os.environ["RANK"]
 def sleep_lightly():
     """Stand in for a rank without importing torch."""
     Path(sys.argv[2], RANK).write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def meet():
@@ -25,7 +25,7 @@ def meet():
 
     from penstock.cli.launch import join_ranks
 
-    join_ranks(os.environ, timeout_s=30.0)
+    join_ranks(os.environ, timeout_s=60.0)
     total = torch.ones(1)
     dist.all_reduce(total)
     Path(sys.argv[2], RANK).write_text(f"{os.getpid()} {total.item():.0f} {os.environ['OMP_NUM_THREADS']}")

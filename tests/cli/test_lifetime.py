@@ -12,9 +12,7 @@ import pytest
 
 from penstock.cli import lifetime
 from penstock.cli.lifetime import end_stragglers
-from tests.cli.processes import stop, wait_until
-
-pytestmark = pytest.mark.alone
+from tests.cli.processes import LONGEST_S, stop, wait_until
 
 BLOCKED = """
 import ctypes, sys, threading
@@ -47,14 +45,12 @@ def exit_code(child):
 def test_a_rank_that_waits_in_c_code_ends_without_a_trace(number):
     rank = start(BLOCKED)
     rank.stdout.readline()
-    begin_s = time.monotonic()
 
     rank.send_signal(number)
-    printed = rank.communicate(timeout=5)
+    printed = rank.communicate(timeout=LONGEST_S)
 
     assert rank.returncode == -number
     assert printed == ("", "")
-    assert time.monotonic() - begin_s < lifetime.GRACE_S + 1.0
 
 
 def test_an_interrupt_raises_where_files_are_open():
@@ -120,7 +116,7 @@ def test_a_rank_ends_with_its_launcher(bind):
             if bind is lifetime.die_with:
                 bind(launcher)
                 os.write(ends[1], b"r")
-                time.sleep(60)
+                time.sleep(600)
             os.write(ends[1], b"r")
             bind(launcher)
 
@@ -148,14 +144,14 @@ def _wait_for_end(descriptor):
         except BlockingIOError:
             return False
 
-    wait_until(is_closed, timeout_s=3.0)
+    wait_until(is_closed)
 
 
 # ---- stragglers
 
 
 def test_only_a_stopped_process_that_was_told_to_end_is_killed():
-    children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(3)]
+    children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(3)]
     told, stopped, running = children
     for child in (told, stopped):
         stop(child.pid)
@@ -167,7 +163,7 @@ def test_only_a_stopped_process_that_was_told_to_end_is_killed():
     begin_s = time.monotonic()
 
     watch.start()
-    wait_until(lambda: told.poll() is not None, timeout_s=3.0)
+    wait_until(lambda: told.poll() is not None)
     over.set()
     watch.join()
 
