@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import torch
 from torch import nn
@@ -25,6 +26,9 @@ NUM_MICROBATCHES = 4
 WIDTH = 6
 DEADLINE_S = 2.0
 LONGEST_S = 60
+"""How long all steps of a test may take on a busy machine."""
+NEVER_S = 10 * LONGEST_S
+"""A deadline that no wait of a test comes to."""
 NEVER_SENT = -1
 
 
@@ -144,6 +148,14 @@ class FaultyTransport:
             self.swaps = False
         return ticket
 
+    @property
+    def deadline_s(self):
+        return self._wires.deadline_s
+
+    @deadline_s.setter
+    def deadline_s(self, deadline_s):
+        self._wires.deadline_s = deadline_s
+
     def stop_meddling(self):
         self.loses, self.swaps, self._held = None, False, []
 
@@ -240,19 +252,21 @@ class FaultyThreads:
     def each(self, act):
         return each_on_a_thread(lambda rank: act(self.ranks[rank]))
 
-    def step(self, fault=None, *, wake_after_s=None, call="step"):
-        """Run one step on all ranks; a rank that hangs is woken after so long."""
-        if wake_after_s is None:
-            return self.each(lambda rank: rank.step(fault, call=call))
-        alarm = threading.Timer(wake_after_s, self.ranks[fault.rank].switch.wake)
-        alarm.start()
-        try:
-            return self.each(lambda rank: rank.step(fault, call=call))
-        finally:
-            alarm.join()
+    def step(self, fault=None, *, call="step"):
+        """Run one step on all ranks; a rank that hangs is woken once all others have ended."""
+        num_ended = count(1)
+
+        def act(rank):
+            ending = rank.step(fault, call=call)
+            is_other = fault is not None and rank.switch.rank != fault.rank
+            if is_other and next(num_ended) == NUM_RANKS - 1:
+                self.ranks[fault.rank].switch.wake()
+            return ending
+
+        return self.each(act)
 
 
-def each_on_a_thread(act, *, longest_s=20.0):
+def each_on_a_thread(act, *, longest_s=LONGEST_S):
     """Return `act(rank)` of every rank, each on a thread of its own; a late or broken one gives its error."""
     answers = [TimeoutError(f"rank {rank} did not end") for rank in range(NUM_RANKS)]
 

@@ -56,7 +56,7 @@ def test_of_two_ranks_that_raise_all_blame_the_same(threads):
 
 @pytest.mark.slow
 def test_a_rank_that_is_late_is_to_blame_also_for_what_it_finds_itself(hasty_threads):
-    endings = hasty_threads.step(Fault("hang", 1, "forward", 2), wake_after_s=2 * DEADLINE_S)
+    endings = hasty_threads.step(Fault("hang", 1, "forward", 2))
 
     assert ranks_of(endings) == [1] * NUM_RANKS
     assert DeadlineExceeded in {type(ending.error) for ending in endings}
