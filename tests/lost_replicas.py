@@ -18,7 +18,8 @@ from tests.killed_runs import LONGEST_S, MESHES, checkpoints_of, lost, problem_o
 from tests.tiny_run import fork_training, ranks_of, write_tiny_run
 
 DEADLINE_S, PATIENT_S = 4.0, 60.0
-NOTICE_S, SURPLUS_S = 3.0, 2.0
+NOTICE_S, SURPLUS_S, LEAVE_S = 16.0, 16.0, 8.0
+"""Together less than the time for which torch's launcher waits for a process that does not end."""
 POLL_S = 0.01
 SQUARES = [layout for layout in MESHES if layout.ranks == layout.replicas == 2]
 
@@ -58,7 +59,7 @@ class Fault:
     harm: str = ""
     """Or the statement, in a random forward of its block."""
 
-    leave_s: float = 2.0
+    leave_s: float = LEAVE_S
     """How much longer the command may take than the other ranks."""
 
     @property
@@ -75,7 +76,7 @@ SLOW = Fault(
     "{name} is the culprit: it has been in",
     DEADLINE_S,
     harm="time.sleep(600)",
-    leave_s=2 * DEADLINE_S + 2.0,  # told to end, a rank that computes has twice the deadline for its step
+    leave_s=2 * DEADLINE_S + LEAVE_S,  # told to end, a rank that computes has twice the deadline for its step
 )
 RAISE = Fault("raise", ExitStatus.RANK_FAILED, "{name}, .*ValueError: planted", harm="raise ValueError('planted')")
 FAULTS = (KILL, KILL, STOP, SLOW, RAISE)

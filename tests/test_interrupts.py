@@ -14,7 +14,7 @@ from tests.tiny_run import PENSTOCK, TORCHRUN, fork, fork_training, settings, st
 
 NUM_STEPS = 120
 OPTIONS = (f"run.steps={NUM_STEPS}", "run.evaluate_every=0", "run.evaluate_batches=0", "checkpoint.every=1000")
-TIMEOUT_S = 90
+TIMEOUT_S = 100
 
 
 WORKERS = """
@@ -91,7 +91,7 @@ def test_a_signal_to_the_whole_process_group_saves_and_the_run_goes_on(tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.timeout(300)
 def test_a_signal_that_ends_data_workers_first_saves_and_the_run_goes_on(tmp_path):
     """Its processes are real ones: data workers do not start in a fork."""
     write_tiny_run(tmp_path)

@@ -48,7 +48,6 @@ def test_a_run_whose_ranks_are_killed_comes_to_the_same_weights(tmp_path, undist
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "seed", [2010, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2002, 2003, 2004, 2006))]

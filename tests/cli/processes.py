@@ -10,6 +10,8 @@ LISTENING = "0A"
 LOOPBACK = "0100007F"
 LONGEST_S = 60.0
 """In which a busy machine does what takes a second."""
+PATIENT_S = 30.0
+"""For so long torch's launcher waits for a process that does not end."""
 
 
 def wait_until(is_true, *, timeout_s=LONGEST_S):

@@ -16,10 +16,17 @@ from penstock.cli import launch
 from penstock.cli.failure import RankFailure, first_cause
 from penstock.errors import ConfigError, PeerLost
 from penstock.train import devices
-from tests.cli.processes import LONGEST_S, LOOPBACK, is_alive, listening_addresses, stop, wait_until, written_pids
+from tests.cli.processes import (
+    LONGEST_S,
+    LOOPBACK,
+    PATIENT_S,
+    is_alive,
+    listening_addresses,
+    stop,
+    wait_until,
+    written_pids,
+)
 
-PATIENT_S = 30.0
-"""For so long torch's launcher waits for a process that does not end."""
 STUB_RANK = str(Path(__file__).with_name("stub_rank.py"))
 STUB_LAUNCHER = str(Path(__file__).with_name("stub_launcher.py"))
 
