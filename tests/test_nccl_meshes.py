@@ -121,4 +121,4 @@ def test_a_replica_that_is_late_is_named(options):
     with processes(4) as ranks:
         found = ranks.run(harmed, 4, 2, be_late, options, timeout_s=START_S)
 
-    assert [blamed for _, blamed, _ in found] == [3] * 4, str(found)
+    assert [blamed for _, blamed in found] == [3] * 4, str(found)

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import PipelineError
@@ -14,10 +15,11 @@ from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.emulated.pipelines import DRAWING, IN_MEMORY, LENGTH, ROWS, WIDTH, Block, transport_of
 from tests.emulated.planting import replaced
+from tests.emulated.rank_threads import store_of_scenario
 from tests.emulated.runtime import RUNTIME
 
-DEADLINE_S = 2.0
-LATE_S = DEADLINE_S + 1.0
+DEADLINE_S, NEVER_S = 2.0, 600.0
+"""The deadline of a step in which ranks are to wait for it, and that of all others."""
 NUM_MICROBATCHES = 4
 HOST = "penstock.construction_plan:host_of_processes"
 CALL = 2
@@ -29,7 +31,10 @@ class Failing:
     """A training in which one step fails, or none."""
 
     kind: str | None
-    """late, raises, kernel, or dies, of a process; None: the step that would have failed is left out."""
+    """late, raises, kernel, or dies, of a process; None: the step that would have failed is left out.
+
+    A late layer goes on when all other ranks have ended their step.
+    """
     place: str = "forward"
     culprit: int = 1
     num_ranks: int = 3
@@ -42,6 +47,11 @@ class Failing:
     deadline_s: float = DEADLINE_S
     blocks_hosts: bool = False
     """Whether the layers of all ranks but the culprit copy to the host, which so waits for its device."""
+
+    @property
+    def is_found_by_the_deadline(self):
+        """Whether nothing else tells the other ranks."""
+        return self.kind in ("late", "dies") or self.are_apart
 
     def __str__(self):
         return f"{self.kind} in {self.place} of rank {self.culprit}, run_ahead={self.run_ahead}, {self.family}"
@@ -69,8 +79,8 @@ class Ended:
 class Fault:
     """What a layer does once it is armed; the layers of one rank share it."""
 
-    def __init__(self, kind):
-        self.kind = kind
+    def __init__(self, kind, others):
+        self.kind, self.others = kind, others
         self.is_armed, self.calls, self.began_s = False, 0, None
 
     def happen(self, tensor):
@@ -81,7 +91,7 @@ class Fault:
             return
         self.began_s = time.monotonic()
         if self.kind == "late":
-            time.sleep(LATE_S)
+            self.others.wait()
         elif self.kind == "raises":
             raise Boom("the layer of the test")
         elif self.kind == "dies":
@@ -90,6 +100,22 @@ class Fault:
             tensor.flatten()[torch.tensor([tensor.numel()], device=tensor.device)]  # fails when the device runs it
         else:
             RUNTIME.launch(RUNTIME.current_queue(), "bad kernel", _fail, [tensor], [tensor])
+
+
+class OtherRanks:
+    """Lets a late rank wait until all others have ended their step."""
+
+    def __init__(self, store, num_ranks):
+        """Count from what is in the store now: ranks that are processes take one store for many trainings."""
+        self._store, self._num_before = store, store.add("ended", 0)
+        self._num_others = num_ranks - 1
+
+    def note_end(self):
+        self._store.add("ended", 1)
+
+    def wait(self):
+        while self._store.add("ended", 0) - self._num_before < self._num_others:
+            time.sleep(0.01)
 
 
 class Faulty(nn.Module):
@@ -128,7 +154,7 @@ def train_around_a_failure(rank, num_ranks, failing, kind):
     options = {"is_direct": False} if failing.are_apart else {}
     with replaced(HOST, _apart) if failing.are_apart else nullcontext():
         transport = transport_of(rank, num_ranks, device, deadline_s=failing.deadline_s, **options)
-        pipeline, fault = pipeline_with_fault(failing, device, transport)
+        pipeline, fault = pipeline_with_fault(failing, device, transport, store_of_scenario("ends of steps"))
     try:
         return _three_steps(pipeline, fault, failing, device)
     finally:
@@ -136,8 +162,8 @@ def train_around_a_failure(rank, num_ranks, failing, kind):
 
 
 def train_around(transport, failing, device):
-    """Do so with the ranks of a transport."""
-    pipeline, fault = pipeline_with_fault(failing, device, transport)
+    """Do so with the ranks of a transport, which are processes."""
+    pipeline, fault = pipeline_with_fault(failing, device, transport, dist.group.WORLD.get_group_store())
     try:
         return _three_steps(pipeline, fault, failing, device)
     finally:
@@ -148,9 +174,10 @@ def _apart(original):
     return lambda: f"{original()}, {RUNTIME.host().name}"
 
 
-def pipeline_with_fault(failing, device, transport):
-    """Return this rank's pipeline, and what its faulty layer does where it is the culprit."""
-    rank, num_ranks, fault = transport.rank, transport.num_ranks, Fault(failing.kind)
+def pipeline_with_fault(failing, device, transport, store):
+    """Return this rank's pipeline, and what its faulty layer does where it is the culprit; all have the store."""
+    rank, num_ranks = transport.rank, transport.num_ranks
+    fault = Fault(failing.kind, OtherRanks(store, num_ranks))
     with DRAWING:
         torch.manual_seed(0)
         blocks_host = failing.blocks_hosts and rank != failing.culprit
@@ -167,6 +194,7 @@ def pipeline_with_fault(failing, device, transport):
         deadline_s=failing.deadline_s,
         frees_other_stages=False,
     )
+    transport.deadline_s = NEVER_S
     return pipeline, fault
 
 
@@ -209,7 +237,8 @@ def _step(pipeline, inputs, target, ended):
 def fail_a_step(pipeline, fault, failing, batch, ended):
     if failing.kind is None:
         return
-    fault.is_armed = True
+    fault.is_armed, transport = True, pipeline.transport
+    transport.deadline_s = failing.deadline_s if failing.is_found_by_the_deadline else NEVER_S
     try:
         pipeline.step(batch[0], target=batch[1])
     except PipelineError as error:
@@ -217,7 +246,9 @@ def fail_a_step(pipeline, fault, failing, batch, ended):
             tensor.fill_(float("nan"))  # the step is over, so the batch is the caller's again
         ended.ended_s = time.monotonic()
         ended.error, ended.text, ended.blamed = type(error).__name__, str(error), error.rank
-    fault.is_armed, ended.began_s = False, fault.began_s
+    fault.is_armed, ended.began_s, transport.deadline_s = False, fault.began_s, NEVER_S
+    if fault.began_s is None:
+        fault.others.note_end()
 
 
 def _fail():

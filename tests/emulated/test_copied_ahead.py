@@ -106,7 +106,6 @@ def test_a_failed_step_leaves_nothing_on_the_device_and_the_batch_to_the_caller(
     assert losses[0] == losses[1]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(("kind", "place", "culprit"), [("raises", "forward", 1), ("late", "forward", 1)])
 @pytest.mark.parametrize("run_ahead", [None, 2])
 def test_a_batch_is_the_callers_again_where_another_rank_has_failed(emulated, kind, place, culprit, run_ahead):

@@ -8,9 +8,9 @@ from tests.emulated.failing_steps import Failing
 from tests.emulated.lost_ranks import lose_a_rank, losses_without_failure
 from tests.emulated.rank_processes import processes
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
-DEADLINE_S, SLACK_S, BUSY_S = 1.0, 2.0, 1.0
+DEADLINE_S = 1.0
 CULPRIT = 1
 
 
@@ -30,6 +30,4 @@ def test_a_killed_rank_is_named_by_the_deadline(emulated_is_there, place, run_ah
         assert found.raised.blamed == found.lost.blamed == CULPRIT
         assert found.lost.error == "PeerLost"
         assert f"is gone, in {instruction}" in found.lost.text
-        assert found.took_s < DEADLINE_S + SLACK_S + BUSY_S
         assert "the ranks could not start afresh" in found.next_error
-        assert found.next_took_s < DEADLINE_S + SLACK_S

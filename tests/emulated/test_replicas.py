@@ -1,10 +1,10 @@
 """Replicas on the emulated device: the CPU's losses and weights to the bit, every access ordered, failures on all."""
 
-import time
-
 import pytest
 import torch
 
+from tests.emulated.failing_steps import OtherRanks
+from tests.emulated.rank_threads import store_of_scenario
 from tests.emulated.replicas import ended_by, places_of, train
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
@@ -60,21 +60,20 @@ def test_what_shards_saved_they_load_to_the_bit(emulated, tmp_path):
         assert all(torch.equal(weights[name], value) for name, value in cpu_weights.items())
 
 
-def be_late():
-    time.sleep(DEADLINE_S + 1.0)
-
-
 def late(rank, num_ranks, num_replicas, options):
+    """Let the last rank go on when all others have given up."""
+    others = OtherRanks(store_of_scenario("ends of steps"), num_ranks)
     device = torch.device("emu", rank)
     places = places_of(rank, num_ranks // num_replicas, num_replicas, device, DEADLINE_S)
     is_bad = rank == num_ranks - 1
-    return ended_by(places, num_replicas, device, be_late, is_bad=is_bad, deadline_s=DEADLINE_S, **options)
+    ended = ended_by(places, num_replicas, device, others.wait, is_bad=is_bad, deadline_s=DEADLINE_S, **options)
+    others.note_end()
+    return ended
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("options", [{}, {"shard": "full", "residency": 1}])
 def test_a_late_replica_is_named_also_where_devices_wait_for_it_before_they_come_to_a_collective(emulated, options):
     """Hosts wait for the end of a collective that the devices of two replicas have not begun."""
     found = emulated.run(late, 2, options | {"run_ahead": 2}, num_ranks=4, timeout_s=60)
 
-    assert [blamed for _, blamed, _ in found] == [3] * 4, str(found)
+    assert [blamed for _, blamed in found] == [3] * 4, str(found)
