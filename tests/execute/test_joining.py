@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -20,8 +19,9 @@ from tests.local_pipelines import error_of, float_task, on_ranks, step_task
 from tests.ranks import run_ranks
 
 TASK = float_task(8)
-DEADLINE_S = 45.0
-SOON_S = 2.0
+LONGEST_S = 100.0
+DEADLINE_S = 10 * LONGEST_S
+"""No wait of a test comes to it, so whoever hears of a mistake hears of it at once."""
 
 MISTAKES = {key: {key: values[0]} for key, values in WRONG.items()} | {
     "layers": {"layers": [1, 2]},
@@ -59,12 +59,8 @@ def make(mistake=None, **options):
 def with_mistakes_of_one_rank(rank, wrong_rank, mistakes):
     found = {}
     for mistake in mistakes:
-        durations_s = []
-        for _ in range(2):  # the first may have to load parts of torch, such as its compiler, for the message
-            begin_s = time.monotonic()
-            error = error_of(make, mistake if rank == wrong_rank else None, deadline_s=DEADLINE_S, main_gradients=True)
-            durations_s.append(time.monotonic() - begin_s)
-        found[mistake] = (type(error), str(error), durations_s)
+        error = error_of(make, mistake if rank == wrong_rank else None, deadline_s=DEADLINE_S, main_gradients=True)
+        found[mistake] = type(error), str(error)
     return found, step_task(make(deadline_s=DEADLINE_S), TASK).result.loss.item()
 
 
@@ -72,19 +68,15 @@ def with_mistakes_of_one_rank(rank, wrong_rank, mistakes):
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong_rank", [0, 1])
 def test_each_argument_wrong_on_one_rank_is_told_on_both_and_the_next_pipeline_works(wrong_rank):
-    outcomes = run_ranks(2, with_mistakes_of_one_rank, wrong_rank, list(MISTAKES))
+    outcomes = run_ranks(2, with_mistakes_of_one_rank, wrong_rank, list(MISTAKES), timeout_s=LONGEST_S)
 
     (own, loss), (other, other_loss) = outcomes[wrong_rank], outcomes[1 - wrong_rank]
     for mistake in MISTAKES:
-        kind, text, own_durations_s = own[mistake]
-        other_kind, other_text, other_durations_s = other[mistake]
+        (kind, text), (other_kind, other_text) = own[mistake], other[mistake]
         assert issubclass(kind, PenstockError) or mistake == "layers that cannot be built", mistake
         assert other_kind is ConfigError, (mistake, other_text)
         assert other_text.startswith(f"rank {wrong_rank}: "), mistake
         assert text in other_text, mistake
-        for durations_s in (own_durations_s, other_durations_s):
-            assert min(durations_s) < SOON_S, mistake
-            assert max(durations_s) < DEADLINE_S / 3, mistake
     assert loss == other_loss == TASK.reference(2)[0].loss.item()
 
 
@@ -119,26 +111,24 @@ def test_a_rank_with_a_wrong_group_hears_what_is_wrong_though_the_others_met_in_
 
 def is_interrupted_at_first(rank):
     """Ctrl-C comes to rank 0 in its first construction, to which rank 1 comes later."""
-    error, took_s = None, 0.0
+    error = None
     if rank == 0:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        begin_s = time.monotonic()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
         try:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
             make(deadline_s=DEADLINE_S)
         except KeyboardInterrupt as raised:
-            error, took_s = raised, time.monotonic() - begin_s
+            error = raised
     dist.barrier()
     pipeline = make(deadline_s=DEADLINE_S)
-    return type(error), took_s, step_task(pipeline, TASK).result.loss.item()
+    return type(error), step_task(pipeline, TASK).result.loss.item()
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_ctrl_c_ends_a_construction_at_once_and_the_next_one_works():
-    (kind, took_s, loss), (_, _, other_loss) = run_ranks(2, is_interrupted_at_first, timeout_s=DEADLINE_S)
+    (kind, loss), (_, other_loss) = run_ranks(2, is_interrupted_at_first, timeout_s=LONGEST_S)
 
     assert kind is KeyboardInterrupt
-    assert took_s < DEADLINE_S / 3
     assert loss == other_loss == TASK.reference(2)[0].loss.item()
 
 

@@ -504,6 +504,7 @@ def be_interrupted(rank, is_direct, gate):
     ticket = transport.post_receive(1 - rank, torch.zeros(1))
     try:
         if rank == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         if rank == 0 or is_direct:
             transport.wait(ticket)
