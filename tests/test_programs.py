@@ -175,9 +175,9 @@ def test_a_program_that_is_edited_on_one_rank_only_is_refused_at_once():
         return error_of(pipeline_of, wires, task, late(program) if wires.rank else program, None)
 
     begin_s = time.monotonic()
-    errors = on_ranks(2, run)
+    errors = on_ranks(2, run, deadline_s=60.0)
 
-    assert time.monotonic() - begin_s < 5  # no wait runs into its deadline, which is 20 s
+    assert time.monotonic() - begin_s < 30  # no wait runs into its deadline
     assert {type(error) for error in errors} == {PipelineError}
     assert all("the ranks disagree on schedule: rank 0 has Program('1f1b'" in str(error) for error in errors)
 

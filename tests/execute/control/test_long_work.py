@@ -10,7 +10,7 @@ from penstock.execute.control.collectives import Control, as_config_error
 from penstock.execute.control.long_work import Heartbeat, run_in_thread, wait_together, work_together
 from tests.local_pipelines import error_of, on_ranks
 
-LIMIT_S = 0.2
+LIMIT_S = 0.5
 
 
 def run(transport, work, heartbeat=None, limit_s=60.0, gather_limit_s=1.0):
@@ -128,5 +128,5 @@ def test_a_rank_that_is_lost_is_noticed_within_the_limit_and_the_work_stopped():
     (error, waited_s), _ = on_ranks(2, case)
 
     assert isinstance(error, (DeadlineExceeded, PipelineError))
-    assert waited_s < 10 * LIMIT_S
+    assert waited_s < 30.0, "and not 60 s, for so long may the work stall"
     assert stopped.is_set()

@@ -155,5 +155,5 @@ def test_a_watchdog_that_collects_the_garbage_of_its_own_pipeline_ends():
     watchdog.look = stop_from_within
     watchdog.start()
 
-    assert is_over.wait(5)
+    assert is_over.wait(60)
     assert problems == []

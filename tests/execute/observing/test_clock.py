@@ -1,8 +1,8 @@
 """Clocks of different hosts are brought to one scale, as exactly as the pings say."""
 
-import threading
 import time
 from contextlib import closing
+from itertools import count
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison, Offset
 from penstock.execute.transport import TorchTransport
 from tests.local_pipelines import on_ranks
+from tests.rank_clocks import RankClocks, clocked
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -92,27 +93,27 @@ def test_on_one_host_nothing_is_sent_and_nothing_is_uncertain():
 
 def test_of_several_pings_the_shortest_counts():
     """Answers that take long on one way give an offset that is off by as much; some are let through at once."""
-    begin_s = time.monotonic()
-    turn = threading.local()
+    clocks, num_answers = RankClocks(), count(1)
 
     def case(wires):
         if wires.rank == 1:
-            post_send, wait = wires.post_send, threading.Event().wait
-            turn.count = 0
+            post_send = wires.post_send
 
             def sometimes_late(peer, tensor, *tag):
-                turn.count += 1
-                if turn.count % 4:
-                    wait(0.005)
+                if next(num_answers) % 4:
+                    clocks.sleep(0.005)
                 return post_send(peer, tensor, *tag)
 
             wires.post_send = sometimes_late
-        return compare(wires, ("a", "b"), begin_s)
+        clock = Clock(lambda: AHEAD_S[wires.rank] + clocks.monotonic(), f"host {wires.rank}")
+        comparison = ClockComparison(wires, CPU, clock, ("a", "b"))
+        comparison.begin()
+        return comparison.end()
 
-    found = on_ranks(2, case)
+    alignment, _ = on_ranks(2, case, connect=clocked(clocks))
 
-    assert_aligned(found, begin_s)
-    assert found[0][0].uncertainty_s < 0.0025
+    for offsets in (alignment.first, alignment.last):
+        assert (offsets[1].ahead_s, offsets[1].uncertainty_s) == pytest.approx((AHEAD_S[1], 0.0), abs=1e-6)
 
 
 def test_the_uncertainty_between_two_ranks_is_that_of_the_two_worst_hosts():

@@ -195,7 +195,7 @@ def test_unused_and_frozen_parameters_buffers_and_keywords_are_as_with_ddp_alone
 
 def train_one_replica(rank):
     own_mesh = mesh()
-    pipeline = pipeline_of([wrap(layer, own_mesh) for layer in layers()], "1f1b", own_mesh, deadline_s=2.0)
+    pipeline = pipeline_of([wrap(layer, own_mesh) for layer in layers()], "1f1b", own_mesh, deadline_s=4.0)
     inputs, target = own_rows(own_mesh)
     pipeline.step(inputs, target=target)
     if own_mesh.get_local_rank("replica") == 1:
@@ -206,5 +206,5 @@ def train_one_replica(rank):
 def test_a_replica_that_does_not_come_is_an_error_within_the_deadline(four_ranks):
     found = four_ranks.run(train_one_replica, timeout_s=30.0)
 
-    assert any("were not averaged over ranks" in text and "within 2 s" in text for text in found[:2])
+    assert any("were not averaged over ranks" in text and "within 4 s" in text for text in found[:2])
     assert found[2:] == [None, None]

@@ -21,7 +21,7 @@ from penstock.execute.transport.protocol import Tag
 from penstock.running_time import running_s
 
 DEADLINE_S = 0.3
-SLACK_S = 2.0
+SLACK_S = 30.0
 
 
 class Work:
