@@ -1,5 +1,6 @@
 """A row that is missing, doubled or too early is found by what it reads, makes and frees alone."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from penstock.proofs import check, lifetimes
 from penstock.proofs.lifetimes import check_lifetimes
 from penstock.proofs.report import Subject
 from penstock.schedules import build
+from tests.mutated_programs import cases
 from tests.proofs.tables import assert_refused, edited, feasible_cases, find, lowered, swapped
 
 PROGRAMS = {
@@ -43,13 +45,46 @@ def sharded(line):
     return Program.from_csv(",".join(line.split()), name="sharded")
 
 
-@pytest.mark.parametrize("is_sorted", [False, True], ids=["at a look", "sorted"])
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program_that_is_right_is_found_right_with_sorting_and_without(program, is_sorted, monkeypatch):
-    if is_sorted:
-        monkeypatch.setattr(lifetimes._Events, "are_pairs", lambda self, first_row: False)
+@contextmanager
+def walked_first():
+    """Let small tables be walked like large ones, by the interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lifetimes, "is_large", lambda num_rows: True)
+        yield
 
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_that_is_right_is_found_right_by_sorting_and_by_the_walk(program):
     assert findings_of(program) == []
+    assert lifetimes._Lifetimes(program).wrong_kinds() == []
+
+
+def test_what_is_wrong_with_a_mutated_program_is_told_alike_after_a_walk():
+    for case in cases(200, seed=1):
+        sorted_at_once = findings_of(case.program)
+        with walked_first():
+            assert findings_of(case.program) == sorted_at_once
+        assert bool(lifetimes._Lifetimes(case.program).wrong_kinds()) == bool(sorted_at_once)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "0UNSHARD 0F0 0RESHARD 0B0",
+        "0F0 0UNSHARD 0B0",
+        "0UNSHARD 0F0 0UNSHARD 0B0",
+        "0UNSHARD 0F0 0B0 0RESHARD 0RESHARD",
+        "0REDUCE_GRAD 0F0 0B0",
+        "0UNSHARD 0F0 (0F1;0B1)OVERLAP_F_B 0B0",
+        "0F0 0F1 0OFFLOAD0 0R0 0RELOAD0 0B0 0B1",
+    ],
+)
+def test_what_is_wrong_with_values_that_may_stay_is_told_alike_after_a_walk(line):
+    sorted_at_once = findings_of(sharded(line))
+
+    assert sorted_at_once != []
+    with walked_first():
+        assert findings_of(sharded(line)) == sorted_at_once
 
 
 @given(feasible_cases())

@@ -44,6 +44,11 @@ def blocks(num_rows: int) -> Iterator[slice]:
         yield slice(begin, min(begin + BLOCK_ROWS, num_rows))
 
 
+def is_large(num_rows: int) -> bool:
+    """Return whether a table has so many rows that compiled loops pay off."""
+    return num_rows > COMPILE_ABOVE_ROWS
+
+
 class Hot:
     """A function over columns, compiled on first use with a large table, anew for each combination of their types."""
 
@@ -53,7 +58,7 @@ class Hot:
 
     def __call__(self, num_rows: int, *columns: Any) -> Any:
         """Run over columns of `num_rows` rows; arrays are changed in place."""
-        if num_rows > COMPILE_ABOVE_ROWS:
+        if is_large(num_rows):
             return self.compiled(*columns)
         return self.interpreted(*columns)
 
