@@ -50,7 +50,9 @@ def add_barriers(
     `launched` are the columns that `add_launched` returns.
     """
     rows = program.rows_of(IS_TIED)
-    come = np.where(np.isin(rows, program.offsets), NONE, rows - 1)
+    # np.isin may sort, and then it imports numpy.ma, for which the first plan of a process would wait.
+    first_row = program.offsets[np.searchsorted(program.offsets, rows, side="right") - 1]
+    come = np.where(rows == first_row, NONE, rows - 1)
     runs = [column[rows] for column in launched[:1]]  # of what replicas exchange
     arrivals = np.column_stack([come, *runs]).astype(np.int64)
     if not len(rows):
