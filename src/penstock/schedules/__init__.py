@@ -37,7 +37,7 @@ from penstock.schedules.registry import find_installed, is_family_name, load_ins
 from penstock.schedules.v import one_f_one_b_v, v_half, v_min, v_zb
 
 MAX_FORWARDS = 50_000_000
-"""Planning takes 320 to 410 bytes per forward at its peak (bench/planning.py), so this many take 16 to 21 GB."""
+"""Planning takes 180 to 250 bytes per forward at its peak (bench/planning.py --once), so this many take 9 to 13 GB."""
 
 MAX_SLICES = MAX_SLICE + 1
 
