@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -78,22 +77,15 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path):
 
 @pytest.mark.slow
 def test_terminating_the_launcher_ends_a_stopped_rank_too(tmp_path):
-    def stop_one_and_terminate():
-        ranks.extend(written_pids(tmp_path, 2))
-        stop(ranks[1])
-        begun_s.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGTERM)
+    launcher = start_launcher("light", tmp_path)
+    ranks = written_pids(tmp_path / "ranks", 2)
+    stop(ranks[1])
 
-    ranks, begun_s = [], []
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    threading.Thread(target=stop_one_and_terminate).start()
+    launcher.terminate()
+    printed, _ = launcher.communicate(timeout=PATIENT_S)
 
-    with pytest.raises(KeyboardInterrupt):
-        launch_stub("light", tmp_path)
-
-    assert time.monotonic() - begun_s[0] < PATIENT_S
-    assert not any(is_alive(process) for process in ranks)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert (launcher.returncode, printed) == (130, "")
+    wait_until(lambda: not any(is_alive(process) for process in ranks))
 
 
 @pytest.mark.slow
@@ -106,15 +98,20 @@ def test_a_stopped_rank_does_not_hold_up_the_end_after_another_failed(tmp_path):
     assert failure.status == 4
 
 
+def handlers_of_interrupts():
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+
 @pytest.mark.slow
-def test_the_environment_is_as_before_after_a_launch(tmp_path, monkeypatch):
+def test_environment_and_handlers_are_as_before_after_a_launch(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    before = dict(os.environ)
+    before, handlers = dict(os.environ), handlers_of_interrupts()
 
     failure = launch_stub("silent", tmp_path)
 
     assert failure.message == "rank 0 ended with status 3 and left no message"
     assert dict(os.environ) == before
+    assert handlers_of_interrupts() == handlers
 
 
 @pytest.mark.slow
