@@ -33,13 +33,21 @@ settings.load_profile("quick")
 _SOURCE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "src")
 
 
-OF_TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+)$")
-"""Matches the variables by which torchrun tells a process its rank, and which a shell may still have."""
+SETTINGS_OF_A_SHELL = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+    r"|COLUMNS|LINES|TERM|NO_COLOR|FORCE_COLOR|TTY_\w+|PYTHONWARNINGS)$"
+)
+"""Matches the variables by which torchrun tells a process its rank, and those that change what a command prints."""
+
+
+def pytest_sessionstart():
+    """Give tests the same environment in every shell; pytest's own output has begun, in the user's colors."""
+    for name in filter(SETTINGS_OF_A_SHELL.match, list(os.environ)):
+        del os.environ[name]
+    os.environ["OMP_NUM_THREADS"] = "1"  # of ranks, which share the cores
 
 
 def pytest_configure(config):
-    for name in filter(OF_TORCHRUN.match, list(os.environ)):
-        del os.environ[name]  # else every pipeline of a test would look for the other ranks
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A script's background job begins so, and whatever a test starts would, which is to be ended by Ctrl-C.
         signal.signal(signal.SIGINT, signal.default_int_handler)
