@@ -95,7 +95,7 @@ def test_reading_a_folder_is_refused(tmp_path):
 def test_a_piece_ends_behind_a_line_else_before_a_space_else_between_characters(tmp_path, monkeypatch, text, expected):
     monkeypatch.setattr(corpus, "PIECE_BYTES", 8)
     path = tmp_path / "a.txt"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
     assert "".join(piece.decode() for piece in pieces_of(path)) == text
     assert [piece.decode() for piece in pieces_of(path)] == expected
