@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.cli.processes import LOOPBACK, PATIENT_S, is_alive, listening_addresses, wait_until
+from tests.cli.processes import LOOPBACK, PATIENT_S, is_alive, listening_addresses, shared_memory, wait_until
 from tests.tiny_run import (
     PENSTOCK,
     TORCHRUN,
@@ -74,22 +74,21 @@ def test_one_file_trains_the_same_weights_on_1_2_and_4_ranks_under_torchrun_and_
 
 def interrupt_at_a_random_moment(folder, chance, begin):
     """Start a training and interrupt it: it ends before torch would end it, and leaves nothing behind."""
-    shared_before = set(os.listdir("/dev/shm"))
     training = begin(folder, "pipeline.ranks=2", *ENDLESS)
     wait_for_steps(folder, chance.randrange(40))
     time.sleep(chance.uniform(0.0, 0.2))
     ranks = ranks_of(training.pid)
     listening = listening_addresses([training.pid, *ranks.values()])
+    shared = shared_memory([training.pid, *ranks.values()])
 
     chance.choice((os.kill, os.killpg))(training.pid, signal.SIGINT)
     _, complained = training.communicate(timeout=PATIENT_S)
-    shared_behind = set(os.listdir("/dev/shm")) - shared_before
 
     assert (training.returncode, complained) == (130, "")
     assert sorted(ranks) == [0, 1]
     assert {address for address, _ in listening} == {LOOPBACK}
     assert not any(is_alive(process) for process in ranks.values())
-    wait_until(lambda: not shared_behind & set(os.listdir("/dev/shm")))  # names of other processes go with those
+    assert not shared & set(os.listdir("/dev/shm"))
 
 
 @pytest.mark.slow

@@ -46,6 +46,13 @@ def written_pids(folder, num_ranks):
     return [int(file.read_text().split()[0]) for file in files]
 
 
+def shared_memory(processes):
+    """Return the names in /dev/shm of the memory and the semaphores that processes have mapped."""
+    lines = [line.split() for process in processes for line in Path(f"/proc/{process}/maps").read_text().splitlines()]
+    inodes = {fields[4] for fields in lines if len(fields) > 5 and fields[5].startswith("/dev/shm/")}
+    return {entry.name for entry in os.scandir("/dev/shm") if str(entry.inode()) in inodes}
+
+
 def listening_addresses(processes):
     """Return (address, port) of every TCP socket, IPv4 or IPv6, on which one of the processes listens."""
     inodes = set()
