@@ -89,13 +89,6 @@ def runs_in_full():
     return settings().max_examples > settings.get_profile("quick").max_examples
 
 
-def pytest_ignore_collect(collection_path, config):
-    """Leave out files without a test that runs alone where only such are asked for: imports take most of a minute."""
-    if config.getoption("markexpr") != "alone" or collection_path.suffix != ".py":
-        return None
-    return "mark.alone" not in collection_path.read_text(encoding="utf-8") or None
-
-
 def pytest_collection_modifyitems(config, items):
     left_out = [] if runs_in_full() else [item for item in items if item.get_closest_marker("full")]
     if left_out:
@@ -123,7 +116,7 @@ def pytest_collection_finish():
 def invariants(request, monkeypatch):
     """Have every step of ranks that are threads checked after every call, but for tests that claim what off costs."""
     joining = sys.modules.get("penstock.execute.joining")
-    if joining is not None and not any(map(request.node.get_closest_marker, ("alone", "as_users_run_it"))):
+    if joining is not None and request.node.get_closest_marker("as_users_run_it") is None:
         from tests.invariants import with_invariants  # only here: it needs torch
 
         monkeypatch.setattr(joining, "split_options", with_invariants(joining.split_options))
