@@ -38,10 +38,10 @@ NUM_HUGE_PROCESSES = 3
 TORCH_PATIENCE_S = 10.0
 """torch is measured again while its measurements take less than this in sum, up to `NUM_REPETITIONS` times."""
 
-SMALL, MOST_BARE_STARTS = 8, 0.7
-"""So a first plan takes at most 50 ms of an idle machine, where a bare Python with numpy starts in some 75 ms."""
-LARGE, MOST_REFERENCES, LEAST_ZBV_RATIO = 128, 10.0, 100.0
-"""So a plan takes at most 1 s where the reference takes 0.1 s. torch's of zbv takes 100 times as long from 64 ranks."""
+SMALL, MOST_BARE_STARTS = 8, 0.4
+"""So a first plan takes at most 30 ms of an idle machine, where a bare Python with numpy starts in some 75 ms."""
+LARGE, MOST_REFERENCES, LEAST_ZBV_RATIO = 128, 5.0, 100.0
+"""So a plan takes at most 0.5 s where the reference takes 0.1 s. torch plans zbv 100 times as long from 64 ranks on."""
 HUGE, MOST_HUGE_REFERENCES = ("1f1b", 1024, 8192), 110.0
 """So 50 million rows take at most 10 s of an idle machine, where the reference takes some 0.09 s."""
 MOST_WITH_LIFETIMES = 1.2

@@ -9,11 +9,11 @@ NUM_REPETITIONS = 7
 COMMAND = [sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main(sys.argv[1:]))"]
 SHOW = [*COMMAND, "show", "1f1b", "--ranks", "8", "--microbatches", "32"]
 COMMANDS = {
-    "import penstock": ([sys.executable, "-c", "import penstock"], 7.0),
-    "penstock --help": ([*COMMAND, "--help"], 4.0),
-    "penstock show 1f1b, 8 ranks, 32 microbatches": (SHOW, 7.0),
+    "import penstock": ([sys.executable, "-c", "import penstock"], 0.5),
+    "penstock --help": ([*COMMAND, "--help"], 1.5),
+    "penstock show 1f1b, 8 ranks, 32 microbatches": (SHOW, 6.0),
 }
-"""Commands with their budgets in starts of a bare Python, each some 0.075 s when idle: so 0.5, 0.3 and 0.5 s."""
+"""Commands with their budgets in starts of a bare Python, each some 0.075 s when idle: so 0.04, 0.11 and 0.45 s."""
 
 
 def main() -> int:
