@@ -29,6 +29,10 @@ MOST_POLLING = 6
 """Of the threads of a rank that serves one more call: each group of gloo that a function has made leaves one."""
 
 
+LONGEST_S = 240.0
+"""How long ranks may take for one function; with layers to compile, a busy machine needs minutes."""
+
+
 class RanksFailed(Exception):
     """A rank raised, died or did not end in time."""
 
@@ -73,7 +77,7 @@ class RankPool:
     def __exit__(self, *error):
         self.close()
 
-    def run(self, fn, *args, timeout_s=60.0):
+    def run(self, fn, *args, timeout_s=LONGEST_S):
         """Return every rank's result; on a failure end all ranks and raise RanksFailed; a later call restarts them."""
         outcome = self.attempt(fn, *args, timeout_s=timeout_s)
         if outcome.has_failed():
@@ -81,7 +85,7 @@ class RankPool:
             raise RanksFailed(f"{fn.__name__} on {self.num_ranks} ranks:\n{outcome}")
         return [outcome.results[rank] for rank in range(self.num_ranks)]
 
-    def attempt(self, fn, *args, timeout_s=60.0):
+    def attempt(self, fn, *args, timeout_s=LONGEST_S):
         """Run and tell what became of every rank, deaths included."""
         self.begin(fn, *args)
         return self.collect(timeout_s=timeout_s)
@@ -94,7 +98,7 @@ class RankPool:
             connection.send_bytes(pickle.dumps((fn, args)))
         self._is_busy = True
 
-    def collect(self, *, timeout_s=60.0):
+    def collect(self, *, timeout_s=LONGEST_S):
         """Wait for all ranks, at most so long; ranks that are late are killed with the whole pool."""
         end_s = time.monotonic() + timeout_s
         outcome = Outcome()
@@ -149,13 +153,13 @@ class RankPool:
                 self._connections.append(ours)
 
 
-def run_ranks(num_ranks, fn, *args, timeout_s=60.0, backend="gloo"):
+def run_ranks(num_ranks, fn, *args, timeout_s=LONGEST_S, backend="gloo"):
     """Call `fn(rank, *args)` on fresh processes and return the results, or raise RanksFailed with all tracebacks."""
     with RankPool(num_ranks, backend=backend) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s)
 
 
-def run_ranks_with_deaths(num_ranks, fn, *args, timeout_s=60.0):
+def run_ranks_with_deaths(num_ranks, fn, *args, timeout_s=LONGEST_S):
     """Call `fn(rank, *args)` on fresh processes and return the Outcome, whatever becomes of the ranks."""
     with RankPool(num_ranks) as pool:
         return pool.attempt(fn, *args, timeout_s=timeout_s)
