@@ -22,6 +22,7 @@ from penstock.placement import Placement
 from penstock.proofs import NO_DEMAND, Demand, prove
 from penstock.schedules import build, find_family, is_family_name
 from penstock.simulation import Costs, LayerCosts, simulate
+from penstock.simulation.costs.equal_work import share_of_rank
 
 T = TypeVar("T", Schedule, Program)
 DEFAULT_MICROBATCHES = 8
@@ -197,6 +198,21 @@ def stage_costs(costs: Costs | LayerCosts, table: Schedule | Program) -> Costs:
     if isinstance(costs, Costs):
         return costs
     return costs.of_table(table, layers_of_stages(costs, table.placement))
+
+
+def equal_work_costs(costs: Costs | LayerCosts, schedule: Schedule, *, per_action: bool = False) -> Costs:
+    """Return what one stage and slice of a schedule costs, where `costs` are those of a rank, of stages or of layers.
+
+    So all schedules that get the same costs do equal work: this is what costs mean to `compare` and `search`. One entry
+    is what every rank does for a microbatch, as many entries as ranks what each one does: its stages and slices share
+    it. As many entries as stages are those of the stages. With `per_action`, costs are those of one action as they are.
+
+    Raises:
+        PartitionError, ConfigError: as `layers_of_stages`.
+    """
+    if per_action or isinstance(costs, LayerCosts):
+        return stage_costs(costs, schedule)
+    return share_of_rank(costs, schedule)
 
 
 def layers_of_stages(costs: LayerCosts, placement: Placement) -> tuple[range, ...]:

@@ -249,14 +249,27 @@ def test_all_takes_options_and_keeps_what_is_named_besides(capsys):
 
 def test_costs_per_stage_that_suit_few_families_are_said_once(capsys, tmp_path):
     file = tmp_path / "stages.toml"
-    file.write_text("forward_s = [1, 1, 1, 2]\nbackward_input_s = 1\nbackward_weight_s = 1\n")
+    file.write_text("forward_s = [1, 1, 1, 2, 1, 1, 1, 1]\nbackward_input_s = 1\nbackward_weight_s = 1\n")
 
-    text = printed_by(capsys, "1f1b", "zbv", "hanayo", "v-min", *SIZE, "--costs", str(file))
+    text = printed_by(capsys, "zbv", "1f1b", "gpipe", "zb-h1", *SIZE, "--costs", str(file))
 
     assert (
-        "\nnot compared:\n  zbv, hanayo, v-min: forward_s: 4 entries for 8 stages; give one per stage, or one for all, "
+        "\nnot compared:\n  1f1b, gpipe, zb-h1: forward_s: 8 entries for 4 stages; give one per stage, or one for all, "
         f"or costs per layer for any number of stages (in {file})\n\n"
     ) in text
+
+
+def test_costs_per_rank_suit_families_with_any_number_of_stages(capsys, tmp_path):
+    ranks, stages = tmp_path / "ranks.toml", tmp_path / "stages.toml"
+    ranks.write_text("forward_s = [1, 1, 1, 2]\nbackward_input_s = 1\nbackward_weight_s = 1\n")
+    halves = "forward_s = [0.5, 0.5, 0.5, 1, 1, 0.5, 0.5, 0.5]\nbackward_input_s = 0.5\nbackward_weight_s = 0.5\n"
+    stages.write_text(halves)
+
+    found = objects_by(capsys, "all", *SIZE, "--costs", str(ranks))
+    (of_stages,) = objects_by(capsys, "zbv", *SIZE, "--costs", str(stages), "--per-action")
+
+    assert not [row for row in found if "entries for" in row.get("error", "")]
+    assert [row for row in found if row["name"] == "zbv"] == [of_stages]
 
 
 def test_an_option_of_all_that_a_family_lacks_is_its_reason(capsys):

@@ -10,11 +10,10 @@ from penstock.ir.operations import IS_SEND
 from penstock.ir.schedule import Schedule
 from penstock.ir.whole import peak_whole
 from penstock.lowering import NONE, NOT_SHARDED, Sharding
-from penstock.planning import layers_of_stages, plan, stage_costs
+from penstock.planning import equal_work_costs, layers_of_stages, plan
 from penstock.proofs import Limit
 from penstock.searching.front import pareto_front
 from penstock.simulation import Costs, LayerCosts
-from penstock.simulation.costs.equal_work import share_of_rank
 from penstock.simulation.costs.layer_costs import split_sizes
 from penstock.simulation.costs.replicas import of_replicas
 
@@ -95,9 +94,7 @@ def compare(
     """
     try:
         schedule = make()
-        own_costs = stage_costs(costs, schedule)
-        if isinstance(costs, Costs) and not per_action:
-            own_costs = share_of_rank(costs, schedule)
+        own_costs = equal_work_costs(costs, schedule, per_action=per_action)
         if replicas is not None:
             own_costs = of_replicas(own_costs, replicas, is_sharded=sharding.shard != NONE)
         planned = plan(

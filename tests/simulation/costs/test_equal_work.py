@@ -25,6 +25,18 @@ def test_stages_and_slices_share_what_a_rank_has_of_the_model():
     assert (two_stages.latency_s, two_stages.launch_s) == (5, 6)
 
 
+def test_stages_share_the_entry_of_their_rank_and_a_second_copy_of_the_model_costs_the_same():
+    costs = Costs(forward_s=(1.0, 2.0, 3.0), backward_s=(2.0,), message_bytes=(5, 6, 7))
+
+    shared = share_of_rank(costs, schedule("zbv", ranks=3))
+    copied = share_of_rank(Costs(forward_s=(1.0, 2.0), backward_s=(2.0,)), schedule("chimera"))
+
+    assert shared.forward_s == (0.5, 1.0, 1.5, 1.5, 1.0, 0.5)
+    assert shared.message_bytes == (5, 6, 7, 7, 6, 5)
+    assert copied.forward_s == (1.0, 2.0, 1.0, 2.0)
+    assert share_of_rank(costs, schedule("1f1b", ranks=3)) == costs
+
+
 def test_entries_per_stage_are_those_of_the_stages_already():
     costs = Costs(forward_s=(1.0, 2.0, 3.0, 4.0), backward_s=(2.0,))
 
