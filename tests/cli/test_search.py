@@ -110,7 +110,7 @@ def test_costs_per_layer_are_added_up_for_the_stages(tmp_path, printed, refused)
     text = printed("search", "--ranks", "2", "--microbatches", "4", "--costs", str(file), "--split", "3,2")
     assert "work 52 s" in text  # the F, I and W of two layers, for 4 microbatches
 
-    assert "2,2,1 is for 3 stages, but the search has 2" in refused(*SMALL, "--costs", str(file), "--split", "2,2,1")
+    assert "2,2,1 is for 3 stages, but line has 2" in refused(*SMALL, "--costs", str(file), "--split", "2,2,1")
     assert "has costs per layer, not per action; leave it out" in refused(*SMALL, "--costs", str(file), "--per-action")
 
 

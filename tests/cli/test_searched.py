@@ -163,15 +163,15 @@ def test_the_picture_of_a_search_is_its_timeline_with_bound_and_gap():
     found = searched(SIZED, "5GiB")
 
     drawn = {"costs_text": "F=1,I=1,W=1", "limit": Limit.read("5GiB"), "theme": None}
-    chart, page = (to_picture(found, SIZED, format=format, **drawn).decode() for format in ("svg", "html"))
+    chart, page = (to_picture(found, format=format, **drawn).decode() for format in ("svg", "html"))
 
     title = ", 2 ranks, 4 microbatches, within 5GiB, predicted with F=1,I=1,W=1"
     assert any(text.endswith(title) for text in texts_of(chart.encode()))
     (figures,) = [text for text in texts_of(chart.encode()) if text.startswith("makespan")]
     assert figures.endswith("with static bytes 4.00 GiB  ·  lower bound 13.0 s  ·  gap 0: no order is shorter")
     assert "<dt>lower bound</dt><dd>13.0 s</dd>" in page
-    assert "static" not in to_picture(searched(), UNITS, format="svg", **drawn).decode()
-    span = to_picture(searched(objective="span"), UNITS, format="svg", **drawn).decode()
+    assert "static" not in to_picture(searched(), format="svg", **drawn).decode()
+    span = to_picture(searched(objective="span"), format="svg", **drawn).decode()
     assert "lower bound of the span 12.0 s" in span
 
 

@@ -5,14 +5,16 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.placement import Placement
-from penstock.searching.asked import cheapest, problems_of
+from penstock.searching.asked import cheapest, limited_problem, placements_of
 from penstock.searching.problem import NO_LIMIT
-from penstock.simulation import Costs
+from penstock.simulation import Costs, LayerCosts
 from tests.searching.cases import problem_of
 
 
 def asked(costs=None, ranks=4, placement="line", stages_per_rank=None, memory_limit=None):
-    return list(problems_of(costs or Costs.uniform(), ranks, 8, placement, stages_per_rank, memory_limit))
+    costs = costs or Costs.uniform()
+    placements = placements_of(costs, ranks, placement, stages_per_rank)
+    return [limited_problem(placed, 8, costs, memory_limit) for placed in placements]
 
 
 def test_there_are_as_many_stages_as_costs_or_as_the_placement_has():
@@ -22,6 +24,16 @@ def test_there_are_as_many_stages_as_costs_or_as_the_placement_has():
     assert [each.num_stages for each in asked(Costs.uniform(forward=1.0), placement="wave")] == [8]
     eight = Costs(forward_s=(1.0,) * 8, backward_input_s=(1.0,), backward_weight_s=(1.0,))
     assert [each.placement.style for each in asked(eight, placement="any")] == ["loop", "v"]
+
+
+def test_an_entry_per_rank_or_per_layer_leaves_the_number_of_stages_to_the_placement():
+    for costs in (
+        Costs(forward_s=(1.0, 2.0, 3.0, 4.0), backward_s=(1.0,)),
+        LayerCosts(forward=(1.0,) * 9, backward=(1.0,) * 9),
+    ):
+        placements = placements_of(costs, 4, "any", None)
+        assert [(each.style, each.num_stages) for each in placements] == [("line", 4), ("loop", 8), ("v", 8)]
+        assert placements_of(costs, 4, "loop", 3) == [Placement.loop(4, 12)]
 
 
 def test_a_limit_in_bytes_leaves_what_is_always_there():

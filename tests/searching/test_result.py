@@ -8,13 +8,12 @@ from penstock.searching.bounds import Bound
 from penstock.searching.result import Progress, SearchResult, gap_of
 from penstock.simulation import Costs
 
-PLAN = plan(
-    build("gpipe", ranks=2, microbatches=3), Costs.uniform(activation_bytes=10, parameter_bytes=7, transfer=0.5)
-)
+COSTS = Costs.uniform(activation_bytes=10, parameter_bytes=7, transfer=0.5)
+PLAN = plan(build("gpipe", ranks=2, microbatches=3), COSTS)
 
 
 def result_of(objective, bound_s):
-    return SearchResult(PLAN, Bound("work", 0, {"work": bound_s}), "family", objective, 1.0, 10)
+    return SearchResult(PLAN, COSTS, Bound("work", 0, {"work": bound_s}), "family", objective, 1.0, 10)
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])

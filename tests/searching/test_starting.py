@@ -5,7 +5,7 @@ import pytest
 from penstock.ir.live import peak_bytes
 from penstock.lowering import lower
 from penstock.placement import Placement
-from penstock.searching.asked import Asked, problems_of
+from penstock.searching.asked import Asked, limited_problem
 from penstock.searching.budget import Budget
 from penstock.searching.candidates import of_families
 from penstock.searching.starting import NUM_KEPT, nothing_fits, starts_of
@@ -16,8 +16,7 @@ SIZES = {"activation_bytes": 10, "weight_context_bytes": 5}
 
 def asked_for(memory_limit, **costs):
     asked = Asked(Costs.uniform(**SIZES, **costs), False, memory_limit, None, 0)
-    (problem,) = problems_of(asked.costs, 4, 8, "line", None, memory_limit)
-    return problem, asked
+    return limited_problem(Placement.line(4), 8, asked.costs, memory_limit), asked
 
 
 def test_the_best_come_first_and_all_fit():
@@ -49,12 +48,11 @@ def test_a_limit_is_lowered_by_what_messages_need():
 def test_where_nothing_fits_it_says_what_one_microbatch_takes(limit, held):
     problem, asked = asked_for(limit)
 
-    assert f"rank 0 holds {held}. Raise the limit" in str(nothing_fits([problem], asked))
+    assert f"rank 0 holds {held}. Raise the limit" in str(nothing_fits([(problem, asked)]))
 
 
 def test_of_several_placements_the_one_that_needs_least_is_told():
     asked = Asked(Costs.uniform(activation_bytes=(10,) * 7 + (90,)), False, 20, None, 0)
-    problems = [*problems_of(asked.costs, 4, 8, "any", 2, 20)]
+    problems = [limited_problem(placed, 8, asked.costs, 20) for placed in (Placement.vee(4), Placement.loop(4, 8))]
 
-    assert {problem.placement for problem in problems} >= {Placement.vee(4), Placement.loop(4, 8)}
-    assert "holds 100 bytes" in str(nothing_fits(problems, asked))
+    assert "holds 100 bytes" in str(nothing_fits([(problem, asked) for problem in problems]))

@@ -37,7 +37,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--placement", choices=PLACEMENTS, default="line", help="which ranks have which stages")
     parser.add_argument("--stages-per-rank", type=int, metavar="V", help="default: 1 on a line, else 2")
     parser.add_argument("--objective", choices=OBJECTIVES, default="makespan", help="what is to be short")
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long to search (default 10)")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, metavar="S", help="how long to search each placement (default 10)"
+    )
     parser.add_argument(
         "--noise",
         metavar="SHARE",
@@ -50,7 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser,
         "--sweep",
         "memory_limit=VALUES",
-        "search within several limits, S seconds each: 8GiB..64GiB doubles, 8GiB..64GiB:8GiB counts in steps, "
+        "search within several limits, each as long as one: 8GiB..64GiB doubles, 8GiB..64GiB:8GiB counts in steps, "
         "8GiB,12GiB are these",
     )
     parser.add_argument(
@@ -110,34 +112,21 @@ def _swept_limits(arguments: Namespace) -> Sequence[Any]:
 
 
 def _costs(arguments: Namespace) -> Any:
-    """Return what each stage costs."""
-    import numpy as np
-
-    from penstock.cli.given_costs import costs_of_table, given_costs
-    from penstock.ir.schedule import Schedule
-    from penstock.placement import Placement
+    """Return the costs that are given: `Costs`, or `LayerCosts`. Raises: ConfigError, also for a split without use."""
+    from penstock.cli.given_costs import given_costs, require_split_used
+    from penstock.planning import layers_of_stages
+    from penstock.searching.asked import placements_of
     from penstock.simulation import LayerCosts
-    from penstock.simulation.costs.equal_work import share_of_rank
+    from penstock.simulation.costs.layer_costs import split_sizes
 
-    given, ranks = given_costs(arguments, arguments.costs), max(arguments.ranks, 1)
-    per_layer = isinstance(given, LayerCosts)
-    if arguments.per_action and per_layer:
+    costs = given_costs(arguments, arguments.costs)
+    if not isinstance(costs, LayerCosts):
+        return costs
+    if arguments.per_action:
         raise ConfigError(f"{arguments.costs} has costs per layer, not per action; leave it out", key="--per-action")
-    placement = Placement.loop(ranks, ranks * _stages_per_rank(arguments, given))
-    none = [np.zeros((0, 3), np.int64)] * placement.num_ranks
-    shape = Schedule.from_arrays("the search", placement, none, num_microbatches=max(arguments.microbatches, 1))
-    costs, _ = costs_of_table(arguments, arguments.costs, shape)
-    return costs if per_layer or arguments.per_action else share_of_rank(costs, shape)
-
-
-def _stages_per_rank(arguments: Namespace, costs: Any) -> int:
-    """Return how many there are; costs per layer leave that to the arguments."""
-    from penstock.searching.asked import num_stages_of
-    from penstock.simulation import Costs, LayerCosts
-
-    of_stages = Costs.uniform() if isinstance(costs, LayerCosts) else costs
-    ranks = max(int(arguments.ranks), 1)
-    return max(num_stages_of(of_stages, ranks, arguments.placement, arguments.stages_per_rank) // ranks, 1)
+    placements = placements_of(costs, max(arguments.ranks, 1), arguments.placement, arguments.stages_per_rank)
+    require_split_used(arguments, {each.style: split_sizes(layers_of_stages(costs, each)) for each in placements})
+    return costs
 
 
 def _search(arguments: Namespace, costs: Any, limit: Any, about: str = "") -> Any:
@@ -151,6 +140,7 @@ def _search(arguments: Namespace, costs: Any, limit: Any, about: str = "") -> An
         memory_limit=limit,
         placement=arguments.placement,
         stages_per_rank=arguments.stages_per_rank,
+        per_action=arguments.per_action,
         objective=arguments.objective,
         seconds=arguments.seconds,
         noise=_noise(arguments.noise),
@@ -187,7 +177,7 @@ def _run_once(arguments: Namespace, costs: Any, output: Output, schedule_path: P
         _write_schedule(found.schedule, schedule_path)
     if output.format in CHARTS:
         options = {"costs_text": _costs_text(arguments), "format": output.format, "theme": arguments.theme}
-        output.write(to_picture(found, costs, limit=limit, **options))
+        output.write(to_picture(found, limit=limit, **options))
     else:
         output.write(to_json(found) if output.format == "json" else to_table(found, output.screen))
     _say_what_is_missing([found])

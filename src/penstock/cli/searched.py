@@ -10,11 +10,10 @@ from penstock.errors import count_of
 from penstock.ir.units import byte_unit, format_bytes
 from penstock.proofs import Limit
 from penstock.searching.front import pareto_front
-from penstock.searching.result import OPTIMAL_GAP, SearchResult
+from penstock.searching.result import SearchResult, best_result
 from penstock.show.figures import describe_shape
 from penstock.show.pareto import Candidate, Caption, LowerBound, pareto_picture
 from penstock.show.text import format_seconds
-from penstock.simulation import Costs
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
 
 FIGURES = (
@@ -53,26 +52,11 @@ def combined(rows: Sequence[Within]) -> list[Within]:
         amount = row.limit.amounts[0]
         fitting = [each.found for each in rows if each.found and each.limit.amounts[0] <= amount]
         bounds = [each.found.bound for each in rows if each.found and each.limit.amounts[0] >= amount]
-        shortest_s = min(map(_chosen_by_s, fitting)) * (1 + OPTIMAL_GAP)
-        best = min((each for each in fitting if _chosen_by_s(each) <= shortest_s), key=_held)
+        best = best_result(fitting)
         bound = max(bounds, key=lambda bound: bound.seconds)
         own = replace(row.found, plan=best.plan, method=best.method, noise=best.noise, bound=bound)
         changed.append(replace(row, found=own))
     return changed
-
-
-def objective_s(found: SearchResult) -> float:
-    """Return the seconds that the search made short."""
-    return found.makespan_s if found.objective == "makespan" else found.span_s
-
-
-def _chosen_by_s(found: SearchResult) -> float:
-    """Return the seconds by which the search chose: where it allows for noise, those on average."""
-    return found.noise.mean_s if found.noise else objective_s(found)
-
-
-def _held(found: SearchResult) -> int:
-    return max(found.peak_bytes) or max(found.timeline.peak_activations)
 
 
 # ---- JSON
@@ -127,7 +111,7 @@ def to_table(found: SearchResult, screen: Screen = NO_SCREEN) -> str:
 def _noise_text(found: SearchResult) -> str:
     noise = found.noise
     assert noise is not None
-    own = f"{noise.mean_s:.6g} s on average ({noise.mean_s / objective_s(found) - 1:+.2%})"
+    own = f"{noise.mean_s:.6g} s on average ({noise.mean_s / found.objective_s - 1:+.2%})"
     if not noise.family:
         return own
     return f"{own}; {noise.family} {noise.family_mean_s:.6g} s ({noise.family_mean_s / noise.family_s - 1:+.2%})"
@@ -178,16 +162,14 @@ def _cells(found: SearchResult, *, has_bytes: bool) -> list[str]:
 # ---- the picture
 
 
-def to_picture(
-    found: SearchResult, costs: Costs, *, costs_text: str, limit: Limit | None, format: str, theme: str | None
-) -> bytes:
+def to_picture(found: SearchResult, *, costs_text: str, limit: Limit | None, format: str, theme: str | None) -> bytes:
     """Draw the timeline that was found, with its lower bound and the gap beside its figures."""
     within = f", within {limit}" if limit else ""
     title = f"{describe_shape(found.timeline.program)}{within}, predicted with {costs_text}"
     name = "lower bound" if found.objective == "makespan" else "lower bound of the span"
     more = {"with static bytes": format_bytes(max(found.peak_bytes))} if any(found.timeline.static_bytes) else {}
     more |= {name: format_seconds(found.lower_bound_s), "gap": NO_SHORTER if found.is_optimal else _percent(found.gap)}
-    return predicted_picture(found.timeline, costs, title=title, format=format, theme=theme, more=more)
+    return predicted_picture(found.timeline, found.costs, title=title, format=format, theme=theme, more=more)
 
 
 def rows_to_picture(
@@ -197,10 +179,10 @@ def rows_to_picture(
     found = {row.limit: row.found for row in rows if row.found}
     unit, (size, memory_name) = rows[0].limit.unit, _memory_unit(list(found.values()), rows[0].limit)
     memory = [_amount(each, unit) / size for each in found.values()]
-    front = pareto_front([(objective_s(each), held) for each, held in zip(found.values(), memory, strict=True)])
+    front = pareto_front([(each.objective_s, held) for each, held in zip(found.values(), memory, strict=True)])
     candidates = [
         Candidate(
-            f"{limit}: gap {'0' if each.is_optimal else _percent(each.gap)}", objective_s(each), held, place in front
+            f"{limit}: gap {'0' if each.is_optimal else _percent(each.gap)}", each.objective_s, held, place in front
         )
         for place, ((limit, each), held) in enumerate(zip(found.items(), memory, strict=True))
     ]

@@ -1,6 +1,5 @@
-"""The questions of a search: placements by name, and the problem of each under a limit of memory."""
+"""The questions of a search: placements by name, and the problem of one under a limit of memory."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
@@ -16,6 +15,7 @@ from penstock.placement import Placement
 from penstock.proofs import Limit
 from penstock.searching.problem import Bytes, Problem, every_action
 from penstock.simulation.costs.costs import COMPUTE_FIELDS, STATIC_BYTES, VALUE_BYTES, Costs
+from penstock.simulation.costs.layer_costs import LayerCosts
 
 PLACEMENTS = ("line", "loop", "v", "wave")
 ANY = "any"
@@ -24,9 +24,10 @@ _WANTED = {"line": "one stage a rank", "v": "two", "loop": "as many on each rank
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The question of a search, beside its problems and its time."""
+    """The question of a search of one placement, beside its problem and its time."""
 
     costs: Costs
+    """Those of one action of each stage of the placement."""
     by_span: bool
     memory_limit: Any
     noise_shares: NDArray[np.float64] | None
@@ -41,34 +42,38 @@ def require_number(key: str, given: object, *, at_least: int, is_whole: bool = T
         raise ConfigError(f"{described(given)}; expected {what}, {at_least} or larger", key=key)
 
 
-def problems_of(
-    costs: Costs, ranks: int, microbatches: int, placement: str, stages_per_rank: int | None, memory_limit: Any
-) -> Iterator[Problem]:
-    """Yield the problem of each placement that was asked for and can be had."""
+def placements_of(
+    costs: Costs | LayerCosts, ranks: int, placement: str, stages_per_rank: int | None
+) -> list[Placement]:
+    """Return the placements that were asked for and can be had. Raises: ConfigError, where there is none."""
     require_choice("placement", placement, (*PLACEMENTS, ANY))
-    limit = None if memory_limit is None else Limit.read(memory_limit)
-    refused: ConfigError | None = None
-    placed: list[Placement] = []
+    refusal: ConfigError | None = None
+    placements: list[Placement] = []
     for name in PLACEMENTS if placement == ANY else (placement,):
         try:
-            found = place(name, ranks, num_stages_of(costs, ranks, name, stages_per_rank))
+            placed = place(name, ranks, _num_stages_of(costs, ranks, name, stages_per_rank))
         except ConfigError as error:
-            refused = refused or error
+            refusal = refusal or error
             continue
-        if found not in placed:
-            placed.append(found)
-            yield _problem(found, microbatches, costs, limit)
-    if not placed and refused is not None:
-        raise refused
+        if placed not in placements:
+            placements.append(placed)
+    if not placements and refusal is not None:
+        raise refusal
+    return placements
 
 
-def num_stages_of(costs: Costs, ranks: int, placement: str, stages_per_rank: int | None) -> int:
-    """Return how many stages there are: those asked for, those that costs have entries for, or those of a placement."""
-    longest = max(len(getattr(costs, name)) for name in (*COMPUTE_FIELDS, *VALUE_BYTES, *STATIC_BYTES))
-    if stages_per_rank is None and longest > 1:
-        return longest
-    default = 1 if placement == "line" else 2
-    return ranks * (default if stages_per_rank is None else stages_per_rank)
+def _num_stages_of(costs: Costs | LayerCosts, ranks: int, placement: str, stages_per_rank: int | None) -> int:
+    """Return how many stages there are: those asked for, those that costs have entries for, or those of a placement.
+
+    One entry is for all ranks, and as many as ranks are one for each: neither says how many stages a rank has.
+    """
+    if stages_per_rank is not None:
+        return ranks * stages_per_rank
+    if isinstance(costs, Costs):
+        longest = max(len(getattr(costs, name)) for name in (*COMPUTE_FIELDS, *VALUE_BYTES, *STATIC_BYTES))
+        if longest not in (1, ranks):
+            return longest
+    return ranks * (1 if placement == "line" else 2)
 
 
 def place(name: str, ranks: int, num_stages: int) -> Placement:
@@ -88,7 +93,13 @@ def place(name: str, ranks: int, num_stages: int) -> Placement:
     return Placement.line(ranks) if name == "line" else Placement.loop(ranks, num_stages)
 
 
-def _problem(placement: Placement, microbatches: int, costs: Costs, limit: Limit | None) -> Problem:
+def limited_problem(placement: Placement, microbatches: int, costs: Costs, memory_limit: Any) -> Problem:
+    """Return the problem of a placement whose stages cost so much, under a limit of memory or none.
+
+    Raises:
+        ConfigError: for a limit that is none, and one in bytes without costs that know them.
+    """
+    limit = None if memory_limit is None else Limit.read(memory_limit)
     problem = Problem.of(placement, microbatches, costs, counts=limit is not None and not limit.in_bytes)
     if limit is None:
         return problem

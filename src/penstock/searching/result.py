@@ -1,5 +1,6 @@
 """`SearchResult`: the result of a search, and how far the search was."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,7 @@ from penstock.planning import Plan
 from penstock.searching.bounds import Bound
 from penstock.searching.candidates import Method
 from penstock.searching.noise import NoiseEffect
+from penstock.simulation.costs.costs import Costs
 
 Objective = Literal["makespan", "span"]
 OPTIMAL_GAP = 1e-9
@@ -35,6 +37,8 @@ class SearchResult:
 
     plan: Plan
     """Proved under the limit."""
+    costs: Costs
+    """Those of one action of each stage of its placement, with which it was simulated."""
     bound: Bound
     """The largest lower bound, and its terms."""
     method: Method
@@ -69,6 +73,21 @@ class SearchResult:
         return self.timeline.span_s
 
     @property
+    def objective_s(self) -> float:
+        """The seconds that the search made short."""
+        return self.makespan_s if self.objective == "makespan" else self.span_s
+
+    @property
+    def chosen_by_s(self) -> float:
+        """The seconds by which the search chose it: where it allows for noise, those on average."""
+        return self.noise.mean_s if self.noise else self.objective_s
+
+    @property
+    def held(self) -> int:
+        """The most that a rank holds: bytes, or activations where costs know no bytes."""
+        return max(self.peak_bytes) or max(self.timeline.peak_activations)
+
+    @property
     def lower_bound_s(self) -> float:
         """Of the objective: no order of the placements that were asked for can go below it."""
         return self.bound.seconds
@@ -76,7 +95,7 @@ class SearchResult:
     @property
     def gap(self) -> float:
         """By how much the result is above the bound, as a share of it."""
-        return gap_of(self.makespan_s if self.objective == "makespan" else self.span_s, self.lower_bound_s)
+        return gap_of(self.objective_s, self.lower_bound_s)
 
     @property
     def is_optimal(self) -> bool:
@@ -88,6 +107,12 @@ class SearchResult:
         """Per rank, with what is always there."""
         pairs = zip(self.timeline.peak_bytes, self.timeline.static_bytes, strict=True)
         return [peak + static for peak, static in pairs]
+
+
+def best_result(results: Sequence[SearchResult]) -> SearchResult:
+    """Return the shortest of at least one, of equally short ones the one that holds least."""
+    shortest_s = min(result.chosen_by_s for result in results) * (1 + OPTIMAL_GAP)
+    return min((result for result in results if result.chosen_by_s <= shortest_s), key=lambda result: result.held)
 
 
 def gap_of(found_s: float, bound_s: float) -> float:

@@ -1,36 +1,42 @@
 """`search`: the best order for these costs and this memory, and how far it is from the best possible.
 
-    start     every family of the shape that fits; constructions: sweeps (`sweeps`), list schedules of many settings
+    start     every family of the placement that fits; constructions: sweeps (`sweeps`), list schedules of many settings
     improve   other settings (`varying`), then moves of actions (`moves`), from the best few, until the time is over
     solve     small problems, where OR-tools is installed (`exact`): what is shorter, and a larger bound
     end       the best different ones are lowered, proved under the limit and simulated with their messages (`ending`)
+    certify   nothing that is known contradicts the result and its bound (`certifying`)
 
+Where several placements are asked for, each is searched as if it were the only one, and the best result of all counts.
 Where messages break the limit, the search's own limit is lowered by what was missing. The result was proved by
 the same code that proves any plan, and the certificate is a lower bound that holds for every order (`bounds`).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from penstock.errors import require_choice
 from penstock.placement import Placement
-from penstock.searching.asked import Asked, cheapest, problems_of, require_number
+from penstock.planning import equal_work_costs
+from penstock.searching.asked import Asked, cheapest, limited_problem, placements_of, require_number
 from penstock.searching.bounds import Bound, lower_bound
 from penstock.searching.budget import Budget
 from penstock.searching.candidates import Candidate, by_objective, different, of_families
+from penstock.searching.certifying import certify
 from penstock.searching.ending import planned, shortest, steadiest
 from penstock.searching.exact import MOST_ACTIONS, is_installed, solve
 from penstock.searching.improving import Improvement
 from penstock.searching.listing import list_schedule
 from penstock.searching.moves import Moves
 from penstock.searching.noise import Measured, shares_of
-from penstock.searching.problem import Problem
-from penstock.searching.result import OPTIMAL_GAP, Objective, Progress, SearchResult
+from penstock.searching.problem import Problem, every_action
+from penstock.searching.result import OPTIMAL_GAP, Objective, Progress, SearchResult, best_result
 from penstock.searching.settings import settings_for
 from penstock.searching.starting import nothing_fits, starts_of
 from penstock.searching.sweeps import sequences_of_sweeps
 from penstock.simulation.costs.costs import Costs
+from penstock.simulation.costs.layer_costs import LayerCosts
 from penstock.simulation.engine import require_costs
 
 NUM_ENDED = 32
@@ -40,13 +46,14 @@ SHARE_BEFORE_SOLVING = 0.5
 
 
 def search(
-    costs: Costs,
+    costs: Costs | LayerCosts,
     ranks: int,
     microbatches: int,
     *,
     memory_limit: Any = None,
     placement: str = "line",
     stages_per_rank: int | None = None,
+    per_action: bool = False,
     objective: Objective = "makespan",
     seconds: float = 10.0,
     evaluations: int | None = None,
@@ -56,143 +63,191 @@ def search(
 ) -> SearchResult:
     """Search for the order of F, I and W that takes least time under a limit of memory.
 
-    `costs` are per stage, as for `penstock.simulate`; there are as many stages as their longest field has entries, else
-    `ranks` x `stages_per_rank` (1 on a line, else 2). `placement`: line, loop, v, wave, or any of these.
-    `memory_limit` is that of `penstock.check`, and holds for the lowered program. `objective`: the makespan, for which
-    all ranks wait, or the span of the zero-bubble papers, the longest of a rank. The search ends after so many
-    `seconds`, without compiling on first use; or after so many `evaluations`, where these are given: then equal seeds
-    find the same to the bit. With `noise`, the candidate is chosen that is shortest on average over 16 perturbed costs:
-    0.03 is the standard deviation as a share of an action's seconds, "measured" takes the costs' own `spreads`.
-    `progress` is called now and then. Ctrl-C ends it; the best so far is returned.
+    `costs` mean what they mean to `penstock compare`: one entry is all that a rank does for a microbatch, as many
+    entries as ranks are those of each, and the stages of a rank share them; as many entries as stages are those of the
+    stages; `LayerCosts` are split over the stages of each placement. With `per_action` they are those of one action of
+    one stage, as for `penstock.simulate`. There are as many stages as their longest field has entries, where these are
+    more than one and not as many as ranks, else `ranks` x `stages_per_rank` (1 on a line, else 2).
+
+    `placement`: line, loop, v, wave, or any of these: then each is searched as if it alone were asked for, and the best
+    result counts. `memory_limit` is that of `penstock.check`, and holds for the lowered program. `objective`: the
+    makespan, for which all ranks wait, or the span of the zero-bubble papers, the longest of a rank. The search of a
+    placement ends after so many `seconds`, without compiling on first use; or after so many `evaluations`, where these
+    are given: then equal seeds find the same to the bit. With `noise`, the candidate is chosen that is shortest on
+    average over 16 perturbed costs: 0.03 is the standard deviation as a share of an action's seconds, "measured" takes
+    the costs' own `spreads`. `progress` is called now and then. Ctrl-C ends it; the best so far is returned.
 
     Raises:
         ConfigError: for a value that an argument cannot have, or costs that do not know F, I and W.
         ScheduleError: where no order fits the limit that this search could find; it says what would.
+        AssertionError: where a registered family is shorter than the result, or the result than its bound: a bug.
     """
-    require_costs(costs)
+    if not isinstance(costs, LayerCosts):
+        require_costs(costs)
     require_choice("objective", objective, get_args(Objective))
     for key, number in (("ranks", ranks), ("microbatches", microbatches), ("evaluations", evaluations)):
         if number is not None or key != "evaluations":
             require_number(key, number, at_least=1)
     require_number("seconds", seconds, at_least=0, is_whole=False)
-    problems = [*problems_of(costs, ranks, microbatches, placement, stages_per_rank, memory_limit)]
-    shares = None if noise is None else shares_of(noise, costs, problems[0].num_stages)
-    asked = Asked(costs, objective == "span", memory_limit, shares, seed)
-    return _Search(problems, asked, Budget(seconds, evaluations), progress).run()
+    searches = []
+    for placed in placements_of(costs, ranks, placement, stages_per_rank):
+        own_costs = equal_work_costs(costs, every_action(placed, microbatches), per_action=per_action)
+        shares = None if noise is None else shares_of(noise, own_costs, placed.num_stages)
+        asked = Asked(own_costs, objective == "span", memory_limit, shares, seed)
+        problem = limited_problem(placed, microbatches, own_costs, memory_limit)
+        searches.append(_Search(problem, asked, Budget(seconds, evaluations), progress))
+    placements = [own.problem.placement for own in searches]
+    _compile(placements)
+    result = _best_of(searches)
+    certify(result, placements, costs, memory_limit, per_action=per_action)
+    return result
+
+
+def _best_of(searches: Sequence["_Search"]) -> SearchResult:
+    """Search the placements one after the other, those first whose bounds allow most; return the best result.
+
+    A placement whose bound is not below a result needs no search. No order of any placement is below the least bound.
+    """
+    results: list[SearchResult] = []
+    was_interrupted = False
+    for one in sorted(searches, key=lambda one: one.bound.seconds):
+        chosen = best_result(results) if results else None
+        if chosen is not None and chosen.noise is None and one.bound.seconds >= chosen.objective_s:
+            continue
+        try:
+            results += one.run(chosen, sum(result.seconds for result in results))
+        except KeyboardInterrupt:
+            if chosen is None:
+                raise
+            was_interrupted = True
+        if was_interrupted or any(result.was_interrupted for result in results):
+            was_interrupted = True
+            break
+    if not results:
+        raise nothing_fits([(one.problem, one.asked) for one in searches])
+    solver_bounds_s = [one.solver_bound_s for one in searches if one.solver_bound_s is not None]
+    return replace(
+        best_result(results),
+        bound=min((one.bound for one in searches), key=lambda bound: bound.seconds),
+        seconds=sum(result.seconds for result in results),
+        evaluations=sum(result.evaluations for result in results),
+        solver_bound_s=min(solver_bounds_s) if len(solver_bounds_s) == len(searches) else None,
+        was_interrupted=was_interrupted,
+    )
 
 
 class _Search:
-    """One search over some problems."""
+    """The search of one placement."""
 
     def __init__(
-        self, problems: list[Problem], asked: Asked, budget: Budget, progress: Callable[[Progress], None] | None
+        self, problem: Problem, asked: Asked, budget: Budget, progress: Callable[[Progress], None] | None
     ) -> None:
-        self._problems, self._asked, self._budget, self._progress = problems, asked, budget, progress
-        self._cheapest = [cheapest(problem, asked.costs) for problem in problems]
-        self._bounds = [lower_bound(problem, by_span=asked.by_span) for problem in self._cheapest]
-        self._solver_bounds_s: list[float] = []
-        self._best_s = math.inf
+        self.problem, self.asked = problem, asked
+        self._budget, self._progress = budget, progress
+        self._cheapest = cheapest(problem, asked.costs)
+        self.bound: Bound = lower_bound(self._cheapest, by_span=asked.by_span)
+        """The largest lower bound so far: the exact method may raise it."""
+        self.solver_bound_s: float | None = None
+        self._best_s, self._seconds_before = math.inf, 0.0
         self._families: list[Candidate] = []
         self._searched: list[Candidate] = []
 
-    def run(self) -> SearchResult:
-        _compile(self._problems)
+    def run(self, chosen: SearchResult | None, seconds_before: float) -> list[SearchResult]:
+        """Return the best order that fits, or nothing where none was found. Raises: KeyboardInterrupt, before any.
+
+        `chosen` is the best result of other placements, and `seconds_before` is what these took; progress counts both.
+        """
+        if chosen is not None:
+            self._best_s, self._seconds_before = chosen.objective_s, seconds_before
         self._budget.begin()
         was_interrupted = False
         try:
             self._improve(self._start())
-            if self._is_solved:
+            if self._has_exact_method:
                 self._solve()
         except KeyboardInterrupt:
             was_interrupted = True
         return self._end(was_interrupted=was_interrupted)
 
     @property
-    def _bound(self) -> Bound:
-        """Of the placement that allows most."""
-        return min(self._bounds, key=lambda bound: bound.seconds)
-
-    @property
     def _goal_s(self) -> float:
-        """Nothing is shorter."""
-        return self._bound.seconds * (1 + OPTIMAL_GAP)
+        """The seconds of an order that no other one can beat."""
+        return self.bound.seconds * (1 + OPTIMAL_GAP)
 
     @property
-    def _is_solved(self) -> bool:
+    def _has_exact_method(self) -> bool:
         """Whether the exact method gets a share of the time."""
-        is_small = all(problem.num_actions <= MOST_ACTIONS for problem in self._problems)
+        is_small = self.problem.num_actions <= MOST_ACTIONS
         return is_small and not self._budget.counts_evaluations and is_installed()
 
     def _start(self) -> list[Candidate]:
-        found = []
-        for problem in self._problems:
-            families = list(of_families(problem, by_span=self._asked.by_span))
-            self._families += families
-            self._budget.spent += len(families)
-            starts = starts_of(problem, families, self._asked, self._budget)
-            self._searched += [each for each in starts if each.method != "family"]
-            found += starts
-        return found
+        self._families = list(of_families(self.problem, by_span=self.asked.by_span))
+        self._budget.spent += len(self._families)
+        starts = starts_of(self.problem, self._families, self.asked, self._budget)
+        self._searched += [start for start in starts if start.method != "family"]
+        return starts
 
     def _improve(self, candidates: list[Candidate]) -> None:
-        share = SHARE_BEFORE_SOLVING if self._is_solved else 1.0
-        improvement = Improvement(self._asked, self._budget, self._goal_s, share, self._report)
+        share = SHARE_BEFORE_SOLVING if self._has_exact_method else 1.0
+        improvement = Improvement(self.asked, self._budget, self._goal_s, share, self._report)
         try:
             improvement.run(candidates)
         finally:  # an interrupt too leaves what was found
             self._searched += improvement.found
 
-    def _report(self, found_s: float) -> None:
-        self._best_s = min(self._best_s, found_s)
+    def _report(self, candidate_s: float) -> None:
+        self._best_s = min(self._best_s, candidate_s)
         if self._progress is not None:
-            self._progress(Progress(self._budget.elapsed_s, self._best_s, self._bound.seconds))
+            seconds = self._seconds_before + self._budget.elapsed_s
+            self._progress(Progress(seconds, self._best_s, self.bound.seconds))
 
     def _solve(self) -> None:
-        """Let the exact method raise the bounds, and find what is shorter, in the time that is left."""
-        by_span, seed = self._asked.by_span, self._asked.seed
-        for index, problem in enumerate(self._problems):
-            fitting = [each for each in [*self._searched, *self._families] if each.fits]
-            own = [each for each in fitting if each.problem.placement == problem.placement]
-            if not own or self._budget.is_over or min(each.objective_s for each in fitting) <= self._goal_s:
-                return
-            start, left_s = min(own, key=by_objective), self._budget.left_s / (len(self._problems) - index)
-            solved = solve(self._cheapest[index], start.sequence, by_span=by_span, seconds=left_s, seed=seed)
-            self._solver_bounds_s.append(solved.bound_s)
-            if self._bounds[index].seconds < solved.bound_s < math.inf:
-                self._bounds[index] = Bound("exact", None, {"proved by CP-SAT": solved.bound_s})
-            if solved.sequence is not None:
-                self._searched.append(Candidate.of(problem, solved.sequence, "exact", by_span=by_span))
-            if solved.was_interrupted:
-                raise KeyboardInterrupt
-
-    def _end(self, *, was_interrupted: bool) -> SearchResult:
-        asked, by_span = self._asked, self._asked.by_span
-        best_few = [*different(sorted(self._searched, key=by_objective))[:NUM_ENDED], *self._families]
-        found = planned(best_few, asked.costs, asked.memory_limit, by_span=by_span)
-        if not found and was_interrupted:
+        """Let the exact method raise the bound, and find what is shorter, in the time that is left."""
+        by_span = self.asked.by_span
+        fitting = [candidate for candidate in [*self._searched, *self._families] if candidate.fits]
+        start = min(fitting, key=by_objective, default=None)
+        if start is None or self._budget.is_over or start.objective_s <= self._goal_s:
+            return
+        options: dict[str, Any] = {"by_span": by_span, "seconds": self._budget.left_s, "seed": self.asked.seed}
+        solved = solve(self._cheapest, start.sequence, **options)
+        self.solver_bound_s = solved.bound_s
+        if self.bound.seconds < solved.bound_s < math.inf:
+            self.bound = Bound("exact", None, {"proved by CP-SAT": solved.bound_s})
+        if solved.sequence is not None:
+            self._searched.append(Candidate.of(self.problem, solved.sequence, "exact", by_span=by_span))
+        if solved.was_interrupted:
             raise KeyboardInterrupt
-        if not found:
-            raise nothing_fits(self._problems, asked)
-        best, noise = shortest(found), None
+
+    def _end(self, *, was_interrupted: bool) -> list[SearchResult]:
+        asked, by_span = self.asked, self.asked.by_span
+        best_few = [*different(sorted(self._searched, key=by_objective))[:NUM_ENDED], *self._families]
+        plans = planned(best_few, asked.costs, asked.memory_limit, by_span=by_span)
+        if not plans and was_interrupted:
+            raise KeyboardInterrupt
+        if not plans:
+            return []
+        best, noise = shortest(plans), None
         if asked.noise_shares is not None:
-            best, noise = steadiest(found, asked.noise_shares, asked.seed, by_span=by_span)
-        has_all = len(self._solver_bounds_s) == len(self._problems)
-        return SearchResult(
-            plan=best.plan,
-            bound=self._bound,
-            method=best.candidate.method,
-            objective="span" if by_span else "makespan",
-            seconds=self._budget.elapsed_s,
-            evaluations=self._budget.spent,
-            noise=noise,
-            solver_bound_s=min(self._solver_bounds_s) if has_all else None,
-            was_interrupted=was_interrupted,
-        )
+            best, noise = steadiest(plans, asked.noise_shares, asked.seed, by_span=by_span)
+        return [
+            SearchResult(
+                plan=best.plan,
+                costs=asked.costs,
+                bound=self.bound,
+                method=best.candidate.method,
+                objective="span" if by_span else "makespan",
+                seconds=self._budget.elapsed_s,
+                evaluations=self._budget.spent,
+                noise=noise,
+                solver_bound_s=self.solver_bound_s,
+                was_interrupted=was_interrupted,
+            )
+        ]
 
 
-def _compile(problems: list[Problem]) -> None:
-    """Compile all loops that these problems need, which takes seconds on first use."""
-    for placement in {problem.placement for problem in problems}:
+def _compile(placements: Collection[Placement]) -> None:
+    """Compile all loops that these placements need, which takes seconds on first use."""
+    for placement in placements:
         list(sequences_of_sweeps(Problem.of(placement, 1, Costs.uniform())))
     few = Problem.of(Placement.line(1), 1, Costs.uniform())
     sequence = list_schedule(few, next(settings_for(few)))

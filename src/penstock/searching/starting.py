@@ -53,10 +53,10 @@ def _missing(candidate: Candidate, asked: Asked) -> Bytes:
     return np.maximum(np.array(peak_bytes(program, sizes)) - most, 0)
 
 
-def nothing_fits(problems: Sequence[Problem], asked: Asked) -> ScheduleError:
+def nothing_fits(questions: Sequence[tuple[Problem, Asked]]) -> ScheduleError:
     """Say what one microbatch leaves on a rank before its first I there, which no order can do without."""
-    rank, amount = min((_least_of(problem, asked) for problem in problems), key=lambda each: each[1])
-    limit = asked.memory_limit
+    rank, amount = min((_least_of(problem, asked) for problem, asked in questions), key=lambda least: least[1])
+    limit = questions[0][1].memory_limit
     held = f"{amount:,} bytes, messages apart" if Limit.read(limit).in_bytes else count_of(amount, "activation")
     return ScheduleError(
         f"no order was found that fits a limit of {limit}; with one microbatch at a time, which needs least, rank "
