@@ -153,7 +153,7 @@ def before_search(theme: Theme) -> bytes:
 def after_search(theme: Theme) -> bytes:
     """What a search finds for the same, as `penstock search` draws it."""
     limit, names = Limit.read(SEARCH_LIMIT), {"costs_text": "costs.toml", "format": "svg", "theme": theme.name}
-    return to_picture(searched(SEARCH_LIMIT), costs_of_search(), limit=limit, **names)
+    return to_picture(searched(SEARCH_LIMIT), limit=limit, **names)
 
 
 def searched_front(theme: Theme) -> bytes:

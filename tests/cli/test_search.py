@@ -110,7 +110,12 @@ def test_costs_per_layer_are_added_up_for_the_stages(tmp_path, printed, refused)
     text = printed("search", "--ranks", "2", "--microbatches", "4", "--costs", str(file), "--split", "3,2")
     assert "work 52 s" in text  # the F, I and W of two layers, for 4 microbatches
 
-    assert "2,2,1 is for 3 stages, but line has 2" in refused(*SMALL, "--costs", str(file), "--split", "2,2,1")
+    given = (*SMALL, "--costs", str(file))
+    assert "2,2,1 is for 3 stages, and 2 ranks take as many on each" in refused(*given, "--split", "2,2,1")
+    assert "3,2 is for 2 stages, and 2 ranks take 2 on each" in refused(
+        *given, "--split", "3,2", "--stages-per-rank", "2"
+    )
+    assert "line on 2 ranks" in printed(*given, "--split", "3,2", "--placement", "any")
     assert "has costs per layer, not per action; leave it out" in refused(*SMALL, "--costs", str(file), "--per-action")
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PartitionError
 from penstock.placement import Placement
-from penstock.searching.asked import cheapest, limited_problem, placements_of
+from penstock.searching.asked import cheapest, problems_of
 from penstock.searching.problem import NO_LIMIT
 from penstock.simulation import Costs, LayerCosts
 from tests.searching.cases import problem_of
@@ -13,8 +13,7 @@ from tests.searching.cases import problem_of
 
 def asked(costs=None, ranks=4, placement="line", stages_per_rank=None, memory_limit=None):
     costs = costs or Costs.uniform()
-    placements = placements_of(costs, ranks, placement, stages_per_rank)
-    return [limited_problem(placed, 8, costs, memory_limit) for placed in placements]
+    return [problem for problem, _ in problems_of(costs, ranks, 8, placement, stages_per_rank, memory_limit)]
 
 
 def test_there_are_as_many_stages_as_costs_or_as_the_placement_has():
@@ -28,12 +27,28 @@ def test_there_are_as_many_stages_as_costs_or_as_the_placement_has():
 
 def test_an_entry_per_rank_or_per_layer_leaves_the_number_of_stages_to_the_placement():
     for costs in (
-        Costs(forward_s=(1.0, 2.0, 3.0, 4.0), backward_s=(1.0,)),
-        LayerCosts(forward=(1.0,) * 9, backward=(1.0,) * 9),
+        Costs(forward_s=(1.0, 2.0, 3.0, 4.0), backward_input_s=(1.0,), backward_weight_s=(1.0,)),
+        LayerCosts(forward=(1.0,) * 9, backward_input=(1.0,) * 9, backward_weight=(1.0,) * 9),
     ):
-        placements = placements_of(costs, 4, "any", None)
+        placements = [problem.placement for problem in asked(costs, placement="any")]
         assert [(each.style, each.num_stages) for each in placements] == [("line", 4), ("loop", 8), ("v", 8)]
-        assert placements_of(costs, 4, "loop", 3) == [Placement.loop(4, 12)]
+
+
+def test_entries_of_single_actions_are_those_of_stages_also_where_there_are_as_many_ranks():
+    costs = Costs(forward_s=(1.0, 2.0, 1.0, 1.0), backward_input_s=(1.0,), backward_weight_s=(1.0,))
+
+    for placement in ("any", "line", "loop"):
+        ((problem, of_stages),) = problems_of(costs, 4, 6, placement, None, per_action=True)
+        assert (problem.num_stages, of_stages) == (4, costs)
+
+
+def test_any_leaves_out_placements_that_cannot_have_such_costs():
+    layers = LayerCosts(forward=(1.0,) * 6, backward_input=(1.0,) * 6, backward_weight=(1.0,) * 6)
+
+    ((problem, _),) = problems_of(layers, 4, 6, "any", None)
+    assert problem.placement == Placement.line(4)
+    with pytest.raises(PartitionError, match="has 8 stages, but the model has only 6 layers"):
+        problems_of(layers, 4, 6, "v", None)
 
 
 def test_a_limit_in_bytes_leaves_what_is_always_there():

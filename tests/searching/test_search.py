@@ -8,6 +8,7 @@ from penstock.ir.operations import Kind
 from penstock.planning import plan
 from penstock.proofs import check
 from penstock.schedules import build
+from penstock.searching import search as searching
 from penstock.searching.improving import Improvement
 from penstock.searching.search import search
 from penstock.simulation import Costs, LayerCosts
@@ -136,20 +137,43 @@ def test_any_placement_is_the_best_of_all(seed, limit):
         assert every is None
 
 
-def test_an_interrupt_ends_the_search_of_all_placements_with_the_best_of_those_before():
-    told = []
+def test_an_interrupt_leaves_the_best_of_the_placements_before(monkeypatch):
+    starts, start = [], searching._Search._start
 
-    def interrupt(progress):
-        told.append(progress)
-        if progress.bound_s != told[0].bound_s:  # that of the next placement
+    def start_or_interrupt(search_of_placement):
+        starts.append(search_of_placement)
+        if len(starts) == 2:
             raise KeyboardInterrupt
+        return start(search_of_placement)
 
-    options = {"memory_limit": 45, "evaluations": 3_000}
-    found = search(random_costs(8, 4), 4, 8, placement="any", progress=interrupt, **options)
+    monkeypatch.setattr(searching._Search, "_start", start_or_interrupt)
+    found = search(random_costs(8, 4), 4, 8, placement="any", memory_limit=45, evaluations=100)
 
     assert found.was_interrupted
-    assert found.makespan_s <= told[-1].best_s
-    assert [progress.best_s for progress in told] == sorted((progress.best_s for progress in told), reverse=True)
+    assert found.schedule.placement == starts[0].problem.placement
+
+
+def test_an_interrupt_of_the_last_look_leaves_the_result(monkeypatch):
+    def interrupt(*_, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(searching, "certify", interrupt)
+
+    found = search(Costs.uniform(), 4, 8, evaluations=100)
+
+    assert found.was_interrupted
+    assert found.makespan_s == 27.0
+
+
+def test_progress_is_that_of_all_placements():
+    told = []
+    options = {"memory_limit": "3 microbatches", "evaluations": 1_500}
+
+    found = search(random_costs(3, 1), 3, 6, placement="any", progress=told.append, **options)
+
+    assert [each.best_s for each in told] == sorted((each.best_s for each in told), reverse=True)
+    assert [each.seconds for each in told] == sorted(each.seconds for each in told)
+    assert all(each.bound_s <= found.lower_bound_s * (1 + 1e-9) for each in told)
 
 
 def test_one_entry_is_what_a_rank_does_whatever_the_placement():

@@ -10,7 +10,7 @@ from penstock.cli.arguments import MEMORY_LIMIT, add_memory_limit, add_repeated,
 from penstock.cli.output import complain, path_to_write
 from penstock.cli.pictures import CHARTS, TABLE, TABLE_SUFFIXES, Output, add_result_arguments
 from penstock.cli.status import ExitStatus
-from penstock.errors import ConfigError, ScheduleError
+from penstock.errors import ConfigError, ScheduleError, count_of
 from penstock.ir.formats import FORMAT_OF_SUFFIX
 
 SUMMARY = "Search for the order that takes least time under given costs and memory, and bound what is possible."
@@ -112,21 +112,31 @@ def _swept_limits(arguments: Namespace) -> Sequence[Any]:
 
 
 def _costs(arguments: Namespace) -> Any:
-    """Return the costs that are given: `Costs`, or `LayerCosts`. Raises: ConfigError, also for a split without use."""
-    from penstock.cli.given_costs import given_costs, require_split_used
-    from penstock.planning import layers_of_stages
-    from penstock.searching.asked import placements_of
+    """Return the costs that are given: `Costs`, or `LayerCosts`. Raises: ConfigError."""
+    from penstock.cli.given_costs import given_costs
     from penstock.simulation import LayerCosts
-    from penstock.simulation.costs.layer_costs import split_sizes
 
     costs = given_costs(arguments, arguments.costs)
-    if not isinstance(costs, LayerCosts):
-        return costs
-    if arguments.per_action:
+    if arguments.per_action and isinstance(costs, LayerCosts):
         raise ConfigError(f"{arguments.costs} has costs per layer, not per action; leave it out", key="--per-action")
-    placements = placements_of(costs, max(arguments.ranks, 1), arguments.placement, arguments.stages_per_rank)
-    require_split_used(arguments, {each.style: split_sizes(layers_of_stages(costs, each)) for each in placements})
     return costs
+
+
+def _stages_per_rank(arguments: Namespace) -> int | None:
+    """Return how many are asked for; a split says so too. Raises: ConfigError, for a split that ranks cannot share."""
+    from penstock.cli.given_costs import SPLIT, read_split
+
+    if arguments.split is None:
+        return arguments.stages_per_rank  # type: ignore[no-any-return]
+    count, ranks = len(read_split(arguments.split)), max(int(arguments.ranks), 1)
+    if count % ranks or arguments.stages_per_rank not in (None, count // ranks):
+        expected = f"{arguments.stages_per_rank} on each" if arguments.stages_per_rank else "as many on each"
+        raise ConfigError(
+            f"{arguments.split} is for {count_of(count, 'stage')}, and {count_of(ranks, 'rank')} take {expected}; give "
+            "the layers of each stage, or leave it out",
+            key=SPLIT,
+        )
+    return count // ranks
 
 
 def _search(arguments: Namespace, costs: Any, limit: Any, about: str = "") -> Any:
@@ -139,7 +149,7 @@ def _search(arguments: Namespace, costs: Any, limit: Any, about: str = "") -> An
         arguments.microbatches,
         memory_limit=limit,
         placement=arguments.placement,
-        stages_per_rank=arguments.stages_per_rank,
+        stages_per_rank=_stages_per_rank(arguments),
         per_action=arguments.per_action,
         objective=arguments.objective,
         seconds=arguments.seconds,

@@ -54,7 +54,7 @@ def combined(rows: Sequence[Within]) -> list[Within]:
         bounds = [each.found.bound for each in rows if each.found and each.limit.amounts[0] >= amount]
         best = best_result(fitting)
         bound = max(bounds, key=lambda bound: bound.seconds)
-        own = replace(row.found, plan=best.plan, method=best.method, noise=best.noise, bound=bound)
+        own = replace(row.found, plan=best.plan, costs=best.costs, method=best.method, noise=best.noise, bound=bound)
         changed.append(replace(row, found=own))
     return changed
 

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError, described, require_choice
+from penstock.errors import ConfigError, PartitionError, described, require_choice
 from penstock.ir.live import StageBytes, one_each
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
+from penstock.planning import equal_work_costs
 from penstock.proofs import Limit
 from penstock.searching.problem import Bytes, Problem, every_action
 from penstock.simulation.costs.costs import COMPUTE_FIELDS, STATIC_BYTES, VALUE_BYTES, Costs
@@ -42,36 +43,51 @@ def require_number(key: str, given: object, *, at_least: int, is_whole: bool = T
         raise ConfigError(f"{described(given)}; expected {what}, {at_least} or larger", key=key)
 
 
-def placements_of(
-    costs: Costs | LayerCosts, ranks: int, placement: str, stages_per_rank: int | None
-) -> list[Placement]:
-    """Return the placements that were asked for and can be had. Raises: ConfigError, where there is none."""
+def problems_of(
+    costs: Costs | LayerCosts,
+    ranks: int,
+    microbatches: int,
+    placement: str,
+    stages_per_rank: int | None,
+    memory_limit: Any = None,
+    *,
+    per_action: bool = False,
+) -> list[tuple[Problem, Costs]]:
+    """Return the problem of each placement that was asked for and can have such costs, and what its stages cost.
+
+    Raises:
+        ConfigError, PartitionError: where there is none, for the first of them; and for a limit that is none.
+    """
     require_choice("placement", placement, (*PLACEMENTS, ANY))
-    refusal: ConfigError | None = None
-    placements: list[Placement] = []
+    refusals: list[ConfigError | PartitionError] = []
+    problems: dict[Placement, tuple[Problem, Costs]] = {}
     for name in PLACEMENTS if placement == ANY else (placement,):
         try:
-            placed = place(name, ranks, _num_stages_of(costs, ranks, name, stages_per_rank))
-        except ConfigError as error:
-            refusal = refusal or error
-            continue
-        if placed not in placements:
-            placements.append(placed)
-    if not placements and refusal is not None:
-        raise refusal
-    return placements
+            placed = place(name, ranks, _num_stages_of(costs, ranks, name, stages_per_rank, per_action=per_action))
+            own_costs = equal_work_costs(costs, every_action(placed, microbatches), per_action=per_action)
+            own = limited_problem(placed, microbatches, own_costs, memory_limit), own_costs
+        except (ConfigError, PartitionError) as error:
+            refusals.append(error)
+        else:
+            problems.setdefault(placed, own)
+    if not problems:
+        raise refusals[0]
+    return list(problems.values())
 
 
-def _num_stages_of(costs: Costs | LayerCosts, ranks: int, placement: str, stages_per_rank: int | None) -> int:
+def _num_stages_of(
+    costs: Costs | LayerCosts, ranks: int, placement: str, stages_per_rank: int | None, *, per_action: bool
+) -> int:
     """Return how many stages there are: those asked for, those that costs have entries for, or those of a placement.
 
-    One entry is for all ranks, and as many as ranks are one for each: neither says how many stages a rank has.
+    One entry is for all ranks, and as many as ranks are one for each: neither says how many stages a rank has. Costs of
+    single actions have an entry per stage.
     """
     if stages_per_rank is not None:
         return ranks * stages_per_rank
     if isinstance(costs, Costs):
         longest = max(len(getattr(costs, name)) for name in (*COMPUTE_FIELDS, *VALUE_BYTES, *STATIC_BYTES))
-        if longest not in (1, ranks):
+        if longest > 1 and (per_action or longest != ranks):
             return longest
     return ranks * (1 if placement == "line" else 2)
 

@@ -18,8 +18,7 @@ from typing import Any, get_args
 
 from penstock.errors import require_choice
 from penstock.placement import Placement
-from penstock.planning import equal_work_costs
-from penstock.searching.asked import Asked, cheapest, limited_problem, placements_of, require_number
+from penstock.searching.asked import Asked, cheapest, problems_of, require_number
 from penstock.searching.bounds import Bound, lower_bound
 from penstock.searching.budget import Budget
 from penstock.searching.candidates import Candidate, by_objective, different, of_families
@@ -30,7 +29,7 @@ from penstock.searching.improving import Improvement
 from penstock.searching.listing import list_schedule
 from penstock.searching.moves import Moves
 from penstock.searching.noise import Measured, shares_of
-from penstock.searching.problem import Problem, every_action
+from penstock.searching.problem import Problem
 from penstock.searching.result import OPTIMAL_GAP, Objective, Progress, SearchResult, best_result
 from penstock.searching.settings import settings_for
 from penstock.searching.starting import nothing_fits, starts_of
@@ -90,16 +89,18 @@ def search(
             require_number(key, number, at_least=1)
     require_number("seconds", seconds, at_least=0, is_whole=False)
     searches = []
-    for placed in placements_of(costs, ranks, placement, stages_per_rank):
-        own_costs = equal_work_costs(costs, every_action(placed, microbatches), per_action=per_action)
-        shares = None if noise is None else shares_of(noise, own_costs, placed.num_stages)
+    shape = (ranks, microbatches, placement, stages_per_rank, memory_limit)
+    for problem, own_costs in problems_of(costs, *shape, per_action=per_action):
+        shares = None if noise is None else shares_of(noise, own_costs, problem.num_stages)
         asked = Asked(own_costs, objective == "span", memory_limit, shares, seed)
-        problem = limited_problem(placed, microbatches, own_costs, memory_limit)
         searches.append(_Search(problem, asked, Budget(seconds, evaluations), progress))
     placements = [own.problem.placement for own in searches]
     _compile(placements)
     result = _best_of(searches)
-    certify(result, placements, costs, memory_limit, per_action=per_action)
+    try:
+        certify(result, placements, costs, memory_limit, per_action=per_action)
+    except KeyboardInterrupt:  # the result is proved; only the last look at it was cut short
+        return replace(result, was_interrupted=True)
     return result
 
 
@@ -115,7 +116,8 @@ def _best_of(searches: Sequence["_Search"]) -> SearchResult:
         if chosen is not None and chosen.noise is None and one.bound.seconds >= chosen.objective_s:
             continue
         try:
-            results += one.run(chosen, sum(result.seconds for result in results))
+            least_bound_s = min(one.bound.seconds for one in searches)
+            results += one.run(chosen, sum(result.seconds for result in results), least_bound_s)
         except KeyboardInterrupt:
             if chosen is None:
                 raise
@@ -148,15 +150,17 @@ class _Search:
         self.bound: Bound = lower_bound(self._cheapest, by_span=asked.by_span)
         """The largest lower bound so far: the exact method may raise it."""
         self.solver_bound_s: float | None = None
-        self._best_s, self._seconds_before = math.inf, 0.0
+        self._best_s, self._seconds_before, self._least_bound_s = math.inf, 0.0, 0.0
         self._families: list[Candidate] = []
         self._searched: list[Candidate] = []
 
-    def run(self, chosen: SearchResult | None, seconds_before: float) -> list[SearchResult]:
+    def run(self, chosen: SearchResult | None, seconds_before: float, least_bound_s: float) -> list[SearchResult]:
         """Return the best order that fits, or nothing where none was found. Raises: KeyboardInterrupt, before any.
 
-        `chosen` is the best result of other placements, and `seconds_before` is what these took; progress counts both.
+        Progress is that of all placements: `chosen` is the best result of those before, `seconds_before` what these
+        took, and `least_bound_s` the least bound of all.
         """
+        self._least_bound_s = least_bound_s
         if chosen is not None:
             self._best_s, self._seconds_before = chosen.objective_s, seconds_before
         self._budget.begin()
@@ -199,7 +203,7 @@ class _Search:
         self._best_s = min(self._best_s, candidate_s)
         if self._progress is not None:
             seconds = self._seconds_before + self._budget.elapsed_s
-            self._progress(Progress(seconds, self._best_s, self.bound.seconds))
+            self._progress(Progress(seconds, self._best_s, self._least_bound_s))
 
     def _solve(self) -> None:
         """Let the exact method raise the bound, and find what is shorter, in the time that is left."""
