@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -10,6 +11,7 @@ from penstock.checkpoints.folder import CheckpointFolder
 from penstock.checkpoints.verification import verify
 from penstock.train.watching.metrics import read_metrics
 from tests.cli.processes import wait_until
+from tests.forks import SHORT_FOLDER
 from tests.tiny_run import PENSTOCK, TORCHRUN, fork, fork_training, settings, start_training, write_tiny_run
 
 NUM_STEPS = 120
@@ -90,15 +92,22 @@ def test_a_signal_to_the_whole_process_group_saves_and_the_run_goes_on(tmp_path,
     assert (tmp_path / "run" / "weights.safetensors").read_bytes() == weights
 
 
+@pytest.fixture
+def short_folder():
+    """A temporary folder for sockets, whose paths may have 107 bytes: that of a test may be too long for them."""
+    with TemporaryDirectory(dir=SHORT_FOLDER) as folder:
+        yield folder
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_signal_that_ends_data_workers_first_saves_and_the_run_goes_on(tmp_path):
+def test_a_signal_that_ends_data_workers_first_saves_and_the_run_goes_on(tmp_path, short_folder):
     """Its processes are real ones: data workers do not start in a fork."""
     write_tiny_run(tmp_path)
     (tmp_path / "data.py").write_text(WORKERS)
     options = (*OPTIONS, "data.files=[]", "data.source=data.py:batches", "pipeline.ranks=2")
     metrics = tmp_path / "run" / "metrics.jsonl"
-    training = start_training(tmp_path, *options)
+    training = start_training(tmp_path, *options, TMPDIR=short_folder)
     wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 5, timeout_s=TIMEOUT_S)
 
     os.killpg(training.pid, signal.SIGTERM)
@@ -107,7 +116,7 @@ def test_a_signal_that_ends_data_workers_first_saves_and_the_run_goes_on(tmp_pat
     assert (training.returncode, complained) == (130, "")
     [step] = CheckpointFolder(tmp_path / "run" / "checkpoints").steps()
     assert f"stopped by a signal after step {step}; its checkpoint is saved" in printed
-    again = start_training(tmp_path, *options)
+    again = start_training(tmp_path, *options, TMPDIR=short_folder)
     _, complained = again.communicate(timeout=TIMEOUT_S)
     assert again.returncode == 0, complained
     assert [row["step"] for row in read_metrics(metrics)] == list(range(1, NUM_STEPS + 1))
