@@ -107,6 +107,16 @@ def make_it_elsewhere(clone):
     (clone / ".venv" / "bin" / "activate").write_text("VIRTUAL_ENV=/elsewhere/.venv")
 
 
+def link_to_it(clone):
+    (clone / ".venv").rename(clone.parent / "elsewhere")
+    (clone / ".venv").symlink_to(clone.parent / "elsewhere")
+    (clone / ".venv" / "bin" / "activate").write_text(f"VIRTUAL_ENV='{clone.parent}/elsewhere'")
+
+
+def make_it_by_conda(clone):
+    (clone / ".venv" / "pyvenv.cfg").unlink()
+
+
 def make_it_by_an_old_python(clone):
     shutil.rmtree(clone / ".venv")
     subprocess.run([interpreter(clone, "3.10"), "-m", "venv", ".venv"], cwd=clone, check=True)
@@ -117,6 +127,8 @@ def make_it_by_an_old_python(clone):
     [
         (replace_interpreter, ".venv was made with Python 3.11, and its interpreter is Python 3.12 now"),
         (make_it_elsewhere, ".venv was made in another folder, and its commands run there"),
+        (link_to_it, ".venv was made in another folder, and its commands run there"),
+        (make_it_by_conda, ".venv is none that Python's venv has made"),
         (make_it_by_an_old_python, ".venv is Python 3.10, and Penstock takes Python 3.11 to 3.14 here"),
     ],
 )
@@ -139,26 +151,44 @@ def test_an_environment_of_another_python_than_the_one_asked_for_is_refused(clon
     assert line.startswith("penstock: .venv has Python 3.11, and PYTHON=")
 
 
-def test_an_environment_whose_interpreter_is_gone_is_made_anew(clone):
+@pytest.mark.parametrize("name", ["python", "activate"])
+def test_an_environment_whose_interpreter_is_gone_or_that_was_interrupted_is_made_anew(clone, name):
     make(clone, python=interpreter(clone, "3.11"))
-    (clone / ".venv" / "bin" / "python").unlink()
+    (clone / ".venv" / "bin" / name).unlink()
 
     assert make(clone, python=interpreter(clone, "3.12"))[0] == 0
     assert len(installations(clone)) == 4
+
+
+def test_two_at_once_install_one_after_the_other(clone):
+    environment = {"PATH": os.environ["PATH"], "PYTHON": interpreter(clone, "3.11")}
+    command = [str(clone / "scripts" / "environment"), "dev"]
+    both = [subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for _ in range(2)]
+
+    assert [process.wait(60) for process in both] == [0, 0]
+    assert len(installations(clone)) == 2
 
 
 @pytest.mark.parametrize(
     ("says", "problem"),
     [
         (
-            "WARNING: Retrying after connection broken by 'NewConnectionError(...)'\nERROR: No matching",
+            "WARNING: Retrying after connection broken by 'NewConnectionError(...)'\nERROR: No matching distribution found for pip",
             "no package index",
         ),
         (
             "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device",
             "no space is left in",
         ),
-        ("ERROR: [Errno 13] Permission denied: '.venv/bin'", "this user may not write to"),
+        (
+            "WARNING: Retrying after connection broken by 'x'\nERROR: Failed building wheel",
+            "ERROR: Failed building wheel.",
+        ),
+        (
+            "ERROR: Cannot install pip==9\nERROR: ResolutionImpossible: for help visit https://pip",
+            "ERROR: Cannot install pip",
+        ),
+        ("", "it ended with status 1. It came from: .venv/bin/python -m pip install"),
         (
             "ERROR: No matching distribution found for torch==9",
             "ERROR: No matching distribution found for torch==9. It",
