@@ -88,6 +88,31 @@ def test_terminating_the_launcher_ends_a_stopped_rank_too(tmp_path):
     wait_until(lambda: not any(is_alive(process) for process in ranks))
 
 
+class Interrupting:
+    """An object that interrupts this process when it is finalized, where Python throws away whatever is raised."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class InterruptedAgent(launch.LocalElasticAgent):
+    """A launcher that is interrupted in a finalizer, before it starts its ranks."""
+
+    def _start_workers(self, worker_group):
+        Interrupting()
+        return super()._start_workers(worker_group)
+
+
+@pytest.mark.slow
+def test_an_interrupt_within_a_finalizer_ends_the_ranks_that_are_started_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "LocalElasticAgent", InterruptedAgent)
+
+    with pytest.raises(KeyboardInterrupt):
+        launch_stub("light", tmp_path)
+
+    assert not any(is_alive(int(pid.read_text())) for pid in tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_a_stopped_rank_does_not_hold_up_the_end_after_another_failed(tmp_path):
     begin_s = time.monotonic()

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -97,11 +98,11 @@ def launch_ranks(
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=MAX_WAIT_S)
     interrupt = _Interrupt(agent, may_stop=may_stop)
     try:
-        with _environment_of_ranks(), _quiet_logging(), interrupts_handled_by(interrupt), _straggler_watch(agent):
+        with _environment_of_ranks(), _quiet_logging(), interrupts_handled_by(interrupt), _straggler_watch(interrupt):
             result = agent.run()
-    except SignalException:
+    except SignalException:  # a SIGQUIT, which torch's launcher takes
         raise KeyboardInterrupt from None
-    if interrupt.is_passed_on:
+    if interrupt.was_asked:
         raise KeyboardInterrupt
     if not result.is_failed():
         return unfinished(rendezvous.store, num_ranks)
@@ -213,42 +214,60 @@ def _quiet_logging() -> Iterator[None]:
 
 
 class _Interrupt:
-    """Handles the interrupts of a launch."""
+    """Handles the interrupts of a launch: it ends the ranks, after which torch's launcher returns by itself.
+
+    It raises nothing. Python throws away what a handler raises where it happens to run within a finalizer, or right
+    behind a fork, as while ranks are started; the launch would go on as if nobody had asked.
+    """
 
     def __init__(self, agent: LocalElasticAgent, *, may_stop: bool) -> None:
         self._agent = agent
         self._may_stop = may_stop
-        self.is_passed_on = False
+        self._ending_since_s: float | None = None
+        """`time.monotonic()` when the ranks were to be ended at once; None where they need not, or may still save."""
+        self.was_asked = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Pass the first one on, where ranks may save. Else have torch's launcher end every rank with SIGHUP.
+        """Pass the first interrupt on, where ranks may save. Any other one ends every rank at once."""
+        ranks = self.ranks()
+        if self._may_stop and ranks and not self.was_asked:
+            _signal(ranks, signal.SIGTERM)
+        elif self._ending_since_s is None:
+            self._ending_since_s = time.monotonic()
+        self.was_asked = True
+        self.end_ranks()
 
-        SIGHUP ends one at once and without a trace at any time: Python would print where a SIGINT met it while it
-        starts, and on SIGTERM a rank takes its time (lifetime.py).
+    def ranks(self) -> list[int]:
+        """Return the processes of the ranks that have been started."""
+        return [worker.id for worker in self._agent.get_worker_group().workers if worker.id is not None]
+
+    def end_ranks(self) -> None:
+        """End the ranks if they are to be ended; a thread calls it again and again, for ranks that start later.
+
+        SIGHUP ends a rank at once and without a trace at any time, unless it is stopped: Python would print where a
+        SIGINT met it while it starts, and on SIGTERM a rank takes its time (lifetime.py).
         """
-        ranks = _processes_of(self._agent)
-        if not (self._may_stop and ranks) or self.is_passed_on:
-            raise SignalException("interrupted", signal.SIGHUP)
-        self.is_passed_on = True
-        for rank in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(rank, signal.SIGTERM)
+        if self._ending_since_s is not None:
+            is_late = time.monotonic() - self._ending_since_s > MAX_WAIT_S
+            _signal(self.ranks(), signal.SIGKILL if is_late else signal.SIGHUP)
 
 
-def _processes_of(agent: LocalElasticAgent) -> list[int]:
-    return [worker.id for worker in agent.get_worker_group().workers if worker.id is not None]
+def _signal(processes: Sequence[int], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
 
 
 @contextmanager
-def _straggler_watch(agent: LocalElasticAgent) -> Iterator[None]:
+def _straggler_watch(interrupt: _Interrupt) -> Iterator[None]:
     """Kill ranks that do not end when told to: torch would wait 30 s for a stopped process after another failed."""
     over = threading.Event()
-    watch = threading.Thread(
-        target=end_stragglers,
-        args=(lambda: _processes_of(agent), over),
-        kwargs={"max_wait_s": MAX_WAIT_S},
-        daemon=True,
-    )
+
+    def ranks() -> list[int]:
+        interrupt.end_ranks()
+        return interrupt.ranks()
+
+    watch = threading.Thread(target=end_stragglers, args=(ranks, over), kwargs={"max_wait_s": MAX_WAIT_S}, daemon=True)
     watch.start()
     try:
         yield
