@@ -326,3 +326,77 @@ def test_what_was_not_noted_before_is_not_noted_twice():
     schedule = build("1f1b", ranks=2, microbatches=4)
     expected = on_ranks(2, run, schedule)
     assert_same(on_ranks(2, run, ps.with_recompute(schedule)), expected)
+
+
+class Reversing(Around):
+    """A layer with a hook on what it gets, as layers that reverse or scale gradients have."""
+
+    def forward(self, x, *, prompt):
+        for value, factor in ((x, -0.5), (prompt, 3.0)):
+            if value.requires_grad:
+                # autograd calls a hook on one part of a batch with None where it comes to another part
+                value.register_hook(lambda gradient, factor=factor: None if gradient is None else gradient * factor)
+        return self.inner(x + prompt)
+
+
+# Two stages of a rank are given one prompt, on which both leave hooks; whose backward sees which goes by the order.
+@pytest.mark.parametrize(
+    ("schedule", "has_prompt"),
+    [("1f1b", True), ("gpipe", True), ("zb-h1", True), ("interleaved-1f1b", False), ("zbv", False)],
+)
+def test_a_hook_on_an_input_of_a_stage_runs_once(schedule, has_prompt):
+    def run(wires, **options):
+        batch, prompt = (values(seed, 8, WIDTH, dtype=torch.float64) for seed in (1, 3))
+        batch.requires_grad_()
+        prompt.requires_grad_(has_prompt)
+        layers = [Reversing(seed, torch.float64) for seed in range(4)]
+        with Pipeline(layers, schedule, 4, square_loss, transport=wires, **options) as pipeline:
+            pipeline.step(batch, target=values(2, 8, WIDTH, dtype=torch.float64), prompt=prompt)
+            return gradients_of([*pipeline.named_parameters(), ("batch", batch), ("prompt", prompt)])
+
+    for plain, again in zip(on_ranks(2, run), on_ranks(2, lambda wires: run(wires, recompute=True)), strict=True):
+        assert_same(again, plain)
+
+
+class ReversingSum(RunningSum):
+    """A layer with a hook on the value that an earlier slice left."""
+
+    def forward(self, x):
+        before = self.sums.get()
+        if before is not None and before["total"].requires_grad:
+            before["total"].register_hook(lambda gradient: gradient * -0.5)
+        return super().forward(x)
+
+
+class ReversingSkip(Around):
+    """A layer with a hook on the skip that it gets, where it does not put it."""
+
+    def __init__(self, seed, puts):
+        super().__init__(seed, torch.float64)
+        self.puts, self.skip = puts, ps.Skip("early")
+
+    def forward(self, x):
+        if self.puts:
+            self.skip.put(self.inner(x))
+            return x
+        early = self.skip.get()
+        if early.requires_grad:
+            early.register_hook(lambda gradient: gradient * -0.5)
+        return self.inner(x) + early
+
+
+@pytest.mark.parametrize("kind", ["carried", "skip"])
+def test_a_hook_on_what_comes_past_the_inputs_runs_once(kind):
+    def run(wires, changed=lambda schedule: schedule):
+        if kind == "carried":
+            task, layers = carrying_task(ReversingSum), [ReversingSum(seed) for seed in range(4)]
+            schedule = build("breadth-depth", ranks=2, microbatches=2, slices=3, stages_per_rank=2)
+        else:
+            task, layers = carrying_task(), [ReversingSkip(seed, puts=seed == 0) for seed in range(4)]
+            schedule = build("interleaved-1f1b", ranks=2, microbatches=2)
+        with Pipeline(layers, changed(schedule), loss=square_loss, transport=wires, allow_ragged=True) as pipeline:
+            pipeline.step(*task.inputs, target=task.target)
+            return gradients_of(pipeline.named_parameters())
+
+    for plain, again in zip(on_ranks(2, run), on_ranks(2, run, ps.with_recompute), strict=True):
+        assert_same(again, plain)

@@ -152,6 +152,9 @@ class CarryPart(ForwardPart):
         """Return the part for the same slice: it takes what it took, and what it leaves is there already."""
         part = copy(self)
         part._runs_again = True
+        # Leaves of its own: a hook that a layer registered on one in the first run would be called by its backward too.
+        part._values = list(map(as_graph_leaves, self._values))
+        part._leaves = list(map(needing_gradient, part._values))
         return part
 
     def _begin(self, *, keeps: bool) -> None:

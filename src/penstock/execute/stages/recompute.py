@@ -28,6 +28,7 @@ from penstock.execute.stages.passes import Inputs, Keywords, SavedForward, Stage
 from penstock.execute.stages.stage import modules_of
 from penstock.execute.step import Step
 from penstock.execute.undocumented import version_of
+from penstock.execute.values.tree import map_leaves
 from penstock.execute.values.version_guard import VersionGuard
 
 _LOSS_CHANGES = (
@@ -110,8 +111,9 @@ class Recomputation:
         buffers = self._copier.copies(self._modules(step))
         before = VersionGuard.of((inputs, keywords, target))
         parts = passes.begin_parts(step, place)
+        first_inputs, first_keywords = _as_other_leaves((inputs, keywords))
         with saved_tensors_hooks(_drop, _refuse):
-            outputs, deferred = passes.run_layers(parts, inputs, keywords)
+            outputs, deferred = passes.run_layers(parts, first_inputs, first_keywords)
         _refuse_changed(before)
         passes.finish(step, place, parts, inputs, outputs, deferred)  # refuses what cannot be trained now, not in R
         if passes.options.is_last and before.is_changed:
@@ -160,6 +162,24 @@ def on_copied_buffers(modules: Sequence[nn.Module], kept: Copies) -> Iterator[No
     finally:
         for where, buffer in found.items():
             setattr(*where, buffer)
+
+
+def _as_other_leaves(arguments: Any) -> Any:
+    """Return the arguments of a forward with other leaves over the same memory for those that need a gradient.
+
+    A hook that a layer registers on one of its inputs stays on that tensor. Of the two runs of a forward the first one
+    must leave none on the leaves of the second: the backward would call it twice.
+    """
+    leaves: dict[int, Tensor] = {}
+
+    def other(leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and leaf.requires_grad):
+            return leaf
+        if id(leaf) not in leaves:  # two arguments may be one tensor
+            leaves[id(leaf)] = leaf.detach().requires_grad_()
+        return leaves[id(leaf)]
+
+    return map_leaves(other, arguments)
 
 
 def _buffers(modules: Sequence[nn.Module]) -> dict[Where, Tensor]:
