@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.admission import Batch
@@ -87,6 +87,10 @@ class StepLosses:
             return None
         weighted = loss * factor
         return weighted if self.scale is None else apply_scale(self.scale, weighted)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of a loss function that is a module; empty for a plain function."""
+        return [*self.loss.parameters()] if isinstance(self.loss, nn.Module) else []
 
     def forgetting(self) -> "StepLosses":
         """Return the same rules with nothing noted: for forwards that run again."""

@@ -41,7 +41,7 @@ class SavedForward:
     edges: list[GradientEdge]
     """Where the gradients of the outputs that need one enter the graph; empty once the input gradients are computed."""
     loss_gradients: list[Tensor]
-    """On a last stage, the gradient of the loss."""
+    """On a last stage, the gradient of the loss, or of the outputs whose loss weighs nothing."""
     deferred: DeferredWeights | None = None
     """Of a forward whose backward is to run in two parts, what the first leaves for the second."""
     parts: Sequence[ForwardPart] = ()
@@ -155,9 +155,13 @@ class StagePasses:
             loss = self._loss(step, place, parts, outputs)
             if not self.options.is_training:
                 return None
-            saved = self._saved(parts, inputs, loss, deferred)
+            # A loss that weighs nothing may be NaN, so no backward runs through it. What it is computed from gets zeros
+            # instead, and with it all stages before: where a whole step weighs nothing, no parameter is left with None.
+            roots = needing_gradient((outputs, step.losses.parameters()) if loss is None else loss)
+            saved = self._saved(parts, inputs, roots, deferred)
             self._require_training(step, saved, loss)
-            saved.loss_gradients = [torch.ones_like(root) for root in needing_gradient(loss)]
+            fill = torch.zeros_like if loss is None else torch.ones_like
+            saved.loss_gradients = [fill(root) for root in roots]
             return saved
         return self._saved(parts, inputs, outputs, deferred) if self.options.is_training else None
 
