@@ -96,9 +96,10 @@ class CheckpointWriter:
 
         Raises:
             NotSaved: on every rank, where something cannot be saved, or this or the last one cannot be written.
-            PipelineError: a rank is lost.
+            PipelineError: a rank is lost, or copies of a tied parameter have drifted apart.
         """
         self.finish()
+        self._pipeline.require_equal_copies()
         control, given = self._pipeline.control, dict(extra or {})
 
         def describe() -> tuple[int, str, dict[str, Any]]:

@@ -13,6 +13,7 @@ from torch import nn
 from penstock.errors import ConfigError, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import SetupReport, require_equal
+from penstock.execute.parameters.tied import copy_digests, require_equal_digests
 from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.replicas.whole_state import WholeState, deal_out, send_rows
 from penstock.execute.stages.assemble import Assembly
@@ -85,12 +86,14 @@ class ModelPart:
 
         Raises:
             ConfigError: there is no rank `on_rank`.
+            PipelineError: copies of a tied parameter have drifted apart.
             PeerLost, DeadlineExceeded: a rank does not come.
         """
         own = own_state(self.stages)
         if on_rank is None:
             return own
         self._agree(on_rank=on_rank)
+        self.require_equal_copies()
         places = self._control.places
         if places.data is not None and places.replica > 0:
             send_rows(own, places.data)
@@ -166,6 +169,23 @@ class ModelPart:
                 "error_if_nonfinite=False to leave them as they are"
             )
         return torch.tensor(norm, dtype=torch.float64)
+
+    def require_equal_copies(self) -> None:
+        """Make sure that all copies of each tied parameter are equal bit for bit; every rank calls it.
+
+        Saving does, and so do the first two training steps and each 100th after the first (`check_batches`).
+
+        Raises:
+            PipelineError: on every rank, naming the parameter and two ranks whose copies differ.
+            PeerLost, DeadlineExceeded: a rank does not come.
+        """
+        places = self._control.places
+        everyone = self._control.together(lambda: copy_digests(self._assembly.tied_copies))
+        for replica in range(
+            places.num_replicas
+        ):  # each for itself: with shards, those of replicas are different parts
+            ranks = places.replica_of(replica)
+            require_equal_digests([everyone[rank] for rank in ranks], self._control.names.select(ranks))
 
     def _agree(self, **given: Any) -> None:
         """Refuse arguments that are wrong, or not the same, on any rank, on all of them at once."""

@@ -24,6 +24,7 @@ from penstock.execute.observing.observer import observing
 from penstock.execute.observing.recorder import Recording, StepRecording
 from penstock.execute.observing.selection import Observers
 from penstock.execute.outputs import collect_outputs, merged_outputs, output_rank
+from penstock.execute.parameters.tied import copy_digests
 from penstock.execute.run import run_step
 from penstock.execute.session import Session
 from penstock.execute.stages.auxiliary import Auxiliary
@@ -63,6 +64,8 @@ class Runner:
             stream_rules=options.stream_rules(),
             checks_values=options.check_batches,
             weigh=session.losses.weigh if places.num_replicas > 1 else None,
+            # With debug="values" an observer compares the copies themselves, before every step.
+            digest_copies=lambda: () if options.debug == "values" else copy_digests(session.parameters.copies),
             read=options.clock.read,
         )
         self._exchange = LossExchange(control, device)

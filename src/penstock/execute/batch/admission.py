@@ -25,6 +25,7 @@ from penstock.execute.control.agreement import (
     refusing,
 )
 from penstock.execute.control.collectives import Control
+from penstock.execute.parameters.tied import CopyDigest
 from penstock.execute.replicas.agreement import agree_across, refuse_across
 from penstock.execute.values.tree import flatten
 
@@ -86,6 +87,8 @@ class Admission:
     checks_values: bool = True
     weigh: Callable[[Batch, AgreedStep], BatchWeight] | None = None
     """Says what a batch weighs against those of the other replicas."""
+    digest_copies: Callable[[], Sequence[CopyDigest]] = tuple
+    """Returns the digests of this rank's copies of tied parameters, which change in training steps."""
     read: Callable[[], float] = time.monotonic
     """The clock that times waits for data."""
     _copies: HostToDevice | None = field(init=False)
@@ -132,6 +135,7 @@ class Admission:
             extra=call.extra,
             position=None if reader is None else reader.stream.position,
             values=() if values is None else values.digests(),
+            copies=self.digest_copies() if refusal is None and self._compares_copies(mode) else (),
             **({} if refusal is None else refusing(refusal)),
             **proposed,
         )
@@ -193,6 +197,14 @@ class Admission:
     def _is_due(self, mode: Mode) -> bool:
         """Whether the values of a batch are compared."""
         return self._num_admitted[mode.is_training] % VALUES_EVERY == 0
+
+    def _compares_copies(self, mode: Mode) -> bool:
+        """Whether copies of tied parameters are compared: in the steps whose batches are, and in the second one.
+
+        Ranks that treat copies differently come to differ with their first optimizer step, which shows there.
+        """
+        is_due = self._is_due(mode) or self._num_admitted[mode.is_training] == 1
+        return self.checks_values and mode.is_training and is_due
 
     def _whole(self, call: StepRequest, mode: Mode) -> Batch:
         self._check(call)

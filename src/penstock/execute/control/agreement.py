@@ -12,6 +12,7 @@ from typing import Any, Self, cast
 from penstock.errors import EndOfData, PenstockError, StepRefused
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import Rule, fix, require_equal, rules_of
+from penstock.execute.parameters.tied import CopyDigest, require_equal_digests
 from penstock.execute.transport.rank_names import RankNames
 
 _DIGEST_BYTES = 7
@@ -97,6 +98,8 @@ class StepProposal:
     wants_outputs: bool = False
     values: Sequence[int] = ()
     """Digests of the values of inputs, keyword arguments and target; empty where they are not compared."""
+    copies: Sequence[CopyDigest] = ()
+    """Digests of the rank's copies of tied parameters; empty where they are not compared."""
     attempt: int = 0
     """How many steps the rank had begun before, those that failed or were refused included."""
     trained: int = 0
@@ -202,6 +205,7 @@ def agree_on_step(control: Control, own: StepProposal) -> list[StepProposal]:
         for name, use in _USES.items():
             _require_where_taken(proposals, name, use, control.names)
     _refuse_together(proposals, control)
+    require_equal_digests([proposal.copies for proposal in proposals], control.names, StepRefused)
     return proposals
 
 

@@ -14,7 +14,7 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.observing.log import log_norms
 from penstock.execute.observing.observer import Observer
 from penstock.execute.parameters.gradient_store import dense_gradient
-from penstock.execute.parameters.tied import TiedCopy
+from penstock.execute.parameters.tied import TREAT_COPIES_ALIKE, TiedCopy
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport
@@ -82,8 +82,8 @@ def _require_equal(transport: Transport, owner: int, mine: Tensor, what: str) ->
     difference = (mine.double() - theirs.double()).abs()
     raise PipelineError(
         f"the copies of {what} on ranks {owner} and {own} differ by up to {float(difference.max()):.6g}, in "
-        f"{int((mine != theirs).sum())} of {mine.numel()} values; they must stay equal bit for bit. Change a parameter "
-        "in the same way on every rank that holds it: the same optimizer, learning rate and clipping",
+        f"{int((mine != theirs).sum())} of {mine.numel()} values; they must stay equal bit for bit. "
+        f"{TREAT_COPIES_ALIKE}",
         rank=own,
         peer=owner,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from penstock.errors import PartitionError
+from penstock.errors import PartitionError, PipelineError
 from penstock.execute.parameters.gradient_store import StoredGradients
 from penstock.execute.parameters.gradient_sums import sum_over
 from penstock.execute.replicas.first_replica import SavedBuffers
@@ -88,6 +88,61 @@ class TiedCopy:
             received = torch.empty_like(value, memory_format=torch.contiguous_format)
             transport.wait(transport.post_receive(owner, received))
             value.copy_(received)
+
+
+CopyDigest = tuple[int, int, str, int]
+"""Tied group, place of the parameter in it, its name on the rank, and the digest of its values."""
+
+
+def copy_digests(copies: Mapping[int, TiedCopy]) -> list[CopyDigest]:
+    """Return the digests of this rank's copies of tied parameters, for `require_equal_digests`."""
+    return [
+        (group, place, name, _bits_of(local_part(parameter.detach())))
+        for group, copy in copies.items()
+        for place, (name, parameter) in enumerate(copy.parameters.items())
+        if _has_plain_bits(parameter)
+    ]
+
+
+def require_equal_digests(
+    everyone: Sequence[Sequence[CopyDigest]], names: RankNames, fails_as: type[PipelineError] = PipelineError
+) -> None:
+    """Make sure that all holders of a tied parameter hold the same values; `everyone` has the digests of each rank.
+
+    Raises:
+        PipelineError: `fails_as`, on every rank alike, naming the parameter and the ranks.
+    """
+    first: dict[tuple[int, int], tuple[int, str, int]] = {}
+    for rank, copies in enumerate(everyone):
+        for group, place, name, bits in copies:
+            owner, owner_name, expected = first.setdefault((group, place), (rank, name, bits))
+            if bits != expected:
+                raise fails_as(
+                    f"{names[owner]} holds {owner_name!r}, and {names[rank]} its copy {name!r}, whose values differ; "
+                    f"copies of a tied parameter must stay equal bit for bit. {TREAT_COPIES_ALIKE}",
+                    rank=names.numbers[rank],
+                )
+
+
+TREAT_COPIES_ALIKE = (
+    "Change a parameter in the same way on every rank that holds it: the same optimizer, learning rate, weight decay "
+    "and clipping. Where these are chosen by names, choose by pipeline.owner_names.get(name, name)"
+)
+
+
+def _has_plain_bits(tensor: Tensor) -> bool:
+    plain = local_part(tensor.detach())
+    return type(plain) is Tensor and plain.layout is torch.strided and not (plain.is_quantized or plain.is_meta)
+
+
+def _bits_of(tensor: Tensor) -> int:
+    """Return the sum of all elements' bits as whole numbers, modulo 2**64.
+
+    It is computed where the tensor lies, in one pass and without a copy, and does not depend on the order of the sum.
+    """
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.element_size()]
+    return int(real.resolve_neg().view(whole).sum(dtype=torch.int64))
 
 
 def refuse_renormalized(named_layers: Iterable[tuple[str, nn.Module]], copies: Iterable[TiedCopy]) -> None:
