@@ -12,8 +12,9 @@ from torch import nn
 
 from penstock.errors import ConfigError, PipelineError
 from penstock.execute.control.collectives import Control
+from penstock.execute.control.copy_digests import require_equal_digests
 from penstock.execute.control.handshake import SetupReport, require_equal
-from penstock.execute.parameters.tied import copy_digests, require_equal_digests
+from penstock.execute.parameters.tied import copy_digests
 from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.replicas.whole_state import WholeState, deal_out, send_rows
 from penstock.execute.stages.assemble import Assembly

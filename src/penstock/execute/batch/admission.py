@@ -25,7 +25,7 @@ from penstock.execute.control.agreement import (
     refusing,
 )
 from penstock.execute.control.collectives import Control
-from penstock.execute.parameters.tied import CopyDigest
+from penstock.execute.control.copy_digests import CopyDigest
 from penstock.execute.replicas.agreement import agree_across, refuse_across
 from penstock.execute.values.tree import flatten
 

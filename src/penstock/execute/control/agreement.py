@@ -11,8 +11,8 @@ from typing import Any, Self, cast
 
 from penstock.errors import EndOfData, PenstockError, StepRefused
 from penstock.execute.control.collectives import Control
+from penstock.execute.control.copy_digests import CopyDigest, require_equal_digests
 from penstock.execute.control.handshake import Rule, fix, require_equal, rules_of
-from penstock.execute.parameters.tied import CopyDigest, require_equal_digests
 from penstock.execute.transport.rank_names import RankNames
 
 _DIGEST_BYTES = 7

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
+from penstock.execute.control.copy_digests import TREAT_COPIES_ALIKE
 from penstock.execute.observing.log import log_norms
 from penstock.execute.observing.observer import Observer
 from penstock.execute.parameters.gradient_store import dense_gradient
-from penstock.execute.parameters.tied import TREAT_COPIES_ALIKE, TiedCopy
+from penstock.execute.parameters.tied import TiedCopy
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.step import Step
 from penstock.execute.transport.protocol import Transport

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from penstock.errors import PartitionError, PipelineError
+from penstock.errors import PartitionError
+from penstock.execute.control.copy_digests import CopyDigest
 from penstock.execute.parameters.gradient_store import StoredGradients
 from penstock.execute.parameters.gradient_sums import sum_over
 from penstock.execute.replicas.first_replica import SavedBuffers
@@ -90,10 +91,6 @@ class TiedCopy:
             value.copy_(received)
 
 
-CopyDigest = tuple[int, int, str, int]
-"""Tied group, place of the parameter in it, its name on the rank, and the digest of its values."""
-
-
 def copy_digests(copies: Mapping[int, TiedCopy]) -> list[CopyDigest]:
     """Return the digests of this rank's copies of tied parameters, for `require_equal_digests`."""
     return [
@@ -102,32 +99,6 @@ def copy_digests(copies: Mapping[int, TiedCopy]) -> list[CopyDigest]:
         for place, (name, parameter) in enumerate(copy.parameters.items())
         if _has_plain_bits(parameter)
     ]
-
-
-def require_equal_digests(
-    everyone: Sequence[Sequence[CopyDigest]], names: RankNames, fails_as: type[PipelineError] = PipelineError
-) -> None:
-    """Make sure that all holders of a tied parameter hold the same values; `everyone` has the digests of each rank.
-
-    Raises:
-        PipelineError: `fails_as`, on every rank alike, naming the parameter and the ranks.
-    """
-    first: dict[tuple[int, int], tuple[int, str, int]] = {}
-    for rank, copies in enumerate(everyone):
-        for group, place, name, bits in copies:
-            owner, owner_name, expected = first.setdefault((group, place), (rank, name, bits))
-            if bits != expected:
-                raise fails_as(
-                    f"{names[owner]} holds {owner_name!r}, and {names[rank]} its copy {name!r}, whose values differ; "
-                    f"copies of a tied parameter must stay equal bit for bit. {TREAT_COPIES_ALIKE}",
-                    rank=names.numbers[rank],
-                )
-
-
-TREAT_COPIES_ALIKE = (
-    "Change a parameter in the same way on every rank that holds it: the same optimizer, learning rate, weight decay "
-    "and clipping. Where these are chosen by names, choose by pipeline.owner_names.get(name, name)"
-)
 
 
 def _has_plain_bits(tensor: Tensor) -> bool:
