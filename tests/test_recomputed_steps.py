@@ -339,7 +339,7 @@ class Reversing(Around):
         return self.inner(x + prompt)
 
 
-# Two stages of a rank are given one prompt, on which both leave hooks; whose backward sees which goes by the order.
+# Two stages of a rank are given one prompt, on which both leave hooks: the order of backwards says which sees which.
 @pytest.mark.parametrize(
     ("schedule", "has_prompt"),
     [("1f1b", True), ("gpipe", True), ("zb-h1", True), ("interleaved-1f1b", False), ("zbv", False)],

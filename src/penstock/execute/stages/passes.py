@@ -155,8 +155,8 @@ class StagePasses:
             loss = self._loss(step, place, parts, outputs)
             if not self.options.is_training:
                 return None
-            # A loss that weighs nothing may be NaN, so no backward runs through it. What it is computed from gets zeros
-            # instead, and with it all stages before: where a whole step weighs nothing, no parameter is left with None.
+            # A loss that weighs nothing may be NaN, so no backward runs through it. Its outputs and its parameters get
+            # zeros instead, and so do all stages before: a step that weighs nothing leaves no parameter with None.
             roots = needing_gradient((outputs, step.losses.parameters()) if loss is None else loss)
             saved = self._saved(parts, inputs, roots, deferred)
             self._require_training(step, saved, loss)

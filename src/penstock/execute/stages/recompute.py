@@ -111,9 +111,9 @@ class Recomputation:
         buffers = self._copier.copies(self._modules(step))
         before = VersionGuard.of((inputs, keywords, target))
         parts = passes.begin_parts(step, place)
-        first_inputs, first_keywords = _as_other_leaves((inputs, keywords))
+        first_inputs = _as_other_leaves(inputs) if passes.options.is_first else inputs
         with saved_tensors_hooks(_drop, _refuse):
-            outputs, deferred = passes.run_layers(parts, first_inputs, first_keywords)
+            outputs, deferred = passes.run_layers(parts, first_inputs, _as_other_leaves(keywords))
         _refuse_changed(before)
         passes.finish(step, place, parts, inputs, outputs, deferred)  # refuses what cannot be trained now, not in R
         if passes.options.is_last and before.is_changed:
@@ -133,6 +133,8 @@ class Recomputation:
         """
         _refuse_changed(checkpoint.called_with)
         passes, inputs, parts = self._passes, checkpoint.arguments, checkpoint.parts
+        if not passes.options.is_first:
+            inputs = _as_other_leaves(inputs)
         with on_copied_buffers(self._modules(step), checkpoint.buffers):
             outputs, deferred = passes.run_layers(parts, inputs, checkpoint.keywords)
             return passes.finish(step.again(), place, parts, inputs, outputs, deferred)
@@ -167,8 +169,9 @@ def on_copied_buffers(modules: Sequence[nn.Module], kept: Copies) -> Iterator[No
 def _as_other_leaves(arguments: Any) -> Any:
     """Return the arguments of a forward with other leaves over the same memory for those that need a gradient.
 
-    A hook that a layer registers on one of its inputs stays on that tensor. Of the two runs of a forward the first one
-    must leave none on the leaves of the second: the backward would call it twice.
+    A hook that a layer registers on one of its inputs stays on that tensor, and the backward of the second run would
+    call those of the first run too. So the runs have different leaves. The batch and keywords, which are the caller's,
+    belong to the second run, whose backward gives the caller its gradients.
     """
     leaves: dict[int, Tensor] = {}
 
