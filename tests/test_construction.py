@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import construction_plan
-from penstock.errors import ConfigError, PipelineError
+from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import BatchSpec, Replicate, Split
 from penstock.execute.control.collectives import Control
 from penstock.pipeline import Pipeline
@@ -183,16 +182,6 @@ def test_a_pipeline_is_equal_to_one_process_in_whichever_order_messages_arrive()
     expected = task.reference(4)
     found = {seed: difference(on_ranks(3, case, connect=ordered(seed)), expected) for seed in range(8)}
     assert {seed: wrong for seed, wrong in found.items() if wrong} == {}
-
-
-def test_running_ahead_needs_events_of_the_device(monkeypatch):
-    monkeypatch.setattr(construction_plan, "is_queued", lambda device: True)
-
-    with pytest.raises(ConfigError) as caught:
-        Pipeline(float_layers(), "gpipe", 4, square_loss, ranks=1, run_ahead=2)
-
-    text = "run_ahead: devices of kind 'cpu' have no events, by which a host knows how far it is ahead; leave it out"
-    assert str(caught.value) == text
 
 
 def test_ranks_on_devices_of_different_kinds_are_named():

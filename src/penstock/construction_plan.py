@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.execute.accelerator import has_events, is_queued
 from penstock.execute.arguments import (
     describe_function,
     layer_list,
@@ -148,14 +147,8 @@ class Plan:
 
 
 def _device_of(joined: Joined, options: PipelineOptions) -> torch.device:
-    """Return where this rank's stages live. Raises: ConfigError, where options cannot be had there."""
-    device = default_device(joined.process_group) if options.device is None else torch.device(options.device)
-    if options.run_ahead is not None and is_queued(device) and not has_events(device):
-        raise ConfigError(
-            f"devices of kind {device.type!r} have no events, by which a host knows how far it is ahead; leave it out",
-            key="run_ahead",
-        )
-    return device
+    """Return where this rank's stages live."""
+    return default_device(joined.process_group) if options.device is None else torch.device(options.device)
 
 
 def _sharding(joined: Joined, options: PipelineOptions, device: torch.device) -> Sharding:

@@ -38,7 +38,7 @@ class Failing:
     place: str = "forward"
     culprit: int = 1
     num_ranks: int = 3
-    run_ahead: int | None = None
+    run_ahead: int | None = 2
     family: str = "1f1b"
     memory: str = "device"
     """Where batches are, as in `Cell`."""

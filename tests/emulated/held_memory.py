@@ -30,7 +30,7 @@ class Held:
 
     family: str
     num_ranks: int
-    run_ahead: int | None = None
+    run_ahead: int | None = 2
 
     def __str__(self):
         return f"{self.family}, {self.num_ranks} ranks, run_ahead={self.run_ahead}"

@@ -154,7 +154,7 @@ class Cell:
     family: str
     feature: str
     num_ranks: int
-    run_ahead: int | None = None
+    run_ahead: int | None = 2
     record: bool = False
     memory: str = "device"
     """Where batches are: on the device, in the host's memory, or in pinned memory of the host."""

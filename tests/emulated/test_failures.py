@@ -105,4 +105,10 @@ def test_a_kernel_that_fails_on_the_device_is_named(emulated, run_ahead, place):
 
     expect_named(outcome.results, 1)
     assert "bad kernel" in outcome.results[1].text
+    if run_ahead is not None:  # else the host may be anywhere behind the computation
+        failed, of_pair = {"forward": "1F2", "backward": "1B2"}[place], r"\d\w\d or \d\w\d"
+        named = re.search(f"rank 1, ({of_pair}|{failed}):", outcome.results[1].text)
+        assert named is not None, outcome.results[1].text
+        assert failed in named[1]
+        assert f"in {named[1]} it raised" in outcome.results[0].text
     assert "an assertion on the device" in outcome.results[1].text

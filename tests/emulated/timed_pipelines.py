@@ -95,7 +95,7 @@ class Plan:
     num_ranks: int
     num_microbatches: int
     costs: ps.Costs
-    run_ahead: int | None = None
+    run_ahead: int | None = 2
     is_recorded: bool = True
     options: Mapping = field(default_factory=dict)
     """Of the family."""

@@ -112,9 +112,9 @@ class PipelineOptions:
     and copies of parameters equal; norms are logged. Both cost time; the same on every rank."""
     ranges: bool = False
     """Whether every instruction is a named range for torch.profiler, and for NVTX on CUDA."""
-    run_ahead: int | None = None
-    """On a GPU, how many computations the host may have queued that have not ended, receives then waited for by the
-    stream; None: the host waits for each receive."""
+    run_ahead: int | None = 2
+    """On a device with events, as a GPU, how many computations the host may have queued that have not ended, receives
+    then waited for by the stream; None: the host waits for each receive, as it does on other devices."""
     observers: Sequence[Observer] = ()
     """Further observers of every step: subclasses of `penstock.Observer`."""
     overlap: Overlap | None = None

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 from penstock.errors import PipelineError, StepRefused
+from penstock.execute.accelerator import is_queued
 from penstock.execute.batch.admission import Admission, Batch, StepRequest
 from penstock.execute.compile.programs import CompiledPrograms
 from penstock.execute.control.agreement import AgreedStep, Extra, Mode
@@ -56,7 +57,11 @@ class Runner:
         self._messenger = Messenger(self._observers.messages, device, has_variable_shapes=options.variable_shapes)
         longest_wait_s = COMPILE_DEADLINE_S if self._compilations.has_compiled_layers else options.deadline_s
         self._programs = CompiledPrograms(session, self._messenger, self._observers.of_all_steps, longest_wait_s)
-        self._failures = FailureReporter(places, session.board, self._programs.describe)
+        throttle = self._observers.throttle
+        # Without events a device cannot wait for a message by itself. A CPU computes when it is told to.
+        self._may_lead = options.run_ahead is not None and (throttle is not None or not is_queued(device))
+        rows_of = {} if throttle is None else {"rows_of": throttle.rows_of}
+        self._failures = FailureReporter(places, session.board, self._programs.describe, **rows_of)
         self._admission = Admission(
             control,
             options.batch_rule(session.schedule),
@@ -138,7 +143,7 @@ class Runner:
         if is_training:
             parameters.agree_on_tied(agreed.trained)
         # A recording needs the moments of arrivals, an overlapped pair its inputs before its own streams begin.
-        is_ahead = options.run_ahead is not None and options.overlap is None and call.extra is not Extra.RECORDING
+        is_ahead = self._may_lead and options.overlap is None and call.extra is not Extra.RECORDING
         self._messenger.begin(agreed.signature, follows=is_ahead)
         return agreed, batch
 

@@ -97,8 +97,8 @@ def test_the_first_failure_is_blamed_with_its_traceback():
     boards[0].note_wait(1)
     boards[2].note(6)
     calls = "  File model.py\n    raise ValueError"
-    boards[2].note_failure(Failure("ValueError: planted", "layer 3 (Linear)", "where it is", calls))
-    boards[1].note_failure(Failure("KeyError: 'later'", "", "", "  File other.py"))
+    boards[2].note_failure(Failure("ValueError: planted", "", "layer 3 (Linear)", "where it is", calls))
+    boards[1].note_failure(Failure("KeyError: 'later'", "", "", "", "  File other.py"))
 
     verdict = diagnose(boards[0], describe)
 
@@ -117,7 +117,7 @@ def test_a_verdict_of_another_rank_is_adopted_word_for_word():
     boards[0].note_wait(1)
     boards[2].note_wait(0)
     first = diagnose(boards[0], describe)
-    boards[1].note_failure(Failure("too late to matter", "", "", ""))
+    boards[1].note_failure(Failure("too late to matter", "", "", "", ""))
 
     assert diagnose(boards[2], describe) == first
 
@@ -209,7 +209,7 @@ def test_a_process_is_seen_running_stopped_dead_and_reaped(sleeper):
 
 def test_a_failure_is_blamed_before_the_end_of_the_process_that_followed_it(sleeper):
     boards = boards_of_threads(2)
-    boards[1].note_failure(Failure("MemoryError: planted", "", "", ""))
+    boards[1].note_failure(Failure("MemoryError: planted", "", "", "", ""))
     sleeper.kill()
     sleeper.wait()
     pack_into("<q", boards[1]._memory, SLOT_BYTES, sleeper.pid)
@@ -250,7 +250,7 @@ def wait_until_seen(fault, board):
 
 def misbehave(fault, board):
     if fault == "raise":
-        board.note_failure(Failure("ZeroDivisionError: planted", "", "", "  File model.py"))
+        board.note_failure(Failure("ZeroDivisionError: planted", "", "", "", "  File model.py"))
         return
     if fault in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)

@@ -55,12 +55,12 @@ def test_since_is_the_moment_at_which_the_state_began():
 def test_long_texts_are_cut_and_the_next_slot_stays_whole():
     first, second = boards_of_threads(2)
     second.note(4)
-    first.note_failure(Failure("ä" * TEXT_BYTES, "layer 3", "", "calls"))
+    first.note_failure(Failure("ä" * TEXT_BYTES, "", "layer 3", "", "calls"))
     first.note_stack("s" * TEXT_BYTES * 2)
     first.note_verdict("v" * 100_000)
 
     position = second.read(0)
-    assert position.failure == Failure("ä" * (TEXT_BYTES // 2), "", "", "")
+    assert position.failure == Failure("ä" * (TEXT_BYTES // 2), "", "", "", "")
     assert position.stack == "s" * TEXT_BYTES
     assert position.state is State.FAILED
     assert second.read(1).row == 4
@@ -69,7 +69,7 @@ def test_long_texts_are_cut_and_the_next_slot_stays_whole():
 
 def test_a_failure_is_read_field_by_field_whatever_lines_it_has():
     writer, reader = boards_of_threads(2)
-    failure = Failure("ValueError: planted", "", "where it is", "  File a.py\n\n    raise")
+    failure = Failure("ValueError: planted", "", "", "where it is", "  File a.py\n\n    raise")
     writer.note_failure(failure)
 
     assert reader.read(0).failure == failure

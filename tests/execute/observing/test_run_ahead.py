@@ -5,7 +5,8 @@ from math import inf
 import pytest
 import torch
 
-from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.errors import ConfigError, DeadlineExceeded, PipelineError
+from penstock.execute.observing import run_ahead
 from penstock.execute.observing.observer import observed
 from penstock.execute.observing.run_ahead import Throttle, throttle_for
 from penstock.execute.step import Bound
@@ -95,7 +96,40 @@ def test_a_cpu_is_not_throttled_and_no_limit_throttles_nothing():
 
     assert throttle_for(torch.device("cpu"), 2, transport) is None
     assert throttle_for(CUDA, None, transport) is None
-    assert isinstance(throttle_for(CUDA, 2, transport), Throttle)
+
+
+@pytest.mark.parametrize("has_events", [True, False])
+def test_a_queued_device_is_throttled_where_events_tell_how_far_it_is(monkeypatch, has_events):
+    [transport] = LocalTransport.create(1)
+    monkeypatch.setattr(run_ahead, "has_events", lambda device: has_events)
+
+    assert isinstance(throttle_for(CUDA, 2, transport), Throttle) is has_events
+
+
+def test_an_error_of_the_device_comes_from_the_computations_that_it_has_not_ended():
+    device, program = DeviceStandIn(), lower(build("gpipe", ranks=2, microbatches=4))
+    has_failed = [False]
+    throttle = Throttle(2, device.event, waiting_for(device), lambda: has_failed[0])
+    queued = [row for row in range(*program.offsets[1:3].tolist()) if program.is_compute[row]]
+
+    def compute(step):
+        device.queue(1.0)
+        rows.append(throttle.rows_of(RuntimeError("an assertion in a kernel")))
+
+    rows = []
+    bounds = observed([throttle], program, [Bound(row, compute) for row in queued])
+    first_row = int(program.offsets[1])
+    bounds[0].call(None)
+    has_failed[0] = True
+    for bound in bounds[1:4]:
+        bound.call(None)
+
+    own_rows = [row - first_row for row in queued]
+    assert rows == [[], own_rows[:2], own_rows[1:3], own_rows[2:4]]
+    assert throttle.rows_of(RuntimeError("told later")) == own_rows[2:4]
+    assert throttle.rows_of(PipelineError("of this program")) == []
+    assert throttle.rows_of(DeadlineExceeded("for a peer", peer=1)) == []
+    assert throttle.rows_of(DeadlineExceeded("for the device")) == own_rows[2:3]
 
 
 def test_while_the_device_waits_for_a_peer_its_own_deadline_does_not_count():
@@ -122,8 +156,8 @@ def test_a_limit_that_is_no_count_is_refused(limit):
 def throttled_step_gives_the_same_bits(device):
     task = float_task(8)
     losses = []
-    for run_ahead in (None, 1):
-        pipeline = Pipeline(task.make_layers(), "gpipe", 4, task.loss, device=device, run_ahead=run_ahead)
+    for limit in (None, 1):
+        pipeline = Pipeline(task.make_layers(), "gpipe", 4, task.loss, device=device, run_ahead=limit)
         losses.append(pipeline.step(*[each.to(device) for each in task.inputs], target=task.target.to(device)).loss)
 
     assert torch.equal(*losses)

@@ -54,9 +54,12 @@ class Notes:
     def __init__(self):
         self.found = []
         self.failed_peer = None
+        self.row = 0
+        self.rows = []
 
-    def note_wait(self, peer):
+    def note_wait(self, peer, row=None):
         self.found.append(peer)
+        self.rows.append(row)
 
     def note_run(self):
         self.found.append("runs")
@@ -128,6 +131,26 @@ def test_the_time_against_a_peer_begins_when_the_device_has_come_to_the_receive(
     assert (error.rank, error.peer) == (1, 1)
     assert "rank 0: waited to receive message 10 from rank 1 for 2.10 s, the deadline is 2 s" in str(error)
     assert notes.found == [1]
+
+
+@pytest.mark.parametrize("is_late", [True, False], ids=["late", "given up"])
+def test_a_wait_in_vain_belongs_to_the_instruction_that_needs_the_message(is_late):
+    device, notes = Device(), Notes()
+    notes.row = 7  # where the host was when it let the device wait
+    queue = queue_of(device, Work(), notes=notes)
+    notes.row = 9
+    device.now_s, device.num_reached = 100.0, 1
+    assert queue.is_held_up()
+    assert queue.missed_row is None
+
+    device.now_s = 103.0 if is_late else 100.5
+    notes.failed_peer = None if is_late else 1
+    error_of(queue.is_held_up)
+
+    assert notes.rows == [7]
+    assert queue.missed_row == 7
+    queue.forget()
+    assert queue.missed_row is None
 
 
 def test_each_peer_has_the_whole_deadline():
@@ -393,7 +416,7 @@ class Following:
 
 
 @pytest.mark.parametrize(
-    ("options", "is_followed"), [({}, False), ({"run_ahead": 2}, True), ({"run_ahead": 2, "debug": "messages"}, False)]
+    ("options", "is_followed"), [({"run_ahead": None}, False), ({}, True), ({"debug": "messages"}, False)]
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_only_with_run_ahead_a_step_follows_its_receives_and_the_bits_are_the_same(schedule, options, is_followed):

@@ -180,6 +180,8 @@ def _why(position: RankPosition, describe: Describe) -> str:
 def place_of(position: RankPosition, describe: Describe) -> str:
     """Say where in a step a rank is, with the preposition: `in 2F1`."""
     doing = "compiling " if position.state is State.COMPILING else ""
+    if position.failure is not None and position.failure.instructions:
+        return f"in {position.failure.instructions}"
     if position.row >= 0:
         instruction = describe(position.rank, position.row)
         return f"{doing}in {instruction}" if instruction else f"{doing}at the end of its step"

@@ -9,6 +9,8 @@ messages may be given up by another thread than the step's own.
 import threading
 import traceback
 import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch.utils.checkpoint import CheckpointError
 
@@ -32,9 +34,17 @@ _OTHER_RECOMPUTE = (
 class FailureReporter:
     """The position board and the watchdog of one rank, and the errors made from them."""
 
-    def __init__(self, places: Places, board: PositionBoard, describe: Describe) -> None:
+    def __init__(
+        self,
+        places: Places,
+        board: PositionBoard,
+        describe: Describe,
+        rows_of: Callable[[BaseException], Sequence[int]] = lambda error: (),
+    ) -> None:
+        """`rows_of` returns the rows of this rank that an error may come from; none: it is from the current one."""
         self._places = places
         self._describe = describe
+        self._rows_of = rows_of
         self.board = board
         places.watch(board)
         self._unblocking = _Unblocking(places)
@@ -77,11 +87,17 @@ class FailureReporter:
         error = self._unblocking.end() or error
         waited = _own_wait(error)
         position = self.board.read(self.board.rank)  # before the state becomes FAILED
+        queue = device_queue_of(self._places.pipeline)
+        if queue is not None and queue.missed_row is not None:
+            position = replace(position, row=queue.missed_row)
+        instructions = " or ".join(
+            self._describe(self.board.rank, row) for row in self._rows_of(error) or [position.row] if row >= 0
+        )
         if waited is None:
             summary = f"{type(error).__name__}: {error}".partition("\n")[0]  # whatever else the error says
             calls = "".join(traceback.format_exception(error, limit=-NUM_CALLS))
             finding = error.finding if isinstance(error, PipelineError) else ""
-            self.board.note_failure(Failure(summary, noted_place(error), finding, calls))
+            self.board.note_failure(Failure(summary, instructions, noted_place(error), finding, calls))
         peer = None if waited is None else waited.peer
         try:
             verdict = diagnose(self.board, self._describe, peer=peer)
@@ -89,16 +105,15 @@ class FailureReporter:
             # Last. It wakes the ranks that wait for this one, and they look for a culprit: by now they find this rank's
             # failure, or a verdict to adopt, and not a rank that has just gone quiet.
             self._places.abort()
-        return self._error(error, position, verdict)
+        return self._error(error, position, instructions, verdict)
 
     def close(self) -> None:
         """Leave the pipeline."""
         self._watchdog.stop()
         self.board.note_state(State.DONE)
 
-    def _error(self, error: BaseException, position: RankPosition, verdict: Verdict) -> PipelineError:
+    def _error(self, error: BaseException, position: RankPosition, instruction: str, verdict: Verdict) -> PipelineError:
         rank = self.board.rank
-        instruction = self._describe(rank, position.row) if position.row >= 0 else ""
         waited = _own_wait(error)
         if waited is None:
             words = self._own_words(error, instruction, verdict)

@@ -72,6 +72,8 @@ class Failure(NamedTuple):
 
     summary: str
     """One line."""
+    instructions: str = ""
+    """Its instructions, in one of which a device has failed that the host was ahead of; else nothing."""
     place: str = ""
     """In what of the user's code, or nothing."""
     finding: str = ""
@@ -152,10 +154,11 @@ class PositionBoard:
         self.names, self.name = names, names.of_number(rank)
         self.num_ranks = len(names.numbers)
         self.epoch = 0
+        self.row = -1
+        """Index of this rank's current instruction; -1 before the first one of a step."""
         self._memory = memory
         self._slot = rank * SLOT_BYTES
         self._position_at = self._slot + POSITION_AT
-        self._row = -1
         self._step = -1
         self._base = IDLE
         self.note_idle()
@@ -169,35 +172,39 @@ class PositionBoard:
 
     def note(self, row: int) -> None:
         """Say that the instruction of this row begins."""
-        self._row = row
+        self.row = row
         self._base = RUNNING  # where `note_run` returns to: a rank may also wait outside of steps
         POSITION.pack_into(self._memory, self._position_at, RUNNING, row, NO_PEER, time.monotonic())
 
-    def note_wait(self, peer: int) -> None:
-        """Say that this rank waits for a peer, in its current instruction or outside of steps."""
-        POSITION.pack_into(self._memory, self._position_at, WAITING, self._row, peer, time.monotonic())
+    def note_wait(self, peer: int, row: int | None = None) -> None:
+        """Say that this rank waits for a peer, in the instruction of this row; None: in the current one, or in none.
+
+        A host may be ahead of its device, which waits for what an earlier instruction needs.
+        """
+        waiting_row = self.row if row is None else row
+        POSITION.pack_into(self._memory, self._position_at, WAITING, waiting_row, peer, time.monotonic())
 
     def note_run(self) -> None:
         """Say that this rank goes on after a wait."""
-        POSITION.pack_into(self._memory, self._position_at, self._base, self._row, NO_PEER, time.monotonic())
+        POSITION.pack_into(self._memory, self._position_at, self._base, self.row, NO_PEER, time.monotonic())
 
     def note_step(self, step: int) -> None:
         """Say that a step begins."""
         self._step = step
-        self._row = -1
+        self.row = -1
         self._base = RUNNING
         self.note_state(State.RUNNING)
 
     def note_idle(self) -> None:
         """Say that a step is over."""
-        self._row = -1
+        self.row = -1
         self._base = IDLE
         self.note_state(State.IDLE)
 
     def note_state(self, state: State) -> None:
         """Say what this rank does: it has left the pipeline for good (DONE), or compiles, until `note_run`."""
         IDENTITY.pack_into(self._memory, self._slot, os.getpid(), self.epoch, self._step)
-        POSITION.pack_into(self._memory, self._position_at, state, self._row, NO_PEER, time.monotonic())
+        POSITION.pack_into(self._memory, self._position_at, state, self.row, NO_PEER, time.monotonic())
 
     def note_failure(self, failure: Failure) -> None:
         """Say what this rank's own work raised; not for errors that only report what a peer did."""
@@ -240,7 +247,7 @@ class PositionBoard:
             row=row,
             peer=peer if state == State.WAITING else None,
             since_s=since_s,
-            failure=Failure(*failure.split(SEPARATOR)[:4]) if failure else None,
+            failure=Failure(*failure.split(SEPARATOR)[:5]) if failure else None,
             stack=stack,
             verdict=verdict,
             verdict_s=verdict_s,

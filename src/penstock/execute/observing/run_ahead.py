@@ -1,4 +1,4 @@
-"""`Throttle`: bounds how far a host is ahead of its device.
+"""`Throttle`: bounds how far a host is ahead of its device, and knows what the device has not ended.
 
     limit 2    F0 F1 F2 (waits for the end of F0 on the device) F3 (of F1) ...
 
@@ -14,10 +14,13 @@ from functools import partial
 
 import torch
 
-from penstock.execute.accelerator import is_queued, make_event
+from penstock.errors import DeadlineExceeded, PenstockError
+from penstock.execute.accelerator import has_events, is_queued, make_event
+from penstock.execute.lost_device import has_failed
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.device_queue import WaitForDevice, await_device, held_up_of
+from penstock.execute.transport.links import never
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.operations import IS_COMPUTE
 from penstock.ir.program import Program
@@ -26,33 +29,62 @@ from penstock.ir.program import Program
 class Throttle(Observer):
     """Lets at most `limit` computations of one rank be queued and not ended."""
 
-    def __init__(self, limit: int, make_marker: Callable[[], torch.Event], wait: WaitForDevice) -> None:
+    def __init__(
+        self,
+        limit: int,
+        make_marker: Callable[[], torch.Event],
+        wait: WaitForDevice,
+        has_failed: Callable[[], bool] = never,
+    ) -> None:
+        """`has_failed` says whether the device runs nothing any more."""
         self._limit = limit
+        self._has_failed = has_failed
         self._make_marker = make_marker
         self._await = wait
-        self._pending: deque[torch.Event] = deque()
+        self._pending: deque[tuple[int, torch.Event]] = deque()
+        """Row and end of each computation that has been queued."""
+        self._current_row: int | None = None
+        """Row of the computation that is being queued."""
 
     def begin(self, step: Step) -> None:
         self._pending.clear()  # of an earlier step that failed
+        self._current_row = None
 
     def around(self, program: Program, bound: Bound) -> Around | None:
         computes = bound.awaits is None and IS_COMPUTE[program.op[bound.row]]
-        return self._holding_back if computes else None
+        first_row = max(row for row in program.offsets.tolist() if row <= bound.row)
+        return partial(self._holding_back, bound.row - first_row) if computes else None
+
+    def rows_of(self, error: BaseException) -> list[int]:
+        """Return the rows of the computations that an error may come from, counted from the rank's first.
+
+        A device tells its host later, amid another instruction, that a computation has failed. For all other errors the
+        list is empty: they come from the instruction that the host runs.
+        """
+        unended_rows = [row for row, _ in self._pending]
+        if isinstance(error, DeadlineExceeded):
+            return unended_rows[:1] if error.peer is None else []
+        if isinstance(error, PenstockError) or not self._has_failed():
+            return []
+        return [*unended_rows, *([] if self._current_row is None else [self._current_row])]
 
     @contextmanager
-    def _holding_back(self, step: Step) -> Iterator[None]:
+    def _holding_back(self, row: int, step: Step) -> Iterator[None]:
         while len(self._pending) >= self._limit:
-            self._await(self._pending.popleft().query)
+            self._await(self._pending[0][1].query)
+            self._pending.popleft()
+        self._current_row = row
         yield
         marker = self._make_marker()
         marker.record()
-        self._pending.append(marker)
+        self._pending.append((row, marker))
+        self._current_row = None
 
 
 def throttle_for(device: torch.device, limit: int | None, transport: Transport) -> Throttle | None:
-    """Return what bounds the host's lead on a device; None where nothing is to be bounded."""
-    if limit is None or not is_queued(device):
+    """Return what bounds the host's lead on a device; None where nothing is to be bounded, or no event tells it."""
+    if limit is None or not (is_queued(device) and has_events(device)):
         return None
     rank, deadline_s = transport.rank, transport.deadline_s
     wait = partial(await_device, rank=rank, deadline_s=deadline_s, is_held_up=held_up_of(transport))
-    return Throttle(limit, partial(make_event, device), wait)
+    return Throttle(limit, partial(make_event, device), wait, partial(has_failed, device))

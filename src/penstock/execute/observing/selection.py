@@ -26,7 +26,7 @@ from penstock.execute.observing.memory_report import MemoryWatch
 from penstock.execute.observing.observer import Observer
 from penstock.execute.observing.ranges import Ranges
 from penstock.execute.observing.recorder import StepRecording, recorder_for
-from penstock.execute.observing.run_ahead import throttle_for
+from penstock.execute.observing.run_ahead import Throttle, throttle_for
 from penstock.execute.observing.shared_buffers import SharedBuffers
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.transport.messages import Messenger
@@ -39,6 +39,8 @@ class Observers:
 
     of_all_steps: Sequence[Observer]
     """The innermost first."""
+    throttle: Throttle | None
+    """The bound of the host's lead on its device; None where the host waits for each receive."""
     messages: Messages
     """The transport that the messages of a step take: the observer that checks them, if any does."""
 
@@ -70,8 +72,8 @@ class Observers:
             self.messages = checked
         if ranges:
             found.append(Ranges(device))
-        throttle = throttle_for(device, run_ahead, transport)
-        self.of_all_steps = [*found, *own, *([] if throttle is None else [throttle])]
+        self.throttle = throttle_for(device, run_ahead, transport)
+        self.of_all_steps = [*found, *own, *([] if self.throttle is None else [self.throttle])]
 
     def of_step(
         self, extra: Extra, program: Program, messenger: Messenger, memory: MemoryWatch | None = None

@@ -42,6 +42,8 @@ class _Followed:
     ticket: Ticket
     message: QueuedMessage
     reached: torch.Event
+    row: int
+    """Index of the instruction that needs it."""
 
 
 class DeviceQueue:
@@ -66,6 +68,8 @@ class DeviceQueue:
         self._seen: tuple[_Followed, float] | None = None
         """The receive that held the device up when another thread looked, and since when."""
         self._observer: WaitObserver | None = None
+        self.missed_row: int | None = None
+        """Index of the instruction whose message the device waited for in vain; None where it did not."""
 
     def watch(self, observer: WaitObserver) -> None:
         """Tell the observer for whom the device waits from now on."""
@@ -84,7 +88,8 @@ class DeviceQueue:
         except RuntimeError as error:
             self.require_device()
             raise peer_lost(self._names, self._transport.rank, ticket, 0.0, str(error)) from error.with_traceback(None)
-        self._followed.append(_Followed(ticket, message, reached))
+        row = -1 if self._observer is None else self._observer.row
+        self._followed.append(_Followed(ticket, message, reached, row))
 
     def has_left(self, ticket: Ticket) -> bool:
         """Look, without blocking, whether a wait for this send would return at once."""
@@ -95,6 +100,7 @@ class DeviceQueue:
         """Look whether the device waits for a peer now. Raises: PeerLost, DeadlineExceeded."""
         error = self._given_up_by_peer(self._waited_s())
         if error is not None:
+            self._miss(self._followed[0] if self._followed else None)
             raise error
         while self._followed and self._has_arrived(self._followed[0]):
             self._followed.popleft()
@@ -103,13 +109,15 @@ class DeviceQueue:
             self._held_up_since_s = None
         if not self._followed or not self._followed[0].reached.query():
             return False
-        ticket = self._followed[0].ticket
+        followed = self._followed[0]
+        ticket = followed.ticket
         if self._held_up_since_s is None:
             self._held_up_since_s = self._read_clock()
             if self._observer is not None:
-                self._observer.note_wait(ticket.peer)
+                self._observer.note_wait(ticket.peer, followed.row)
         waited_s, deadline_s = self._waited_s(), self._transport.deadline_s
         if waited_s >= deadline_s:
+            self._miss(followed)
             raise deadline_exceeded(self._names, self._transport.rank, ticket, waited_s, deadline_s)
         return True
 
@@ -129,8 +137,15 @@ class DeviceQueue:
             self._seen = followed, self._read_clock()
         waited_s, deadline_s = self._read_clock() - self._seen[1], self._transport.deadline_s
         if waited_s >= deadline_s:
+            self._miss(followed)
             return deadline_exceeded(self._names, self._transport.rank, followed.ticket, waited_s, deadline_s)
-        return self._given_up_by_peer(waited_s)
+        error = self._given_up_by_peer(waited_s)
+        if error is not None:
+            self._miss(followed)
+        return error
+
+    def _miss(self, followed: _Followed | None) -> None:
+        self.missed_row = None if followed is None or followed.row < 0 else followed.row
 
     def _given_up_by_peer(self, waited_s: float) -> PeerLost | None:
         """Notice a peer that has given up the step: to abort a communicator wakes nobody at its other end."""
@@ -164,7 +179,7 @@ class DeviceQueue:
     def forget(self) -> None:
         """Forget all receives."""
         self._followed.clear()
-        self._held_up_since_s = self._seen = None
+        self._held_up_since_s = self._seen = self.missed_row = None
 
     def _has_arrived(self, followed: _Followed) -> bool:
         try:
@@ -172,6 +187,7 @@ class DeviceQueue:
         except RuntimeError as error:
             reason = str(error)
         self.require_device()
+        self._miss(followed)
         # Frames live as long as the error, and a work kept alive would keep the connections open.
         raise peer_lost(self._names, self._transport.rank, followed.ticket, self._waited_s(), reason)
 

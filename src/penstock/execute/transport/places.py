@@ -121,8 +121,12 @@ class _ByNumber:
     observer: WaitObserver
     numbers: Sequence[int]
 
-    def note_wait(self, peer: int) -> None:
-        self.observer.note_wait(self.numbers[peer])
+    @property
+    def row(self) -> int:
+        return self.observer.row
+
+    def note_wait(self, peer: int, row: int | None = None) -> None:
+        self.observer.note_wait(self.numbers[peer], row)
 
     def note_run(self) -> None:
         self.observer.note_run()

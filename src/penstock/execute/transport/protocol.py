@@ -41,8 +41,13 @@ class Ticket(NamedTuple):
 class WaitObserver(Protocol):
     """Wants to know for whom a rank waits."""
 
-    def note_wait(self, peer: int) -> None:
-        """A wait for this peer begins."""
+    @property
+    def row(self) -> int:
+        """Index of the rank's current instruction; -1 before the first one of a step."""
+        ...
+
+    def note_wait(self, peer: int, row: int | None = None) -> None:
+        """A wait for this peer begins, for the instruction of this row; None: for the current one."""
         ...
 
     def note_run(self) -> None:

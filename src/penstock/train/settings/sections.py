@@ -116,7 +116,7 @@ class PipelineSection(Section):
     compile: bool | str = False
     """whether torch.compile compiles each layer: true takes Inductor where its compiler is found, else 'aot_eager',
     which makes no kernels; or one of these two by name"""
-    run_ahead: NotNegative = 0
+    run_ahead: NotNegative = 2
     """on GPUs, computations that may be queued and not ended; 0: the host waits for each message"""
 
 
