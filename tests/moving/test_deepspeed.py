@@ -300,8 +300,31 @@ def test_what_deepspeed_takes_and_this_does_not_is_told():
     assert "loss_fn: is missing" in str(error_of(initialize(PipelineModule([nn.Identity()])).train_batch, iter(())))
     assert "loss_fn: is missing" in str(error_of(initialize(PipelineModule([nn.Identity()])).eval_batch, iter(())))
     assert "config: is not read; give gradient_accumulation_steps" in str(error_of(initialize, model(), config={}))
+    assert "seed_layers: is not taken; leave it out" in str(error_of(model, seed_layers=True))
+    assert "engine: is not taken; see docs/moving/deepspeed.md" in str(error_of(model, engine=None))
     optimizer = sgd([nn.Parameter(torch.zeros(1))])
     assert "optimizer: a SGD; give a function" in str(error_of(initialize, model(), optimizer=optimizer))
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "instead"),
+    [
+        (lambda: model(), "parameters", "ask engine.parameters()"),
+        (lambda: model(), "train", "see docs/moving/deepspeed.md"),
+        (
+            lambda: initialize(model()),
+            "save_checkpoint",
+            "ps.save_checkpoint(folder, engine.pipeline, engine.optimizer",
+        ),
+        (lambda: initialize(model()), "backward", "train_batch runs forward, backward and the optimizer"),
+        (lambda: initialize(model()), "zero_optimization", "(docs/moving/deepspeed.md)"),
+    ],
+)
+def test_what_deepspeed_has_and_this_lacks_leads_on(make, name, instead):
+    error = error_of(getattr, make(), name)
+
+    assert isinstance(error, AttributeError)
+    assert instead in str(error)
 
 
 def test_tuples_are_one_argument_and_a_rank_of_functions_has_an_optimizer_too():

@@ -20,7 +20,7 @@ from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import StepResult
 from penstock.execute.stages.layers import Layer
 from penstock.ir.schedule import Schedule
-from penstock.moving.deepspeed_module import LayerSpec, PipelineModule, TiedLayerSpec
+from penstock.moving.deepspeed_module import PAGE, LayerSpec, PipelineModule, TiedLayerSpec
 from penstock.moving.own_stages import LocalStages, OwnStage, require_parts
 from penstock.pipeline import Pipeline
 
@@ -36,6 +36,16 @@ _ELSEWHERE = {
     "training_data": "is not taken: give every call of train_batch an iterator",
 }
 """Arguments of DeepSpeed's function of this name, and what to do instead."""
+_TRAINS = "train_batch runs forward, backward and the optimizer of a whole batch"
+_OTHER_CALLS = {
+    "save_checkpoint": "ps.save_checkpoint(folder, engine.pipeline, engine.optimizer, step=engine.global_steps)",
+    "load_checkpoint": "ps.load_checkpoint(folder, engine.pipeline, engine.optimizer), which returns the step",
+    "forward": _TRAINS,
+    "backward": _TRAINS,
+    "step": _TRAINS,
+    "module": "engine.pipeline has the parameters and the state of this rank's layers",
+}
+"""What DeepSpeed's engine has, and what to use instead."""
 
 
 def initialize(
@@ -105,6 +115,10 @@ class Engine:
         self.pipeline = self._pipeline(num_microbatches)
         self.result: StepResult | None = None
         """The result of the last batch's step."""
+
+    def __getattr__(self, name: str) -> Any:
+        instead = _OTHER_CALLS.get(name, "see the table of the page")
+        raise AttributeError(f"Engine has no {name!r}: {instead} ({PAGE})", name=name, obj=self)
 
     def train_with(self, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None = None) -> None:
         """Make the optimizer of this rank's parameters."""

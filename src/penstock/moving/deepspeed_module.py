@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,32 +73,69 @@ class RunBy(nn.Module):
 Entry = LayerSpec | nn.Module | Callable[[Any], Any]
 
 
-@dataclass(slots=True, eq=False)
+_RECOMPUTES = "call torch.utils.checkpoint.checkpoint in the layers that want it, or give initialize(recompute=True)"
+_NOT_TAKEN = {
+    "topology": "for replicas give the layers to ps.Pipeline(module.specs(), mesh=...)",
+    "seed_layers": "leave it out: each layer's first values are drawn by base_seed and its place",
+    "seed_fn": "leave it out: each layer's first values are drawn by base_seed and its place",
+    "activation_checkpoint_interval": _RECOMPUTES,
+    "activation_checkpoint_func": _RECOMPUTES,
+    "checkpointable_layers": _RECOMPUTES,
+    "dynamic_shape": "give initialize(variable_shapes=True)",
+}
+"""Arguments of DeepSpeed's class of this name, and what to do instead."""
+_OF_ENGINE = {
+    name: f"it has no parameters before initialize(...) builds the layers of this rank; ask engine.{instead}"
+    for name, instead in (
+        ("parameters", "parameters()"),
+        ("named_parameters", "pipeline.named_parameters()"),
+        ("state_dict", "pipeline.state_dict()"),
+        ("load_state_dict", "pipeline.load_state_dict(...)"),
+    )
+}
+"""Methods of DeepSpeed's class of this name, and what to call instead."""
+PAGE = "docs/moving/deepspeed.md"
+
+
 class PipelineModule:
     """A model to be divided over ranks: layers, loss and how they are divided.
 
     `layers`: specs, modules, or functions of the values between layers. The result of one is the one argument of the
     next, a tuple too. `partition_method`: "uniform" counts layers, "parameters" trained scalars, "type:regex" layers
-    whose class's name the expression finds, in any case; or a weight per layer, such as measured seconds.
+    whose class's name the expression finds, in any case; or a weight per layer, such as measured seconds. First values
+    of a layer depend on `base_seed` and its place, not on the division.
 
     Raises:
-        ConfigError: no layers, or a method that is none of these or finds nothing.
+        ConfigError: no layers, a method that is none of these or finds nothing, or a keyword that DeepSpeed alone has.
     """
 
-    layers: Sequence[Entry]
-    num_stages: int | None = None
-    loss_fn: Callable[[Any, Any], Tensor] | None = None
-    partition_method: str | Sequence[float] = "parameters"
-    base_seed: int = DEFAULT_SEED
-    """First values of a layer depend on this and its place, not on the division."""
-    weights: list[float] = field(init=False)
+    weights: list[float]
     """Per layer, the weight that the division balances."""
 
-    def __post_init__(self) -> None:
-        self.layers = list(self.layers)
+    def __init__(
+        self,
+        layers: Sequence[Entry],
+        num_stages: int | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        partition_method: str | Sequence[float] = "parameters",
+        base_seed: int = DEFAULT_SEED,
+        **options: Any,
+    ) -> None:
+        for name in options:
+            raise ConfigError(f"is not taken; {_NOT_TAKEN.get(name, f'see {PAGE}')}", key=name)
+        self.layers = list(layers)
+        self.num_stages = num_stages
+        self.loss_fn = loss_fn
+        self.partition_method = partition_method
+        self.base_seed = base_seed
         if not self.layers:
             raise ConfigError("is empty; a model has at least one layer", key="layers")
         self.weights = self._weights()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"PipelineModule has no {name!r}: {_OF_ENGINE.get(name, f'see {PAGE}')}", name=name, obj=self
+        )
 
     def specs(self) -> list[nn.Module | Spec]:
         """Return the layers as `penstock.Pipeline` takes them, named by their index."""
