@@ -133,8 +133,10 @@ def test_a_rank_that_is_lost_ends_the_training_with_one_message_that_names_it(
     folders, number, status, deadline_s, complaint
 ):
     folder = folders()
-    training = fork_training(folder, "pipeline.ranks=2", f"run.deadline_s={deadline_s}", *ENDLESS)
+    given = ("pipeline.ranks=2", f"run.deadline_s={deadline_s}", "checkpoint.every=2")
+    training = fork_training(folder, *given, *ENDLESS)
     wait_for_steps(folder, 3)
+    wait_until((folder / "run" / "checkpoints" / "step-2").exists, timeout_s=60)
     ranks = ranks_of(training.pid)
 
     os.kill(ranks[1], number)
@@ -144,5 +146,6 @@ def test_a_rank_that_is_lost_ends_the_training_with_one_message_that_names_it(
     assert re.match(complaint, complained), complained
     assert complained.count("penstock: ") == 1
     assert "Traceback" not in complained
+    assert re.search(r"\nThe same command continues after step \d+$", complained.rstrip()), complained
     assert not any(is_alive(process) for process in ranks.values())
     assert metrics_of(folder)

@@ -134,11 +134,23 @@ def _launch(
     if failure is None:
         return ExitStatus.FINE
     if failure.status != ExitStatus.INTERRUPTED:
-        complain(f"{failure.shown}{_last_step(held) if failure.is_silent else ''}")
+        told = [failure.shown, *(_last_step(held) if failure.is_silent else []), *_way_on(arguments, held)]
+        complain("\n".join(told))
     return failure.status
 
 
-def _last_step(config: Any) -> str:
+def _way_on(arguments: Namespace, config: Any) -> list[str]:
+    """Say from where the same command continues a run, if it has a checkpoint and the command would take it."""
+    from penstock.train.folder.run_folder import RunFolder
+
+    trains = hasattr(arguments, "resume")  # profile, which runs on ranks too, has no such option
+    if not trains or arguments.fresh or arguments.force:
+        return []
+    steps = RunFolder(Path(config.run.folder)).checkpoints.steps()
+    return [f"The same command continues after step {steps[0]}"] if steps else []
+
+
+def _last_step(config: Any) -> list[str]:
     """Say which step of a run was the last one, as far as its metrics tell."""
     from penstock.train.folder.run_folder import METRICS
     from penstock.train.watching.metrics import read_metrics
@@ -146,8 +158,8 @@ def _last_step(config: Any) -> str:
     path = Path(config.run.folder) / METRICS
     with suppress(OSError, PenstockError):
         rows = read_metrics(path)
-        return f"\nThe last step in {path} is {rows[-1]['step']:.0f} of {config.run.steps}" if rows else ""
-    return ""
+        return [f"The last step in {path} is {rows[-1]['step']:.0f} of {config.run.steps}"] if rows else []
+    return []
 
 
 def _path_flags() -> list[str]:

@@ -22,6 +22,7 @@ from penstock.execute.observing.clock import ClockComparison
 from penstock.execute.observing.log import log_plan
 from penstock.execute.observing.memory_report import MemoryWatch
 from penstock.execute.observing.observer import observing
+from penstock.execute.observing.out_of_memory import explaining_out_of_memory
 from penstock.execute.observing.recorder import Recording, StepRecording
 from penstock.execute.observing.selection import Observers
 from penstock.execute.outputs import collect_outputs, merged_outputs, output_rank
@@ -106,7 +107,8 @@ class Runner:
             of_step = self._observers.of_step(call.extra, compiled.program, self._messenger, memory)  # 4 what looks on
             observed = observing([*of_step, *self._observers.of_all_steps], step)
             evaluation = evaluating(session.assembly.stages) if mode is Mode.EVALUATE else nullcontext()
-            with compiling, step, keeping_what_is_lost(session.device):
+            explaining = explaining_out_of_memory(session.assembly.stages, session.device, step)
+            with compiling, step, keeping_what_is_lost(session.device), explaining:
                 # Over before the exchange: what raises at its end must fail the step on all ranks too.
                 with evaluation, observed, session.parameters.running(step):
                     run_step(compiled, step, board.note, compiled.bounds_with(of_step))  # 5 the loop

@@ -4,6 +4,7 @@ An error keeps its type and its message; the place is a note of it, which traceb
 """
 
 _INTRODUCTION = "raised in "
+_ADVICE = "of its rank: "
 
 
 def note_place(error: BaseException, place: str) -> None:
@@ -16,6 +17,16 @@ def noted_place(error: BaseException) -> str:
     """Return the place that was noted on an error; empty where none was."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_INTRODUCTION)]
     return notes[0].removeprefix(_INTRODUCTION) if notes else ""
+
+
+def note_advice(error: BaseException, advice: str) -> None:
+    """Note on an error what its rank says beside it."""
+    error.add_note(f"{_ADVICE}{advice}")
+
+
+def noted_advice(error: BaseException) -> list[str]:
+    """Return what was noted by `note_advice`."""
+    return [note.removeprefix(_ADVICE) for note in getattr(error, "__notes__", ()) if note.startswith(_ADVICE)]
 
 
 def without_target(place: str, target: object) -> str:

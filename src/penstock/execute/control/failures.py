@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.diagnosis import Cause, Describe, Verdict, diagnose, place_of, position_table
-from penstock.execute.control.error_notes import noted_place
+from penstock.execute.control.error_notes import noted_advice, noted_place
 from penstock.execute.control.positions import Failure, PositionBoard, RankPosition, State, read_all
 from penstock.execute.control.watchdog import Watchdog
 from penstock.execute.transport.device_queue import device_queue_of
@@ -143,6 +143,7 @@ class FailureReporter:
             *([f"in {place}"] if place else []),
         ]
         lines = [f"{', '.join(where)}: {type(error).__name__}: {error}"]
+        lines += noted_advice(error)
         if isinstance(error, CheckpointError):
             lines.append(_OTHER_RECOMPUTE)
         if self.board.num_ranks > 1 and verdict.culprit == rank:

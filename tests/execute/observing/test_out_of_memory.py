@@ -1,0 +1,40 @@
+"""A step that ran out of memory says what its rank held, and which options hold less."""
+
+import pytest
+import torch
+
+from penstock.errors import PipelineError
+from tests.local_pipelines import Around, Task, error_of, on_pipelines, square_loss, values
+
+
+class Full(Around):
+    """A layer for which there is no memory in its third call."""
+
+    num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise self.error_type("no memory left (made up)")
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("error_type", [torch.OutOfMemoryError, MemoryError])
+def test_the_rank_that_ran_out_says_what_it_held_and_the_others_name_it(error_type):
+    def layers():
+        made = [Full(seed) for seed in range(4)]
+        for layer in made:
+            layer.error_type = error_type if layer is made[1] else type(None)
+            layer.num_calls = 0 if layer is made[1] else -100
+        return made
+
+    task = Task(layers, (values(1, 8, 6),), values(2, 8, 6), square_loss)
+
+    full, other = on_pipelines(2, task, lambda own: error_of(own.step, *task.inputs, target=task.target), "gpipe")
+
+    assert isinstance(full, PipelineError)
+    assert "rank 0, 0F2, in layer 1 (Full): " in str(full)
+    assert "this rank held 432 B of parameters, 0 B of gradients; 2 forwards waited for a backward" in str(full)
+    assert "recompute=True keeps the inputs of stages alone" in str(full)
+    assert "rank 0 is the culprit" in str(other)
+    assert "no memory left (made up)" in str(other)
