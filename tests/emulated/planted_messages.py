@@ -29,7 +29,7 @@ def _followed(queue, ticket, wait):
     reached = queue._make_marker()
     reached.record()
     wait(message)
-    queue._followed.append(_Followed(ticket, message, reached))
+    queue._followed.append(_Followed(ticket, message, reached, 0))
 
 
 plant(

@@ -83,7 +83,7 @@ def kept_of_sent_outputs(rank, num_ranks, wide, num_microbatches):
     layers = [nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)]
     pipeline = Pipeline(
         layers, "gpipe", num_microbatches, nn.functional.mse_loss, device=device, observers=[look],
-        transport=transport_of(rank, num_ranks, device), frees_other_stages=False,
+        transport=transport_of(rank, num_ranks, device), frees_other_stages=False, run_ahead=None,
     )  # fmt: skip
     batch = torch.zeros(num_microbatches, WIDTH, device=device)
     for _ in range(2):
@@ -94,6 +94,7 @@ def kept_of_sent_outputs(rank, num_ranks, wide, num_microbatches):
 
 @pytest.mark.feature("D2")
 def test_outputs_that_have_left_take_no_memory(emulated):
+    """The host waits for its first gradient, which the other rank sends when it has all outputs."""
     wide, num_microbatches = 4096, 8
 
     first, _ = emulated.run(kept_of_sent_outputs, wide, num_microbatches, num_ranks=2)
