@@ -37,16 +37,16 @@ html_show_copyright = False
 
 # The sections of the site, in their order, and the pages of each. A page that is in none of them fails the build.
 SECTIONS = {
-    "Start": ["start"],
-    "All of Penstock": ["all", "models", "pipeline", "training", "observing", "pictures"],
-    "Tutorials": ["tutorials/*"],
-    "Cookbook": ["cookbook", "tasks"],
-    "Schedules": ["schedules", "schedules/*"],
-    "Explanations": ["design", "simulator", "searching", "explanations/*", "words"],
-    "Reference": ["reference/api/README", "reference/api/*", "reference/*"],
-    "Measured": ["performance", "parity"],
-    "Moving from": ["moving/README", "moving/*"],
+    "Start": ["start", "all"],
+    "Tasks": ["tasks", "cookbook"],
+    "Guides": ["models", "pipeline", "training", "observing", "pictures", "searching", "simulator"],
     "Recipes": ["recipes/*"],
+    "Tutorials": ["tutorials/*"],
+    "Schedules": ["schedules", "schedules/*"],
+    "Moving from": ["moving/README", "moving/*"],
+    "Reference": ["reference/api/README", "reference/api/*", "reference/*"],
+    "Explanations": ["design", "explanations/*", "words"],
+    "Measured": ["performance", "parity"],
 }
 
 

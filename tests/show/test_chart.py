@@ -64,8 +64,8 @@ def test_memory_is_drawn_in_bytes_where_these_are_known_and_only_kinds_that_are_
 def test_an_overlay_shows_both_bubbles_and_how_idle_each_rank_was():
     texts = texts_of(overlay_chart(timeline_of(2, 4, "gpipe"), timeline_of(2, 4)))
 
-    figures = next(text for text in texts if text.startswith("predicted: bubble"))
-    assert re.search(r"predicted: bubble 2\d\.\d %.*measured: bubble 2\d\.\d %", figures)
+    figures = next(text for text in texts if text.startswith("measured: bubble"))
+    assert re.search(r"measured: bubble 2\d\.\d %.*predicted: bubble 2\d\.\d %", figures)
     assert sum(text.endswith("% idle") for text in texts) == 4
     assert [text for text in texts if text.startswith("rank")] == ["rank 0", "rank 1"]
 

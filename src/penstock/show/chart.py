@@ -75,7 +75,7 @@ def timeline_chart(
 
 
 def overlay_chart(measured: Timeline, predicted: Timeline, *, format: str = "svg", theme: str = "light") -> bytes:
-    """Draw, rank by rank, the predicted timeline above the measured one on one axis of time.
+    """Draw, rank by rank, the measured timeline above the predicted one on one axis of time.
 
     Raises:
         ConfigError: for timelines of different numbers of ranks, an unknown format or theme, or if matplotlib is not
@@ -88,7 +88,7 @@ def overlay_chart(measured: Timeline, predicted: Timeline, *, format: str = "svg
         )
     lanes = [
         lane
-        for pair in zip(_stack(predicted, 0.51, 0.39, 0.45), _stack(measured, 0.09, 0.39), strict=True)
+        for pair in zip(_stack(measured, 0.51, 0.39), _stack(predicted, 0.09, 0.39, 0.45), strict=True)
         for lane in pair
     ]
     scale = TimeScale.of(max(last_end_s(measured), last_end_s(predicted)))
@@ -104,15 +104,15 @@ def overlay_chart(measured: Timeline, predicted: Timeline, *, format: str = "svg
     add_lane_figures(axes, lanes, scale, sheet, names_source=True)
     figures = "  ·  ".join(
         f"{name}: bubble {format_share(timeline.bubble_fraction)}, makespan {format_seconds(timeline.makespan_s)}"
-        for name, timeline in (("predicted", predicted), ("measured", measured))
+        for name, timeline in (("measured", measured), ("predicted", predicted))
     )
-    add_title(sheet, f"{describe_shape(measured.program)}: predicted above measured", figures, notes)
-    add_legend(sheet, [predicted, measured])
+    add_title(sheet, f"{describe_shape(measured.program)}: measured above predicted", figures, notes)
+    add_legend(sheet, [measured, predicted])
     return sheet.to_bytes()
 
 
 def draw_overlay(measured: Timeline, predicted: Timeline, path: str | Path, *, theme: str = "light") -> None:
-    """Draw the predicted timeline above the measured one into a PNG or SVG file, by its suffix.
+    """Draw the measured timeline above the predicted one into a PNG or SVG file, by its suffix.
 
     Raises:
         ConfigError: as `overlay_chart`, and for another suffix.
