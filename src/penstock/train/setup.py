@@ -143,7 +143,7 @@ def check_plan(config: RunConfig) -> None:
     split = config.pipeline.split
     stages = split_over(schedule.placement, num_layers, split=None if isinstance(split, str) else split)
     kinds_of_layers(config.pipeline.activation_checkpointing, stages)
-    check_optimizer(config.optimizer)
+    check_optimizer(config.optimizer, is_sharded=config.parallel.shard != "none")
 
 
 def _require_shardable(config: RunConfig, plan: Schedule | Program) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from penstock.errors import ConfigError
 from penstock.models import embedding_names
-from penstock.train.optimizing.optim import build_optimizer, check_optimizer
+from penstock.train.optimizing.optim import NOT_FOR_SHARDS, build_optimizer, check_optimizer
 from penstock.train.settings.sections import OptimizerSection
 from tests.train.local_ranks import small_layers
 
@@ -221,3 +221,46 @@ def test_shards_are_stepped_at_once_to_the_same_values_unless_options_say_otherw
     for implementations, found in two_ranks.run(step_shards, options, has_main_weights):
         assert [(foreach, fused or None) for foreach, fused in implementations] == [expected] * 2
         torch.testing.assert_close(found, {name: each.detach() for name, each in whole.items()}, rtol=0, atol=1e-14)
+
+
+def step_each_class(rank):
+    """Return, by class of torch.optim, the weights of a matrix after two steps on shards; None where a step fails."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = {}
+    for name in CLASSES:
+        matrix = nn.Parameter(distribute_tensor(torch.arange(16.0).view(4, 4) / 10, mesh, [Shard(0)]))
+        try:
+            optimizer = getattr(torch.optim, name)([matrix], lr=0.1)
+            for _ in range(2):
+                matrix.grad = matrix.detach().clone()
+                optimizer.step()
+            found[name] = matrix.detach().full_tensor()
+        except (RuntimeError, NotImplementedError):
+            found[name] = None
+    return found
+
+
+NOT_TRIED = ("Optimizer", "LBFGS")
+CLASSES = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name not in NOT_TRIED]
+"""Those whose step needs no closure."""
+
+
+def test_the_classes_that_cannot_step_shards_are_those_that_are_refused(two_ranks):
+    for found in two_ranks.run(step_each_class):
+        for name, weights in found.items():
+            if name in NOT_FOR_SHARDS:
+                assert weights is None, name
+                continue
+            matrix = nn.Parameter(torch.arange(16.0).view(4, 4) / 10)
+            optimizer = getattr(torch.optim, name)([matrix], lr=0.1)
+            for _ in range(2):
+                matrix.grad = matrix.detach().clone()
+                optimizer.step()
+            tolerance = 2e-2 if name == "Muon" else 1e-6  # it multiplies matrices in bfloat16
+            torch.testing.assert_close(weights, matrix.detach(), rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("name", NOT_FOR_SHARDS)
+def test_a_class_that_cannot_step_shards_is_refused_where_there_are_any(name):
+    with pytest.raises(ConfigError, match=f"optimizer.name: {name} cannot step shards of parameters; take another"):
+        check_optimizer(OptimizerSection(name=name), is_sharded=True)

@@ -25,6 +25,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "eps": ("epsilon",),
 }
 """By argument of a class of torch.optim, the keys of a run file that set it."""
+NOT_FOR_SHARDS = ("Adafactor", "Rprop", "SparseAdam", "LBFGS")
+"""Classes of torch.optim that raise errors in their step, or compute something else, where parameters are DTensors."""
 
 
 def build_optimizer(
@@ -69,13 +71,18 @@ def optimizer_class(options: OptimizerSection) -> Any:
     return getattr(torch.optim, options.name)
 
 
-def check_optimizer(options: OptimizerSection) -> None:
+def check_optimizer(options: OptimizerSection, *, is_sharded: bool = False) -> None:
     """Refuse a class of torch.optim, or options of one, that cannot train; nothing of a run is touched.
 
     Raises:
         ConfigError: an unknown class or option, an option that has a key of its own, or what torch refuses.
     """
     found = optimizer_class(options)
+    if is_sharded and options.name in NOT_FOR_SHARDS:
+        raise ConfigError(
+            f"{options.name} cannot step shards of parameters; take another, such as AdamW, or parallel.shard = 'none'",
+            key="optimizer.name",
+        )
     _refuse_unknown_options(found, options)
     _refuse_unused_keys(found, options)
     parameters = [("matrix", nn.Parameter(torch.ones(2, 2))), ("vector", nn.Parameter(torch.ones(2)))]
