@@ -51,7 +51,7 @@ def test_more_stages_than_layers_are_refused():
     ("split", "message"),
     [
         ([3, 3], r"split \[3, 3\] names 2 stages, but the schedule has 3; give 3 numbers"),
-        ([3, 0, 3], r"split \[3, 0, 3\] gives stage 1 0 layers; every stage needs at least 1"),
+        ([3, 0, 3], r"split \[3, 0, 3\] gives stage 1 0 layers; every stage needs 1, be it an nn.Identity"),
         ([3, 4, -1], r"split \[3, 4, -1\] gives stage 2 -1 layers"),
         ([2, 2, 1], r"adds up to 5 layers, but the model has 6; give 1 more to some stage, or leave split out"),
         ([3, 3, 1], r"adds up to 7 layers, but the model has 6; take 1 away from some stage, or leave split out"),

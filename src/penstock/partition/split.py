@@ -205,7 +205,9 @@ def _check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None
         )
     for stage, count in enumerate(given):
         if count < 1:
-            raise PartitionError(f"split {given} gives stage {stage} {count} layers; every stage needs at least 1, such as an nn.Identity()")
+            raise PartitionError(
+                f"split {given} gives stage {stage} {count} layers; every stage needs 1, be it an nn.Identity()"
+            )
     missing = num_layers - sum(given)
     if missing:
         way = f"give {missing} more to some stage" if missing > 0 else f"take {-missing} away from some stage"

@@ -153,6 +153,20 @@ def test_a_wait_in_vain_belongs_to_the_instruction_that_needs_the_message(is_lat
     assert queue.missed_row is None
 
 
+def test_a_host_that_goes_on_is_not_shown_as_waiting_whatever_its_device_does():
+    device, notes = Device(), Notes()
+    queue = queue_of(device, Work(), Work(), notes=notes)
+    device.num_reached = 1
+    looks = iter([False, True])
+
+    await_device(lambda: next(looks), rank=0, deadline_s=9.0, is_held_up=queue.is_held_up, go_on=queue.go_on)
+    assert notes.found == [1, "runs"]
+    looks = iter([False, True])
+    await_device(lambda: next(looks), rank=0, deadline_s=9.0, is_held_up=queue.is_held_up, go_on=queue.go_on)
+
+    assert notes.found == [1, "runs", 1, "runs"]
+
+
 def test_each_peer_has_the_whole_deadline():
     device, notes, works = Device(), Notes(), [Work(), Work()]
     queue = queue_of(device, *works, notes=notes)

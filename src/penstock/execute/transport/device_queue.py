@@ -65,6 +65,8 @@ class DeviceQueue:
         self._read_clock = read_clock
         self._followed: deque[_Followed] = deque()
         self._held_up_since_s: float | None = None
+        self._is_wait_noted = False
+        """Whether the observer has been told that the device waits, and not yet that the rank goes on."""
         self._seen: tuple[_Followed, float] | None = None
         """The receive that held the device up when another thread looked, and since when."""
         self._observer: WaitObserver | None = None
@@ -104,8 +106,7 @@ class DeviceQueue:
             raise error
         while self._followed and self._has_arrived(self._followed[0]):
             self._followed.popleft()
-            if self._held_up_since_s is not None and self._observer is not None:
-                self._observer.note_run()
+            self.go_on()
             self._held_up_since_s = None
         if not self._followed or not self._followed[0].reached.query():
             return False
@@ -113,13 +114,23 @@ class DeviceQueue:
         ticket = followed.ticket
         if self._held_up_since_s is None:
             self._held_up_since_s = self._read_clock()
-            if self._observer is not None:
-                self._observer.note_wait(ticket.peer, followed.row)
+        if not self._is_wait_noted and self._observer is not None:
+            self._is_wait_noted = True
+            self._observer.note_wait(ticket.peer, followed.row)
         waited_s, deadline_s = self._waited_s(), self._transport.deadline_s
         if waited_s >= deadline_s:
             self._miss(followed)
             raise deadline_exceeded(self._names, self._transport.rank, ticket, waited_s, deadline_s)
         return True
+
+    def go_on(self) -> None:
+        """Say that the host goes on, if it was said to wait: its device has come far enough, or to the next receive.
+
+        Else a rank whose layer takes long would look as if it waited for a peer, and nobody could name it.
+        """
+        if self._is_wait_noted and self._observer is not None:
+            self._observer.note_run()
+        self._is_wait_noted = False
 
     def why_held_up(self) -> PeerLost | DeadlineExceeded | None:
         """Return why the device waits in vain, if it does: its peer has given up, or is late. For any thread to call.
@@ -174,12 +185,19 @@ class DeviceQueue:
     def settle(self) -> None:
         """Let the host wait until all followed receives are there. Raises: PeerLost, DeadlineExceeded."""
         rank, deadline_s = self._transport.rank, self._transport.deadline_s
-        await_device(lambda: not self._followed, rank=rank, deadline_s=deadline_s, is_held_up=self.is_held_up)
+        await_device(
+            lambda: not self._followed,
+            rank=rank,
+            deadline_s=deadline_s,
+            is_held_up=self.is_held_up,
+            go_on=self.go_on,
+        )
 
     def forget(self) -> None:
         """Forget all receives."""
         self._followed.clear()
         self._held_up_since_s = self._seen = self.missed_row = None
+        self._is_wait_noted = False
 
     def _has_arrived(self, followed: _Followed) -> bool:
         try:
@@ -207,18 +225,25 @@ def held_up_of(transport: Messages) -> Callable[[], bool]:
     return never if queue is None else queue.is_held_up
 
 
+def going_on_of(transport: Messages) -> Callable[[], object]:
+    """Return what says that the host of a transport goes on, for `await_device`."""
+    queue = device_queue_of(transport)
+    return never if queue is None else queue.go_on
+
+
 def await_device(
     is_reached: Callable[[], bool],
     *,
     rank: int,
     deadline_s: float,
     is_held_up: Callable[[], bool] = never,
+    go_on: Callable[[], object] = never,
     read_clock: Callable[[], float] = running_s,
     pause: Callable[[float], None] = pause,
 ) -> None:
     """Let the host wait until its device has come somewhere.
 
-    While `is_held_up`, the device waits for a peer, whose own deadline counts then.
+    While `is_held_up`, the device waits for a peer, whose own deadline counts then. `go_on` is called at the end.
 
     Raises: DeadlineExceeded, and what `is_held_up` raises.
     """
@@ -235,3 +260,4 @@ def await_device(
                 waited_s=waited_s,
             )
         pause(PAUSE_S)
+    go_on()
