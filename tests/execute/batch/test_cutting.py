@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.cutting import BatchRule
@@ -39,27 +37,6 @@ def test_args_keywords_and_target_are_split_alike():
         assert torch.equal(part.args[0], x[start : start + 2])
         assert torch.equal(part.kwargs["mask"], mask[start : start + 2])
         assert torch.equal(part.target, target[start : start + 2])
-
-
-def test_pieces_are_views():
-    x = rows(4, 2)
-
-    parts = split_batch((x,), {}, None, num_microbatches=2)
-    x.add_(100)
-
-    assert parts[1].args[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    assert torch.equal(parts[1].args[0], x[2:])
-
-
-def test_a_piece_that_is_changed_in_place_leaves_the_others_as_they_were_to_autograd():
-    first, second = split_batch((rows(4, 2),), {}, None, num_microbatches=2)
-    weight = torch.ones(2, requires_grad=True)
-    product = (first.args[0] * weight).sum()
-
-    second.args[0].mul_(3.0)
-    product.backward()  # needs the first piece as it was
-
-    assert weight.grad.tolist() == [1.0, 1.0]
 
 
 def test_what_is_no_tensor_is_replicated():
@@ -97,51 +74,6 @@ def test_specs_choose_the_dimension_or_replicate():
     assert parts[3].kwargs["w"].tolist() == [6.0, 7.0]
 
 
-def test_negative_dimensions_count_from_the_end():
-    parts = split_batch((rows(4, 3).T,), {}, None, num_microbatches=2, specs=BatchSpec(args=Split(-1)))
-
-    assert [tuple(part.args[0].shape) for part in parts] == [(3, 2), (3, 2)]
-
-
-def test_an_unbatched_mask_is_caught_and_not_cut():
-    with pytest.raises(PipelineError) as caught:
-        split_batch((rows(8, 16),), {"mask": [None, rows(16, 16)]}, None, num_microbatches=4)
-
-    message = str(caught.value)
-    assert "args[0] (shape (8, 16), split on dim 0) has 8 rows" in message
-    assert "kwargs['mask'][1] (shape (16, 16), split on dim 0) has 16 rows" in message
-    assert "Replicate()" in message
-
-
-@pytest.mark.feature("0.8", "F5")
-def test_rows_that_do_not_divide_are_an_error_with_every_way_out():
-    with pytest.raises(PipelineError) as caught:
-        split_batch((), {"mask": [1, rows(10, 3)]}, None, num_microbatches=4)
-
-    message = str(caught.value)
-    assert "kwargs['mask'][1] (shape (10, 3), split on dim 0) has 10 rows, which 4 microbatches" in message
-    assert "8 or 12 rows" in message
-    assert "one of 1, 2, 5, 10 microbatches" in message
-    assert "allow_ragged=True" in message
-    assert "Replicate()" in message
-
-
-@given(st.integers(1, 40), st.integers(1, 12))
-def test_ragged_microbatches_are_never_empty_and_differ_by_one_row(num_rows, num_microbatches):
-    x = rows(num_rows)
-    if num_rows < num_microbatches:
-        with pytest.raises(PipelineError, match=f"at most {num_rows} microbatches"):
-            split_batch((x,), {}, None, num_microbatches=num_microbatches, allow_ragged=True)
-        return
-
-    parts = split_batch((x,), {}, None, num_microbatches=num_microbatches, allow_ragged=True)
-
-    sizes = [part.size for part in parts]
-    assert sizes == [len(piece) for piece in x.tensor_split(num_microbatches)]
-    assert min(sizes) >= 1
-    assert torch.equal(merge_outputs([part.args[0] for part in parts]), x)
-
-
 def test_a_batch_without_tensors_has_microbatches_of_size_0():
     parts = split_batch((), {}, None, num_microbatches=3, specs=BatchSpec(args=(Split(1),), kwargs={"a": Replicate()}))
 
@@ -159,12 +91,6 @@ def test_presplit_parts_are_handed_out_as_they_are():
     assert [part.size for part in parts] == [3, 1]
 
 
-def test_presplit_parts_decide_the_sizes_of_whole_tensors():
-    parts = split_batch((PreSplit([rows(3), rows(1)]),), {}, rows(4), num_microbatches=2)
-
-    assert [part.target.tolist() for part in parts] == [[0.0, 1.0, 2.0], [3.0]]
-
-
 @pytest.mark.feature("A2")
 def test_presplit_and_whole_batches_give_the_same_microbatches():
     x, target = rows(6, 2), rows(6)
@@ -176,15 +102,6 @@ def test_presplit_and_whole_batches_give_the_same_microbatches():
         assert torch.equal(one.args[0], other.args[0])
         assert torch.equal(one.target, other.target)
         assert one.size == other.size
-
-
-def test_a_presplit_marked_replicate_counts_no_rows():
-    lengths = PreSplit([rows(5), rows(9)])
-
-    parts = split_batch((rows(4), lengths), {}, None, num_microbatches=2, specs=BatchSpec(args=(None, Replicate())))
-
-    assert [part.size for part in parts] == [2, 2]
-    assert [len(part.args[1]) for part in parts] == [5, 9]
 
 
 @pytest.mark.feature("A3")

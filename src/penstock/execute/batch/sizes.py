@@ -1,0 +1,79 @@
+"""The sizes of microbatches and slices: the rows of each, on which all values of a batch must agree."""
+
+from collections.abc import Sequence
+
+from penstock.errors import PipelineError
+from penstock.execute.batch.leaves import SAMPLES, Axis, Leaf, checked_dim
+from penstock.execute.batch.microbatch import PreSplit
+from penstock.execute.values.tree import tensors_of
+
+_MAX_SHOWN_DIVISORS = 10
+Measured = tuple[Leaf, int | tuple[int, ...]]
+"""A value with its length, or with those of the parts in which it was given."""
+
+
+def given_sizes(leaf: Leaf, num_microbatches: int) -> tuple[int, ...]:
+    """The rows of each part of a `PreSplit`; empty where it has no tensors to count, or is none."""
+    if not isinstance(leaf.value, PreSplit):
+        return ()
+    parts = leaf.value.parts
+    if len(parts) != num_microbatches:
+        raise PipelineError(
+            f"{leaf.place}: PreSplit holds {len(parts)} parts for {num_microbatches} microbatches; "
+            "expected exactly one part per microbatch"
+        )
+    if leaf.dim is None:
+        return ()
+    firsts = [next((each for each in tensors_of(part) if each.dim()), None) for part in parts]
+    rows = [
+        first.shape[checked_dim(f"{leaf.place}.parts[{index}]", first, leaf.dim, SAMPLES)]
+        for index, first in enumerate(firsts)
+        if first is not None
+    ]
+    return tuple(rows) if len(rows) == len(parts) else ()
+
+
+def even_sizes(leaf: Leaf, num_parts: int, axis: Axis, allow_ragged: bool) -> list[int]:
+    """Return sizes of parts that differ by one at most. Raises: PipelineError: the length does not allow it."""
+    length = leaf.length
+    size, num_larger = divmod(length, num_parts)
+    if size == 0:
+        raise PipelineError(
+            f"{leaf} has {length} {axis.unit}s for {num_parts} {axis.parts}; expected at least one {axis.unit} each. "
+            f"Pass more, use at most {length} {axis.parts}, or mark it Replicate() in {axis.option}"
+        )
+    if num_larger and not allow_ragged:
+        below, above = size * num_parts, (size + 1) * num_parts
+        raise PipelineError(
+            f"{leaf} has {length} {axis.unit}s, which {num_parts} {axis.parts} do not divide evenly. "
+            f"Pass {below} or {above} {axis.unit}s (a multiple of {num_parts}), use {_said_divisors(length)} "
+            f"{axis.parts}, pass allow_ragged=True, or mark it Replicate() in {axis.option} if it has no "
+            f"{axis.dimension}"
+        )
+    return [size + (index < num_larger) for index in range(num_parts)]
+
+
+def require_equal(axis: Axis, measured: Sequence[Measured]) -> None:
+    """Make sure that all values are of one length. Raises: PipelineError."""
+    for other in measured:
+        if other[1] != measured[0][1]:
+            raise disagreement(axis, measured[0], other)
+
+
+def disagreement(axis: Axis, *pair: Measured) -> PipelineError:
+    """Say that two values are of different lengths."""
+    one, other = (
+        f"{leaf} has parts of {size} {axis.unit}s" if isinstance(size, tuple) else f"{leaf} has {size} {axis.unit}s"
+        for leaf, size in pair
+    )
+    return PipelineError(
+        f"{one}, but {other}; expected the same {axis.unit}s in everything that is split. Mark what has no "
+        f"{axis.dimension} Replicate() in {axis.option}, or give Split(dim) the {axis.dimension}"
+    )
+
+
+def _said_divisors(length: int) -> str:
+    """Into how many equal parts so much can be cut."""
+    divisors = [number for number in range(1, length + 1) if length % number == 0]
+    shown = ", ".join(map(str, divisors[:_MAX_SHOWN_DIVISORS]))
+    return f"one of {shown}{', ...' if len(divisors) > _MAX_SHOWN_DIVISORS else ''}"
