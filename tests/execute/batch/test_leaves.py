@@ -1,10 +1,17 @@
 """A value is cut along its dimension, into pieces that autograd takes for tensors of their own."""
 
+import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
-from penstock.execute.batch.microbatch import BatchSpec, Split
+from penstock.errors import PipelineError
+from penstock.execute.batch.cutting import BatchRule
+from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, Split
 from tests.execute.batch.test_cutting import split_batch
 from tests.execute.batch.test_microbatch import rows
+from tests.execute.values.test_block_masks import ROWS, dense, mask_of
+
+OLD_TORCH = "dq_kv_order" not in BlockMask.__annotations__
 
 
 def test_pieces_are_views():
@@ -32,3 +39,64 @@ def test_negative_dimensions_count_from_the_end():
     parts = split_batch((rows(4, 3).T,), {}, None, num_microbatches=2, specs=BatchSpec(args=Split(-1)))
 
     assert [tuple(part.args[0].shape) for part in parts] == [(3, 2), (3, 2)]
+
+
+def test_a_block_mask_is_cut_with_the_rows_of_the_batch():
+    mask = mask_of()
+
+    parts = split_batch((PreSplit([rows(3), rows(1), rows(2)]),), {"masks": [mask]}, None, num_microbatches=3)
+
+    found = [dense(part.kwargs["masks"][0], part.size) for part in parts]
+    assert [part.kwargs["masks"][0].shape[0] for part in parts] == [3, 1, 2]
+    assert torch.equal(torch.cat(found), dense(mask, ROWS))
+
+
+def test_a_block_mask_for_any_row_or_one_that_is_marked_goes_whole():
+    causal, mask = mask_of(None, lambda row, head, query, key: query >= key), mask_of(2)
+    batch = {"causal": causal, "mask": mask}
+
+    parts = split_batch((rows(6),), batch, None, num_microbatches=3, specs=BatchSpec(kwargs={"mask": Replicate()}))
+
+    assert all(part.kwargs["causal"] is causal and part.kwargs["mask"] is mask for part in parts)
+
+
+def test_a_block_mask_of_other_rows_is_refused_with_the_fix():
+    with pytest.raises(PipelineError) as caught:
+        split_batch((rows(12),), {"mask": mask_of()}, None, num_microbatches=3)
+
+    assert "args[0] (shape (12,), split on dim 0) has 12 rows, but kwargs['mask'] (a BlockMask) has 6" in str(
+        caught.value
+    )
+    assert "ps.PreSplit([...]) of one BlockMask for each microbatch" in str(caught.value)
+
+
+def test_a_block_mask_is_not_cut_along_the_sequence():
+    (microbatch,) = split_batch((rows(2, 8),), {"mask": mask_of(2)}, None, num_microbatches=1)
+    marked = BatchSpec(kwargs={"mask": Replicate()})
+
+    with pytest.raises(PipelineError, match=r"kwargs\['mask'\] is a BlockMask, which cannot be cut along the sequence"):
+        BatchRule(1, num_slices=2).slices(microbatch)
+    slices = BatchRule(1, num_slices=2, slice_specs=marked).slices(microbatch)
+
+    assert all(part.kwargs["mask"] is microbatch.kwargs["mask"] for part in slices)
+
+
+def special_mask():
+    mask = mask_of()
+    mask.dq_kv_order = torch.zeros(ROWS, 1, 2, dtype=torch.int32)
+    return mask
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(ROWS).to_sparse(),
+        lambda: torch.eye(ROWS).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2, 3)] * ROWS),
+        lambda: torch.nested.nested_tensor([torch.ones(2, 3)] * ROWS, layout=torch.jagged),
+        pytest.param(special_mask, marks=pytest.mark.skipif(OLD_TORCH, reason="masks have no order before torch 2.13")),
+    ],
+)
+def test_what_torch_cannot_cut_is_refused_by_name(make):
+    with pytest.raises(PipelineError, match=r"kwargs\['mask'\] cannot be cut by torch .*ps.PreSplit"):
+        split_batch((rows(ROWS),), {"mask": make()}, None, num_microbatches=2)

@@ -92,8 +92,9 @@ class BatchRule:
 
     def _sizes(self, leaves: Sequence[Leaf]) -> list[int]:
         """The rows of each microbatch on which all leaves agree; empty where nothing is split."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor) and leaf.dim is not None]
-        whole = [(leaf, leaf.length) for leaf in tensors]
+        whole = [
+            (leaf, leaf.length) for leaf in leaves if leaf.dim is not None and not isinstance(leaf.value, PreSplit)
+        ]
         require_equal(SAMPLES, whole)
         given = [(leaf, sizes) for leaf in leaves if (sizes := given_sizes(leaf, self.num_microbatches))]
         require_equal(SAMPLES, given)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import PreSplit, Replicate, Split
+from penstock.execute.values.block_masks import cut_mask, is_block_mask, rows_of_mask
 
 Mark = Split | Replicate | None
 """The marker of a value; None for the default."""
@@ -39,27 +40,47 @@ class Leaf:
 
     @property
     def length(self) -> int:
-        return int(self.value.shape[self.dim])
+        # By `size`, since some nested tensors have no shape.
+        return rows_of_mask(self.value) if is_block_mask(self.value) else int(self.value.size(self.dim))
 
     def pieces(self, sizes: Sequence[int]) -> Sequence[Any]:
         if isinstance(self.value, PreSplit):
             return self.value.parts
         if self.dim is None:
             return [self.value] * len(sizes)
-        # Each piece has a version of its own: a layer may change one in place while another waits for its backward.
-        # Pieces of `Tensor.split` share one version, so that autograd would take the other for changed too.
-        return torch.unsafe_split_with_sizes(self.value, list(sizes), self.dim)
+        try:
+            if is_block_mask(self.value):
+                return cut_mask(self.value, sizes)
+            # Each piece has a version of its own: a layer may change one in place while another waits for its backward.
+            # Pieces of `Tensor.split` share one version, so that autograd would take the other for changed too.
+            return torch.unsafe_split_with_sizes(self.value, list(sizes), self.dim)
+        except RuntimeError as error:  # a sparse or nested tensor, a mask of a special order
+            reason = str(error).partition(". ")[0]  # torch goes on to list its backends
+            raise PipelineError(
+                f"{self.place} cannot be cut by torch ({reason}). Pass ps.PreSplit([...]) of one for each microbatch, "
+                "or a dense tensor"
+            ) from error
 
     def __str__(self) -> str:
         if isinstance(self.value, PreSplit):
             return self.place
+        if is_block_mask(self.value):
+            return f"{self.place} (a BlockMask)"
         return f"{self.place} (shape {tuple(self.value.shape)}, split on dim {self.dim})"
 
 
 def leaf_along(axis: Axis, place: str, value: Any, mark: Mark, default_dim: int) -> Leaf:
     """Return a value with the dimension of its marker, or the default one if it has that. Raises: PipelineError."""
-    if isinstance(mark, Replicate) or not isinstance(value, (Tensor, PreSplit)):
+    is_mask = is_block_mask(value)
+    if is_mask and axis is SEQUENCE and not isinstance(mark, Replicate):
+        raise PipelineError(
+            f"{place} is a BlockMask, which cannot be cut along the sequence. Make the mask of a slice in the layer, "
+            f"or mark it Replicate() in {axis.option} if the layer takes from the whole what its slice needs"
+        )
+    if isinstance(mark, Replicate) or not (is_mask or isinstance(value, (Tensor, PreSplit))):
         return Leaf(place, value, None)
+    if is_mask:
+        return Leaf(place, value, 0 if rows_of_mask(value) > 1 else None)  # that of a single row holds for any row
     dim = default_dim if mark is None else mark.dim
     if isinstance(value, PreSplit) or _has_dim(value, dim):
         return Leaf(place, value, dim)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from penstock.errors import PipelineError
 from penstock.execute.batch.leaves import SAMPLES, Axis, Leaf, checked_dim
 from penstock.execute.batch.microbatch import PreSplit
+from penstock.execute.values.block_masks import is_block_mask
 from penstock.execute.values.tree import tensors_of
 
 _MAX_SHOWN_DIVISORS = 10
@@ -66,10 +67,12 @@ def disagreement(axis: Axis, *pair: Measured) -> PipelineError:
         f"{leaf} has parts of {size} {axis.unit}s" if isinstance(size, tuple) else f"{leaf} has {size} {axis.unit}s"
         for leaf, size in pair
     )
-    return PipelineError(
-        f"{one}, but {other}; expected the same {axis.unit}s in everything that is split. Mark what has no "
-        f"{axis.dimension} Replicate() in {axis.option}, or give Split(dim) the {axis.dimension}"
-    )
+    fix = f"Mark what has no {axis.dimension} Replicate() in {axis.option}, or give Split(dim) the {axis.dimension}"
+    if any(is_block_mask(leaf.value) for leaf, _ in pair):
+        fix = (
+            "Pass ps.PreSplit([...]) of one BlockMask for each microbatch, or one of a single row, which holds for any"
+        )
+    return PipelineError(f"{one}, but {other}; expected the same {axis.unit}s in everything that is split. {fix}")
 
 
 def _said_divisors(length: int) -> str:
