@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections import namedtuple
+from collections import UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -78,6 +78,8 @@ def test_layouts_differ_where_anything_differs():
         (torch.Size([1]), r"value\['a'\]\[0\] is a torch.Size.*Take it apart"),
         (torch.eye(2).to_sparse(), r"value\['a'\]\[0\] is a tensor of layout torch.sparse_coo"),
         (b"bytes", "builtins.bytes"),
+        (UserDict(x=torch.ones(1)), "a part of the output is a collections.UserDict.*Take it apart"),
+        (defaultdict(list, x=torch.ones(1)), "a part of the output is a collections.defaultdict"),
     ],
 )
 def test_a_leaf_that_cannot_travel_is_an_error_naming_its_type(leaf, message):

@@ -1,7 +1,7 @@
 """Trees come apart and together again."""
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -87,11 +87,140 @@ def test_other_objects_are_leaves():
     assert flatten([size, values, Point])[0] == [size, values, Point]
 
 
+class Settings(UserDict):
+    """A mapping with an attribute of its own."""
+
+    scale = 1.0
+
+
+class Attributes(dict):
+    """A dict whose entries are its attributes."""
+
+    def __init__(self, entries):
+        super().__init__(entries)
+        self.__dict__ = self
+
+
+class Counted(dict):
+    """A dict that cannot be made of a dict."""
+
+    def __init__(self, *, number):
+        super().__init__(number=number)
+
+
+@pytest.mark.parametrize("container", [UserDict, Attributes, Settings])
+def test_a_mapping_is_rebuilt_by_its_class(container):
+    value = container({"ids": torch.ones(2), "masks": [torch.zeros(1), None], "length": 3})
+
+    leaves, spec = flatten([value])
+    (rebuilt,) = spec.unflatten([5, 6, 7])
+
+    assert spec.places("args") == ["args[0]['ids']", "args[0]['masks'][0]", "args[0]['length']"]
+    assert spec.to_text() == f"[{container.__qualname__}{{'ids': *, 'masks': [*, None], 'length': *}}]"
+    assert len(leaves) == 3
+    assert type(rebuilt) is container
+    assert dict(rebuilt) == {"ids": 5, "masks": [6, None], "length": 7}
+
+
+def test_a_mapping_keeps_the_attributes_that_are_constants():
+    value = Settings({"x": torch.ones(1)})
+    value.scale = 0.5
+
+    rebuilt = map_leaves(lambda leaf: leaf * 2, value)
+
+    assert rebuilt.scale == 0.5
+    assert rebuilt["x"].tolist() == [2.0]
+
+
+def test_a_default_dict_keeps_its_factory_and_names_its_entries():
+    leaves, spec = flatten(defaultdict(list, a=torch.ones(1)))
+
+    assert spec.places("args") == ["args['a']"]
+    assert repr(spec.unflatten([1])) == repr(defaultdict(list, a=1))
+    assert len(leaves) == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        UserDict(depth=2, name="small", dtype=torch.half),
+        defaultdict(list),
+        Counted(number=1),
+        UserDict({(1, 2): object()}),
+    ],
+)
+def test_a_mapping_of_constants_is_handed_on_as_it_is(value):
+    assert map_leaves(lambda leaf: leaf, value) is value
+
+
+def test_a_mapping_that_its_class_cannot_rebuild_is_an_error():
+    with pytest.raises(PipelineError, match=r"Counted cannot be rebuilt.*TypeError.*plain dict"):
+        map_leaves(lambda leaf: leaf, Counted(number=torch.ones(1)))
+
+
 def test_fields_outside_the_constructor_are_kept():
     state = State(1)
     object.__setattr__(state, "late", 5)
 
     assert map_leaves(lambda leaf: leaf * 2, state).late == 10
+
+
+@dataclass
+class Scaled:
+    """A dataclass that changes a field when it is built, and derives an attribute from another."""
+
+    x: Any
+    lengths: Any
+
+    def __post_init__(self):
+        self.x = self.x * 2
+        self.longest = max(self.lengths)
+
+
+def test_a_dataclass_is_rebuilt_with_its_fields_as_they_are_and_what_it_derives_from_them():
+    rebuilt = map_leaves(lambda leaf: leaf + 1, Scaled(1, [2, 5]))
+
+    assert rebuilt == replace_x(Scaled(0, [3, 6]), 3)
+    assert rebuilt.longest == 6
+
+
+def replace_x(scaled, x):
+    scaled.x = x
+    return scaled
+
+
+@dataclass(frozen=True, slots=True)
+class Seeded:
+    """A dataclass that is not built from its fields alone."""
+
+    seed: InitVar[int]
+    x: Any
+    noise: Any = field(init=False)
+
+    def __post_init__(self, seed):
+        object.__setattr__(self, "noise", seed * 10)
+
+
+def test_a_dataclass_that_takes_more_than_its_fields_is_rebuilt_without_its_constructor():
+    rebuilt = map_leaves(lambda leaf: leaf + 1, Seeded(7, 1))
+
+    assert (rebuilt.x, rebuilt.noise) == (2, 71)
+
+
+@dataclass
+class Checked:
+    """A dataclass that refuses some values."""
+
+    x: Any
+
+    def __post_init__(self):
+        if self.x < 0:
+            raise ValueError("x is negative")
+
+
+def test_a_dataclass_that_refuses_its_fields_is_an_error_that_says_so():
+    with pytest.raises(PipelineError, match=r"Checked cannot be rebuilt.*ValueError: x is negative"):
+        map_leaves(lambda leaf: -leaf, Checked(1))
 
 
 def test_text_shows_the_form():

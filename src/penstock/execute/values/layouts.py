@@ -189,12 +189,16 @@ def _leaf_to_json(leaf: Any, place: str) -> object:
     if type(leaf) is float:
         return {"float": leaf.hex()}  # exact, and JSON has no nan
     if type(leaf) not in (int, bool, str):
-        raise PipelineError(
-            f"{place} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which cannot travel between ranks; "
-            "expected tensors, int, float, bool, str or None in tuples, lists, dicts, named tuples or dataclasses. "
-            "Take it apart into these, or build it inside the stage that needs it"
-        )
+        raise _cannot_travel(place, type(leaf))
     return leaf
+
+
+def _cannot_travel(place: str, kind: type) -> PipelineError:
+    return PipelineError(
+        f"{place} is a {kind.__module__}.{kind.__qualname__}, which cannot travel between ranks; "
+        "expected tensors, int, float, bool, str or None in tuples, lists, dicts, named tuples or dataclasses. "
+        "Take it apart into these, or build it inside the stage that needs it"
+    )
 
 
 def _leaf_from_json(encoded: Any) -> TensorInfo | Scalar:
@@ -214,6 +218,8 @@ def _spec_to_json(spec: TreeSpec) -> object:
         return "*"
     if spec.container is NoneType:
         return None
+    if spec.container not in PLAIN.values() and not spec.has_fields:
+        raise _cannot_travel("a part of the output", spec.container)
     children = [_spec_to_json(child) for child in spec.children]
     kind = spec.container.__name__ if not spec.has_fields else _class_path(spec.container)
     return [kind, spec.names, children]

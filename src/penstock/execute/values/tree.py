@@ -1,23 +1,31 @@
 """Trees of values: what crosses a stage boundary or makes up a batch, taken apart into leaves and put together again.
 
-Tuples, lists, dicts (keys `str` or `int`, order kept), named tuples, dataclass instances and None are branches; every
-other object is a leaf.
+Tuples, lists, dicts (keys `str` or `int`, order kept), named tuples, dataclass instances and None are branches. So are
+what is registered with torch's pytrees and subclasses of dict and UserDict, unless all that they hold is numbers and
+texts. Every other object is a leaf.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from inspect import signature
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError, nearest
+from penstock.execute.undocumented_trees import rebuilt_registered, registered_children
+from penstock.execute.values.block_masks import is_block_mask
 
 Name = int | str
 
 PLAIN: dict[str, type] = {"tuple": tuple, "list": list, "dict": dict, "OrderedDict": OrderedDict}
-"""Branches without fields."""
+"""Branches without fields that may travel between ranks."""
+_CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+"""Classes of leaves that hold no tensor: a mapping or registered container of these alone stays as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +39,11 @@ class TreeSpec:
     names: tuple[Name, ...] = ()
     children: tuple["TreeSpec", ...] = ()
     num_leaves: int = field(default=0, compare=False)
+    context: Any = field(default=None, hash=False)
+    """A part of a branch beside its children: torch's spec of a registered class, or attributes of a mapping."""
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """Put the leaves, in the order of `flatten`, back into a tree; a dataclass is built by its constructor."""
+        """Put the leaves, in the order of `flatten`, back into a tree; a class is built by its constructor."""
         if len(leaves) != self.num_leaves:
             raise PipelineError(
                 f"tree {self.to_text()}: got {len(leaves)} leaves, expected {self.num_leaves}; "
@@ -56,7 +66,7 @@ class TreeSpec:
         pairs = [f"{name}={text}" if self.has_fields else f"{name!r}: {text}" for name, text in entries]
         if self.has_fields:
             return f"{self.container.__qualname__}({', '.join(pairs)})"
-        return f"{'OrderedDict' * (self.container is OrderedDict)}{{{', '.join(pairs)}}}"
+        return f"{'' if self.container is dict else self.container.__qualname__}{{{', '.join(pairs)}}}"
 
     def places(self, root: str) -> list[str]:
         """Name every leaf as Python would reach it from `root`: `kwargs['mask'][1]`, `target.labels`."""
@@ -84,7 +94,7 @@ class TreeSpec:
     @property
     def has_fields(self) -> bool:
         """Whether the children are fields of a class, not entries of a tuple, list or dict."""
-        return self.container not in PLAIN.values()
+        return self.container not in PLAIN.values() and field_names(self.container) is not None
 
     def _steps(self, root: str) -> list[str]:
         return [f"{root}.{name}" if self.has_fields else f"{root}[{name!r}]" for name in self.names]
@@ -100,7 +110,7 @@ class TreeSpec:
                         "Drop it from the spec, or pass None as its value"
                     )
             return [marks.get(name) for name in self.names]
-        is_sequence = isinstance(marks, (tuple, list)) and not issubclass(self.container, dict)
+        is_sequence = isinstance(marks, (tuple, list)) and not issubclass(self.container, (dict, UserDict))
         if is_sequence and is_branch and len(marks) == len(self.children):
             return list(marks)
         raise PipelineError(
@@ -154,14 +164,50 @@ def needing_gradient(value: Any) -> list[Tensor]:
 def _collect(value: Any, leaves: list[Any]) -> TreeSpec:
     if value is None:
         return NONE
-    found = None if isinstance(value, Tensor) else _children(value)
-    if found is None:
+    if isinstance(value, Tensor) or type(value) in _CONSTANTS:
         leaves.append(value)
         return LEAF
-    before = len(leaves)
-    names, values = found
+    num_before = len(leaves)
+    branch = _children(value)
+    if branch is None:
+        return _collect_other(value, leaves)
+    names, values = branch
     children = tuple(_collect(child, leaves) for child in values)
-    return TreeSpec(type(value), names, children, len(leaves) - before)
+    return TreeSpec(type(value), names, children, len(leaves) - num_before)
+
+
+def _collect_other(value: Any, leaves: list[Any]) -> TreeSpec:
+    """Collect from a registered class or a mapping; anything else is a leaf, and so is one that holds only constants.
+
+    A configuration is often such a mapping: it stays the object that it is.
+    """
+    branch = None if is_block_mask(value) else _other_children(value)
+    if branch is not None:
+        names, values, context = branch
+        inner: list[Any] = []
+        children = tuple(_collect(child, inner) for child in values)
+        if not all(isinstance(leaf, _CONSTANTS) for leaf in inner):
+            leaves += inner
+            return TreeSpec(type(value), names, children, len(inner), context)
+    leaves.append(value)
+    return LEAF
+
+
+def _other_children(value: Any) -> tuple[tuple[Name, ...], Sequence[Any], Any] | None:
+    """Return names, children and context of a branch that cannot travel between ranks; None for a leaf."""
+    registered = registered_children(value)
+    is_mapping = isinstance(value, (dict, UserDict)) and all(type(key) in (str, int) for key in value)
+    entries = dict(value.items()) if is_mapping else {}
+    if registered is not None:
+        children, spec = registered
+        has_keys = is_mapping and list(map(id, children)) == list(map(id, entries.values()))
+        return tuple(entries) if has_keys else tuple(range(len(children))), children, spec
+    if not is_mapping:
+        return None
+    # The constructor gets the entries alone. Attributes that are constants, such as a scale, go along.
+    attributes = vars(value).items() if hasattr(value, "__dict__") else ()
+    constants = {name: item for name, item in attributes if isinstance(item, _CONSTANTS) and name not in entries}
+    return tuple(entries), list(entries.values()), constants
 
 
 def _children(value: Any) -> tuple[tuple[Name, ...], Iterable[Any]] | None:
@@ -199,15 +245,53 @@ def _build(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
     values = [_build(child, leaves) for child in spec.children]
     if container is list or container is tuple:
         return container(values)
-    if not spec.has_fields:
+    if container is dict or container is OrderedDict:
         return container(zip(spec.names, values, strict=True))
+    if not spec.has_fields:
+        return _build_other(spec, values)
     return _build_dataclass(container, spec.names, values) if is_dataclass(container) else container._make(values)
+
+
+def _build_other(spec: TreeSpec, values: Sequence[Any]) -> Any:
+    container: Any = spec.container
+    if not isinstance(spec.context, dict):
+        return rebuilt_registered(values, spec.context)
+    mapping = _constructed(container, dict(zip(spec.names, values, strict=True)))
+    if spec.context:
+        vars(mapping).update(spec.context)
+    return mapping
 
 
 def _build_dataclass(container: Any, names: Sequence[Any], values: Sequence[Any]) -> Any:
     named = dict(zip(names, values, strict=True))
-    late = {item.name: named.pop(item.name) for item in fields(container) if not item.init}
-    instance = container(**named)
-    for name, value in late.items():
-        object.__setattr__(instance, name, value)  # the dataclass may be frozen
+    arguments = {item.name: named[item.name] for item in fields(container) if item.init}
+    instance = _constructed(container, **arguments) if _takes_fields(container) else object.__new__(container)
+    for name, value in named.items():
+        # Fields outside the constructor, and those that `__post_init__` has changed once more, as by a scale.
+        if getattr(instance, name, _MISSING) is not value:
+            object.__setattr__(instance, name, value)  # the dataclass may be frozen
     return instance
+
+
+_MISSING = object()
+
+
+@cache
+def _takes_fields(container: type) -> bool:
+    """Whether a dataclass is built from its fields alone: not with an `InitVar`, or a constructor of another form."""
+    try:
+        signature(container).bind(**{item.name: None for item in fields(cast(Any, container)) if item.init})
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _constructed(container: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return container(*args, **kwargs)
+    except Exception as error:
+        raise PipelineError(
+            f"a {container.__module__}.{container.__qualname__} cannot be rebuilt by its class from its entries "
+            f"({type(error).__name__}: {error}). Let its constructor take those of a microbatch, or pass them in a "
+            "plain dict or tuple"
+        ) from error

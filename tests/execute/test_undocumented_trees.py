@@ -1,0 +1,67 @@
+"""Torch's pytrees know the classes that were registered with them, and rebuild their instances."""
+
+from collections import defaultdict, deque
+
+import pytest
+import torch
+from torch.utils import _pytree
+
+from penstock.execute.undocumented_trees import rebuilt_registered, registered_children
+
+
+class Unregistered(list):
+    """A subclass of what torch knows."""
+
+
+class Graph:
+    """A container that only its registration opens."""
+
+    def __init__(self, nodes, name):
+        self.nodes, self.name = nodes, name
+
+
+_pytree.register_pytree_node(Graph, lambda graph: ([graph.nodes], graph.name), lambda nodes, name: Graph(*nodes, name))
+
+
+def test_a_registered_class_has_children_and_is_rebuilt_around_others():
+    nodes = [torch.ones(2)]
+
+    children, spec = registered_children(Graph(nodes, "first"))
+    rebuilt = rebuilt_registered(["other"], spec)
+
+    assert len(children) == 1
+    assert children[0] is nodes
+    assert (type(rebuilt), rebuilt.nodes, rebuilt.name) == (Graph, "other", "first")
+
+
+def test_specs_of_registered_classes_are_equal_where_what_they_keep_is():
+    specs = [registered_children(Graph([], name))[1] for name in ("first", "first", "second")]
+
+    assert specs[0] == specs[1]
+    assert specs[0] != specs[2]
+
+
+@pytest.mark.parametrize(
+    ("value", "others", "rebuilt"),
+    [
+        (defaultdict(list, a=1, b=2), [3, 4], defaultdict(list, a=3, b=4)),
+        (deque([1, None], maxlen=5), [3, 4], deque([3, 4], maxlen=5)),
+    ],
+)
+def test_torch_has_registered_containers_itself(value, others, rebuilt):
+    children, spec = registered_children(value)
+
+    assert children == list(value.values() if isinstance(value, dict) else value)
+    assert repr(rebuilt_registered(others, spec)) == repr(rebuilt)
+
+
+def test_torch_has_registered_what_its_functions_return():
+    values, indices = registered_children(torch.ones(2, 3).max(dim=0))[0]
+
+    assert values.tolist() == [1.0] * 3
+    assert indices.tolist() == [0] * 3
+
+
+@pytest.mark.parametrize("value", [object(), 1, "text", torch.ones(1), torch.nn.Linear(1, 1), Unregistered([1])])
+def test_other_objects_have_no_children(value):
+    assert registered_children(value) is None
