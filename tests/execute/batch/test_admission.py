@@ -128,6 +128,26 @@ def test_some_of_a_batch_may_stay_where_its_layers_take_it():
     assert [microbatch.size for microbatch in (*batch.microbatches, *scalar.microbatches)] == [3] * 4
 
 
+def test_an_object_with_rows_of_a_batch_that_another_rank_knows_is_refused_on_all_ranks():
+    calls = [((SimpleNamespace(x=torch.zeros(6, 2)),), {}, None), NOTHING, TARGET_ONLY]
+
+    errors = on_ranks(3, lambda wires: refuse(wires, calls, last_ranks=[2]))
+
+    text = "rank 0 refuses the step: args[0].x has 6 rows, as the batch has, but belongs to a types.SimpleNamespace"
+    assert [type(error) for error in errors] == [StepRefused] * 3
+    assert all(text in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(("num_rows", "num_microbatches"), [(5, 2), (6, 1)])
+def test_an_object_of_other_rows_or_for_a_single_microbatch_is_admitted_whole(num_rows, num_microbatches):
+    batch = SimpleNamespace(x=torch.zeros(num_rows, 2))
+    calls = [((batch,), {}, None), TARGET_ONLY]
+
+    first, _ = on_ranks(2, lambda wires: admit(wires, calls, last_ranks=[1], num_microbatches=num_microbatches))
+
+    assert all(microbatch.args[0] is batch for microbatch in first.microbatches)
+
+
 def test_a_batch_of_another_shape_has_another_signature():
     (small, _), (large, _) = (on_ranks(2, admit, [((torch.zeros(rows),), {}, None), NOTHING]) for rows in (2, 4))
 

@@ -201,3 +201,76 @@ def test_a_rule_that_takes_any_size_makes_fewer_microbatches_of_few_rows(num_row
 def test_no_rows_at_all_are_refused_whatever_the_rule():
     with pytest.raises(PipelineError, match="has 0 rows"):
         BatchRule(4, takes_any_size=True).microbatches((rows(0),), {}, None)
+
+
+# ---- what cannot be cut
+
+
+class Opaque:
+    """An object that nobody has registered."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+def score_of(bias):
+    return lambda score, row, head, query, key: score + bias[row]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (
+            Opaque(batch=[rows(8)]),
+            r"kwargs\['k'\]\[0\].batch\[0\] has 8 rows.*belongs to a .*Opaque.*kwargs\['k'\]\[0\] Rep",
+        ),
+        (rows(8).numpy(), r"kwargs\['k'\]\[0\] has 8 rows, as the batch has, but is a numpy.ndarray.*ps.PreSplit"),
+        (score_of(rows(8)), r"kwargs\['k'\]\[0\] reading bias has 8 rows.*belongs to a function"),
+        (torch.distributions.Normal(rows(8), 1.0), r"kwargs\['k'\]\[0\].loc has 8 rows.*Normal"),
+    ],
+)
+def test_an_object_with_rows_of_the_batch_is_refused_unless_it_is_marked(value, text):
+    specs = BatchSpec(kwargs={"k": Replicate()})
+
+    for batch in [((rows(8),), {"k": [value]}, None), ((), {"k": [value]}, rows(8))]:
+        with pytest.raises(PipelineError, match=text):
+            split_batch(*batch, num_microbatches=4)
+        assert all(part.kwargs["k"] == [value] for part in split_batch(*batch, num_microbatches=4, specs=specs))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Opaque(table=rows(5), scale=torch.tensor(1.0), names=["a"] * 8),
+        torch.nn.Linear(3, 8),
+        rows(5).numpy(),
+        ["text"] * 8,
+        score_of(rows(3)),
+    ],
+)
+def test_an_object_without_rows_of_the_batch_goes_whole(value):
+    parts = split_batch((rows(8),), {"k": value}, None, num_microbatches=4)
+
+    assert all(part.kwargs["k"] is value or part.kwargs["k"] == value for part in parts)
+
+
+def test_an_object_of_a_batch_of_one_microbatch_goes_whole():
+    value = Opaque(x=rows(8))
+
+    (part,) = split_batch((rows(8),), {"k": value}, None, num_microbatches=1)
+
+    assert part.kwargs["k"] is value
+
+
+def test_rows_in_an_object_are_counted_along_the_dimension_of_its_marker():
+    value = Opaque(x=rows(8, 3).T)
+
+    split_batch((rows(8),), {"k": value}, None, num_microbatches=4)
+    with pytest.raises(PipelineError, match=r"kwargs\['k'\].x has 8 rows"):
+        split_batch((rows(8),), {"k": value}, None, num_microbatches=4, specs=BatchSpec(kwargs=Split(1)))
+
+
+def test_a_rank_without_rows_says_of_how_many_rows_its_objects_are():
+    found = BatchRule(4).uncut_rows((Opaque(x=rows(8), y=rows(3)),), {"k": rows(2)}, None)
+
+    assert {number: text.partition(" has")[0] for number, text in found.items()} == {8: "args[0].x", 3: "args[0].y"}

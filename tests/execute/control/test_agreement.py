@@ -64,6 +64,7 @@ def test_everything_that_is_proposed_survives_the_exchange():
         extra=Extra.MEMORY,
         no_sync="no_sync()",
         scale=1 / 3,
+        uncut_rows=([6, "an object holds them"],),
     )
 
     assert agreements(full, full)[0] == [full, full]

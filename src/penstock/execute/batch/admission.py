@@ -23,6 +23,7 @@ from penstock.execute.control.agreement import (
     agree_on_step,
     digest,
     refusing,
+    require_cut,
 )
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.copy_digests import CopyDigest
@@ -60,6 +61,8 @@ class Batch:
     """Per microbatch its slices; the microbatch itself where it is not cut."""
     digests: tuple[int, int, int] = (0, 0, 0)
     """Of the layouts of inputs, keyword arguments and target; 0 for what was not given."""
+    uncut_rows: Sequence[tuple[int, str]] = ()
+    """Where nothing tells the rows of the batch here: why it is refused if it has so many."""
     reader: Reader | None = None
     """Of a stream, at its first microbatch."""
     data: StepRequest | Part = StepRequest()
@@ -129,6 +132,7 @@ class Admission:
             target=given.digests[2] or None,
             sizes=_unless_zero([each.size for each in given.microbatches]),
             lengths=_unless_zero([each.length for row in given.slices for each in row]),
+            uncut_rows=given.uncut_rows,
             takes_keywords=bool(self.needs.keywords),
             takes_target=self.needs.target,
             wants_outputs=call.return_outputs,
@@ -172,6 +176,7 @@ class Admission:
             digests = [each.values or (0,) * NUM_PARTS for each in proposals]
             refuse_other_values(within, values, digests)
             agreed = AgreedStep.of(proposals)
+            require_cut(proposals, agreed, within.names)
             return agreed, self._sized(given, agreed)
         except StepRefused as refused:
             if self.weigh is not None:
@@ -212,10 +217,12 @@ class Admission:
         microbatches = rule.microbatches(call.args, call.kwargs, call.target)
         values = flatten((call.args, dict(call.kwargs), call.target))[0]
         presplit = [each for each in values if isinstance(each, PreSplit)]
+        has_rows = any(microbatch.size for microbatch in microbatches)
         return Batch(
             microbatches,
             list(map(self.rule.slices, microbatches)),
             _digests(self.rule, call),
+            () if has_rows else list(rule.uncut_rows(call.args, call.kwargs, call.target).items()),
             data=call,
             spent=[each for each in presplit if each.is_consumed],
         )
@@ -235,8 +242,8 @@ class Admission:
             [replace(empty_slices[0], index=index, length=0) for index in indices],
             [[replace(one, index=index) for one in empty_slices] for index in indices],
             _digests(rule, first, f"{len(indices)} off a stream "),
-            reader,
-            first,
+            reader=reader,
+            data=first,
         )
 
     def _sized(self, given: Batch, agreed: AgreedStep) -> Batch:

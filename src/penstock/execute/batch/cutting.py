@@ -1,24 +1,29 @@
 """Cut a batch into microbatches along the samples, and these into slices along the sequence; nothing is copied.
 
-All parts of a batch are cut alike. A layer sees one slice at a time: it treats positions alone, or it carries what
+All parts of a batch are cut alike. An object that cannot be cut goes whole to every microbatch, and is refused where it
+holds rows of the batch (`holders.py`). A layer sees one slice at a time: it treats positions alone, or it carries what
 later slices need of this one (`carried.py`). The losses of slices make up their microbatch's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from penstock.errors import PipelineError
+from penstock.execute.batch.holders import rows_within
 from penstock.execute.batch.leaves import SAMPLES, SEQUENCE, Leaf, Mark, leaf_along
 from penstock.execute.batch.microbatch import BatchSpec, Microbatch, PreSplit, Replicate, Split
 from penstock.execute.batch.sizes import disagreement, even_sizes, given_sizes, require_equal
+from penstock.execute.values.block_masks import is_block_mask
 from penstock.execute.values.layouts import leaf_text
-from penstock.execute.values.tree import flatten
+from penstock.execute.values.tree import CONSTANTS, flatten
 
 _Parts = tuple[tuple[Any, ...], dict[str, Any], Any]
 """Arguments, keyword arguments and target."""
+_Marked = tuple[str, str, Any, list[Mark]]
+"""A value of a batch: the name of its part, its place, itself, and its marker in each of some specs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +48,22 @@ class BatchRule:
 
         Raises:
             PipelineError: rows disagree or do not divide; there are none, or fewer than microbatches; a spec does not
-                fit.
+                fit; something that cannot be cut holds rows of the batch.
         """
         if self.num_microbatches < 1:
             raise PipelineError(f"num_microbatches is {self.num_microbatches}; expected at least 1")
         batch = (tuple(args), dict(kwargs), target)
-        marked = _marked(batch, self.specs)
+        marked = list(_marked(batch, self.specs))
         leaves = [leaf_along(SAMPLES, place, value, mark, 0) for _, place, value, [mark] in marked]
         sizes = self._sizes(leaves) or [0] * self.num_microbatches
+        if len(sizes) > 1 and (reason := _uncut_rows(marked).get(sum(sizes))):
+            raise PipelineError(reason)
         parts = zip(_cut(batch, leaves, sizes), sizes, strict=True)
         return [Microbatch(index, *part, size) for index, (part, size) in enumerate(parts)]
+
+    def uncut_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> dict[int, str]:
+        """Return why a batch of so many rows is refused, by the rows of what is held by objects that cannot be cut."""
+        return _uncut_rows(_marked((tuple(args), dict(kwargs), target), self.specs))
 
     def slices(self, microbatch: Microbatch) -> list[Microbatch]:
         """Cut a microbatch into consecutive slices.
@@ -124,7 +135,7 @@ class BatchRule:
         return leaf
 
 
-def _marked(parts: _Parts, *specs: BatchSpec | None) -> Iterator[tuple[str, str, Any, list[Mark]]]:
+def _marked(parts: _Parts, *specs: BatchSpec | None) -> Iterator[_Marked]:
     """Each value of a batch with the name of its part, its place and its marker in each of the specs."""
     for root, value in zip(("args", "kwargs", "target"), parts, strict=True):
         leaves, tree = flatten(value)
@@ -133,6 +144,24 @@ def _marked(parts: _Parts, *specs: BatchSpec | None) -> Iterator[tuple[str, str,
         columns = [tree.spread(each, _is_mark, root) for each in given]
         for place, leaf, *marks in zip(tree.places(root), leaves, *columns, strict=True):
             yield root, place, leaf, marks
+
+
+def _uncut_rows(marked: Iterable[_Marked]) -> dict[int, str]:
+    reasons: dict[int, str] = {}
+    for _, place, value, [mark] in marked:
+        if isinstance(value, (Tensor, PreSplit, *CONSTANTS)) or isinstance(mark, Replicate) or is_block_mask(value):
+            continue
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        for num_rows, way in rows_within(value, 0 if mark is None else mark.dim).items():
+            reason = (
+                f"{place}{way} has {num_rows} rows, as the batch has, but {'belongs to' if way else 'is'} a {kind}, "
+                "which cannot be cut: every microbatch would get all of it. Pass ps.PreSplit([...]) of one for each "
+                "microbatch, or its tensors as arguments of their own, or register a container by "
+                f"torch.utils._pytree.register_pytree_node. If these are no rows of the batch, mark {place} "
+                "Replicate() in specs"
+            )
+            reasons.setdefault(num_rows, reason)
+    return reasons
 
 
 def _is_mark(mark: Any) -> bool:

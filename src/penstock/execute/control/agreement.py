@@ -90,6 +90,8 @@ class StepProposal:
     """None where the rank was given nothing to split."""
     lengths: Sequence[int] | None = field(default=None, metadata=_given("These are the lengths of slices. "))
     """Of each microbatch; None where the rank was given nothing to cut."""
+    uncut_rows: Sequence[Sequence[Any]] = ()
+    """Pairs (rows, why a batch of so many is refused), from a rank that was given nothing to split."""
 
     takes_keywords: bool = False
     """Whether the rank has layers that a keyword argument can reach."""
@@ -178,6 +180,15 @@ class AgreedStep:
             has_target=given[-1] > 0,
             job_signature=signature,
         )
+
+
+def require_cut(proposals: Sequence[StepProposal], agreed: AgreedStep, names: RankNames) -> None:
+    """Refuse rows of the batch that a rank would hand whole to every microbatch. Raises: StepRefused."""
+    num_rows = sum(agreed.sizes)
+    for rank, proposal in enumerate(proposals):
+        reason = dict(map(tuple, proposal.uncut_rows)).get(num_rows)
+        if reason and len(agreed.sizes) > 1:
+            raise StepRefused(f"{names[rank]} refuses the step: {reason}", rank=names.numbers[rank])
 
 
 def digest(text: str) -> int:

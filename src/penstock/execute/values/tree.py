@@ -24,7 +24,7 @@ Name = int | str
 
 PLAIN: dict[str, type] = {"tuple": tuple, "list": list, "dict": dict, "OrderedDict": OrderedDict}
 """Branches without fields that may travel between ranks."""
-_CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 """Classes of leaves that hold no tensor: a mapping or registered container of these alone stays as it is."""
 
 
@@ -164,7 +164,7 @@ def needing_gradient(value: Any) -> list[Tensor]:
 def _collect(value: Any, leaves: list[Any]) -> TreeSpec:
     if value is None:
         return NONE
-    if isinstance(value, Tensor) or type(value) in _CONSTANTS:
+    if isinstance(value, Tensor) or type(value) in CONSTANTS:
         leaves.append(value)
         return LEAF
     num_before = len(leaves)
@@ -186,7 +186,7 @@ def _collect_other(value: Any, leaves: list[Any]) -> TreeSpec:
         names, values, context = branch
         inner: list[Any] = []
         children = tuple(_collect(child, inner) for child in values)
-        if not all(isinstance(leaf, _CONSTANTS) for leaf in inner):
+        if not all(isinstance(leaf, CONSTANTS) for leaf in inner):
             leaves += inner
             return TreeSpec(type(value), names, children, len(inner), context)
     leaves.append(value)
@@ -206,7 +206,7 @@ def _other_children(value: Any) -> tuple[tuple[Name, ...], Sequence[Any], Any] |
         return None
     # The constructor gets the entries alone. Attributes that are constants, such as a scale, go along.
     attributes = vars(value).items() if hasattr(value, "__dict__") else ()
-    constants = {name: item for name, item in attributes if isinstance(item, _CONSTANTS) and name not in entries}
+    constants = {name: item for name, item in attributes if isinstance(item, CONSTANTS) and name not in entries}
     return tuple(entries), list(entries.values()), constants
 
 

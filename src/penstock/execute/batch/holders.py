@@ -1,0 +1,76 @@
+"""Objects that hold tensors where no cut reaches them: rows of the batch in one are looked for, so that it is refused.
+
+Nothing of the object is run: not its methods or properties, nor the methods of a class that calls itself a mapping.
+"""
+
+import inspect
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+_MAX_DEPTH = 4
+_MAX_OBJECTS = 1000
+"""Limits of the search: what is deeper, or comes later, is not looked at, so that a step does not take longer."""
+_NO_ROWS = (nn.Module, nn.Parameter, ModuleType, type)
+"""Objects whose tensors belong to a model or a library, and never to a batch."""
+
+
+def rows_within(value: Any, dim: int) -> dict[int, str]:
+    """Return the lengths along `dim` of the tensors and arrays within a value, with the way to the nearest of each.
+
+    A way is a text such as `.mask` or `[0].mask`; it is empty where the value is itself an array.
+    """
+    ways: dict[int, str] = {}
+    queue: deque[tuple[str, Any, int]] = deque([("", value, 0)])
+    visited: set[int] = set()
+    while queue and len(visited) < _MAX_OBJECTS:
+        way, item, depth = queue.popleft()
+        if isinstance(item, _NO_ROWS):
+            continue
+        if isinstance(item, (Tensor, np.ndarray)):
+            if -item.ndim <= dim < item.ndim:
+                # By `size`, since some nested tensors have no shape.
+                ways.setdefault(item.size(dim) if isinstance(item, Tensor) else item.shape[dim], way)
+        elif depth < _MAX_DEPTH and id(item) not in visited:
+            visited.add(id(item))
+            queue.extend((way + step, inner, depth + 1) for step, inner in islice(_inner(item), _MAX_OBJECTS))
+    return ways
+
+
+def _inner(value: Any) -> Iterator[tuple[str, Any]]:
+    """Name the objects that a value holds: entries, attributes, and what a function reads besides its arguments."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", item) for key, item in list(value.items()))
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, FunctionType):
+        yield from _read_by(value)
+    elif isinstance(value, MethodType):
+        yield from ((".__self__", value.__self__), ("", value.__func__))
+    elif isinstance(value, partial):
+        yield from ((".args", value.args), (".keywords", value.keywords), (".func", value.func))
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from ((f".{name}", item) for name, item in list(attributes.items()))
+    for container in type(value).__mro__:
+        slots = vars(container).items() if "__slots__" in vars(container) else ()
+        names = [name for name, member in slots if isinstance(member, MemberDescriptorType)]
+        yield from ((f".{name}", getattr(value, name, None)) for name in names)
+
+
+def _read_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Name what a function closes over, and the tensors of its module that it reads."""
+    try:
+        read = inspect.getclosurevars(function)
+    except ValueError:  # a variable that has no value yet
+        return
+    yield from ((f" reading {name}", item) for name, item in read.nonlocals.items())
+    # Of the module only tensors: through other functions and objects there the search would come to whole libraries.
+    tensors = ((name, item) for name, item in read.globals.items() if isinstance(item, (Tensor, np.ndarray)))
+    yield from ((f" reading {name}", item) for name, item in tensors)
