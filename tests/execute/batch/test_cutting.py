@@ -222,7 +222,7 @@ def score_of(bias):
     [
         (
             Opaque(batch=[rows(8)]),
-            r"kwargs\['k'\]\[0\].batch\[0\] has 8 rows.*belongs to a .*Opaque.*kwargs\['k'\]\[0\] Rep",
+            r"kwargs\['k'\]\[0\].batch\[0\] has 8 rows.*belongs to a .*Opaque.*kwargs={'k': {0: ps.Repl",
         ),
         (rows(8).numpy(), r"kwargs\['k'\]\[0\] has 8 rows, as the batch has, but is a numpy.ndarray.*ps.PreSplit"),
         (score_of(rows(8)), r"kwargs\['k'\]\[0\] reading bias has 8 rows.*belongs to a function"),

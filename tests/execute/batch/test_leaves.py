@@ -6,6 +6,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.cutting import BatchRule
+from penstock.execute.batch.leaves import marking
 from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, Split
 from tests.execute.batch.test_cutting import split_batch
 from tests.execute.batch.test_microbatch import rows
@@ -100,3 +101,17 @@ def special_mask():
 def test_what_torch_cannot_cut_is_refused_by_name(make):
     with pytest.raises(PipelineError, match=r"kwargs\['mask'\] cannot be cut by torch .*ps.PreSplit"):
         split_batch((rows(ROWS),), {"mask": make()}, None, num_microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("target", "target=ps.Replicate()"),
+        ("args[1]", "args={1: ps.Replicate()}"),
+        ("kwargs['images']", "kwargs={'images': ps.Replicate()}"),
+        ("kwargs['a'][0].x", "kwargs={'a': {0: {'x': ps.Replicate()}}}"),
+        ("target.labels", "target={'labels': ps.Replicate()}"),
+    ],
+)
+def test_a_place_is_marked_by_specs_that_fit_it(place, text):
+    assert marking(place) == f"specs=ps.BatchSpec({text})"

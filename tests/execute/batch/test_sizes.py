@@ -1,5 +1,7 @@
 """All values of a batch agree on the rows of each microbatch."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, merge_outputs
+from penstock.execute.values.tree import tensors_of
 from tests.execute.batch.test_cutting import split_batch
 from tests.execute.batch.test_microbatch import rows
 
@@ -63,3 +66,80 @@ def test_a_presplit_marked_replicate_counts_no_rows():
 
     assert [part.size for part in parts] == [2, 2]
     assert [len(part.args[1]) for part in parts] == [5, 9]
+
+
+def test_a_presplit_target_decides_where_there_is_no_input():
+    parts = split_batch((), {"mask": rows(4)}, {"y": PreSplit([rows(3), rows(1)])}, num_microbatches=2)
+
+    assert [part.size for part in parts] == [3, 1]
+    assert [part.kwargs["mask"].tolist() for part in parts] == [[0.0, 1.0, 2.0], [3.0]]
+
+
+def test_a_value_without_rows_before_a_presplit_leaves_it_the_first_input():
+    parts = split_batch((2.0, None, PreSplit([rows(3), rows(1)])), {"mask": rows(4)}, None, num_microbatches=2)
+
+    assert [len(part.kwargs["mask"]) for part in parts] == [3, 1]
+
+
+OTHERS = {
+    "keyword": (lambda other: ((rows(8),), {"other": other}, None), BatchSpec(kwargs={"other": Replicate()})),
+    "second input": (lambda other: ((rows(8), other), {}, None), BatchSpec(args=(None, Replicate()))),
+    "target": (lambda other: ((rows(8),), {}, other), BatchSpec(target=Replicate())),
+    "keyword beside a target": (lambda other: ((), {"other": other}, rows(8)), BatchSpec(kwargs=Replicate())),
+    "keyword before a keyword": (
+        lambda other: ((), {"other": other, "x": rows(8)}, None),
+        BatchSpec(kwargs={"other": Replicate()}),
+    ),
+}
+"""Batches of 8 rows with a `PreSplit` that decides nothing, and the specs by which its rows do not count."""
+
+
+@pytest.mark.parametrize(("batch_with", "specs"), OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("sizes", [(3, 1, 2, 2), (3, 1, 2, 3)], ids=["as many rows", "more rows"])
+def test_a_presplit_of_other_rows_is_refused_and_handed_out_where_it_is_marked(batch_with, specs, sizes):
+    batch = batch_with(PreSplit([rows(size) for size in sizes]))
+
+    with pytest.raises(PipelineError) as caught:
+        split_batch(*batch, num_microbatches=4)
+    parts = split_batch(*batch, num_microbatches=4, specs=specs)
+
+    assert f"has parts of {sizes} rows, but" in str(caught.value)
+    assert "(shape (8,), split on dim 0) has 8 rows, which are not cut into these" in str(caught.value)
+    assert "as a PreSplit of as many" in str(caught.value)
+    assert re.search(r"mark it by specs=ps.BatchSpec\(.*ps.Replicate\(\).*\): each microbatch still", str(caught.value))
+    assert [part.size for part in parts] == [2] * 4
+    lengths = [sorted(map(len, tensors_of((part.args, part.kwargs, part.target)))) for part in parts]
+    assert lengths == [sorted([2, size]) for size in sizes]
+
+
+@pytest.mark.parametrize("batch_with", [batch_with for batch_with, _ in OTHERS.values()], ids=OTHERS)
+def test_a_presplit_of_the_rows_of_the_microbatches_may_stand_anywhere(batch_with):
+    parts = split_batch(*batch_with(PreSplit(rows(8).split(2))), num_microbatches=4)
+    ragged = split_batch(*batch_with(PreSplit(rows(8).split([3, 3, 2]))), num_microbatches=3, allow_ragged=True)
+
+    assert [part.size for part in parts] == [2] * 4
+    assert [part.size for part in ragged] == [3, 3, 2]
+
+
+@pytest.mark.parametrize("num_rows", [3, 7])
+def test_a_presplit_beside_rows_that_cannot_be_cut_evenly_is_refused_as_one(num_rows):
+    with pytest.raises(PipelineError, match=rf"has parts of .*has {num_rows} rows, which are not cut into these"):
+        split_batch((rows(num_rows),), {}, PreSplit([rows(2), rows(2), rows(2), rows(1)]), num_microbatches=4)
+
+
+def test_two_presplits_of_other_rows_are_refused_with_the_fix():
+    images = PreSplit([rows(5), rows(9)])
+
+    with pytest.raises(
+        PipelineError,
+        match=r"parts of \(2, 2\) rows, but kwargs\['images'\].*\(5, 9\).*BatchSpec\(args={0: ps.*{'images': ps",
+    ):
+        split_batch((PreSplit([rows(2), rows(2)]),), {"images": images}, None, num_microbatches=2)
+
+
+def test_parts_without_tensors_have_no_rows():
+    parts = split_batch(
+        (rows(4),), {"step": PreSplit([3, 4]), "mask": PreSplit([None, rows(7)])}, None, num_microbatches=2
+    )
+
+    assert [(part.size, part.kwargs["step"]) for part in parts] == [(2, 3), (2, 4)]

@@ -96,7 +96,10 @@ DIFFERENT = [
     differing("extra", [PLAIN, PLAIN, RECORDING], f"rank 0 has nothing besides, rank 2 has {RECORDING.value}"),
     differing("extra", [RECORDING, RECORDING, MEMORY], f"rank 0 has {RECORDING.value}, rank 2 has {MEMORY.value}"),
     differing("extra", [MEMORY, MEMORY, PLAIN], f"rank 0 has {MEMORY.value}, rank 2 has nothing besides"),
-    ([{}, {"inputs": None, "sizes": (3, 1)}], "sizes: rank 0 has [2, 2], rank 1 has [3, 1]. These are the rows of"),
+    (
+        [{}, {"inputs": None, "sizes": (3, 1)}],
+        "sizes: rank 0 has [2, 2], rank 1 has [3, 1]. These are the rows of microbatches: in specs, mark",
+    ),
     ([{}, {"target": None, "lengths": None, "takes_target": True}], "a target, rank 1 was not, but holds"),
 ]
 

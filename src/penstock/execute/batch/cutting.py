@@ -13,9 +13,9 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.holders import rows_within
-from penstock.execute.batch.leaves import SAMPLES, SEQUENCE, Leaf, Mark, leaf_along
+from penstock.execute.batch.leaves import SAMPLES, SEQUENCE, Leaf, Mark, leaf_along, marking
 from penstock.execute.batch.microbatch import BatchSpec, Microbatch, PreSplit, Replicate, Split
-from penstock.execute.batch.sizes import disagreement, even_sizes, given_sizes, require_equal
+from penstock.execute.batch.sizes import even_sizes, leading_rows, other_rows, require_equal, rows_of
 from penstock.execute.values.block_masks import is_block_mask
 from penstock.execute.values.layouts import leaf_text
 from penstock.execute.values.tree import CONSTANTS, flatten
@@ -43,8 +43,9 @@ class BatchRule:
         """Split arguments, keyword arguments and target alike into microbatches.
 
         All tensors that are split have the same number of rows. With `allow_ragged` the first (rows mod microbatches)
-        microbatches have one row more than the others; without, the rows must divide evenly. Where something is
-        `PreSplit`, its parts decide the sizes.
+        microbatches have one row more than the others; without, the rows must divide evenly. Where the first
+        input is `PreSplit`, or where there is none the target, its parts decide the sizes instead. Any other `PreSplit`
+        must have parts of these sizes, or be marked `Replicate`: its parts are handed out, and its rows do not count.
 
         Raises:
             PipelineError: rows disagree or do not divide; there are none, or fewer than microbatches; a spec does not
@@ -103,19 +104,28 @@ class BatchRule:
 
     def _sizes(self, leaves: Sequence[Leaf]) -> list[int]:
         """The rows of each microbatch on which all leaves agree; empty where nothing is split."""
-        whole = [
-            (leaf, leaf.length) for leaf in leaves if leaf.dim is not None and not isinstance(leaf.value, PreSplit)
-        ]
+        measured = [(leaf, rows) for leaf in leaves if (rows := rows_of(leaf, self.num_microbatches)) is not None]
+        whole = [(leaf, rows) for leaf, rows in measured if isinstance(rows, int)]
+        presplit = [(leaf, rows) for leaf, rows in measured if isinstance(rows, tuple)]
         require_equal(SAMPLES, whole)
-        given = [(leaf, sizes) for leaf in leaves if (sizes := given_sizes(leaf, self.num_microbatches))]
-        require_equal(SAMPLES, given)
-        if given and whole and whole[0][1] != sum(given[0][1]):
-            raise disagreement(SAMPLES, given[0], whole[0])
-        if given:
-            return list(given[0][1])
-        if not whole:
-            return []
-        leaf, num_rows = whole[0]
+        require_equal(SAMPLES, presplit)
+        if not presplit:
+            return self._even_sizes(*whole[0]) if whole else []
+        sizes = list(presplit[0][1])
+        if whole and not self._may_be_cut(whole[0], sizes, leads=isinstance(leading_rows(measured), tuple)):
+            raise other_rows(presplit[0], whole[0])
+        return sizes
+
+    def _may_be_cut(self, whole: tuple[Leaf, int], sizes: list[int], *, leads: bool) -> bool:
+        """Whether a whole value is cut into the rows of a `PreSplit`, which `leads` where it decides for others."""
+        leaf, num_rows = whole
+        if leads:
+            return num_rows == sum(sizes)
+        is_ragged = self.allow_ragged or self.takes_any_size
+        can_be_cut = num_rows >= len(sizes) and (is_ragged or num_rows % len(sizes) == 0)
+        return can_be_cut and sizes == self._even_sizes(leaf, num_rows)
+
+    def _even_sizes(self, leaf: Leaf, num_rows: int) -> list[int]:
         num_parts = self.num_microbatches
         if self.takes_any_size:
             num_parts = max(1, min(num_parts, num_rows))
@@ -157,8 +167,8 @@ def _uncut_rows(marked: Iterable[_Marked]) -> dict[int, str]:
                 f"{place}{way} has {num_rows} rows, as the batch has, but {'belongs to' if way else 'is'} a {kind}, "
                 "which cannot be cut: every microbatch would get all of it. Pass ps.PreSplit([...]) of one for each "
                 "microbatch, or its tensors as arguments of their own, or register a container by "
-                f"torch.utils._pytree.register_pytree_node. If these are no rows of the batch, mark {place} "
-                "Replicate() in specs"
+                "torch.utils._pytree.register_pytree_node. If these are no rows of the batch, mark it by "
+                f"{marking(place)}"
             )
             reasons.setdefault(num_rows, reason)
     return reasons

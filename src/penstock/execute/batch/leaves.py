@@ -1,5 +1,6 @@
 """The values of a batch, each with the dimension along which it is cut."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,15 @@ def leaf_along(axis: Axis, place: str, value: Any, mark: Mark, default_dim: int)
     if isinstance(value, PreSplit) or _has_dim(value, dim):
         return Leaf(place, value, dim)
     return Leaf(place, value, None if mark is None else checked_dim(place, value, dim, axis))
+
+
+def marking(place: str) -> str:
+    """Return the option that marks the value at a place: `specs=ps.BatchSpec(kwargs={'images': ps.Replicate()})`."""
+    mark = "ps.Replicate()"
+    for key, attribute in reversed(re.findall(r"\[([^\]]*)\]|\.(\w+)", place)):
+        mark = f"{{{key or repr(attribute)}: {mark}}}"
+    root = re.split(r"\W", place, maxsplit=1)[0]
+    return f"specs=ps.BatchSpec({root}={mark})"
 
 
 def checked_dim(place: str, tensor: Tensor, dim: int, axis: Axis) -> int:

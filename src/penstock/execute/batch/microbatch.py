@@ -26,13 +26,19 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Marker: every microbatch gets the whole value (a mask or table that has no batch dimension)."""
+    """Marker: every microbatch gets the whole value (a mask or table that has no batch dimension).
+
+    Of a `PreSplit` every microbatch gets its entry; its rows are not counted.
+    """
 
 
 class PreSplit:
     """A value that its caller has split already: `parts` holds one entry, any tree, per microbatch.
 
-    The rows of an entry are counted on dim 0 of its first tensor, or on the `dim` of a `Split` marker for it. One that
+    As the first input, or as the target of a rank without inputs, its entries decide the rows of the microbatches, and
+    whole tensors are cut alike. As anything else its entries must have the rows of the microbatches, or it is marked
+    `Replicate()`: then each microbatch gets its entry, and no rows are counted. The rows of an entry are those on dim 0
+    of its first tensor, or on the `dim` of a `Split` marker; an entry without tensors has none. One that
     `is_consumed` by its step is empty afterwards, and releases each entry after its last use on this rank.
     """
 
@@ -48,7 +54,10 @@ class PreSplit:
 class BatchSpec:
     """How to split: per part a marker, or a tree of markers (dict, tuple, list); None is the default.
 
-    By default tensors are split on dim 0 and everything else, 0-dim tensors too, is replicated.
+    By default tensors are split on dim 0, and a `BlockMask` along its batch; everything else, 0-dim tensors too, is
+    replicated. Tensors within lists, tuples, dicts and their subclasses, `UserDict`, dataclasses and classes registered
+    with torch's pytrees are split too. Another object, or a function that reads a tensor, is refused where that has as
+    many rows as the batch; marked `Replicate()`, it is replicated.
     """
 
     args: Any = None

@@ -1,9 +1,15 @@
-"""The sizes of microbatches and slices: the rows of each, on which all values of a batch must agree."""
+"""The sizes of microbatches and slices: the rows of each, on which all values of a batch must agree.
+
+Contexts, images or documents, some for each microbatch, come as a `PreSplit` beside tensors with a row for each sample.
+They may add up to the rows of the batch, by chance, in one step of many. So a `PreSplit` decides how tensors are cut
+only as the first input, or as the target where a rank has no input. As anything else it must have the rows that these
+say, or be marked to have none that count.
+"""
 
 from collections.abc import Sequence
 
 from penstock.errors import PipelineError
-from penstock.execute.batch.leaves import SAMPLES, Axis, Leaf, checked_dim
+from penstock.execute.batch.leaves import SAMPLES, Axis, Leaf, checked_dim, marking
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.values.block_masks import is_block_mask
 from penstock.execute.values.tree import tensors_of
@@ -13,10 +19,21 @@ Measured = tuple[Leaf, int | tuple[int, ...]]
 """A value with its length, or with those of the parts in which it was given."""
 
 
-def given_sizes(leaf: Leaf, num_microbatches: int) -> tuple[int, ...]:
-    """The rows of each part of a `PreSplit`; empty where it has no tensors to count, or is none."""
-    if not isinstance(leaf.value, PreSplit):
-        return ()
+def rows_of(leaf: Leaf, num_microbatches: int) -> int | tuple[int, ...] | None:
+    """Return the rows of a value, or of each part of a `PreSplit`; None where it has none to count."""
+    if isinstance(leaf.value, PreSplit):
+        return _rows_of_parts(leaf, num_microbatches) or None
+    return None if leaf.dim is None else leaf.length
+
+
+def leading_rows(measured: Sequence[Measured]) -> int | tuple[int, ...] | None:
+    """Return the rows of the first input, or of the target where there is no input; None without both."""
+    roots = ("args", "target")
+    return next((rows for root in roots for leaf, rows in measured if leaf.place.startswith(root)), None)
+
+
+def _rows_of_parts(leaf: Leaf, num_microbatches: int) -> tuple[int, ...]:
+    """Return the rows of each part of a `PreSplit`; empty where it has no tensors to count."""
     parts = leaf.value.parts
     if len(parts) != num_microbatches:
         raise PipelineError(
@@ -67,12 +84,32 @@ def disagreement(axis: Axis, *pair: Measured) -> PipelineError:
         f"{leaf} has parts of {size} {axis.unit}s" if isinstance(size, tuple) else f"{leaf} has {size} {axis.unit}s"
         for leaf, size in pair
     )
+    if isinstance(pair[0][0].value, PreSplit):
+        return PipelineError(f"{one}, but {other}; expected the same {axis.unit}s in both. {_mark(*pair)}")
     fix = f"Mark what has no {axis.dimension} Replicate() in {axis.option}, or give Split(dim) the {axis.dimension}"
     if any(is_block_mask(leaf.value) for leaf, _ in pair):
         fix = (
             "Pass ps.PreSplit([...]) of one BlockMask for each microbatch, or one of a single row, which holds for any"
         )
     return PipelineError(f"{one}, but {other}; expected the same {axis.unit}s in everything that is split. {fix}")
+
+
+def other_rows(presplit: tuple[Leaf, object], whole: tuple[Leaf, int]) -> PipelineError:
+    """Say that a whole value is not cut into the parts of a `PreSplit`."""
+    (parts, sizes), (tensor, num_rows) = presplit, whole
+    return PipelineError(
+        f"{parts} has parts of {sizes} rows, but {tensor} has {num_rows} rows, which are not cut into these: only the "
+        "first input, or without inputs the target, decides by its parts how tensors are cut, and they must add up. If "
+        f"these are the rows of the microbatches, pass {tensor.place} as a PreSplit of as many. {_mark(presplit)}"
+    )
+
+
+def _mark(*presplits: tuple[Leaf, object]) -> str:
+    options = " or ".join(marking(leaf.place) for leaf, _ in presplits)
+    return (
+        "If the parts of a PreSplit are something other than these rows, such as images, mark it by "
+        f"{options}: each microbatch still gets its own part"
+    )
 
 
 def _said_divisors(length: int) -> str:

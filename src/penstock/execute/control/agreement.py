@@ -86,7 +86,12 @@ class StepProposal:
         ),
     )
     target: int | None = field(default=None, metadata=_given(digest_of=_LAYOUT))
-    sizes: Sequence[int] | None = field(default=None, metadata=_given("These are the rows of microbatches. "))
+    sizes: Sequence[int] | None = field(
+        default=None,
+        metadata=_given(
+            "These are the rows of microbatches: in specs, mark a PreSplit of something other than rows Replicate(). "
+        ),
+    )
     """None where the rank was given nothing to split."""
     lengths: Sequence[int] | None = field(default=None, metadata=_given("These are the lengths of slices. "))
     """Of each microbatch; None where the rank was given nothing to cut."""
