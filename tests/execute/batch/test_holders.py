@@ -120,6 +120,8 @@ def test_nothing_is_run():
 def test_an_object_within_itself_and_one_of_many_entries_end_the_search():
     value = Plain(entries=[object() for _ in range(5000)])
     value.value = value
+    late = Plain(names=["a"] * 5000, inner=Plain(inner=Plain(mask=ROWS)))
 
     assert rows_within(value, 0) == {}
+    assert rows_within(late, 0) == {5: ".inner.inner.mask"}
     assert rows_within([np.zeros(1)] * 10, 0) == {1: "[0]"}

@@ -144,6 +144,7 @@ def test_a_default_dict_keeps_its_factory_and_names_its_entries():
     "value",
     [
         UserDict(depth=2, name="small", dtype=torch.half),
+        defaultdict(float, loss=torch.tensor(1.0)),
         defaultdict(list),
         Counted(number=1),
         UserDict({(1, 2): object()}),

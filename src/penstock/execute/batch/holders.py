@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.execute.values.tree import CONSTANTS
 
 _MAX_DEPTH = 4
 _MAX_OBJECTS = 1000
 """Limits of the search: what is deeper, or comes later, is not looked at, so that a step does not take longer."""
-_NO_ROWS = (nn.Module, nn.Parameter, ModuleType, type)
-"""Objects whose tensors belong to a model or a library, and never to a batch."""
+_NO_ROWS = (nn.Module, nn.Parameter, DeviceMesh, ModuleType, type, *CONSTANTS)
+"""Objects without tensors, or whose tensors belong to a model, to the ranks or to a library, and never to a batch."""
 
 
 def rows_within(value: Any, dim: int) -> dict[int, str]:
@@ -46,7 +49,7 @@ def rows_within(value: Any, dim: int) -> dict[int, str]:
 def _inner(value: Any) -> Iterator[tuple[str, Any]]:
     """Name the objects that a value holds: entries, attributes, and what a function reads besides its arguments."""
     if isinstance(value, dict):
-        yield from ((f"[{key!r}]", item) for key, item in list(value.items()))
+        yield from ((f"[{key!r}]", item) for key, item in list(islice(value.items(), _MAX_OBJECTS)))
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif isinstance(value, FunctionType):
@@ -57,7 +60,7 @@ def _inner(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".args", value.args), (".keywords", value.keywords), (".func", value.func))
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
-        yield from ((f".{name}", item) for name, item in list(attributes.items()))
+        yield from ((f".{name}", item) for name, item in list(islice(attributes.items(), _MAX_OBJECTS)))
     for container in type(value).__mro__:
         slots = vars(container).items() if "__slots__" in vars(container) else ()
         names = [name for name, member in slots if isinstance(member, MemberDescriptorType)]

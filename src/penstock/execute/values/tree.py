@@ -1,8 +1,8 @@
 """Trees of values: what crosses a stage boundary or makes up a batch, taken apart into leaves and put together again.
 
 Tuples, lists, dicts (keys `str` or `int`, order kept), named tuples, dataclass instances and None are branches. So are
-what is registered with torch's pytrees and subclasses of dict and UserDict, unless all that they hold is numbers and
-texts. Every other object is a leaf.
+what is registered with torch's pytrees and subclasses of dict and UserDict, unless all that they hold is numbers, texts
+and tensors without dimensions. Every other object is a leaf.
 """
 
 from collections import OrderedDict, UserDict
@@ -179,18 +179,23 @@ def _collect(value: Any, leaves: list[Any]) -> TreeSpec:
 def _collect_other(value: Any, leaves: list[Any]) -> TreeSpec:
     """Collect from a registered class or a mapping; anything else is a leaf, and so is one that holds only constants.
 
-    A configuration is often such a mapping: it stays the object that it is.
+    A configuration is often such a mapping, and so are statistics that layers write: it stays the object that it is.
     """
     branch = None if is_block_mask(value) else _other_children(value)
     if branch is not None:
         names, values, context = branch
         inner: list[Any] = []
         children = tuple(_collect(child, inner) for child in values)
-        if not all(isinstance(leaf, CONSTANTS) for leaf in inner):
+        if not all(map(_is_constant, inner)):
             leaves += inner
             return TreeSpec(type(value), names, children, len(inner), context)
     leaves.append(value)
     return LEAF
+
+
+def _is_constant(leaf: Any) -> bool:
+    """Whether a leaf is the same for all microbatches; a tensor without dimensions is never cut."""
+    return isinstance(leaf, CONSTANTS) or (isinstance(leaf, Tensor) and not leaf.dim())
 
 
 def _other_children(value: Any) -> tuple[tuple[Name, ...], Sequence[Any], Any] | None:
