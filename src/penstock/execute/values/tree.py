@@ -32,14 +32,15 @@ CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 class TreeSpec:
     """The shape of a tree: `container` is the branch's class, `object` for a leaf and `NoneType` for None.
 
-    `names` are keys, positions or field names, one per child. Equal specs put equal leaves together to equal trees.
+    `names` are keys, positions or field names, one per child. Equal specs put equal leaves together to equal trees,
+    but for what a class of another kind keeps beside its children.
     """
 
     container: type
     names: tuple[Name, ...] = ()
     children: tuple["TreeSpec", ...] = ()
     num_leaves: int = field(default=0, compare=False)
-    context: Any = field(default=None, hash=False)
+    context: Any = field(default=None, compare=False)
     """A part of a branch beside its children: torch's spec of a registered class, or attributes of a mapping."""
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
@@ -181,38 +182,42 @@ def _collect_other(value: Any, leaves: list[Any]) -> TreeSpec:
 
     A configuration is often such a mapping, and so are statistics that layers write: it stays the object that it is.
     """
-    branch = None if is_block_mask(value) else _other_children(value)
-    if branch is not None:
-        names, values, context = branch
-        inner: list[Any] = []
-        children = tuple(_collect(child, inner) for child in values)
-        if not all(map(_is_constant, inner)):
-            leaves += inner
-            return TreeSpec(type(value), names, children, len(inner), context)
-    leaves.append(value)
-    return LEAF
+    registered = None if is_block_mask(value) else registered_children(value)
+    entries = _entries(value)
+    inner: list[Any] = []
+    values = list(entries.values()) if registered is None else registered[0]
+    children = tuple(_collect(child, inner) for child in values)
+    if all(map(_is_constant, inner)):
+        leaves.append(value)
+        return LEAF
+    leaves += inner
+    is_keyed = list(map(id, values)) == list(map(id, entries.values()))
+    names = tuple(entries) if is_keyed else tuple(range(len(values)))
+    context = _constants_of(value, entries) if registered is None else registered[1]
+    return TreeSpec(type(value), names, children, len(inner), context)
+
+
+def _entries(value: Any) -> dict[Name, Any]:
+    """Return the entries of a mapping; of any other object, and of a mapping with keys of other types, none."""
+    is_mapping = isinstance(value, (dict, UserDict)) and all(type(key) in (str, int) for key in value)
+    return dict(value.items()) if is_mapping else {}
+
+
+def _constants_of(value: Any, entries: dict[Name, Any]) -> dict[str, Any]:
+    """Return the attributes of a mapping that its constructor does not make of its entries, such as a scale set later.
+
+    Others may be counted from the entries, as a number of rows is: those of a part are its own.
+    """
+    if not hasattr(value, "__dict__"):
+        return {}
+    made = vars(_constructed(type(value), entries))
+    found = {name: item for name, item in vars(value).items() if isinstance(item, CONSTANTS) and name not in entries}
+    return {name: item for name, item in found.items() if made.get(name, _MISSING) != item}
 
 
 def _is_constant(leaf: Any) -> bool:
     """Whether a leaf is the same for all microbatches; a tensor without dimensions is never cut."""
     return isinstance(leaf, CONSTANTS) or (isinstance(leaf, Tensor) and not leaf.dim())
-
-
-def _other_children(value: Any) -> tuple[tuple[Name, ...], Sequence[Any], Any] | None:
-    """Return names, children and context of a branch that cannot travel between ranks; None for a leaf."""
-    registered = registered_children(value)
-    is_mapping = isinstance(value, (dict, UserDict)) and all(type(key) in (str, int) for key in value)
-    entries = dict(value.items()) if is_mapping else {}
-    if registered is not None:
-        children, spec = registered
-        has_keys = is_mapping and list(map(id, children)) == list(map(id, entries.values()))
-        return tuple(entries) if has_keys else tuple(range(len(children))), children, spec
-    if not is_mapping:
-        return None
-    # The constructor gets the entries alone. Attributes that are constants, such as a scale, go along.
-    attributes = vars(value).items() if hasattr(value, "__dict__") else ()
-    constants = {name: item for name, item in attributes if isinstance(item, CONSTANTS) and name not in entries}
-    return tuple(entries), list(entries.values()), constants
 
 
 def _children(value: Any) -> tuple[tuple[Name, ...], Iterable[Any]] | None:
@@ -270,10 +275,12 @@ def _build_other(spec: TreeSpec, values: Sequence[Any]) -> Any:
 def _build_dataclass(container: Any, names: Sequence[Any], values: Sequence[Any]) -> Any:
     named = dict(zip(names, values, strict=True))
     arguments = {item.name: named[item.name] for item in fields(container) if item.init}
-    instance = _constructed(container, **arguments) if _takes_fields(container) else object.__new__(container)
+    is_constructed = _takes_fields(container)
+    instance = _constructed(container, **arguments) if is_constructed else object.__new__(container)
     for name, value in named.items():
-        # Fields outside the constructor, and those that `__post_init__` has changed once more, as by a scale.
-        if getattr(instance, name, _MISSING) is not value:
+        # `__post_init__` may have changed a tensor once more, as by a scale. A number that it counts anew is right.
+        is_new = is_constructed and name in arguments and isinstance(value, CONSTANTS)
+        if not is_new and getattr(instance, name, _MISSING) is not value:
             object.__setattr__(instance, name, value)  # the dataclass may be frozen
     return instance
 
