@@ -3,6 +3,7 @@
 from collections import UserDict
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -51,6 +52,15 @@ class Lazy(Mapping):
         raise AssertionError("a property was read")
 
 
+class Guarded:
+    """An object that has no attributes but slots, and minds being asked for others."""
+
+    __slots__ = ("mask",)
+
+    def __getattr__(self, name):
+        raise AssertionError("an attribute was asked for")
+
+
 class Listed(list):
     """A list of a class of its own."""
 
@@ -82,6 +92,7 @@ def closing_over_nothing_yet():
         (Slotted(ROWS), "._Slotted__hidden"),
         (UserDict({(1, 2): ROWS}), ".data[(1, 2)]"),
         (Listed([0, ROWS]), "[1]"),
+        (MappingProxyType({"mask": ROWS}), "['mask']"),
         ({"never": {ROWS}}["never"], "[0]"),
         (closing_over(ROWS), " reading value"),
         (partial(print, ROWS), ".args[0]"),
@@ -115,6 +126,7 @@ def test_what_belongs_to_a_model_or_a_library_is_not_looked_at():
 def test_nothing_is_run():
     assert rows_within(Lazy(), 0) == {}
     assert rows_within(closing_over_nothing_yet(), 0) == {}
+    assert rows_within(Guarded(), 0) == {}
 
 
 def test_an_object_within_itself_and_one_of_many_entries_end_the_search():

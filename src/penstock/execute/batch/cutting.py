@@ -166,8 +166,8 @@ def _uncut_rows(marked: Iterable[_Marked]) -> dict[int, str]:
             reason = (
                 f"{place}{way} has {num_rows} rows, as the batch has, but {'belongs to' if way else 'is'} a {kind}, "
                 "which cannot be cut: every microbatch would get all of it. Pass ps.PreSplit([...]) of one for each "
-                "microbatch, or its tensors as arguments of their own, or register a container by "
-                "torch.utils._pytree.register_pytree_node. If these are no rows of the batch, mark it by "
+                "microbatch, or its tensors as arguments of their own (arrays by torch.from_numpy), or register a "
+                "container by torch.utils._pytree.register_pytree_node. If these are no rows of the batch, mark it by "
                 f"{marking(place)}"
             )
             reasons.setdefault(num_rows, reason)

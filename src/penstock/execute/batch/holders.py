@@ -6,9 +6,10 @@ Nothing of the object is run: not its methods or properties, nor the methods of 
 import inspect
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
-from itertools import islice
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from itertools import chain, islice
+from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def rows_within(value: Any, dim: int) -> dict[int, str]:
 
 def _inner(value: Any) -> Iterator[tuple[str, Any]]:
     """Name the objects that a value holds: entries, attributes, and what a function reads besides its arguments."""
-    if isinstance(value, dict):
+    if isinstance(value, (dict, MappingProxyType)):
         yield from ((f"[{key!r}]", item) for key, item in list(islice(value.items(), _MAX_OBJECTS)))
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
@@ -58,13 +59,20 @@ def _inner(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".__self__", value.__self__), ("", value.__func__))
     elif isinstance(value, partial):
         yield from ((".args", value.args), (".keywords", value.keywords), (".func", value.func))
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        yield from ((f".{name}", item) for name, item in list(islice(attributes.items(), _MAX_OBJECTS)))
-    for container in type(value).__mro__:
-        slots = vars(container).items() if "__slots__" in vars(container) else ()
-        names = [name for name, member in slots if isinstance(member, MemberDescriptorType)]
-        yield from ((f".{name}", getattr(value, name, None)) for name in names)
+    yield from ((f".{name}", item) for name, item in _attributes(value))
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """Return the attributes and slots of an object, past any `__getattr__` of its class."""
+    found: list[tuple[str, Any]] = []
+    with suppress(AttributeError):
+        found += islice(object.__getattribute__(value, "__dict__").items(), _MAX_OBJECTS)
+    classes = [vars(container) for container in type(value).__mro__ if "__slots__" in vars(container)]
+    for name, member in chain.from_iterable(members.items() for members in classes):
+        if isinstance(member, MemberDescriptorType):
+            with suppress(AttributeError):  # a slot that is empty
+                found.append((name, member.__get__(value)))
+    return found
 
 
 def _read_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
