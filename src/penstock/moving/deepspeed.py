@@ -45,7 +45,7 @@ _OTHER_CALLS = {
     "step": _TRAINS,
     "module": "engine.pipeline has the parameters and the state of this rank's layers",
 }
-"""What DeepSpeed's engine has, and what to use instead."""
+"""Attributes of DeepSpeed's engine, and what to use instead."""
 
 
 def initialize(

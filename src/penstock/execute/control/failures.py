@@ -88,7 +88,7 @@ class FailureReporter:
         waited = _own_wait(error)
         position = self.board.read(self.board.rank)  # before the state becomes FAILED
         queue = device_queue_of(self._places.pipeline)
-        if queue is not None and queue.missed_row is not None:
+        if queue is not None and queue.missed_row is not None and queue.missed_row >= 0:
             position = replace(position, row=queue.missed_row)
         instructions = " or ".join(
             self._describe(self.board.rank, row) for row in self._rows_of(error) or [position.row] if row >= 0

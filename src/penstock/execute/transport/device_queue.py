@@ -102,7 +102,7 @@ class DeviceQueue:
         """Look whether the device waits for a peer now. Raises: PeerLost, DeadlineExceeded."""
         error = self._given_up_by_peer(self._waited_s())
         if error is not None:
-            self._miss(self._followed[0] if self._followed else None)
+            self.missed_row = self._followed[0].row if self._followed else None
             raise error
         while self._followed and self._has_arrived(self._followed[0]):
             self._followed.popleft()
@@ -119,7 +119,7 @@ class DeviceQueue:
             self._observer.note_wait(ticket.peer, followed.row)
         waited_s, deadline_s = self._waited_s(), self._transport.deadline_s
         if waited_s >= deadline_s:
-            self._miss(followed)
+            self.missed_row = followed.row
             raise deadline_exceeded(self._names, self._transport.rank, ticket, waited_s, deadline_s)
         return True
 
@@ -148,15 +148,12 @@ class DeviceQueue:
             self._seen = followed, self._read_clock()
         waited_s, deadline_s = self._read_clock() - self._seen[1], self._transport.deadline_s
         if waited_s >= deadline_s:
-            self._miss(followed)
+            self.missed_row = followed.row
             return deadline_exceeded(self._names, self._transport.rank, followed.ticket, waited_s, deadline_s)
         error = self._given_up_by_peer(waited_s)
         if error is not None:
-            self._miss(followed)
+            self.missed_row = followed.row
         return error
-
-    def _miss(self, followed: _Followed | None) -> None:
-        self.missed_row = None if followed is None or followed.row < 0 else followed.row
 
     def _given_up_by_peer(self, waited_s: float) -> PeerLost | None:
         """Notice a peer that has given up the step: to abort a communicator wakes nobody at its other end."""
@@ -205,7 +202,7 @@ class DeviceQueue:
         except RuntimeError as error:
             reason = str(error)
         self.require_device()
-        self._miss(followed)
+        self.missed_row = followed.row
         # Frames live as long as the error, and a work kept alive would keep the connections open.
         raise peer_lost(self._names, self._transport.rank, followed.ticket, self._waited_s(), reason)
 
