@@ -20,7 +20,7 @@ from torch import nn
 
 from penstock.construction_plan import Plan, Request
 from penstock.execute.arguments import describe_function
-from penstock.execute.batch.needs import InputNeeds
+from penstock.execute.batch.needs import InputNeeds, batch_binding
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.handshake import AgreedFacts, SetupReport, require_equal, setup_report
 from penstock.execute.control.positions import PositionMemory
@@ -211,7 +211,12 @@ def _session(
         parameters=RankParameters(joined.control, plan.device, assembly, options),
         losses=LossMaker(plan.loss, plan.loss_weights, loss_scale(options.scale_loss), is_last=plan.computes_losses),
         needs=InputNeeds.of(
-            assembly.keyword_names(), placement, agreed.keywords, plan.device, has_loss=plan.loss is not None
+            assembly.keyword_names(),
+            placement,
+            agreed.keywords,
+            plan.device,
+            has_loss=plan.loss is not None,
+            binding=batch_binding(plan.layers),
         ),
         agreed=agreed.select(places.replica_of(places.replica)),
         board=memory.board(places.index, agreed.each("host"), agreed.each("positions")),

@@ -147,9 +147,10 @@ class Pipeline(ModelPart):
         """Run forward and backward of one batch; the same call on every rank.
 
         Every rank passes the whole batch, or nothing where it needs none: the first stage of a route takes `args`, the
-        last one `target`, and a keyword reaches every layer that can take it. A `Stream`, passed alone, brings
-        them one microbatch after another, each pulled when it is needed. Outputs of both routes go to the
-        rank of the first route's last stage. `record` measures the step (`timeline`).
+        last one `target`, and a keyword reaches every layer that can take it. A model that `cut` or `from_transformers`
+        made layers of takes them as its own forward does. A `Stream`, passed alone, brings them one microbatch after
+        another, each pulled when it is needed. Outputs of both routes go to the rank of the first route's last stage.
+        `record` measures the step (`timeline`).
 
         Raises:
             PipelineError: on every rank, if the step fails on any. The next step may be run after it; until then

@@ -120,6 +120,41 @@ def test_logits_are_bit_for_bit_those_of_the_model(kind):
             assert torch.equal(found, model(tokens, use_cache=False, **keywords).logits)
 
 
+def test_a_batch_by_name_has_the_bits_of_one_by_position():
+    layers = ps.from_transformers(model_of("llama"))
+    tokens, labels, keywords = batch_of("padded")
+
+    def train(transport, args, **named):
+        pipeline = ps.Pipeline(layers, "1f1b", NUM_MICROBATCHES, layers.loss, count=layers.count, transport=transport)
+        losses = [call(*args, target=labels, **named, **keywords).loss for call in (pipeline.step, pipeline.evaluate)]
+        gradients = {name: parameter.grad.clone() for name, parameter in pipeline.named_parameters()}
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        return losses, gradients
+
+    wanted = on_ranks(2, lambda transport: train(transport, (tokens,)))
+    found = on_ranks(2, lambda transport: train(transport, (), input_ids=tokens))
+
+    for (losses, gradients), (other_losses, other_gradients) in zip(wanted, found, strict=True):
+        assert losses == other_losses
+        assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+
+
+def test_a_batch_that_the_model_or_a_pipeline_does_not_take_is_refused():
+    layers = ps.from_transformers(config_of("gpt2"))
+    pipeline = ps.Pipeline(layers, "1f1b", NUM_MICROBATCHES, layers.loss, count=layers.count, ranks=1)
+    tokens, labels, keywords = batch_of("padded")
+
+    with pytest.raises(ps.StepRefused, match="GPT2LMHeadModel: multiple values for argument 'input_ids'"):
+        pipeline.step(tokens, input_ids=tokens, target=labels)
+    with pytest.raises(ps.StepRefused, match="GPT2LMHeadModel: missing a required argument: 'input_ids'"):
+        pipeline.step(target=labels, **keywords)
+    with pytest.raises(ps.StepRefused, match="'past_key_values' is no argument of a batch"):
+        pipeline.step(tokens, tokens, target=labels)
+    with pytest.raises(ps.StepRefused, match="as target="):
+        pipeline.step(input_ids=tokens, labels=labels, **keywords)
+
+
 def test_names_are_those_of_the_model_and_layers_are_embedding_blocks_and_norm_with_head():
     model = model_of("llama")
     layers = ps.from_transformers(model.config)

@@ -20,14 +20,16 @@ from penstock.hugging_face.balance import Balance
 from penstock.hugging_face.model import TransformersModel
 from penstock.hugging_face.undocumented import give_values, make_unsaved_buffers, tied_names
 from penstock.hugging_face.weights_in import PretrainedWeights
-from penstock.models.cutting.cut import held_by, multiplications, segments
+from penstock.models.cutting.batch_signature import BatchSignature
+from penstock.models.cutting.cut import CutSpec, held_by, multiplications, segments
 from penstock.models.cutting.frame import Template
 from penstock.models.cutting.order import in_order_of_calls
 from penstock.models.cutting.part import CutForward, CutPart, PartCall, Segment, part_class
 from penstock.models.cutting.placeholders import tensors_in, without_values
 from penstock.models.cutting.points import cut_model
-from penstock.models.layer import LayerSpec
 
+TOKENS = "input_ids"
+"""The argument that only the first stage needs."""
 KEYWORDS = ("attention_mask", "position_ids", "token_type_ids")
 """The keywords that a batch may have beside tokens, where the model takes them."""
 
@@ -60,7 +62,7 @@ def from_transformers(
     cut = in_order_of_calls(whole, cut_model(whole, [f"{blocks}.*"]), f"{blocks}.", complete, trial)
     forward = CutForward(Template(whole, cut, complete), entry)
     parts = segments(cut, [name for name in cut.points if name.startswith(f"{blocks}.")][-1])
-    kinds = _kinds(whole, part_class(entry.keywords), list(parts))
+    kinds = _kinds(whole, part_class(entry.batch_signature), list(parts))
     share = _share_of_experts(whole.config)
     block = multiplications(whole.get_submodule(f"{blocks}.0"), share)
     if whole is source:
@@ -75,13 +77,14 @@ def from_transformers(
         modules, tensors = held_by(whole, segment)
         own = {*tensors, *(f"{path}.{each}" for path, held in modules.items() for each, _ in held.named_parameters())}
         specs.append(
-            LayerSpec(
+            CutSpec(
                 name,
                 partial(_build, partial(kinds[name], forward, name, segment), whole, segment, weights),
                 seed=seed,
                 weight=sum(multiplications(module, share) for module in modules.values()) / block,
                 tied=tuple((mine, other) for mine, other in ties.items() if mine in own),
                 has_full_names=True,
+                batch_signature=entry.batch_signature,
             )
         )
     return TransformersModel(specs, whole, folder)
@@ -130,14 +133,14 @@ class _Entry:
 
     def __init__(self, whole: Any) -> None:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(whole.forward).parameters
-        self.keywords = [parameters[name] for name in KEYWORDS if name in parameters]
+        self.batch_signature = BatchSignature(whole, (TOKENS, *KEYWORDS), first=(TOKENS,))
         # The loss that balances experts is made of results of the blocks (balance.py), not in the model's forward.
         self._quiet = {"output_router_logits": False} if "output_router_logits" in parameters else {}
         self._width = whole.get_input_embeddings().embedding_dim
 
     def call(self, model: nn.Module, given: PartCall) -> Any:
         if given.is_first and len(given.inputs) == 1:
-            batch: dict[str, Any] = {"input_ids": given.inputs[0]}
+            batch: dict[str, Any] = {TOKENS: given.inputs[0]}
         else:
             hidden = next(iter(tensors_in(given.inputs)))
             bare = torch.empty((*hidden.shape[:2], self._width), dtype=hidden.dtype, device="meta")

@@ -1,11 +1,13 @@
 """What a rank's stages take of a batch, and where it may be."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import ANY_KEYWORD, Microbatch
-from penstock.execute.batch.needs import InputNeeds
+from penstock.execute.batch.needs import InputNeeds, batch_binding
 from penstock.placement import Placement
 
 GPU = torch.device("cuda", 0)
@@ -25,6 +27,26 @@ def test_a_rank_wants_what_its_stages_take():
     assert find(0, placement, has_loss=True) == InputNeeds(True, True, frozenset(), mask, cpu)
     assert find(1, placement, has_loss=False) == InputNeeds(True, False, mask, mask, cpu)
     assert find(0, Placement.line(2), has_loss=True) == InputNeeds(True, False, frozenset(), mask, cpu)
+
+
+class Signature:
+    """Takes words on the first stage, and a mask on every one."""
+
+    parameters = ("words", "mask")
+
+    def bind(self, args, kwargs, *, is_first):
+        return (is_first, *args), dict(kwargs)
+
+
+def test_a_batch_is_bound_as_the_model_of_the_first_layer_takes_it():
+    layer = SimpleNamespace(batch_signature=Signature())
+    needs = InputNeeds(True, False, keywords_of_all=frozenset({"scale"}), binding=batch_binding([layer, object()]))
+
+    assert needs.bind((1,), {"mask": 2}) == ((True, 1), {"mask": 2})
+    assert needs.bind((), {}) == ((), {}), "a rank that needs nothing passes nothing"
+    assert needs.known_keywords == {"scale", "words", "mask"}
+    assert batch_binding([object(), layer]) is batch_binding([]) is None
+    assert InputNeeds(True, False).bind([1], {"mask": 2}) == ((1,), {"mask": 2})
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cuda"])

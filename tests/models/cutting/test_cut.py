@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
 from penstock.models.cutting.cut import cut, segments
 from penstock.models.cutting.points import cut_model
 from tests.local_pipelines import on_ranks
@@ -153,14 +153,70 @@ def test_layers_between_points_have_names_of_their_own_and_one_before_them_has_w
     assert next(iter(segments(cut_model(inner, ["base.blocks.*"])))) == "base"
 
 
-def test_a_batch_by_position_is_refused_with_the_name_to_use(model, batch):
+def by_position(words, padding, target):
+    return (words, padding), {"target": target}
+
+
+def mixed(words, padding, target):
+    return (words,), {"padding": padding, "target": target}
+
+
+def by_name(words, padding, target):
+    return (), {"padding": padding, "target": target, "words": words}
+
+
+def streamed(words, padding, target):
+    rows = [slice(begin, begin + 2) for begin in range(0, 8, 2)]
+    return (ps.Stream(ps.Part(words[row], padding[row], target=target[row]) for row in rows),), {}
+
+
+@pytest.mark.parametrize("passed", [by_position, mixed, streamed])
+def test_a_batch_by_position_has_the_bits_of_one_by_name_on_every_rank(model, batch, passed):
+    def train(form, transport):
+        pipeline = ps.Pipeline(cut(model, ["blocks.*"]), "1f1b", 4, loss_of, transport=transport)
+        losses = []
+        for call in (pipeline.step, pipeline.evaluate):
+            args, kwargs = form(*batch)
+            losses.append(call(*args, **kwargs).loss)
+        return losses, {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+
+    wanted, found = (on_ranks(2, lambda transport, form=form: train(form, transport)) for form in (by_name, passed))
+
+    for (losses, gradients), (other_losses, other_gradients) in zip(wanted, found, strict=True):
+        assert losses == other_losses
+        assert gradients.keys() == other_gradients.keys()
+        assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+
+
+def test_specs_name_a_batch_as_it_is_passed(model, batch):
+    words, padding, target = batch
+    given = {"": ps.BatchSpec(args=(ps.Split(0), ps.Replicate())), "padding": ps.BatchSpec(kwargs={"padding": None})}
+    losses = []
+    for name, specs in given.items():
+        pipeline = ps.Pipeline(cut(model, ["blocks.*"]), "1f1b", 4, loss_of, ranks=1, specs=specs)
+        passed = ((), {name: padding}) if name else ((padding[:2],), {})
+        losses.append(pipeline.evaluate(words, *passed[0], target=target, **passed[1]).loss)
+
+    assert losses[0] == losses[1]
+
+
+def test_a_batch_that_does_not_fit_is_refused_before_the_step(model, batch):
     words, padding, target = batch
     pipeline = ps.Pipeline(cut(model, ["blocks.*"]), "1f1b", 4, loss_of, ranks=1)
 
-    with pytest.raises(PenstockError, match=r"needs 'words'.*step\(words=words, target=target\)"):
-        pipeline.step(words, padding=padding, target=target)
-    with pytest.raises(PenstockError, match="needs 'words'"):
+    with pytest.raises(ps.StepRefused, match="the forward of Model: missing a required argument: 'words'"):
         pipeline.step(padding=padding, target=target)
+    with pytest.raises(ps.StepRefused, match="Did you mean 'padding'"):
+        pipeline.step(words, paddin=padding, target=target)
+    with pytest.raises(ps.StepRefused, match="as target="):
+        pipeline.step(words, labels=target)
+
+
+def test_layers_are_measured_on_a_batch_by_position_or_by_name(model, batch):
+    parts = cut(model, ["blocks.*"])
+    words, padding, _ = batch
+    for args, kwargs in (((words, padding), {}), ((), {"words": words, "padding": padding})):
+        assert len(ps.measure_layers(parts, args, kwargs, num_rounds=1).forward_s) == len(parts)
 
 
 def test_slices_are_refused_before_a_step(model):

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.errors import PenstockError, PipelineError, StepRefused, nearest, warn
 from penstock.execute.batch.cutting import BatchRule
@@ -51,6 +51,9 @@ class StepRequest:
     """Why this rank cannot run the step; then all ranks refuse it and are told."""
 
 
+_Part = TypeVar("_Part", StepRequest, Microbatch)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """The cut batch of this rank; its sizes are those that hold for all ranks once they have agreed on it."""
@@ -65,8 +68,8 @@ class Batch:
     """Where nothing tells the rows of the batch here: why it is refused if it has so many."""
     reader: Reader | None = None
     """Of a stream, at its first microbatch."""
-    data: StepRequest | Part = StepRequest()
-    """As it was given; of a stream, the first microbatch."""
+    data: StepRequest = StepRequest()
+    """All that this rank was given; of a stream, the first microbatch."""
     spent: Sequence[PreSplit] = ()
     """Those that release their parts when they have been used."""
     prefetcher: Prefetcher | None = None
@@ -214,16 +217,17 @@ class Admission:
     def _whole(self, call: StepRequest, mode: Mode) -> Batch:
         self._check(call)
         rule = replace(self.rule, takes_any_size=not mode.is_training)
-        microbatches = rule.microbatches(call.args, call.kwargs, call.target)
+        # Cut as it was passed, which is how specs name its parts, and bound then.
+        microbatches = list(map(self._bound, rule.microbatches(call.args, call.kwargs, call.target)))
         values = flatten((call.args, dict(call.kwargs), call.target))[0]
         presplit = [each for each in values if isinstance(each, PreSplit)]
-        has_rows = any(microbatch.size for microbatch in microbatches)
+        data, has_rows = self._bound(call), any(microbatch.size for microbatch in microbatches)
         return Batch(
             microbatches,
             list(map(self.rule.slices, microbatches)),
-            _digests(self.rule, call),
+            _digests(self.rule, data),
             () if has_rows else list(rule.uncut_rows(call.args, call.kwargs, call.target).items()),
-            data=call,
+            data=data,
             spent=[each for each in presplit if each.is_consumed],
         )
 
@@ -233,9 +237,10 @@ class Admission:
         if not (self.needs.inputs or self.needs.target or self.needs.keywords):
             return self._whole(StepRequest(), Mode.TRAIN)
         rank, copy = self.control.rank, None if self._copies is None else pinned_or_copied
-        reader = Reader(stream, rank, self.rule, self.stream_rules, self.read, copy)
-        first, slices = reader.begin()
-        self._check(first)
+        reader = Reader(stream, rank, self.rule, self.stream_rules, self.read, copy, self._bound)
+        part, slices = reader.begin()
+        self._check(part)
+        first = self._bound(StepRequest(part.args, part.kwargs, part.target))
         rule = replace(self.rule, num_microbatches=1)
         empty_slices = [without_data(one) for one in slices]
         return Batch(
@@ -245,6 +250,11 @@ class Admission:
             reader=reader,
             data=first,
         )
+
+    def _bound(self, part: _Part) -> _Part:
+        """Return a part of a batch, or the whole, with inputs and keywords as the layers take them."""
+        args, kwargs = self.needs.bind(part.args, part.kwargs)
+        return replace(part, args=args, kwargs=kwargs)
 
     def _sized(self, given: Batch, agreed: AgreedStep) -> Batch:
         width = self.rule.num_slices
@@ -276,7 +286,7 @@ class Admission:
                 f"{self.control.places.name} holds the first stage and was given no inputs; pass it the batch"
             )
         self.needs.require_device(call.args, call.target)
-        known = self.needs.keywords_of_all
+        known = self.needs.known_keywords
         for name in call.kwargs:
             if name not in known and ANY_KEYWORD not in known:
                 fix = f"{nearest(name, known)} The layers take the keywords {sorted(known)}; rename or drop it"
@@ -298,7 +308,7 @@ def _stream_of(call: StepRequest) -> Stream | None:
     )
 
 
-def _digests(rule: BatchRule, call: StepRequest | Part, kind: str = "") -> tuple[int, int, int]:
+def _digests(rule: BatchRule, call: StepRequest, kind: str = "") -> tuple[int, int, int]:
     """Digest the layouts of inputs, keyword arguments and target; 0 stands for nothing given."""
     return (
         digest(kind + rule.signature(call.args, {}, None)) if call.args else 0,

@@ -1,8 +1,8 @@
 """The parts of a batch that the stages of a rank take, and where its tensors may be."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,26 @@ from penstock.execute.accelerator import is_queued
 from penstock.execute.batch.microbatch import ANY_KEYWORD, Microbatch
 from penstock.execute.values.tree import tensors_of
 from penstock.placement import Placement
+
+
+class BatchBinding(Protocol):
+    """How a model that was cut takes a batch as a whole: what its layers have as `batch_signature`."""
+
+    @property
+    def parameters(self) -> Collection[str]:
+        """The names of its arguments."""
+        ...
+
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_first: bool = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a batch as the layers take it; `is_first` says whether this rank holds the first stage."""
+        ...
+
+
+def batch_binding(layers: Sequence[Any]) -> BatchBinding | None:
+    """Return how the model that the first layer is of takes a batch; None for a layer that is its own model."""
+    return getattr(layers[0], "batch_signature", None) if layers else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +45,8 @@ class InputNeeds:
     """Those that the layers of any rank take, `ANY_KEYWORD` among them if one may take any."""
     device: torch.device | None = None
     """Where the stages compute; None: not known, so that batches are not asked for it."""
+    binding: BatchBinding | None = None
+    """How the model takes a batch; None where layers take what a step passes as it is."""
 
     @classmethod
     def of(
@@ -35,6 +57,7 @@ class InputNeeds:
         device: torch.device,
         *,
         has_loss: bool,
+        binding: BatchBinding | None = None,
     ) -> "InputNeeds":
         """Look at the keywords that each stage of a rank takes; last stages take the target if there is a loss."""
         return cls(
@@ -43,7 +66,23 @@ class InputNeeds:
             keywords=frozenset[str]().union(*keywords_of_stage.values()),
             keywords_of_all=keywords_of_all,
             device=device,
+            binding=binding,
         )
+
+    @property
+    def known_keywords(self) -> set[str]:
+        """The names that a step may pass, `ANY_KEYWORD` among them if any may be."""
+        return {*self.keywords_of_all, *(self.binding.parameters if self.binding else ())}
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return inputs and keywords of a step as the layers take them; nothing where this rank was given nothing.
+
+        Raises:
+            PenstockError: they are not what the model takes.
+        """
+        if self.binding is None or not (args or kwargs):
+            return tuple(args), dict(kwargs)
+        return self.binding.bind(args, kwargs, is_first=self.inputs)
 
     def require_device(self, args: Any, target: Any) -> None:
         """Make sure that inputs and target are where the stages compute, or on the host of their accelerator.

@@ -233,6 +233,8 @@ class Reader:
     read: Callable[[], float]
     copy: CopyLeaf | None = None
     """Takes over the values of the stream, as in `Part.copied`."""
+    bind: Callable[[Microbatch], Microbatch] = lambda microbatch: microbatch
+    """Brings a microbatch into the form in which the layers take it."""
     times: DataTimes = field(default_factory=DataTimes)
     waits: list[DataWait] = field(default_factory=list)
     _layout: str = ""
@@ -295,7 +297,7 @@ class Reader:
     def _cut(self, index: int, part: Part) -> _Cut:
         rule = replace(self.rule, num_microbatches=1)
         (found,) = rule.microbatches(part.args, part.kwargs, part.target)
-        whole = replace(found, index=index)
+        whole = replace(self.bind(found), index=index)
         return whole, self.rule.slices(whole)
 
     def _note(self, index: int, pull: Pull) -> None:

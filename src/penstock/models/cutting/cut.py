@@ -1,17 +1,19 @@
 """`ps.cut`: the layers of a module of one's own, for a pipeline."""
 
-import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
+from penstock.models.cutting.batch_signature import BatchSignature
 from penstock.models.cutting.frame import Template, tensor_of
 from penstock.models.cutting.part import CutForward, CutPart, PartCall, Segment, part_class
 from penstock.models.cutting.points import CutModel, cut_model
 from penstock.models.cutting.undocumented import is_compiled
+from penstock.models.layer import LayerSpec
 
 
 def cut(model: nn.Module, points: Sequence[str]) -> list[CutPart]:
@@ -22,7 +24,8 @@ def cut(model: nn.Module, points: Sequence[str]) -> list[CutPart]:
     parameters that are defined behind the first point are points themselves. Each layer runs the module's own forward
     from its point to the next, with stand-ins for what other layers have. Parameters keep their names.
 
-    The batch goes to the forward by its names, on every stage: call `pipeline.step(tokens=tokens, target=target)`.
+    A batch is passed to the pipeline as to the module itself, on every rank: `pipeline.step(tokens, mask=mask,
+    target=target)`.
 
     From a layer to the next goes the first argument of the point between them. All else that the forward hands to a
     submodule must follow from the batch; what depends on a computed value is refused in the first step, and travels by
@@ -37,11 +40,19 @@ def cut(model: nn.Module, points: Sequence[str]) -> list[CutPart]:
     parts = cut_model(model, points)
     entry = _ByName(model)
     forward = CutForward(Template(model, parts), entry)
-    kind = part_class(entry.keywords)
+    kind = part_class(entry.batch_signature)
     layers = [kind(forward, name, segment, *held_by(model, segment)) for name, segment in segments(parts).items()]
     for layer in layers:
         layer.layer_weight = multiplications(layer)
     return layers
+
+
+@dataclass(frozen=True, slots=True)
+class CutSpec(LayerSpec):
+    """A layer of a cut model that is not there yet."""
+
+    batch_signature: BatchSignature | None = None
+    """How the whole model takes a batch."""
 
 
 def multiplications(module: nn.Module, share_of_experts: float = 1.0) -> float:
@@ -105,20 +116,9 @@ class _ByName:
     """The forward of a module, called by the names of its arguments."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.keywords = [
-            each
-            for each in inspect.signature(model.forward).parameters.values()
-            if each.kind not in (each.VAR_POSITIONAL, each.POSITIONAL_ONLY)
-        ]
-        self._name = type(model).__name__
+        self.batch_signature = BatchSignature(model)
 
     def call(self, model: nn.Module, given: PartCall) -> Any:
-        named = [each for each in self.keywords if each.kind is not each.VAR_KEYWORD]
-        missing = [each.name for each in named if each.default is each.empty and each.name not in given.keywords]
-        if (given.is_first and given.inputs) or missing:
-            name = missing[0] if missing else self.keywords[0].name
-            raise PenstockError(
-                f"every stage runs a part of the forward of {self._name}, which needs {name!r}; pass the batch by the "
-                f"names of its arguments, as in step({name}={name}, target=target)"
-            )
-        return model(**given.keywords)
+        # Bound again, for a part that no pipeline calls, or one inside a wrapper that hides how a batch is bound.
+        inputs = given.inputs if given.is_first else ()
+        return model(**self.batch_signature.bind(inputs, given.keywords)[1])

@@ -8,7 +8,7 @@ may depend on the batch and on the mode.
 
 import inspect
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
+from penstock.models.cutting.batch_signature import BatchSignature
 from penstock.models.cutting.frame import ALIASED, Course, Frame, Template, tensor_of
 from penstock.models.cutting.missing import Missing
 from penstock.models.cutting.placeholders import tensors_in
@@ -55,8 +56,8 @@ class PartCall:
 class Entry(Protocol):
     """How the forward of the whole model is called, on any stage."""
 
-    keywords: list[inspect.Parameter]
-    """The keywords of a batch that it takes."""
+    batch_signature: BatchSignature
+    """The arguments of the forward that a batch may have."""
 
     def call(self, model: nn.Module, given: PartCall) -> Any:
         """Call the forward for a part; return the model's output."""
@@ -248,6 +249,11 @@ class CutPart(nn.Module):
         return output
 
     @property
+    def batch_signature(self) -> BatchSignature:
+        """How the whole model takes a batch, which a pipeline binds by it."""
+        return self._forward.entry.batch_signature
+
+    @property
     def working_modules(self) -> list[nn.Module]:
         """The submodules of the layer, which compilers and checkpoints take in its place.
 
@@ -260,18 +266,18 @@ class CutPart(nn.Module):
         return f"{self._segment.start or 'the begin'} .. {self._segment.stop or 'the end'}"
 
 
-def part_class(keywords: Sequence[inspect.Parameter]) -> type[CutPart]:
-    """Return a class of parts whose forward names these keywords, by which a pipeline passes them."""
+def part_class(signature: BatchSignature) -> type[CutPart]:
+    """Return a class of parts whose forward names the keywords of a batch, by which a pipeline passes them."""
 
     def forward(self: CutPart, *inputs: Any, **given: Any) -> Any:
         return CutPart.forward(self, *inputs, **given)
 
-    named = [each.replace(kind=each.KEYWORD_ONLY) for each in keywords if each.kind is not each.VAR_KEYWORD]
+    named = [each.replace(kind=each.KEYWORD_ONLY) for each in signature.keywords]
     inputs = "inputs"
-    while any(each.name == inputs for each in keywords):  # also models name an argument so
+    while inputs in signature.parameters:  # also models name an argument so
         inputs = f"_{inputs}"
     own = [inspect.Parameter(name, kind) for name, kind in (("self", _POSITIONAL), (inputs, _VARIABLE))]
-    others = [each for each in keywords if each.kind is each.VAR_KEYWORD]
+    others = [] if signature.others is None else [signature.others]
     forward.__signature__ = inspect.Signature([*own, *named, *others])  # type: ignore[attr-defined]
     return type("CutPart", (CutPart,), {"forward": forward})
 

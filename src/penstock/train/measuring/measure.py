@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
 from penstock.execute.accelerator import is_queued, synchronize
+from penstock.execute.batch.needs import batch_binding
 from penstock.execute.control.collectives import Control, Failure
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.output import takes_weight
@@ -86,7 +87,9 @@ def measure_layers(
     own_device = device or default_device(group)
 
     def measure() -> dict[str, Any]:
-        moved, named = map_leaves(partial(_to, own_device), (tuple(args), dict(kwargs or {})))
+        binding = batch_binding(layers)
+        given = (tuple(args), dict(kwargs or {})) if binding is None else binding.bind(args, kwargs or {})
+        moved, named = map_leaves(partial(_to, own_device), given)
         walk = _Walk(moved, named, own_device, num_rounds, clock)
         return asdict(walk.times(layers, _last_call(loss, target, own_device)))
 

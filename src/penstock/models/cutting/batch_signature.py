@@ -1,0 +1,74 @@
+"""How a cut model takes its batch: by the arguments of its own forward.
+
+    step(words, mask)    step(words, mask=mask)    step(mask=mask, words=words)   ──► {"words": words, "mask": mask}
+
+Every stage runs a part of the forward, and is given the batch by the names of these arguments.
+"""
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import PenstockError
+
+
+class BatchSignature:
+    """The arguments of a model's forward that a batch may have; binds what a step passes, as Python binds a call."""
+
+    def __init__(self, model: nn.Module, names: Collection[str] = (), first: Sequence[str] = ()) -> None:
+        """`names` are those of a batch, by default all of the forward's. Those of `first` go to the first stage alone.
+
+        The layers take `first` by position, in this order, and all else by name.
+        """
+        signature = inspect.signature(model.forward)
+        unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [each for each in signature.parameters.values() if each.kind not in unnamed]
+        self.others = next((each for each in parameters if not names and each.kind is each.VAR_KEYWORD), None)
+        """The `**kwargs` of the forward, where they may be of a batch."""
+        named = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
+        self._signature = inspect.Signature(named)
+        self.parameters = {each.name: each for each in named if not names or each.name in names}
+        """The arguments by name, in the order of the forward."""
+        self._required = [name for name, each in self.parameters.items() if each.default is each.empty]
+        self._first = first
+        self._model = type(model).__name__
+
+    @property
+    def keywords(self) -> list[inspect.Parameter]:
+        """The arguments that every stage takes, by name."""
+        return [each for name, each in self.parameters.items() if name not in self._first]
+
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_first: bool = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a batch as the layers take it, by position and by name; keywords of other layers stay as they are.
+
+        `is_first` says whether this rank holds the first stage.
+
+        Raises:
+            PenstockError: an argument is missing, is given twice, or cannot be one of a batch.
+        """
+        others = {name: value for name, value in kwargs.items() if name not in self.parameters}
+        mine = {name: value for name, value in kwargs.items() if name in self.parameters}
+        try:
+            bound = self._signature.bind_partial(*args, **mine).arguments
+        except TypeError as error:
+            raise self._refusal(str(error)) from error
+        strange = [name for name in bound if name not in self.parameters]
+        if strange:
+            raise self._refusal(f"{strange[0]!r} is no argument of a batch")
+        required = [*self._required, *(self._first if is_first else ())]
+        missing = [name for name in required if name not in bound]
+        if missing:
+            raise self._refusal(f"missing a required argument: {missing[0]!r}")
+        by_position = tuple(bound.pop(name) for name in self._first if name in bound)
+        return by_position, {**bound, **others}
+
+    def _refusal(self, problem: str) -> PenstockError:
+        names = ", ".join(self.parameters)
+        return PenstockError(
+            f"the batch does not fit the forward of {self._model}: {problem}. Pass the arguments ({names}) as to the "
+            "model itself, by position or by name, and what the loss compares the output with as target="
+        )
