@@ -12,7 +12,7 @@ import penstock as ps
 
 folder, target = sys.argv[1:]
 model = ps.from_transformers(folder)
-pipeline = ps.Pipeline(model, "1f1b", 4, model.loss, count=model.count)
+pipeline = ps.Pipeline(model, "1f1b", 4)
 optimizer = torch.optim.AdamW(pipeline.parameters(), lr=3e-3)
 
 tokens = torch.randint(3, 500, (8, 32), generator=torch.Generator().manual_seed(0))

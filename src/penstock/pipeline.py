@@ -21,6 +21,7 @@ from penstock.execute.control.agreement import Extra, Mode
 from penstock.execute.control.collectives import Control
 from penstock.execute.joining import join
 from penstock.execute.losses.loss import Loss
+from penstock.execute.losses.model_loss import with_model_loss
 from penstock.execute.losses.results import StepResult
 from penstock.execute.model_part import ModelPart
 from penstock.execute.observing.memory_report import MemoryReport, MemoryWatch, gather_memory
@@ -49,11 +50,12 @@ class Pipeline(ModelPart):
     `layers`: modules, or callables that build one (`LayerSpec`); those of the own stages are used in place. `schedule`:
     a name, a `Schedule`, a `Program`, or the path of a file. `microbatches`: 8 for a name, else what the schedule is
     for. `loss`: takes the output and the target of a microbatch, and returns one loss, a dict of named ones, a sum with
-    its weight, or a `LossOutput`. `split`: layers per stage. `process_group`: the ranks, all of them if None; it may be
-    given as `group` too, where a whole number is the option `group` of the schedule's family. `ranks`: how many there
-    must be; 1 without a group is a model of its own in this process. `mesh`: in place of a group, the ranks of a
-    pipeline and of its replicas, a `DeviceMesh` with the dimensions `pipeline` and `data`, of which one may be missing.
-    Further keywords are those of `PipelineOptions`, then options of the schedule's family.
+    its weight, or a `LossOutput`; by default it is that of a model of `from_transformers`, with its `count`. `split`:
+    layers per stage. `process_group`: the ranks, all of them if None; it may be given as `group` too, where a whole
+    number is the option `group` of the schedule's family. `ranks`: how many there must be; 1 without a group is a model
+    of its own in this process. `mesh`: in place of a group, the ranks of a pipeline and of its replicas, a `DeviceMesh`
+    with the dimensions `pipeline` and `data`, of which one may be missing. Further keywords are those of
+    `PipelineOptions`, then options of the schedule's family.
 
     Replicas are one job. Each is given rows of its own, whole on each of its ranks. Losses, gradients and their norm
     are those of one process on the rows of all replicas, one replica after another. All start with the parameters and
@@ -90,6 +92,7 @@ class Pipeline(ModelPart):
         mesh: DeviceMesh | Places | None = None,
         **options: Any,
     ) -> None:
+        loss, options = with_model_loss(layers, loss, options)
         joined = join(process_group, group, options, options_of_family(schedule), ranks, mesh)
         request = Request(
             layers=layers,

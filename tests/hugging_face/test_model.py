@@ -42,6 +42,23 @@ def test_labels_of_another_length_are_refused_by_both_shapes(model):
         pipeline.step(tokens, target=labels[:, 1:])
 
 
+def test_a_pipeline_takes_the_loss_and_the_count_of_the_model(model):
+    tokens, labels, keywords = batch_of("padded")
+    layers = ps.from_transformers(model)
+    wanted = ps.Pipeline(layers, "1f1b", 4, layers.loss, count=layers.count, ranks=1).step(
+        tokens, target=labels, **keywords
+    )
+    pipeline = ps.Pipeline(layers, "1f1b", 4, ranks=1)
+
+    assert pipeline.step(tokens, target=labels, **keywords).loss == wanted.loss
+    evaluated = pipeline.evaluate(tokens, return_outputs=True, **keywords)
+    assert evaluated.loss is None
+    assert evaluated.outputs.shape == (*tokens.shape, 64)
+    own = ps.Pipeline(layers, "1f1b", 4, lambda logits, labels: logits.mean() * 0 + 3, ranks=1)
+    assert own.step(tokens, target=labels, **keywords).loss == 3
+    assert own.options.count is None
+
+
 def test_it_is_a_sequence_of_layers(model):
     layers = ps.from_transformers(model)
 

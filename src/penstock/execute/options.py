@@ -40,8 +40,8 @@ class PipelineOptions:
     reduction: str = "mean"
     """Whether the loss function returns the mean of a microbatch, or its "sum"."""
     count: Count | None = None
-    """count(target) -> what the mean is taken over, such as tokens; default: rows of the batch. Ranks without a last
-    stage need none."""
+    """count(target) -> what the mean is taken over, such as tokens; default: rows of the batch, where torch's cross
+    entropy is the loss less the targets of its `ignore_index`. Ranks without a last stage need none."""
     scale_loss: float | Scale | None = None
     """The factor of every loss where its backward begins, those that layers add included: a number, or a
     function. Gradients are scaled then, what is reported is not. Where it is a method of a `torch.amp.GradScaler`, the

@@ -7,6 +7,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from penstock.errors import PenstockError
+from penstock.execute.losses.model_loss import LayersWithLoss
 from penstock.hugging_face.pretrained_out import save_pretrained
 from penstock.models.cutting.part import CutPart
 from penstock.models.layer import LayerSpec
@@ -16,8 +17,8 @@ IGNORED_LABEL = -100
 Layer = LayerSpec | CutPart
 
 
-class TransformersModel(Sequence[Layer]):
-    """The layers of a causal language model, for `Pipeline(model, "1f1b", 8, model.loss, count=model.count)`.
+class TransformersModel(LayersWithLoss[Layer]):
+    """The layers of a causal language model, for `Pipeline(model, "1f1b", 8)`, which takes its `loss` and `count`.
 
     A batch is `pipeline.step(input_ids, target=labels, attention_mask=..., position_ids=...)`, as transformers takes
     it: labels are not shifted, the loss does it.

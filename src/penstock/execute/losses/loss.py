@@ -1,7 +1,8 @@
 """How the losses of microbatches are weighted, so that their gradients add up to those of the unsplit batch.
 
-The rule: weight = share / total in float64, once per batch. The share of a microbatch is its rows, or what `count`
-says of its target; the total is the sum of the shares in microbatch order. Equal sizes give exactly 1/m.
+The rule: weight = share / total in float64, once per batch. The share of a microbatch is its rows, less those targets
+that torch's cross entropy ignores, or what `count` says of its target; the total is the sum of the shares in microbatch
+order. Equal sizes give exactly 1/m.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import Tensor
 from penstock.errors import ConfigError, PipelineError, nearest
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.control.error_notes import note_place, without_target
+from penstock.execute.losses.ignored import counted_share
 from penstock.execute.losses.output import LossValue
 
 Loss = Callable[..., LossValue]
@@ -69,6 +71,8 @@ class LossWeights:
 
     reduction: str = "mean"
     count: Count | None = None
+    ignored: int | None = None
+    """The target that the loss function leaves out of its mean, where it is known to."""
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -83,13 +87,15 @@ class LossWeights:
     def measure(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> Measured:
         """Return what losses are weighed by.
 
-        A slice counts as its length in the sequence, or as what `count` says of its target.
+        A slice counts as its length in the sequence, or as what `count` says of its target; without a `count`, both
+        less the share of targets that the loss function leaves out.
 
         Raises:
             PipelineError: a count is negative or not finite, or the slices do not count what their microbatch does.
         """
         if self.count is None:
-            return Measured([each.size for each in microbatches], [[each.length for each in row] for row in slices])
+            sizes = [self._share(each, each.size) for each in microbatches]
+            return Measured(sizes, [[self._share(each, each.length) for each in row] for row in slices])
         wholes = [_counted(self.count, microbatch) for microbatch in microbatches]
         counts = [_counted_slices(self.count, *pair) for pair in zip(wholes, slices, strict=True)]
         return Measured(wholes, counts, is_counted=True)
@@ -112,6 +118,9 @@ class LossWeights:
     def of_rows(self) -> "LossWeights":
         """The weights of losses that no target counts for, which every rank knows: by rows and lengths."""
         return LossWeights(self.reduction)
+
+    def _share(self, part: Microbatch, size: float) -> float:
+        return size if self.ignored is None or not size else counted_share(part.target, self.ignored, size)
 
     def _parts_of(self, total: float, num_parts: int, shares: Sequence[float]) -> list[float]:
         """Return the fractions of a whole that parts with these shares make up, for a mean; alike without shares."""

@@ -3,17 +3,19 @@
 `LossMaker` makes those of each step, and weighs its batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PipelineError
+from penstock.errors import PipelineError, warn
 from penstock.execute.batch.admission import Batch
 from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.control.agreement import AgreedStep, BatchWeight
 from penstock.execute.control.error_notes import note_place, without_target
+from penstock.execute.losses.ignored import IGNORED, count_ignored, uneven_targets
 from penstock.execute.losses.loss import Loss, LossShares, LossWeights, Measured, Scale, apply_scale
 from penstock.execute.losses.output import LossName, LossParts, read_loss, takes_weight
 from penstock.execute.values.tree import needing_gradient
@@ -119,6 +121,9 @@ class LossMaker:
         self._takes_weight = loss is not None and takes_weight(loss)
         self._measured: tuple[Measured, Measured] | None = None
         """Of the batch that was weighed last, by rows and by what its losses are weighed by."""
+        is_by_rows = weights.reduction == "mean" and weights.count is None and weights.ignored is None
+        self._may_ignore = loss is not None and is_last and is_by_rows
+        """Whether the loss function may leave out targets that nothing counts; until a batch has been warned of."""
 
     def weigh(self, batch: Batch, agreed: AgreedStep) -> BatchWeight:
         """Return what a batch weighs against those of the other replicas. Raises: PipelineError, as `count` does."""
@@ -148,4 +153,18 @@ class LossMaker:
         rows = self._weights.of_rows.measure(batch.microbatches, batch.slices)
         # The other ranks may have no target to count.
         is_counting = self._is_last and self._loss is not None and (agreed.is_training or batch.has_target)
+        if is_counting and self._may_ignore:
+            self._warn_of_ignored([each.target for each in batch.microbatches])
         return rows, self._weights.measure(batch.microbatches, batch.slices) if is_counting else rows
+
+    def _warn_of_ignored(self, targets: Sequence[Any]) -> None:
+        pair = uneven_targets(targets)
+        if pair is None:
+            return
+        self._may_ignore = False
+        held = [f"microbatch {index} has {count_ignored(targets[index])} targets of {IGNORED}" for index in pair]
+        warn(
+            f"{' and '.join(held)}, but microbatches weigh by their rows. If the loss leaves such targets out, that of "
+            "the batch is not what it is in one piece. Pass Pipeline count=..., a function that counts the targets "
+            f"that a loss is the mean of, such as lambda target: (target != {IGNORED}).sum()"
+        )

@@ -1,0 +1,35 @@
+"""The loss that a model brings along, as one of transformers does."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from penstock.execute.losses.loss import Loss
+
+LayerType = TypeVar("LayerType")
+
+
+class LayersWithLoss(Sequence[LayerType]):
+    """The layers of a model with its own loss, which a pipeline takes where it is given none."""
+
+    @abstractmethod
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """Return the loss of a microbatch, a mean over what `count` counts."""
+
+    @staticmethod
+    @abstractmethod
+    def count(target: Any) -> int:
+        """Return how many targets of a microbatch its loss is the mean of."""
+
+
+def with_model_loss(layers: Any, loss: Loss | None, options: Mapping[str, Any]) -> tuple[Loss | None, dict[str, Any]]:
+    """Return the loss and the options of a pipeline, with those of the model where the caller gives none.
+
+    The model's count goes with its loss alone: a loss of the caller may be a mean over something else.
+    """
+    if not isinstance(layers, LayersWithLoss) or (loss is not None and loss != layers.loss):
+        return loss, dict(options)
+    is_mean = options.get("reduction", "mean") == "mean"
+    return layers.loss, {**({"count": layers.count} if is_mean else {}), **options}

@@ -1,0 +1,59 @@
+"""Targets that cross entropy leaves out, and which losses are known to."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from penstock.execute.losses.ignored import count_ignored, counted_share, ignored_target, uneven_targets
+
+CLASSES = torch.tensor([[1, -100, 2], [-100, 0, -100]])
+
+
+class Own(nn.CrossEntropyLoss):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("loss", "ignored"),
+    [
+        (F.cross_entropy, -100),
+        (nn.CrossEntropyLoss(), -100),
+        (nn.CrossEntropyLoss(ignore_index=7, label_smoothing=0.1), 7),
+        (partial(F.cross_entropy, ignore_index=0), 0),
+        (partial(partial(F.cross_entropy, ignore_index=0), ignore_index=3), 3),
+        (partial(nn.CrossEntropyLoss(ignore_index=5)), 5),
+        (partial(F.cross_entropy, reduction="sum"), None),
+        (partial(F.cross_entropy, size_average=True), None),
+        (partial(F.cross_entropy, torch.zeros(2, 3)), None),
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), None),
+        (nn.CrossEntropyLoss(reduction="none"), None),
+        (Own(), None),
+        (F.mse_loss, None),
+        (lambda output, target: F.cross_entropy(output, target), None),
+        (None, None),
+    ],
+)
+def test_torchs_own_means_of_cross_entropy_are_known(loss, ignored):
+    assert ignored_target(loss) == ignored
+
+
+def test_a_part_of_a_batch_weighs_its_size_less_the_ignored_targets():
+    assert counted_share(CLASSES, -100, 2) == 1.0
+    assert counted_share(CLASSES, 2, 2) == 2 * 5 / 6
+
+
+@pytest.mark.parametrize("target", [CLASSES.clamp(min=0), CLASSES.double(), CLASSES[:0], None, {"classes": CLASSES}])
+def test_the_size_stays_where_nothing_is_ignored_or_there_are_no_classes(target):
+    assert counted_share(target, -100, 7) == 7
+
+
+def test_microbatches_with_other_shares_of_ignored_targets_are_found_in_trees_of_any_length():
+    even, odd = {"ids": CLASSES, "boxes": torch.zeros(2)}, {"ids": CLASSES[:1], "boxes": torch.zeros(1)}
+
+    assert uneven_targets([even, even, odd]) == (0, 2)
+    assert uneven_targets([even, {"ids": CLASSES.repeat(2, 1), "boxes": torch.zeros(4)}]) is None
+    assert uneven_targets([None, None]) is None
+    assert (count_ignored(even), count_ignored(odd), count_ignored(None)) == (3, 1, 0)

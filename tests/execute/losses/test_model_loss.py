@@ -1,0 +1,42 @@
+"""A model that brings a loss along trains by it, unless the caller gives one."""
+
+import pytest
+
+from penstock.execute.losses.model_loss import LayersWithLoss, with_model_loss
+
+
+class Layers(LayersWithLoss):
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, index):
+        raise IndexError(index)
+
+    def loss(self, output, target):
+        return output
+
+    @staticmethod
+    def count(target):
+        return 1
+
+
+def another(output, target):
+    return output
+
+
+LAYERS = Layers()
+
+
+@pytest.mark.parametrize(
+    ("layers", "loss", "options", "expected"),
+    [
+        (LAYERS, None, {"seed": 1}, (LAYERS.loss, {"seed": 1, "count": Layers.count})),
+        (LAYERS, LAYERS.loss, {}, (LAYERS.loss, {"count": Layers.count})),
+        (LAYERS, None, {"count": len}, (LAYERS.loss, {"count": len})),
+        (LAYERS, None, {"reduction": "sum"}, (LAYERS.loss, {"reduction": "sum"})),
+        (LAYERS, another, {}, (another, {})),
+        ([], None, {}, (None, {})),
+    ],
+)
+def test_a_count_goes_with_the_loss_of_the_model_alone(layers, loss, options, expected):
+    assert with_model_loss(layers, loss, options) == expected
