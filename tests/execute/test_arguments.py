@@ -31,6 +31,21 @@ def compute(features):
     return features
 
 
+class Nested(nn.Module):
+    """Has a short list of like blocks, a long one of them, and a longer chain of unlike ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.body = nn.Module()
+        self.body.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Tanh())
+
+
+class PreTrainedModel(Nested):
+    """Named as the base class of transformers is."""
+
+
 def build_rows(ranks, microbatches):
     return []
 
@@ -66,6 +81,15 @@ def test_what_is_right_passes(call, given):
 REFUSED = {
     layer_list: [
         ([1, 2], "layers: layer 0 is 1 of type int. Give a module, or a callable"),
+        (
+            Nested(),
+            "layers: one module, a Nested; pass ps.cut(model, ['body.blocks.*']), which cuts it at its 3 blocks, "
+            "body.blocks.0 to body.blocks.2; or give an nn.Sequential or a list",
+        ),
+        (
+            PreTrainedModel(),
+            "pass ps.from_transformers(model), if it is a causal language model, or ps.cut(model, ['body.blocks.*'])",
+        ),
         (nn.Linear(2, 2), "layers: one module, a Linear; give an nn.Sequential or a list of layers"),
         ("ab", "layers: 'ab' of type str; give an nn.Sequential or a list"),
         ({"a": nn.Tanh()}, "or a list of layers"),

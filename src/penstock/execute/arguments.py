@@ -28,8 +28,8 @@ def layer_list(layers: Any) -> list[Any]:
     """
     if isinstance(layers, str | dict | nn.ModuleDict) or not _is_list(layers):
         raise ConfigError(
-            f"{_kind(layers)}; give an nn.Sequential or a list of layers, in order: modules, or callables that build "
-            "one",
+            f"{_kind(layers)}; {_way_to_layers(layers)}give an nn.Sequential or a list of layers, in order: modules, "
+            "or callables that build one",
             key="layers",
         )
     found = list(layers)
@@ -173,6 +173,36 @@ def names_of_children(layers: Any) -> list[str]:
     if not isinstance(layers, nn.Sequential | nn.ModuleList):
         return []
     return [name for name, _ in layers.named_modules(remove_duplicate=False) if name and "." not in name]
+
+
+def _way_to_layers(value: Any) -> str:
+    """Say what makes layers of a whole model, with its own names; nothing where it has no blocks to cut it at."""
+    if not isinstance(value, nn.Module):
+        return ""
+    # By its name, since transformers may not be installed.
+    is_of_transformers = any(each.__name__ == "PreTrainedModel" for each in type(value).__mro__)
+    blocks = _blocks_of(value)
+    calls = [
+        *(["ps.from_transformers(model), if it is a causal language model"] if is_of_transformers else []),
+        *([f"ps.cut(model, [{f'{blocks}.*'!r}]), which cuts it at its {_size_of(value, blocks)}"] if blocks else []),
+    ]
+    return f"pass {', or '.join(calls)}; or " if calls else ""
+
+
+def _blocks_of(model: nn.Module) -> str:
+    """Return the name of the longest list of modules of one class in a model; of equally long ones, the outermost."""
+    lengths = {
+        name: len(module)
+        for name, module in model.named_modules()
+        if name and isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+        if len({type(block) for block in module}) == 1 and any(True for _ in module.parameters())
+    }
+    return max(lengths, key=lambda name: lengths[name], default="")
+
+
+def _size_of(model: nn.Module, blocks: str) -> str:
+    names = [f"{blocks}.{name}" for name, _ in model.get_submodule(blocks).named_children()]
+    return f"{len(names)} blocks, {names[0]} to {names[-1]}"
 
 
 def _is_list(value: Any) -> bool:
