@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
 import penstock as ps
-from penstock.errors import PenstockError
+from penstock.errors import NotSaved, PenstockError
 from tests.hugging_face.families import batch_of, model_of
-from tests.local_pipelines import on_ranks
+from tests.local_pipelines import error_of, on_ranks
 
 pytest.importorskip("transformers")
 
@@ -91,3 +92,35 @@ def test_what_ranks_have_trained_is_what_transformers_loads(family, tmp_path):
     assert trained.keys() == dict(loaded.named_parameters()).keys()
     assert all(torch.equal(trained[name], parameter) for name, parameter in loaded.named_parameters())
     assert not torch.equal(loaded.model.norm.weight, model_of(family).model.norm.weight)
+
+
+class Adapted(nn.Module):
+    """A linear layer with low-rank matrices beside it, as an adapter wraps it."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_a = nn.Linear(base_layer.in_features, 2, bias=False)
+        self.lora_b = nn.Linear(2, base_layer.out_features, bias=False)
+
+    def forward(self, hidden):
+        return self.base_layer(hidden) + self.lora_b(self.lora_a(hidden))
+
+
+def test_a_model_with_adapters_trains_and_is_not_saved_as_its_class(model, tmp_path):
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+    layers = ps.from_transformers(model)
+    tokens, labels, _ = batch_of("plain")
+
+    def train(transport):
+        pipeline = ps.Pipeline(layers, "1f1b", 4, transport=transport)
+        pipeline.step(tokens, target=labels)
+        return error_of(layers.save_pretrained, pipeline, tmp_path / "to")
+
+    for error in on_ranks(2, train):
+        assert type(error) is NotSaved
+        assert "the model has 'model.layers.0.self_attn.q_proj.base_layer.weight', " in str(error)
+        assert "which LlamaForCausalLM does not have" in str(error)
+        assert "merge_and_unload" in str(error)
+    assert not (tmp_path / "to").exists()

@@ -24,8 +24,9 @@ from penstock.checkpoints.shards import DTYPE_NAMES, DTYPES, read_tensors, shape
 from penstock.checkpoints.verification import newest_readable, verify
 from penstock.checkpoints.weight_files import save_tensors, save_weights
 from penstock.checkpoints.weight_format import Entries, Unit, WeightFormat
-from penstock.errors import CheckpointError, NotSaved, nearest
+from penstock.errors import CheckpointError, NotSaved, listed, nearest
 from penstock.files import naming_storage
+from penstock.hugging_face.source import names_beside_class
 from penstock.hugging_face.undocumented import is_quantized, reverted, tied_names, unsaved_names
 from penstock.hugging_face.weights_in import require_tied
 from penstock.pipeline import Pipeline
@@ -38,6 +39,10 @@ TOKENIZER_FILES = (
 """The files that tokenizers of transformers save and read."""
 
 
+MOST_NAMES = 3
+"""Names that a message about a model with adapters lists."""
+
+
 def save_pretrained(pipeline: Pipeline, folder: Path, model: Any, source: Path | None = None) -> None:
     """Write the weights of all ranks into a folder as transformers saves `model`, which has no values of its own.
 
@@ -46,9 +51,17 @@ def save_pretrained(pipeline: Pipeline, folder: Path, model: Any, source: Path |
     are there already are replaced when all is written, or not at all.
 
     Raises:
-        NotSaved: on every rank, if a file cannot be written, or the pipeline is not of this model.
+        NotSaved: on every rank, if a file cannot be written, the pipeline is not of this model, or the model has more
+            than its class, as one with adapters has.
         PipelineError: if a rank is lost meanwhile.
     """
+    strange = names_beside_class(model)
+    if strange:
+        raise NotSaved(
+            f"{folder}: the model has {listed(strange, MOST_NAMES, quoted=repr)}, which {type(model).__name__} does "
+            "not have, so that from_pretrained would leave these out and draw others at random. Save adapters by "
+            "save_checkpoint, or train a model that they are merged into (merge_and_unload() of peft)"
+        )
 
     def make() -> None:
         with naming_storage(folder):

@@ -1,5 +1,6 @@
 """Where a model of transformers comes from: a folder, a config or a model, checked before any rank builds a layer."""
 
+import copy
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -115,6 +116,16 @@ def checked(model: Any) -> Any:
     if device_map_of(model):
         raise ConfigError("the model has a device map, but each rank places its stages; load it without", key=KEY)
     return model
+
+
+def names_beside_class(model: Any) -> list[str]:
+    """Return the names of a model's state that its class would not have: `from_pretrained` makes the class alone."""
+    try:
+        with torch.device("meta"):
+            plain = type(model)(copy.deepcopy(model.config))
+    except TypeError:  # a class of the user's own, which takes more than a config
+        return []
+    return [name for name in model.state_dict() if name not in plain.state_dict()]
 
 
 def blocks_of(model: nn.Module) -> str:
