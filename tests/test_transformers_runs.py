@@ -101,6 +101,21 @@ def test_the_tokenizer_is_the_models_own_unless_another_is_named(files):
     assert config_of(model={}).data.tokenizer == "bytes"
 
 
+def test_a_folder_without_a_tokenizer_that_can_be_read_is_refused_unless_none_is_needed(files, tmp_path):
+    (tmp_path / "config.json").touch()
+    (tmp_path / "tokenizer.model").touch()
+    model, text = {"transformers": str(tmp_path)}, {"files": ["text.txt"]}
+
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json.*AutoTokenizer.*'bytes'") as caught:
+        config_of(model=model)
+    assert caught.value.key == "data.tokenizer"
+    assert config_of(model=model, data=text | {"tokenizer": "bytes"}).data.tokenizer == "bytes"
+    config_of(model=model, data={"source": "own.py:batches"})
+    config_of(model=model, data={"corpus": "datasets", "files": ["saved"], "column": "input_ids"})
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        config_of(model=model, data={"corpus": "datasets", "files": ["saved"]})
+
+
 def test_a_changed_config_is_found_and_a_small_vocabulary_is_refused(files):
     config = config_of()
     known = config.model.model_copy(update={"source_digest": "another"})

@@ -1,6 +1,7 @@
 """Rules between the keys of a configuration, which no single field can know."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from penstock.errors import MAX_KEY_CHARACTERS, MAX_SHOWN, ConfigError, cut, nearest, shortened
 from penstock.models.decoder_config import DecoderConfig
@@ -207,6 +208,14 @@ def _data_problems(config: Sections) -> Iterator[Problem]:
         yield "run.patience", "needs evaluations; set run.evaluate_every and run.evaluate_batches"
     if data.tokenizer == "bytes" and not data.source and 0 < model.vocabulary < 256:
         yield "model.vocabulary", f"{model.vocabulary} is too small for bytes; use 0, or 256 and more"
+    if _lacks_tokenizer(config):
+        folder = model.transformers
+        yield (
+            "data.tokenizer",
+            f"{folder} has no tokenizer.json, by which text becomes the ids of its model. Save its tokenizer there "
+            f"(AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})), name a tokenizers JSON file, or "
+            "'bytes' if the model is one of bytes",
+        )
     if data.tokenizer == "bytes" and data.tokenizer_digest:
         yield "data.tokenizer_digest", "bytes have no tokenizer file; leave it empty, or name the file"
     if data.tokenizer == "bytes" and data.end_of_document:
@@ -216,6 +225,15 @@ def _data_problems(config: Sections) -> Iterator[Problem]:
             "data.held_out_fraction",
             "0 leaves nothing to evaluate on; use more than 0, or set run.evaluate_batches = 0",
         )
+
+
+def _lacks_tokenizer(config: Sections) -> bool:
+    """Whether text would be bytes only because the folder of the model has no tokenizer that can be read."""
+    data, folder = config.data, Path(config.model.transformers)
+    if not config.model.transformers or "tokenizer" in data.model_fields_set or data.source:
+        return False
+    has_text = any(each.corpus != "datasets" or each.column == "text" for each in data.all_sources)
+    return has_text and folder.is_dir() and not (folder / "tokenizer.json").is_file()
 
 
 _RULES = (
