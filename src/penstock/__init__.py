@@ -57,7 +57,7 @@ _HOMES = {
     "Sum": "penstock.execute.batch.microbatch",
     "build": "penstock.schedules",
     "check": "penstock.proofs",
-    "cut": "penstock.models",
+    "cut": "penstock.checkpoints.cutting",
     "from_transformers": "penstock.hugging_face.from_transformers",
     "load_checkpoint": "penstock.checkpoints.loading",
     "lower": "penstock.lowering",

@@ -1,5 +1,6 @@
 """The public names with their types, for type checkers and editors; the module itself loads each on first use."""
 
+from penstock.checkpoints.cutting import cut as cut
 from penstock.checkpoints.loading import load_checkpoint as load_checkpoint
 from penstock.checkpoints.writer import save_checkpoint as save_checkpoint
 from penstock.errors import CheckpointError as CheckpointError
@@ -40,7 +41,6 @@ from penstock.models import AuxiliaryLoss as AuxiliaryLoss
 from penstock.models import Carry as Carry
 from penstock.models import LayerSpec as LayerSpec
 from penstock.models import Skip as Skip
-from penstock.models import cut as cut
 from penstock.pipeline import Pipeline as Pipeline
 from penstock.placement import Placement as Placement
 from penstock.planning import plan as plan

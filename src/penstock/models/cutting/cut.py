@@ -1,4 +1,4 @@
-"""`ps.cut`: the layers of a module of one's own, for a pipeline."""
+"""The layers of a module of one's own, for a pipeline; they hold its submodules."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,26 +19,16 @@ from penstock.models.layer import LayerSpec
 def cut(model: nn.Module, points: Sequence[str]) -> list[CutPart]:
     """Return a module as a list of layers for `Pipeline`, cut at submodules; the submodules are used in place.
 
-    `points` are names of submodules, or patterns such as `"layers.*"`, in the order in which the forward calls them. A
-    layer begins at each; what is computed before the first one is a layer too, if it has parameters. Submodules with
-    parameters that are defined behind the first point are points themselves. Each layer runs the module's own forward
-    from its point to the next, with stand-ins for what other layers have. Parameters keep their names.
-
-    A batch is passed to the pipeline as to the module itself, on every rank: `pipeline.step(tokens, mask=mask,
-    target=target)`.
-
-    From a layer to the next goes the first argument of the point between them. All else that the forward hands to a
-    submodule must follow from the batch; what depends on a computed value is refused in the first step, and travels by
-    a `ps.Skip`.
+    `ps.cut` (`checkpoints/cutting.py`) is this function with weights from files.
 
     Raises:
-        ConfigError: `points` are not submodules, or lie in one another, or are out of order.
+        ConfigError: `points` are not submodules, or lie in one another, or are out of order; or the module has no
+            values, as on the meta device.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"a {type(model).__name__}; expected an nn.Module", key="model")
-    _require_made(model)
+    require_cuttable(model)
+    _require_values(model)
     parts = cut_model(model, points)
-    entry = _ByName(model)
+    entry = ByName(model)
     forward = CutForward(Template(model, parts), entry)
     kind = part_class(entry.batch_signature)
     layers = [kind(forward, name, segment, *held_by(model, segment)) for name, segment in segments(parts).items()]
@@ -65,8 +55,10 @@ def multiplications(module: nn.Module, share_of_experts: float = 1.0) -> float:
     return sum(each.numel() * (share_of_experts if each.dim() > 2 else 1.0) for each in weights)
 
 
-def _require_made(model: nn.Module) -> None:
-    """Refuse a model whose forward is not its own, or whose parameters are not there yet. Raises: ConfigError."""
+def require_cuttable(model: nn.Module) -> None:
+    """Refuse a model whose forward is not its own, or whose parameters have no shape yet. Raises: ConfigError."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a {type(model).__name__}; expected an nn.Module", key="model")
     if is_compiled(model):
         raise ConfigError(
             "the model is compiled as a whole; cut it first, and pass compile=True to Pipeline", key="model"
@@ -74,6 +66,17 @@ def _require_made(model: nn.Module) -> None:
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ConfigError(f"{lazy[0]!r} has no shape before its first input; give its module its sizes", key="model")
+
+
+def _require_values(model: nn.Module) -> None:
+    """Refuse a model of which no parameter has values. Raises: ConfigError."""
+    parameters = dict(model.named_parameters())
+    if parameters and all(parameter.is_meta for parameter in parameters.values()):
+        raise ConfigError(
+            f"is on the meta device, where {next(iter(parameters))!r} and all other parameters have no values; pass "
+            "ps.cut weights=, a safetensors file or a folder of them, of which each rank reads its own tensors",
+            key="model",
+        )
 
 
 def held_by(model: nn.Module, segment: Segment) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:
@@ -112,8 +115,8 @@ def _begin_name(parts: CutModel) -> str:
     return ".".join(common) or (*parts.before, *parts.tensors)[0]
 
 
-class _ByName:
-    """The forward of a module, called by the names of its arguments."""
+class ByName:
+    """How a stage calls the forward of a module: by the names of its arguments."""
 
     def __init__(self, model: nn.Module) -> None:
         self.batch_signature = BatchSignature(model)

@@ -275,13 +275,13 @@ class Frame:
     def _holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         own = {name: tensor_of(self.model, name) for name in tensors}
         for name, tensor in tensors.items():
-            _set(self.model, name, tensor)
+            set_tensor(self.model, name, tensor)
         try:
             yield
         finally:
             for name, tensor in own.items():
                 _keep_change(tensors[name], tensor_of(self.model, name))
-                _set(self.model, name, tensor)
+                set_tensor(self.model, name, tensor)
 
 
 def modes_of(device: torch.device) -> tuple[Any, ...]:
@@ -371,6 +371,7 @@ def tensor_of(model: nn.Module, name: str) -> Tensor:
     return found
 
 
-def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
+def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of the parameter or buffer of a full name."""
     path, _, own = name.rpartition(".")
     setattr(model.get_submodule(path), own, tensor)

@@ -1,0 +1,94 @@
+"""`ps.cut`: a module of one's own as layers, in place, or with values from files where it has none.
+
+A rank reads the headers of all files when the module is cut, and the tensors of a layer when it builds the layer.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+
+from penstock.checkpoints.content import SAME_MODEL
+from penstock.checkpoints.pretrained import files_of, find_weights, require_weights
+from penstock.checkpoints.shards import read_tensors
+from penstock.errors import CheckpointError, ConfigError
+from penstock.models.cutting.cut import CutSpec, require_cuttable
+from penstock.models.cutting.cut import cut as cut_in_place
+from penstock.models.cutting.from_meta import cut_from_meta
+from penstock.models.cutting.part import CutPart
+
+
+@overload
+def cut(model: nn.Module, points: Sequence[str], *, weights: None = None) -> list[CutPart]: ...
+
+
+@overload
+def cut(model: nn.Module, points: Sequence[str], *, weights: str | Path) -> list[CutSpec]: ...
+
+
+def cut(model: nn.Module, points: Sequence[str], *, weights: str | Path | None = None) -> list[CutPart] | list[CutSpec]:
+    """Return a module as a list of layers for `Pipeline`, cut at submodules; the submodules are used in place.
+
+    `points` are names of submodules, or patterns such as `"layers.*"`, in the order in which the forward calls them. A
+    layer begins at each; what is computed before the first one is a layer too, if it has parameters. Submodules with
+    parameters that are defined behind the first point are points themselves. Each layer runs the module's own forward
+    from its point to the next, with stand-ins for what other layers have. Parameters keep their names.
+
+    A batch is passed to the pipeline as to the module itself, on every rank: `pipeline.step(tokens, mask=mask,
+    target=target)`.
+
+    From a layer to the next goes the first argument of the point between them. All else that the forward hands to a
+    submodule must follow from the batch; what depends on a computed value is refused in the first step, and travels by
+    a `ps.Skip`.
+
+    `weights` is for a module made under `torch.device("meta")`, which no rank could hold: a safetensors file, or a
+    folder of some with their index, with the module's names. Each rank then reads the tensors of its own layers.
+    Buffers that are not saved are made by the `reset_parameters` of their module.
+
+    Raises:
+        ConfigError: `points` are not submodules, or lie in one another, or are out of order; the module is on the meta
+            device and has no `weights`, or a buffer that is not saved and cannot be made.
+        CheckpointError: there are no weights, or those of another model.
+    """
+    if weights is None:
+        return cut_in_place(model, points)
+    require_cuttable(model)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(
+            'the model has values, which weights would replace; make it under torch.device("meta"), or call its '
+            "load_state_dict and leave weights out",
+            key="weights",
+        )
+    return cut_from_meta(model, points, _StoredWeights(Path(weights), model).read)
+
+
+class _StoredWeights:
+    """The tensors of files, by the names of a model that has no values of its own."""
+
+    def __init__(self, path: Path, model: nn.Module) -> None:
+        """Compare names and shapes; no tensor is read. Raises: CheckpointError."""
+        self._path = path
+        self._files = files_of(find_weights(path))
+        saved = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
+        names_of: dict[int, list[str]] = {}
+        for name, tensor in saved.items():
+            names_of.setdefault(id(tensor), []).append(name)
+        self._names = {name: self._names_in_files(names_of[id(tensor)]) for name, tensor in saved.items()}
+        expected = {name: tuple(saved[name].shape) for names in self._names.values() for name in names}
+        require_weights(path, expected)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor; one with several names may be in the files under each. Raises: CheckpointError."""
+        tensors = {each: read_tensors(Path(self._files[each]), [each])[each] for each in self._names[name]}
+        (first, values), *others = tensors.items()
+        for other, its_values in others:
+            if not torch.equal(values, its_values):
+                raise CheckpointError(
+                    f"{self._path}: {first!r} and {other!r} have other values, but the model ties them. {SAME_MODEL}"
+                )
+        return values
+
+    def _names_in_files(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if name in self._files] or [names[0]]

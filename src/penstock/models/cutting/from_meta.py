@@ -1,0 +1,125 @@
+"""A module on the meta device, cut into layers that read their own tensors when they are built.
+
+    module on meta  ──► points, as of any module  ──► one `CutSpec` for each layer
+    CutSpec()       ──► a copy of its submodules, with the tensors of these names
+
+Buffers that no file has, such as tables of positions, are made by the `reset_parameters` of their module.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.models.cutting.cut import ByName, CutSpec, held_by, multiplications, segments
+from penstock.models.cutting.frame import Template, set_tensor, tensor_of
+from penstock.models.cutting.part import CutForward, CutPart, Segment, part_class
+from penstock.models.cutting.points import cut_model, own_tensors
+
+Read = Callable[[str], Tensor]
+"""Returns the value of a parameter or saved buffer, by the name that the whole model gives it."""
+RESET = "reset_parameters"
+"""The method by which modules of torch make their tensors anew."""
+
+
+def cut_from_meta(model: nn.Module, points: Sequence[str], read: Read) -> list[CutSpec]:
+    """Return the layers of a module on the meta device, cut at points as `cut` says; nothing is read yet.
+
+    Raises:
+        ConfigError: as of `cut`; or no file has a buffer, and its module does not make it anew.
+    """
+    for path, module in model.named_modules():
+        _unsaved_buffers(path, module, torch.device("cpu"))  # refuses here what a rank would refuse when it builds
+    parts = cut_model(model, points)
+    saved = [name for name in parts.tensors if not isinstance(tensor_of(model, name), nn.Parameter)]
+
+    def complete(frame: nn.Module, device: torch.device) -> None:
+        for name in saved:
+            set_tensor(frame, name, _with_values(tensor_of(frame, name), read(name), device))
+        _make_unsaved_buffers(frame, device)
+
+    entry = ByName(model)
+    forward = CutForward(Template(model, parts, complete), entry)
+    kind = part_class(entry.batch_signature)
+    owners: dict[int, str] = {}
+    specs = []
+    for name, segment in segments(parts).items():
+        make = partial(kind, forward, name, segment)
+        part = make(*held_by(model, segment))
+        named = list(part.named_parameters(remove_duplicate=False))
+        specs.append(
+            CutSpec(
+                name,
+                partial(_build, make, model, segment, read),
+                weight=multiplications(part),
+                tied=tuple((own, owners[id(parameter)]) for own, parameter in named if id(parameter) in owners),
+                has_full_names=True,
+                batch_signature=entry.batch_signature,
+            )
+        )
+        owners = {id(parameter): own for own, parameter in reversed(named)} | owners
+    return specs
+
+
+def _build(make: Callable[..., CutPart], model: nn.Module, segment: Segment, read: Read) -> CutPart:
+    """Build one layer on the default device."""
+    device = torch.get_default_device()
+    modules, tensors = held_by(model, segment)
+    values: dict[int, Any] = {}
+    if device.type != "meta":
+        for name, tensor in make(modules, tensors).state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor) and tensor.is_meta and id(tensor) not in values:
+                values[id(tensor)] = _with_values(tensor, read(name), device)
+    # One memo for all of the layer, so that modules which share a tensor go on to share it.
+    part = make(*copy.deepcopy((modules, tensors), values))
+    if device.type != "meta":
+        _make_unsaved_buffers(part, device)
+    return part
+
+
+def _with_values(like: Tensor, values: Tensor, device: torch.device) -> Tensor:
+    """Return values as a parameter or buffer of the type of one on the meta device."""
+    values = values.to(device, like.dtype)
+    return nn.Parameter(values, like.requires_grad) if isinstance(like, nn.Parameter) else values
+
+
+def _make_unsaved_buffers(root: nn.Module, device: torch.device) -> None:
+    for path, module in root.named_modules():
+        for name, buffer in _unsaved_buffers(path, module, device).items():
+            setattr(module, name, buffer)
+
+
+def _unsaved_buffers(path: str, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Return the buffers of a module that are on the meta device and in no file, made anew by the module itself.
+
+    Made twice, from memory of other contents: what differs then was not made at all. Raises: ConfigError.
+    """
+    bare = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+    names = set(bare) - {name for name, _ in own_tensors(module)} if bare else set()
+    if not names:
+        return {}
+    first, second = ({name: _reset(module, device, fill)[name] for name in names} for fill in (0, 1))
+    lost = [name for name in bare if name in names and not torch.equal(first[name], second[name])]
+    if lost:
+        full_name = f"{path}.{lost[0]}" if path else lost[0]
+        raise ConfigError(
+            f"the buffer {full_name!r} is on the meta device, and no file has it (persistent=False). Give "
+            f"{type(module).__name__} a {RESET}() that fills it, or make it with device='cpu'",
+            key="model",
+        )
+    return first
+
+
+def _reset(module: nn.Module, device: torch.device, fill: int) -> dict[str, Tensor]:
+    """Return the buffers of a copy of a module after its reset, which finds this number everywhere."""
+    trial = copy.deepcopy(module).to_empty(device=device, recurse=False)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), device:
+        for buffer in trial.buffers(recurse=False):
+            buffer.fill_(fill)
+        if hasattr(trial, RESET):
+            getattr(trial, RESET)()
+    return dict(trial.named_buffers(recurse=False))
