@@ -38,6 +38,14 @@ def test_a_file_may_have_another_name_which_its_text_has_too(capsys, place):
     assert "RUN.toml" not in (place / "mine.toml").read_text()
 
 
+def test_the_name_of_a_file_alone_says_what_it_is(printed, place):
+    assert printed("init", "my.toml") == "my.toml is written; next: penstock train my.toml\n"
+    assert printed("init", "my.py").startswith("my.py is written; next: python my.py")
+
+    assert "penstock train my.toml" in (place / "my.toml").read_text()
+    assert "ps.Pipeline(" in (place / "my.py").read_text()
+
+
 @pytest.mark.slow
 def test_the_run_file_trains_as_it_is(place):
     main(["init"])
@@ -75,9 +83,8 @@ def test_a_file_that_exists_is_replaced_only_with_force(refused, place):
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
-        (["mine.toml"], 2, "'mine.toml' is no kind; expected run or script: penstock init run mine.toml\n"),
-        (["a/train.py"], 2, "'a/train.py' is no kind; expected run or script: penstock init script a/train.py\n"),
-        (["rnu"], 2, "'rnu' is no kind; expected run or script: penstock init run RUN.toml or penstock init script tr"),
+        (["rnu"], 2, "'rnu' is no kind and no file of one; expected run or script: penstock init RUN.toml or pen"),
+        (["mine.toml", "other.toml"], 1, "PATH: two files are named, 'mine.toml' and 'other.toml'; name one"),
         (["run", "nowhere/RUN.toml"], 1, "PATH: nowhere is not a folder; make it first"),
         (["run", "."], 1, "is not a regular file; give another name"),
     ],

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from penstock.cli.output import path_to_write, say
 from penstock.cli.status import ExitStatus
-from penstock.errors import MAX_KEY_CHARACTERS, cut, shortened
+from penstock.errors import ConfigError, shortened
 
 SUMMARY = "Write a small run file, or a training script, to begin from."
 RUN, SCRIPT = "run", "script"
@@ -20,9 +20,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="KIND",
         nargs="?",
         type=_kind,
-        choices=tuple(NAMES),
         default=RUN,
-        help="run: a run file for `penstock train` (default); script: a training loop of your own",
+        help="run: a run file for `penstock train` (default); script: a training loop of your own; PATH alone will do",
     )
     names = " or ".join(NAMES.values())
     parser.add_argument("path", metavar="PATH", nargs="?", help=f"the file to write (default: {names})")
@@ -32,22 +31,31 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     from penstock.files import atomic_file
 
-    name = NAMES[arguments.kind]
-    path = path_to_write(arguments.path or name, is_forced=arguments.force, key="PATH")
-    text = Path(__file__).with_name(TEXTS[arguments.kind]).read_text(encoding="utf-8")
+    kind, named = arguments.kind, arguments.path
+    if kind not in NAMES:
+        if named is not None:
+            raise ConfigError(f"two files are named, {shortened(kind)} and {shortened(named)}; name one", key="PATH")
+        kind, named = _kind_of(kind), kind
+    name = NAMES[kind]
+    path = path_to_write(named or name, is_forced=arguments.force, key="PATH")
+    text = Path(__file__).with_name(TEXTS[kind]).read_text(encoding="utf-8")
     with atomic_file(path.resolve()) as file:
         file.write(text.replace(name, str(path)).encode())
-    say(f"{path} is written; next: {_command(arguments.kind, path)}")
+    say(f"{path} is written; next: {_command(kind, path)}")
     return ExitStatus.FINE
 
 
 def _kind(text: str) -> str:
-    """Return the text if it is a kind. Raises: ArgumentTypeError, which names the command that was meant."""
-    if text in NAMES:
+    """Return the text if it is a kind, or a file of one. Raises: ArgumentTypeError, which names what was meant."""
+    if text in NAMES or _kind_of(text):
         return text
-    meant = {kind: text for kind, name in NAMES.items() if Path(name).suffix == Path(text).suffix} or NAMES
-    fix = " or ".join(f"penstock init {kind} {cut(path, MAX_KEY_CHARACTERS)}" for kind, path in meant.items())
-    raise ArgumentTypeError(f"{shortened(text)} is no kind; expected {' or '.join(NAMES)}: {fix}")
+    fix = " or ".join(f"penstock init {path}" for path in NAMES.values())
+    raise ArgumentTypeError(f"{shortened(text)} is no kind and no file of one; expected {' or '.join(NAMES)}: {fix}")
+
+
+def _kind_of(path: str) -> str:
+    """Return the kind of a file by the end of its name; empty where it has another one."""
+    return next((kind for kind, name in NAMES.items() if Path(name).suffix == Path(path).suffix), "")
 
 
 def _command(kind: str, path: Path) -> str:
