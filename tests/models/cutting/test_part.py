@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
+from penstock.execute.stages.keywords import layer_place
 from penstock.execute.stages.signatures import taken_keywords
 from penstock.models.cutting.cut import cut
 
@@ -71,6 +72,15 @@ def test_a_part_takes_the_keywords_that_the_forward_of_the_model_names():
 
     assert taken_keywords(part).names() == {"words", "mask"}
     assert "blocks.1 .. blocks.2" in repr(part)
+
+
+def test_messages_name_the_class_of_the_block():
+    parts = cut(Model(), ["blocks.*"])
+
+    assert [part.shown_class for part in parts] == ["Embedding", "Block", "Block", "Block", "Block", "Linear"]
+    parts[0].layer_name = "all before"
+    assert parts[0].shown_class == "CutPart"
+    assert layer_place("blocks.0", parts[1]) == "layer 'blocks.0' (Block)"
 
 
 def test_blocks_go_the_short_way_from_the_second_forward_on_and_masks_stay_those_of_their_batch():

@@ -62,7 +62,12 @@ def run_layers(
 
 def layer_place(name: str, layer: object) -> str:
     """Return how messages name a layer: by its place in the list, or by its name where it has one, and by its class."""
-    return f"layer {name if name.isdecimal() else repr(name)} ({type(layer).__name__})"
+    return f"layer {name if name.isdecimal() else repr(name)} ({layer_class(layer)})"
+
+
+def layer_class(layer: object) -> str:
+    """Return how messages name the class of a layer; one that runs a part of a model names the module of that part."""
+    return str(getattr(layer, "shown_class", type(layer).__name__))
 
 
 def _explained(
@@ -70,9 +75,9 @@ def _explained(
 ) -> Exception:
     """The error, or one that says more of it."""
     if is_leaf_changed_in_place(error):
-        return PipelineError(_IN_PLACE.format(layer=type(layer).__name__, error=error))
+        return PipelineError(_IN_PLACE.format(layer=layer_class(layer), error=error))
     if len(args) > 1 and isinstance(error, TypeError) and str(error).endswith(_TOO_MANY):
-        return PipelineError(_TARGET.format(layer=type(layer).__name__, error=error, number=len(args)))
+        return PipelineError(_TARGET.format(layer=layer_class(layer), error=error, number=len(args)))
     if kwargs and isinstance(error, TypeError) and _KEYWORD in str(error) and taken.accepts_any_keyword:
-        return PipelineError(_ANY_KEYWORD.format(layer=type(layer).__name__, error=error, names=sorted(kwargs)))
+        return PipelineError(_ANY_KEYWORD.format(layer=layer_class(layer), error=error, names=sorted(kwargs)))
     return error

@@ -261,6 +261,12 @@ class CutPart(nn.Module):
         """
         return [self.get_submodule(name) for name in self._segment.modules]
 
+    @property
+    def shown_class(self) -> str:
+        """The class that messages name: that of the submodule which the layer is called after, if there is one."""
+        named = self.layer_name in self._segment.modules
+        return type(self.get_submodule(self.layer_name) if named else self).__name__
+
     def extra_repr(self) -> str:
         """Return the points between which it runs."""
         return f"{self._segment.start or 'the begin'} .. {self._segment.stop or 'the end'}"
