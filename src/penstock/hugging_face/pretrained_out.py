@@ -29,6 +29,7 @@ from penstock.files import naming_storage
 from penstock.hugging_face.source import names_beside_class
 from penstock.hugging_face.undocumented import is_quantized, reverted, tied_names, unsaved_names
 from penstock.hugging_face.weights_in import require_tied
+from penstock.models.cutting.points import saved_tensors
 from penstock.pipeline import Pipeline
 
 TOKENIZER_FILES = (
@@ -128,7 +129,7 @@ class PretrainedFormat(WeightFormat):
                 f"{self.where}: the config of the model has a quantization_config, but its weights are not quantized. "
                 "Take a config.json without it"
             )
-        state = self.model.state_dict()
+        state = saved_tensors(self.model)
         ties, unsaved = tied_names(self.model), unsaved_names(self.model)
         for name, (dtype, shape) in tensors.items():
             self._require_known(name, state, ties)
@@ -137,7 +138,7 @@ class PretrainedFormat(WeightFormat):
         return [_unit(self.model, {name: metas[name] for name in names}) for names in _sharing(self.model, metas)]
 
     def require_all(self, names: Collection[str]) -> None:
-        wanted = self.model.state_dict().keys() - tied_names(self.model).keys() - unsaved_names(self.model)
+        wanted = saved_tensors(self.model).keys() - tied_names(self.model).keys() - unsaved_names(self.model)
         require_same_names(self.where, names, wanted)
 
     def convert(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, described
 from penstock.hugging_face.undocumented import computes_own_loss, device_map_of
+from penstock.models.cutting.points import saved_tensors
 
 KEY = "source"
 OLDEST = 5
@@ -125,7 +126,8 @@ def names_beside_class(model: Any) -> list[str]:
             plain = type(model)(copy.deepcopy(model.config))
     except TypeError:  # a class of the user's own, which takes more than a config
         return []
-    return [name for name in model.state_dict() if name not in plain.state_dict()]
+    known = plain.state_dict()
+    return [name for name in saved_tensors(model) if name not in known]
 
 
 def blocks_of(model: nn.Module) -> str:

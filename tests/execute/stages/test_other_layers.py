@@ -10,6 +10,7 @@ from torch import nn
 import penstock as ps
 from penstock.errors import ConfigError, PenstockWarning
 from penstock.execute.stages.other_layers import OtherLayers
+from penstock.models.cutting.points import saved_tensors
 from tests.local_pipelines import error_of, on_ranks
 from tests.ranks import run_ranks
 
@@ -98,6 +99,22 @@ def test_the_state_of_the_whole_model_is_refused_on_one_rank():
     with pytest.raises(ConfigError, match=r"the layer at '0' .* Call pipeline\.load_state_dict\(state\)"):
         model.load_state_dict(state)
     assert layers[1].state_dict()
+
+
+def test_the_state_of_a_model_that_was_cut_is_refused_on_one_rank_and_it_can_be_cut_again():
+    model = nn.Module()
+    model.blocks = nn.Sequential(*blocks())
+    model.forward = lambda hidden: model.blocks(hidden)
+    state, tensors = copy.deepcopy(model.state_dict()), saved_tensors(model)
+    freed(ps.cut(model, ["blocks.*"]), [1])
+
+    with pytest.raises(ConfigError, match=r"layer at 'blocks\.0' is another rank's.*pipeline.state_dict\(on_rank=0\)"):
+        model.state_dict()
+    with pytest.raises(ConfigError, match=r"the layer at 'blocks\.0' .* Call pipeline\.load_state_dict\(state\)"):
+        model.load_state_dict(state)
+    assert model.blocks[1].state_dict().keys() == dict(blocks()[1].state_dict()).keys()
+    assert list(saved_tensors(model)) == list(tensors) == list(state)
+    assert len(ps.cut(model, ["blocks.*"])) == 4
 
 
 @pytest.mark.parametrize("own", [[0, 1], [2, 3]])

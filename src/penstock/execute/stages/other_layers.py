@@ -42,8 +42,10 @@ class OtherLayers:
             for part in module.modules():
                 for name, tensor in _tensors_of_part(part, self._own):
                     setattr(part, name, freed.setdefault(id(tensor), _on_meta(tensor)))
-            module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
+                # Of each part too: the model that a layer was cut out of has its submodules, and not the layer.
+                if id(part) not in self._own:
+                    part.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
+                    part.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

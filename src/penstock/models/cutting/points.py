@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, nearest
+from penstock.models.cutting.undocumented import is_saved
 
 KEY = "points"
 
@@ -58,7 +59,7 @@ def cut_model(model: nn.Module, patterns: Sequence[str]) -> CutModel:
         has_parameters = any(True for _ in module.parameters())
         if is_behind and has_parameters:
             later.append(name)
-        elif module.state_dict():
+        elif has_parameters or module.state_dict():
             before.append(name)
     tensors = [
         f"{path}.{name}" if path else name
@@ -70,9 +71,18 @@ def cut_model(model: nn.Module, patterns: Sequence[str]) -> CutModel:
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters and saved buffers that a module holds itself."""
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    saved = module.state_dict(keep_vars=True)
-    return [(name, tensor) for name, tensor in own if name in saved]
+    # The state_dict() of a module would tell, but is refused where a pipeline has freed a part of it.
+    saved = [(name, each) for name, each in module.named_buffers(recurse=False) if is_saved(module, name)]
+    return [*module.named_parameters(recurse=False), *saved]
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and saved buffers of a model by name, also of one of which a pipeline has freed a part."""
+    return {
+        f"{path}.{name}" if path else name: tensor
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in own_tensors(module)
+    }
 
 
 def _found(model: nn.Module, patterns: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Uses of torch that it does not document: the count of changes in place, and the result of torch.compile."""
+"""Uses of torch that it does not document: counts of changes in place, results of torch.compile, unsaved buffers."""
 
 from torch import Tensor, nn
 
@@ -11,3 +11,8 @@ def version_of(tensor: Tensor) -> int:
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile has returned this module, whose forward is the compiler's."""
     return hasattr(module, "dynamo_ctx")
+
+
+def is_saved(module: nn.Module, name: str) -> bool:
+    """Whether a buffer that a module holds itself is a part of its state."""
+    return name not in module._non_persistent_buffers_set
