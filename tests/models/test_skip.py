@@ -154,3 +154,17 @@ def test_the_thread_of_a_recomputation_finds_the_shelf_of_the_one_that_waits_for
     thread.join()
 
     assert found == ["value"]
+
+
+def test_a_model_can_be_copied_after_a_forward_and_its_copy_has_a_value_of_its_own():
+    skip = Skip("features")
+    model = nn.Sequential(nn.Linear(2, 2), Down(skip), Up(skip))
+    features = torch.ones(1, 2)
+    model(features)
+
+    other = copy.deepcopy(model)
+
+    assert other[1].skip is other[2].skip
+    with pytest.raises(PenstockError, match="before anything was put"):
+        other[2](features)
+    assert torch.equal(other(features), model(features))

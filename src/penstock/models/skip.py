@@ -113,6 +113,10 @@ class _OwnBuffer:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_OwnBuffer":
+        """Return one without values: those of a forward have a graph, and are of no use to a copy of the model."""
+        return _OwnBuffer()
+
     def put(self, name: str, value: Any) -> None:
         self._values[name] = value
 

@@ -219,6 +219,67 @@ def test_layers_are_measured_on_a_batch_by_position_or_by_name(model, batch):
         assert len(ps.measure_layers(parts, args, kwargs, num_rounds=1).forward_s) == len(parts)
 
 
+class Bridge(nn.Module):
+    """Hands the encoder's output on to the decoder, which begins with an embedding."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.words, self.memory = nn.Embedding(11, 8), memory
+
+    def forward(self, hidden, words):
+        self.memory.put(hidden)
+        return self.words(words)
+
+
+class Decoding(nn.TransformerDecoderLayer):
+    def __init__(self, memory):
+        super().__init__(8, 2, 16, 0.0, batch_first=True)
+        self.memory = memory
+
+    def forward(self, hidden):
+        return super().forward(hidden, self.memory.get())
+
+
+class Translator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        memory = ps.Skip("memory")
+        self.words = nn.Embedding(11, 8)
+        self.encoder = nn.ModuleList(Block() for _ in range(2))
+        self.bridge = Bridge(memory)
+        self.decoder = nn.ModuleList(Decoding(memory) for _ in range(3))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, source, words):
+        hidden = self.words(source)
+        for block in self.encoder:
+            hidden = block(hidden, None)
+        hidden = self.bridge(hidden, words)
+        for block in self.decoder:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_skip_inside_points_carries_the_output_of_an_encoder_to_all_blocks_of_its_decoder(batch, num_ranks):
+    torch.manual_seed(0)
+    model, (words, _, target) = Translator().double(), batch
+    loss_of(model(words, target), target).backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    def train(transport):
+        ranks = {"ranks": 1} if num_ranks == 1 else {"transport": transport}
+        layers = cut(model, ["encoder.*", "bridge", "decoder.*"])
+        pipeline = ps.Pipeline(layers, "1f1b", 4, loss_of, **ranks)
+        pipeline.step(words, target, target=target)
+        return {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+
+    for gradients in on_ranks(num_ranks, train):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-12)
+
+
 def test_slices_are_refused_before_a_step(model):
     with pytest.raises(ConfigError, match="whole sequences"):
         ps.Pipeline(cut(model, ["blocks.*"]), "seq1f1b", 4, loss_of, slices=2, ranks=1)

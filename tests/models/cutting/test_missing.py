@@ -29,24 +29,24 @@ KEPT = torch.arange(6) % 3 != 0
 def test_what_is_made_of_missing_values_lacks_values(compute, lacks):
     missing = torch.zeros(6, 4)
     with Missing() as mode:
-        mode.mark(missing)
-        assert mode.has(compute(ROWS, missing)) is lacks
+        mode.mark(missing, "words")
+        assert mode.origin_of(compute(ROWS, missing)) == ("words" if lacks else None)
 
 
 def test_a_python_value_of_a_missing_one_is_refused():
     with Missing() as mode:
-        mode.mark(ROWS)
-        with pytest.raises(PenstockError, match=r"decides by the value of a tensor.*__bool__"):
+        mode.mark(ROWS, "words")
+        with pytest.raises(PenstockError, match=r"decides by the value of a tensor.*\(__bool__\), 'words'"):
             bool((ROWS > 0).any())
         assert not bool((torch.zeros(3) > 0).any())
 
 
 def test_what_runs_in_a_pause_is_not_followed():
     with Missing() as mode:
-        mode.mark(ROWS)
+        mode.mark(ROWS, "words")
         with mode.paused():
-            assert not mode.has(ROWS * 2)
-        assert mode.has(ROWS * 2)
+            assert mode.origin_of(ROWS * 2) is None
+        assert mode.origin_of(ROWS * 2) == "words"
 
 
 class Block(nn.Module):

@@ -171,7 +171,7 @@ def test_a_value_of_another_part_is_refused_also_where_no_gradient_is_wanted():
             return self.head(hidden + first.detach())
 
     parts = cut(Late(), ["blocks.*"])
-    with pytest.raises(PenstockError, match=r"from 'blocks.3' to 'head' depends on what a layer of another stage"):
+    with pytest.raises(PenstockError, match=r"from 'blocks.3' to 'head' depends on what a .* holds: 'words'; hand"):
         run(parts, words=WORDS)
 
 
@@ -188,7 +188,7 @@ def test_an_argument_that_depends_on_another_part_is_refused_on_the_short_way():
         run(parts, words=WORDS)
     parts = cut(Later(), ["blocks.*"])
     hidden = parts[1](torch.ones(2, 3, 4), words=WORDS)
-    with pytest.raises(PenstockError, match=r"'blocks.2' gets an argument 1 that depends"):
+    with pytest.raises(PenstockError, match=r"'blocks.2' gets an argument 1 that depends .* 'words'; a part"):
         parts[1](hidden, words=WORDS)
 
 

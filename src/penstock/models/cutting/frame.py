@@ -8,7 +8,7 @@ them. A stand-in returns tensors without values (placeholders.py), which need no
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,8 @@ from penstock.models.cutting.points import CutModel
 
 ALIASED = "single memory location"
 """torch's words for a change in place of a tensor that is one number, expanded."""
+SKIP = "hand the value on by a ps.Skip, which one point puts and others get, each within its submodule"
+"""The way of a value past layers. The forward around the points runs on every stage, so a Skip is of no use there."""
 Call = Callable[[nn.Module], Any]
 """Runs the forward of the module that it gets."""
 
@@ -96,29 +98,27 @@ class Course:
                 f"the forward calls {name!r} behind {self.start!r}, though it is defined before; name it as a point of "
                 "the cut, in the order of the forward"
             )
-        return self.absent(like.of(args, kwargs), (args, kwargs))
+        return self.absent(like.of(args, kwargs), name, (args, kwargs))
 
-    def absent(self, value: Any, given: Any = ()) -> Any:
-        """Return a tree like `value`, without its values but for those of tensors that the module was `given`."""
+    def absent(self, value: Any, origin: str, given: Any = ()) -> Any:
+        """Return a tree like `value` of a submodule, without its values but for tensors that the module was `given`."""
         kept = tuple(tensors_in(given))
         output = without_values(value, self.device, is_dense=self.is_dense, kept=kept)
-        self._note_missing(each for each in tensors_in(output) if not any(each is other for other in kept))
-        return output
-
-    def _note_missing(self, tensors: Iterable[Tensor]) -> None:
         if self.missing is not None:
-            self.missing.mark(tuple(tensors))
+            new = tuple(each for each in tensors_in(output) if not any(each is other for other in kept))
+            self.missing.mark(new, origin)
+        return output
 
     def _lend(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of the part; what it computes inside is not followed."""
         missing = self.missing
         if missing is None:
             return self.lent[name](*args, **kwargs)
-        lacks = missing.has((args, kwargs))
+        origin = missing.origin_of((args, kwargs))
         with missing.paused():
             output = self.lent[name](*args, **kwargs)
-        if lacks:
-            missing.mark(output)
+        if origin is not None:
+            missing.mark(output, origin)
         return output
 
     def _meet_point(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder) -> Any:
@@ -149,13 +149,15 @@ class Course:
         if name in self.lent:
             output = self._lend(name, (first, *rest), kwargs)
         else:
-            output = self._like_output(first, rest, kwargs, like)
+            output = self._like_output(name, first, rest, kwargs, like)
         self.last = name, output, versions_of(output)
         return output
 
-    def _like_output(self, first: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder) -> Any:
-        if like.returns_kind_of(first) and is_bare(first):
-            self._note_missing([first])
+    def _like_output(
+        self, name: str, first: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder
+    ) -> Any:
+        # Where values are followed, each has a tensor of its own, by which its origin is known.
+        if self.missing is None and like.returns_kind_of(first) and is_bare(first):
             return first  # most blocks: this saves a third of a run
         given = rest, kwargs
         try:
@@ -163,7 +165,7 @@ class Course:
         except Exception:  # as of experts, whose work depends on values: blocks return what they get
             returned = first
         like.note_kind(first, returned)
-        return self.absent(returned, given)
+        return self.absent(returned, name, given)
 
 
 class _StandIn(nn.Module):
@@ -188,7 +190,9 @@ class _StandIn(nn.Module):
         value = getattr(like.module, name)
         if isinstance(value, nn.Module):
             return _StandIn(f"{place}.{name}", Placeholder(value), frame)
-        return without_values(value, frame.device) if frame.course is None else frame.course.absent(value)
+        if frame.course is None:
+            return without_values(value, frame.device)
+        return frame.course.absent(value, f"{place}.{name}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         name, like, frame = self._place
@@ -231,8 +235,8 @@ class Frame:
         unsaved = versions_of(self._unsaved)
         with self._holding(tensors), before, course.missing or nullcontext():
             if course.missing is not None:
-                own = {name: tensor_of(self.model, name) for name in self._unheld if name not in tensors}
-                course.missing.mark(own)
+                for name in set(self._unheld) - tensors.keys():
+                    course.missing.mark(tensor_of(self.model, name), name)
             if course.start is not None:
                 before.enter_context(_generators_kept(self.device))
             self._set_training(is_training)
@@ -342,7 +346,7 @@ def _refuse_gradients(name: str, others: Any) -> None:
         if any(tensor.requires_grad for tensor in tensors_in(value)):
             raise PenstockError(
                 f"{name!r} gets a gradient for its argument {where!r}, which is made before it, and a part passes on "
-                "its first argument alone; hand the value on by a ps.Skip"
+                f"its first argument alone; {SKIP}"
             )
 
 

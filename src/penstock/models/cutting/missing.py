@@ -26,6 +26,8 @@ READS = {
     *("numpy", "equal", "allclose", "is_nonzero"),
 }
 """Functions that make a Python value of a tensor, by which a forward may go on in another way."""
+UNKNOWN = "a submodule before it"
+"""Stands for the origin of values that were made before they were followed."""
 IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__"}
 
 
@@ -34,26 +36,26 @@ class Missing(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: dict[int, UntypedStorage] = {}
+        self._storages: dict[int, tuple[UntypedStorage, str]] = {}
 
-    def mark(self, value: Any) -> None:
-        """Note that the tensors of a tree have no values."""
+    def mark(self, value: Any, origin: str) -> None:
+        """Note that the tensors of a tree have no values, which the submodule or parameter `origin` would give them."""
         for tensor in tensors_in(value):
             storage = _storage_of(tensor)
             if storage is not None:
-                self._storages[storage.data_ptr()] = storage  # kept, so that no other tensor gets this memory
+                self._storages[storage.data_ptr()] = storage, origin  # kept, so that no other tensor gets this memory
 
-    def has(self, value: Any) -> bool:
-        """Whether a tensor of a tree lacks values."""
-        return any(self._has(tensor) for tensor in tensors_in(value))
+    def origin_of(self, value: Any) -> str | None:
+        """Return what would give a value to the first tensor of a tree that lacks it; None where all have theirs."""
+        return next((found for tensor in tensors_in(value) if (found := self._origin_of(tensor)) is not None), None)
 
-    def _has(self, tensor: Tensor) -> bool:
+    def _origin_of(self, tensor: Tensor) -> str | None:
         storage = _storage_of(tensor)
         if storage is not None and storage.data_ptr() in self._storages:
-            return True
+            return self._storages[storage.data_ptr()][1]
         if tensor.is_meta or not is_bare(tensor):
-            return False
-        return bool(tensor[(slice(1),) * tensor.dim()].isnan().any())
+            return None
+        return UNKNOWN if tensor[(slice(1),) * tensor.dim()].isnan().any() else None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -67,17 +69,17 @@ class Missing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        lacks = name not in SHAPES and self.has((args, kwargs))
-        if lacks and name in READS:
+        origin = None if name in SHAPES else self.origin_of((args, kwargs))
+        if origin is not None and name in READS:
             raise PenstockError(
-                f"the forward decides by the value of a tensor that a layer of another stage computes ({name}); all "
-                "that it decides by must follow from the batch"
+                f"the forward decides by the value of a tensor that a layer of another stage computes ({name}), "
+                f"{origin!r}; all that it decides by must follow from the batch"
             )
         output = func(*args, **kwargs)
-        if lacks:
-            self.mark((output, kwargs.get("out")))
+        if origin is not None:
+            self.mark((output, kwargs.get("out")), origin)
             if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-                self.mark(args[:1])
+                self.mark(args[:1], origin)
         return output
 
 

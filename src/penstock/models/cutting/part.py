@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.batch_signature import BatchSignature
-from penstock.models.cutting.frame import ALIASED, Course, Frame, Template, tensor_of
+from penstock.models.cutting.frame import ALIASED, SKIP, Course, Frame, Template, tensor_of
 from penstock.models.cutting.missing import Missing
 from penstock.models.cutting.placeholders import tensors_in
 
@@ -142,7 +142,7 @@ class CutForward:
         course.missing = Missing() if checks and segment.start is not None else None
         output = self._on(frame, course, tensors, given)
         if course.missing is not None:
-            _refuse_lost(segment, course.missing.has(output))
+            _refuse_lost(segment, course.missing.origin_of(output))
         return output, segment.start in course.straight & course.plain
 
     def given(self, point: str, call: PartCall) -> Given | None:
@@ -304,19 +304,20 @@ def _branch(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _refuse_missing(given: Mapping[str, Given], missing: Missing) -> None:
     for point, (rest, kwargs) in given.items():
         for where, value in (*enumerate(rest, start=1), *kwargs.items()):
-            if missing.has(value):
+            origin = missing.origin_of(value)
+            if origin is not None:
                 raise PenstockError(
                     f"{point!r} gets an argument {where!r} that depends on what a layer of another stage computes, or "
-                    "holds; a part gets its first argument from the part before it, and all else from the batch: hand "
-                    "the value on by a ps.Skip"
+                    f"holds: {origin!r}; a part gets its first argument from the part before it, and all else from the "
+                    f"batch: {SKIP}"
                 )
 
 
-def _refuse_lost(segment: Segment, is_lost: bool) -> None:
-    if is_lost:
+def _refuse_lost(segment: Segment, origin: str | None) -> None:
+    if origin is not None:
         raise PenstockError(
             f"what the forward computes from {segment.start!r} to {segment.stop or 'the end'!r} depends "
-            "on what a layer of another stage computes besides its first argument, or holds; hand that value on by a "
-            "ps.Skip, or leave out the point between the two. (Parameters and saved buffers beside the points are held "
+            f"on what a layer of another stage computes besides its first argument, or holds: {origin!r}; {SKIP}, or "
+            "leave out the point between the two. (Parameters and saved buffers beside the points are held "
             "by the first layer alone; a constant may be a buffer with persistent=False.)"
         )
