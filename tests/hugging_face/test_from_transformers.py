@@ -273,3 +273,31 @@ def test_a_model_that_computes_its_loss_itself_is_refused():
 
     with pytest.raises(ps.ConfigError, match="BartForCausalLM computes its loss itself"):
         ps.from_transformers(transformers.BartConfig(decoder_layers=1, is_encoder_decoder=False, is_decoder=True))
+
+
+class Logits(torch.nn.Module):
+    """The way that the message names: a forward that returns the logits of a classifier."""
+
+    def __init__(self, classifier):
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, input_ids, attention_mask):
+        return self.classifier(input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+
+def test_a_classifier_that_pools_by_tokens_is_refused_and_its_logits_can_be_cut():
+    import transformers
+
+    torch.manual_seed(0)
+    classifier = transformers.LlamaForSequenceClassification(config_of("llama", num_labels=3)).eval()
+    tokens, _, keywords = batch_of("padded")
+    tokens = tokens.masked_fill(keywords["attention_mask"] == 0, 0)
+    with pytest.raises(ps.ConfigError, match=r"LlamaForSequenceClassification finds the last token.*ps\.cut"):
+        ps.from_transformers(classifier)
+
+    layers = ps.cut(Logits(classifier), ["classifier.model.layers.*"])
+    pipeline = ps.Pipeline(layers, "1f1b", NUM_MICROBATCHES, ranks=1)
+    found = pipeline.evaluate(tokens, **keywords, return_outputs=True).outputs
+    with torch.no_grad():
+        torch.testing.assert_close(found, Logits(classifier)(tokens, **keywords))

@@ -13,6 +13,7 @@ from penstock.hugging_face.undocumented import (
     is_quantized,
     make_unsaved_buffers,
     missing_and_strange,
+    pools_by_tokens,
     reverted,
     router_class,
     tied_names,
@@ -285,3 +286,13 @@ def test_a_forward_says_whether_its_loss_is_that_of_loss_function():
     assert not any(computes_own_loss(model_of(family)) for family in ("llama", "gpt2", "mixtral"))
     shape = {"vocab_size": 8, "d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
     assert computes_own_loss(transformers.BartForCausalLM(transformers.BartConfig(**shape)))
+
+
+def test_classes_that_pool_by_tokens_are_known():
+    import transformers
+
+    shape = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**shape, num_attention_heads=2, pad_token_id=0)
+    assert pools_by_tokens(transformers.LlamaForSequenceClassification(config))
+    assert not pools_by_tokens(transformers.LlamaForTokenClassification(config))
+    assert not any(pools_by_tokens(model_of(family)) for family in ("llama", "gpt2", "mixtral"))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, described
-from penstock.hugging_face.undocumented import computes_own_loss, device_map_of
+from penstock.hugging_face.undocumented import computes_own_loss, device_map_of, pools_by_tokens
 from penstock.models.cutting.points import saved_tensors
 
 KEY = "source"
@@ -106,6 +106,13 @@ def checked(model: Any) -> Any:
         raise ConfigError(
             f"{type(model).__name__} computes its loss itself, and not by loss_function, as the decoders of encoders "
             "with decoders do; ps.cut may cut it, with a loss of yours",
+            key=KEY,
+        )
+    if pools_by_tokens(model):
+        raise ConfigError(
+            f"{type(model).__name__} finds the last token of each row in input_ids behind its blocks, where later "
+            "stages have none. Call it in the forward of a module of yours that returns its logits, with "
+            "use_cache=False, and cut that by ps.cut, of which every stage gets the whole batch",
             key=KEY,
         )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):

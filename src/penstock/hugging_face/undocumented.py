@@ -153,6 +153,16 @@ def computes_own_loss(model: Any) -> bool:
     return is_theirs and code is not None and "loss_function" not in code.co_names
 
 
+def pools_by_tokens(model: Any) -> bool:
+    """Whether a class of transformers takes the output at the last token of each row that is no padding.
+
+    Sequence classifiers look for the last one that is not `config.pad_token_id` behind the blocks, by an argmax.
+    """
+    forward = inspect.unwrap(type(model).forward)
+    code, is_theirs = getattr(forward, "__code__", None), forward.__module__.startswith("transformers.")
+    return is_theirs and code is not None and {"pad_token_id", "argmax"} <= set(code.co_names)
+
+
 def has_balance_loss(model: Any) -> bool:
     """Whether the file of a model has `load_balancing_loss_func`, which its forward adds to the loss."""
     return hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
