@@ -31,7 +31,8 @@ LAYERS = Layers()
     ("layers", "loss", "options", "expected"),
     [
         (LAYERS, None, {"seed": 1}, (LAYERS.loss, {"seed": 1, "count": Layers.count})),
-        (LAYERS, LAYERS.loss, {}, (LAYERS.loss, {"count": Layers.count})),
+        (LAYERS, LAYERS.loss, {}, (LAYERS.loss, {})),
+        (LAYERS, None, {"count": None}, (LAYERS.loss, {"count": None})),
         (LAYERS, None, {"count": len}, (LAYERS.loss, {"count": len})),
         (LAYERS, None, {"reduction": "sum"}, (LAYERS.loss, {"reduction": "sum"})),
         (LAYERS, another, {}, (another, {})),

@@ -252,7 +252,8 @@ class Reader:
         if self.rules.has_count:
             raise PipelineError(
                 "count weighs microbatches by their targets, all of which must be known before the first backward, but "
-                "a Stream brings one after another; pass the batch whole (as PreSplit), or use reduction='sum'"
+                "a Stream brings one after another; pass the batch whole (as PreSplit), use reduction='sum', or "
+                "count=None where all microbatches count alike"
             )
         number = self.rule.num_microbatches
         part = self.stream.begin_step(self.rank, number, self.read, self.copy).part

@@ -25,11 +25,11 @@ class LayersWithLoss(Sequence[LayerType]):
 
 
 def with_model_loss(layers: Any, loss: Loss | None, options: Mapping[str, Any]) -> tuple[Loss | None, dict[str, Any]]:
-    """Return the loss and the options of a pipeline, with those of the model where the caller gives none.
+    """Return the loss and the options of a pipeline, with those of the model where the caller gives no loss.
 
     The model's count goes with its loss alone: a loss of the caller may be a mean over something else.
     """
-    if not isinstance(layers, LayersWithLoss) or (loss is not None and loss != layers.loss):
+    if loss is not None or not isinstance(layers, LayersWithLoss):
         return loss, dict(options)
     is_mean = options.get("reduction", "mean") == "mean"
     return layers.loss, {**({"count": layers.count} if is_mean else {}), **options}
