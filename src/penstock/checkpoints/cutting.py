@@ -18,6 +18,7 @@ from penstock.models.cutting.cut import CutSpec, require_cuttable
 from penstock.models.cutting.cut import cut as cut_in_place
 from penstock.models.cutting.from_meta import cut_from_meta
 from penstock.models.cutting.part import CutPart
+from penstock.models.cutting.points import saved_tensors
 
 
 @overload
@@ -71,24 +72,27 @@ class _StoredWeights:
         """Compare names and shapes; no tensor is read. Raises: CheckpointError."""
         self._path = path
         self._files = files_of(find_weights(path))
-        saved = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
-        names_of: dict[int, list[str]] = {}
-        for name, tensor in saved.items():
-            names_of.setdefault(id(tensor), []).append(name)
-        self._names = {name: self._names_in_files(names_of[id(tensor)]) for name, tensor in saved.items()}
-        expected = {name: tuple(saved[name].shape) for names in self._names.values() for name in names}
+        state = saved_tensors(model)
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in state.items():
+            aliases.setdefault(id(tensor), []).append(name)
+        self._names = {name: self._names_in_files(aliases[id(tensor)]) for name, tensor in state.items()}
+        expected = {name: tuple(state[name].shape) for names in self._names.values() for name in names}
         require_weights(path, expected)
 
     def read(self, name: str) -> Tensor:
         """Return a tensor; one with several names may be in the files under each. Raises: CheckpointError."""
-        tensors = {each: read_tensors(Path(self._files[each]), [each])[each] for each in self._names[name]}
-        (first, values), *others = tensors.items()
-        for other, its_values in others:
-            if not torch.equal(values, its_values):
+        owner, *aliases = self._names[name]
+        values = self._read(owner)
+        for alias in aliases:
+            if not torch.equal(values, self._read(alias)):
                 raise CheckpointError(
-                    f"{self._path}: {first!r} and {other!r} have other values, but the model ties them. {SAME_MODEL}"
+                    f"{self._path}: {owner!r} and {alias!r} have other values, but the model ties them. {SAME_MODEL}"
                 )
         return values
+
+    def _read(self, name: str) -> Tensor:
+        return read_tensors(Path(self._files[name]), [name])[name]
 
     def _names_in_files(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if name in self._files] or [names[0]]

@@ -180,7 +180,7 @@ def _way_to_layers(value: Any) -> str:
     if not isinstance(value, nn.Module):
         return ""
     # By its name, since transformers may not be installed.
-    is_of_transformers = any(each.__name__ == "PreTrainedModel" for each in type(value).__mro__)
+    is_of_transformers = any(base.__name__ == "PreTrainedModel" for base in type(value).__mro__)
     blocks = _blocks_of(value)
     calls = [
         *(["ps.from_transformers(model), if it is a causal language model"] if is_of_transformers else []),

@@ -130,11 +130,11 @@ def names_beside_class(model: Any) -> list[str]:
     """Return the names of a model's state that its class would not have: `from_pretrained` makes the class alone."""
     try:
         with torch.device("meta"):
-            plain = type(model)(copy.deepcopy(model.config))
+            class_model = type(model)(copy.deepcopy(model.config))
     except TypeError:  # a class of the user's own, which takes more than a config
         return []
-    known = plain.state_dict()
-    return [name for name in saved_tensors(model) if name not in known]
+    class_state = class_model.state_dict()
+    return [name for name in saved_tensors(model) if name not in class_state]
 
 
 def blocks_of(model: nn.Module) -> str:

@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_refused_in_the_words_of_the_model(args, kwargs, pr
 def test_keywords_of_other_layers_stay_as_they_are():
     assert BatchSignature(Model()).bind((1,), {"other": 4}) == ((), {"words": 1, "other": 4})
     assert BatchSignature(Open()).bind((1,), {"other": 4}) == ((), {"words": 1, "other": 4})
-    assert BatchSignature(Open()).others.name == "others"
+    assert BatchSignature(Open()).var_keyword.name == "others"
 
 
 def test_what_the_first_stage_takes_goes_by_position_and_is_required_there_alone():
@@ -77,4 +77,4 @@ def test_an_argument_of_the_forward_that_no_batch_has_is_refused():
     with pytest.raises(PenstockError, match=r"'past' is no argument of a batch.*\(input_ids, attention_mask\)"):
         signature.bind((1, 2), {})
     assert [each.name for each in signature.keywords] == ["attention_mask"]
-    assert signature.others is None
+    assert signature.var_keyword is None

@@ -50,16 +50,16 @@ def uneven_targets(targets: Sequence[Any]) -> tuple[int, int] | None:
     Targets on a device are not read, since the host would have to wait for it in every step.
     """
     shares = [
-        [counted_share(each, IGNORED, 1.0) for each in tensors_of(target) if each.device.type == "cpu"]
+        [counted_share(tensor, IGNORED, 1.0) for tensor in tensors_of(target) if tensor.device.type == "cpu"]
         for target in targets
     ]
-    odd = [index for index, share in enumerate(shares) if share != shares[0]]
-    return (0, odd[0]) if odd else None
+    uneven_indices = [index for index, share in enumerate(shares) if share != shares[0]]
+    return (0, uneven_indices[0]) if uneven_indices else None
 
 
 def count_ignored(target: Any) -> int:
     """Return how many targets of a tree are ignored by default."""
-    return sum(int((each == IGNORED).sum()) for each in tensors_of(target) if _holds_classes(each))
+    return sum(int((tensor == IGNORED).sum()) for tensor in tensors_of(target) if _holds_classes(tensor))
 
 
 def _holds_classes(target: Tensor) -> bool:

@@ -162,9 +162,9 @@ class LossMaker:
         if pair is None:
             return
         self._may_ignore = False
-        held = [f"microbatch {index} has {count_ignored(targets[index])} targets of {IGNORED}" for index in pair]
+        counts = [f"microbatch {index} has {count_ignored(targets[index])} targets of {IGNORED}" for index in pair]
         warn(
-            f"{' and '.join(held)}, but microbatches weigh by their rows. If the loss leaves such targets out, that of "
-            "the batch is not what it is in one piece. Pass Pipeline count=..., a function that counts the targets "
+            f"{' and '.join(counts)}, but microbatches weigh by their rows. If the loss leaves such targets out, that "
+            "of the batch is not what it is in one piece. Pass Pipeline count=..., a function that counts the targets "
             f"that a loss is the mean of, such as lambda target: (target != {IGNORED}).sum()"
         )

@@ -24,21 +24,21 @@ class BatchSignature:
         """
         signature = inspect.signature(model.forward)
         unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
-        parameters = [each for each in signature.parameters.values() if each.kind not in unnamed]
-        self.others = next((each for each in parameters if not names and each.kind is each.VAR_KEYWORD), None)
+        parameters = [item for item in signature.parameters.values() if item.kind not in unnamed]
+        self.var_keyword = next((item for item in parameters if not names and item.kind is item.VAR_KEYWORD), None)
         """The `**kwargs` of the forward, where they may be of a batch."""
-        named = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
-        self._signature = inspect.Signature(named)
-        self.parameters = {each.name: each for each in named if not names or each.name in names}
+        plain_parameters = [item for item in parameters if item.kind is not item.VAR_KEYWORD]
+        self._signature = inspect.Signature(plain_parameters)
+        self.parameters = {item.name: item for item in plain_parameters if not names or item.name in names}
         """The arguments by name, in the order of the forward."""
-        self._required = [name for name, each in self.parameters.items() if each.default is each.empty]
+        self._required = [name for name, item in self.parameters.items() if item.default is item.empty]
         self._first = first
         self._model = type(model).__name__
 
     @property
     def keywords(self) -> list[inspect.Parameter]:
         """The arguments that every stage takes, by name."""
-        return [each for name, each in self.parameters.items() if name not in self._first]
+        return [item for name, item in self.parameters.items() if name not in self._first]
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_first: bool = True
@@ -50,21 +50,21 @@ class BatchSignature:
         Raises:
             PenstockError: an argument is missing, is given twice, or cannot be one of a batch.
         """
-        others = {name: value for name, value in kwargs.items() if name not in self.parameters}
-        mine = {name: value for name, value in kwargs.items() if name in self.parameters}
+        layer_keywords = {name: value for name, value in kwargs.items() if name not in self.parameters}
+        model_keywords = {name: value for name, value in kwargs.items() if name in self.parameters}
         try:
-            bound = self._signature.bind_partial(*args, **mine).arguments
+            arguments = self._signature.bind_partial(*args, **model_keywords).arguments
         except TypeError as error:
             raise self._refusal(str(error)) from error
-        strange = [name for name in bound if name not in self.parameters]
-        if strange:
-            raise self._refusal(f"{strange[0]!r} is no argument of a batch")
+        foreign_names = [name for name in arguments if name not in self.parameters]
+        if foreign_names:
+            raise self._refusal(f"{foreign_names[0]!r} is no argument of a batch")
         required = [*self._required, *(self._first if is_first else ())]
-        missing = [name for name in required if name not in bound]
-        if missing:
-            raise self._refusal(f"missing a required argument: {missing[0]!r}")
-        by_position = tuple(bound.pop(name) for name in self._first if name in bound)
-        return by_position, {**bound, **others}
+        missing_names = [name for name in required if name not in arguments]
+        if missing_names:
+            raise self._refusal(f"missing a required argument: {missing_names[0]!r}")
+        positional = tuple(arguments.pop(name) for name in self._first if name in arguments)
+        return positional, {**arguments, **layer_keywords}
 
     def _refusal(self, problem: str) -> PenstockError:
         names = ", ".join(self.parameters)

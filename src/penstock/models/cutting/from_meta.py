@@ -35,10 +35,10 @@ def cut_from_meta(model: nn.Module, points: Sequence[str], read: Read) -> list[C
     for path, module in model.named_modules():
         _unsaved_buffers(path, module, torch.device("cpu"))  # refuses here what a rank would refuse when it builds
     parts = cut_model(model, points)
-    saved = [name for name in parts.tensors if not isinstance(tensor_of(model, name), nn.Parameter)]
+    buffer_names = [name for name in parts.tensors if not isinstance(tensor_of(model, name), nn.Parameter)]
 
     def complete(frame: nn.Module, device: torch.device) -> None:
-        for name in saved:
+        for name in buffer_names:
             set_tensor(frame, name, _with_values(tensor_of(frame, name), read(name), device))
         _make_unsaved_buffers(frame, device)
 
@@ -50,18 +50,18 @@ def cut_from_meta(model: nn.Module, points: Sequence[str], read: Read) -> list[C
     for name, segment in segments(parts).items():
         make = partial(kind, forward, name, segment)
         part = make(*held_by(model, segment))
-        named = list(part.named_parameters(remove_duplicate=False))
+        parameters = list(part.named_parameters(remove_duplicate=False))
         specs.append(
             CutSpec(
                 name,
                 partial(_build, make, model, segment, read),
                 weight=multiplications(part),
-                tied=tuple((own, owners[id(parameter)]) for own, parameter in named if id(parameter) in owners),
+                tied=tuple((alias, owners[id(item)]) for alias, item in parameters if id(item) in owners),
                 has_full_names=True,
                 batch_signature=entry.batch_signature,
             )
         )
-        owners = {id(parameter): own for own, parameter in reversed(named)} | owners
+        owners = {id(item): full_name for full_name, item in reversed(parameters)} | owners
     return specs
 
 
@@ -98,20 +98,21 @@ def _unsaved_buffers(path: str, module: nn.Module, device: torch.device) -> dict
 
     Made twice, from memory of other contents: what differs then was not made at all. Raises: ConfigError.
     """
-    bare = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-    names = set(bare) - {name for name, _ in own_tensors(module)} if bare else set()
+    meta_names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+    saved_names = {name for name, _ in own_tensors(module)}
+    names = [name for name in meta_names if name not in saved_names]
     if not names:
         return {}
-    first, second = ({name: _reset(module, device, fill)[name] for name in names} for fill in (0, 1))
-    lost = [name for name in bare if name in names and not torch.equal(first[name], second[name])]
-    if lost:
-        full_name = f"{path}.{lost[0]}" if path else lost[0]
+    after_zeros, after_ones = (_reset(module, device, fill) for fill in (0, 1))
+    unmade_names = [name for name in names if not torch.equal(after_zeros[name], after_ones[name])]
+    if unmade_names:
+        full_name = f"{path}.{unmade_names[0]}" if path else unmade_names[0]
         raise ConfigError(
             f"the buffer {full_name!r} is on the meta device, and no file has it (persistent=False). Give "
             f"{type(module).__name__} a {RESET}() that fills it, or make it with device='cpu'",
             key="model",
         )
-    return first
+    return {name: after_zeros[name] for name in names}
 
 
 def _reset(module: nn.Module, device: torch.device, fill: int) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ class Missing(TorchFunctionMode):
 
     def origin_of(self, value: Any) -> str | None:
         """Return what would give a value to the first tensor of a tree that lacks it; None where all have theirs."""
-        return next((found for tensor in tensors_in(value) if (found := self._origin_of(tensor)) is not None), None)
+        return next((name for tensor in tensors_in(value) if (name := self._origin_of(tensor)) is not None), None)
 
     def _origin_of(self, tensor: Tensor) -> str | None:
         storage = _storage_of(tensor)

@@ -278,12 +278,12 @@ def part_class(signature: BatchSignature) -> type[CutPart]:
     def forward(self: CutPart, *inputs: Any, **given: Any) -> Any:
         return CutPart.forward(self, *inputs, **given)
 
-    named = [each.replace(kind=each.KEYWORD_ONLY) for each in signature.keywords]
+    named = [item.replace(kind=item.KEYWORD_ONLY) for item in signature.keywords]
     inputs = "inputs"
     while inputs in signature.parameters:  # also models name an argument so
         inputs = f"_{inputs}"
     own = [inspect.Parameter(name, kind) for name, kind in (("self", _POSITIONAL), (inputs, _VARIABLE))]
-    others = [] if signature.others is None else [signature.others]
+    others = [] if signature.var_keyword is None else [signature.var_keyword]
     forward.__signature__ = inspect.Signature([*own, *named, *others])  # type: ignore[attr-defined]
     return type("CutPart", (CutPart,), {"forward": forward})
 

@@ -72,8 +72,8 @@ def cut_model(model: nn.Module, patterns: Sequence[str]) -> CutModel:
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters and saved buffers that a module holds itself."""
     # The state_dict() of a module would tell, but is refused where a pipeline has freed a part of it.
-    saved = [(name, each) for name, each in module.named_buffers(recurse=False) if is_saved(module, name)]
-    return [*module.named_parameters(recurse=False), *saved]
+    buffers = [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if is_saved(module, name)]
+    return [*module.named_parameters(recurse=False), *buffers]
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -88,8 +88,8 @@ def measure_layers(
 
     def measure() -> dict[str, Any]:
         binding = batch_binding(layers)
-        given = (tuple(args), dict(kwargs or {})) if binding is None else binding.bind(args, kwargs or {})
-        moved, named = map_leaves(partial(_to, own_device), given)
+        batch = (tuple(args), dict(kwargs or {})) if binding is None else binding.bind(args, kwargs or {})
+        moved, named = map_leaves(partial(_to, own_device), batch)
         walk = _Walk(moved, named, own_device, num_rounds, clock)
         return asdict(walk.times(layers, _last_call(loss, target, own_device)))
 

@@ -232,7 +232,7 @@ def _lacks_tokenizer(config: Sections) -> bool:
     data, folder = config.data, Path(config.model.transformers)
     if not config.model.transformers or "tokenizer" in data.model_fields_set or data.source:
         return False
-    has_text = any(each.corpus != "datasets" or each.column == "text" for each in data.all_sources)
+    has_text = any(source.corpus != "datasets" or source.column == "text" for source in data.all_sources)
     return has_text and folder.is_dir() and not (folder / "tokenizer.json").is_file()
 
 
