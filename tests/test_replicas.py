@@ -425,7 +425,7 @@ def within_no_sync(own, inputs, target):
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        (evaluation, "has evaluate. Call"),
+        (evaluation, "in evaluate (test_replicas.py:"),
         (within_no_sync, "has no_sync(). Enter"),
         (freeze, "disagree on trained"),
         (lambda own, inputs, target: own.step(inputs[:7], target=target[:7]), "7"),

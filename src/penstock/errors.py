@@ -6,9 +6,10 @@
     ├── ConfigError            a setting is wrong (key, nearest valid key)
     ├── PartitionError         a model cannot be split as asked
     ├── PipelineError          a step failed (rank, instruction, peer, seconds waited)
-    │   ├── StepRefused        all ranks refuse a step before anything ran
+    │   ├── StepRefused        all ranks refuse a step, or another call, before anything ran
     │   │   └── EndOfData      a stream has nothing for it
     │   ├── PeerLost           a peer's process or connection is gone
+    │   │   └── PeerLeft       it has closed the pipeline, or ended; also a StepRefused
     │   └── DeadlineExceeded   a wait outlived its deadline
     ├── NotFinite              a loss or gradient norm of a run is infinite or not a number
     └── CheckpointError        a checkpoint cannot be read or written, or there is none
@@ -22,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from types import FrameType
 
 MAX_SHOWN = 10
 MAX_KEY_CHARACTERS = 80
@@ -156,7 +158,10 @@ class PipelineError(PenstockError):
 
 
 class StepRefused(PipelineError):
-    """All ranks refuse a step alike, before anything ran: nothing has changed, and nothing needs to recover."""
+    """All ranks refuse a step, or another call, alike and before anything ran.
+
+    Nothing has changed, and nothing needs to recover. So are calls refused that only some of the ranks make.
+    """
 
 
 class EndOfData(StepRefused):
@@ -165,6 +170,10 @@ class EndOfData(StepRefused):
 
 class PeerLost(PipelineError):
     """The process or the connection of a peer is gone."""
+
+
+class PeerLeft(StepRefused, PeerLost):
+    """A peer has closed the pipeline, or its process has ended in good order, while others are in a call."""
 
 
 class DeadlineExceeded(PipelineError):
@@ -185,12 +194,17 @@ def cut(text: str, most: int) -> str:
 _INTERNAL = ("penstock", "torch", "contextlib")
 
 
-def warn(message: str) -> None:
-    """Give a `PenstockWarning` at the innermost line that is neither Penstock's nor torch's: the user's."""
-    frame, level = sys._getframe(1), 2
+def users_frame() -> tuple[FrameType, int]:
+    """Return the innermost frame that is neither Penstock's nor torch's, and how many calls it is above this one."""
+    frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, PenstockWarning, stacklevel=level)
+    return frame, level
+
+
+def warn(message: str) -> None:
+    """Give a `PenstockWarning` at the innermost line that is neither Penstock's nor torch's: the user's."""
+    warnings.warn(message, PenstockWarning, stacklevel=users_frame()[1])
 
 
 def shortened(value: object, most: int = 40) -> str:

@@ -29,6 +29,7 @@ from penstock.execute.observing.recorder import Recording
 from penstock.execute.rank_parameters import Unit
 from penstock.execute.stages.layers import Layer
 from penstock.execute.stages.stage import Stage
+from penstock.execute.transport.calls import CLOSE, collective
 from penstock.execute.transport.device_queue import device_queue_of
 from penstock.execute.transport.places import Places
 from penstock.execute.transport.protocol import Transport
@@ -139,11 +140,13 @@ class Pipeline(ModelPart):
         """Return the pipeline, which is closed at the end of the block, also by an error."""
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        with self._control.calls.entering(CLOSE if kind is None else kind.__name__):
+            self.close()
 
     # ---- the calls of a training loop
 
+    @collective
     def step(
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
     ) -> StepResult:
@@ -169,6 +172,7 @@ class Pipeline(ModelPart):
         """
         return self._parameters.no_sync(tied=tied)
 
+    @collective
     def evaluate(
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
     ) -> StepResult:
@@ -184,7 +188,9 @@ class Pipeline(ModelPart):
         Raises:
             StepRefused: on every rank; the next step may be run.
         """
-        self._run(mode, StepRequest(refusal=error))
+        # In the place of the call that the other ranks make, and so by its name.
+        with self._control.calls.entering(mode.value):
+            self._run(mode, StepRequest(refusal=error))
         raise AssertionError("a refused step does not run")
 
     def profile(self, *args: Any, target: Any = None, split_backwards: bool = False, **kwargs: Any) -> Timeline:
@@ -193,12 +199,15 @@ class Pipeline(ModelPart):
         `split_backwards` runs every whole backward as its two parts, one right after the other, to measure them.
         """
         mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
-        self._run(mode, StepRequest(args, kwargs, target, extra=Extra.RECORDING))
+        # A recorded step, and so by its name: other ranks may call step(record=True).
+        with self._control.calls.entering(Mode.TRAIN.value):
+            self._run(mode, StepRequest(args, kwargs, target, extra=Extra.RECORDING))
         if self.timeline is None:
             text = "the step ran, but was not recorded: the log (logger penstock) of a rank says why"
             raise self._refusal(text)
         return self.timeline
 
+    @collective
     def memory_report(
         self,
         *args: Any,
@@ -220,6 +229,7 @@ class Pipeline(ModelPart):
         predict = partial(predict_peaks, program, layers, shards=self.num_replicas if self._is_sharded else 1)
         return gather_memory(self._transport, memory, result, predict)
 
+    @collective
     def find_not_finite(self, *args: Any, target: Any = None, **kwargs: Any) -> str:
         """Run one training step and say where its first value that is not finite was made; empty if all are finite.
 
@@ -303,8 +313,12 @@ class Pipeline(ModelPart):
             reasons={stage: found.reasons for stage, found in early.items()},
         )
 
+    @collective
     def close(self) -> None:
-        """End the watchdog and close the connections; the modules stay as they are, but no step can be run any more."""
+        """End the watchdog and close the connections; the modules stay as they are, but no step can be run any more.
+
+        It waits for no rank. Ranks that wait for this one in another call are told that it has left.
+        """
         if self._is_closed:
             return
         self._is_closed = True

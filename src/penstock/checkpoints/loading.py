@@ -23,9 +23,11 @@ from penstock.checkpoints.random_state import random_state_restorer
 from penstock.checkpoints.shards import dtype_name, read_files
 from penstock.checkpoints.verification import FoundCheckpoint, find_newest
 from penstock.errors import CheckpointError, warn
+from penstock.execute.transport.calls import collective
 from penstock.pipeline import Pipeline
 
 
+@collective
 def load_checkpoint(folder: str | Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Load `folder`, or the newest checkpoint `folder/step-N` that verifies; return its `extra`. Every rank calls it.
 
@@ -46,6 +48,7 @@ def load_checkpoint(folder: str | Path, pipeline: Pipeline, optimizer: Optimizer
     return loaded.manifest.extra
 
 
+@collective
 def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> FoundCheckpoint:
     """Load as `load_checkpoint` does, and say what was loaded, the same on every rank. Raises: as `load_checkpoint`."""
     control, fails_as = pipeline.control, failing_as(CheckpointError)

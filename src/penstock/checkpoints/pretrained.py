@@ -21,12 +21,14 @@ from penstock.checkpoints.shards import pickles_in, read_files, require_file_nam
 from penstock.checkpoints.verification import candidates, find_newest, newest_readable, size_of
 from penstock.checkpoints.weight_files import INDEX, WHOLE
 from penstock.errors import CheckpointError
+from penstock.execute.transport.calls import collective
 from penstock.pipeline import Pipeline
 
 WITHIN_RUNS = "checkpoints"
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+@collective
 def load_weights(path: Path, pipeline: Pipeline) -> Path:
     """Load the weights that a path names; return the file or folder they came from. Every rank calls it.
 

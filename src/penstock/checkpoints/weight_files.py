@@ -36,6 +36,7 @@ from penstock.checkpoints.shards import naming_file, read_tensors, require_visib
 from penstock.checkpoints.staging import Staging, stage
 from penstock.checkpoints.weight_format import PLAIN, Entries, Unit, WeightFormat
 from penstock.errors import NotSaved
+from penstock.execute.transport.calls import collective
 from penstock.files import PARTIAL_SUFFIX, atomic_file, flush
 from penstock.pipeline import Pipeline
 
@@ -107,6 +108,7 @@ class _Files:
             self.format.write_further(self.further, saved)
 
 
+@collective
 def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN) -> None:
     """Write all parameters and saved buffers of all ranks into a folder that all of them see; every rank calls it.
 
@@ -164,6 +166,7 @@ def save_tensors(
         _publish(files)
 
 
+@collective
 def require_saveable(pipeline: Pipeline) -> int:
     """Return how many bytes the weights of all ranks are, if files can hold them; every rank calls it.
 

@@ -52,7 +52,9 @@ from penstock.checkpoints.staging import Staging, stage
 from penstock.checkpoints.verification import verify
 from penstock.checkpoints.weight_files import INDEX, index_bytes
 from penstock.errors import CheckpointError, NotSaved, PipelineError, described, warn
+from penstock.execute.control.collectives import Control
 from penstock.execute.control.long_work import run_in_thread, wait_together
+from penstock.execute.transport.calls import collective
 from penstock.files import flush
 from penstock.pipeline import Pipeline
 from penstock.version import VERSION
@@ -89,6 +91,7 @@ class CheckpointWriter:
         self._save: _Save | None = None
         self._warned: set[str] = set()
 
+    @collective
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Save all that continuing after `step` needs; `extra` is JSON, the same on all ranks.
 
@@ -100,7 +103,7 @@ class CheckpointWriter:
         """
         self.finish()
         self._pipeline.require_equal_copies()
-        control, given = self._pipeline.control, dict(extra or {})
+        control, given = self.control, dict(extra or {})
 
         def describe() -> tuple[int, str, dict[str, Any]]:
             if not isinstance(step, int) or isinstance(step, bool) or step < 0:
@@ -120,6 +123,7 @@ class CheckpointWriter:
         if not self._is_asynchronous:
             self.finish()
 
+    @collective
     def poll(self) -> None:
         """Announce the checkpoint in flight if all its files are written by now; a collective, without a wait.
 
@@ -128,21 +132,26 @@ class CheckpointWriter:
         if self._save is not None:
             self._advance(self._save)
 
+    @collective
     def finish(self, limit_s: float | None = None) -> bool:
         """Wait until the checkpoint in flight is announced; return whether it is. A collective.
 
         Raises: as `save`; also NotSaved where a disk does not answer and no `limit_s` is given.
         """
-        control = self._pipeline.control
         while (save := self._save) is not None:
             longest = longest_s(save.num_bytes) if limit_s is None else limit_s
-            if not wait_together(control, save.current, limit_s=longest):
+            if not wait_together(self.control, save.current, limit_s=longest):
                 if limit_s is not None:
                     return False
                 self._save = None
                 raise NotSaved(f"{save.partial}: a disk took more than {longest:.0f} s for it. See to it")
             self._advance(save)
         return True
+
+    @property
+    def control(self) -> Control:
+        """The collectives of the pipeline that is saved."""
+        return self._pipeline.control
 
     # ---- one save
 
@@ -154,12 +163,12 @@ class CheckpointWriter:
     def _advance(self, save: "_Save") -> None:
         """Learn how far all ranks are, and announce the checkpoint when all have written their files."""
         try:
-            everyone = self._pipeline.control.together(save.files, _AS_NOT_SAVED)
+            everyone = self.control.together(save.files, _AS_NOT_SAVED)
         except PipelineError:  # a rank is lost
             raise
         except Exception:
             self._save = None
-            if self._pipeline.control.rank == 0:
+            if self.control.rank == 0:
                 shutil.rmtree(save.partial, ignore_errors=True)
             raise
         if None in everyone:
@@ -309,6 +318,7 @@ def _has_text_keys(value: Any) -> bool:
     return not isinstance(value, list | tuple) or all(map(_has_text_keys, value))
 
 
+@collective
 def save_checkpoint(
     folder: str | Path,
     pipeline: Pipeline,

@@ -29,6 +29,7 @@ from penstock.execute.stages.model_state import (
     scatter_state,
 )
 from penstock.execute.stages.stage import Stage
+from penstock.execute.transport.calls import collective
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.values.tensors import is_dtensor
 
@@ -77,6 +78,7 @@ class ModelPart:
         """Put this rank's layers into evaluation mode."""
         return self.train(False)
 
+    @collective
     def state_dict(self, *, on_rank: int | None = None) -> dict[str, Any]:
         """Return this rank's parameters and saved buffers by the unsplit model's names, as `nn.Module.state_dict` does.
 
@@ -102,6 +104,7 @@ class ModelPart:
         everyone = entries_of_ranks(self._transport, own)
         return gather_state(self._transport, WholeState(own, places.data), everyone, on_rank, self.device)
 
+    @collective
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | None, strict: bool = True, *, from_rank: int | None = None
     ) -> None:
@@ -140,6 +143,7 @@ class ModelPart:
         for copy in self._assembly.tied_copies.values():
             copy.share_values(transport)
 
+    @collective
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:

@@ -25,6 +25,7 @@ from penstock.checkpoints.verification import newest_readable, verify
 from penstock.checkpoints.weight_files import save_tensors, save_weights
 from penstock.checkpoints.weight_format import Entries, Unit, WeightFormat
 from penstock.errors import CheckpointError, NotSaved, listed, nearest
+from penstock.execute.transport.calls import collective
 from penstock.files import naming_storage
 from penstock.hugging_face.source import names_beside_class
 from penstock.hugging_face.undocumented import is_quantized, reverted, tied_names, unsaved_names
@@ -44,6 +45,7 @@ MOST_NAMES = 3
 """Names that a message about a model with adapters lists."""
 
 
+@collective
 def save_pretrained(pipeline: Pipeline, folder: Path, model: Any, source: Path | None = None) -> None:
     """Write the weights of all ranks into a folder as transformers saves `model`, which has no values of its own.
 

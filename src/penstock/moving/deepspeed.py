@@ -17,8 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from penstock.errors import ConfigError, EndOfData, PipelineError
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.control.agreement import Mode
+from penstock.execute.control.collectives import Control
 from penstock.execute.losses.results import StepResult
 from penstock.execute.stages.layers import Layer
+from penstock.execute.transport.calls import collective
 from penstock.ir.schedule import Schedule
 from penstock.moving.deepspeed_module import PAGE, LayerSpec, PipelineModule, TiedLayerSpec
 from penstock.moving.own_stages import LocalStages, OwnStage, require_parts
@@ -131,6 +133,12 @@ class Engine:
         """Return this rank's parameters, one that several layers share once."""
         return list(self.pipeline.parameters())
 
+    @property
+    def control(self) -> Control:
+        """The collectives of the pipeline that is trained."""
+        return self.pipeline.control
+
+    @collective
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train on the next `gradient_accumulation_steps` items `(inputs, labels)`; every rank gets the mean loss.
 

@@ -1,14 +1,18 @@
 """Failures in a pipeline whose ranks are threads: the message, the original error, and the step after it."""
 
 import gc
+import os
 import re
+import sys
 import threading
+import weakref
 
 import pytest
 import torch
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
-from penstock.execute.control.failures import FailureReporter
+from penstock.execute.control.failures import FailureReporter, _note_end
+from penstock.execute.control.positions import departure_of
 from penstock.execute.lost_device import living_instances
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.transport import LocalTransport
@@ -196,3 +200,26 @@ def test_a_second_interrupt_while_the_first_is_reported_still_wakes_the_other_ra
 
     with pytest.raises(PeerLost, match="rank 0 aborted"):
         ranks[1].wait(ranks[1].post_receive(0, torch.empty(1)))
+
+
+def test_a_process_that_ends_in_good_order_is_noted_as_ended(monkeypatch):
+    for error, pid, expected in [
+        (None, os.getpid(), "ended"),
+        (ValueError(), os.getpid(), ""),  # an uncaught error says more
+        (None, os.getpid() + 1, ""),  # the process was forked off the rank's
+    ]:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        reported = reporter()
+        _note_end(weakref.ref(reported.board), pid)
+        assert departure_of(reported.board, 0) == expected
+
+
+def test_a_reporter_notes_where_its_pipeline_was_closed():
+    reported = reporter()
+    assert departure_of(reported.board, 0) == ""
+
+    with reported._calls.entering("close"):
+        reported.close()
+
+    line = test_a_reporter_notes_where_its_pipeline_was_closed.__code__.co_firstlineno + 4
+    assert departure_of(reported.board, 0) == f"closed the pipeline (test_failures.py:{line})"

@@ -144,7 +144,7 @@ SCRIPTS = {
         """,
     ),
     "a block that raises closes the pipeline and the other rank hears of it": (
-        ["PeerLost False", "RuntimeError False"],
+        ["PeerLeft False", "RuntimeError False"],
         """
         try:
             with make() as pipeline:

@@ -12,10 +12,17 @@ rank has fewer messages, but that rank handles just as many, one peer after anot
 
 With replicas it has two hops: a rank gathers within its replica, and then that all from its peers of the other
 replicas. So a rank sends P - 1 + D - 1 messages in D replicas of P ranks, not P x D - 1.
+
+Every exchange opens with the labels of the public calls that its ranks are in (`transport.calls`), in lines:
+
+    first hop     label of the rank               what it says
+    second hop    labels of a replica's ranks     what each of them says, or the rank alone (`across`)
+
+The ranks compare the labels when a hop is over, so where they differ nothing is left under way.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import Any, Self
@@ -23,9 +30,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, PenstockError, PipelineError
+from penstock.errors import ConfigError, PeerLost, PenstockError, PipelineError
+from penstock.execute.transport.calls import UNNAMED, PublicCalls, calls_of, label, label_of_departed, require_one_call
 from penstock.execute.transport.places import Places
 from penstock.execute.transport.protocol import Tag, Ticket, Transport
+from penstock.execute.transport.rank_names import rank_names
 from penstock.running_time import running_s
 
 HEAD_BYTES = 1024
@@ -70,12 +79,14 @@ class Control:
     """The collectives of one rank; it keeps nothing, so several may be made of one transport.
 
     All ranks call them in the same order. Each is limited by `limit_s` as a whole, by default the deadline of the
-    transport, and raises PeerLost and DeadlineExceeded.
+    transport, and raises PeerLost and DeadlineExceeded. Where the ranks are in different public calls, it raises
+    StepRefused on all of them.
     """
 
     def __init__(self, transport: Transport, *, limit_s: float | None = None, places: Places | None = None) -> None:
         """`places` are those of a job with replicas, all of whose ranks take part then."""
         self.transport = transport
+        self.calls = calls_of(transport)
         self._limit_s = limit_s
         self.places = places or Places.of(transport)
         self.names = self.places.names
@@ -100,8 +111,11 @@ class Control:
     def across(self, value: object) -> list[Any]:
         """Give every rank the plain values of the ranks that hold the same stages, one per replica."""
         data, text = self.places.data, self._encoded(value)
-        texts = [text] if data is None else self._gather_over(data, text, self._end_s())
-        return [json.loads(theirs) for theirs in texts]
+        if data is None:
+            return [json.loads(text)]
+        labels = [*self.calls.of_replica] or [b""] * self.transport.num_ranks
+        labels[self.transport.rank] = self._label()
+        return [json.loads(theirs) for theirs in self._gather_replicas(data, labels, text, self._end_s())]
 
     def all_gather_object(self, value: object) -> list[object]:
         """Give every rank the plain values of all ranks, in rank order.
@@ -143,36 +157,69 @@ class Control:
         """Call `make` on rank 0 alone and return its result on every rank. Raises: as `together`."""
         return self.together(lambda: make() if self.rank == 0 else None, fails_as)[0]
 
+    def _label(self) -> bytes:
+        """Return the label of the public call that this rank is in; in none, an exchange is a call of its own."""
+        return self.calls.current or label(UNNAMED)
+
     def _gather_texts(self, own: bytes) -> list[bytes]:
         end_s, data = self._end_s(), self.places.data
-        texts = self._gather_over(self.transport, own, end_s)
-        if data is None:
-            return texts
+        lines = self._gather_over(self.transport, self._label() + b"\n" + own, end_s)
+        labels = [line.partition(b"\n")[0] for line in lines]
         # JSON on one line: no text has a line break.
-        return b"\n".join(self._gather_over(data, b"\n".join(texts), end_s)).split(b"\n")
+        texts = [line.partition(b"\n")[2] for line in lines]
+        if self.calls.current:
+            self.calls.of_replica = labels
+        if data is None:
+            require_one_call(labels, self.names)
+            return texts
+        # Also where the labels differ: the other replicas wait for this hop, and learn of it there.
+        of_replicas = self._gather_replicas(data, labels, b"\n".join(texts), end_s)
+        return b"\n".join(of_replicas).split(b"\n")
+
+    def _gather_replicas(self, data: Transport, labels: Sequence[bytes], own: bytes, end_s: float) -> list[bytes]:
+        """Return what the ranks that hold the same stages say, one per replica; the second hop."""
+        num_ranks = len(labels)
+        lines = [text.split(b"\n", num_ranks) for text in self._gather_over(data, b"\n".join([*labels, own]), end_s)]
+        for line in lines:
+            if len(line) == 1:  # of a rank that has left, which is known alone of its replica
+                line[:] = [line[0] if rank == self.transport.rank else b"" for rank in range(num_ranks)]
+        require_one_call([one for line in lines for one in line[:num_ranks]], self.names)
+        return [line[num_ranks] for line in lines]
 
     def _gather_over(self, transport: Transport, own: bytes, end_s: float) -> list[bytes]:
+        """Return the texts of all ranks; of one that has left in good order, its label alone."""
         room = HEAD_BYTES - LENGTH.size
         others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
         head_and_rest = LENGTH.pack(len(own)) + own[:room].ljust(room), own[room:]
         parts = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in head_and_rest if part]
-        # Sends and receives are posted before anything is waited for, so no two ranks wait for each other.
-        sends = [transport.post_send(peer, part, Tag.CONTROL) for peer in others for part in parts]
-        heads = {peer: _receive(transport, peer, HEAD_BYTES) for peer in others}
+        sends: list[Ticket] = []
+        heads: dict[int, tuple[Ticket, Tensor]] = {}
+        departed: dict[int, bytes] = {}
         texts, rests = [own] * transport.num_ranks, {}
+        # Sends and receives are posted before anything is waited for, so no two ranks wait for each other.
+        for peer in others:
+            try:
+                sends += [transport.post_send(peer, part, Tag.CONTROL) for part in parts]
+                heads[peer] = _receive(transport, peer, HEAD_BYTES)
+            except PeerLost as error:
+                departed[peer] = _departed_label(self.calls, transport, peer, error)
         for peer, (ticket, head) in heads.items():
-            _wait(transport, ticket, end_s)
-            text = head.numpy().tobytes()
-            (num_bytes,) = LENGTH.unpack_from(text)
-            texts[peer] = text[LENGTH.size : LENGTH.size + num_bytes]
-            if num_bytes > room:
-                rests[peer] = _receive(transport, peer, num_bytes - room)
+            try:
+                _wait(transport, ticket, end_s)
+                text = head.numpy().tobytes()
+                (num_bytes,) = LENGTH.unpack_from(text)
+                texts[peer] = text[LENGTH.size : LENGTH.size + num_bytes]
+                if num_bytes > room:
+                    rests[peer] = _receive(transport, peer, num_bytes - room)
+            except PeerLost as error:
+                departed[peer] = _departed_label(self.calls, transport, peer, error)
         for peer, (ticket, rest) in rests.items():
             _wait(transport, ticket, end_s)
             texts[peer] += rest.numpy().tobytes()
         for ticket in sends:
-            _wait(transport, ticket, end_s)
-        return texts
+            if ticket.peer not in departed:
+                _wait(transport, ticket, end_s)
+        return [departed.get(rank, text) for rank, text in enumerate(texts)]
 
     def _end_s(self) -> float:
         """`running_s()` at which a collective that begins now must be over."""
@@ -188,6 +235,14 @@ class Control:
                 "lists or dicts",
                 rank=self.names.numbers[self.rank],
             ) from error
+
+
+def _departed_label(calls: PublicCalls, transport: Transport, peer: int, error: PeerLost) -> bytes:
+    """Return the label of a peer that has left in good order. Raises: `error`, where it has not."""
+    departure = calls.departure_of(rank_names(transport).numbers[peer])
+    if not departure:
+        raise error
+    return label_of_departed(departure)
 
 
 def _receive(transport: Transport, peer: int, num_bytes: int) -> tuple[Ticket, Tensor]:

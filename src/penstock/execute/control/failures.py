@@ -6,19 +6,31 @@ Guarantees: the watchdog's thread gives up messages of a step that is under way 
 messages may be given up by another thread than the step's own.
 """
 
+import atexit
+import os
+import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch.utils.checkpoint import CheckpointError
 
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.diagnosis import Cause, Describe, Verdict, diagnose, place_of, position_table
 from penstock.execute.control.error_notes import noted_advice, noted_place
-from penstock.execute.control.positions import Failure, PositionBoard, RankPosition, State, read_all
+from penstock.execute.control.positions import (
+    Failure,
+    PositionBoard,
+    RankPosition,
+    departure_of,
+    note_departure,
+    read_all,
+)
 from penstock.execute.control.watchdog import Watchdog
+from penstock.execute.transport.calls import calls_of
 from penstock.execute.transport.device_queue import device_queue_of
 from penstock.execute.transport.places import Places
 
@@ -47,6 +59,9 @@ class FailureReporter:
         self._rows_of = rows_of
         self.board = board
         places.watch(board)
+        self._calls = calls_of(places.pipeline)
+        self._calls.departure_of = partial(departure_of, board)
+        self._at_exit = atexit.register(partial(_note_end, weakref.ref(board), os.getpid()))
         self._unblocking = _Unblocking(places)
         self._watchdog = Watchdog(board, places.pipeline.deadline_s, unblock=self._unblocking.look)
         # A pipeline that is dropped without close() takes its thread along.
@@ -110,7 +125,8 @@ class FailureReporter:
     def close(self) -> None:
         """Leave the pipeline."""
         self._watchdog.stop()
-        self.board.note_state(State.DONE)
+        atexit.unregister(self._at_exit)
+        note_departure(self.board, self._calls.way_of_closing)
 
     def _error(self, error: BaseException, position: RankPosition, instruction: str, verdict: Verdict) -> PipelineError:
         rank = self.board.rank
@@ -159,6 +175,16 @@ class FailureReporter:
             peer=error.peer,
             waited_s=error.waited_s,
         )
+
+
+def _note_end(board: weakref.ref[PositionBoard], pid: int) -> None:
+    """Note that the process of a rank ends, for ranks that wait for it, unless it does so by an uncaught error.
+
+    A process that was forked off the rank's, such as a data loader's, ends without it.
+    """
+    own_board = board()
+    if own_board is not None and os.getpid() == pid and getattr(sys, "last_value", None) is None:
+        note_departure(own_board)
 
 
 class _Unblocking:

@@ -57,7 +57,7 @@ class State(IntEnum):
     FAILED = 4
     """Its own work raised an error."""
     DONE = 5
-    """It has closed its pipeline."""
+    """It has closed its pipeline, or its process has ended in good order."""
     COMPILING = 6
     """torch.compile compiles something in its current instruction."""
 
@@ -270,6 +270,20 @@ class PositionBoard:
 def read_all(board: PositionBoard) -> list[RankPosition]:
     """Tell where every rank is."""
     return [board.read(number) for number in board.names.numbers]
+
+
+def note_departure(board: PositionBoard, place: str = "") -> None:
+    """Say that this rank leaves in good order: by the close() at a line of the user's, or as its process ends."""
+    board.note_stack(place)  # where it was at last, as of a rank that stands still
+    board.note_state(State.DONE)
+
+
+def departure_of(board: PositionBoard, rank: int) -> str:
+    """Say what a rank has done to leave in good order; empty where it has not, or cannot be seen."""
+    position = board.read(rank)
+    if position.state is not State.DONE:
+        return ""
+    return f"closed the pipeline ({position.stack})" if position.stack else "ended"
 
 
 def first_verdict(board: PositionBoard) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from penstock.errors import PeerLost, PipelineError
+from penstock.execute.transport.calls import PublicCalls
 from penstock.execute.transport.links import CLOSED, Link, LinkClosed, MessageLate, Pending, SizesDiffer
 from penstock.execute.transport.protocol import Tag, Ticket, WaitObserver, deadline_exceeded, peer_lost
 from penstock.execute.transport.rank_names import RankNames
@@ -27,6 +28,7 @@ class OverLinks:
     def __init__(self, rank: int, names: RankNames, deadline_s: float) -> None:
         self.rank, self.num_ranks, self.names = rank, len(names.numbers), names
         self.deadline_s = deadline_s
+        self.calls = PublicCalls()
         self._links: dict[tuple[int, int], Link] = {}
         """By peer and tag."""
         self._observer: WaitObserver | None = None

@@ -1,0 +1,157 @@
+"""Which public call of a pipeline a rank is in, and on which line of the user's code.
+
+The commonest mistake of distributed code is a call under a condition, as in `if pipeline.rank == 0: save(...)`. The
+messages of one call then meet those of another. So every exchange of `Control` opens with a label, and the ranks
+compare labels before they read the rest:
+
+    label of a rank in a call    save_checkpoint TAB train.py:11
+    of one that has left         TAB closed the pipeline (train.py:20)
+    of one that is not known     nothing
+
+Guarantees: all ranks that take part in an exchange find the same disagreement. Relies on: the first exchange of a call
+reaches all ranks, and one thread makes the calls of a rank.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from inspect import signature
+from itertools import chain
+from typing import ParamSpec, TypeVar
+
+from penstock.errors import PeerLeft, StepRefused, listed, users_frame
+from penstock.execute.transport.rank_names import RankNames
+
+P = ParamSpec("P")
+T = TypeVar("T")
+CLOSE = "close"
+"""The call that ends a pipeline; where an error ends it, the type of the error stands in its place."""
+UNNAMED = "pipeline.control"
+"""Stands for the call of a rank that exchanges values outside of every public call."""
+_SEPARATOR = "\t"
+_HIDDEN_CLASSES = ("Pipeline.", "ModelPart.")
+"""Classes whose methods are named alone, as users write them behind their pipeline."""
+
+
+def _unknown(number: int) -> str:
+    return ""
+
+
+@dataclass(slots=True, eq=False)
+class PublicCalls:
+    """The public call that one rank is in, and what it knows of the calls of others."""
+
+    current: bytes = b""
+    """The label of the outermost call; empty between two calls."""
+    of_replica: Sequence[bytes] = ()
+    """The labels of the ranks of this replica, as the last exchange of the current call had them."""
+    departure_of: Callable[[int], str] = field(default=_unknown)
+    """Says what the rank of a number has done to leave in good order; empty where it has not, or cannot be seen."""
+
+    @contextmanager
+    def entering(self, name: str) -> Iterator[None]:
+        """Name the exchanges of the block after a call, unless they are part of another one."""
+        if self.current:
+            yield
+            return
+        self.current = label(name)
+        try:
+            yield
+        finally:
+            self.current, self.of_replica = b"", ()
+
+    @property
+    def way_of_closing(self) -> str:
+        """The line of the user's code that closes the pipeline, and the error that it does so after, if any."""
+        name, _, place = self.current.decode().partition(_SEPARATOR)
+        return place if name in ("", CLOSE) else f"{place}, after {name}"
+
+
+def calls_of(transport: object) -> PublicCalls:
+    """Return the calls that a transport carries; those of one that has none are new."""
+    calls = getattr(transport, "calls", None)
+    return calls if isinstance(calls, PublicCalls) else PublicCalls()
+
+
+def label(name: str) -> bytes:
+    """Return the label of a call that the innermost frame of the user makes now."""
+    frame, _ = users_frame()
+    place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    place = " ".join(place.split())  # the name of a file may hold separators
+    return f"{name}{_SEPARATOR}{place}".encode(errors="replace")
+
+
+def label_of_departed(departure: str) -> bytes:
+    """Return the label of a rank that has left."""
+    return f"{_SEPARATOR}{departure}".encode(errors="replace")
+
+
+def collective(call: Callable[P, T]) -> Callable[P, T]:
+    """Mark a public call that every rank makes: all its exchanges carry its name.
+
+    It is a method of an object with the attribute `control`, or a function with an argument `pipeline`.
+    """
+    parameters = list(signature(call).parameters)
+    index = parameters.index("pipeline") if "pipeline" in parameters else 0
+    name = call.__qualname__
+    for prefix in _HIDDEN_CLASSES:
+        name = name.removeprefix(prefix)
+
+    @wraps(call)
+    def named_call(*args: P.args, **kwargs: P.kwargs) -> T:
+        holder = args[index] if len(args) > index else kwargs.get("pipeline")
+        control = getattr(holder, "control", None)
+        if control is None:  # a wrong argument, which the call itself refuses
+            return call(*args, **kwargs)
+        with control.calls.entering(name):
+            return call(*args, **kwargs)
+
+    named_call.is_collective = True  # type: ignore[attr-defined]
+    return named_call
+
+
+def require_one_call(labels: Sequence[bytes], names: RankNames) -> None:
+    """Refuse an exchange of ranks that are in different calls, or of which one has left.
+
+    Raises:
+        StepRefused: naming the call of each rank; the same on every rank that has the same labels.
+        PeerLeft: naming the ranks that have left, and the calls of the others.
+    """
+    if labels.count(labels[0]) == len(labels):
+        return
+    departed: dict[str, list[int]] = {}
+    calling: dict[tuple[str, str], list[int]] = {}
+    num_calling: Counter[str] = Counter()
+    for index, text in enumerate(labels):
+        name, _, place = text.decode().partition(_SEPARATOR)
+        if name:
+            calling.setdefault((name, place), []).append(index)
+            num_calling[name] += 1
+        elif place:
+            departed.setdefault(place, []).append(index)
+    if len(num_calling) == 1 and not departed:
+        return
+    # Most scripts are right on most ranks, and in their steps: so the call that few ranks make is the one to mend.
+    odd_name = min(num_calling, key=lambda name: (num_calling[name], name == "step"))
+    fix = f"every rank must call {odd_name}"
+    if departed:
+        # The ranks that have left are named alone: which of the others are in a call, not every replica knows.
+        clauses = [f"{_subject(ranks, names, 'has', 'have')} {act}" for act, ranks in departed.items()]
+        clauses.append(f"the others are in {' and '.join(f'{name} ({place})' for name, place in sorted(calling))}")
+        rank = names.numbers[min(chain(*departed.values()))]
+        raise PeerLeft(f"{', '.join(clauses)}; {fix}", rank=rank, peer=rank)
+    clauses = [f"{_subject(ranks, names)} in {name} ({place})" for (name, place), ranks in calling.items()]
+    first = next(iter(calling))
+    clauses[0] = f"{_subject(calling[first], names, 'is', 'are')} in {first[0]} ({first[1]})"
+    culprit = next(ranks[0] for (name, _), ranks in calling.items() if name == odd_name)
+    raise StepRefused(f"{', '.join(clauses)}; {fix}", rank=names.numbers[culprit])
+
+
+def _subject(ranks: Sequence[int], names: RankNames, of_one: str = "", of_several: str = "") -> str:
+    """Return the ranks as a clause begins with them, and its verb for one rank or several."""
+    if len(ranks) == 1:
+        return f"{names[ranks[0]]} {of_one}".rstrip()
+    return f"ranks {listed([str(names.numbers[rank]) for rank in ranks])} {of_several}".rstrip()

@@ -1,0 +1,167 @@
+"""The labels of public calls, and what is said of those that differ."""
+
+import pytest
+
+from penstock.errors import PeerLeft, StepRefused
+from penstock.execute.transport.calls import (
+    PublicCalls,
+    calls_of,
+    collective,
+    label,
+    label_of_departed,
+    require_one_call,
+)
+from penstock.execute.transport.local import LocalTransport
+from penstock.execute.transport.rank_names import RankNames
+from tests.local_pipelines import error_of
+
+SAVE, STEP, OTHER_STEP = b"save\ta.py:1", b"step\ta.py:2", b"step\tb.py:3"
+CLOSED, ENDED = label_of_departed("closed the pipeline (a.py:4)"), label_of_departed("ended")
+NAMES = RankNames([4, 5, 6], ["rank 4 (data 0)", "rank 5 (data 1)", "rank 6 (data 2)"])
+
+
+def words(*labels, names=None):
+    error = error_of(require_one_call, labels, names or RankNames.plain(len(labels)))
+    assert type(error) is (PeerLeft if " has closed" in str(error) or " have ended" in str(error) else StepRefused)
+    return str(error), error.rank
+
+
+@pytest.mark.parametrize(
+    "labels", [[STEP], [STEP, STEP], [STEP, OTHER_STEP, STEP], [STEP, b""], [b"", b"", OTHER_STEP]]
+)
+def test_ranks_in_one_call_on_whichever_lines_agree(labels):
+    require_one_call(labels, RankNames.plain(len(labels)))
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ([SAVE, STEP], ("rank 0 is in save (a.py:1), rank 1 in step (a.py:2); every rank must call save", 0)),
+        ([STEP, SAVE], ("rank 0 is in step (a.py:2), rank 1 in save (a.py:1); every rank must call save", 1)),
+        ([STEP, SAVE, SAVE], ("rank 0 is in step (a.py:2), ranks 1, 2 in save (a.py:1); every rank must call step", 0)),
+        (
+            [SAVE, SAVE, STEP],
+            ("ranks 0, 1 are in save (a.py:1), rank 2 in step (a.py:2); every rank must call step", 2),
+        ),
+        (
+            [STEP, SAVE, OTHER_STEP],
+            (
+                "rank 0 is in step (a.py:2), rank 1 in save (a.py:1), rank 2 in step (b.py:3); "
+                "every rank must call save",
+                1,
+            ),
+        ),
+        ([b"", SAVE, STEP], ("rank 1 is in save (a.py:1), rank 2 in step (a.py:2); every rank must call save", 1)),
+    ],
+)
+def test_the_call_that_fewest_ranks_make_and_that_is_no_step_is_the_one_to_mend(labels, expected):
+    assert words(*labels) == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (
+            [STEP, CLOSED],
+            "rank 1 has closed the pipeline (a.py:4), the others are in step (a.py:2); every rank must call step",
+        ),
+        (
+            [ENDED, STEP, ENDED, STEP],
+            "ranks 0, 2 have ended, the others are in step (a.py:2); every rank must call step",
+        ),
+        (
+            [STEP, CLOSED, SAVE],
+            "rank 1 has closed the pipeline (a.py:4), the others are in save (a.py:1) and step (a.py:2); "
+            "every rank must call save",
+        ),
+    ],
+)
+def test_ranks_that_have_left_come_first(labels, expected):
+    assert words(*labels) == (expected, 0 if labels[0] == ENDED else 1)
+
+
+def test_what_a_replica_does_not_know_of_another_one_changes_no_word():
+    assert words(STEP, STEP, CLOSED, STEP) == words(STEP, STEP, CLOSED, b"")
+
+
+def test_ranks_have_the_names_and_numbers_that_they_have_elsewhere():
+    text, rank = words(STEP, STEP, SAVE, names=NAMES)
+
+    assert text == "ranks 4, 5 are in step (a.py:2), rank 6 (data 2) in save (a.py:1); every rank must call save"
+    assert rank == 6
+
+
+def test_of_very_many_ranks_the_first_are_listed():
+    assert words(SAVE, *[STEP] * 1000)[0].count(" ") < 30
+
+
+# ---- the call of a rank
+
+
+def test_the_outermost_call_names_all_within_it():
+    calls = PublicCalls()
+
+    with calls.entering("outer"):
+        outer = calls.current
+        with calls.entering("inner"):
+            assert calls.current == outer
+        assert calls.current == outer
+    assert calls.current == b""
+    assert outer.startswith(b"outer\ttest_calls.py:")
+
+
+def test_what_a_call_knew_of_others_ends_with_it_also_by_an_error():
+    calls = PublicCalls()
+
+    def fail():
+        with calls.entering("step"):
+            calls.of_replica = [STEP]
+            raise ValueError("planted")
+
+    assert str(error_of(fail)) == "planted"
+    assert (calls.current, calls.of_replica) == (b"", ())
+
+
+def test_the_place_is_the_line_of_the_user_whatever_a_file_is_called():
+    code = compile("made = label('step')", "/home/a\tb\nc.py", "exec")
+    variables = {"label": label, "__name__": "__main__"}
+    exec(code, variables)
+
+    assert variables["made"] == b"step\ta b c.py:1"
+
+
+class Holder:
+    """Stands for a pipeline."""
+
+    def __init__(self):
+        self.calls = PublicCalls()
+        self.control = self
+
+    @collective
+    def save(self):
+        """Save."""
+        return self.calls.current.partition(b"\t")[0]
+
+
+@collective
+def load(folder, pipeline=None):
+    return "nothing" if pipeline is None else pipeline.calls.current.partition(b"\t")[0]
+
+
+def test_a_marked_method_or_function_enters_the_call_of_its_pipeline():
+    assert Holder().save() == b"Holder.save"
+    assert load("folder", Holder()) == load("folder", pipeline=Holder()) == b"load"
+    assert (Holder.save.__name__, Holder.save.__doc__) == ("save", "Save.")
+
+
+def test_a_marked_call_with_a_wrong_argument_is_left_to_refuse_it():
+    assert load("folder") == "nothing"
+    assert isinstance(error_of(load), TypeError)
+
+
+def test_a_transport_has_one_account_of_calls_and_others_a_new_one():
+    wires, other = LocalTransport.create(2)
+
+    assert calls_of(wires) is calls_of(wires)
+    assert calls_of(wires) is not calls_of(other)
+    assert calls_of(object()) is not calls_of(object())
