@@ -17,7 +17,7 @@ from penstock.checkpoints.writer import save_checkpoint
 from penstock.errors import CheckpointError, PenstockWarning
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
-from tests.checkpoints.layouts import Layout, known, run, wrong
+from tests.checkpoints.layouts import Layout, fill, forget, known, run, stepped, wrong
 from tests.checkpoints.training import adamw, assert_equal, train, train_on
 from tests.local_pipelines import error_of, on_ranks
 from tests.train.local_ranks import on_small_pipelines, small_layers, small_pipeline
@@ -333,3 +333,53 @@ def test_what_is_no_tensor_on_one_rank_is_one_error_on_all():
 
     words = "'1._extra_state' is a int, which is no tensor; save it in `extra`"
     assert found == [(f"rank 1: {words}", CheckpointError), (words, CheckpointError)]
+
+
+# ---- ranks without an optimizer, such as those without trained parameters
+
+
+def optimizer_on(pipeline, ranks):
+    """Return an optimizer that has made a step, on ranks at these places along the pipeline; None on others."""
+    return stepped(adamw(pipeline.parameters())) if pipeline.rank in ranks else None
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(4), Layout(2, 2), Layout(2, 2, is_sharded=True)], ids=str)
+@pytest.mark.parametrize(("saving", "loading"), [({0}, {0}), ({1}, {1}), ({0, 1}, {1}), ({0, 1}, {0}), ({1}, ())])
+def test_an_optimizer_on_some_ranks_is_saved_and_loaded_and_the_next_calls_run(tmp_path, layout, saving, loading):
+    def case(pipeline):
+        optimizer = optimizer_on(pipeline, saving)
+        fill(pipeline, optimizer)
+        save_checkpoint(tmp_path, pipeline, optimizer, step=1)
+        forget(pipeline)
+        again = optimizer_on(pipeline, loading)
+        load_checkpoint(tmp_path, pipeline, again)
+        # The ranks are at one place: what comes next, of whichever kind, meets the same call of the others.
+        norm, state = float(pipeline.clip_grad_norm_(1.0)), pipeline.state_dict(on_rank=0)
+        save_checkpoint(tmp_path, pipeline, again, step=2)
+        return wrong(pipeline, again), norm, len(state)
+
+    found = run(layout, case)
+    assert [names for names, *_ in found] == [[]] * len(found)
+    assert [num_names > 0 for *_, num_names in found] == [True] + [False] * (len(found) - 1)
+
+
+def test_an_optimizer_on_a_rank_that_had_none_is_refused_on_all(tmp_path):
+    def case(pipeline):
+        save_checkpoint(tmp_path, pipeline, optimizer_on(pipeline, {0}), step=1)
+        error = error_of(load_checkpoint, tmp_path, pipeline, optimizer_on(pipeline, {0, 1}))
+        return str(error), float(pipeline.clip_grad_norm_(1.0))
+
+    found = run(Layout(2), case)
+    assert all("AdamW held no parameter '2.matrix'" in words for words, _ in found)
+    assert len({norm for _, norm in found}) == 1
+
+
+def test_another_extra_on_a_rank_is_refused_on_all_and_the_next_save_runs(tmp_path):
+    def case(pipeline):
+        error = error_of(save_checkpoint, tmp_path, pipeline, step=1, extra={"rank": pipeline.control.rank})
+        save_checkpoint(tmp_path, pipeline, step=2, extra={"rank": "any"})
+        return str(error), load_checkpoint(tmp_path, pipeline)
+
+    for words, extra in run(Layout(2, 2, is_sharded=True), case):
+        assert "has another `extra` than rank 0" in words
+        assert extra == {"rank": "any"}

@@ -157,14 +157,16 @@ class _Reader:
         pipeline, manifest = self._pipeline, self._manifest
         self._own.load(pipeline, tensors)
         pipeline.step_number = manifest.pipeline_steps
-        if self._optimizer is not None and manifest.optimizer is not None:
-            saved = manifest.optimizer
-            pipeline.control.together(
-                lambda: load_optimizer(self._optimizer, saved, self._state(tensors), self._names),  # type: ignore[arg-type]
-                failing_as(CheckpointError),
-            )
+        # Also on a rank without an optimizer, such as one without trained parameters: the others wait for it.
+        pipeline.control.together(lambda: self._load_optimizer(tensors), failing_as(CheckpointError))
         if self._restore_random is not None:
             self._restore_random()
+
+    def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put this rank's optimizer where the checkpoint was, if it has one. Raises: CheckpointError."""
+        saved = self._manifest.optimizer
+        if self._optimizer is not None and saved is not None:
+            load_optimizer(self._optimizer, saved, self._state(tensors), self._names)
 
     def _state(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """Return what the optimizer takes of what was read, as it keeps it, by name of a parameter."""

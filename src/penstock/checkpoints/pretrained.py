@@ -40,8 +40,10 @@ def load_weights(path: Path, pipeline: Pipeline) -> Path:
     """
     control, fails_as = pipeline.control, failing_as(CheckpointError)
     own = own_tensors(pipeline)
-    where = Path(control.together(lambda: str(find_weights(path)), fails_as)[0])
-    if candidates(where):
+    # By what rank 0 sees in both cases: a rank that sees other files would be in another collective.
+    found_path, is_checkpoint = control.together(lambda: _place_of(path), fails_as)[0]
+    where = Path(found_path)
+    if is_checkpoint:
         where = find_newest(control, where).path
     files: dict[str, str] = control.together(lambda: files_of(where), fails_as)[0]
     everyone = control.together(lambda: list(own.names.values()), fails_as)
@@ -54,6 +56,12 @@ def load_weights(path: Path, pipeline: Pipeline) -> Path:
     )
     own.load(pipeline, found)
     return where
+
+
+def _place_of(path: Path) -> tuple[str, bool]:
+    """Return what `find_weights` does, and whether it has checkpoints. Raises: CheckpointError."""
+    where = find_weights(path)
+    return str(where), bool(candidates(where))
 
 
 def find_weights(path: Path) -> Path:

@@ -115,11 +115,16 @@ class CheckpointWriter:
             require_equal_on_ranks(what, values, self.folder.path, control.names)
         owned = owned_names(everyone)
         staged = stage(self._staging, self._pipeline, content, owned)
-        partial = Path(control.on_rank_0(lambda: self._begin(step), _AS_NOT_SAVED))
+        manifests: list[Manifest] = []
+
+        def begin() -> str:
+            random = [state for *_, state in others]
+            manifests.append(self._manifest(everyone, owned, step=step, extra=given, random=random))
+            return self._begin(step)
+
+        partial = Path(control.on_rank_0(begin, _AS_NOT_SAVED))
         written = run_in_thread(lambda: _write_files(partial, staged, control.rank, control.num_ranks))
-        own = {"step": step, "extra": given, "random": [state for *_, state in others]}
-        manifest = self._manifest(everyone, owned, **own) if control.rank == 0 else None
-        self._save = _Save(partial, step, self._staging.num_bytes, written, manifest)
+        self._save = _Save(partial, step, self._staging.num_bytes, written, next(iter(manifests), None))
         if not self._is_asynchronous:
             self.finish()
 
@@ -283,7 +288,9 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _optimizer_entry(everyone: Sequence[Described], owned: Sequence[frozenset[str]]) -> OptimizerEntry | None:
-    if not everyone[0]["optimizer"]:
+    # A rank without trained parameters may have none.
+    optimizer = next((theirs["optimizer"] for theirs in everyone if theirs["optimizer"]), "")
+    if not optimizer:
         return None
     state = {
         name: ParameterState(
@@ -298,7 +305,7 @@ def _optimizer_entry(everyone: Sequence[Described], owned: Sequence[frozenset[st
         if name in owned[rank]
     }
     groups = merged_groups([theirs["groups"] for theirs in everyone], owned)
-    return OptimizerEntry(name=everyone[0]["optimizer"], groups=groups, state=state)
+    return OptimizerEntry(name=optimizer, groups=groups, state=state)
 
 
 def _json_of(extra: Mapping[str, Any]) -> str:
