@@ -223,3 +223,12 @@ def test_a_reporter_notes_where_its_pipeline_was_closed():
 
     line = test_a_reporter_notes_where_its_pipeline_was_closed.__code__.co_firstlineno + 4
     assert departure_of(reported.board, 0) == f"closed the pipeline (test_failures.py:{line})"
+
+
+def test_a_pipeline_that_is_dropped_without_close_is_noted():
+    reported = reporter()
+    board = reported.board
+    del reported
+    gc.collect()
+
+    assert departure_of(board, 0) == "closed the pipeline (by dropping it)"

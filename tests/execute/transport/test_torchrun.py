@@ -156,6 +156,21 @@ SCRIPTS = {
             line(type(error).__name__, dist.is_initialized())
         """,
     ),
+    "a rank that has ended is named by those that wait for it": (
+        ["rank 1 has ended, the others are in clip_grad_norm_"],
+        """
+        pipeline = make()
+        pipeline.step(inputs, target=target)
+        if pipeline.rank == 0:
+            try:
+                pipeline.clip_grad_norm_(1.0)
+            except ps.PeerLost as error:
+                line(str(error).partition(" (")[0])
+        else:
+            import atexit
+            atexit._run_exitfuncs()  # as an interpreter does at its end, and a process of these tests does not
+        """,
+    ),
     "a mistake destroys the group on all ranks and the next pipeline joins again": (
         ["2", "PartitionError False"] * 2,
         """

@@ -66,6 +66,7 @@ class FailureReporter:
         self._watchdog = Watchdog(board, places.pipeline.deadline_s, unblock=self._unblocking.look)
         # A pipeline that is dropped without close() takes its thread along.
         weakref.finalize(self, self._watchdog.stop)
+        weakref.finalize(self, _note_drop, board, os.getpid()).atexit = False
         self._has_failed = False
         """Whether the ranks must recover before the next step."""
 
@@ -185,6 +186,12 @@ def _note_end(board: weakref.ref[PositionBoard], pid: int) -> None:
     own_board = board()
     if own_board is not None and os.getpid() == pid and getattr(sys, "last_value", None) is None:
         note_departure(own_board)
+
+
+def _note_drop(board: PositionBoard, pid: int) -> None:
+    """Note that nobody holds the pipeline of a rank any more, whose connections close with it."""
+    if os.getpid() == pid and not departure_of(board, board.rank):
+        note_departure(board, "by dropping it")
 
 
 class _Unblocking:
