@@ -42,6 +42,7 @@ OTHERS = {
     "save_weights": lambda own, folder: save_weights(folder, own),
     "load_weights": lambda own, folder: load_weights(folder, own),
     "require_saveable": lambda own, folder: require_saveable(own),
+    "require_equal_copies": lambda own, folder: own.require_equal_copies(),
 }
 
 
@@ -249,7 +250,7 @@ def test_every_public_call_of_a_pipeline_carries_its_name_or_is_this_ranks_alone
     local = set(" ".join(LOCAL).split())
 
     assert public.keys() - marked - local - {"stages"} == {"refuse", "profile"}  # which carry the name of a step
-    assert marked == {*CALLS, "close"} - {"save_checkpoint", "load_checkpoint"}
+    assert marked == {*CALLS, "close", "require_equal_copies"} - {"save_checkpoint", "load_checkpoint"}
 
 
 def test_local_calls_of_a_pipeline_send_nothing():

@@ -41,6 +41,7 @@ CONDITIONAL = {
     "execute.model_part ModelPart.load_state_dict: scatter_state": "`from_rank` was agreed on",
     "execute.model_part ModelPart.state_dict: _agree": "without `on_rank` the call is of one rank alone",
     "execute.model_part ModelPart.state_dict: entries_of_ranks": "the ranks of other replicas send rows instead",
+    "execute.model_part ModelPart.state_dict: require_equal_copies": "without `on_rank` the call is of one rank alone",
     "execute.observing.clock ClockComparison.begin: all_gather_object": "the hosts of all ranks are known to all",
     "execute.observing.copies CopyChecks.end: log_norms": "a step fails on all ranks; the mode was agreed on",
     "execute.observing.log log_norms: across": _REPLICAS,

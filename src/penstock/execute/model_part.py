@@ -175,6 +175,7 @@ class ModelPart:
             )
         return torch.tensor(norm, dtype=torch.float64)
 
+    @collective
     def require_equal_copies(self) -> None:
         """Make sure that all copies of each tied parameter are equal bit for bit; every rank calls it.
 

@@ -58,15 +58,16 @@ def save_pretrained(pipeline: Pipeline, folder: Path, model: Any, source: Path |
             than its class, as one with adapters has.
         PipelineError: if a rank is lost meanwhile.
     """
-    foreign_names = names_beside_class(model)
-    if foreign_names:
-        raise NotSaved(
-            f"{folder}: the model has {listed(foreign_names, MOST_NAMES, quoted=repr)}, which {type(model).__name__} "
-            "does not have, so that from_pretrained would leave these out and draw others at random. Save adapters by "
-            "save_checkpoint, or train a model that they are merged into (merge_and_unload() of peft)"
-        )
 
     def make() -> None:
+        foreign_names = names_beside_class(model)
+        if foreign_names:
+            raise NotSaved(
+                f"{folder}: the model has {listed(foreign_names, MOST_NAMES, quoted=repr)}, which "
+                f"{type(model).__name__} does not have, so that from_pretrained would leave these out and draw others "
+                "at random. Save adapters by save_checkpoint, or train a model that they are merged into "
+                "(merge_and_unload() of peft)"
+            )
         with naming_storage(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
