@@ -30,7 +30,7 @@ def test_the_first_screen_ends_within_its_lines():
     first_screen = README.partition("\n## ")[0].rstrip()
 
     assert len(first_screen.splitlines()) <= FIRST_SCREEN_LINES
-    for part in ("<picture>", "| Megatron-core", "pip install .", "$ penstock compare", "```python"):
+    for part in ("not yet run on several GPUs", "git clone", "make test", "pip install", "```python", "<picture>"):
         assert part in first_screen
 
 
@@ -76,14 +76,14 @@ def test_figures_are_those_of_the_page_of_measurements():
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     names = {"torch.distributed.pipelining": "torch"}
     rows = re.findall(
-        r"^\| ([\w.-]+)[ \d.]* \| ([\w-]+) \| ([\d.]+) ms \| ([\d.]+) ms \| ([\d.]+) MiB \| (\d+) µs \|$",
+        r"^\| ([\w.-]+)[ \d.]* \| ([\w-]+) \| ([\d.]+) ms \| ([\d.]+) MiB \|$",
         README,
         re.MULTILINE,
     )
 
     assert len(rows) == 6
-    for system, family, emulated, decoder, peak, host in rows:
-        steps = r"([\d.]+) \(.*?\) \| ([\d.]+) \(.*?\)"
-        row = rf"\| {names.get(system, system)} \| {family} \| {steps} \| {peak} \| {host} \|"
-        (found,) = re.findall(row, page)
-        assert [round(float(value)) for value in found] == [int(emulated), int(decoder)]
+    for system, family, decoder, peak in rows:
+        steps = r"[\d.]+ \(.*?\) \| ([\d.]+) \(.*?\)"
+        row = rf"\| {names.get(system, system)} \| {family} \| {steps} \| {peak} \| \d+ \|"
+        (step,) = re.findall(row, page)
+        assert round(float(step)) == int(decoder)
