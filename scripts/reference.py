@@ -47,7 +47,7 @@ GROUPS = {
     "Observers": ("See what a step did.", ["Observer"]),
     "Schedules and programs": (
         "The values that the functions above take and return.",
-        ["Schedule", "Program", "Action", "Kind", "Placement"],
+        ["Schedule", "Program", "Timeline", "Action", "Kind", "Placement"],
     ),
 }
 # Methods that steps call on the objects that a user makes, and that no user calls.

@@ -1,11 +1,13 @@
 """`compare`, `doctor` and the run that was measured split the layers alike, so they agree on what each family takes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.cli.entry import main
+from penstock.ir.measured import Prologue
 from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
 from penstock.schedules import build
@@ -13,11 +15,9 @@ from penstock.simulation import LayerCosts, simulate
 from penstock.simulation.costs.file import read_costs
 from penstock.simulation.costs.fit import costs_from_timelines
 from penstock.simulation.costs.writing import costs_to_toml
-from penstock.simulation.prologue import Prologue
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.profiling import with_parts
 from penstock.train.settings.config import config_from_table
-from penstock.train.watching.recorded_step import RecordedStep, recorded_step_to_json
 
 MODEL = LayerCosts(  # an embedding, five blocks of different work, and a head whose weight gradient is heavy
     forward=[0.001, 0.020, 0.021, 0.035, 0.020, 0.020, 0.015],
@@ -47,7 +47,14 @@ def run(request, tmp_path):
         costs_from_timelines([measured], message_bytes=sizes), costs_from_timelines([in_parts], message_bytes=sizes)
     )
     profiled = LayerCosts.from_stages(costs, layers_of_stage, MODEL.forward, MODEL.backward)
-    step = RecordedStep(20, measured, sizes, layers_of_stage, (1.0,) * 7, (Prologue(0.0, 0.0, 0.0),) * ranks)
+    step = replace(
+        measured,
+        step=20,
+        message_bytes=sizes,
+        layers_of_stage=layers_of_stage,
+        layer_weights=(1.0,) * 7,
+        prologues=(Prologue(0.0, 0.0, 0.0),) * ranks,
+    )
     config = config_from_table(
         {
             "run": {"folder": str(tmp_path)},
@@ -58,7 +65,7 @@ def run(request, tmp_path):
         }
     )
     RunFolder(tmp_path).begin(config)
-    RunFolder(tmp_path).write("timeline.json", recorded_step_to_json(step))
+    RunFolder(tmp_path).write("timeline.json", step.to_json().encode())
     RunFolder(tmp_path).write("costs.toml", costs_to_toml(profiled).encode())
     return tmp_path, measured, split
 

@@ -465,6 +465,25 @@ def test_a_recorded_step_gives_every_rank_the_same_timeline(num_ranks):
         assert profile is not timeline
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_rank_may_save_a_recorded_step_with_what_is_known_of_its_model(num_ranks, tmp_path):
+    task, path = float_task(8), tmp_path / "step.json"
+
+    def case(pipeline):
+        step_task(pipeline, task)
+        step_task(pipeline, task, record=True)
+        pipeline.timeline.save(path)
+        return pipeline.timeline, tuple(pipeline.layers_of_stage), pipeline.recording.message_bytes
+
+    [(timeline, layers_of_stage, message_bytes), *_] = on_pipelines(num_ranks, task, case)
+    saved = Timeline.load(path)
+
+    assert [file.name for file in tmp_path.iterdir()] == ["step.json"]
+    assert saved.to_json() == timeline.to_json()
+    assert (saved.step, saved.layers_of_stage, saved.message_bytes) == (2, layers_of_stage, message_bytes)
+    assert len(saved.layer_weights) == layers_of_stage[-1].stop
+
+
 # ---- hooks
 
 

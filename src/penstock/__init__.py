@@ -55,6 +55,7 @@ _HOMES = {
     "StepRefused": "penstock.errors",
     "Stream": "penstock.execute.batch.stream",
     "Sum": "penstock.execute.batch.microbatch",
+    "Timeline": "penstock.ir.timeline",
     "build": "penstock.schedules",
     "check": "penstock.proofs",
     "cut": "penstock.checkpoints.cutting",

@@ -36,6 +36,7 @@ from penstock.ir.action import Kind as Kind
 from penstock.ir.program import Program as Program
 from penstock.ir.recompute import with_recompute as with_recompute
 from penstock.ir.schedule import Schedule as Schedule
+from penstock.ir.timeline import Timeline as Timeline
 from penstock.lowering import lower as lower
 from penstock.models import AuxiliaryLoss as AuxiliaryLoss
 from penstock.models import Carry as Carry

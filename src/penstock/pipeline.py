@@ -6,6 +6,7 @@ step is then one agreement between the ranks, one run of this rank's instruction
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -250,7 +251,7 @@ class Pipeline(ModelPart):
 
     @property
     def timeline(self) -> Timeline | None:
-        """The measured timeline of the last recorded step, on every rank."""
+        """The measured timeline of the last recorded step, the same on every rank; its `save` writes a file."""
         return None if self.recording is None else self.recording.timeline
 
     @property
@@ -333,7 +334,21 @@ class Pipeline(ModelPart):
             raise self._refusal("the pipeline is closed; make a new one")
         result = self._runner.run(mode, call, self._step_number, memory)
         self._step_number += mode.is_training
+        if call.extra is Extra.RECORDING and self.recording is not None:
+            self._runner.recording = replace(self.recording, timeline=self._described(self.recording))
         return result
+
+    def _described(self, recording: Recording) -> Timeline:
+        """Return the timeline that was just recorded, with all that is known of the step and its model."""
+        return replace(
+            recording.timeline,
+            step=self._step_number,
+            message_bytes=recording.message_bytes,
+            layers_of_stage=tuple(self.layers_of_stage),
+            layer_weights=tuple(self.layer_weights),
+            early_weights=recording.early_weights,
+            num_replicas=self.num_replicas,
+        )
 
     def _refusal(self, text: str) -> PipelineError:
         places = self._control.places

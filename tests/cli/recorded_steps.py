@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
+from penstock.ir.measured import Prologue
 from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
-from penstock.simulation.prologue import Prologue
-from penstock.train.watching.recorded_step import RecordedStep
 
 LAYERS_PER_STAGE = 4
 
@@ -20,16 +19,19 @@ def recorded_step(schedule=None, *, forward_s=(1.0,), late_s=0.0, uncertainty_s=
     if schedule.kind.max() > 1 and not given.backward_input_s:
         given = replace(given, backward_input_s=forward_s, backward_weight_s=forward_s)
     played = simulate(program, given)
-    timeline = Timeline(program, "measured", played.start_s, played.end_s, clock_uncertainty_s=uncertainty_s)
     usual, late = Prologue(-3.0 - late_s, -2.0 - late_s, -1.0 - late_s), Prologue(-3.0 - late_s, -2.0 - late_s, -1.0)
     place_of = {stage: place for route in program.placement.routes for place, stage in enumerate(route)}
     parts = [
         range(LAYERS_PER_STAGE * place_of[stage], LAYERS_PER_STAGE * (place_of[stage] + 1))
         for stage in range(program.num_stages)
     ]
-    return RecordedStep(
+    return Timeline(
+        program,
+        "measured",
+        played.start_s,
+        played.end_s,
+        clock_uncertainty_s=uncertainty_s,
         step=20,
-        timeline=timeline,
         message_bytes=(0,) * program.num_stages,
         layers_of_stage=tuple(parts),
         layer_weights=(1.0,) * max(part.stop for part in parts),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.cli.diagnosis import to_json, to_text
-from penstock.execute.split.planner import ImmediateWeights
+from penstock.ir.measured import ImmediateWeights
 from penstock.schedules import build
 from penstock.searching.what_if import Setting
 from penstock.simulation import Costs

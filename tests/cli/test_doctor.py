@@ -1,13 +1,13 @@
 """`penstock doctor`: a run folder, or this machine."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from penstock.cli.entry import main
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.settings.config import config_from_table
-from penstock.train.watching.recorded_step import recorded_step_to_json
 from tests.cli.recorded_steps import recorded_step
 
 
@@ -24,7 +24,7 @@ def folder(tmp_path):
         }
     )
     RunFolder(tmp_path).begin(config)
-    RunFolder(tmp_path).write("timeline.json", recorded_step_to_json(recorded_step()))
+    RunFolder(tmp_path).write("timeline.json", recorded_step().to_json().encode())
     return tmp_path
 
 
@@ -70,6 +70,40 @@ def test_with_a_limit_of_memory_what_waits_for_it_is_told(folder, limit, printed
 
     assert limited["memory limit"] > 0 == free["memory limit"]
     assert limited["idle"] == free["idle"]
+
+
+def test_a_saved_step_is_told_without_what_only_a_run_file_knows(folder, printed, tmp_path):
+    recorded_step().save(tmp_path / "step.json")
+
+    of_run, text = printed("doctor", folder), printed("doctor", tmp_path / "step.json")
+    document = json.loads(printed("doctor", tmp_path / "step.json", "--to", "json"))
+
+    assert text.splitlines()[:2] == of_run.splitlines()[:2]
+    for part in ("idle time of each rank", "what would help", "do next"):
+        assert part in text
+    assert "16 microbatches" in of_run
+    assert "--set" in of_run
+    assert "16 microbatches" not in text
+    assert "--set" not in text
+    assert {"schedule"} == {change["sort"] for change in document["changes"]}
+    assert "split 3,4,4,5, as asked" in printed("doctor", tmp_path / "step.json", "--split", "3,4,4,5")
+
+
+def test_of_a_step_without_known_layers_the_causes_are_told(printed, tmp_path):
+    bare = replace(recorded_step(), layers_of_stage=(), layer_weights=(), message_bytes=(), prologues=())
+    bare.save(tmp_path / "step.json")
+
+    text = printed("doctor", tmp_path / "step.json")
+
+    assert text.startswith("step 20: 1f1b, 4 ranks, 4 stages, 8 microbatches\n")
+    assert "idle time of each rank" in text
+    assert "what would help" not in text
+
+
+def test_a_timeline_that_was_not_measured_has_no_diagnosis(refused, tmp_path):
+    replace(recorded_step(), source="predicted").save(tmp_path / "step.json")
+
+    assert "step.json is a predicted timeline; give one that was measured" in refused("doctor", tmp_path / "step.json")
 
 
 @pytest.mark.parametrize(

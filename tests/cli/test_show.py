@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,6 @@ from penstock.ir.formats.deepspeed import to_deepspeed
 from penstock.ir.formats.megatron import to_megatron
 from penstock.ir.schedule import Schedule
 from penstock.schedules import build
-from penstock.train.watching.recorded_step import recorded_step_to_json
 from tests.cli.recorded_steps import recorded_step
 
 SHAPE = ["--ranks", "2", "--microbatches", "3"]
@@ -223,7 +223,7 @@ def test_a_grid_that_is_too_large_to_read_is_drawn_on_request_alone(refused, pri
 @pytest.fixture
 def recorded(tmp_path):
     path = tmp_path / "timeline.json"
-    path.write_bytes(recorded_step_to_json(recorded_step()))
+    path.write_bytes(recorded_step().to_json().encode())
     return path
 
 
@@ -257,6 +257,15 @@ def test_a_recorded_step_is_drawn_in_every_format(printed, recorded):
 def test_a_recorded_step_has_its_own_shape_and_costs(refused, recorded, arguments, key):
     told = f"penstock: {key}: {recorded} is a step that a run recorded, with its own shape and times; leave it out\n"
     assert refused("show", recorded, "--to", "svg", *arguments) == told
+
+
+def test_a_timeline_that_was_not_measured_is_drawn_alone(printed, tmp_path):
+    replace(recorded_step(), source="predicted").save(tmp_path / "step.json")
+
+    svg = printed("show", tmp_path / "step.json", "--to", "svg")
+
+    assert "1f1b, 4 ranks, 8 microbatches, predicted" in svg
+    assert "measured" not in svg
 
 
 def test_a_recorded_step_that_is_cut_short_is_refused(refused, recorded):

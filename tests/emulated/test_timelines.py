@@ -77,7 +77,7 @@ def aligned(timeline):
 @pytest.mark.feature("H11")
 @pytest.mark.parametrize("plan", [*plans()], ids=str)
 def test_a_recorded_step_is_the_predicted_one(emulated, plan):
-    timeline = run(emulated, plan)[0].recorded.timeline
+    timeline = run(emulated, plan)[0].recorded
 
     program, predicted = timeline.program, predicted_of(timeline.program, plan.costs)
     near = TOLERANCE * predicted.makespan_s
@@ -105,7 +105,7 @@ def test_overlapped_pairs_on_two_streams_take_as_long_as_the_longer_of_the_two(e
     halves = (1.0,) * 4
     costs = replace(costs, forward_s=(2.0,) * 4, backward_input_s=halves, backward_weight_s=halves)
 
-    timeline = run(emulated, Plan("dualpipe-v", 2, 6, costs, is_overlapped=True))[0].recorded.timeline
+    timeline = run(emulated, Plan("dualpipe-v", 2, 6, costs, is_overlapped=True))[0].recorded
 
     predicted, is_compute = simulate(timeline.program, costs), timeline.program.is_compute
     assert timeline.program.joined.any()
@@ -116,9 +116,9 @@ def test_overlapped_pairs_on_two_streams_take_as_long_as_the_longer_of_the_two(e
 @pytest.mark.parametrize(("policy", "seed"), POLICIES[1:])
 def test_no_order_in_which_the_queues_run_changes_a_time(emulated, policy, seed):
     plan = plan_of("interleaved-1f1b", TRANSFER_S)
-    expected = run(emulated, plan)[0].recorded.timeline
+    expected = run(emulated, plan)[0].recorded
 
-    timeline = run(emulated, plan, policy=policy, seed=seed)[0].recorded.timeline
+    timeline = run(emulated, plan, policy=policy, seed=seed)[0].recorded
 
     is_compute = timeline.program.is_compute
     for found_s, expected_s in zip(aligned(timeline), aligned(expected), strict=True):

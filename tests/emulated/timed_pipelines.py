@@ -17,9 +17,9 @@ from penstock import Observer
 from penstock.execute.observing.clock import Clock
 from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.protocol import Tag
+from penstock.ir.measured import Prologue
 from penstock.ir.operations import IS_COMPUTE
-from penstock.simulation.prologue import Prologue
-from penstock.train.watching.recorded_step import RecordedStep
+from penstock.ir.timeline import Timeline
 from tests.emulated.kernels import slow
 from tests.emulated.pipelines import DEADLINE_S, DRAWING, OnTwoStreams, RankGroup
 from tests.emulated.rank_threads import store_of_scenario
@@ -129,7 +129,7 @@ class Timed:
 
     queued_s: list
     """When its host has queued each computation."""
-    recorded: RecordedStep | None = None
+    recorded: Timeline | None = None
     """With what this rank alone did before the step."""
 
 
@@ -282,15 +282,8 @@ def _planted_step(pipeline, plan):
 
 
 def _recorded(pipeline, moments_s):
-    recording, layers_of_stage = pipeline.recording, tuple(pipeline.layers_of_stage)
-    return RecordedStep(
-        NUM_WARM_UPS + 1,
-        recording.timeline,
-        recording.message_bytes,
-        layers_of_stage,
-        (1.0,) * (1 + max(layers[-1] for layers in layers_of_stage)),
-        (Prologue(*map(recording.from_own_clock, moments_s)),),
-    )
+    prologues = (Prologue(*map(pipeline.recording.from_own_clock, moments_s)),)
+    return replace(pipeline.timeline, step=NUM_WARM_UPS + 1, prologues=prologues)
 
 
 def recorded_of(ranks):

@@ -8,6 +8,7 @@ from penstock.ir.grid import to_grid
 from penstock.ir.reading import READERS, format_of, read_file, read_table
 from penstock.lowering import assign_slots, lower
 from penstock.schedules import build
+from penstock.simulation import Costs, simulate
 
 SCHEDULE = build("1f1b", ranks=3, microbatches=4)
 INTERLEAVED = build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2)
@@ -91,3 +92,10 @@ def test_a_file_may_hold_a_program(tmp_path):
     path.write_text(lower(SCHEDULE).to_json())
 
     assert read_file(path) == lower(SCHEDULE)
+
+
+def test_of_a_recorded_step_the_program_is_read_that_ran(tmp_path):
+    program = lower(SCHEDULE)
+    simulate(program, Costs.uniform()).save(tmp_path / "step.json")
+
+    assert read_file(tmp_path / "step.json") == program

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, FormatError
 from penstock.ir.action import Action, Kind
 from penstock.ir.instruction import Op
 from penstock.ir.live import StageBytes
@@ -149,3 +149,38 @@ def test_times_cannot_be_changed_and_the_callers_arrays_stay_its_own():
     start_s[0] = 0.0
     with pytest.raises(ValueError, match="read-only"):
         timeline.start_s[0] = 1.0
+
+
+def test_a_saved_timeline_is_loaded_and_a_later_one_replaces_it(tmp_path):
+    path = tmp_path / "step.json"
+    timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)]).save(path)
+    later = timeline_of(TWO_RANKS, [(0, 1), (8, 9), (2, 3), (3, 5)])
+    later.save(str(path))
+
+    assert Timeline.load(path).start_s.tolist() == later.start_s.tolist()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step.json"]
+
+
+def test_a_timeline_is_saved_as_json_only(tmp_path):
+    timeline = timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)])
+
+    with pytest.raises(ConfigError, match=r"step\.csv does not end in \.json"):
+        timeline.save(tmp_path / "step.csv")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "told"),
+    [
+        (None, ConfigError, r"step\.json: cannot be read: No such file"),
+        (b"\xff", FormatError, r"step\.json:1:1: byte 0 is not UTF-8"),
+        (b'{"format": ', FormatError, r"step\.json:1:\d+: this is no JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content, error, told):
+    path = tmp_path / "step.json"
+    if content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(error, match=told):
+        Timeline.load(path)

@@ -21,8 +21,8 @@ UNEVEN = (1.0, 1.0, 1.0, 2.0)
 
 def changes(recorded, setting=SETTING, *, costs=None, shares=HALVES, **known):
     """The changes to a recorded step by their texts; its costs are those that were measured unless given."""
-    costs = costs or costs_from_timelines([recorded.timeline], shares=shares)
-    schedule = recorded.timeline.program.actions()
+    costs = costs or costs_from_timelines([recorded], shares=shares)
+    schedule = recorded.program.actions()
     run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights, **known)
     return {change.text: change for change in what_if(run, setting)}
 
@@ -130,11 +130,8 @@ def test_families_with_more_stages_get_the_layers_cut_anew():
 
 
 def test_families_with_more_stages_than_layers_are_left_out():
-    recorded = recorded_step()
-    short = recorded.__class__(
-        **{name: getattr(recorded, name) for name in recorded.__slots__}
-        | {"layers_of_stage": tuple(range(place, place + 1) for place in range(4)), "layer_weights": (1.0,) * 4}
-    )
+    layers = tuple(range(place, place + 1) for place in range(4))
+    short = replace(recorded_step(), layers_of_stage=layers, layer_weights=(1.0,) * 4)
 
     assert "zbv" not in changes(short)
     assert "zb-h1" in changes(short)

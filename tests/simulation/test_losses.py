@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.ir.measured import Prologue
 from penstock.ir.operations import IS_RECEIVE
 from penstock.ir.timeline import DataWait
 from penstock.lowering import lower
@@ -17,7 +18,6 @@ from penstock.simulation.causes import Cause, idle_times
 from penstock.simulation.costs.costs import Channel
 from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.simulation.losses import evened, losses_of, makespan_without_waits_s
-from penstock.simulation.prologue import Prologue
 from tests.simulation.blocking import with_blocking_reductions
 from tests.simulation.drawing import drawn, later, row_of, sharded
 from tests.simulation.events import uneven_costs

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.ir.measured import Prologue
 from penstock.ir.timeline import DataWait
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.causes import Cause
-from penstock.simulation.prologue import Prologue, begin_of, idle_before, last_to_ask, with_first_waits
+from penstock.simulation.prologue import begin_of, idle_before, last_to_ask, with_first_waits
 
 D, N, G, L = Cause.DATA, Cause.STRAGGLER, Cause.SYNCHRONISATION, Cause.LAUNCH
 

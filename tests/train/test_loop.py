@@ -185,9 +185,9 @@ def test_the_recorded_step_reads_back_as_it_was_measured(finished):
     recorded = read_recorded_step(folder)
 
     assert recorded.step == 3
-    assert recorded.timeline.end_s.tolist() == result.timeline.end_s.tolist()
+    assert recorded.end_s.tolist() == result.timeline.end_s.tolist()
     assert recorded.layers_of_stage == (range(5),)
-    assert recorded.prologues == result.recorded.prologues
+    assert recorded.prologues == result.timeline.prologues
 
 
 def test_the_same_configuration_gives_the_same_weights(finished, tmp_path, text):

@@ -286,7 +286,7 @@ def test_the_folder_has_the_figures_of_the_first_replica_once_and_a_profile_of_e
     printed, *_ = run(2, 2, run={"record_step": 2}, metrics={"memory_every": 2}, profile={"steps": [3, 3]})
 
     recorded = read_recorded_step(tmp_path / "run")
-    assert (recorded.num_replicas, recorded.timeline.program.num_ranks, len(recorded.prologues)) == (2, 2, 2)
+    assert (recorded.num_replicas, recorded.program.num_ranks, len(recorded.prologues)) == (2, 2, 2)
     memory = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "peak_bytes_rank0" in row]
     assert [row["step"] for row in memory] == [2, 4, 6]
     assert all("peak_bytes_rank1" in row and "peak_bytes_rank2" not in row for row in memory)

@@ -263,14 +263,14 @@ def test_a_recorded_step_tells_how_long_each_rank_waited_for_which_microbatch_of
     outcomes = on_ranks(2, record_late_stream)
     assert [outcome.data_wait_s for outcome in outcomes] == [30.0, 16.875]
     for recorded in (outcome.recorded for outcome in outcomes):
-        waits = recorded.timeline.data_waits
+        waits = recorded.data_waits
         assert [lead_in.data_s for lead_in in recorded.prologues] == [0.0, 0.0]
         assert [(wait.rank, wait.microbatch) for wait in waits] == [
             (rank, each) for rank in (0, 1) for each in range(4)
         ]
         assert [wait.end_s - wait.begin_s for wait in waits] == [16.0, 8.0, 4.0, 2.0, 16.0, 0.5, 0.25, 0.125]
         assert waits[0].begin_s == recorded.prologues[0].asked_s
-        assert [lead_in.data_s for lead_in in with_first_waits(recorded.timeline, recorded.prologues)] == [16.0, 16.0]
+        assert [lead_in.data_s for lead_in in with_first_waits(recorded, recorded.prologues)] == [16.0, 16.0]
 
 
 @pytest.mark.feature("X41")

@@ -14,7 +14,6 @@ from penstock.train.model_source import build_layers
 from penstock.train.settings.config import config_from_table
 from penstock.train.setup import build_trainer
 from penstock.train.step_runner import StepRunner, telling_compilation
-from penstock.train.watching.recorded_step import recorded_step_to_json
 
 STEPS = 6
 
@@ -151,7 +150,7 @@ def test_a_run_that_continues_in_another_way_records_a_step_again(text, pipeline
     before.run(1)
     before.run(2)
     (folder / CONFIG).touch()
-    (folder / TIMELINE).write_bytes(b"half" if is_lost else recorded_step_to_json(before.recorded))
+    (folder / TIMELINE).write_bytes(b"half" if is_lost else before.recorded.to_json().encode())
 
     runner = runner_of(text, pipelines, microbatches, run={"record_step": 2})
     runner.continue_recording(4)
@@ -161,7 +160,7 @@ def test_a_run_that_continues_in_another_way_records_a_step_again(text, pipeline
             found.append(step)
 
     assert found == recorded
-    assert (runner.recorded.step, runner.recorded.timeline.program.num_microbatches) == (recorded[0], microbatches)
+    assert (runner.recorded.step, runner.recorded.program.num_microbatches) == (recorded[0], microbatches)
 
 
 @pytest.mark.parametrize(("record_step", "first_step"), [(0, 4), (5, 4)])

@@ -60,11 +60,11 @@ def _asked_split(change: Change) -> str:
 def _title(diagnosis: Diagnosis) -> str:
     program, num_replicas = diagnosis.timeline.program, diagnosis.recorded.num_replicas
     replicas = f"{num_replicas} replicas of " if num_replicas > 1 else ""
+    sizes = split_sizes(diagnosis.recorded.layers_of_stage)
     return (
         f"step {diagnosis.recorded.step}: {program.name}, {replicas}{count_of(program.num_ranks, 'rank')}, "
-        f"{count_of(program.num_stages, 'stage')}, {count_of(program.num_microbatches, 'microbatch')}, "
-        f"{split_text(split_sizes(diagnosis.recorded.layers_of_stage))}"
-    )
+        f"{count_of(program.num_stages, 'stage')}, {count_of(program.num_microbatches, 'microbatch')}"
+    ) + f", {split_text(sizes)}" * bool(sizes)
 
 
 def _figures(diagnosis: Diagnosis) -> Iterator[str]:
@@ -157,12 +157,14 @@ def _changes_tables(diagnosis: Diagnosis, advice: Advice, screen: Screen) -> Ite
         Column("step", style="green"),
         Column("memory"),
         Column("change", is_text=True),
-        Column("how", is_text=True, drop_order=1),
     ]
     listed = [change for _, changes in groups for change in changes]
+    has_keys = any(change.settings for change in listed)  # only those of a run file
+    columns += [Column("how", is_text=True, drop_order=1)] if has_keys else []
     for title, changes in groups:
         rows = [
-            [_percent(change.step_change), _percent(change.memory_change), change.text, options_of(change)]
+            [_percent(change.step_change), _percent(change.memory_change), change.text]
+            + [options_of(change)] * has_keys
             for change in changes
         ]
         if rows:

@@ -3,17 +3,24 @@
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from penstock.cli.arguments import COUNTED_LIMIT, add_format, add_memory_limit, counted_limit_of
 from penstock.cli.output import say, stdout_screen
 from penstock.cli.status import ExitStatus
+from penstock.errors import ConfigError
 
 SUMMARY = "Say where the time of a recorded step went, and what would help; or what this machine has."
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(wrong_usage=parser.error)
-    parser.add_argument("folder", metavar="RUN_DIR", nargs="?", help="the folder of a run that recorded a step")
+    parser.add_argument(
+        "step",
+        metavar="RUN_DIR",
+        nargs="?",
+        help="the folder of a run that recorded a step, or the .json file of a timeline that was saved",
+    )
     parser.add_argument("--system", action="store_true", help="instead, look at this machine")
     parser.add_argument(
         "--split", metavar="LAYERS", help="say what this split would do: layers of each stage, such as 3,4"
@@ -23,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    if arguments.system == (arguments.folder is not None):
+    if arguments.system == (arguments.step is not None):
         arguments.wrong_usage("give either RUN_DIR or --system")
     if arguments.system and any(
         each is not None for each in (arguments.format, arguments.memory_limit, arguments.split)
@@ -34,25 +41,43 @@ def run(arguments: Namespace) -> int:
     from penstock.cli.diagnosis import to_json, to_text
     from penstock.cli.given_costs import read_split
     from penstock.partition.split import split_over
+    from penstock.searching.what_if import Setting
     from penstock.simulation.costs.file import read_costs
     from penstock.train.folder.run_folder import CONFIG, COSTS
     from penstock.train.settings.config import load_config
     from penstock.train.watching.diagnosis import diagnose, setting_of
     from penstock.train.watching.recorded_step import read_recorded_step
 
-    folder = Path(arguments.folder)
+    path = Path(arguments.step)
+    is_run = not path.is_file()
     limit = counted_limit_of(arguments)
-    recorded = read_recorded_step(folder)
-    setting = setting_of(load_config(folder / CONFIG))
-    profiled = read_costs(folder / COSTS) if (folder / COSTS).exists() else None
-    program = recorded.timeline.program
+    recorded = read_recorded_step(path) if is_run else _measured_step(path)
+    # A file of one step comes without a run file and its batch size, and without a profile.
+    setting = setting_of(load_config(path / CONFIG)) if is_run else Setting()
+    profiled = read_costs(path / COSTS) if is_run and (path / COSTS).exists() else None
+    program = recorded.program
     if arguments.split is not None:
         setting = replace(setting, split=read_split(arguments.split))
         split_over(program.placement, len(recorded.layer_weights), split=setting.split)  # refuses one that does not fit
     activations = limit and limit.of_ranks(program.num_ranks, program.parts_per_rank).tolist()
     diagnosis = diagnose(recorded, setting, profiled=profiled, memory_limit=activations)
+    if not is_run:
+        diagnosis = replace(diagnosis, changes=[replace(change, settings=()) for change in diagnosis.changes])
     say(to_json(diagnosis) if arguments.format == "json" else to_text(diagnosis, stdout_screen(), asked=setting.split))
     return ExitStatus.FINE
+
+
+def _measured_step(path: Path) -> Any:
+    """Read the file of a measured `Timeline`. Raises: ConfigError, FormatError."""
+    from penstock.ir.timeline import Timeline
+
+    timeline = Timeline.load(path)
+    if timeline.source != "measured":
+        raise ConfigError(
+            f"{path} is a {timeline.source} timeline; give one that was measured, such as pipeline.timeline of a step "
+            "with record=True"
+        )
+    return timeline
 
 
 def _examine_system() -> int:

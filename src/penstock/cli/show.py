@@ -26,8 +26,6 @@ OF_SCHEDULES = (
     "split", "data", "shard", "residency", "look_ahead",
 )  # fmt: skip
 """Arguments that a recorded step does not take."""
-MOST_BEGIN = 100
-"""Bytes of a file, in which its format is named."""
 DEFAULT_COSTS = "F=1,I=1,W=1"
 FORMAT_HELP = (
     "default: grid, or by the suffix of PATH. svg, png: the timeline as a chart; html: as a page to zoom and point at; "
@@ -66,7 +64,7 @@ def run(arguments: Namespace) -> int:
         draw = _picture if recorded is None else partial(_picture_of_step, recorded)
         output.write(draw(format, arguments))
         return ExitStatus.FINE
-    program = None if recorded is None else recorded.timeline.program
+    program = None if recorded is None else recorded.program
     schedule = wanted_schedule(arguments) if program is None else program.actions()
     refuse_useless(arguments, "data", format, PICTURES)
     sharding = sharding_of(arguments)
@@ -84,33 +82,37 @@ def run(arguments: Namespace) -> int:
 
 
 def _recorded_step(arguments: Namespace) -> Any:
-    """Return the `RecordedStep` that NAME is the file of; None of anything else. Raises: ConfigError, FormatError."""
+    """Return the `Timeline` that NAME is the file of; None of anything else. Raises: ConfigError, FormatError."""
     name = arguments.name
     if name is None or not name.endswith(".json") or not Path(name).is_file():
         return None
-    from penstock.train.watching.recorded_step import FORMAT, recorded_step_from_json
+    from penstock.ir.formats.timeline_json import TIMELINE_FORMAT
+    from penstock.ir.reading import MOST_BEGIN
+    from penstock.ir.timeline import Timeline
 
     with Path(name).open("rb") as file:
-        begin = file.read(MOST_BEGIN)
-        if FORMAT.encode() not in begin:
+        if TIMELINE_FORMAT.encode() not in file.read(MOST_BEGIN):
             return None
-        text = begin + file.read()
     for key in OF_SCHEDULES:
         if getattr(arguments, key):
             option = "--set" if key == "options" else f"--{key.replace('_', '-')}"
             raise ConfigError(
                 f"{name} is a step that a run recorded, with its own shape and times; leave it out", key=option
             )
-    return recorded_step_from_json(text, file=name)
+    return Timeline.load(name)
 
 
 def _picture_of_step(recorded: Any, format: str, arguments: Namespace) -> bytes:
-    """Draw a step as it was measured, and as it is predicted with its own costs."""
+    """Draw a step as it was measured, and as it is predicted with its own costs; one that was not measured, alone."""
     from penstock.show.chart import overlay_chart
+    from penstock.show.figures import describe_shape
     from penstock.show.trace import to_trace
     from penstock.train.watching.report import page_of_step, predict_again
 
-    timelines = predict_again(recorded.timeline)
+    if recorded.source != "measured":
+        title = f"{describe_shape(recorded.program)}, {recorded.source}"
+        return predicted_picture(recorded, None, title=title, format=format, theme=arguments.theme)
+    timelines = predict_again(recorded)
     if format == "trace":
         return to_trace(timelines)
     if format == "html":

@@ -7,10 +7,14 @@ from pathlib import Path
 from penstock.errors import MAX_PATH_CHARACTERS, ConfigError, nearest, shortened
 from penstock.ir.formats import deepspeed, megatron
 from penstock.ir.formats.json_text import PROGRAM_FORMAT, kind_of_json
+from penstock.ir.formats.timeline_json import TIMELINE_FORMAT
 from penstock.ir.grid import from_grid
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
+from penstock.ir.timeline import Timeline
 
+MOST_BEGIN = 100
+"""Characters at the beginning of a JSON file, in which its format is named."""
 _COMMUNICATION = re.compile(r"SEND|RECV|SHARD|REDUCE|STEP")
 _COMMENT = re.compile(r"^[ \t]*#.*\n?", re.MULTILINE)
 _LABELLED = re.compile(r"^[ \t]*rank[ \t]+[0-9]", re.MULTILINE)
@@ -72,6 +76,9 @@ def _read_csv(text: str, file: str, name: str | None) -> Schedule | Program:
 
 
 def _read_json(text: str, file: str, name: str | None) -> Schedule | Program:
+    """Read a schedule, a program, or the program that a recorded step ran."""
+    if TIMELINE_FORMAT in text[:MOST_BEGIN]:
+        return Timeline.from_json(text, file=file).program
     table = Program if kind_of_json(text, file=file) == PROGRAM_FORMAT else Schedule
     return table.from_json(text, file=file)
 

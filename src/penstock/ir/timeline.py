@@ -1,15 +1,20 @@
 """`Timeline`: what ran when, on which rank; predicted, measured, or by an untimed walk, always this one type."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError, described
+from penstock.errors import ConfigError, FormatError, described
+from penstock.files import atomic_file
+from penstock.ir.formats.timeline_json import timeline_from_json, timeline_to_json
 from penstock.ir.hot import Int64s, frozen
 from penstock.ir.live import StageBytes, peak_activations, peak_bytes, peak_host_bytes
+from penstock.ir.measured import ImmediateWeights, Prologue
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
@@ -48,6 +53,20 @@ class Timeline:
     """The most by which times of different ranks may be off against each other; 0 where they have one clock."""
     data_waits: tuple[DataWait, ...] = ()
     """Each rank's in their order. The first microbatch is waited for before the step's instructions, so below 0."""
+    step: int = 0
+    """Number of the measured training step, counted from 1; 0 where there is none."""
+    message_bytes: tuple[int, ...] = ()
+    """[num_stages] measured bytes of each stage's output, 0 for a last stage; empty where they are not known."""
+    layers_of_stage: tuple[range, ...] = ()
+    """[num_stages] layers of the model that was measured; empty where they are not known."""
+    layer_weights: tuple[float, ...] = ()
+    """[num_layers] relative cost of each layer, as the split assumed."""
+    prologues: tuple[Prologue, ...] = ()
+    """[num_ranks] moments of each rank before the step; empty where they are not known."""
+    early_weights: Mapping[int, ImmediateWeights] = field(default_factory=dict)
+    """Weight gradients that were computed in I, by stage whose backwards are split."""
+    num_replicas: int = 1
+    """Number of replicas that ran the step together, of which this is the timeline of one."""
 
     def __post_init__(self) -> None:
         num_rows = self.program.num_rows
@@ -148,6 +167,54 @@ class Timeline:
             total_s = np.bincount(op, weights=duration_s, minlength=len(Op)).tolist()
             found.append({each: total_s[each] for each in Op if (op == each).any()})
         return found
+
+    def to_json(self) -> str:
+        """Return everything that the timeline holds as a text, which `from_json` reads back to the last bit."""
+        return timeline_to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str, *, file: str = "<text>") -> Self:
+        """Read what `to_json` wrote; `file` is what errors name.
+
+        Raises:
+            FormatError: the text is no timeline, or of a newer Penstock, or a part of it is missing or wrong.
+        """
+        columns = timeline_from_json(text, file)
+        return cls(**columns | {"data_waits": tuple(DataWait(**wait) for wait in columns["data_waits"])})
+
+    def save(self, path: str | Path) -> None:
+        """Write the timeline to a `.json` file, which `load` and `penstock show`, `compare` and `doctor` read.
+
+        A file of this name is replaced, by a whole one. A pipeline's timeline is the same on all of its ranks, so one
+        of them may save it, or all of them under one name. Each replica measures a timeline of its own.
+
+        Raises:
+            ConfigError: the name does not end in `.json`.
+            PenstockError: the file cannot be written.
+        """
+        target = Path(path)
+        if target.suffix.lower() != ".json":
+            raise ConfigError(f"{target} does not end in .json, the format of a saved timeline; end it so", key="path")
+        with atomic_file(target) as file:
+            file.write(self.to_json().encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file that `save` wrote, or the `timeline.json` of a run folder.
+
+        Raises:
+            ConfigError: the file cannot be read.
+            FormatError: as `from_json`.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}; give a file that `save` wrote") from error
+        except UnicodeDecodeError as error:
+            raise FormatError(
+                f"byte {error.start} is not UTF-8 text; save the timeline again", file=str(path)
+            ) from error
+        return cls.from_json(text, file=str(path))
 
     def __repr__(self) -> str:
         return (

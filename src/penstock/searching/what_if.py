@@ -47,8 +47,8 @@ class Change:
 class Setting:
     """How a run is set up now, apart from what was measured."""
 
-    batch_size: int
-    """Sequences per pipeline step."""
+    batch_size: int | None = None
+    """Sequences per pipeline step; None where it is not known, so that no other microbatches are tried."""
     split: tuple[int, ...] = ()
     """Layers per stage to try as well; empty: only splits that are near."""
     family: str | None = None
@@ -236,7 +236,7 @@ def _built(like: Schedule, setting: Setting) -> Iterator[tuple[str, Schedule, tu
 
 def _other_microbatches(now: _Plan, setting: Setting) -> Iterator[_Plan]:
     """The same family with fewer and more microbatches of the same batch."""
-    if setting.family is None:
+    if setting.family is None or setting.batch_size is None:
         return
     for factor in MICROBATCH_FACTORS:
         count = now.schedule.num_microbatches * factor

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.ir.measured import Prologue
 from penstock.ir.operations import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
@@ -31,7 +32,7 @@ from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
 from penstock.simulation.costs.messages import hops, message_costs
 from penstock.simulation.engine import simulate
 from penstock.simulation.message_latency import with_true_arrivals
-from penstock.simulation.prologue import Prologue, last_to_ask, with_first_waits
+from penstock.simulation.prologue import last_to_ask, with_first_waits
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,31 +9,14 @@ streamed data waits for its first microbatch by itself, before it asks the other
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from penstock.ir.measured import Prologue
 from penstock.ir.timeline import Timeline
 from penstock.simulation.blocks import waits_of_ranks
 from penstock.simulation.causes import Cause, IdleSpan, IdleTimes
-
-
-@dataclass(frozen=True, slots=True)
-class Prologue:
-    """The moments of one rank before a step, on the step's timeline, so below 0."""
-
-    free_s: float
-    """It was done with what came before."""
-    loaded_s: float
-    """It had its batch."""
-    asked_s: float
-    """It asked for the step."""
-
-    @property
-    def data_s(self) -> float:
-        """Seconds that it waited for its batch."""
-        return self.loaded_s - self.free_s
 
 
 def begin_of(timeline: Timeline, prologues: Sequence[Prologue]) -> float:

@@ -36,7 +36,6 @@ from penstock.train.stopping import EarlyStop, StopRequest
 from penstock.train.together import same_words
 from penstock.train.watching.metrics import MetricsWriter
 from penstock.train.watching.progress import screen_of, write_line
-from penstock.train.watching.recorded_step import recorded_step_to_json
 from penstock.train.watching.report import TrainingResult, device_line, opening_lines, write_report
 from penstock.train.watching.utilization import utilization_of
 
@@ -150,7 +149,7 @@ def _run_steps(
                 writer.write(metrics)
             if writer is not None and runner.recorded is not None and runner.recorded.step == step:
                 # At once: whoever asks where the time goes should not have to wait for the run's end.
-                folder.write(TIMELINE, recorded_step_to_json(runner.recorded))
+                folder.write(TIMELINE, runner.recorded.to_json().encode())
             is_last = early_stop.note(metrics.held_out_loss) or step == config.run.steps
             progress = Progress(step, metrics.outcome.loss, metrics.held_out_loss)
             checkpoints.after_step(progress, is_last=is_last)

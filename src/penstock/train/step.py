@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from penstock.errors import NotFinite, PenstockError
 from penstock.execute.batch.stream import Stream, as_part
 from penstock.execute.losses.results import StepResult
+from penstock.ir.measured import Prologue
+from penstock.ir.timeline import Timeline
 from penstock.pipeline import Pipeline
-from penstock.simulation.prologue import Prologue
 from penstock.train.data.batches import Batch, BatchReader
 from penstock.train.optimizing.precision import Precision
 from penstock.train.optimizing.update import Update
 from penstock.train.settings.sections import OptimizerSection
 from penstock.train.settings.steps import learning_rate_at
 from penstock.train.watching.progress import StepOutcome
-from penstock.train.watching.recorded_step import RecordedStep
 
 Batches = BatchReader | Sequence[Batch | tuple[Tensor, Tensor] | Stream]
 """The batches of one optimizer step; each is asked for just before its pipeline step, so that waits for it show.
@@ -189,22 +189,13 @@ class Trainer:
             self.pipeline.refuse(error)
         return Batch(batch) if isinstance(batch, Stream) else as_part(batch)
 
-    def _gather(self, number: int, moments_s: list[float]) -> RecordedStep:
+    def _gather(self, number: int, moments_s: list[float]) -> Timeline:
         """Put the recorded step together with what each rank of the replica did before it; a collective there."""
         recording = self.pipeline.recording
         assert recording is not None, "the last pipeline step was recorded"
         own = [recording.from_own_clock(moment_s) for moment_s in moments_s]
         everyone: list[Any] = self.pipeline.control.within.all_gather_object(own)
-        return RecordedStep(
-            number,
-            recording.timeline,
-            recording.message_bytes,
-            tuple(self.pipeline.layers_of_stage),
-            tuple(self.pipeline.layer_weights),
-            tuple(Prologue(*moments) for moments in everyone),
-            recording.early_weights,
-            self.pipeline.num_replicas,
-        )
+        return replace(recording.timeline, step=number, prologues=tuple(Prologue(*moments) for moments in everyone))
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.execute.undocumented_compiler import watch_compilations
+from penstock.ir.timeline import Timeline
 from penstock.train.data.batches import BatchReader, Wants
 from penstock.train.data.user_data import Dataset
 from penstock.train.devices import peak_bytes
@@ -17,7 +18,7 @@ from penstock.train.step import Trainer, advice_on, require_finite
 from penstock.train.stopping import refusing_exit
 from penstock.train.watching.profiler_window import ProfilerWindow
 from penstock.train.watching.progress import StepMetrics, StepOutcome
-from penstock.train.watching.recorded_step import RecordedStep, read_recorded_step
+from penstock.train.watching.recorded_step import read_recorded_step
 from penstock.train.watching.report import predict_again
 
 Say = Callable[[str], None]
@@ -30,7 +31,7 @@ class StepRunner:
     def __init__(self, config: RunConfig, dataset: Dataset, trainer: Trainer) -> None:
         """Read what is evaluated; training batches follow in `reading`."""
         self.trainer = trainer
-        self.recorded: RecordedStep | None = None
+        self.recorded: Timeline | None = None
         """The step to record as it was measured, once it has run."""
         self._recorded_step = config.recorded_step
         self._config = config
@@ -57,7 +58,7 @@ class StepRunner:
         with suppress(PenstockError):
             before = read_recorded_step(Path(run.folder))
         now = pipeline.program, tuple(pipeline.layers_of_stage), pipeline.num_replicas
-        is_same = before is not None and (before.timeline.program, before.layers_of_stage, before.num_replicas) == now
+        is_same = before is not None and (before.program, before.layers_of_stage, before.num_replicas) == now
         if pipeline.control.all_gather_object(is_same)[0]:  # rank 0 writes the file
             self.recorded = before
         else:
@@ -105,7 +106,7 @@ class StepRunner:
             outcome=outcome,
             num_tokens=sum(map(self._dataset.num_targets, numbers)),
             duration_s=duration_s,
-            bubble_fraction=None if outcome.recorded is None else outcome.recorded.timeline.bubble_fraction,
+            bubble_fraction=None if outcome.recorded is None else outcome.recorded.bubble_fraction,
             held_out_loss=self._held_out_loss(step, outcome, say),
             num_skipped=self.trainer.update.num_skipped,
             predicted_bubble_fraction=self._predicted_bubble(outcome),
@@ -119,7 +120,7 @@ class StepRunner:
         if outcome.recorded is None or self.trainer.pipeline.control.rank:
             return None
         try:
-            return predict_again(outcome.recorded.timeline)["predicted"].bubble_fraction
+            return predict_again(outcome.recorded)["predicted"].bubble_fraction
         except PenstockError:  # what is only told should not end a run
             return None
 

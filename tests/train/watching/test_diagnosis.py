@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.ir.measured import Prologue
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.lowering import lower
@@ -16,10 +17,8 @@ from penstock.schedules import build
 from penstock.searching.what_if import Setting
 from penstock.simulation import Costs, simulate
 from penstock.simulation.causes import Cause
-from penstock.simulation.prologue import Prologue
 from penstock.train.settings.config import config_from_table
 from penstock.train.watching.diagnosis import ReplicaWaits, diagnose, replica_waits, setting_of
-from penstock.train.watching.recorded_step import RecordedStep
 from tests.cli.recorded_steps import recorded_step as simulated_step
 from tests.planted import CLOCKS, Planted
 from tests.simulation.blocking import with_blocking_reductions
@@ -122,27 +121,26 @@ def recorded_step(schedule, seed):
     moments = np.sort(chance.uniform(-9, -1, (program.num_ranks, 3)))
     parts = [range(2 * place, 2 * place + 2) for place in range(len(program.placement.routes[0]))]
     place_of = {stage: place for route in program.placement.routes for place, stage in enumerate(route)}
-    return RecordedStep(
-        3,
+    return replace(
         measured,
-        (0,) * program.num_stages,
-        tuple(parts[place_of[stage]] for stage in range(program.num_stages)),
-        (1.0,) * (2 * len(parts)),
-        tuple(Prologue(*row) for row in moments.tolist()),
+        step=3,
+        message_bytes=(0,) * program.num_stages,
+        layers_of_stage=tuple(parts[place_of[stage]] for stage in range(program.num_stages)),
+        layer_weights=(1.0,) * (2 * len(parts)),
+        prologues=tuple(Prologue(*row) for row in moments.tolist()),
     )
 
 
 @given(schedules(), st.integers(0, 2**32))
 def test_the_causes_add_up_to_all_idle_time_from_when_a_rank_was_free_to_the_end(schedule, seed):
     recorded = recorded_step(schedule, seed)
-    timeline = recorded.timeline
-    if timeline.makespan_s == 0:
+    if recorded.makespan_s == 0:
         return
 
     idle = diagnose(recorded, Setting(batch_size=schedule.num_microbatches)).idle
 
-    end_s = timeline.end_s[timeline.program.is_compute].max()
-    expected = [end_s - lead_in.free_s - timeline.work_s[rank] for rank, lead_in in enumerate(recorded.prologues)]
+    end_s = recorded.end_s[recorded.program.is_compute].max()
+    expected = [end_s - lead_in.free_s - recorded.work_s[rank] for rank, lead_in in enumerate(recorded.prologues)]
     assert idle.by_rank.sum(axis=1) == pytest.approx(expected, abs=1e-6)
 
 

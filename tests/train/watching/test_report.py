@@ -21,12 +21,11 @@ from penstock.simulation import Costs, simulate
 from penstock.tables import NO_SCREEN, Screen
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.settings.config import config_from_table
-from penstock.train.watching.recorded_step import RecordedStep
 from penstock.train.watching.report import TrainingResult, device_line, opening_lines, predict_again, write_report
 from tests.local_pipelines import on_ranks
 from tests.train.local_ranks import small_layers, small_pipeline
 
-RESULT = TrainingResult(num_steps=40, loss=1.5, held_out_loss=1.75, recorded=None)
+RESULT = TrainingResult(num_steps=40, loss=1.5, held_out_loss=1.75, timeline=None)
 
 
 def measured_timeline():
@@ -36,8 +35,8 @@ def measured_timeline():
 
 
 def report_lines(folder, result=RESULT, measured=None, **options):
-    recorded = measured and RecordedStep(20, measured, (), (), (), ())
-    return list(write_report(RunFolder(folder), replace(result, recorded=recorded), 65.0, **options))
+    timeline = measured and replace(measured, step=20)
+    return list(write_report(RunFolder(folder), replace(result, timeline=timeline), 65.0, **options))
 
 
 def uncertainty_lines(measured):

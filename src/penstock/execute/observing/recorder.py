@@ -14,9 +14,9 @@ from penstock.execute.accelerator import is_queued, make_event
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
 from penstock.execute.observing.observer import Around, Observer
-from penstock.execute.split.planner import ImmediateWeights
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.device_queue import WaitForDevice, await_device
+from penstock.ir.measured import ImmediateWeights
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
 

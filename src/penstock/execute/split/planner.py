@@ -7,7 +7,6 @@ others wait is in the log at DEBUG. If much does not wait, a warning says so onc
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from operator import is_
@@ -19,6 +18,7 @@ from penstock.errors import listed, warn
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.split.graph_search import Survey, search
 from penstock.execute.split.plan import Shown, SplitPlan, plan_from
+from penstock.ir.measured import ImmediateWeights
 
 _LOG = logging.getLogger("penstock")
 SMALL = 2**21
@@ -40,18 +40,6 @@ class Reason(StrEnum):
     gradients would be added up in another order."""
     OWN = "its layer computes it"
     """No gradient came to it in I, and nothing that waits was found: its layer leaves it for later, or has none."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImmediateWeights:
-    """The weight gradients of a stage that are computed in I, where W was to compute them."""
-
-    share: float
-    """Of all elements of matrices in the stage."""
-    names: tuple[str, ...]
-    """Of their parameters, small ones too."""
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """The `Reason` of each, and of those that their layer computes by itself, by name."""
 
 
 class SplitPlanner:

@@ -14,13 +14,13 @@ from torch import nn
 
 from penstock.errors import PartitionError, nearest
 from penstock.execute.parameters.tied import TiedCopy
-from penstock.execute.split.planner import ImmediateWeights
 from penstock.execute.stages.layers import Layer, build_layer, layer_names, own_ties
 from penstock.execute.stages.names import full_name, named_parameters
 from penstock.execute.stages.skips import StageSkips, open_at
 from penstock.execute.stages.stage import Stage, distinct
 from penstock.execute.undocumented import has_hooks
 from penstock.execute.values.tensors import is_dtensor
+from penstock.ir.measured import ImmediateWeights
 from penstock.placement import Placement
 
 

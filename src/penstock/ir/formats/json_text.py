@@ -67,7 +67,7 @@ def schedule_from_json(text: str, file: str) -> dict[str, Any]:
     Raises:
         FormatError: with line and column for what is no JSON, else with the JSON path of what is wrong.
     """
-    reader = _Reader(file)
+    reader = JsonReader(file)
     document = reader.document(text, SCHEDULE_FORMAT, _SCHEDULE_KEYS)
     cells, fields = reader.table(document)
     problem = "a schedule has no communication; expected an action such as 0F0"
@@ -77,7 +77,7 @@ def schedule_from_json(text: str, file: str) -> dict[str, Any]:
 
 def program_from_json(text: str, file: str) -> dict[str, Any]:
     """Read a program; return the fields of a `Program`. Raises: FormatError, as `schedule_from_json`."""
-    reader = _Reader(file)
+    reader = JsonReader(file)
     document = reader.document(text, PROGRAM_FORMAT, _PROGRAM_KEYS, optional=(_OMITS, _UNITS))
     if document.get(_OMITS, True) is not True:
         raise reader.fail(_OMITS, f"{_shown(document[_OMITS])} does not fit; expected true, or no such key")
@@ -114,7 +114,7 @@ def kind_of_json(text: str, *, file: str = "<text>") -> str:
     Raises:
         FormatError: if it is no JSON object, or says neither.
     """
-    reader = _Reader(file)
+    reader = JsonReader(file)
     found = reader.object(text).get("format")
     if found not in (SCHEDULE_FORMAT, PROGRAM_FORMAT):
         raise reader.fail(
@@ -156,7 +156,7 @@ def _dump(value: Any) -> str:
     return orjson.dumps(value).decode()
 
 
-class _Reader:
+class JsonReader:
     """Checks the types of a document's parts and names the JSON path of the first that is wrong."""
 
     def __init__(self, file: str) -> None:

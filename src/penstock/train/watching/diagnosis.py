@@ -20,7 +20,6 @@ from penstock.simulation.losses import Loss, losses_of
 from penstock.simulation.message_latency import with_true_arrivals
 from penstock.simulation.prologue import begin_of, idle_before
 from penstock.train.settings.config import RunConfig
-from penstock.train.watching.recorded_step import RecordedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class ReplicaWaits:
 class Diagnosis:
     """Everything that is reported of a recorded step."""
 
-    recorded: RecordedStep
+    recorded: Timeline
     timeline: Timeline
     """As measured, but that messages arrive when they did and not when they were noticed."""
     predicted: Timeline
@@ -74,20 +73,20 @@ class Diagnosis:
 
 
 def diagnose(
-    recorded: RecordedStep,
+    recorded: Timeline,
     setting: Setting,
     *,
     profiled: Costs | LayerCosts | None = None,
     memory_limit: int | Sequence[int] | None = None,
 ) -> Diagnosis:
-    """Find out all about a recorded step.
+    """Find out all about a recorded step; where the layers of its stages are not known, no changes are tried.
 
     `profiled` are costs that were measured of the same model: they say what backwards take in two parts, else halves,
     and, per layer, what each layer takes of its stage, else its weight, and how large its activations are, else as
     large as another's. `memory_limit` counts activations.
     """
     shares = None if profiled is None else SplitShares.of(profiled, recorded.layers_of_stage)
-    timeline = with_true_arrivals(recorded.timeline)
+    timeline = with_true_arrivals(recorded)
     costs = costs_from_timelines([timeline], message_bytes=recorded.message_bytes, shares=shares or HALVES)
     run = _measured_run(recorded, timeline.program.actions(), costs, profiled)
     before = idle_before(timeline, recorded.prologues)
@@ -98,7 +97,7 @@ def diagnose(
         simulate(timeline.program, costs),
         IdleTimes(before.by_rank + within.by_rank),
         losses_of(timeline, costs, recorded.prologues),
-        what_if(run, setting),
+        what_if(run, setting) if run.layers_of_stage else [],
         costs.spreads,
         shares is not None,
         bool(run.activation_bytes),
@@ -107,7 +106,7 @@ def diagnose(
 
 
 def _measured_run(
-    recorded: RecordedStep, schedule: Schedule, costs: Costs, profiled: Costs | LayerCosts | None
+    recorded: Timeline, schedule: Schedule, costs: Costs, profiled: Costs | LayerCosts | None
 ) -> MeasuredRun:
     """Return the plan that ran, with what was profiled, if it is per layer and of as many layers.
 

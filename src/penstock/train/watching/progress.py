@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from penstock.ir.timeline import Timeline
 from penstock.show.text import format_bytes
 from penstock.tables import NO_SCREEN, Screen
-from penstock.train.watching.recorded_step import RecordedStep
 
 MISSING = "-"
 SECONDS_BETWEEN_LINES = 5.0
@@ -30,7 +30,7 @@ class StepOutcome:
     gradient_norm: float | None
     """Over all ranks, before clipping; None in a dry run, in which no gradient is whole."""
     learning_rate: float
-    recorded: RecordedStep | None = None
+    recorded: Timeline | None = None
     """The last pipeline step as it was measured, if it was to be recorded."""
     named_losses: Mapping[str, float] = field(default_factory=dict)
     """Mean over the batches of every loss that has a name, those that layers add before their weights."""

@@ -31,7 +31,6 @@ from penstock.train.optimizing.precision import Precision, note_on_speed
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.optional_packages import describe_missing_pictures
 from penstock.train.watching.progress import duration_text
-from penstock.train.watching.recorded_step import RecordedStep
 
 Timelines = Mapping[str, Timeline]
 """By name: "predicted" and "measured"; empty where no step was recorded."""
@@ -47,16 +46,12 @@ class TrainingResult:
     """Of the last step, in nats per token."""
     held_out_loss: float | None
     """After the last step, in nats per token; None where it was not asked for."""
-    recorded: RecordedStep | None
+    timeline: Timeline | None
     """The step to record as it was measured, of this rank's replica; None where none was."""
     peak_bytes: Sequence[int] = ()
     """The most memory of each rank of the first replica; empty where it was not gathered."""
     num_earlier: int = 0
     """Steps that ran before this run was continued."""
-
-    @property
-    def timeline(self) -> Timeline | None:
-        return None if self.recorded is None else self.recorded.timeline
 
 
 def device_line(config: RunConfig) -> str:
@@ -124,11 +119,11 @@ def write_report(
     folder.write(SUMMARY, orjson.dumps(_summary(result, duration_s, timelines), option=orjson.OPT_INDENT_2))
     yield from _findings(result, duration_s, timelines)
     yield from _table_of_ranks(result, timelines, screen)
-    if result.recorded is not None:
+    if result.timeline is not None:
         folder.write(TRACE, to_trace(timelines))
         yield from _draw(folder, timelines)
         try:
-            folder.write(PAGE, page_of_step(timelines, result.recorded.step))
+            folder.write(PAGE, page_of_step(timelines, result.timeline.step))
         except ConfigError as error:
             yield f"{PAGE} was not made: {error}"
     yield f"\nIn {folder.path}:"
@@ -163,7 +158,7 @@ def _findings(result: TrainingResult, duration_s: float, timelines: Timelines) -
     of_all = count_of(result.num_steps, "step")
     steps = f"{result.num_steps - result.num_earlier} of {of_all}" if result.num_earlier else of_all  # continued
     yield f"\n{held_out}loss {result.loss:.4f}, {steps} in {duration_text(duration_s)}"
-    step = result.recorded.step if result.recorded else 0
+    step = result.timeline.step if result.timeline else 0
     for name, timeline in timelines.items():
         uncertainty_s = timeline.clock_uncertainty_s
         within = f"; times of different hosts within {format_seconds(uncertainty_s)} of each other"
@@ -220,6 +215,6 @@ def _summary(result: TrainingResult, duration_s: float, timelines: Timelines) ->
         "duration_s": duration_s,
         "loss": result.loss,
         "held_out_loss": result.held_out_loss,
-        "recorded_step": result.recorded.step if result.recorded else None,
+        "recorded_step": result.timeline.step if result.timeline else None,
         "timelines": figures,
     }
