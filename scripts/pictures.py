@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import penstock as ps  # noqa: E402
 from penstock.cli.entry import main as penstock  # noqa: E402
-from penstock.cli.pictures import predicted_picture  # noqa: E402
 from penstock.cli.searched import Within, combined, rows_to_picture, to_picture  # noqa: E402
 from penstock.ir.timeline import Timeline  # noqa: E402
 from penstock.proofs import Limit  # noqa: E402
@@ -28,6 +27,7 @@ from penstock.show.chart import timeline_chart  # noqa: E402
 from penstock.show.figures import describe_shape, idle_share  # noqa: E402
 from penstock.show.lanes import Detail, Lane, TimeScale, draw_lanes  # noqa: E402
 from penstock.show.palette import THEMES, Theme  # noqa: E402
+from penstock.show.picture import picture_of  # noqa: E402
 from penstock.show.sheet import Sheet  # noqa: E402
 from penstock.show.text import format_seconds, format_share  # noqa: E402
 from penstock.simulation.costs.file import load_costs  # noqa: E402
@@ -147,7 +147,7 @@ def before_search(theme: Theme) -> bytes:
     costs = costs_of_search()
     timeline = ps.simulate(ps.lower(ps.build("1f1b", ranks=4, microbatches=12)), costs)
     title = f"{describe_shape(timeline.program)}, predicted with costs.toml"
-    return predicted_picture(timeline, costs, title=title, format="svg", theme=theme.name)
+    return picture_of(timeline, "svg", costs=costs, title=title, theme=theme.name)
 
 
 def after_search(theme: Theme) -> bytes:

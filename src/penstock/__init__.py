@@ -59,6 +59,7 @@ _HOMES = {
     "build": "penstock.schedules",
     "check": "penstock.proofs",
     "cut": "penstock.checkpoints.cutting",
+    "draw": "penstock.show.picture",
     "from_transformers": "penstock.hugging_face.from_transformers",
     "load_checkpoint": "penstock.checkpoints.loading",
     "lower": "penstock.lowering",

@@ -48,6 +48,7 @@ from penstock.planning import plan as plan
 from penstock.proofs import check as check
 from penstock.schedules import build as build
 from penstock.searching.search import search as search
+from penstock.show.picture import draw as draw
 from penstock.simulation import Costs as Costs
 from penstock.simulation import LayerCosts as LayerCosts
 from penstock.simulation import simulate as simulate

@@ -6,17 +6,9 @@ from argparse import Namespace
 
 import pytest
 
-from penstock.cli.pictures import (
-    CHARTS,
-    SUFFIXES,
-    TABLE,
-    Output,
-    predicted_picture,
-    refuse_useless,
-    wanted_format,
-)
+from penstock.cli.pictures import TABLE, Output, refuse_useless, wanted_format
 from penstock.errors import ConfigError, PenstockError
-from tests.show.timelines import COSTS, timeline_of
+from penstock.show import CHARTS, SUFFIXES
 
 
 def asked(format=None, output=None, **others):
@@ -95,18 +87,6 @@ def test_standard_output_gets_the_bytes(capsysbinary):
     Output("png").write(b"\x89PNG\xff")
 
     assert capsysbinary.readouterr().out == b"\x89PNG\xff"
-
-
-@pytest.mark.parametrize(
-    ("format", "first"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("html", b"<!DOCTYPE html>"), ("trace", b"{")]
-)
-def test_a_prediction_is_drawn_in_every_format(format, first):
-    timeline = timeline_of(2, 2)
-
-    picture = predicted_picture(timeline, COSTS, title="mine", format=format, theme=None, more={"gap": "3 %"})
-
-    assert picture.startswith(first)
-    assert format in ("png", "trace") or (b"mine" in picture and b"3 %" in picture)
 
 
 def test_a_terminal_gets_no_binary(monkeypatch, tmp_path):

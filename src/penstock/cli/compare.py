@@ -3,8 +3,9 @@
 from argparse import ArgumentParser, Namespace
 
 from penstock.cli.arguments import add_memory_limit, add_repeated, add_schedules, add_sharding, add_split
-from penstock.cli.pictures import CHARTS, TABLE, TABLE_SUFFIXES, Output, add_result_arguments
+from penstock.cli.pictures import TABLE, TABLE_SUFFIXES, Output, add_result_arguments
 from penstock.cli.status import ExitStatus
+from penstock.show import CHARTS
 
 SUMMARY = "Compare schedules: makespan, bubble, memory and messages under given costs."
 

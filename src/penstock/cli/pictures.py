@@ -1,28 +1,21 @@
-"""Results on the command line: which format is wanted, how a timeline is drawn in it, and where it goes."""
+"""Results on the command line: which format is wanted, and where it goes."""
 
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from penstock.cli.arguments import add_format, add_output
 from penstock.cli.output import path_to_write, say, stdout_screen
 from penstock.errors import ConfigError
+from penstock.show import CHART_SUFFIXES, PICTURES
 from penstock.tables import NO_SCREEN, Screen
 
-PICTURES = ("svg", "png", "html", "trace")
-"""`trace` is for Perfetto or chrome://tracing."""
-CHARTS = ("svg", "png", "html")
-"""These have colours, and so a theme."""
 THEMES = ("light", "dark")
 BINARY = ("png",)
 TABLE = "table"
 """For people to read; every other format has its own encoding."""
-CHART_SUFFIXES = {".svg": "svg", ".png": "png", ".html": "html", ".htm": "html"}
-SUFFIXES = CHART_SUFFIXES | {".trace": "trace"}
-"""In which format a picture is drawn whose name ends so."""
 TABLE_SUFFIXES = {".txt": TABLE, ".json": "json"} | CHART_SUFFIXES
 """The same where a result is figures, which can be drawn."""
 
@@ -117,23 +110,3 @@ def refuse_useless(arguments: Namespace, name: str, format: str, formats: Sequen
     """Refuse an argument that only some formats take, where another one is written: it would change nothing."""
     if getattr(arguments, name) is not None and format not in formats:
         raise ConfigError(f"only for {', '.join(formats)}; leave it out for {format}", key=f"--{name}")
-
-
-def predicted_picture(
-    timeline: Any, costs: Any, *, title: str, format: str, theme: str | None, more: Mapping[str, str] | None = None
-) -> bytes:
-    """Draw a timeline that was predicted with these costs; `more` are figures beside its own.
-
-    Raises:
-        ConfigError: for more blocks than a page holds, and where a chart needs matplotlib and it is not installed.
-    """
-    from penstock.show.chart import timeline_chart
-    from penstock.show.page import to_page
-    from penstock.show.trace import to_trace
-
-    if format == "trace":
-        return to_trace({"predicted": timeline})
-    if format == "html":
-        costs = {"predicted": costs}
-        return to_page({"predicted": timeline}, costs=costs, title=title, theme=theme, more=more)
-    return timeline_chart(timeline, format=format, title=title, theme=theme or "light", more=more)

@@ -8,10 +8,11 @@ from typing import Any
 
 from penstock.cli.arguments import MEMORY_LIMIT, add_memory_limit, add_repeated, add_split, memory_limit_of
 from penstock.cli.output import complain, path_to_write
-from penstock.cli.pictures import CHARTS, TABLE, TABLE_SUFFIXES, Output, add_result_arguments
+from penstock.cli.pictures import TABLE, TABLE_SUFFIXES, Output, add_result_arguments
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError, ScheduleError, count_of
 from penstock.ir.formats import FORMAT_OF_SUFFIX
+from penstock.show import CHARTS
 
 SUMMARY = "Search for the order that takes least time under given costs and memory, and bound what is possible."
 PLACEMENTS = ("line", "loop", "v", "wave", "any")

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from penstock.cli.pictures import predicted_picture
 from penstock.errors import count_of
 from penstock.ir.units import byte_unit, format_bytes
 from penstock.proofs import Limit
@@ -13,6 +12,7 @@ from penstock.searching.front import pareto_front
 from penstock.searching.result import SearchResult, best_result
 from penstock.show.figures import describe_shape
 from penstock.show.pareto import Candidate, Caption, LowerBound, pareto_picture
+from penstock.show.picture import picture_of
 from penstock.show.text import format_seconds
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
 
@@ -169,7 +169,7 @@ def to_picture(found: SearchResult, *, costs_text: str, limit: Limit | None, for
     name = "lower bound" if found.objective == "makespan" else "lower bound of the span"
     more = {"with static bytes": format_bytes(max(found.peak_bytes))} if any(found.timeline.static_bytes) else {}
     more |= {name: format_seconds(found.lower_bound_s), "gap": NO_SHORTER if found.is_optimal else _percent(found.gap)}
-    return predicted_picture(found.timeline, found.costs, title=title, format=format, theme=theme, more=more)
+    return picture_of(found.timeline, format, costs=found.costs, title=title, theme=theme, more=more)
 
 
 def rows_to_picture(

@@ -2,23 +2,15 @@
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from penstock.cli.arguments import add_one_schedule, add_sharding, add_split
-from penstock.cli.pictures import (
-    CHARTS,
-    PICTURES,
-    SUFFIXES,
-    Output,
-    add_result_arguments,
-    predicted_picture,
-    refuse_useless,
-)
+from penstock.cli.pictures import Output, add_result_arguments, refuse_useless
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError, count_of
 from penstock.ir.formats import FORMAT_OF_SUFFIX, WRITABLE
+from penstock.show import CHARTS, PICTURES, SUFFIXES
 
 SUMMARY = "Print a schedule, or the program it is lowered to, or draw its timeline, or a recorded step's."
 OF_SCHEDULES = (
@@ -55,14 +47,17 @@ def run(arguments: Namespace) -> int:
     from penstock.cli.wanted import wanted_schedule
     from penstock.ir.writing import write_table
     from penstock.lowering import NOT_SHARDED, lower
+    from penstock.show.picture import picture_of
 
     takes = {"costs": PICTURES, "split": PICTURES, "theme": CHARTS}
     output = Output.of(arguments, FORMAT_OF_SUFFIX | SUFFIXES, "grid", takes)
     format = output.format
     recorded = _recorded_step(arguments)
     if format in PICTURES:
-        draw = _picture if recorded is None else partial(_picture_of_step, recorded)
-        output.write(draw(format, arguments))
+        if recorded is None:
+            output.write(_picture(format, arguments))
+        else:
+            output.write(picture_of(recorded, format, theme=arguments.theme))
         return ExitStatus.FINE
     program = None if recorded is None else recorded.program
     schedule = wanted_schedule(arguments) if program is None else program.actions()
@@ -102,31 +97,13 @@ def _recorded_step(arguments: Namespace) -> Any:
     return Timeline.load(name)
 
 
-def _picture_of_step(recorded: Any, format: str, arguments: Namespace) -> bytes:
-    """Draw a step as it was measured, and as it is predicted with its own costs; one that was not measured, alone."""
-    from penstock.show.chart import overlay_chart
-    from penstock.show.figures import describe_shape
-    from penstock.show.trace import to_trace
-    from penstock.train.watching.report import page_of_step, predict_again
-
-    if recorded.source != "measured":
-        title = f"{describe_shape(recorded.program)}, {recorded.source}"
-        return predicted_picture(recorded, None, title=title, format=format, theme=arguments.theme)
-    timelines = predict_again(recorded)
-    if format == "trace":
-        return to_trace(timelines)
-    if format == "html":
-        return page_of_step(timelines, recorded.step, theme=arguments.theme)
-    measured, predicted = timelines["measured"], timelines["predicted"]
-    return overlay_chart(measured, predicted, format=format, theme=arguments.theme or "light")
-
-
 def _picture(format: str, arguments: Namespace) -> bytes:
     """Draw the timeline that the lowered schedule has under the costs."""
     from penstock.cli.given_costs import costs_of_replicas, costs_of_table, sharding_of
     from penstock.cli.wanted import wanted_schedule
     from penstock.lowering import NOT_SHARDED, lower
     from penstock.show.figures import describe_shape
+    from penstock.show.picture import picture_of
     from penstock.simulation import simulate
 
     schedule = wanted_schedule(arguments)
@@ -137,4 +114,4 @@ def _picture(format: str, arguments: Namespace) -> bytes:
     title = f"{describe_shape(timeline.program)}, predicted with {text}" + f", {split}" * bool(split)
     title += f", shard {sharding.shard}" * (sharding != NOT_SHARDED)
     title += f", {count_of(costs.replicas, 'replica')}" * (arguments.data is not None)
-    return predicted_picture(timeline, costs, title=title, format=format, theme=arguments.theme)
+    return picture_of(timeline, format, costs=costs, title=title, theme=arguments.theme)

@@ -194,7 +194,9 @@ class Timeline:
         """
         target = Path(path)
         if target.suffix.lower() != ".json":
-            raise ConfigError(f"{target} does not end in .json, the format of a saved timeline; end it so", key="path")
+            raise ConfigError(
+                f"{target} does not end in .json; end it so, or draw a picture with penstock.draw", key="path"
+            )
         with atomic_file(target) as file:
             file.write(self.to_json().encode())
 

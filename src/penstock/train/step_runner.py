@@ -10,6 +10,7 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.execute.undocumented_compiler import watch_compilations
 from penstock.ir.timeline import Timeline
+from penstock.show.picture import predict_again
 from penstock.train.data.batches import BatchReader, Wants
 from penstock.train.data.user_data import Dataset
 from penstock.train.devices import peak_bytes
@@ -19,7 +20,6 @@ from penstock.train.stopping import refusing_exit
 from penstock.train.watching.profiler_window import ProfilerWindow
 from penstock.train.watching.progress import StepMetrics, StepOutcome
 from penstock.train.watching.recorded_step import read_recorded_step
-from penstock.train.watching.report import predict_again
 
 Say = Callable[[str], None]
 """Shows a line to people."""

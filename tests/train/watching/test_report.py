@@ -21,7 +21,7 @@ from penstock.simulation import Costs, simulate
 from penstock.tables import NO_SCREEN, Screen
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.settings.config import config_from_table
-from penstock.train.watching.report import TrainingResult, device_line, opening_lines, predict_again, write_report
+from penstock.train.watching.report import TrainingResult, device_line, opening_lines, write_report
 from tests.local_pipelines import on_ranks
 from tests.train.local_ranks import small_layers, small_pipeline
 
@@ -45,13 +45,6 @@ def uncertainty_lines(measured):
         lines = report_lines(Path(folder), measured=measured)
     told = [line for line in lines if "times of different hosts within 12.0 µs of each other" in line]
     return [line.partition(":")[0] for line in told]
-
-
-def test_a_prediction_from_the_measured_costs_comes_near_the_measurement():
-    timelines = predict_again(measured_timeline())
-
-    assert [timeline.source for timeline in timelines.values()] == ["predicted", "measured"]
-    assert timelines["predicted"].makespan_s == pytest.approx(timelines["measured"].makespan_s, rel=0.01)
 
 
 @pytest.mark.feature("H7")

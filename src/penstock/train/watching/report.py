@@ -4,7 +4,7 @@ First: where it computes, what is trained on how much text, and how the model is
 measured and predicted, and where to find all that.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -18,12 +18,9 @@ from penstock.models import LayerSpec, count_parameters
 from penstock.pipeline import Pipeline
 from penstock.planning import few_microbatches
 from penstock.show.chart import draw_overlay
-from penstock.show.figures import describe_shape
-from penstock.show.page import to_page
+from penstock.show.picture import Timelines, page_of_step, predict_again
 from penstock.show.text import format_bytes, format_seconds, format_share
 from penstock.show.trace import to_trace
-from penstock.simulation import simulate
-from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
 from penstock.train.devices import device_of_rank
 from penstock.train.folder.run_folder import MEANING, PAGE, PICTURE, SUMMARY, TENSORBOARD, TRACE, RunFolder
@@ -31,9 +28,6 @@ from penstock.train.optimizing.precision import Precision, note_on_speed
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.optional_packages import describe_missing_pictures
 from penstock.train.watching.progress import duration_text
-
-Timelines = Mapping[str, Timeline]
-"""By name: "predicted" and "measured"; empty where no step was recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +91,6 @@ def _first_line(config: RunConfig, num_parameters: int, num_tokens: int | None) 
     )
 
 
-def predict_again(measured: Timeline | None) -> Timelines:
-    """Return the measured timeline, and what the simulator makes of its costs."""
-    if measured is None:
-        return {}
-    return {"predicted": simulate(measured.program, costs_from_timeline(measured)), "measured": measured}
-
-
 def write_report(
     folder: RunFolder, result: TrainingResult, duration_s: float, screen: Screen = NO_SCREEN
 ) -> Iterator[str]:
@@ -123,7 +110,7 @@ def write_report(
         folder.write(TRACE, to_trace(timelines))
         yield from _draw(folder, timelines)
         try:
-            folder.write(PAGE, page_of_step(timelines, result.timeline.step))
+            folder.write(PAGE, page_of_step(timelines))
         except ConfigError as error:
             yield f"{PAGE} was not made: {error}"
     yield f"\nIn {folder.path}:"
@@ -140,17 +127,6 @@ def _draw(folder: RunFolder, timelines: Timelines) -> Iterator[str]:
     except BaseException:
         path.unlink(missing_ok=True)  # half a picture shows nothing
         raise
-
-
-def page_of_step(timelines: Timelines, step: int, *, theme: str | None = None) -> bytes:
-    """Return a page that shows a recorded step, rank by rank measured above predicted.
-
-    Raises:
-        ConfigError: an unknown theme, or more computations than a page holds.
-    """
-    title = f"{describe_shape(timelines['measured'].program)}, step {step}: measured above predicted"
-    shown = {name: timelines[name] for name in ("measured", "predicted")}
-    return to_page(shown, main="measured", title=title, theme=theme)
 
 
 def _findings(result: TrainingResult, duration_s: float, timelines: Timelines) -> Iterator[str]:
