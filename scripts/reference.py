@@ -35,7 +35,7 @@ GROUPS = {
         "Run a schedule on a model.",
         ["Pipeline", "cut", "from_transformers", "LayerSpec", "Skip", "Carry", "AuxiliaryLoss", "LossOutput"],
     ),
-    "Checkpoints": ("Save and load a training.", ["save_checkpoint", "load_checkpoint"]),
+    "Checkpoints": ("Save and load a training.", ["save_checkpoint", "latest_checkpoint", "load_checkpoint"]),
     "Custom backwards": (
         "Ask in the backward of a custom function which half of a split backward runs.",
         ["wants_input_gradient", "wants_weight_gradient"],

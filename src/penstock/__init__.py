@@ -61,6 +61,7 @@ _HOMES = {
     "cut": "penstock.checkpoints.cutting",
     "draw": "penstock.show.picture",
     "from_transformers": "penstock.hugging_face.from_transformers",
+    "latest_checkpoint": "penstock.checkpoints.verification",
     "load_checkpoint": "penstock.checkpoints.loading",
     "lower": "penstock.lowering",
     "measure_layers": "penstock.train.measuring.measure",

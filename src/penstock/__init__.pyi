@@ -2,6 +2,7 @@
 
 from penstock.checkpoints.cutting import cut as cut
 from penstock.checkpoints.loading import load_checkpoint as load_checkpoint
+from penstock.checkpoints.verification import latest_checkpoint as latest_checkpoint
 from penstock.checkpoints.writer import save_checkpoint as save_checkpoint
 from penstock.errors import CheckpointError as CheckpointError
 from penstock.errors import ConfigError as ConfigError

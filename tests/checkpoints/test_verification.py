@@ -8,11 +8,12 @@ import pytest
 
 from penstock.checkpoints import manifest
 from penstock.checkpoints.manifest import MANIFEST, UnreadableFormat, manifest_bytes, read_manifest
-from penstock.checkpoints.verification import candidates, find_newest, newest_readable, verify
+from penstock.checkpoints.verification import candidates, find_newest, latest_checkpoint, newest_readable, verify
 from penstock.errors import CheckpointError
 from penstock.execute.control.collectives import Control
 from tests.checkpoints.training import train
 from tests.local_pipelines import error_of, on_ranks
+from tests.train.local_ranks import on_small_pipelines
 
 NUM_FLIPS = 1000
 
@@ -156,7 +157,49 @@ def test_a_folder_without_any_is_refused(tmp_path):
     error = error_of(lambda: find(tmp_path))
 
     assert isinstance(error, CheckpointError)
-    assert str(error) == f"{tmp_path}: holds no checkpoint; expected folders step-N, each with a checkpoint.json"
+    expected = (
+        "holds no checkpoint; expected folders step-N, each with a checkpoint.json. penstock.latest_checkpoint tells"
+    )
+    assert str(error) == f"{tmp_path}: {expected} before whether there is one"
+
+
+def latest(folder, num_ranks=2):
+    """Return what `latest_checkpoint` returns on every rank."""
+    return on_small_pipelines(num_ranks, lambda pipeline: latest_checkpoint(folder, pipeline))
+
+
+def test_the_latest_checkpoint_is_told_before_training(folder):
+    assert latest(folder) == [folder / "step-2"] * 2
+    assert latest(str(folder / "step-1"), 1) == [folder / "step-1"]
+
+
+def test_a_folder_that_is_empty_or_not_there_has_no_latest_checkpoint(tmp_path):
+    (tmp_path / "empty").mkdir()
+
+    assert latest(tmp_path / "empty") == [None, None]
+    assert latest(tmp_path / "nowhere") == [None, None]
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_what_rank_0_sees_counts_on_all_ranks(folder, tmp_path):
+    def case(pipeline):
+        return latest_checkpoint(folder if pipeline.rank == 0 else tmp_path / "late", pipeline)
+
+    assert on_small_pipelines(2, case) == [folder / "step-2"] * 2
+
+
+def test_where_no_checkpoint_can_be_every_rank_is_told(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    for step in (1, 2):
+        (folder / f"step-{step}" / MANIFEST).unlink()
+
+    for path, told in (
+        (tmp_path / "file", "file: is no folder"),
+        (folder, "none of 2 checkpoints is as it was written"),
+    ):
+        errors = on_small_pipelines(2, lambda pipeline, path=path: error_of(latest_checkpoint, path, pipeline))
+        assert [type(error) for error in errors] == [CheckpointError] * 2
+        assert told in str(errors[1])
 
 
 def test_a_pickle_in_the_newest_is_refused_and_no_older_one_taken(folder):

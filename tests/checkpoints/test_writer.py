@@ -269,6 +269,28 @@ def test_the_last_ones_stay(tmp_path, on_one_rank):
     assert names(tmp_path) == ["step-3", "step-5", "step-6"]
 
 
+def test_so_many_checkpoints_stay_as_are_asked_for(tmp_path, on_one_rank):
+    pipeline, optimizer, _ = on_one_rank(tmp_path)
+    for step in range(1, 5):
+        save_checkpoint(tmp_path, pipeline, optimizer, step=step, keep=2)
+    assert names(tmp_path) == ["step-3", "step-4"]
+
+    save_checkpoint(tmp_path, pipeline, optimizer, step=5)
+    assert names(tmp_path) == ["step-3", "step-4", "step-5"]
+
+
+@pytest.mark.parametrize("keep", [-1, True, 1.5, "3", None])
+def test_a_number_of_checkpoints_that_is_none_is_refused_before_anything_is_written(tmp_path, keep):
+    def case(pipeline):
+        return error_of(lambda: save_checkpoint(tmp_path, pipeline, step=1, keep=keep))
+
+    errors = on_small_pipelines(2, case)
+
+    assert [type(error) for error in errors] == [NotSaved] * 2
+    assert re.match(r"keep: .*; expected a number of checkpoints, or 0 for all", str(errors[0]))
+    assert names(tmp_path) == []
+
+
 def test_an_old_one_that_cannot_be_removed_is_warned_of_once_and_ends_nothing(tmp_path, monkeypatch, on_one_rank):
     _, _, checkpoints = on_one_rank(tmp_path, keep_last=1)
 

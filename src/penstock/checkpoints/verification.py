@@ -20,6 +20,7 @@ from penstock.checkpoints.manifest import (
 from penstock.checkpoints.shards import pickles_in, problem_of, shapes_of
 from penstock.errors import CheckpointError
 from penstock.execute.control.collectives import Control
+from penstock.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,28 @@ def newest_readable(folder: Path) -> Path | None:
     return None
 
 
+def latest_checkpoint(folder: str | Path, pipeline: Pipeline) -> Path | None:
+    """Return the newest checkpoint `folder/step-N`, or None where there is none yet; every rank calls it.
+
+    Call it before training, to continue, or to see that a new training finds a folder without steps of another one:
+    a checkpoint is never written over. A folder that is empty, or not there, has none. Rank 0 looks, and tells all
+    ranks. Only what describes the checkpoint is read, so `load_checkpoint` may find it damaged and take an older one.
+
+    Raises:
+        CheckpointError: on every rank: `folder` is no folder, or none of its checkpoints can be read.
+        PipelineError: a rank is lost.
+    """
+    path = Path(folder)
+
+    def newest() -> str:
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(f"{path}: is no folder, so no checkpoint can be in it; give another name")
+        return str(newest_readable(path) or "")
+
+    name: str = pipeline.control.on_rank_0(newest, failing_as(CheckpointError))
+    return Path(name) if name else None
+
+
 def find_newest(control: Control, folder: Path) -> FoundCheckpoint:
     """Return the newest checkpoint in a folder that verifies, the same on every rank; every rank calls it.
 
@@ -92,7 +115,10 @@ def find_newest(control: Control, folder: Path) -> FoundCheckpoint:
     fails_as = failing_as(CheckpointError)
     names: list[str] = control.on_rank_0(lambda: list(map(str, candidates(folder))), fails_as)
     if not names:
-        raise CheckpointError(f"{folder}: holds no checkpoint; expected folders step-N, each with a {MANIFEST}")
+        raise CheckpointError(
+            f"{folder}: holds no checkpoint; expected folders step-N, each with a {MANIFEST}. "
+            "penstock.latest_checkpoint tells before whether there is one"
+        )
     damaged: list[str] = []
     for path in map(Path, names):
         problem, is_final = _first_problem(control, path)

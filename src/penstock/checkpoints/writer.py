@@ -108,6 +108,9 @@ class CheckpointWriter:
         def describe() -> tuple[int, str, dict[str, Any]]:
             if not isinstance(step, int) or isinstance(step, bool) or step < 0:
                 raise NotSaved(f"step: {described(step)}; expected a whole number, at least 0")
+            keep = self._keep["keep_last"]
+            if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
+                raise NotSaved(f"keep: {described(keep)}; expected a number of checkpoints, or 0 for all")
             return step, _json_of(given), random_state(self._pipeline.device)
 
         content, everyone, others = gather_content(self._pipeline, self._optimizer, describe)
@@ -333,16 +336,18 @@ def save_checkpoint(
     *,
     step: int,
     extra: Mapping[str, Any] | None = None,
+    keep: int = 0,
 ) -> None:
     """Write the model's and the optimizer's state of all ranks into `folder/step-N`; every rank calls it.
 
     The folder has this name when it is whole and on the disk, and that is when this returns; a checkpoint that is
-    there is never written over. Every rank writes what it holds, so all need to see the folder. The optimizer is this
-    rank's. `extra` is JSON, the same on all ranks: what else the loop needs, such as a scheduler's state. Saved, too:
-    where the random numbers of every rank are. No pickle is written.
+    there is never written over; `latest_checkpoint` tells before training which is the newest. With `keep`, only so
+    many checkpoints stay, this one and those of the steps before it; 0 keeps all. Every rank writes what it holds, so
+    all need to see the folder. The optimizer is this rank's. `extra` is JSON, the same on all ranks: what else the loop
+    needs, such as a scheduler's state. Saved, too: where the random numbers of every rank are. No pickle is written.
 
     Raises:
         CheckpointError: on every rank, if anything cannot be saved on any, or the folder cannot be written.
         PipelineError: a rank is lost.
     """
-    CheckpointWriter(folder, pipeline, optimizer, asynchronous=False).save(step, extra)
+    CheckpointWriter(folder, pipeline, optimizer, keep_last=keep, asynchronous=False).save(step, extra)
