@@ -22,7 +22,7 @@ from penstock.placement import Placement
 from penstock.proofs import NO_DEMAND, Demand, prove
 from penstock.schedules import build, find_family, is_family_name
 from penstock.simulation import Costs, LayerCosts, simulate
-from penstock.simulation.costs.equal_work import share_of_rank
+from penstock.simulation.costs.equal_work import has_entry_per_rank, share_of_rank
 
 T = TypeVar("T", Schedule, Program)
 DEFAULT_MICROBATCHES = 8
@@ -192,11 +192,14 @@ def _require_fit(
 def stage_costs(costs: Costs | LayerCosts, table: Schedule | Program) -> Costs:
     """Return what the stages of a schedule or program cost; costs per layer are added up as `layers_of_stages` says.
 
+    The stages of a rank share what has an entry per rank, as in `equal_work_costs`. One entry for all is that of each
+    stage.
+
     Raises:
         PartitionError, ConfigError: as `layers_of_stages`.
     """
     if isinstance(costs, Costs):
-        return costs
+        return share_of_rank(costs, table) if has_entry_per_rank(costs, table.placement) else costs
     return costs.of_table(table, layers_of_stages(costs, table.placement))
 
 
@@ -210,9 +213,9 @@ def equal_work_costs(costs: Costs | LayerCosts, schedule: Schedule, *, per_actio
     Raises:
         PartitionError, ConfigError: as `layers_of_stages`.
     """
-    if per_action or isinstance(costs, LayerCosts):
+    if isinstance(costs, LayerCosts):
         return stage_costs(costs, schedule)
-    return share_of_rank(costs, schedule)
+    return costs if per_action else share_of_rank(costs, schedule)
 
 
 def layers_of_stages(costs: LayerCosts, placement: Placement) -> tuple[range, ...]:

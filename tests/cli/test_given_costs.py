@@ -180,3 +180,86 @@ def test_a_way_to_shard_alone_means_the_replicas_of_the_costs():
 def test_what_cannot_be_or_does_not_belong_together_is_refused(options, told):
     with pytest.raises(ConfigError, match=told):
         costs_of_replicas(given(**{"data": 1} | options), UNIT)
+
+
+# ---- ranks that take longer
+
+
+def figures(printed, *words):
+    """Return the makespan of each schedule of a comparison, by its name."""
+    return {row["name"]: row["makespan_s"] for row in json.loads(printed("compare", *words, "--to", "json"))}
+
+
+def test_a_heavy_rank_is_one_option_for_all_families(printed):
+    shape = ["all", "--ranks", "4", "--microbatches", "8"]
+    listed = figures(printed, *shape, "--costs", "F=1,1,1,2,I=1,1,1,2,W=1,1,1,2")
+
+    heavy = figures(printed, *shape, "--heavy", "3=2")
+
+    assert heavy == listed
+    assert None not in heavy.values()
+    assert heavy["zbv"] > figures(printed, *shape)["zbv"]
+    assert "F=1,I=1,W=1, heavy 3=2 is all that a rank does" in printed("compare", *shape, "--heavy", "3=2")
+
+
+def test_costs_per_rank_are_shared_by_the_stages_of_a_rank_in_every_command(printed, tmp_path):
+    (tmp_path / "ranks.toml").write_text("forward_s = [1, 3]\nbackward_input_s = 1\nbackward_weight_s = 1\n")
+    (tmp_path / "zbv.csv").write_text(build("zbv", ranks=2, microbatches=4).to_csv())
+    costs = ["--costs", str(tmp_path / "ranks.toml")]
+
+    compared = figures(printed, "zbv", *SIZE, *costs)["zbv"]
+    events = json.loads(printed("show", "zbv", *SIZE, *costs, "--to", "trace"))["traceEvents"]
+
+    shown = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+    assert shown == pytest.approx(1e6 * compared)
+    assert "ok: 2 ranks, 4 stages" in printed("check", tmp_path / "zbv.csv", *costs)
+
+
+def test_a_heavy_rank_of_a_picture_has_all_of_its_stages(printed):
+    words = ["show", "zbv", *SIZE, "--to", "trace"]
+    by_option = printed(*words, "--heavy", "1=2")
+
+    assert by_option == printed(*words, "--costs", "F=1,2,2,1,I=1,2,2,1,W=1,2,2,1")
+    assert "heavy 1=2" in printed("show", "zbv", *SIZE, "--to", "svg", "--heavy", "1=2")
+
+
+def test_of_costs_per_layer_layers_are_heavy(costs, printed):
+    words = ["1f1b", *SIZE, "--costs", costs]
+    even, heavy = figures(printed, *words), figures(printed, *words, "--heavy", "6=3")
+
+    assert heavy["1f1b"] > even["1f1b"]
+    assert figures(printed, *words, "--heavy", "6=1") == even
+
+
+def test_a_search_has_heavy_ranks(printed):
+    words = ["search", "--ranks", "2", "--microbatches", "3", "--seconds", "0.2", "--to", "json"]
+    found = [json.loads(printed(*words, *more))["makespan_s"] for more in ([], ["--heavy", "1=2"])]
+
+    assert found[1] > found[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "heavy", "told"),
+    [
+        (["compare", "1f1b", *SIZE], "2=2", "--heavy: there is no rank 2; expected 0 to 1"),
+        (["compare", "1f1b", *SIZE], "1", "--heavy: '1'; expected RANK=TIMES, such as 3=2"),
+        (["compare", "1f1b", *SIZE], "1=-2", "--heavy: '1=-2'; expected RANK=TIMES"),
+        (["compare", "1f1b", *SIZE], "1=2,1=3", "--heavy: 1 is given twice; keep one"),
+        (["compare", "1f1b", *SIZE, "--per-action"], "1=2", "--heavy: not with --per-action"),
+        (["compare", "1f1b", "--microbatches", "4", "--sweep", "ranks=2..4"], "1=2", "--heavy: 1=2 names ranks; say w"),
+        (["show", "1f1b", *SIZE], "1=2", "--heavy: only for svg, png, html, trace; leave it out for grid"),
+        (["show", "1f1b", *SIZE, "--to", "trace"], "2=2", "--heavy: there is no rank 2; expected 0 to 1"),
+        (["search", *SIZE], "7=2", "--heavy: there is no rank 7; expected 0 to 1"),
+    ],
+)
+def test_a_heavy_rank_that_cannot_be_is_one_message(words, heavy, told, refused):
+    complained = refused(*words, "--heavy", heavy)
+
+    assert len(complained.splitlines()) == 1
+    assert told in complained
+
+
+def test_there_is_no_heavy_layer_behind_the_last(costs, refused):
+    assert "--heavy: there is no layer 7; expected 0 to 6" in refused(
+        "compare", "1f1b", *SIZE, "--costs", costs, "--heavy", "7=2"
+    )

@@ -174,6 +174,16 @@ def add_split(parser: ArgumentParser) -> None:
     )
 
 
+def add_heavy(parser: ArgumentParser) -> None:
+    """Add which ranks take longer than the others."""
+    parser.add_argument(
+        "--heavy",
+        metavar="RANKS",
+        help="ranks whose computations take so many times what COSTS say, such as 3=2 or 0=1.5,3=2; of COSTS per "
+        "layer, layers",
+    )
+
+
 def add_sharding(parser: ArgumentParser) -> None:
     """Add the replicas of a pipeline, and what they share out among them."""
     parser.add_argument("--data", type=int, metavar="D", help="replicas of the pipeline (default: those of COSTS)")

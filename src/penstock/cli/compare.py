@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.cli.arguments import add_memory_limit, add_repeated, add_schedules, add_sharding, add_split
+from penstock.cli.arguments import add_heavy, add_memory_limit, add_repeated, add_schedules, add_sharding, add_split
 from penstock.cli.pictures import TABLE, TABLE_SUFFIXES, Output, add_result_arguments
 from penstock.cli.status import ExitStatus
 from penstock.show import CHARTS
@@ -17,9 +17,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="F=1,I=1,W=1",
         metavar="COSTS",
         help="seconds of all that a rank does for one microbatch, so that every schedule does equal work: F=1,I=1,W=1 "
-        "(the default), B=2 if that is not I + W, transfer=0.1 between ranks, overlap=0.8 times the sum for actions "
+        "(the default), F=1,1,1,2 for each rank, "
+        "B=2 if that is not I + W, transfer=0.1 between ranks, overlap=0.8 times the sum for actions "
         "that overlap; or a TOML or JSON file: the same, per stage, or per layer (`penstock profile`)",
     )
+    add_heavy(parser)
     add_split(parser)
     add_sharding(parser)
     parser.add_argument(

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 
 from penstock.cli.arguments import memory_limit_of
-from penstock.cli.given_costs import given_costs, require_split_used
+from penstock.cli.given_costs import costs_text, given_costs, require_split_used
 from penstock.cli.sweep import LABELS, LIMITS, read_sweep, swept_schedules
 from penstock.errors import ConfigError, count_of
 from penstock.ir.units import byte_unit
@@ -133,7 +133,7 @@ def compared_by(arguments: Namespace) -> Compared:
     require_split_used(arguments, {row.name: row.split for row in rows if isinstance(row, Comparison) and row.split})
     return Compared(
         rows=rows,
-        costs=arguments.costs,
+        costs=costs_text(arguments, arguments.costs),
         named_split={costs.split: "as given" if arguments.split else "as in the costs"}
         if isinstance(costs, LayerCosts)
         else {},

@@ -14,21 +14,81 @@ from penstock.lowering import FULL, NONE, NOT_SHARDED, Sharding
 from penstock.partition.split import split_text
 from penstock.planning import layers_of_stages, stage_costs
 from penstock.simulation import Costs, LayerCosts
+from penstock.simulation.costs.equal_work import ranks_of_layers
 from penstock.simulation.costs.file import AnyCosts, load_costs
+from penstock.simulation.costs.heavy import with_heavy_entries
 from penstock.simulation.costs.layer_costs import split_sizes
 from penstock.simulation.costs.replicas import of_replicas
 
 SPLIT = "--split"
 
+HEAVY = "--heavy"
 _NUMBER = re.compile(r"0*[1-9][0-9]{0,8}")
+_HEAVY = re.compile(r"\s*([0-9]{1,9})\s*=\s*([0-9]{1,9}(?:\.[0-9]{1,9})?|\.[0-9]{1,9})\s*")
 
 
 def given_costs(arguments: Namespace, text: str) -> AnyCosts:
-    """Read costs; those per layer get the split that `--split` gives instead of their own.
+    """Read costs with what `--heavy` says; those per layer get the split that `--split` gives instead of their own.
 
     Raises:
-        ConfigError, FormatError: for costs that are none, and a split that is none of their layers.
+        ConfigError, FormatError: for costs that are none, a split that is none of their layers, and ranks or layers
+            that there are not.
     """
+    costs = _split_costs(arguments, text)
+    factors = _heavy_factors(arguments)
+    if not factors:
+        return costs
+    if isinstance(costs, LayerCosts):
+        return _heavy_layers(costs, factors)
+    if arguments.ranks is None:
+        raise ConfigError(f"{arguments.heavy} names ranks; say with --ranks P how many there are", key=HEAVY)
+    if arguments.per_action:
+        raise ConfigError("not with --per-action, whose costs are of stages; leave one out", key=HEAVY)
+    _require_entries(factors, arguments.ranks, "rank")
+    return with_heavy_entries(costs, factors, arguments.ranks, "rank")
+
+
+def _heavy_layers(costs: LayerCosts, factors: dict[int, float]) -> LayerCosts:
+    _require_entries(factors, costs.num_layers, "layer")
+    return with_heavy_entries(costs, factors, costs.num_layers, "layer")
+
+
+def _heavy_stages(costs: Costs, factors: dict[int, float], table: Schedule | Program) -> Costs:
+    """Multiply what the stages of some ranks take."""
+    _require_entries(factors, table.num_ranks, "rank")
+    ranks = enumerate(ranks_of_layers(table.placement))
+    of_stages = {stage: factors[rank] for stage, rank in ranks if rank in factors}
+    return with_heavy_entries(costs, of_stages, table.num_stages, "stage")
+
+
+def _require_entries(factors: dict[int, float], count: int, noun: str) -> None:
+    """Refuse a rank or layer that there is not. Raises: ConfigError."""
+    unknown = [index for index in factors if index >= count]
+    if unknown:
+        raise ConfigError(f"there is no {noun} {unknown[0]}; expected 0 to {count - 1}", key=HEAVY)
+
+
+def costs_text(arguments: Namespace, text: str) -> str:
+    """Return costs as they were written, with what `--heavy` says."""
+    return f"{text}, heavy {arguments.heavy}" if arguments.heavy else text
+
+
+def _heavy_factors(arguments: Namespace) -> dict[int, float]:
+    """Return how many times as long a rank, or layer, takes, by its index. Raises: ConfigError."""
+    factors: dict[int, float] = {}
+    text = getattr(arguments, "heavy", None)  # a command that only proves has no such option
+    for part in text.split(",") if text else ():
+        matched = _HEAVY.fullmatch(part)
+        if matched is None:
+            raise ConfigError(f"{shortened(part)}; expected RANK=TIMES, such as 3=2", key=HEAVY)
+        index = int(matched[1])
+        if index in factors:
+            raise ConfigError(f"{index} is given twice; keep one", key=HEAVY)
+        factors[index] = float(matched[2])
+    return factors
+
+
+def _split_costs(arguments: Namespace, text: str) -> AnyCosts:
     costs = load_costs(text)
     if arguments.split is None:
         return costs
@@ -55,9 +115,12 @@ def costs_of_table(arguments: Namespace, text: str, table: Schedule | Program) -
     Raises:
         ConfigError, FormatError, PartitionError: for costs or a split that are none, or none of this table.
     """
-    costs = given_costs(arguments, text)
+    costs = _split_costs(arguments, text)
+    factors = _heavy_factors(arguments)
     if not isinstance(costs, LayerCosts):
-        return stage_costs(costs, table), ""
+        of_stages = stage_costs(costs, table)
+        return _heavy_stages(of_stages, factors, table) if factors else of_stages, ""
+    costs = _heavy_layers(costs, factors) if factors else costs
     sizes = split_sizes(layers_of_stages(costs, table.placement))
     require_split_used(arguments, {table.name: sizes})
     return stage_costs(costs, table), split_text(sizes)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.arguments import MEMORY_LIMIT, add_memory_limit, add_repeated, add_split, memory_limit_of
+from penstock.cli.arguments import MEMORY_LIMIT, add_heavy, add_memory_limit, add_repeated, add_split, memory_limit_of
 from penstock.cli.output import complain, path_to_write
 from penstock.cli.pictures import TABLE, TABLE_SUFFIXES, Output, add_result_arguments
 from penstock.cli.status import ExitStatus
@@ -33,6 +33,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="as for compare: seconds of all that a rank does for one microbatch, or a file: the same, per stage or "
         "per layer",
     )
+    add_heavy(parser)
     add_split(parser)
     parser.add_argument("--per-action", action="store_true", help="COSTS are those of one action of one stage")
     parser.add_argument("--placement", choices=PLACEMENTS, default="line", help="which ranks have which stages")
@@ -169,7 +170,10 @@ def _noise(text: str | None) -> Any:
 
 
 def _costs_text(arguments: Namespace) -> str:
-    return f"{arguments.costs} per action" if arguments.per_action else str(arguments.costs)
+    from penstock.cli.given_costs import costs_text
+
+    text = costs_text(arguments, arguments.costs)
+    return f"{text} per action" if arguments.per_action else text
 
 
 # ---- one search

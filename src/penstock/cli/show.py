@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.arguments import add_one_schedule, add_sharding, add_split
+from penstock.cli.arguments import add_heavy, add_one_schedule, add_sharding, add_split
 from penstock.cli.pictures import Output, add_result_arguments, refuse_useless
 from penstock.cli.status import ExitStatus
 from penstock.errors import ConfigError, count_of
@@ -15,7 +15,7 @@ from penstock.show import CHARTS, PICTURES, SUFFIXES
 SUMMARY = "Print a schedule, or the program it is lowered to, or draw its timeline, or a recorded step's."
 OF_SCHEDULES = (
     "function", "ranks", "microbatches", "stages_per_rank", "stages", "slices", "forward_only", "options", "costs",
-    "split", "data", "shard", "residency", "look_ahead",
+    "heavy", "split", "data", "shard", "residency", "look_ahead",
 )  # fmt: skip
 """Arguments that a recorded step does not take."""
 DEFAULT_COSTS = "F=1,I=1,W=1"
@@ -35,6 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="of a picture: seconds per action of one stage (and slice), such as F=1,I=1,W=1,transfer=0.1 "
         f"(default: {DEFAULT_COSTS}), or a TOML or JSON file",
     )
+    add_heavy(parser)
     add_split(parser)
     add_sharding(parser)
     add_result_arguments(parser, (*WRITABLE, *PICTURES), FORMAT_HELP)
@@ -49,7 +50,7 @@ def run(arguments: Namespace) -> int:
     from penstock.lowering import NOT_SHARDED, lower
     from penstock.show.picture import picture_of
 
-    takes = {"costs": PICTURES, "split": PICTURES, "theme": CHARTS}
+    takes = {"costs": PICTURES, "heavy": PICTURES, "split": PICTURES, "theme": CHARTS}
     output = Output.of(arguments, FORMAT_OF_SUFFIX | SUFFIXES, "grid", takes)
     format = output.format
     recorded = _recorded_step(arguments)
@@ -99,7 +100,7 @@ def _recorded_step(arguments: Namespace) -> Any:
 
 def _picture(format: str, arguments: Namespace) -> bytes:
     """Draw the timeline that the lowered schedule has under the costs."""
-    from penstock.cli.given_costs import costs_of_replicas, costs_of_table, sharding_of
+    from penstock.cli.given_costs import costs_of_replicas, costs_of_table, costs_text, sharding_of
     from penstock.cli.wanted import wanted_schedule
     from penstock.lowering import NOT_SHARDED, lower
     from penstock.show.figures import describe_shape
@@ -111,7 +112,9 @@ def _picture(format: str, arguments: Namespace) -> bytes:
     costs, split = costs_of_table(arguments, text, schedule)
     sharding, costs = sharding_of(arguments), costs_of_replicas(arguments, costs)
     timeline = simulate(lower(schedule, **asdict(sharding)), costs)
-    title = f"{describe_shape(timeline.program)}, predicted with {text}" + f", {split}" * bool(split)
+    title = f"{describe_shape(timeline.program)}, predicted with {costs_text(arguments, text)}" + f", {split}" * bool(
+        split
+    )
     title += f", shard {sharding.shard}" * (sharding != NOT_SHARDED)
     title += f", {count_of(costs.replicas, 'replica')}" * (arguments.data is not None)
     return picture_of(timeline, format, costs=costs, title=title, theme=arguments.theme)

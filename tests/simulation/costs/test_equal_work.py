@@ -2,7 +2,7 @@
 
 from penstock.schedules import build
 from penstock.simulation import Costs
-from penstock.simulation.costs.equal_work import share_of_rank
+from penstock.simulation.costs.equal_work import has_entry_per_rank, share_of_rank
 
 
 def schedule(name="1f1b", ranks=2, **others):
@@ -43,3 +43,13 @@ def test_entries_per_stage_are_those_of_the_stages_already():
     assert share_of_rank(costs, schedule("zbv")).forward_s == (1.0, 2.0, 3.0, 4.0)
     assert share_of_rank(costs, schedule("zbv")).backward_s == (1.0,)
     assert share_of_rank(costs, schedule("seq1f1b", ranks=4, slices=2)).forward_s == (0.5, 1.0, 1.5, 2.0)
+
+
+def test_entries_are_those_of_ranks_where_ranks_have_several_stages():
+    per_rank = Costs(forward_s=(1.0, 2.0), backward_s=(1.0,))
+    looped = schedule("interleaved-1f1b", stages_per_rank=2).placement
+
+    assert has_entry_per_rank(per_rank, looped)
+    assert not has_entry_per_rank(per_rank, schedule().placement)
+    assert not has_entry_per_rank(Costs(forward_s=(1.0,) * 4, backward_s=(1.0,)), looped)
+    assert not has_entry_per_rank(Costs.uniform(), looped)

@@ -235,6 +235,13 @@ def test_every_key_has_its_place():
     )
 
 
+def test_numbers_behind_a_cost_are_its_entries():
+    costs = costs_from_text("F=1,.5, 2,I=1,W=1,1,3,transfer=0.1")
+
+    assert (costs.forward_s, costs.backward_input_s, costs.backward_weight_s) == ((1, 0.5, 2), (1,), (1, 1, 3))
+    assert costs.latency_s == 0.1
+
+
 def test_without_parts_of_a_backward_only_whole_ones_have_costs():
     costs = costs_from_text("F=1,B=2")
 
@@ -248,6 +255,11 @@ def test_without_parts_of_a_backward_only_whole_ones_have_costs():
     [
         ("", "costs: '' is not of the form key=value; expected such as F=1"),
         ("F=1,I", "costs: 'I' is not of the form key=value"),
+        ("1,F=2", "costs: '1' is not of the form key=value; expected such as .*, or F=1,1,1,2 with an entry for each"),
+        ("F=1,,2,I=1,W=1", "costs: '' is not of the form key=value"),
+        ("F=1,I=1,W=1,transfer=0.1,0.2", "costs: '0.2' is not of the form key=value"),
+        ("F=1,-2,I=1,W=1", "costs: F is '-2'; give a finite number of 0 or more"),
+        ("F=1,2x,I=1,W=1", "costs: F is '2x'; give a finite number of 0 or more"),
         (
             "F=1,I=1,W=1,tranfer=1",
             r"no cost 'tranfer'; known: F, B, I, W, R, transfer, overlap, unshard, reduce\. Did you mean 'transfer'\?",

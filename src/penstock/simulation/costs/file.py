@@ -16,13 +16,13 @@ receiver = 2
 bandwidth_gb_per_s = 12.5
 is_exclusive = true
 
-A short text is such as `F=1,I=1,W=1,B=2,transfer=0.1`, in seconds.
+A short text is such as `F=1,I=1,W=1,B=2,transfer=0.1`, in seconds. `F=1,1,1,2` has an entry for each rank or stage.
 
-F, I, W and B are those of one action of one stage (and slice), the same on every stage. B, the whole backward, is I + W
-unless given; without I and W, schedules that split backwards have no costs. R, a forward that runs again, takes F
-unless given. `transfer` is a delay between different ranks, 0 unless given. Two actions that overlap take `overlap`
-times their sum, 1 unless given. `unshard` gathers the weights of a stage, and `reduce` reduces its gradients over the
-replicas; both are 0 unless given.
+F, I, W and B are those of one action of one stage (and slice), the same on every stage unless listed. B, the whole
+backward, is I + W unless given; without I and W, schedules that split backwards have no costs. R, a forward that runs
+again, takes F unless given. `transfer` is a delay between different ranks, 0 unless given. Two actions that overlap
+take `overlap` times their sum, 1 unless given. `unshard` gathers the weights of a stage, and `reduce` reduces its
+gradients over the replicas; both are 0 unless given.
 """
 
 import json
@@ -236,18 +236,24 @@ def _shown(value: object) -> str:
 
 
 def costs_from_text(text: str) -> Costs:
-    """Read costs that are the same on every stage.
+    """Read costs: a number for all stages, or numbers with commas between, one for each.
 
     Raises:
         ConfigError: for a key that is unknown, missing or given twice, and a value that is no finite number of 0 or
             more.
     """
-    values: dict[str, float] = {}
+    values: dict[str, list[float]] = {}
+    last = ""
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals and _is_entry_of(last, key):
+            values[last].append(_read_value(last, key))
+            continue
         if not equals:
             raise ConfigError(
-                f"{shortened(part)} is not of the form key=value; expected such as {EXAMPLE}", key="costs"
+                f"{shortened(part)} is not of the form key=value; expected such as {EXAMPLE}, or F=1,1,1,2 with an "
+                "entry for each rank",
+                key="costs",
             )
         if key not in FIELD_OF_KEY:
             known = ", ".join(FIELD_OF_KEY)
@@ -255,7 +261,7 @@ def costs_from_text(text: str) -> Costs:
             raise ConfigError(f"there is no cost {shortened(key)}; known: {known}.{close}", key="costs")
         if key in values:
             raise ConfigError(f"{key} is given twice; keep one", key="costs")
-        values[key] = _read_value(key, value)
+        values[key], last = [_read_value(key, value)], key
     needed = ("F",) if "B" in values and not {"I", "W"} & set(values) else ("F", "I", "W")
     missing = [key for key in needed if key not in values]
     if missing:
@@ -263,9 +269,15 @@ def costs_from_text(text: str) -> Costs:
             f"{' and '.join(missing)} missing; give F, and I and W or at least B, such as {EXAMPLE}", key="costs"
         )
     fields: dict[str, Any] = {
-        FIELD_OF_KEY[key]: (value,) if FIELD_OF_KEY[key] in _OF_STAGES else value for key, value in values.items()
+        FIELD_OF_KEY[key]: tuple(entries) if FIELD_OF_KEY[key] in _OF_STAGES else entries[0]
+        for key, entries in values.items()
     }
     return Costs(**fields)
+
+
+def _is_entry_of(key: str, text: str) -> bool:
+    """Return whether a text is one more number of a cost that may have an entry for each rank."""
+    return FIELD_OF_KEY.get(key) in _OF_STAGES and re.match(r"[-+.\d]", text) is not None
 
 
 def _read_value(key: str, text: str) -> float:
