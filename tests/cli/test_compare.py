@@ -298,3 +298,46 @@ def test_what_is_not_in_the_picture_is_told(capsys, tmp_path):
     assert main(["compare", "dualpipe", *shape, "--output", str(tmp_path / "none.html")]) == 1
     assert "none of these schedules can be compared" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def layer_file(folder, sizes, more=""):
+    path = folder / "layers.toml"
+    seconds = [1.0] * len(sizes)
+    lines = [f"{name}_s = {seconds}" for name in ("forward", "backward_input", "backward_weight")]
+    path.write_text("\n".join(['per = "layer"', *lines, f"activation_bytes = {sizes}", more]))
+    return str(path)
+
+
+def test_costs_per_layer_are_split_within_the_limit_of_memory(tmp_path, capsys):
+    """On rank 0 four microbatches are alive: of two layers 80 bytes, of one 40."""
+    words = ["1f1b", "1f1b:recompute=true", *SIZE, "--costs", layer_file(tmp_path, [10] * 8)]
+
+    free = printed_by(capsys, *words)
+    within = printed_by(capsys, *words, "--memory-limit", "70")
+    (row, recomputed) = objects_by(capsys, *words, "--memory-limit", "70")
+    swept = printed_by(capsys, *words, "--sweep", "memory_limit=70,90")
+
+    assert "  split 2,2,2,2, balanced by the costs: 1f1b, 1f1b:recompute=true\n" in free
+    assert "\n  split 1,2,3,2, balanced within 70: 1f1b\n" in within
+    assert "best that fits: 1f1b:recompute=true, 82 s" in within.splitlines()[-1]
+    assert (row["split"], max(row["peak_bytes"]), row["fits"]) == ([1, 2, 3, 2], 60, True)
+    assert (recomputed["split"], recomputed["fits"]) == ([2, 2, 2, 2], True)
+    assert "fastest within 70: 1f1b:recompute=true" in swept
+
+
+def test_where_no_split_fits_that_which_holds_least_is_named(tmp_path, capsys):
+    words = ["1f1b", "gpipe", *SIZE, "--costs", layer_file(tmp_path, [10] * 8)]
+
+    told = printed_by(capsys, *words, "--memory-limit", "30").splitlines()[-1]
+    swept = printed_by(capsys, *words, "--sweep", "memory_limit=30,31")
+
+    assert told == "best that fits: none of 2 within 30, whatever the split; least, 40 B: 1f1b, split 1,1,2,4"
+    assert "fastest within 30: none fits with these splits\n" in swept
+
+
+def test_a_split_that_is_given_stays_as_it_is(tmp_path, capsys):
+    words = ["1f1b", *SIZE, "--costs", layer_file(tmp_path, [10] * 8, "split = [2, 2, 2, 2]"), "--memory-limit", "70"]
+
+    assert "balanced within 70: 1f1b" in printed_by(capsys, *words)
+    (row,) = objects_by(capsys, *words, "--split", "2,2,2,2")
+    assert (row["split"], row["fits"]) == ([2, 2, 2, 2], False)

@@ -11,6 +11,7 @@ from penstock.cli.comparison import MEMORY_NAME, Compared, basis, grouped_refusa
 from penstock.errors import ConfigError
 from penstock.proofs import Limit
 from penstock.searching.comparison import Comparison, Refusal
+from penstock.searching.fitting import FittingSplit
 from penstock.tables import Screen
 
 FAST = Comparison("fast", 5.0, 5.0, 0.0, 0.0, [8], 0, 3, Fraction(1))
@@ -166,6 +167,20 @@ def test_the_last_line_names_the_best_that_fits():
     unequal = compared(comparison("a"), comparison("b", 2), per_action=True)
     assert "best" not in to_table(unequal)
     assert "best" not in to_table(compared(*rows, swept_sizes={"ranks": (2, 4)}))
+
+
+def test_where_no_split_fits_the_least_is_named_with_its_split():
+    def row(name, least_bytes, *, is_exact):
+        splits = FittingSplit(None, (2, 4), least_bytes, is_exact)
+        return replace(comparison(name), peak_bytes=[2**31, 2**31], split=(3, 3), other_splits=splits)
+
+    def last(*rows):
+        return to_table(compared(*rows, limit=Limit.read("1GiB"), per_layer=True)).splitlines()[-1]
+
+    exact, other = row("a", 2**31, is_exact=True), row("b", 3 * 2**29, is_exact=False)
+    assert last(exact) == "best that fits: none of 1 within 1GiB, whatever the split; least, 2.00 GiB: a, split 2,4"
+    told = "best that fits: none of 2 within 1GiB; least, 1.50 GiB: b, split 2,4. Not every split was tried of b"
+    assert last(exact, other) == told
 
 
 def test_swept_sizes_keep_their_order():

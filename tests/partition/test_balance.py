@@ -3,12 +3,13 @@
 import math
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.partition.balance import balance
+from penstock.partition.balance import balance, lightest_split
 from tests.work import lines_run
 
 
@@ -114,3 +115,23 @@ def test_more_parts_than_weights_are_refused():
 def test_a_weight_that_is_no_amount_is_refused(weight):
     with pytest.raises(PartitionError, match=f"weight 1 is {weight}"):
         balance([1.0, weight], 1)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 6))
+def test_parts_with_tables_of_their_own_are_as_light_as_any_allowed_split(seed, num_weights, num_parts):
+    chance = np.random.default_rng(seed)
+    tables = chance.integers(0, 9, (num_parts, num_weights + 1, num_weights + 1)).astype(float)
+    tables[chance.random(tables.shape) < 0.4] = np.inf
+    heaviest = {}
+    for split in all_splits(num_weights, num_parts) if num_parts <= num_weights else ():
+        ends = np.cumsum(split)
+        heaviest[split] = max(table[end - size, end] for table, size, end in zip(tables, split, ends, strict=True))
+    least = min(heaviest.values(), default=np.inf)
+
+    found = lightest_split(list(tables))
+
+    assert (found is None) == (least == np.inf)
+    if found is not None:
+        best = [split for split, weight in heaviest.items() if weight == least]
+        assert found in best
+        assert sum(size**2 for size in found) == min(sum(size**2 for size in split) for split in best)

@@ -20,7 +20,7 @@ from penstock.searching.comparison import (
     equal_work_s,
     fastest_within,
 )
-from penstock.simulation import Costs
+from penstock.simulation import Costs, LayerCosts
 
 UNIT = Costs.uniform()
 FAST = Comparison("fast", 5.0, 5.0, 0.0, 0.0, [8], 0, 3, Fraction(1))
@@ -207,3 +207,43 @@ def test_a_limit_in_microbatches_is_that_of_the_peak_in_microbatches():
 def test_bytes_that_are_not_known_fit_no_limit_of_bytes():
     assert not comparison().fits(Limit.read("1GiB"))
     assert fastest_within([comparison()], Limit.read("1GiB")) is None
+
+
+LAYERS = LayerCosts(forward=[1.0] * 6, backward=[2.0] * 6, activation_bytes=[10, 10, 1, 1, 1, 1], split=[3, 3])
+"""Rank 0 of 1F1B holds two microbatches of its layers, rank 1 one."""
+
+
+@pytest.mark.parametrize(
+    ("limit", "keeps_split", "split", "fits"),
+    [
+        (42, False, (3, 3), True),  # 2 x 21
+        (41, False, (2, 4), True),  # 2 x 20
+        (40, False, (2, 4), True),
+        (39, False, (1, 5), True),  # 2 x 10
+        (19, False, (3, 3), False),
+        (41, True, (3, 3), False),
+        (41, None, (3, 3), False),
+    ],
+)
+def test_costs_per_layer_are_split_so_that_they_fit(limit, keeps_split, split, fits):
+    limits = Limit.read(f"{limit} activations") if keeps_split is None else Limit.read(limit)
+
+    found = compare("1f1b", made("1f1b"), LAYERS, limit=limits, keeps_split=bool(keeps_split))
+
+    assert found.split == split
+    assert found.fits(limits) == fits or keeps_split is None
+    assert (found.other_splits is None) == (limit == 42 or keeps_split is not False)
+    if limit == 19:
+        assert (found.other_splits.split, found.other_splits.least_bytes, found.other_splits.least) == (
+            None,
+            20,
+            (1, 5),
+        )
+
+
+def test_a_split_of_other_stages_is_not_kept():
+    costs = replace(LAYERS, split=(1, 2, 3))
+
+    found = compare("1f1b", made("1f1b"), costs, limit=Limit.read(39), keeps_split=True)
+
+    assert found.split == (1, 5)

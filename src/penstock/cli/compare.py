@@ -2,7 +2,15 @@
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.cli.arguments import add_heavy, add_memory_limit, add_repeated, add_schedules, add_sharding, add_split
+from penstock.cli.arguments import (
+    LIMIT,
+    add_heavy,
+    add_memory_limit,
+    add_repeated,
+    add_schedules,
+    add_sharding,
+    add_split,
+)
 from penstock.cli.pictures import TABLE, TABLE_SUFFIXES, Output, add_result_arguments
 from penstock.cli.status import ExitStatus
 from penstock.show import CHARTS
@@ -37,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "ranks, stages_per_rank, slices, memory_limit, data, residency and look_ahead, and shard=none,full; may be "
         "repeated",
     )
-    add_memory_limit(parser)
+    add_memory_limit(parser, f"{LIMIT}. Costs per layer are split so that they fit, unless --split is given")
     add_result_arguments(
         parser,
         (TABLE, "json", *CHARTS),

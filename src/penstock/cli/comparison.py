@@ -127,6 +127,8 @@ def compared_by(arguments: Namespace) -> Compared:
             per_action=arguments.per_action,
             replicas=costs.replicas if each.replicas == 0 else each.replicas,
             sharding=each.sharding,
+            limit=limit,
+            keeps_split=arguments.split is not None,
         )
         for each in schedules
     ]
@@ -224,18 +226,30 @@ def grouped_refusals(refused: Sequence[Refusal]) -> list[tuple[str, str]]:
 
 def _best(compared: Compared) -> list[str]:
     """Name the fastest row that fits; one with two copies of the weights only where none has fewer."""
-    if len(compared.found) < 2 or compared.swept_sizes or compared.swept_limits or compared.is_unfair:
+    is_alone = len(compared.found) < 2 and not any(row.other_splits for row in compared.found)
+    if is_alone or compared.swept_sizes or compared.swept_limits or compared.is_unfair:
         return []
     fitting = [
         place for place in compared.order if compared.limit is None or compared.found[place].fits(compared.limit)
     ]
     if not fitting:
-        return [f"best that fits: none of {len(compared.found)} within {compared.limit}"]
+        return [f"best that fits: none of {len(compared.found)} within {compared.limit}{_least(compared)}"]
     best, twice = fitting[0], next((place for place in fitting if compared.found[place].num_copies > 1), None)
     if best == twice:
         return [f"best that fits: {_figures(compared, best)}, with two copies of the weights"]
     others = [] if twice is None else [f"best with two copies of the weights: {_figures(compared, twice)}"]
     return [*others, f"best that fits: {_figures(compared, best)}"]
+
+
+def _least(compared: Compared) -> str:
+    """Say which split of which row holds least where none fits, and whether splits were overlooked."""
+    others = [(row.other_splits, row.name) for row in compared.found if row.other_splits is not None]
+    if not others:
+        return ""
+    splits, name = min(others, key=lambda pair: pair[0].least_bytes)
+    overlooked = ", ".join(name for splits, name in others if not splits.is_exact)
+    least = f"; least, {format_bytes(splits.least_bytes)}: {name}, {split_text(splits.least)}"
+    return f"{least}. Not every split was tried of {overlooked}" if overlooked else f", whatever the split{least}"
 
 
 def _figures(compared: Compared, place: int) -> str:
@@ -280,7 +294,8 @@ def _fits(limit: Limit, _: int, row: Comparison) -> str:
 def _fastest(compared: Compared, limit: Limit) -> str:
     """Say which row is the fastest, for equal work, of those that fit."""
     row = fastest_within(compared.found, limit)
-    return f"fastest within {limit}: {row.name if row else 'none fits'}"
+    none = "none fits with these splits" if limit.in_bytes and compared.per_layer else "none fits"
+    return f"fastest within {limit}: {row.name if row else none}"
 
 
 def basis(compared: Compared) -> str:
@@ -298,14 +313,14 @@ def basis(compared: Compared) -> str:
 
 def _splits(compared: Compared) -> list[str]:
     """Name the rows that have each split, so that the table says which one it shows."""
-    names: dict[tuple[int, ...], list[str]] = {}
+    names: dict[tuple[tuple[int, ...], str], list[str]] = {}
     for row in compared.found:
-        names.setdefault(row.split or (), []).append(row.name)
-    return [
-        f"  {split_text(split)}, {compared.named_split.get(split, 'balanced by the costs')}: {', '.join(shared)}"
-        for split, shared in names.items()
-        if split
-    ]
+        if row.split:
+            origin = compared.named_split.get(row.split, "balanced by the costs")
+            is_within = row.other_splits is not None and row.other_splits.split == row.split
+            origin = f"balanced within {compared.limit}" if is_within else origin
+            names.setdefault((row.split, origin), []).append(row.name)
+    return [f"  {split_text(split)}, {origin}: {', '.join(shared)}" for (split, origin), shared in names.items()]
 
 
 def notes(compared: Compared) -> list[list[str]]:

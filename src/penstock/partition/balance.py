@@ -23,34 +23,53 @@ def balance(weights: Sequence[float], num_parts: int) -> tuple[int, ...]:
         PartitionError: fewer than one part, more parts than weights, or a weight that is negative or not finite.
     """
     _check(weights, num_parts)
-    ends = np.arange(len(weights) + 1)
-    counts = ends[None, :] - ends[:, None]  # [start, end]
+    split = lightest_split([weights_of_parts(weights)] * num_parts)
+    assert split is not None, "each part may take any weights"
+    return split
+
+
+def weights_of_parts(weights: Sequence[float]) -> Table:
+    """[start, end] weight of the part that takes the weights of this range, relative to the largest single one."""
     values = np.asarray(weights, dtype=np.float64)
     sums = np.concatenate([[0.0], np.cumsum(values / (values.max() or 1.0))])  # relative, so that no sum is infinite
-    part_weights = np.where(counts > 0, sums[None, :] - sums[:, None], np.inf)
-    lightest = _best_rests(part_weights, np.maximum, num_parts)[-1][0]
-    squares = np.where(part_weights <= lightest * (1 + TOLERANCE), counts.astype(np.float64) ** 2, np.inf)
-    return _read_back(squares, _best_rests(squares, np.add, num_parts))
+    return np.asarray(sums[None, :] - sums[:, None])
 
 
-def _best_rests(cost: Table, combine: Callable[[Table, Table], Table], num_parts: int) -> list[Table]:
-    """Return, for 1, 2, ... parts, the least cost of splitting everything from each start into so many parts."""
-    rests = [cost[:, -1]]
-    for _ in range(num_parts - 1):
+def lightest_split(tables: Sequence[Table]) -> tuple[int, ...] | None:
+    """Return how many consecutive weights each part takes, so that the largest entry of a part is smallest.
+
+    `tables` are [start, end] for each part; infinite where the part may not take this range. Ties are broken as by
+    `balance`. None where the parts cannot take all weights between them.
+    """
+    ends = np.arange(len(tables[0]))
+    counts = ends[None, :] - ends[:, None]  # [start, end]
+    costs = [np.where(counts > 0, table, np.inf) for table in tables]
+    lightest = _best_rests(costs, np.maximum)[-1][0]
+    if lightest == np.inf:
+        return None
+    evenness = counts.astype(np.float64) ** 2
+    squares = [np.where(cost <= lightest * (1 + TOLERANCE), evenness, np.inf) for cost in costs]
+    return _read_back(squares, _best_rests(squares, np.add))
+
+
+def _best_rests(costs: Sequence[Table], combine: Callable[[Table, Table], Table]) -> list[Table]:
+    """Return, for the last 1, 2, ... parts, the least cost of splitting everything from each start into them."""
+    rests = [costs[-1][:, -1]]
+    for cost in reversed(costs[:-1]):
         rests.append(combine(cost, rests[-1][None, :]).min(axis=1))
     return rests
 
 
-def _read_back(cost: Table, rests: list[Table]) -> tuple[int, ...]:
+def _read_back(costs: Sequence[Table], rests: list[Table]) -> tuple[int, ...]:
     """Walk from the first start along the best rests, always to the furthest end that is still best."""
     sizes = []
     start = 0
-    for rest in reversed(rests[:-1]):
+    for cost, rest in zip(costs, reversed(rests[:-1]), strict=False):
         totals = cost[start] + rest
         end = int(np.flatnonzero(totals == totals.min())[-1])
         sizes.append(end - start)
         start = end
-    return (*sizes, len(cost) - 1 - start)
+    return (*sizes, len(costs[0]) - 1 - start)
 
 
 def _check(weights: Sequence[float], num_parts: int) -> None:

@@ -1,17 +1,19 @@
 """Schedules side by side under the same costs: how long they take, how much they idle, hold and send."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from penstock.errors import PenstockError
 from penstock.ir.collectives import GATHERS
 from penstock.ir.operations import IS_SEND
+from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.whole import peak_whole
 from penstock.lowering import NONE, NOT_SHARDED, Sharding
 from penstock.planning import equal_work_costs, layers_of_stages, plan
 from penstock.proofs import Limit
+from penstock.searching.fitting import FittingSplit, fitting_split
 from penstock.searching.front import pareto_front
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.layer_costs import split_sizes
@@ -47,6 +49,8 @@ class Comparison:
     """Per rank, the most stages that are whole at once; None where none is gathered."""
     exchanges_are_free: bool = True
     """Whether the costs give no seconds for gathers and reductions."""
+    other_splits: FittingSplit | None = None
+    """Other splits of the layers; None where the first one fits or is the user's, or no limit is in bytes."""
 
     def fits(self, limit: Limit) -> bool:
         """Whether no rank holds more than it may; False for bytes where these are not known."""
@@ -86,29 +90,60 @@ def compare(
     per_action: bool = False,
     replicas: int | None = None,
     sharding: Sharding = NOT_SHARDED,
+    limit: Limit | None = None,
+    keeps_split: bool = False,
 ) -> Comparison | Refusal:
     """Make a schedule, prove it and simulate it; with a number of `replicas`, as they would run it, sharded or not.
+
+    Where a rank would hold more bytes than the `limit`, costs per layer are split in another way, in which no rank does
+    and the heaviest stage takes least, if there is one. With `keeps_split`, a split of as many stages stays as it is.
 
     `costs` that are not per layer are those of all that a rank does for one microbatch, which its stages and slices
     share: so every schedule does equal work. With `per_action` they are those of each stage and slice as they are.
     """
+    options = _Options(per_action, replicas, sharding)
     try:
         schedule = make()
-        own_costs = equal_work_costs(costs, schedule, per_action=per_action)
-        if replicas is not None:
-            own_costs = of_replicas(own_costs, replicas, is_sharded=sharding.shard != NONE)
-        planned = plan(
-            schedule,
-            own_costs,
-            shard=sharding.shard,
-            residency=sharding.residency,
-            look_ahead=sharding.look_ahead,
-        )
+        row, program = _predict(name, schedule, costs, options)
+        is_open = isinstance(costs, LayerCosts) and not (keeps_split and len(costs.split) == len(row.split or ()))
+        if limit is None or not limit.in_bytes or not is_open or row.fits(limit):
+            return row
+        assert isinstance(costs, LayerCosts)
+        most = limit.of_ranks(program.num_ranks, row.num_parts)
+        shards = costs.shards if replicas is None else replicas if sharding.shard != NONE else 1
+        other = fitting_split(costs, program, most, shards)
+        if other.split is not None:
+            row, _ = _predict(name, schedule, replace(costs, split=other.split), options)
     except PenstockError as error:
         return Refusal(name, str(error))
+    return replace(row, other_splits=other)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """How schedules are compared, as the arguments of `compare` say."""
+
+    per_action: bool
+    replicas: int | None
+    sharding: Sharding
+
+
+def _predict(name: str, schedule: Schedule, costs: Costs | LayerCosts, options: _Options) -> tuple[Comparison, Program]:
+    """Prove a schedule and simulate it; return what is predicted of it, and its program. Raises: PenstockError."""
+    replicas, sharding = options.replicas, options.sharding
+    own_costs = equal_work_costs(costs, schedule, per_action=options.per_action)
+    if replicas is not None:
+        own_costs = of_replicas(own_costs, replicas, is_sharded=sharding.shard != NONE)
+    planned = plan(
+        schedule,
+        own_costs,
+        shard=sharding.shard,
+        residency=sharding.residency,
+        look_ahead=sharding.look_ahead,
+    )
     timeline, program = planned.timeline, planned.program
     totals = [sum(parts) for parts in zip(timeline.peak_bytes, timeline.static_bytes, strict=True)]
-    return Comparison(
+    row = Comparison(
         name=name,
         makespan_s=timeline.makespan_s,
         span_s=timeline.span_s,
@@ -126,6 +161,7 @@ def compare(
         peak_whole=peak_whole(program),
         exchanges_are_free=not any(own_costs.unshard_s) and not any(own_costs.reduce_s),
     )
+    return row, program
 
 
 def equal_work_s(rows: Sequence[Comparison]) -> list[float]:
