@@ -331,3 +331,17 @@ def test_a_chart_without_matplotlib_is_refused_before_the_search(monkeypatch, no
     monkeypatch.setattr("penstock.show.sheet.load_matplotlib", missing)
 
     assert "charts need matplotlib" in refused(*SMALL, *arguments)
+
+
+def test_a_search_says_which_split_it_took_within_its_limit(tmp_path, printed, refused):
+    path = tmp_path / "layers.toml"
+    seconds = "".join(f"{name}_s = 1\n" for name in ("forward", "backward_input", "backward_weight"))
+    path.write_text(f'per = "layer"\n{seconds}activation_bytes = [1, 1, 1, 1]\nparameter_bytes = [9, 1, 1, 1]\n')
+    words = ["search", "--ranks", "2", "--microbatches", "2", "--costs", path, "--seconds", "0.1"]
+
+    assert "split" not in printed(*words, "--memory-limit", "12")
+    assert "split             split 1,3, in which an order fits\n" in printed(*words, "--memory-limit", "11")
+    assert json.loads(printed(*words, "--memory-limit", "11", "--to", "json"))["split"] == [1, 3]
+    assert "no order was found that fits a limit of 11; " in refused(*words, "--memory-limit", "11", "--split", "2,2")
+    assert "fits a limit of 9, whatever the split; " in refused(*words, "--memory-limit", "9")
+    assert "no order was found that fits a limit of 11; " in printed(*words, "--sweep", "memory_limit=11,12")

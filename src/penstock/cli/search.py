@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.arguments import MEMORY_LIMIT, add_heavy, add_memory_limit, add_repeated, add_split, memory_limit_of
+from penstock.cli.arguments import (
+    LIMIT,
+    MEMORY_LIMIT,
+    add_heavy,
+    add_memory_limit,
+    add_repeated,
+    add_split,
+    memory_limit_of,
+)
 from penstock.cli.output import complain, path_to_write
 from penstock.cli.pictures import TABLE, TABLE_SUFFIXES, Output, add_result_arguments
 from penstock.cli.status import ExitStatus
@@ -49,7 +57,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "measured, which takes the spreads in COSTS",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another one draws other moves (default 0)")
-    add_memory_limit(parser)
+    add_memory_limit(parser, f"{LIMIT}. Where no order fits, costs per layer are split anew, unless --split is given")
     add_repeated(
         parser,
         "--sweep",
@@ -158,6 +166,7 @@ def _search(arguments: Namespace, costs: Any, limit: Any, about: str = "") -> An
         noise=_noise(arguments.noise),
         seed=arguments.seed,
         progress=_Lines(about),
+        keeps_split=arguments.split is not None or bool(arguments.sweep),
     )
 
 

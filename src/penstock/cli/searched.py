@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.errors import count_of
 from penstock.ir.units import byte_unit, format_bytes
+from penstock.partition.split import split_text
 from penstock.proofs import Limit
 from penstock.searching.front import pareto_front
 from penstock.searching.result import SearchResult, best_result
@@ -83,6 +84,7 @@ def _members(found: SearchResult) -> dict[str, Any]:
         key: bound if key == "bound" else getattr(found.timeline if key in of_timeline else found, key)
         for key in FIGURES
     }
+    members |= {"split": found.split} if found.split else {}
     return members | ({"noise": asdict(found.noise)} if found.noise else {})
 
 
@@ -94,6 +96,7 @@ def to_table(found: SearchResult, screen: Screen = NO_SCREEN) -> str:
     schedule, peaks = found.schedule, found.peak_bytes if any(found.peak_bytes) else []
     rows = {
         "schedule": f"{schedule.name}, {schedule.placement.style} on {count_of(schedule.num_ranks, 'rank')}",
+        **({"split": f"{split_text(found.split)}, in which an order fits"} if found.split else {}),
         "makespan": f"{found.makespan_s:.6g} s",
         "span": f"{found.span_s:.6g} s",
         "bubble": f"{found.timeline.bubble_fraction:.2%}",

@@ -43,13 +43,13 @@ def certify(
     assert bound_s <= found_s * (1 + OPTIMAL_GAP), f"the bound, {bound_s} s, lies above the result, {found_s} s"
     if result.was_interrupted or result.noise is not None:
         return  # families may be left out by then; or it was chosen by its mean, so without noise one may be shorter
-    for family in _families_of(placements, result.schedule.num_microbatches):
+    for family in families_of(placements, result.schedule.num_microbatches):
         family_s = predict_s(family)
         is_shorter = family_s is not None and family_s * (1 + OPTIMAL_GAP) < found_s
         assert not is_shorter, f"the search found {found_s} s, and {family.name}, which fits, takes {family_s} s"
 
 
-def _families_of(placements: Collection[Placement], num_microbatches: int) -> Iterator[Schedule]:
+def families_of(placements: Collection[Placement], num_microbatches: int) -> Iterator[Schedule]:
     """Yield the schedules of all families, with their own defaults, that train on one of the placements."""
     for num_ranks, num_stages in {(placement.num_ranks, placement.num_stages) for placement in placements}:
         for name in FAMILIES:

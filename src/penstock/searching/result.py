@@ -54,6 +54,8 @@ class SearchResult:
     """The exact method's own bound; None where it did not run for every placement."""
     was_interrupted: bool = False
     """Whether Ctrl-C ended it before its time."""
+    split: tuple[int, ...] = ()
+    """Layers of each stage where the usual split left no order within the limit; all else is of this split."""
 
     @property
     def schedule(self) -> Schedule:

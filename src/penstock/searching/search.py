@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from penstock.errors import require_choice
+from penstock.errors import ScheduleError, require_choice
 from penstock.placement import Placement
+from penstock.proofs import Limit
 from penstock.searching.asked import Asked, cheapest, problems_of, require_number
 from penstock.searching.bounds import Bound, lower_bound
 from penstock.searching.budget import Budget
@@ -32,6 +33,7 @@ from penstock.searching.noise import Measured, shares_of
 from penstock.searching.problem import Problem
 from penstock.searching.result import OPTIMAL_GAP, Objective, Progress, SearchResult, best_result
 from penstock.searching.settings import settings_for
+from penstock.searching.split_orders import split_within
 from penstock.searching.starting import nothing_fits, starts_of
 from penstock.searching.sweeps import sequences_of_sweeps
 from penstock.simulation.costs.costs import Costs
@@ -59,6 +61,7 @@ def search(
     noise: float | Measured | None = None,
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
+    keeps_split: bool = False,
 ) -> SearchResult:
     """Search for the order of F, I and W that takes least time under a limit of memory.
 
@@ -76,6 +79,9 @@ def search(
     average over 16 perturbed costs: 0.03 is the standard deviation as a share of an action's seconds, "measured" takes
     the costs' own `spreads`. `progress` is called now and then. Ctrl-C ends it; the best so far is returned.
 
+    Where no order is found within a limit of bytes, `LayerCosts` are split in another way in which a known order fits,
+    and that split is searched (`SearchResult.split`), unless `keeps_split`.
+
     Raises:
         ConfigError: for a value that an argument cannot have, or costs that do not know F, I and W.
         ScheduleError: where no order fits the limit that this search could find; it says what would.
@@ -88,20 +94,35 @@ def search(
         if number is not None or key != "evaluations":
             require_number(key, number, at_least=1)
     require_number("seconds", seconds, at_least=0, is_whole=False)
-    searches = []
     shape = (ranks, microbatches, placement, stages_per_rank, memory_limit)
-    for problem, own_costs in problems_of(costs, *shape, per_action=per_action):
-        shares = None if noise is None else shares_of(noise, own_costs, problem.num_stages)
-        asked = Asked(own_costs, objective == "span", memory_limit, shares, seed)
-        searches.append(_Search(problem, asked, Budget(seconds, evaluations), progress))
-    placements = [own.problem.placement for own in searches]
-    _compile(placements)
-    result = _best_of(searches)
+
+    def search_split(costs: Costs | LayerCosts, placement: Placement | None = None) -> SearchResult:
+        """Search the placements, or one of them, with the split of these costs."""
+        searches = []
+        for problem, own_costs in problems_of(costs, *shape, per_action=per_action):
+            if placement not in (None, problem.placement):
+                continue
+            shares = None if noise is None else shares_of(noise, own_costs, problem.num_stages)
+            asked = Asked(own_costs, objective == "span", memory_limit, shares, seed)
+            searches.append(_Search(problem, asked, Budget(seconds, evaluations), progress))
+        placements = [own.problem.placement for own in searches]
+        _compile(placements)
+        result = _best_of(searches)
+        try:
+            certify(result, placements, costs, memory_limit, per_action=per_action)
+        except KeyboardInterrupt:  # the result is proved; only the last look at it was cut short
+            return replace(result, was_interrupted=True)
+        return result
+
     try:
-        certify(result, placements, costs, memory_limit, per_action=per_action)
-    except KeyboardInterrupt:  # the result is proved; only the last look at it was cut short
-        return replace(result, was_interrupted=True)
-    return result
+        return search_split(costs)
+    except ScheduleError:
+        limit = Limit.read(memory_limit)  # without one, every order fits
+        if keeps_split or not limit.in_bytes or not isinstance(costs, LayerCosts):
+            raise
+    placements = [problem.placement for problem, _ in problems_of(costs, *shape, per_action=per_action)]
+    fitting_placement, split = split_within(costs, placements, microbatches, limit)
+    return replace(search_split(replace(costs, split=split), fitting_placement), split=split)
 
 
 def _best_of(searches: Sequence["_Search"]) -> SearchResult:
