@@ -201,7 +201,8 @@ def _check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None
     given = list(split)
     if len(given) != num_stages:
         raise PartitionError(
-            f"split {given} names {len(given)} stages, but the schedule has {num_stages}; give {num_stages} numbers"
+            f"split {given} names {count_of(len(given), 'stage')}, but the schedule has {num_stages}; give "
+            f"{count_of(num_stages, 'number')}"
         )
     for stage, count in enumerate(given):
         if count < 1:

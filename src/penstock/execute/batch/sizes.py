@@ -8,7 +8,7 @@ say, or be marked to have none that count.
 
 from collections.abc import Sequence
 
-from penstock.errors import PipelineError
+from penstock.errors import PipelineError, count_of
 from penstock.execute.batch.leaves import SAMPLES, Axis, Leaf, checked_dim, marking
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.values.block_masks import is_block_mask
@@ -56,9 +56,10 @@ def even_sizes(leaf: Leaf, num_parts: int, axis: Axis, allow_ragged: bool) -> li
     length = leaf.length
     size, num_larger = divmod(length, num_parts)
     if size == 0:
+        fewer = f"use at most {length} {axis.parts}, " if length > 1 else ""
         raise PipelineError(
-            f"{leaf} has {length} {axis.unit}s for {num_parts} {axis.parts}; expected at least one {axis.unit} each. "
-            f"Pass more, use at most {length} {axis.parts}, or mark it Replicate() in {axis.option}"
+            f"{leaf} has {count_of(length, axis.unit)} for {num_parts} {axis.parts}; expected at least one "
+            f"{axis.unit} each. Pass more, {fewer}or mark it Replicate() in {axis.option}"
         )
     if num_larger and not allow_ragged:
         below, above = size * num_parts, (size + 1) * num_parts
