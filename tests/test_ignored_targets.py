@@ -81,6 +81,37 @@ def test_slices_of_a_sequence_weigh_by_the_targets_that_count_in_them():
     torch.testing.assert_close(pipeline.step(inputs, target=target).loss, wanted, rtol=1e-12, atol=0)
 
 
+def test_microbatches_that_are_padded_on_their_own_weigh_as_in_one_batch_that_is_padded_to_the_longest():
+    inputs, target = batch_of(ROWS, LENGTH)
+    lengths = [6, 2, 4, 3]
+    for index, length in enumerate(lengths):
+        target[2 * index : 2 * index + 2, length:] = -100
+    target[0, 0] = 1
+    parts = [
+        ps.PreSplit([rows[:, :length] for rows, length in zip(each.split(2), lengths, strict=True)])
+        for each in (inputs, target)
+    ]
+    layers = layers_of()
+    wanted = F.cross_entropy(nn.Sequential(*layers)(inputs), target)
+    wanted.backward()
+    pipeline = ps.Pipeline(layers_of(), "1f1b", 4, F.cross_entropy, ranks=1)
+
+    torch.testing.assert_close(pipeline.step(parts[0], target=parts[1]).loss, wanted.detach(), rtol=1e-12, atol=0)
+    for parameter, other in zip(pipeline.parameters(), nn.Sequential(*layers).parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_targets_of_eight_bits_weigh_as_those_of_64():
+    inputs, target = batch_of(ROWS, ignored=255)
+    wanted = F.cross_entropy(nn.Sequential(*layers_of()[:3])(inputs), target, ignore_index=255)
+    loss = partial(F.cross_entropy, ignore_index=255)
+    pipeline = ps.Pipeline(layers_of()[:3], "1f1b", 4, loss, ranks=1)
+
+    found = pipeline.step(inputs, target=target.to(torch.uint8)).loss
+
+    torch.testing.assert_close(found, wanted.detach(), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("options", [{}, {"allow_ragged": True}], ids=str)
 def test_without_ignored_targets_all_bits_are_those_of_rows(options):
     inputs, target = batch_of(ROWS - len(options), LENGTH)

@@ -40,13 +40,20 @@ def test_torchs_own_means_of_cross_entropy_are_known(loss, ignored):
     assert ignored_target(loss) == ignored
 
 
-def test_a_part_of_a_batch_weighs_its_size_less_the_ignored_targets():
-    assert counted_share(CLASSES, -100, 2) == 1.0
-    assert counted_share(CLASSES, 2, 2) == 2 * 5 / 6
+def test_a_part_of_a_batch_weighs_the_targets_that_are_not_ignored():
+    assert counted_share(CLASSES, -100, 2) == 3
+    assert counted_share(CLASSES, 2, 2) == 5
+    assert counted_share(CLASSES.clamp(min=0), -100, 2) == 6
+    assert counted_share(CLASSES[:0], -100, 2) == 0
 
 
-@pytest.mark.parametrize("target", [CLASSES.clamp(min=0), CLASSES.double(), CLASSES[:0], None, {"classes": CLASSES}])
-def test_the_size_stays_where_nothing_is_ignored_or_there_are_no_classes(target):
+@pytest.mark.parametrize(("ignored", "num_counted"), [(255, 2), (-100, 3), (156, 2)])
+def test_classes_of_eight_bits_count_too(ignored, num_counted):
+    assert counted_share(torch.tensor([1, 255, 156], dtype=torch.uint8), ignored, 7) == num_counted
+
+
+@pytest.mark.parametrize("target", [CLASSES.double(), None, {"classes": CLASSES}])
+def test_the_size_stays_where_there_are_no_classes(target):
     assert counted_share(target, -100, 7) == 7
 
 

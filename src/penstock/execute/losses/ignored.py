@@ -15,7 +15,7 @@ from penstock.execute.values.tree import tensors_of
 
 IGNORED = -100
 """torch's default of `ignore_index`."""
-_CLASSES = (torch.int64, torch.int32)
+_CLASSES = (torch.int64, torch.int32, torch.uint8)
 """Types of targets that are classes."""
 
 
@@ -35,13 +35,13 @@ def ignored_target(loss: Any) -> int | None:
 
 
 def counted_share(target: Any, ignored: int, size: float) -> float:
-    """Return the size of a part of a batch, less the share of its targets that are ignored.
+    """Return how many targets of a part of a batch are not ignored; its size where the target holds no classes.
 
-    It is the size itself, to the bit, where no target is.
+    Parts may have other numbers of targets in a row, as microbatches that are padded on their own have.
     """
     if not (isinstance(target, Tensor) and _holds_classes(target)):
         return size
-    return size * int((target != ignored).sum()) / target.numel()
+    return target.numel() - _num_equal(target, ignored)
 
 
 def uneven_targets(targets: Sequence[Any]) -> tuple[int, int] | None:
@@ -50,8 +50,7 @@ def uneven_targets(targets: Sequence[Any]) -> tuple[int, int] | None:
     Targets on a device are not read, since the host would have to wait for it in every step.
     """
     shares = [
-        [counted_share(tensor, IGNORED, 1.0) for tensor in tensors_of(target) if tensor.device.type == "cpu"]
-        for target in targets
+        [_ignored_share(tensor) for tensor in tensors_of(target) if tensor.device.type == "cpu"] for target in targets
     ]
     uneven_indices = [index for index, share in enumerate(shares) if share != shares[0]]
     return (0, uneven_indices[0]) if uneven_indices else None
@@ -59,8 +58,17 @@ def uneven_targets(targets: Sequence[Any]) -> tuple[int, int] | None:
 
 def count_ignored(target: Any) -> int:
     """Return how many targets of a tree are ignored by default."""
-    return sum(int((tensor == IGNORED).sum()) for tensor in tensors_of(target) if _holds_classes(tensor))
+    return sum(_num_equal(tensor, IGNORED) for tensor in tensors_of(target) if _holds_classes(tensor))
+
+
+def _ignored_share(target: Tensor) -> float:
+    return _num_equal(target, IGNORED) / target.numel() if _holds_classes(target) and target.numel() else 0.0
+
+
+def _num_equal(target: Tensor, value: int) -> int:
+    # As whole numbers of 64 bits: to a uint8, -100 would be the class 156.
+    return int((target.to(torch.int64) == value).sum())
 
 
 def _holds_classes(target: Tensor) -> bool:
-    return target.dtype in _CLASSES and target.numel() > 0 and not target.is_meta
+    return target.dtype in _CLASSES and not target.is_meta

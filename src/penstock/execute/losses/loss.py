@@ -1,8 +1,8 @@
 """How the losses of microbatches are weighted, so that their gradients add up to those of the unsplit batch.
 
-The rule: weight = share / total in float64, once per batch. The share of a microbatch is its rows, less those targets
-that torch's cross entropy ignores, or what `count` says of its target; the total is the sum of the shares in microbatch
-order. Equal sizes give exactly 1/m.
+The rule: weight = share / total in float64, once per batch. The share of a microbatch is its rows, or the number of
+targets that torch's cross entropy does not ignore, or what `count` says of its target; the total is the sum of the
+shares in microbatch order. Equal sizes give exactly 1/m.
 """
 
 import math
@@ -87,8 +87,8 @@ class LossWeights:
     def measure(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> Measured:
         """Return what losses are weighed by.
 
-        A slice counts as its length in the sequence, or as what `count` says of its target; without a `count`, both
-        less the share of targets that the loss function leaves out.
+        A slice counts as its length in the sequence, or as what `count` says of its target. Where the loss function is
+        known to leave targets out, both count the others.
 
         Raises:
             PipelineError: a count is negative or not finite, or the slices do not count what their microbatch does.
@@ -120,7 +120,7 @@ class LossWeights:
         return LossWeights(self.reduction)
 
     def _share(self, part: Microbatch, size: float) -> float:
-        return size if self.ignored is None or not size else counted_share(part.target, self.ignored, size)
+        return size if self.ignored is None else counted_share(part.target, self.ignored, size)
 
     def _parts_of(self, total: float, num_parts: int, shares: Sequence[float]) -> list[float]:
         """Return the fractions of a whole that parts with these shares make up, for a mean; alike without shares."""
