@@ -254,6 +254,14 @@ def test_an_object_without_rows_of_the_batch_goes_whole(value):
     assert all(part.kwargs["k"] is value or part.kwargs["k"] == value for part in parts)
 
 
+def test_an_empty_tensor_in_an_object_is_no_row_of_a_batch_that_is_given_to_other_ranks():
+    value = Opaque(keys=rows(0))
+
+    parts = split_batch((), {"k": value}, None, num_microbatches=4)
+
+    assert all(part.kwargs["k"] is value for part in parts)
+
+
 def test_an_object_of_a_batch_of_one_microbatch_goes_whole():
     value = Opaque(x=rows(8))
 
