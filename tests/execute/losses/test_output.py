@@ -1,6 +1,7 @@
 """Whatever form a loss function returns its losses in, they are read the same or refused with the fix."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -145,3 +146,11 @@ def test_a_loss_asks_for_its_factor_by_a_keyword(loss):
 )
 def test_a_weight_that_can_be_given_by_position_is_another_matter(loss):
     assert not takes_weight(loss)
+
+
+def test_class_weights_that_a_partial_gives_stay():
+    class_weights = torch.tensor([1.0, 2.0])
+
+    assert not takes_weight(partial(F.cross_entropy, weight=class_weights))
+    assert not takes_weight(partial(partial(F.cross_entropy, weight=class_weights), ignore_index=1))
+    assert takes_weight(partial(lambda o, t, *, weight: o, weight=1.0))

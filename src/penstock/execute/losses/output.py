@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ def takes_weight(loss: Callable[..., LossValue]) -> bool:
 
     A `weight` that can be given by position is another matter, such as that of classes in torch's own losses.
     """
+    while isinstance(loss, partial) and "weight" in loss.keywords:
+        loss = loss.func  # the signature of a partial shows every keyword that it gives as keyword-only
     try:
         parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
     except (TypeError, ValueError):  # a built-in function tells nothing
