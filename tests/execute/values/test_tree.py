@@ -191,6 +191,30 @@ def test_a_dataclass_is_rebuilt_with_its_tensors_as_they_are_and_what_it_derives
     assert rebuilt.number == 2
 
 
+@dataclass
+class Numbered:
+    """A dataclass with fields that its constructor does not take, of which it counts one."""
+
+    x: Any
+    number: int = field(init=False)
+    scale: float = field(init=False, default=1.0)
+
+    def __post_init__(self):
+        self.number = len(self.x)
+
+
+def test_a_field_outside_the_constructor_is_counted_anew_unless_it_was_changed_later():
+    value = Numbered(torch.ones(4))
+    value.scale = 0.5
+
+    rebuilt = map_leaves(lambda leaf: leaf[:2] if isinstance(leaf, torch.Tensor) else leaf, value)
+    value.number = 7
+    rebuilt_after_a_change = map_leaves(lambda leaf: leaf[:2] if isinstance(leaf, torch.Tensor) else leaf, value)
+
+    assert (rebuilt.number, rebuilt.scale) == (2, 0.5)
+    assert (rebuilt_after_a_change.number, rebuilt_after_a_change.scale) == (7, 0.5)
+
+
 @dataclass(frozen=True, slots=True)
 class Seeded:
     """A dataclass that is not built from its fields alone."""

@@ -41,7 +41,8 @@ class TreeSpec:
     children: tuple["TreeSpec", ...] = ()
     num_leaves: int = field(default=0, compare=False)
     context: Any = field(default=None, compare=False)
-    """A part of a branch beside its children: torch's spec of a registered class, or attributes of a mapping."""
+    """A part of a branch beside its children: torch's spec of a registered class, attributes of a mapping, or the names
+    of fields that a dataclass makes of the others."""
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """Put the leaves, in the order of `flatten`, back into a tree; a class is built by its constructor."""
@@ -174,7 +175,8 @@ def _collect(value: Any, leaves: list[Any]) -> TreeSpec:
         return _collect_other(value, leaves)
     names, values = branch
     children = tuple(_collect(child, leaves) for child in values)
-    return TreeSpec(type(value), names, children, len(leaves) - num_before)
+    context = _derived_fields(value) if is_dataclass(value) else None
+    return TreeSpec(type(value), names, children, len(leaves) - num_before, context)
 
 
 def _collect_other(value: Any, leaves: list[Any]) -> TreeSpec:
@@ -259,7 +261,9 @@ def _build(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
         return container(zip(spec.names, values, strict=True))
     if not spec.has_fields:
         return _build_other(spec, values)
-    return _build_dataclass(container, spec.names, values) if is_dataclass(container) else container._make(values)
+    if not is_dataclass(container):
+        return container._make(values)
+    return _build_dataclass(container, spec.names, values, spec.context or frozenset())
 
 
 def _build_other(spec: TreeSpec, values: Sequence[Any]) -> Any:
@@ -272,14 +276,31 @@ def _build_other(spec: TreeSpec, values: Sequence[Any]) -> Any:
     return mapping
 
 
-def _build_dataclass(container: Any, names: Sequence[Any], values: Sequence[Any]) -> Any:
+def _derived_fields(value: Any) -> frozenset[Name]:
+    """Return the fields that a dataclass makes of those that it is built from, such as a number of rows.
+
+    Only numbers and texts are told so; a field that was changed later is not what the class makes of the others.
+    """
+    container: Any = type(value)
+    late_names = [
+        item.name
+        for item in fields(value)
+        if not item.init and isinstance(getattr(value, item.name, _MISSING), CONSTANTS)
+    ]
+    if not late_names or not _takes_fields(container):
+        return frozenset()
+    made = _constructed(container, **{item.name: getattr(value, item.name) for item in fields(value) if item.init})
+    return frozenset(name for name in late_names if getattr(made, name, _MISSING) == getattr(value, name))
+
+
+def _build_dataclass(container: Any, names: Sequence[Any], values: Sequence[Any], derived: frozenset[Name]) -> Any:
     named = dict(zip(names, values, strict=True))
     arguments = {item.name: named[item.name] for item in fields(container) if item.init}
     is_constructed = _takes_fields(container)
     instance = _constructed(container, **arguments) if is_constructed else object.__new__(container)
     for name, value in named.items():
         # `__post_init__` may have changed a tensor once more, as by a scale. A number that it counts anew is right.
-        is_new = is_constructed and name in arguments and isinstance(value, CONSTANTS)
+        is_new = is_constructed and (name in arguments or name in derived) and isinstance(value, CONSTANTS)
         if not is_new and getattr(instance, name, _MISSING) is not value:
             object.__setattr__(instance, name, value)  # the dataclass may be frozen
     return instance
