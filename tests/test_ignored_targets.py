@@ -153,3 +153,37 @@ def test_there_is_no_warning_where_nothing_is_wrong():
     assert warned(F.cross_entropy, target) == []
     assert warned(plain, target, count=lambda target: (target != -100).sum()) == []
     assert warned(partial(F.cross_entropy, reduction="sum"), target, reduction="sum") == []
+
+
+def streamed(loss, target, num_steps=1, schedule="1f1b", **options):
+    """What a pipeline warns of that takes the microbatches of each step off a stream."""
+    inputs, _ = batch_of(*target.shape)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline = ps.Pipeline(layers_of(), schedule, 4, loss, ranks=1, **options)
+        stream = ps.Stream(num_steps * list(zip(inputs.split(2), target.split(2), strict=True)))
+        for _ in range(num_steps):
+            pipeline.step(stream)
+    return [str(each.message) for each in caught if issubclass(each.category, PenstockWarning)]
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, plain])
+def test_a_stream_of_microbatches_with_uneven_targets_is_warned_of_once(loss):
+    target = batch_of(ROWS, LENGTH)[1].clamp(min=0)
+    target[4:6, 1:3] = -100
+
+    [text] = streamed(loss, target, num_steps=2)
+
+    assert text.startswith("in microbatch 2, slice 0 of a stream another share of the targets is -100 than in micro")
+    assert "PreSplit" in text
+
+
+def test_a_stream_with_uneven_slices_is_warned_of_and_other_streams_are_not():
+    target = batch_of(ROWS, LENGTH)[1].clamp(min=0)
+    even = target.index_fill(1, torch.tensor([0]), -100)
+
+    assert streamed(F.cross_entropy, target) == []
+    assert streamed(F.cross_entropy, even) == []
+    assert streamed(partial(F.cross_entropy, ignore_index=9), batch_of(ROWS, LENGTH)[1].clamp(min=0)) == []
+    assert streamed(partial(F.cross_entropy, reduction="sum"), batch_of(ROWS, LENGTH)[1], reduction="sum") == []
+    assert len(streamed(F.cross_entropy, even, schedule="seq1f1b", slices=2)) == 1

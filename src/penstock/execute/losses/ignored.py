@@ -45,15 +45,18 @@ def counted_share(target: Any, ignored: int, size: float) -> float:
 
 
 def uneven_targets(targets: Sequence[Any]) -> tuple[int, int] | None:
-    """Return two microbatches that hold different shares of ignored targets; None where all hold the same.
+    """Return two microbatches that hold different shares of ignored targets; None where all hold the same."""
+    shares = [ignored_shares(target, IGNORED) for target in targets]
+    uneven_indices = [index for index, share in enumerate(shares) if share != shares[0]]
+    return (0, uneven_indices[0]) if uneven_indices else None
+
+
+def ignored_shares(target: Any, ignored: int) -> list[float]:
+    """Return the share of ignored targets in each tensor of a tree.
 
     Targets on a device are not read, since the host would have to wait for it in every step.
     """
-    shares = [
-        [_ignored_share(tensor) for tensor in tensors_of(target) if tensor.device.type == "cpu"] for target in targets
-    ]
-    uneven_indices = [index for index, share in enumerate(shares) if share != shares[0]]
-    return (0, uneven_indices[0]) if uneven_indices else None
+    return [_ignored_share(tensor, ignored) for tensor in tensors_of(target) if tensor.device.type == "cpu"]
 
 
 def count_ignored(target: Any) -> int:
@@ -61,8 +64,8 @@ def count_ignored(target: Any) -> int:
     return sum(_num_equal(tensor, IGNORED) for tensor in tensors_of(target) if _holds_classes(tensor))
 
 
-def _ignored_share(target: Tensor) -> float:
-    return _num_equal(target, IGNORED) / target.numel() if _holds_classes(target) and target.numel() else 0.0
+def _ignored_share(target: Tensor, ignored: int) -> float:
+    return _num_equal(target, ignored) / target.numel() if _holds_classes(target) and target.numel() else 0.0
 
 
 def _num_equal(target: Tensor, value: int) -> int:

@@ -3,7 +3,7 @@
 `LossMaker` makes those of each step, and weighs its batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from penstock.execute.batch.admission import Batch
 from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.control.agreement import AgreedStep, BatchWeight
 from penstock.execute.control.error_notes import note_place, without_target
-from penstock.execute.losses.ignored import IGNORED, count_ignored, uneven_targets
+from penstock.execute.losses.ignored import IGNORED, count_ignored, ignored_shares, uneven_targets
 from penstock.execute.losses.loss import Loss, LossShares, LossWeights, Measured, Scale, apply_scale
 from penstock.execute.losses.output import LossName, LossParts, read_loss, takes_weight
 from penstock.execute.values.tree import needing_gradient
@@ -40,6 +40,8 @@ class StepLosses:
     """Whether the loss function is called with the factor of its loss."""
     scale: Scale | None = None
     """Applied where backwards begin."""
+    examine_target: Callable[[MicrobatchKey, Any], None] | None = None
+    """Called with each target of a stream, which nobody has seen when its losses are weighed."""
     computed: dict[MicrobatchKey, Tensor] = field(default_factory=dict)
     """The loss that the loss function returned; filled on the ranks of last stages."""
     named: dict[LossName, dict[MicrobatchKey, Tensor]] = field(default_factory=dict)
@@ -55,6 +57,8 @@ class StepLosses:
         """
         if self.loss is None:
             return None
+        if self.examine_target is not None:
+            self.examine_target(place, target)
         factor = self.shares.factor(*place)
         parts = self._parts(self.loss, place, outputs, target, factor)
         # Several of torch's means, as mse_loss, keep the memory of all elements, and a loss function may add to what it
@@ -121,9 +125,11 @@ class LossMaker:
         self._takes_weight = loss is not None and takes_weight(loss)
         self._measured: tuple[Measured, Measured] | None = None
         """Of the batch that was weighed last, by rows and by what its losses are weighed by."""
-        is_by_rows = weights.reduction == "mean" and weights.count is None and weights.ignored is None
+        is_by_rows = weights.reduction == "mean" and weights.count is None
         self._may_ignore = loss is not None and is_last and is_by_rows
-        """Whether the loss function may leave out targets that nothing counts; until a batch has been warned of."""
+        """Whether the loss function may leave out targets of a batch; until one has been warned of."""
+        self._first_streamed: tuple[MicrobatchKey, list[float]] | None = None
+        """Of a step on a stream, the first microbatch or slice with its shares of ignored targets."""
 
     def weigh(self, batch: Batch, agreed: AgreedStep) -> BatchWeight:
         """Return what a batch weighs against those of the other replicas. Raises: PipelineError, as `count` does."""
@@ -139,6 +145,7 @@ class LossMaker:
             of_rows = job.rows, job.num_microbatches
         loss = self._loss if agreed.is_training or batch.has_target else None
         weights = self._weights
+        self._first_streamed = None
         return StepLosses(
             len(batch.slices),
             len(batch.slices[0]),
@@ -147,13 +154,14 @@ class LossMaker:
             weights.of_rows.shares_of(rows, of_rows),
             takes_weight=self._takes_weight,
             scale=self._scale,
+            examine_target=self._examine_streamed if self._may_ignore and batch.reader is not None else None,
         )
 
     def _measure(self, batch: Batch, agreed: AgreedStep) -> tuple[Measured, Measured]:
         rows = self._weights.of_rows.measure(batch.microbatches, batch.slices)
         # The other ranks may have no target to count.
         is_counting = self._is_last and self._loss is not None and (agreed.is_training or batch.has_target)
-        if is_counting and self._may_ignore:
+        if is_counting and self._may_ignore and self._weights.ignored is None:
             self._warn_of_ignored([each.target for each in batch.microbatches])
         return rows, self._weights.measure(batch.microbatches, batch.slices) if is_counting else rows
 
@@ -167,4 +175,20 @@ class LossMaker:
             f"{' and '.join(counts)}, but microbatches weigh by their rows. If the loss leaves such targets out, that "
             "of the batch is not what it is in one piece. Pass Pipeline count=..., a function that counts the targets "
             f"that a loss is the mean of, such as lambda target: (target != {IGNORED}).sum()"
+        )
+
+    def _examine_streamed(self, place: MicrobatchKey, target: Any) -> None:
+        """Warn of a microbatch of a stream that has another share of ignored targets than the first one."""
+        ignored = IGNORED if self._weights.ignored is None else self._weights.ignored
+        shares = ignored_shares(target, ignored)
+        first_place, first_shares = self._first_streamed = self._first_streamed or (place, shares)
+        if shares == first_shares or not self._may_ignore:
+            return
+        self._may_ignore = False
+        where, first_where = (f"microbatch {each[0]}, slice {each[1]}" for each in (place, first_place))
+        warn(
+            f"in {where} of a stream another share of the targets is {ignored} than in {first_where}, but both weigh "
+            "by their rows. If the loss leaves such targets out, that of the batch is not what it is in one piece. "
+            "Pass the batch whole (as PreSplit), where F.cross_entropy and nn.CrossEntropyLoss weigh by the other "
+            "targets and another loss takes count=..., or use reduction='sum'"
         )
