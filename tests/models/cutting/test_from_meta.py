@@ -1,5 +1,6 @@
 """A module on the meta device becomes layers that read their own tensors, and make what no file has."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -153,3 +154,36 @@ def test_a_buffer_that_was_made_elsewhere_stays_and_no_random_number_is_drawn(mo
 
     assert torch.equal(torch.get_rng_state(), before)
     assert part.get_submodule("blocks.1.places").mask.all()
+
+
+class Scaled(nn.Module):
+    """Has a saved buffer that torch makes on the CPU, whatever the default device is."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.from_numpy(np.ones(4, dtype=np.float32)))
+
+    def forward(self, hidden):
+        return hidden * self.scale
+
+
+def test_a_saved_buffer_that_was_made_elsewhere_takes_its_value_of_the_file(model):
+    bare = on_meta()
+    model.blocks[1].places, bare.blocks[1].places = Scaled(), on_meta(Scaled)
+    model.blocks[1].places.scale.copy_(torch.arange(4))
+
+    part = cut_from_meta(bare, POINTS, Reads(model).read)[2]()
+
+    assert part.get_submodule("blocks.1.places").scale.tolist() == [0, 1, 2, 3]
+
+
+def test_buffers_that_a_reset_makes_have_the_type_of_the_model(model):
+    model.bfloat16()
+
+    parts = [spec() for spec in cut_from_meta(on_meta().bfloat16(), POINTS, Reads(model).read)]
+
+    for name in ("blocks.1.places.table", "blocks.2.places.table"):
+        own = next(dict(part.named_buffers())[name] for part in parts if name in dict(part.named_buffers()))
+        assert own.dtype is torch.bfloat16
+        assert torch.equal(own, model.get_buffer(name))
+    assert torch.equal(run(parts, WORDS), run(cut(model, POINTS), WORDS))

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.models.cutting.cut import ByName, CutSpec, held_by, multiplications, segments
 from penstock.models.cutting.frame import Template, set_tensor, tensor_of
 from penstock.models.cutting.part import CutForward, CutPart, Segment, part_class
-from penstock.models.cutting.points import cut_model, own_tensors
+from penstock.models.cutting.points import cut_model, own_tensors, saved_tensors
 
 Read = Callable[[str], Tensor]
 """Returns the value of a parameter or saved buffer, by the name that the whole model gives it."""
@@ -71,8 +71,9 @@ def _build(make: Callable[..., CutPart], model: nn.Module, segment: Segment, rea
     modules, tensors = held_by(model, segment)
     values: dict[int, Any] = {}
     if device.type != "meta":
-        for name, tensor in make(modules, tensors).state_dict(keep_vars=True).items():
-            if isinstance(tensor, Tensor) and tensor.is_meta and id(tensor) not in values:
+        # Also those on another device than meta, as a buffer of torch.from_numpy is: the files have them all.
+        for name, tensor in saved_tensors(make(modules, tensors)).items():
+            if id(tensor) not in values:
                 values[id(tensor)] = _with_values(tensor, read(name), device)
     # One memo for all of the layer, so that modules which share a tensor go on to share it.
     part = make(*copy.deepcopy((modules, tensors), values))
@@ -112,7 +113,8 @@ def _unsaved_buffers(path: str, module: nn.Module, device: torch.device) -> dict
             f"{type(module).__name__} a {RESET}() that fills it, or make it with device='cpu'",
             key="model",
         )
-    return {name: after_zeros[name] for name in names}
+    # A reset makes them in torch's default type, whatever type the model was given since.
+    return {name: after_zeros[name].to(device, getattr(module, name).dtype) for name in names}
 
 
 def _reset(module: nn.Module, device: torch.device, fill: int) -> dict[str, Tensor]:
