@@ -187,3 +187,19 @@ def test_buffers_that_a_reset_makes_have_the_type_of_the_model(model):
         assert own.dtype is torch.bfloat16
         assert torch.equal(own, model.get_buffer(name))
     assert torch.equal(run(parts, WORDS), run(cut(model, POINTS), WORDS))
+
+
+class Attribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.tensor(2.0)
+
+
+def test_a_tensor_that_is_neither_a_parameter_nor_a_buffer_is_refused_by_its_name():
+    model = on_meta()
+    model.blocks[1].places = on_meta(Attribute)
+
+    with pytest.raises(
+        ConfigError, match=r"'blocks\.1\.places\.scale' is on the meta .*persistent=False.* Attribute f"
+    ):
+        cut_from_meta(model, POINTS, None)

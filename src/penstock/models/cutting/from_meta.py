@@ -30,9 +30,11 @@ def cut_from_meta(model: nn.Module, points: Sequence[str], read: Read) -> list[C
     """Return the layers of a module on the meta device, cut at points as `cut` says; nothing is read yet.
 
     Raises:
-        ConfigError: as of `cut`; or no file has a buffer, and its module does not make it anew.
+        ConfigError: as of `cut`; or no file has a buffer, and its module does not make it anew; or a module has a
+            tensor on the meta device that is neither a parameter nor a buffer.
     """
     for path, module in model.named_modules():
+        _refuse_plain_tensors(path, module)
         _unsaved_buffers(path, module, torch.device("cpu"))  # refuses here what a rank would refuse when it builds
     parts = cut_model(model, points)
     buffer_names = [name for name in parts.tensors if not isinstance(tensor_of(model, name), nn.Parameter)]
@@ -86,6 +88,18 @@ def _with_values(like: Tensor, values: Tensor, device: torch.device) -> Tensor:
     """Return values as a parameter or buffer of the type of one on the meta device."""
     values = values.to(device, like.dtype)
     return nn.Parameter(values, like.requires_grad) if isinstance(like, nn.Parameter) else values
+
+
+def _refuse_plain_tensors(path: str, module: nn.Module) -> None:
+    """Refuse tensors on the meta device that are neither parameters nor buffers. Raises: ConfigError."""
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise ConfigError(
+                f"the tensor {f'{path}.{name}'.lstrip('.')!r} is on the meta device, and no file has it, since it is "
+                "neither a parameter nor a buffer. Make it with device='cpu', or register it as a buffer that is not "
+                f"saved (persistent=False) and that a {RESET}() of {type(module).__name__} fills",
+                key="model",
+            )
 
 
 def _make_unsaved_buffers(root: nn.Module, device: torch.device) -> None:
