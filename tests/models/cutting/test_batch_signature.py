@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.models.cutting.batch_signature import BatchSignature
 
 
@@ -19,6 +19,11 @@ class Open(nn.Module):
 
 class Inputs(nn.Module):
     def forward(self, input_ids=None, past=None, attention_mask=None, **others):
+        pass
+
+
+class Nameless(nn.Module):
+    def forward(self, words=None, /, padding=None):
         pass
 
 
@@ -78,3 +83,8 @@ def test_an_argument_of_the_forward_that_no_batch_has_is_refused():
         signature.bind((1, 2), {})
     assert [each.name for each in signature.keywords] == ["attention_mask"]
     assert signature.var_keyword is None
+
+
+def test_an_argument_without_a_name_is_refused_when_the_model_is_cut():
+    with pytest.raises(ConfigError, match="forward of Nameless takes 'words' by position alone"):
+        BatchSignature(Nameless())

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 
 
 class BatchSignature:
@@ -21,10 +21,19 @@ class BatchSignature:
         """`names` are those of a batch, by default all of the forward's. Those of `first` go to the first stage alone.
 
         The layers take `first` by position, in this order, and all else by name.
+
+        Raises:
+            ConfigError: an argument has no name by which every stage could be given it.
         """
         signature = inspect.signature(model.forward)
-        unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
-        parameters = [item for item in signature.parameters.values() if item.kind not in unnamed]
+        nameless = [item.name for item in signature.parameters.values() if item.kind is item.POSITIONAL_ONLY]
+        if nameless:
+            raise ConfigError(
+                f"the forward of {type(model).__name__} takes {nameless[0]!r} by position alone, and every stage is "
+                "given the batch by the names of its arguments; leave out the / among them",
+                key="model",
+            )
+        parameters = [item for item in signature.parameters.values() if item.kind is not item.VAR_POSITIONAL]
         self.var_keyword = next((item for item in parameters if not names and item.kind is item.VAR_KEYWORD), None)
         """The `**kwargs` of the forward, where they may be of a batch."""
         plain_parameters = [item for item in parameters if item.kind is not item.VAR_KEYWORD]
