@@ -200,6 +200,32 @@ def test_specs_name_a_batch_as_it_is_passed(model, batch):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize(
+    ("specs", "text"),
+    [
+        (ps.BatchSpec(args=(ps.Split(0), ps.Replicate())), "specs has args, .* are passed by name.* by position"),
+        (
+            ps.BatchSpec(kwargs={"padding": ps.Replicate()}),
+            "specs has kwargs for 'padding', which is passed by position",
+        ),
+        (ps.BatchSpec(args=ps.Split(0)), "the ranks disagree on keywords"),
+    ],
+)
+def test_ranks_that_pass_a_batch_as_specs_do_not_name_it_are_refused(model, batch, specs, text):
+    words, padding, target = batch
+
+    def refusal(transport):
+        pipeline = ps.Pipeline(cut(model, ["blocks.*"]), "1f1b", 4, loss_of, transport=transport, specs=specs)
+        is_mixed = text.endswith("keywords")
+        by_name = {"padding": padding} if is_mixed else {"words": words, "padding": padding}
+        passes_names = (transport.rank == 0) is (specs.args is None)
+        args, kwargs = ((words,) if is_mixed else (), by_name) if passes_names else ((words, padding), {})
+        with pytest.raises(ps.StepRefused, match=text):
+            pipeline.step(*args, target=target, **kwargs)
+
+    on_ranks(2, refusal)
+
+
 def test_a_batch_that_does_not_fit_is_refused_before_the_step(model, batch):
     words, padding, target = batch
     pipeline = ps.Pipeline(cut(model, ["blocks.*"]), "1f1b", 4, loss_of, ranks=1)

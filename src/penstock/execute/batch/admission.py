@@ -216,6 +216,7 @@ class Admission:
 
     def _whole(self, call: StepRequest, mode: Mode) -> Batch:
         self._check(call)
+        form = self._form(call)
         rule = replace(self.rule, takes_any_size=not mode.is_training)
         # Cut as it was passed, which is how specs name its parts, and bound then.
         microbatches = list(map(self._bound, rule.microbatches(call.args, call.kwargs, call.target)))
@@ -225,11 +226,35 @@ class Admission:
         return Batch(
             microbatches,
             list(map(self.rule.slices, microbatches)),
-            _digests(self.rule, data),
+            _digests(self.rule, data, form),
             () if has_rows else list(rule.uncut_rows(call.args, call.kwargs, call.target).items()),
             data=data,
             spent=[each for each in presplit if each.is_consumed],
         )
+
+    def _form(self, call: StepRequest) -> str:
+        """Return how a batch that is bound was passed, where specs go by that; ranks that differ cut it differently.
+
+        Raises:
+            PipelineError: specs name arguments by position, and all are passed by name, or the other way round.
+        """
+        specs, binding = self.rule.specs, self.needs.binding
+        is_marked = specs is not None and (specs.args is not None or specs.kwargs is not None)
+        if specs is None or binding is None or not is_marked or not (call.args or call.kwargs):
+            return ""
+        if specs.args is not None and not call.args:
+            raise PipelineError(
+                "specs has args, but all arguments of the batch are passed by name, so that it would mark none of "
+                "them; pass those that it marks by position"
+            )
+        named = specs.kwargs if isinstance(specs.kwargs, dict) else {}
+        names = [name for name in list(binding.parameters)[: len(call.args)] if name in named]
+        if names:
+            raise PipelineError(
+                f"specs has kwargs for {names[0]!r}, which is passed by position, so that it would not be marked; pass "
+                "it by name"
+            )
+        return f"{len(call.args)} by position "
 
     def _streamed(self, stream: Stream) -> Batch:
         """Look at the first microbatch only: the others are to be like it."""
