@@ -32,7 +32,10 @@ CALLS = {
     "load_state_dict": lambda own, folder: own.load_state_dict(own.state_dict()),
     "save_checkpoint": lambda own, folder: ps.save_checkpoint(folder, own, step=1),
     "load_checkpoint": lambda own, folder: ps.load_checkpoint(folder, own),
+    "latest_checkpoint": lambda own, folder: ps.latest_checkpoint(folder, own),
 }
+FUNCTIONS = {"save_checkpoint", "load_checkpoint", "latest_checkpoint"}
+"""Those of `CALLS` that are no methods."""
 FEW = ("step", "clip_grad_norm_", "state_dict", "save_checkpoint")
 """Of each kind one: those that begin with a hop of their replica, and those that begin with both hops."""
 OTHERS = {
@@ -250,7 +253,7 @@ def test_every_public_call_of_a_pipeline_carries_its_name_or_is_this_ranks_alone
     local = set(" ".join(LOCAL).split())
 
     assert public.keys() - marked - local - {"stages"} == {"refuse", "profile"}  # which carry the name of a step
-    assert marked == {*CALLS, "close", "require_equal_copies"} - {"save_checkpoint", "load_checkpoint"}
+    assert marked == {*CALLS, "close", "require_equal_copies"} - FUNCTIONS
 
 
 def test_local_calls_of_a_pipeline_send_nothing():
@@ -272,5 +275,5 @@ def test_public_functions_with_a_pipeline_carry_their_names():
     functions = [value for name in ps.__all__ if isfunction(value := getattr(ps, name))]
     taking = {each.__name__ for each in functions if "pipeline" in signature(each).parameters}
 
-    assert taking == {"save_checkpoint", "load_checkpoint"}
+    assert taking == FUNCTIONS
     assert all(hasattr(getattr(ps, name), "is_collective") for name in taking)

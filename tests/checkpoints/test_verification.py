@@ -202,6 +202,15 @@ def test_where_no_checkpoint_can_be_every_rank_is_told(folder, tmp_path):
         assert told in str(errors[1])
 
 
+def test_a_name_that_is_no_path_is_an_error_on_all_ranks_only_where_rank_0_has_it(folder):
+    def case(pipeline, rank):
+        return latest_checkpoint(None if pipeline.rank == rank else folder, pipeline)
+
+    errors = on_small_pipelines(2, lambda pipeline: error_of(case, pipeline, 0))
+    assert "TypeError" in str(errors[1])
+    assert on_small_pipelines(2, lambda pipeline: case(pipeline, 1)) == [folder / "step-2"] * 2
+
+
 def test_a_pickle_in_the_newest_is_refused_and_no_older_one_taken(folder):
     (folder / "step-2" / "extra.pkl").write_bytes(pickle.dumps({}))
 

@@ -20,6 +20,7 @@ from penstock.checkpoints.manifest import (
 from penstock.checkpoints.shards import pickles_in, problem_of, shapes_of
 from penstock.errors import CheckpointError
 from penstock.execute.control.collectives import Control
+from penstock.execute.transport.calls import collective
 from penstock.pipeline import Pipeline
 
 
@@ -83,6 +84,7 @@ def newest_readable(folder: Path) -> Path | None:
     return None
 
 
+@collective
 def latest_checkpoint(folder: str | Path, pipeline: Pipeline) -> Path | None:
     """Return the newest checkpoint `folder/step-N`, or None where there is none yet; every rank calls it.
 
@@ -94,9 +96,9 @@ def latest_checkpoint(folder: str | Path, pipeline: Pipeline) -> Path | None:
         CheckpointError: on every rank: `folder` is no folder, or none of its checkpoints can be read.
         PipelineError: a rank is lost.
     """
-    path = Path(folder)
 
     def newest() -> str:
+        path = Path(folder)  # here, so that what is no path is one error on all ranks
         if path.exists() and not path.is_dir():
             raise CheckpointError(f"{path}: is no folder, so no checkpoint can be in it; give another name")
         return str(newest_readable(path) or "")
