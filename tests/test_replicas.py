@@ -132,7 +132,9 @@ def test_replicas_whose_tokens_all_count_nothing_add_nothing(setting):
     for own in on_mesh(1 if setting is NONE else 2, 2, lambda places: train(places, job, "1f1b", **setting)):
         assert own.losses[0] == 0
         found = [each for each in own.gradients.values() if each is not None]
-        assert found == [] if setting is NONE else not any(each.rows.any() for each in found)
+        # A shard may have no rows of a parameter.
+        assert setting is not NONE or len(found) == len(own.gradients)
+        assert not any(getattr(each, "rows", each).any() for each in found)
 
 
 def test_a_loss_with_names_has_those_of_the_job():

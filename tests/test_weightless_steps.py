@@ -10,9 +10,11 @@ from tests.local_pipelines import (
     LENGTH,
     VOCABULARY,
     Task,
+    block,
     count_tokens,
     difference,
     gradients_of,
+    named,
     on_pipelines,
     step_task,
     token_layers,
@@ -127,6 +129,52 @@ def test_a_step_with_some_microbatches_without_a_label_is_that_of_one_process(na
     outcomes = on_pipelines(2, task, lambda pipeline: step_task(pipeline, task), name)
 
     assert difference(outcomes, task.reference(4), tolerance=1e-12, loss_tolerance=1e-12) == []
+
+
+class MaskedAttention(nn.Module):
+    """Attention among tokens that are no padding; that of padding alone is not a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = block(7, FLOAT64)
+
+    def forward(self, x, *, mask):
+        scores = (x @ x.transpose(-1, -2)).masked_fill(~mask[:, None], -torch.inf)
+        return self.inner(scores.softmax(-1) @ x)
+
+
+def attending_layers():
+    return [*layers()[:-1], MaskedAttention(), layers()[-1]]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipe"])
+def test_outputs_of_padding_alone_that_are_not_numbers_reach_no_gradient(name, num_replicas):
+    """All rows of the last microbatches, or of the last replica, are padding."""
+    rows = 8 * num_replicas
+    tokens, target = batch(rows)
+    num_real = 6 if num_replicas == 1 else 8
+    mask = torch.arange(rows)[:, None].expand(rows, LENGTH) < num_real
+    target[num_real:] = IGNORED
+    options = {"count": count_tokens}
+    job = Job([8] * num_replicas, attending_layers, lambda _: tokens, lambda _: target, mean_of_labels, options)
+
+    def case(places):
+        with pipeline_of(places, job, name) as pipeline:
+            inputs, labels = job.of(pipeline.replica)
+            pipeline.step(inputs, target=labels, mask=mask.chunk(num_replicas)[pipeline.replica])
+            return gradients_of(pipeline.named_parameters())
+
+    model = attending_layers()
+    x = tokens[:num_real]
+    for layer in model:
+        x = layer(x, mask=mask[:num_real]) if isinstance(layer, MaskedAttention) else layer(x)
+    mean_of_labels(x, target[:num_real]).backward()
+    expected = gradients_of(named(model))
+
+    for gradients in on_mesh(2, num_replicas, case):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "full"])

@@ -19,11 +19,11 @@ FLAGS = {
     "init": "--force",
     "train": "RUN.toml --force --fresh --port --resume --set",
     "schedules": "NAME --to",
-    "show": f"NAME {SHAPE} {REPLICAS} {RESULT} --costs --lowered --split",
+    "show": f"NAME {SHAPE} {REPLICAS} {RESULT} --costs --heavy --lowered --split",
     "check": "FILE --costs --memory-limit --ranks --split --transport --weight-order",
-    "compare": f"NAME {SHAPE} {REPLICAS} {RESULT} --costs --memory-limit --per-action --split --sweep",
-    "search": f"{RESULT} --costs --memory-limit --microbatches --noise --objective --per-action --placement --ranks "
-    "--schedule --seconds --seed --split --stages-per-rank --sweep",
+    "compare": f"NAME {SHAPE} {REPLICAS} {RESULT} --costs --heavy --memory-limit --per-action --split --sweep",
+    "search": f"{RESULT} --costs --heavy --memory-limit --microbatches --noise --objective --per-action --placement "
+    "--ranks --schedule --seconds --seed --split --stages-per-rank --sweep",
     "convert": "--compute-only --force --from --like --lowered --to",
     "profile": "RUN.toml --force --output --port --set --steps",
     "doctor": "RUN_DIR --memory-limit --split --system --to",
@@ -37,7 +37,7 @@ FLAGS = {
 def usage_words(name):
     """Return the arguments of a command as its usage line shows them, without values."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "400")
+        patch.setenv("COLUMNS", "600")
         patch.setattr(sys, "stdout", printed := io.StringIO())
         entry.main([name, "--help"])
     words = [word.strip("[]") for word in printed.getvalue().splitlines()[0].split()[3:]]

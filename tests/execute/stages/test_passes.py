@@ -91,7 +91,7 @@ def test_the_gradients_of_a_batch_are_its_callers():
     assert torch.equal(batch.grad, torch.ones(3, WIDTH))
 
 
-def test_without_a_loss_the_backward_gives_zeros_to_inputs_and_weights():
+def test_without_a_loss_the_backward_gives_zeros_and_changes_no_weight():
     stage = OneStage(Stage(0, {"0": block(0)}), loss=torch.sum)
     stage.step.losses.loss = None
     hidden = leaf()
@@ -99,7 +99,7 @@ def test_without_a_loss_the_backward_gives_zeros_to_inputs_and_weights():
     (gradient,) = stage.backward(stage.saved(hidden))
 
     assert torch.equal(gradient, torch.zeros_like(hidden))
-    assert not any(parameter.grad.any() for _, parameter in stage.stage.named_parameters())
+    assert all(parameter.grad is None for _, parameter in stage.stage.named_parameters())
 
 
 def test_an_output_that_is_the_input_hands_its_gradient_through():

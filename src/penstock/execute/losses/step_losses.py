@@ -38,6 +38,8 @@ class StepLosses:
     """On every rank, those of losses that layers add."""
     takes_weight: bool = False
     """Whether the loss function is called with the factor of its loss."""
+    weigh_nothing: bool = False
+    """Whether all losses of the step weigh nothing, in all replicas."""
     scale: Scale | None = None
     """Applied where backwards begin."""
     examine_target: Callable[[MicrobatchKey, Any], None] | None = None
@@ -146,13 +148,15 @@ class LossMaker:
         loss = self._loss if agreed.is_training or batch.has_target else None
         weights = self._weights
         self._first_streamed = None
+        shares = NO_SHARES if loss is None or not self._is_last else weights.shares_of(own, of_job)
         return StepLosses(
             len(batch.slices),
             len(batch.slices[0]),
             loss,
-            NO_SHARES if loss is None or not self._is_last else weights.shares_of(own, of_job),
+            shares,
             weights.of_rows.shares_of(rows, of_rows),
             takes_weight=self._takes_weight,
+            weigh_nothing=not any(shares.weights) and (job is None or not job.count),
             scale=self._scale,
             examine_target=self._examine_streamed if self._may_ignore and batch.reader is not None else None,
         )

@@ -155,12 +155,15 @@ class StagePasses:
             loss = self._loss(step, place, parts, outputs)
             if not self.options.is_training:
                 return None
-            # A loss that weighs nothing may be NaN, so no backward runs through it. Its outputs and its parameters get
-            # zeros instead, and so do all stages before: a step that weighs nothing leaves no parameter with None.
-            roots = needing_gradient((outputs, step.losses.parameters()) if loss is None else loss)
+            # A loss that weighs nothing may be NaN, so no backward runs through it. Where all losses of a step weigh
+            # nothing, their outputs and parameters get zeros, so that no parameter is left with None. Where some weigh,
+            # those give gradients, and the outputs of the others are left out: 0 x NaN would reach every weight where
+            # they are not numbers, as those of rows of padding alone may be behind a masked softmax.
+            is_zero = loss is None and step.losses.weigh_nothing
+            roots = needing_gradient((outputs, step.losses.parameters()) if is_zero else loss)
             saved = self._saved(parts, inputs, roots, deferred)
             self._require_training(step, saved, loss)
-            fill = torch.zeros_like if loss is None else torch.ones_like
+            fill = torch.zeros_like if is_zero else torch.ones_like
             saved.loss_gradients = [fill(root) for root in roots]
             return saved
         return self._saved(parts, inputs, outputs, deferred) if self.options.is_training else None
