@@ -110,7 +110,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_numbers_and_not_filled
 
     errors = on_pipelines(2, task, lambda pipeline: error_of(step_task, pipeline, task))
 
-    assert_errors(errors, StepRefused, f"has {rows} rows", "4 microbatches")
+    assert_errors(errors, StepRefused, f"has {rows} row", "4 microbatches")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,5 +1,6 @@
 """Real runs, started again and again with one run file, never destroy each other's results."""
 
+import fcntl
 import os
 import re
 import signal
@@ -42,6 +43,15 @@ def holders_of(folder):
     return [first, *(process for process in others if process != first and not is_started_by(process, first))]
 
 
+def is_free(folder):
+    with open(folder / ".lock", "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
 def is_started_by(process, launcher):
     return f"PPid:\t{launcher}\n" in Path(f"/proc/{process}/status").read_text()
 
@@ -63,8 +73,8 @@ def test_a_second_run_in_a_held_folder_is_refused_and_a_killed_one_continues(her
     for holder in holders_of(here / "run"):
         os.kill(holder, signal.SIGKILL)
     first.communicate(timeout=TIMEOUT_S)
-    # A rank that ends closes what it prints to a moment before the folder is free.
-    wait_until(lambda: not any(map(is_alive, holders)), timeout_s=TIMEOUT_S)
+    # A rank that ends closes what it prints to a moment before the folder is free, and so does what it has started.
+    wait_until(lambda: not any(map(is_alive, holders)) and is_free(here / "run"), timeout_s=TIMEOUT_S)
     again = train(here)
 
     assert (status, said) == (1, "")

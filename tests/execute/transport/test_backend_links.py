@@ -190,24 +190,25 @@ def test_the_main_thread_waits_for_gloo_through_another_one_which_serves_again()
     assert [work.waited_by for work in works] == ["penstock: waits for gloo"] * 2
 
 
-def num_waiting():
-    return sum(thread.name == "penstock: waits for gloo" for thread in threading.enumerate())
+def waiting():
+    return {thread for thread in threading.enumerate() if thread.name == "penstock: waits for gloo"}
 
 
 @pytest.mark.parametrize("drop", [GlooWaiter.close, lambda waiter: None], ids=["closed", "dropped"])
 def test_the_thread_ends_with_its_waiter(drop):
-    before, waiter, work = num_waiting(), GlooWaiter(), GlooStandIn()
+    before = waiting()  # those of earlier tests may end meanwhile
+    waiter, work = GlooWaiter(), GlooStandIn()
     work.may_end.set()
     waiter.message(work, torch.zeros(1)).wait(SLACK_S)
-    assert num_waiting() == before + 1
+    assert len(waiting() - before) == 1
 
     drop(waiter)
     del waiter
 
     end_s = time.monotonic() + SLACK_S
-    while num_waiting() > before and time.monotonic() < end_s:
+    while waiting() - before and time.monotonic() < end_s:
         time.sleep(0.01)
-    assert num_waiting() == before
+    assert waiting() - before == set()
 
 
 # ---- how the accelerators of a group connect

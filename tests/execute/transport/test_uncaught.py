@@ -69,7 +69,7 @@ HIDDEN = dict.fromkeys(["site-packages", "src/penstock", "contextlib.py"], 0)
 BLAMED = "PipelineError: rank 1, 1F0, in layer 1 (Bad): ValueError: mine"
 PRINTED = {
     "layer": ([4, 4], {BLAMED: 1, 'train.py", line': 2, "in forward": 1} | HIDDEN),
-    "split": ([1, 1], {"split [9] names 1 stages": 1} | HIDDEN),
+    "split": ([1, 1], {"split [9] names 1 stage,": 1} | HIDDEN),
     "other": ([4, 1], {"KeyError: 'own'": 1, "penstock.errors.PeerLost: ": 1}),
 }
 """By case, the statuses of both ranks, and how often they print some text."""
