@@ -63,10 +63,14 @@ def heaviest(costs, split):
     return max(layers_s[end - size : end].sum() for size, end in zip(split, ends, strict=True))
 
 
+FACTORS = {"alike": (1.0,) * 4, "halves": (1.0, 0.5, 0.25, 1.5), "tenths": (0.3, 0.7, 1.1, 0.9), "one": (0.7,) * 4}
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("seed", range(3))
-def test_what_fits_and_what_holds_least_is_that_of_all_splits(name, seed):
-    costs, schedule = random_costs(seed), schedule_of(name)
+@pytest.mark.parametrize("factors", FACTORS)
+def test_what_fits_and_what_holds_least_is_that_of_all_splits(name, seed, factors):
+    costs, schedule = random_costs(seed, microbatch_bytes_factor=FACTORS[factors]), schedule_of(name)
     peaks = {split: held(costs, schedule, split) for split in every_split(len(schedule.placement.routes[0]))}
     least = min(map(max, peaks.values()))
 
@@ -104,7 +108,7 @@ def test_what_each_rank_holds_is_that_of_the_whole_plan(name, others):
     memory = MemoryOfSplits.of(costs, lower(schedule), 1)
 
     for split in every_split(len(schedule.placement.routes[0])):
-        assert memory.peaks(np.array([split]))[0] == pytest.approx(held(costs, schedule, split), abs=1)
+        assert memory.peaks(np.array([split]))[0] .tolist() == held(costs, schedule, split)
 
 
 def test_slices_and_shards_hold_their_part():

@@ -82,12 +82,24 @@ class StageBytes:
 
 def live_bytes(table: Table, sizes: StageBytes) -> Int64s:
     """[num_rows] bytes that the row's rank holds while the row runs, without what is static."""
+    return whole_bytes(live_shares(table, sizes))
+
+
+def live_shares(table: Table, sizes: StageBytes) -> Array:
+    """[num_rows] the same before rounding: where microbatches differ, it has fractions."""
     return np.concatenate([live for live, _ in _levels_by_rank(table, sizes)])
 
 
 def left_bytes(table: Table, sizes: StageBytes) -> Int64s:
     """[num_rows] bytes that the row's rank still holds once the row has ended; in a pair, once both have."""
-    return np.concatenate([left for _, left in _levels_by_rank(table, sizes)])
+    return whole_bytes(np.concatenate([left for _, left in _levels_by_rank(table, sizes)]))
+
+
+def whole_bytes(num_bytes: Array) -> Int64s:
+    """Round shares of bytes; half a byte is one in whatever order the shares were added."""
+    if num_bytes.dtype == np.int64:
+        return num_bytes
+    return np.rint(np.round(num_bytes, 4)).astype(np.int64)
 
 
 def changes_of_rows(table: Table, sizes: StageBytes) -> tuple[Int64s, Int64s]:
@@ -96,7 +108,7 @@ def changes_of_rows(table: Table, sizes: StageBytes) -> tuple[Int64s, Int64s]:
     Gradients of sharded units are left out; where two rows run together, each has its own.
     """
     taken, freed = zip(*_changes_by_rank(table, sizes, on_host=False), strict=True)
-    return _whole(np.concatenate(taken)), _whole(np.concatenate(freed))
+    return whole_bytes(np.concatenate(taken)), whole_bytes(np.concatenate(freed))
 
 
 def peak_activations(table: Table) -> list[int]:
@@ -128,19 +140,19 @@ def one_each(table: Table) -> StageBytes:
     return StageBytes.of(table.num_stages, activation=1, weight_context=1)
 
 
-def _peaks(live_by_rank: Iterable[Int64s]) -> list[int]:
-    return [int(live.max(initial=0)) for live in live_by_rank]
+def _peaks(live_by_rank: Iterable[Array]) -> list[int]:
+    return [int(whole_bytes(live.max(initial=0))) for live in live_by_rank]
 
 
-def _levels_by_rank(table: Table, sizes: StageBytes, *, on_host: bool = False) -> Iterator[tuple[Int64s, Int64s]]:
-    """Per rank, all that is alive while each row runs, and all that is left after it."""
+def _levels_by_rank(table: Table, sizes: StageBytes, *, on_host: bool = False) -> Iterator[tuple[Array, Array]]:
+    """Per rank, all that is alive while each row runs, and all that is left after it, before rounding."""
     gradients = _gradients(table, sizes) if isinstance(table, Program) and not on_host else None
     changes = _changes_by_rank(table, sizes, on_host=on_host)
     for part, (taken, freed) in zip(table.ranks, changes, strict=True):
         if gradients is not None:
             taken, freed = taken + gradients[0][part], freed + gradients[1][part]
         live = _alive(table.joined[part], taken, freed)
-        yield _whole(live), _whole(live - freed)
+        yield live, live - freed
 
 
 def _changes_by_rank(table: Table, sizes: StageBytes, *, on_host: bool) -> Iterator[tuple[Array, Array]]:
@@ -204,10 +216,6 @@ def _gradients(program: Program, sizes: StageBytes) -> Int64s | None:
     np.add.at(found[0], times.begin, of_unit)
     np.add.at(found[1], times.end, of_unit)
     return found
-
-
-def _whole(num_bytes: Array) -> Int64s:
-    return num_bytes if num_bytes.dtype == np.int64 else np.rint(num_bytes).astype(np.int64)
 
 
 def _alive(joined: Bools, taken: Array, freed: Array) -> Array:

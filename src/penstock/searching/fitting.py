@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.live import StageBytes, live_bytes
+from penstock.ir.live import StageBytes, live_shares, whole_bytes
 from penstock.ir.program import Program
 from penstock.partition.balance import balance, lightest_split, weights_of_parts
 from penstock.simulation.costs.layer_costs import LayerCosts
@@ -29,11 +29,10 @@ from penstock.simulation.costs.layer_costs import LayerCosts
 MOST_SPLITS = 20_000
 """Splits of which all are looked at."""
 MOST_MOVES = 500
-UNIT = 1 << 20
-"""Bytes of a size of which the times are counted: so many that a share of one microbatch is hardly rounded."""
 ALIVE = ("activation", "weight_context", "checkpoint", "message", "weights", "gradient")
 STATIC = "static"
 SIZES = (*ALIVE, STATIC)
+"""What is static is the last one, since it is added to a sum of the others that is rounded first, as in a proof."""
 
 Array = NDArray[Any]
 Split = tuple[int, ...]
@@ -95,13 +94,15 @@ class MemoryOfSplits:
     def peaks(self, splits: Array) -> Array:
         """[num_splits, num_ranks] the most bytes of each rank, where `splits` are [num_splits, num_parts] layers."""
         ends = np.cumsum(splits, axis=1)
-        held = self.bytes_of_parts[:, ends - splits, ends].transpose(1, 0, 2).reshape(len(splits), -1)
+        *alive, static = self.bytes_of_parts[:, ends - splits, ends]
+        held = np.concatenate(alive, axis=1)
         peaks = []
         for times_of_rank in self.times_of_ranks:
-            times = times_of_rank.reshape(len(times_of_rank), -1)
+            times = times_of_rank[:, :-1].reshape(len(times_of_rank), -1)
             sizes = np.flatnonzero(times.any(axis=0))  # of few parts
-            peaks.append((held[:, sizes] @ times[:, sizes].T).max(axis=1))
-        return np.asarray(np.rint(np.stack(peaks, axis=1)))
+            live = (held[:, sizes] @ times[:, sizes].T).max(axis=1)
+            peaks.append(whole_bytes(live) + whole_bytes(static @ times_of_rank[0, -1]))
+        return np.stack(peaks, axis=1)
 
     def loads_of_parts(self) -> list[tuple[list[int], Array]] | None:
         """Return of each part its ranks, and [start, end, rank] what they hold; None where a rank has several parts."""
@@ -123,12 +124,12 @@ class MemoryOfSplits:
 
     def _load(self, times: Array, place: int) -> Array:
         """[start, end] the most bytes of a rank whose only part has these layers, with the message that it takes."""
-        load = np.tensordot(times[:, :, place], self.bytes_of_parts, axes=1)
+        load = np.tensordot(times[:, :-1, place], self.bytes_of_parts[:-1], axes=1)
         if place:
             message = SIZES.index("message")
             outputs = self.bytes_of_parts[message, 0]  # of the layers up to each end, so up to each start of the next
             load = load + times[:, message, place - 1, None, None] * outputs[None, :, None]
-        return np.asarray(np.rint(load.max(axis=0)))
+        return whole_bytes(load.max(axis=0)) + whole_bytes(times[0, -1, place] * self.bytes_of_parts[-1])
 
 
 def _bytes_of_parts(costs: LayerCosts, num_slices: int, shards: int) -> Array:
@@ -169,12 +170,12 @@ def _times_of_ranks(costs: LayerCosts, program: Program, is_there: Sequence[bool
     columns: list[dict[tuple[int, int], Array]] = [{} for _ in range(program.num_ranks)]
     units = np.zeros((num_parts, num_stages), np.int64)
     for route in placement.routes:
-        units[range(num_parts), route] = UNIT  # both copies of a part have the same layers
+        units[range(num_parts), route] = 1  # both copies of a part have the same layers
     for part, unit in enumerate(units):
-        static[:, part] = StageBytes.of(num_stages, static=unit).static_of_ranks(placement) / UNIT
+        static[:, part] = StageBytes.of(num_stages, static=unit).static_of_ranks(placement)
     for part, index in product(range(num_parts), np.flatnonzero(is_there[: len(ALIVE)]).tolist()):
         sizes = replace(StageBytes.of(num_stages, **{ALIVE[index]: units[part]}), microbatch_factor=factors)
-        times = live_bytes(program, sizes) / UNIT
+        times = live_shares(program, sizes)
         for rank, rows in enumerate(program.ranks):
             if times[rows].any():  # a rank holds sizes of few parts, so that few columns are kept
                 columns[rank][index, part] = times[rows]
