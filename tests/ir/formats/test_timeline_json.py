@@ -135,6 +135,7 @@ def small():
         ("step", True, "step: expected a whole number"),
         ("num_replicas", 0, "num_replicas: expected a whole number from 1"),
         ("clock_uncertainty_s", -1.0, "clock_uncertainty_s: expected a finite number, 0 or more"),
+        ("layer_weights", [1.0, -1.0, 1.0, 1.0], r"layer_weights\[1\]: expected a finite number, 0 or more"),
         ("version", 2, "version: a newer Penstock wrote version 2; this one reads 1, so update it"),
         ("version", 0, "version: there is no such version; expected 1"),
         ("format", "penstock-schedule", "format: this is no timeline; expected 'penstock-recorded-step'"),

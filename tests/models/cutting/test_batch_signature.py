@@ -22,6 +22,11 @@ class Inputs(nn.Module):
         pass
 
 
+class Several(nn.Module):
+    def forward(self, *words):
+        return words
+
+
 class Nameless(nn.Module):
     def forward(self, words=None, /, padding=None):
         pass
@@ -88,3 +93,8 @@ def test_an_argument_of_the_forward_that_no_batch_has_is_refused():
 def test_an_argument_without_a_name_is_refused_when_the_model_is_cut():
     with pytest.raises(ConfigError, match="forward of Nameless takes 'words' by position alone"):
         BatchSignature(Nameless())
+
+
+def test_arguments_without_names_are_refused_when_the_model_is_cut():
+    with pytest.raises(ConfigError, match=r"forward of Several takes \*words, .*; give each of them a name"):
+        BatchSignature(Several())

@@ -85,13 +85,14 @@ def timeline_from_json(text: str, file: str) -> dict[str, Any]:
     num_layers = max((part.stop for part in layers), default=0)
     prologues = reader.entries(document, "lead_ins", reader.prologue)
     message_bytes = reader.numbers(document["message_bytes"], "message_bytes", _MAX_BYTES)
-    times = {name: reader.seconds(document[name], name) for name in ("start_s", "end_s", "layer_weights")}
+    times = {name: reader.seconds(document[name], name) for name in ("start_s", "end_s")}
+    layer_weights = reader.entries(document, "layer_weights", partial(reader.second, least=0.0))
     lengths = {
         "start_s": (len(times["start_s"]), num_rows),
         "end_s": (len(times["end_s"]), num_rows),
         "message_bytes": (len(message_bytes), num_stages if message_bytes else 0),
         "layers_of_stage": (len(layers), num_stages if layers else 0),
-        "layer_weights": (len(times["layer_weights"]), num_layers),
+        "layer_weights": (len(layer_weights), num_layers),
         "lead_ins": (len(prologues), program.num_ranks if prologues else 0),
     }
     for name, (length, expected) in lengths.items():
@@ -108,7 +109,7 @@ def timeline_from_json(text: str, file: str) -> dict[str, Any]:
         "step": reader.number(document["step"], "step"),
         "message_bytes": tuple(message_bytes),
         "layers_of_stage": tuple(layers),
-        "layer_weights": tuple(times["layer_weights"]),
+        "layer_weights": tuple(layer_weights),
         "prologues": tuple(prologues),
         "early_weights": dict(reader.entries(document, "early_weights", partial(reader.early_weights, num_stages))),
         "num_replicas": reader.number(document["num_replicas"], "num_replicas", least=1),

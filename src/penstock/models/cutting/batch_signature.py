@@ -34,6 +34,12 @@ class BatchSignature:
                 key="model",
             )
         parameters = [item for item in signature.parameters.values() if item.kind is not item.VAR_POSITIONAL]
+        if signature.parameters and not parameters:
+            raise ConfigError(
+                f"the forward of {type(model).__name__} takes *{next(iter(signature.parameters))}, and every stage is "
+                "given the batch by the names of its arguments; give each of them a name",
+                key="model",
+            )
         self.var_keyword = next((item for item in parameters if not names and item.kind is item.VAR_KEYWORD), None)
         """The `**kwargs` of the forward, where they may be of a batch."""
         plain_parameters = [item for item in parameters if item.kind is not item.VAR_KEYWORD]
