@@ -52,9 +52,23 @@ def plain(output, target):
     return F.cross_entropy(output, target)
 
 
+WEIGHTS = torch.tensor([0.2, 3.0, 0.0, 1.0, 0.5], dtype=torch.float64)
+"""Of the classes."""
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("shape", [(ROWS,), (ROWS, LENGTH)], ids=str)
-@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss(), partial(F.cross_entropy, ignore_index=2)])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        nn.CrossEntropyLoss(),
+        partial(F.cross_entropy, ignore_index=2),
+        nn.CrossEntropyLoss(weight=WEIGHTS),
+        nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1),
+        partial(F.cross_entropy, ignore_index=2, weight=WEIGHTS),
+    ],
+)
 def test_the_loss_of_torch_is_that_of_the_whole_batch(loss, shape, num_ranks):
     inputs, target = batch_of(*shape, ignored=2 if isinstance(loss, partial) else -100)
     layers = layers_of()
@@ -187,3 +201,14 @@ def test_a_stream_with_uneven_slices_is_warned_of_and_other_streams_are_not():
     assert streamed(partial(F.cross_entropy, ignore_index=9), batch_of(ROWS, LENGTH)[1].clamp(min=0)) == []
     assert streamed(partial(F.cross_entropy, reduction="sum"), batch_of(ROWS, LENGTH)[1], reduction="sum") == []
     assert len(streamed(F.cross_entropy, even, schedule="seq1f1b", slices=2)) == 1
+
+
+def test_a_stream_whose_targets_are_of_classes_that_weigh_otherwise_is_warned_of():
+    weighted = nn.CrossEntropyLoss(weight=WEIGHTS)
+    target = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+
+    assert streamed(weighted, target) == []
+    target[2:4, 0] = 0
+    [text] = streamed(weighted, target)
+    assert "in microbatch 1, slice 0 of a stream the targets are of classes that weigh otherwise than in micro" in text
+    assert "Since the loss divides by these weights" in text

@@ -23,7 +23,7 @@ from penstock.execute.control.hosts import host_of_processes
 from penstock.execute.control.positions import PositionMemory
 from penstock.execute.joining import Joined
 from penstock.execute.losses.grad_scaler import describe_scale
-from penstock.execute.losses.ignored import ignored_target
+from penstock.execute.losses.ignored import counted_targets
 from penstock.execute.losses.loss import Loss, LossWeights, loss_scale
 from penstock.execute.observing.shared_buffers import shared_buffers
 from penstock.execute.options import PipelineOptions, refuse_unknown
@@ -75,7 +75,7 @@ class Plan:
             )
         self.loss = request.loss
         require_loss(self.loss)
-        self.loss_weights = LossWeights(options.reduction, options.count, ignored_target(self.loss))
+        self.loss_weights = LossWeights(options.reduction, options.count, counted_targets(self.loss))
         loss_scale(options.scale_loss)  # refuses what scales nothing
         self.given = _resolve(joined, request)
         self.schedule: Schedule = self.given.actions()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.execute.losses.ignored import count_ignored, counted_share, ignored_target, uneven_targets
+from penstock.execute.losses.ignored import CountedTargets, count_ignored, counted_targets, uneven_targets
 
 CLASSES = torch.tensor([[1, -100, 2], [-100, 0, -100]])
 
@@ -28,7 +28,7 @@ class Own(nn.CrossEntropyLoss):
         (partial(F.cross_entropy, reduction="sum"), None),
         (partial(F.cross_entropy, size_average=True), None),
         (partial(F.cross_entropy, torch.zeros(2, 3)), None),
-        (nn.CrossEntropyLoss(weight=torch.ones(3)), None),
+        (nn.CrossEntropyLoss(weight=torch.ones(3), ignore_index=4), 4),
         (nn.CrossEntropyLoss(reduction="none"), None),
         (Own(), None),
         (F.mse_loss, None),
@@ -37,24 +37,40 @@ class Own(nn.CrossEntropyLoss):
     ],
 )
 def test_torchs_own_means_of_cross_entropy_are_known(loss, ignored):
-    assert ignored_target(loss) == ignored
+    counted = counted_targets(loss)
+
+    assert (None if counted is None else counted.ignored) == ignored
 
 
 def test_a_part_of_a_batch_weighs_the_targets_that_are_not_ignored():
-    assert counted_share(CLASSES, -100, 2) == 3
-    assert counted_share(CLASSES, 2, 2) == 5
-    assert counted_share(CLASSES.clamp(min=0), -100, 2) == 6
-    assert counted_share(CLASSES[:0], -100, 2) == 0
+    assert CountedTargets(-100).share(CLASSES, 2) == 3
+    assert CountedTargets(2).share(CLASSES, 2) == 5
+    assert CountedTargets(-100).share(CLASSES.clamp(min=0), 2) == 6
+    assert CountedTargets(-100).share(CLASSES[:0], 2) == 0
 
 
 @pytest.mark.parametrize(("ignored", "num_counted"), [(255, 2), (-100, 3), (156, 2)])
 def test_classes_of_eight_bits_count_too(ignored, num_counted):
-    assert counted_share(torch.tensor([1, 255, 156], dtype=torch.uint8), ignored, 7) == num_counted
+    assert CountedTargets(ignored).share(torch.tensor([1, 255, 156], dtype=torch.uint8), 7) == num_counted
+
+
+@pytest.mark.parametrize(
+    ("ignored", "weight"), [(-100, 0.5 + 0.25 + 1.0), (0, 0.5 + 0.25)], ids=["none of them", "class 0"]
+)
+def test_targets_of_classes_with_weights_count_as_much_as_these(ignored, weight):
+    class_weights = torch.tensor([1.0, 0.5, 0.25])
+    target = CLASSES if ignored == -100 else torch.tensor([1, 0, 2, 0])
+
+    assert CountedTargets(ignored, class_weights).share(target, 7) == weight
+
+
+def test_a_class_that_does_not_exist_is_left_to_the_loss():
+    assert CountedTargets(-100, torch.ones(2)).share(torch.tensor([0, 9, -3]), 7) == 3
 
 
 @pytest.mark.parametrize("target", [CLASSES.double(), None, {"classes": CLASSES}])
 def test_the_size_stays_where_there_are_no_classes(target):
-    assert counted_share(target, -100, 7) == 7
+    assert CountedTargets(-100).share(target, 7) == 7
 
 
 def test_microbatches_with_other_shares_of_ignored_targets_are_found_in_trees_of_any_length():

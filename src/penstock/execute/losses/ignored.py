@@ -1,10 +1,12 @@
 """Targets that a loss leaves out of its mean, as cross entropy does with those of `ignore_index`.
 
-A mean over fewer targets has a smaller share in the mean over the batch. torch's own cross entropy is known to leave
-them out; of another function nobody can tell, so a batch in which it would matter is warned of.
+A mean over fewer targets has a smaller share in the mean over the batch, and so has one over targets of classes that
+weigh less. torch's own cross entropy is known to leave targets out and to divide by the weights of the others; of
+another function nobody can tell, so a batch in which it would matter is warned of.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +21,39 @@ _CLASSES = (torch.int64, torch.int32, torch.uint8)
 """Types of targets that are classes."""
 
 
-def ignored_target(loss: Any) -> int | None:
-    """Return the class that a loss leaves out of its mean, where it is torch's own cross entropy; else None."""
+@dataclass(frozen=True, slots=True, eq=False)
+class CountedTargets:
+    """The targets that torch's cross entropy is a mean over."""
+
+    ignored: int
+    """The class of targets that the mean leaves out."""
+    class_weights: Tensor | None = None
+    """[classes]: the weight of a target of each class in the mean; None where all weigh the same."""
+
+    def share(self, target: Any, size: float) -> float:
+        """Return what a part of a batch has of the mean's divisor; its size where the target holds no classes.
+
+        Parts may have other numbers of targets in a row, as microbatches that are padded on their own have.
+        """
+        if not (isinstance(target, Tensor) and _holds_classes(target)):
+            return size
+        if self.class_weights is None:
+            return target.numel() - _num_equal(target, self.ignored)
+        classes = target.to(torch.int64)
+        classes = classes[classes != self.ignored]
+        weights = self.class_weights.detach().to(classes.device, torch.float64)
+        # A class that does not exist is left to the loss function, which says so better.
+        return float(weights[classes.clamp(0, len(weights) - 1)].sum())
+
+    def streamed_shares(self, target: Any) -> list[float]:
+        """Return what decides how a part of a stream weighs beside its size; nothing is read from a device."""
+        if self.class_weights is None or not _is_on_host(target):
+            return ignored_shares(target, self.ignored)
+        return [self.share(target, 1.0) / max(target.numel(), 1)]
+
+
+def counted_targets(loss: Any) -> CountedTargets | None:
+    """Return what a loss is a mean over, where it is torch's own cross entropy; else None."""
     settings: dict[str, Any] = {}
     while isinstance(loss, partial) and not loss.args:
         settings = {**loss.keywords, **settings}
@@ -29,19 +62,9 @@ def ignored_target(loss: Any) -> int | None:
         settings = {name: getattr(loss, name) for name in ("weight", "reduction", "ignore_index")}
     elif loss is not nn.functional.cross_entropy:
         return None
-    is_mean = settings.get("reduction", "mean") == "mean" and not {"size_average", "reduce"} & settings.keys()
-    # With weights of classes, the mean is one over these, not over the targets.
-    return int(settings.get("ignore_index", IGNORED)) if is_mean and settings.get("weight") is None else None
-
-
-def counted_share(target: Any, ignored: int, size: float) -> float:
-    """Return how many targets of a part of a batch are not ignored; its size where the target holds no classes.
-
-    Parts may have other numbers of targets in a row, as microbatches that are padded on their own have.
-    """
-    if not (isinstance(target, Tensor) and _holds_classes(target)):
-        return size
-    return target.numel() - _num_equal(target, ignored)
+    if settings.get("reduction", "mean") != "mean" or {"size_average", "reduce"} & settings.keys():
+        return None
+    return CountedTargets(int(settings.get("ignore_index", IGNORED)), settings.get("weight"))
 
 
 def uneven_targets(targets: Sequence[Any]) -> tuple[int, int] | None:
@@ -56,7 +79,7 @@ def ignored_shares(target: Any, ignored: int) -> list[float]:
 
     Targets on a device are not read, since the host would have to wait for it in every step.
     """
-    return [_ignored_share(tensor, ignored) for tensor in tensors_of(target) if tensor.device.type == "cpu"]
+    return [_ignored_share(tensor, ignored) for tensor in tensors_of(target) if _is_on_host(tensor)]
 
 
 def count_ignored(target: Any) -> int:
@@ -71,6 +94,10 @@ def _ignored_share(target: Tensor, ignored: int) -> float:
 def _num_equal(target: Tensor, value: int) -> int:
     # As whole numbers of 64 bits: to a uint8, -100 would be the class 156.
     return int((target.to(torch.int64) == value).sum())
+
+
+def _is_on_host(target: Any) -> bool:
+    return isinstance(target, Tensor) and target.device.type == "cpu"
 
 
 def _holds_classes(target: Tensor) -> bool:

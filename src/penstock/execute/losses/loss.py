@@ -1,8 +1,8 @@
 """How the losses of microbatches are weighted, so that their gradients add up to those of the unsplit batch.
 
 The rule: weight = share / total in float64, once per batch. The share of a microbatch is its rows, or the number of
-targets that torch's cross entropy does not ignore, or what `count` says of its target; the total is the sum of the
-shares in microbatch order. Equal sizes give exactly 1/m.
+targets that torch's cross entropy does not ignore (by the weights of their classes, if any), or what `count` says of
+its target; the total is the sum of the shares in microbatch order. Equal sizes give exactly 1/m.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.errors import ConfigError, PipelineError, nearest
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.control.error_notes import note_place, without_target
-from penstock.execute.losses.ignored import counted_share
+from penstock.execute.losses.ignored import CountedTargets
 from penstock.execute.losses.output import LossValue
 
 Loss = Callable[..., LossValue]
@@ -71,8 +71,8 @@ class LossWeights:
 
     reduction: str = "mean"
     count: Count | None = None
-    ignored: int | None = None
-    """The target that the loss function leaves out of its mean, where it is known to."""
+    counted: CountedTargets | None = None
+    """The targets that the loss function is a mean over, where they are known."""
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -88,7 +88,7 @@ class LossWeights:
         """Return what losses are weighed by.
 
         A slice counts as its length in the sequence, or as what `count` says of its target. Where the loss function is
-        known to leave targets out, both count the others.
+        torch's cross entropy, both count the targets that it is a mean over.
 
         Raises:
             PipelineError: a count is negative or not finite, or the slices do not count what their microbatch does.
@@ -120,7 +120,7 @@ class LossWeights:
         return LossWeights(self.reduction)
 
     def _share(self, part: Microbatch, size: float) -> float:
-        return size if self.ignored is None else counted_share(part.target, self.ignored, size)
+        return size if self.counted is None else self.counted.share(part.target, size)
 
     def _parts_of(self, total: float, num_parts: int, shares: Sequence[float]) -> list[float]:
         """Return the fractions of a whole that parts with these shares make up, for a mean; alike without shares."""

@@ -15,7 +15,7 @@ from penstock.execute.batch.admission import Batch
 from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.control.agreement import AgreedStep, BatchWeight
 from penstock.execute.control.error_notes import note_place, without_target
-from penstock.execute.losses.ignored import IGNORED, count_ignored, ignored_shares, uneven_targets
+from penstock.execute.losses.ignored import IGNORED, CountedTargets, count_ignored, uneven_targets
 from penstock.execute.losses.loss import Loss, LossShares, LossWeights, Measured, Scale, apply_scale
 from penstock.execute.losses.output import LossName, LossParts, read_loss, takes_weight
 from penstock.execute.values.tree import needing_gradient
@@ -165,7 +165,7 @@ class LossMaker:
         rows = self._weights.of_rows.measure(batch.microbatches, batch.slices)
         # The other ranks may have no target to count.
         is_counting = self._is_last and self._loss is not None and (agreed.is_training or batch.has_target)
-        if is_counting and self._may_ignore and self._weights.ignored is None:
+        if is_counting and self._may_ignore and self._weights.counted is None:
             self._warn_of_ignored([each.target for each in batch.microbatches])
         return rows, self._weights.measure(batch.microbatches, batch.slices) if is_counting else rows
 
@@ -182,17 +182,24 @@ class LossMaker:
         )
 
     def _examine_streamed(self, place: MicrobatchKey, target: Any) -> None:
-        """Warn of a microbatch of a stream that has another share of ignored targets than the first one."""
-        ignored = IGNORED if self._weights.ignored is None else self._weights.ignored
-        shares = ignored_shares(target, ignored)
+        """Warn of a microbatch of a stream whose targets weigh otherwise in the loss than those of the first one."""
+        counted = self._weights.counted or CountedTargets(IGNORED)
+        shares = counted.streamed_shares(target)
         first_place, first_shares = self._first_streamed = self._first_streamed or (place, shares)
         if shares == first_shares or not self._may_ignore:
             return
         self._may_ignore = False
         where, first_where = (f"microbatch {each[0]}, slice {each[1]}" for each in (place, first_place))
+        uneven = f"another share of the targets is {counted.ignored}"
+        reason = "If the loss leaves such targets out"
+        if counted.class_weights is not None:
+            uneven, reason = (
+                "the targets are of classes that weigh otherwise",
+                "Since the loss divides by these weights",
+            )
         warn(
-            f"in {where} of a stream another share of the targets is {ignored} than in {first_where}, but both weigh "
-            "by their rows. If the loss leaves such targets out, that of the batch is not what it is in one piece. "
+            f"in {where} of a stream {uneven} than in {first_where}, but both weigh by their rows. {reason}, that of "
+            "the batch is not what it is in one piece. "
             "Pass the batch whole (as PreSplit), where F.cross_entropy and nn.CrossEntropyLoss weigh by the other "
             "targets and another loss takes count=..., or use reduction='sum'"
         )
