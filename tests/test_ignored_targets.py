@@ -67,6 +67,8 @@ WEIGHTS = torch.tensor([0.2, 3.0, 0.0, 1.0, 0.5], dtype=torch.float64)
         nn.CrossEntropyLoss(weight=WEIGHTS),
         nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1),
         partial(F.cross_entropy, ignore_index=2, weight=WEIGHTS),
+        F.nll_loss,
+        nn.NLLLoss(weight=WEIGHTS),
     ],
 )
 def test_the_loss_of_torch_is_that_of_the_whole_batch(loss, shape, num_ranks):

@@ -23,7 +23,7 @@ _CLASSES = (torch.int64, torch.int32, torch.uint8)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CountedTargets:
-    """The targets that torch's cross entropy is a mean over."""
+    """The targets that a loss of torch, cross entropy or negative log likelihood, is a mean over."""
 
     ignored: int
     """The class of targets that the mean leaves out."""
@@ -53,14 +53,14 @@ class CountedTargets:
 
 
 def counted_targets(loss: Any) -> CountedTargets | None:
-    """Return what a loss is a mean over, where it is torch's own cross entropy; else None."""
+    """Return what a loss is a mean over, where it is torch's cross entropy or `nll_loss`; else None."""
     settings: dict[str, Any] = {}
     while isinstance(loss, partial) and not loss.args:
         settings = {**loss.keywords, **settings}
         loss = loss.func
-    if type(loss) is nn.CrossEntropyLoss and not settings:
+    if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss) and not settings:
         settings = {name: getattr(loss, name) for name in ("weight", "reduction", "ignore_index")}
-    elif loss is not nn.functional.cross_entropy:
+    elif not any(loss is function for function in (nn.functional.cross_entropy, nn.functional.nll_loss)):
         return None
     if settings.get("reduction", "mean") != "mean" or {"size_average", "reduce"} & settings.keys():
         return None
