@@ -215,6 +215,27 @@ def test_a_field_outside_the_constructor_is_counted_anew_unless_it_was_changed_l
     assert (rebuilt_after_a_change.number, rebuilt_after_a_change.scale) == (7, 0.5)
 
 
+@dataclass
+class Prepared:
+    """A dataclass that changes a number and a text whenever it is built, and keeps another number in bounds."""
+
+    x: Any
+    percent: float = 50.0
+    name: str = "left"
+    limit: int = 9
+
+    def __post_init__(self):
+        self.percent = self.percent / 100
+        self.name = f"{self.name} padded"
+        self.limit = min(self.limit, len(self.x))
+
+
+def test_a_number_that_a_dataclass_would_change_once_more_stays_as_it_is():
+    rebuilt = map_leaves(lambda leaf: leaf[:2] if isinstance(leaf, torch.Tensor) else leaf, Prepared(torch.ones(4)))
+
+    assert (rebuilt.percent, rebuilt.name, rebuilt.limit) == (0.5, "left padded", 2)
+
+
 @dataclass(frozen=True, slots=True)
 class Seeded:
     """A dataclass that is not built from its fields alone."""

@@ -277,20 +277,21 @@ def _build_other(spec: TreeSpec, values: Sequence[Any]) -> Any:
 
 
 def _derived_fields(value: Any) -> frozenset[Name]:
-    """Return the fields that a dataclass makes of those that it is built from, such as a number of rows.
+    """Return the fields that a dataclass makes of its fields as they are now, such as a number of rows.
 
-    Only numbers and texts are told so; a field that was changed later is not what the class makes of the others.
+    Only numbers and texts are told so. One that was changed later, or that the class would change once more, as
+    `self.rate = rate / 100` does, is not what the class makes of the fields.
     """
     container: Any = type(value)
-    late_names = [
-        item.name
-        for item in fields(value)
-        if not item.init and isinstance(getattr(value, item.name, _MISSING), CONSTANTS)
-    ]
-    if not late_names or not _takes_fields(container):
+    names = [item.name for item in fields(value) if isinstance(getattr(value, item.name, _MISSING), CONSTANTS)]
+    if not names or not _takes_fields(container):
         return frozenset()
-    made = _constructed(container, **{item.name: getattr(value, item.name) for item in fields(value) if item.init})
-    return frozenset(name for name in late_names if getattr(made, name, _MISSING) == getattr(value, name))
+    arguments = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
+    try:
+        made = container(**arguments)
+    except Exception:  # a class that refuses the fields of a microbatch too says so when it is built
+        return frozenset()
+    return frozenset(name for name in names if getattr(made, name, _MISSING) == getattr(value, name))
 
 
 def _build_dataclass(container: Any, names: Sequence[Any], values: Sequence[Any], derived: frozenset[Name]) -> Any:
@@ -299,8 +300,8 @@ def _build_dataclass(container: Any, names: Sequence[Any], values: Sequence[Any]
     is_constructed = _takes_fields(container)
     instance = _constructed(container, **arguments) if is_constructed else object.__new__(container)
     for name, value in named.items():
-        # `__post_init__` may have changed a tensor once more, as by a scale. A number that it counts anew is right.
-        is_new = is_constructed and (name in arguments or name in derived) and isinstance(value, CONSTANTS)
+        # `__post_init__` may have changed a value once more, as by a scale. A number that it counts anew is right.
+        is_new = is_constructed and name in derived and isinstance(value, CONSTANTS)
         if not is_new and getattr(instance, name, _MISSING) is not value:
             object.__setattr__(instance, name, value)  # the dataclass may be frozen
     return instance
