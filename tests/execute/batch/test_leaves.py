@@ -36,6 +36,19 @@ def test_a_piece_that_is_changed_in_place_leaves_the_others_as_they_were_to_auto
     assert weight.grad.tolist() == [1.0, 1.0]
 
 
+def test_a_backward_of_one_piece_calls_no_hook_of_another():
+    x = rows(6, 2).requires_grad_()
+    pieces = [part.args[0] for part in split_batch((x,), {}, None, num_microbatches=3)]
+    gradients = [[], [], []]
+    for piece, seen in zip(pieces, gradients, strict=True):
+        piece.register_hook(seen.append)
+
+    (3.0 * pieces[1]).sum().backward()
+
+    assert [len(seen) for seen in gradients] == [0, 1, 0]
+    assert x.grad.tolist() == [[0.0, 0.0]] * 2 + [[3.0, 3.0]] * 2 + [[0.0, 0.0]] * 2
+
+
 def test_negative_dimensions_count_from_the_end():
     parts = split_batch((rows(4, 3).T,), {}, None, num_microbatches=2, specs=BatchSpec(args=Split(-1)))
 

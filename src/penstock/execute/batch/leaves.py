@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -52,9 +53,7 @@ class Leaf:
         try:
             if is_block_mask(self.value):
                 return cut_mask(self.value, sizes)
-            # Each piece has a version of its own: a layer may change one in place while another waits for its backward.
-            # Pieces of `Tensor.split` share one version, so that autograd would take the other for changed too.
-            return torch.unsafe_split_with_sizes(self.value, list(sizes), self.dim)
+            return _pieces_of(self.value, sizes, self.dim)
         except RuntimeError as error:  # a sparse or nested tensor, a mask of a special order
             reason = str(error).partition(". ")[0]  # torch goes on to list its backends
             raise PipelineError(
@@ -105,6 +104,17 @@ def checked_dim(place: str, tensor: Tensor, dim: int, axis: Axis) -> int:
             f"{tensor.dim()}. Give Split() in {axis.option} another dim, or mark it Replicate()"
         )
     return dim
+
+
+def _pieces_of(tensor: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+    # Each piece has a version of its own: a layer may change one in place while another waits for its backward.
+    # Pieces of `Tensor.split` share one version, so that autograd would take the other for changed too.
+    if not tensor.requires_grad:
+        return torch.unsafe_split_with_sizes(tensor, list(sizes), dim)
+    # And a node of its own: the backward of one piece would call the hooks on all pieces of a node, with None.
+    total = sum(sizes)
+    around = [(end - size, size, total - end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    return [torch.unsafe_split_with_sizes(tensor, list(three), dim)[1] for three in around]
 
 
 def _has_dim(tensor: Tensor, dim: int) -> bool:
