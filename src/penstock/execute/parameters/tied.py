@@ -107,13 +107,20 @@ def _has_plain_bits(tensor: Tensor) -> bool:
 
 
 def _bits_of(tensor: Tensor) -> int:
-    """Return the sum of all elements' bits as whole numbers, modulo 2**64.
+    """Return a sum of all elements' bits as whole numbers, which another order along any dimension changes.
 
-    It is computed where the tensor lies, in one pass and without a copy, and does not depend on the order of the sum.
+    It is computed where the tensor lies, and takes as much memory as the tensor is long along a dimension.
     """
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.element_size()]
-    return int(real.resolve_neg().view(whole).sum(dtype=torch.int64))
+    rows = real.resolve_neg().reshape(real.shape or (1,))
+    if rows.element_size() > torch.int32.itemsize:
+        # As halves, since sums of the whole would lose their highest bits: all signs, or all exponents, could change.
+        rows = rows.contiguous().view(torch.int32)
+    bits = rows.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[rows.element_size()])
+    bits = bits[:, None] if bits.dim() == 1 else bits
+    dims = range(bits.dim())
+    sums = [bits.sum(tuple(other for other in dims if other != dim), dtype=torch.int64) for dim in dims]
+    return sum(int((each * (2 * torch.arange(len(each), device=each.device) + 1)).sum()) for each in sums)
 
 
 def refuse_renormalized(named_layers: Iterable[tuple[str, nn.Module]], copies: Iterable[TiedCopy]) -> None:
