@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import InitVar, dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import pytest
@@ -135,6 +136,21 @@ def test_a_mapping_keeps_the_attributes_that_do_not_follow_from_its_entries():
 
     assert (rebuilt.scale, rebuilt.factor, rebuilt.number) == (0.5, 3.0, 2)
     assert rebuilt["x"].tolist() == [1.0, 1.0]
+
+
+class Padded(UserDict):
+    """A mapping with a property that it computes once."""
+
+    @cached_property
+    def number(self):
+        return len(self["x"])
+
+
+def test_a_mapping_computes_a_cached_property_anew():
+    value = Padded({"x": torch.ones(4)})
+
+    assert value.number == 4
+    assert map_leaves(lambda leaf: leaf[:2], value).number == 2
 
 
 def test_a_default_dict_keeps_its_factory_and_names_its_entries():

@@ -8,7 +8,7 @@ and tensors without dimensions. Every other object is a leaf.
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property
 from inspect import signature
 from types import NoneType
 from typing import Any, cast
@@ -208,13 +208,16 @@ def _entries(value: Any) -> dict[Name, Any]:
 def _constants_of(value: Any, entries: dict[Name, Any]) -> dict[str, Any]:
     """Return the attributes of a mapping that its constructor does not make of its entries, such as a scale set later.
 
-    Others may be counted from the entries, as a number of rows is: those of a part are its own.
+    Others may be counted from the entries, as a number of rows is: those of a part are its own, and so is a property
+    that the mapping has cached.
     """
     if not hasattr(value, "__dict__"):
         return {}
-    made = vars(_constructed(type(value), entries))
+    container = type(value)
+    made = vars(_constructed(container, entries))
     found = {name: item for name, item in vars(value).items() if isinstance(item, CONSTANTS) and name not in entries}
-    return {name: item for name, item in found.items() if made.get(name, _MISSING) != item}
+    cached = {name for name in found if isinstance(getattr(container, name, None), cached_property)}
+    return {name: item for name, item in found.items() if name not in cached and made.get(name, _MISSING) != item}
 
 
 def _is_constant(leaf: Any) -> bool:
