@@ -108,7 +108,7 @@ def test_what_each_rank_holds_is_that_of_the_whole_plan(name, others):
     memory = MemoryOfSplits.of(costs, lower(schedule), 1)
 
     for split in every_split(len(schedule.placement.routes[0])):
-        assert memory.peaks(np.array([split]))[0] .tolist() == held(costs, schedule, split)
+        assert memory.peaks(np.array([split]))[0].tolist() == held(costs, schedule, split)
 
 
 def test_slices_and_shards_hold_their_part():
