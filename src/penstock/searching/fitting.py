@@ -32,7 +32,7 @@ MOST_MOVES = 500
 ALIVE = ("activation", "weight_context", "checkpoint", "message", "weights", "gradient")
 STATIC = "static"
 SIZES = (*ALIVE, STATIC)
-"""What is static is the last one, since it is added to a sum of the others that is rounded first, as in a proof."""
+"""A rank holds the rounded sum of all but the last one, and what is static besides, as a proof adds them."""
 
 Array = NDArray[Any]
 Split = tuple[int, ...]
