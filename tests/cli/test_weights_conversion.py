@@ -78,7 +78,7 @@ def other_names(folder):
     ("arguments", "status", "told"),
     [
         (["none", "out", "--like", "like"], 6, "none: there is no such file or folder; expected weights, or a run"),
-        (["own.safetensors", "out", "--like", "none"], 1, "--like: none: there is no such folder; give one that"),
+        (["own.safetensors", "out", "--like", "none"], 1, "--like: none: there is no such folder, nor a model of this"),
         (["own.safetensors", "out", "--like", "."], 1, "--like: .: holds no config.json; give a folder that"),
         (["own.safetensors", "none/out", "--like", "like"], 1, "OUT: none is not a folder; make it first"),
         (["own.safetensors", "own.safetensors", "--like", "like"], 1, "OUT: own.safetensors is not a folder"),

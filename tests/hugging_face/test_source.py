@@ -31,6 +31,20 @@ def test_no_folder_and_no_config_in_it(tmp_path):
     assert "expected a folder, a config or a model" in refused(3)
 
 
+def test_a_name_of_the_hub_is_its_folder_in_the_cache(tmp_path, monkeypatch):
+    cached = tmp_path / "models--some--llama"
+    folder = cached / "snapshots" / ("0" * 40)
+    saved_model("llama", folder)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    assert sources.folder_of("some/llama") == folder
+    assert ps.from_transformers("some/llama").source == ps.from_transformers(folder).source
+    for name in ("some/other", "no name/of/the hub"):
+        assert f"or download the model first, as by hf download {name}" in refused(name)
+
+
 def test_a_type_that_no_parameter_can_have_is_refused():
     assert "dtype: 'bfloat16' of type str; expected a floating-point torch.dtype" in refused(
         config_of("llama"), dtype="bfloat16"

@@ -39,7 +39,8 @@ def from_transformers(
 ) -> TransformersModel:
     """Return a causal language model of transformers as layers for `Pipeline`.
 
-    `source` is a folder with config.json and safetensors files, a config, or a model, whose modules are used in place.
+    `source` is a folder with config.json and safetensors files, the name of a model on the hub that is in the cache, a
+    config, or a model, whose modules are used in place.
     A folder's weights are read when a stage is built, and a rank reads its own alone. With a config, first values
     depend on `seed` and the names of the layers. `dtype` is that of the parameters; None means that of the config.
     Parameters and buffers have the names of the transformers model.

@@ -37,23 +37,33 @@ def transformers() -> Any:
 
 
 def folder_of(source: Any) -> Path | None:
-    """Return the folder that a source names; None for a config. Raises: ConfigError."""
+    """Return the folder that a source names; None for a config. Raises: ConfigError.
+
+    The name of a model on the hub, such as "Qwen/Qwen3-0.6B", stands for its folder in the cache of huggingface_hub.
+    """
     if hasattr(source, "to_dict") and hasattr(source, "model_type"):
         return None
     if not isinstance(source, str | Path):
         raise ConfigError(f"a {type(source).__name__}; expected a folder, a config or a model of transformers", key=KEY)
-    folder = Path(source)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder}: there is no such folder; give one that save_pretrained has written, or download the model "
-            "first, as by huggingface_hub.snapshot_download",
-            key=KEY,
-        )
+    folder = Path(source) if Path(source).is_dir() else _cached_folder(str(source))
     if (folder / ADAPTER).is_file():
         raise ConfigError(f"{folder}: is an adapter ({ADAPTER}); merge it into its model, and save that", key=KEY)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder}: holds no {CONFIG}; give a folder that save_pretrained has written", key=KEY)
     return folder
+
+
+def _cached_folder(name: str) -> Path:
+    """Return where the cache holds a model of the hub. Nothing is downloaded: ranks of one host would do so at once."""
+    transformers()  # without which the library of the hub may be missing too
+    try:
+        return Path(import_module("huggingface_hub").snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError) as error:  # it is not there, or the hub has no such names
+        raise ConfigError(
+            f"{name}: there is no such folder, nor a model of this name in the cache of huggingface_hub; give a folder "
+            f"that save_pretrained has written, or download the model first, as by hf download {name}",
+            key=KEY,
+        ) from error
 
 
 def on_meta(

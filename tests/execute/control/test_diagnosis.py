@@ -70,7 +70,7 @@ def test_the_message_shows_every_rank_with_whom_it_waits_for_and_how_long():
     table = [re.sub(r"\d\.\d s", "? s", " ".join(line.split())) for line in lines[2:-1]]
     assert table == [
         "rank step state for waits for instruction",
-        "0 4 waiting ? s rank 1 instruction 1 of rank 0",
+        "0 5 waiting ? s rank 1 instruction 1 of rank 0",
         "1 running ? s instruction 2 of rank 1",
         "2 idle ? s",
     ]

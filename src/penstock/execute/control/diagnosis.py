@@ -217,7 +217,7 @@ def _row(position: RankPosition, names: Mapping[int, str], describe: Describe) -
         return (names[position.rank], "", "unknown (other host)", "", "", "")
     return (
         names[position.rank],
-        str(position.step) if position.step >= 0 else "",
+        str(position.step + 1) if position.step >= 0 else "",  # counted from 1, as a training counts its steps
         process_trouble(position.pid) or position.state.name.lower(),
         f"{time.monotonic() - position.since_s:.1f} s",
         "" if position.peer is None else f"rank {names[position.peer]}",
