@@ -186,6 +186,14 @@ def test_a_signature_is_the_same_in_every_process():
     assert done.stdout.strip() == here, done.stderr
 
 
+def test_fewer_microbatches_than_parts_are_refused_though_their_rows_do_not_count():
+    images = PreSplit([1, 2, 3, 4])
+    specs = BatchSpec(args=(None, Replicate()))
+    with pytest.raises(PipelineError, match=r"args\[1\]: PreSplit holds 4 parts for 2 microbatches"):
+        BatchRule(4, specs=specs, takes_any_size=True).microbatches((rows(2), images), {}, None)
+
+
+
 @pytest.mark.parametrize(
     ("num_rows", "sizes"), [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (4, [1] * 4), (3, [1] * 3), (1, [1])]
 )

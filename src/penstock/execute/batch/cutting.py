@@ -57,6 +57,8 @@ class BatchRule:
         marked = list(_marked(batch, self.specs))
         leaves = [leaf_along(SAMPLES, place, value, mark, 0) for _, place, value, [mark] in marked]
         sizes = self._sizes(leaves) or [0] * self.num_microbatches
+        for leaf in leaves if len(sizes) < self.num_microbatches else ():
+            rows_of(leaf, len(sizes))  # refuses a PreSplit whose last parts no microbatch would get
         # Without rows, where nothing here is cut, an empty tensor in an object would seem to have those of the batch.
         if len(sizes) > 1 and any(sizes) and (reason := _uncut_rows(marked).get(sum(sizes))):
             raise PipelineError(reason)
