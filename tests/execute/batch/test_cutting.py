@@ -193,7 +193,6 @@ def test_fewer_microbatches_than_parts_are_refused_though_their_rows_do_not_coun
         BatchRule(4, specs=specs, takes_any_size=True).microbatches((rows(2), images), {}, None)
 
 
-
 @pytest.mark.parametrize(
     ("num_rows", "sizes"), [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (4, [1] * 4), (3, [1] * 3), (1, [1])]
 )
