@@ -133,22 +133,5 @@ def _starts_like_elif(node, parent):
     return node.col_offset == parent.col_offset
 
 
-def defined_names(module):
-    """List (name, node) for all that the file names itself; the names of other people's objects are not its own."""
-    found = []
-    for node in ast.walk(module.tree):
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            found.append((node.name, node))
-        elif isinstance(node, ast.arg):
-            found.append((node.arg, node))
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.append((node.id, node))
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.append((node.attr, node))
-        elif isinstance(node, ast.alias):
-            found.append((node.asname or "", node))
-    return [(name, node) for name, node in found if name]
-
-
 def assert_none(found):
     assert not found, "\n" + "\n".join(found)
