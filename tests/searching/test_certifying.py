@@ -16,17 +16,15 @@ from penstock.simulation import Costs
 
 COSTS = Costs.uniform(forward=1.0, backward_input=1.0, backward_weight=1.0)
 RESULT = search(COSTS, 4, 8, evaluations=500)
-PLACEMENTS = [Placement.line(4)]
 SLOW = replace(RESULT, plan=plan(build("gpipe", ranks=4, microbatches=8), COSTS))
 
 
-def certified(result, costs=COSTS, memory_limit=None, placements=PLACEMENTS):
-    certify(result, placements, costs, memory_limit, per_action=False)
+def certified(result, costs=COSTS, memory_limit=None):
+    certify(result, {Placement.line(4): costs}, memory_limit, per_action=False)
 
 
 def test_a_right_result_is_certified():
     certified(RESULT)
-    certified(SLOW, placements=[])
 
 
 @pytest.mark.parametrize(

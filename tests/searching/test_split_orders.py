@@ -83,3 +83,21 @@ def test_of_several_placements_one_with_a_fitting_order_is_searched():
 
     assert max(found.peak_bytes) <= least
     assert len(found.split) == found.schedule.num_stages
+
+
+def result_within(limit, placement):
+    try:
+        return search(COSTS, 2, 3, memory_limit=limit, placement=placement, evaluations=100)
+    except ScheduleError:
+        return None
+
+
+@pytest.mark.parametrize("limit", [92, 104, 108, 116, 128])
+def test_any_placement_is_the_best_of_all_whichever_of_them_need_another_split(limit):
+    every = result_within(limit, "any")
+    results = [result for name in ("line", "loop", "v", "wave") if (result := result_within(limit, name)) is not None]
+
+    assert every.makespan_s == min(result.makespan_s for result in results)
+    assert every.lower_bound_s <= min(result.lower_bound_s for result in results)
+    assert every.split in [result.split for result in results if result.makespan_s == every.makespan_s]
+    assert max(every.peak_bytes) <= limit

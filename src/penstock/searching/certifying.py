@@ -4,7 +4,7 @@ The result is planned anew with the costs that were given, as `compare` does. It
 registered family of the placements that fits the limit may be shorter. Each of these would be a bug of Penstock.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from penstock.errors import ConfigError
@@ -20,17 +20,20 @@ from penstock.simulation.costs.layer_costs import LayerCosts
 
 def certify(
     result: SearchResult,
-    placements: Collection[Placement],
-    costs: Costs | LayerCosts,
+    costs_of_placement: Mapping[Placement, Costs | LayerCosts],
     memory_limit: Any,
     *,
     per_action: bool,
 ) -> None:
-    """Raise an AssertionError where the result of a search with these arguments cannot be right."""
+    """Raise an AssertionError where the result of a search with these arguments cannot be right.
+
+    Costs per layer may have another split on each placement.
+    """
     limit = None if memory_limit is None else Limit.read(memory_limit)
 
     def predict_s(schedule: Schedule) -> float | None:
         """Return what a schedule takes, or None where it does not fit, or its family has no such costs."""
+        costs = costs_of_placement[schedule.placement]
         row = compare(schedule.name, lambda: schedule, costs, per_action=per_action)
         if isinstance(row, Refusal) or not (limit is None or row.fits(limit)):
             return None
@@ -43,7 +46,7 @@ def certify(
     assert bound_s <= found_s * (1 + OPTIMAL_GAP), f"the bound, {bound_s} s, lies above the result, {found_s} s"
     if result.was_interrupted or result.noise is not None:
         return  # families may be left out by then; or it was chosen by its mean, so without noise one may be shorter
-    for family in families_of(placements, result.schedule.num_microbatches):
+    for family in families_of(costs_of_placement, result.schedule.num_microbatches):
         family_s = predict_s(family)
         is_shorter = family_s is not None and family_s * (1 + OPTIMAL_GAP) < found_s
         assert not is_shorter, f"the search found {found_s} s, and {family.name}, which fits, takes {family_s} s"

@@ -12,7 +12,7 @@ the same code that proves any plan, and the certificate is a lower bound that ho
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -26,6 +26,7 @@ from penstock.searching.candidates import Candidate, by_objective, different, of
 from penstock.searching.certifying import certify
 from penstock.searching.ending import planned, shortest, steadiest
 from penstock.searching.exact import MOST_ACTIONS, is_installed, solve
+from penstock.searching.fitting import Split
 from penstock.searching.improving import Improvement
 from penstock.searching.listing import list_schedule
 from penstock.searching.moves import Moves
@@ -79,8 +80,8 @@ def search(
     average over 16 perturbed costs: 0.03 is the standard deviation as a share of an action's seconds, "measured" takes
     the costs' own `spreads`. `progress` is called now and then. Ctrl-C ends it; the best so far is returned.
 
-    Where no order is found within a limit of bytes, `LayerCosts` are split in another way in which a known order fits,
-    and that split is searched (`SearchResult.split`), unless `keeps_split`.
+    Where no order of a placement is found within a limit of bytes, `LayerCosts` are split in another way in which a
+    known order fits, and that split is searched (`SearchResult.split`), unless `keeps_split`.
 
     Raises:
         ConfigError: for a value that an argument cannot have, or costs that do not know F, I and W.
@@ -96,49 +97,65 @@ def search(
     require_number("seconds", seconds, at_least=0, is_whole=False)
     shape = (ranks, microbatches, placement, stages_per_rank, memory_limit)
 
-    def search_split(costs: Costs | LayerCosts, placement: Placement | None = None) -> SearchResult:
-        """Search the placements, or one of them, with the split of these costs."""
+    limit = None if memory_limit is None else Limit.read(memory_limit)
+    can_split = limit is not None and limit.in_bytes and not keeps_split
+    layer_costs = costs if can_split and isinstance(costs, LayerCosts) else None
+
+    def costs_with(split: Split) -> Costs | LayerCosts:
+        return replace(layer_costs, split=split) if layer_costs is not None and split else costs
+
+    def searches_of(split: Split = ()) -> list[_Search]:
+        """Return a search of each placement, in which costs per layer have a split, or the usual one."""
         searches = []
-        for problem, own_costs in problems_of(costs, *shape, per_action=per_action):
-            if placement not in (None, problem.placement):
-                continue
+        for problem, own_costs in problems_of(costs_with(split), *shape, per_action=per_action):
             shares = None if noise is None else shares_of(noise, own_costs, problem.num_stages)
             asked = Asked(own_costs, objective == "span", memory_limit, shares, seed)
-            searches.append(_Search(problem, asked, Budget(seconds, evaluations), progress))
-        placements = [own.problem.placement for own in searches]
-        _compile(placements)
-        result = _best_of(searches)
+            searches.append(_Search(problem, asked, Budget(seconds, evaluations), progress, split))
+        return searches
+
+    def resplit(placement: Placement) -> _Search | None:
+        """Return the search of a placement with a split in which a known order fits; None where none does."""
+        if limit is None or layer_costs is None:
+            return None
         try:
-            certify(result, placements, costs, memory_limit, per_action=per_action)
-        except KeyboardInterrupt:  # the result is proved; only the last look at it was cut short
-            return replace(result, was_interrupted=True)
-        return result
+            _, split = split_within(layer_costs, [placement], microbatches, limit)
+        except ScheduleError:
+            return None
+        return next(one for one in searches_of(split) if one.problem.placement == placement)
 
+    searches = searches_of()
+    placements = [one.problem.placement for one in searches]
+    _compile(placements)
     try:
-        return search_split(costs)
+        result = _best_of(searches, None if layer_costs is None else resplit)
     except ScheduleError:
-        limit = Limit.read(memory_limit)  # without one, every order fits
-        if keeps_split or not limit.in_bytes or not isinstance(costs, LayerCosts):
-            raise
-    placements = [problem.placement for problem, _ in problems_of(costs, *shape, per_action=per_action)]
-    fitting_placement, split = split_within(costs, placements, microbatches, limit)
-    return replace(search_split(replace(costs, split=split), fitting_placement), split=split)
+        if limit is not None and layer_costs is not None:
+            split_within(layer_costs, placements, microbatches, limit)  # it refuses, and names what needs least
+        raise
+    costs_of_placement = {one.problem.placement: costs_with(one.split) for one in searches}
+    try:
+        certify(result, costs_of_placement, memory_limit, per_action=per_action)
+    except KeyboardInterrupt:  # the result is proved; only the last look at it was cut short
+        return replace(result, was_interrupted=True)
+    return result
 
 
-def _best_of(searches: Sequence["_Search"]) -> SearchResult:
+def _best_of(searches: list["_Search"], resplit: Callable[[Placement], "_Search | None"] | None = None) -> SearchResult:
     """Search the placements one after the other, those first whose bounds allow most; return the best result.
 
-    A placement whose bound is not below a result needs no search. No order of any placement is below the least bound.
+    A placement whose bound is not below a result needs no search, unless its layers may be split in another way: its
+    bound holds for the usual split. Where the usual split leaves no order, `resplit` gives the search with another one,
+    which takes the place of the first in `searches`. No order of any of these searches is below the least bound.
     """
     results: list[SearchResult] = []
     was_interrupted = False
     for one in sorted(searches, key=lambda one: one.bound.seconds):
         chosen = best_result(results) if results else None
-        if chosen is not None and chosen.noise is None and one.bound.seconds >= chosen.objective_s:
+        is_needless = chosen is not None and chosen.noise is None and one.bound.seconds >= chosen.objective_s
+        if is_needless and resplit is None:
             continue
         try:
-            least_bound_s = min(one.bound.seconds for one in searches)
-            results += one.run(chosen, sum(result.seconds for result in results), least_bound_s)
+            results += _results_of(one, searches, chosen, sum(result.seconds for result in results), resplit)
         except KeyboardInterrupt:
             if chosen is None:
                 raise
@@ -159,13 +176,34 @@ def _best_of(searches: Sequence["_Search"]) -> SearchResult:
     )
 
 
+def _results_of(
+    one: "_Search",
+    searches: list["_Search"],
+    chosen: SearchResult | None,
+    seconds_before: float,
+    resplit: Callable[[Placement], "_Search | None"] | None,
+) -> list[SearchResult]:
+    """Return the best order of one of the searches, or nothing where none fits with any split that is known."""
+    results = one.run(chosen, seconds_before, min(other.bound.seconds for other in searches))
+    other_split = None if results or resplit is None else resplit(one.problem.placement)
+    if other_split is None:
+        return results
+    searches[searches.index(one)] = other_split
+    return other_split.run(chosen, seconds_before, min(other.bound.seconds for other in searches))
+
+
 class _Search:
     """The search of one placement."""
 
     def __init__(
-        self, problem: Problem, asked: Asked, budget: Budget, progress: Callable[[Progress], None] | None
+        self,
+        problem: Problem,
+        asked: Asked,
+        budget: Budget,
+        progress: Callable[[Progress], None] | None,
+        split: Split = (),
     ) -> None:
-        self.problem, self.asked = problem, asked
+        self.problem, self.asked, self.split = problem, asked, split
         self._budget, self._progress = budget, progress
         self._cheapest = cheapest(problem, asked.costs)
         self.bound: Bound = lower_bound(self._cheapest, by_span=asked.by_span)
@@ -266,6 +304,7 @@ class _Search:
                 noise=noise,
                 solver_bound_s=self.solver_bound_s,
                 was_interrupted=was_interrupted,
+                split=self.split,
             )
         ]
 
