@@ -5,13 +5,16 @@ import pytest
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.operations import Kind
+from penstock.lowering import lower
 from penstock.planning import plan
 from penstock.proofs import check
 from penstock.schedules import build
 from penstock.searching import search as searching
+from penstock.searching.asked import place
 from penstock.searching.improving import Improvement
 from penstock.searching.search import search
-from penstock.simulation import Costs, LayerCosts
+from penstock.searching.split_orders import one_at_a_time
+from penstock.simulation import Costs, LayerCosts, simulate
 from penstock.simulation.costs.costs import Spread
 from tests.searching.cases import random_costs, rows, searched_case
 
@@ -192,8 +195,28 @@ def test_where_nothing_fits_it_says_what_one_microbatch_takes(placement, num_sta
     costs = Costs.uniform(activation_bytes=(10,) * num_stages, parameter_bytes=7)
     per_rank = num_stages // 4
 
-    with pytest.raises(ScheduleError, match=rf"rank 0 holds {17 * per_rank} bytes, messages apart. Raise the limit"):
+    with pytest.raises(ScheduleError, match=rf"rank 0 holds {17 * per_rank} bytes. Raise the limit"):
         search(costs, 4, 8, placement=placement, memory_limit=17 * per_rank - 1, per_action=True, seconds=1.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("placement", "num_stages"), [("line", 3), ("v", 6), ("loop", 6), ("wave", 12)])
+def test_what_one_microbatch_at_a_time_needs_is_the_least_limit_within_which_an_order_is_found(
+    placement, num_stages, seed
+):
+    random = np.random.default_rng(seed)
+    names = "forward_s", "backward_input_s", "backward_weight_s"
+    sizes = {name: random.integers(20, 60, num_stages) for name in ("activation_bytes", "message_bytes")}
+    seconds = {name: random.uniform(0.5, 2.0, num_stages) for name in names}
+    costs = Costs(**seconds, **sizes, weight_context_bytes=(10,), parameter_bytes=(7,))
+    program = lower(one_at_a_time(place(placement, 3, num_stages), 4))
+    timeline = simulate(program, costs)
+    least = max(map(sum, zip(timeline.peak_bytes, timeline.static_bytes, strict=True)))
+    options = {"placement": placement, "per_action": True, "evaluations": 300}
+
+    assert max(search(costs, 3, 4, memory_limit=least, **options).peak_bytes) == least
+    with pytest.raises(ScheduleError, match=rf"which needs least, rank \d holds {least} bytes\. Raise the limit"):
+        search(costs, 3, 4, memory_limit=least - 1, **options)
 
 
 def test_a_limit_of_microbatches_counts_activations():
@@ -311,5 +334,5 @@ def test_bad_input_is_one_message(options, error, words):
 def test_static_bytes_above_the_limit_are_told_like_any_other():
     costs = Costs.uniform(activation_bytes=5, parameter_bytes=100)
 
-    with pytest.raises(ScheduleError, match="rank 0 holds 105 bytes, messages apart"):
+    with pytest.raises(ScheduleError, match="rank 0 holds 105 bytes"):
         search(costs, 2, 4, memory_limit=50, seconds=1.0)

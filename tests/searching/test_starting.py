@@ -44,7 +44,7 @@ def test_a_limit_is_lowered_by_what_messages_need():
     assert max(peak_bytes(lower(best.schedule()), sizes)) <= 45
 
 
-@pytest.mark.parametrize(("limit", "held"), [(9, "10 bytes, messages apart"), ("1 microbatch", "1 activation")])
+@pytest.mark.parametrize(("limit", "held"), [(9, "10 bytes"), ("1 microbatch", "1 activation")])
 def test_where_nothing_fits_it_says_what_one_microbatch_takes(limit, held):
     problem, asked = asked_for(limit)
 

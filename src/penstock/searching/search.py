@@ -35,7 +35,7 @@ from penstock.searching.problem import Problem
 from penstock.searching.result import OPTIMAL_GAP, Objective, Progress, SearchResult, best_result
 from penstock.searching.settings import settings_for
 from penstock.searching.split_orders import split_within
-from penstock.searching.starting import nothing_fits, starts_of
+from penstock.searching.starting import last_resort, nothing_fits, starts_of
 from penstock.searching.sweeps import sequences_of_sweeps
 from penstock.simulation.costs.costs import Costs
 from penstock.simulation.costs.layer_costs import LayerCosts
@@ -110,7 +110,9 @@ def search(
         for problem, own_costs in problems_of(costs_with(split), *shape, per_action=per_action):
             shares = None if noise is None else shares_of(noise, own_costs, problem.num_stages)
             asked = Asked(own_costs, objective == "span", memory_limit, shares, seed)
-            searches.append(_Search(problem, asked, Budget(seconds, evaluations), progress, split))
+            search_of = _Search(problem, asked, Budget(seconds, evaluations), progress, split)
+            search_of.falls_back = layer_costs is None or bool(split)
+            searches.append(search_of)
         return searches
 
     def resplit(placement: Placement) -> _Search | None:
@@ -210,8 +212,11 @@ class _Search:
         """The largest lower bound so far: the exact method may raise it."""
         self.solver_bound_s: float | None = None
         self._best_s, self._seconds_before, self._least_bound_s = math.inf, 0.0, 0.0
+        self.falls_back = True
+        """Whether it tries one microbatch at a time where nothing else fits; before another split, it does not."""
         self._families: list[Candidate] = []
         self._searched: list[Candidate] = []
+        self._last_resort: list[Candidate] = []
 
     def run(self, chosen: SearchResult | None, seconds_before: float, least_bound_s: float) -> list[SearchResult]:
         """Return the best order that fits, or nothing where none was found. Raises: KeyboardInterrupt, before any.
@@ -223,9 +228,13 @@ class _Search:
         if chosen is not None:
             self._best_s, self._seconds_before = chosen.objective_s, seconds_before
         self._budget.begin()
+        results = self._run_from(self._start)
+        return results if results or not self.falls_back else self._run_from(self._start_again)
+
+    def _run_from(self, start: Callable[[], list[Candidate]]) -> list[SearchResult]:
         was_interrupted = False
         try:
-            self._improve(self._start())
+            self._improve(start())
             if self._has_exact_method:
                 self._solve()
         except KeyboardInterrupt:
@@ -249,6 +258,12 @@ class _Search:
         starts = starts_of(self.problem, self._families, self.asked, self._budget)
         self._searched += [start for start in starts if start.method != "family"]
         return starts
+
+    def _start_again(self) -> list[Candidate]:
+        """Return the last resort; what was searched before it is left out, because all of it breaks the limit."""
+        self._last_resort = last_resort(self.problem, self.asked)
+        self._searched = list(self._last_resort)
+        return self._last_resort
 
     def _improve(self, candidates: list[Candidate]) -> None:
         share = SHARE_BEFORE_SOLVING if self._has_exact_method else 1.0
@@ -283,8 +298,9 @@ class _Search:
 
     def _end(self, *, was_interrupted: bool) -> list[SearchResult]:
         asked, by_span = self.asked, self.asked.by_span
-        best_few = [*different(sorted(self._searched, key=by_objective))[:NUM_ENDED], *self._families]
-        plans = planned(best_few, asked.costs, asked.memory_limit, by_span=by_span)
+        best_few = different(sorted(self._searched, key=by_objective))[:NUM_ENDED]
+        candidates = [*best_few, *self._last_resort, *self._families]
+        plans = planned(candidates, asked.costs, asked.memory_limit, by_span=by_span)
         if not plans and was_interrupted:
             raise KeyboardInterrupt
         if not plans:

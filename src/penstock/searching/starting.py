@@ -13,7 +13,9 @@ from penstock.proofs import Limit
 from penstock.searching.asked import Asked, sizes_and_limit
 from penstock.searching.budget import Budget
 from penstock.searching.candidates import Candidate, by_objective, of_constructions
-from penstock.searching.problem import FORWARD, Bytes, Problem, every_action
+from penstock.searching.problem import Bytes, Problem
+from penstock.searching.sequences import sequence_of
+from penstock.searching.split_orders import one_at_a_time
 
 NUM_KEPT = 32
 """The best ones of a start, at most."""
@@ -36,6 +38,22 @@ def starts_of(problem: Problem, families: Sequence[Candidate], asked: Asked, bud
     return found
 
 
+def last_resort(problem: Problem, asked: Asked) -> list[Candidate]:
+    """Return the order with one microbatch at a time, if it fits, under a limit lowered by what its messages take.
+
+    Constructions choose what a rank runs next, so with several stages a rank they may run into the limit and end
+    nowhere, and they do not count messages. This order fits wherever any order of split backwards does, unless tensors
+    saved for weight gradients are larger than activations. What improves it keeps its room for messages.
+    """
+    schedule = one_at_a_time(problem.placement, problem.num_microbatches)
+    program = lower(schedule)
+    sizes, _ = sizes_and_limit(program, asked.costs, Limit.read(asked.memory_limit))
+    room = np.array(peak_bytes(program, sizes)) - np.array(peak_bytes(schedule, sizes))
+    lowered = replace(problem, limit=problem.limit - room)
+    candidate = Candidate.of(lowered, sequence_of(schedule), "list", by_span=asked.by_span)
+    return [candidate] if candidate.fits else []
+
+
 def _fitting(problem: Problem, families: Sequence[Candidate], asked: Asked, budget: Budget) -> list[Candidate]:
     found = list(of_constructions(problem, by_span=asked.by_span, is_over=lambda: budget.is_over))
     budget.spent += len(found)
@@ -54,10 +72,10 @@ def _missing(candidate: Candidate, asked: Asked) -> Bytes:
 
 
 def nothing_fits(questions: Sequence[tuple[Problem, Asked]]) -> ScheduleError:
-    """Say what one microbatch leaves on a rank before its first I there, which no order can do without."""
+    """Say what a rank holds with one microbatch at a time, the last order that a search tries."""
     rank, amount = min((_least_of(problem, asked) for problem, asked in questions), key=lambda least: least[1])
     limit = questions[0][1].memory_limit
-    held = f"{amount:,} bytes, messages apart" if Limit.read(limit).in_bytes else count_of(amount, "activation")
+    held = f"{amount:,} bytes" if Limit.read(limit).in_bytes else count_of(amount, "activation")
     return ScheduleError(
         f"no order was found that fits a limit of {limit}; with one microbatch at a time, which needs least, rank "
         f"{rank} holds {held}. Raise the limit, or give more ranks or smaller stages"
@@ -65,10 +83,8 @@ def nothing_fits(questions: Sequence[tuple[Problem, Asked]]) -> ScheduleError:
 
 
 def _least_of(problem: Problem, asked: Asked) -> tuple[int, int]:
-    """Return the rank that holds most where one microbatch is under way, and how much that is."""
-    table = every_action(problem.placement, problem.num_microbatches)
-    sizes, _ = sizes_and_limit(table, asked.costs, Limit.read(asked.memory_limit))
-    of_stages = problem.plane(problem.taken, FORWARD).max(axis=1)
-    held = sizes.static_of_ranks(problem.placement)
-    np.add.at(held, np.array(problem.placement.rank_of_stage), of_stages)
+    """Return the rank that holds most where one microbatch is under way, and how much that is with its messages."""
+    program = lower(one_at_a_time(problem.placement, problem.num_microbatches))
+    sizes, _ = sizes_and_limit(program, asked.costs, Limit.read(asked.memory_limit))
+    held = sizes.static_of_ranks(problem.placement) + np.array(peak_bytes(program, sizes))
     return int(held.argmax()), int(held.max())
