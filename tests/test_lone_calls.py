@@ -12,7 +12,7 @@ import penstock as ps
 from penstock.checkpoints.pretrained import load_weights
 from penstock.checkpoints.weight_files import require_saveable, save_weights
 from penstock.checkpoints.writer import CheckpointWriter
-from penstock.errors import PeerLeft, PipelineError, StepRefused
+from penstock.errors import EndOfData, PeerLeft, PipelineError, StepRefused
 from penstock.execute.model_part import ModelPart
 from penstock.execute.transport.local import LocalTransport
 from penstock.pipeline import Pipeline
@@ -40,7 +40,6 @@ FEW = ("step", "clip_grad_norm_", "state_dict", "save_checkpoint")
 """Of each kind one: those that begin with a hop of their replica, and those that begin with both hops."""
 OTHERS = {
     "profile": lambda own, folder: own.profile(INPUTS, target=TARGET),
-    "refuse": lambda own, folder: own.refuse(PipelineError("planted")),
     "CheckpointWriter.save": lambda own, folder: CheckpointWriter(folder, own).save(1),
     "save_weights": lambda own, folder: save_weights(folder, own),
     "load_weights": lambda own, folder: load_weights(folder, own),
@@ -134,13 +133,63 @@ def test_other_public_calls_carry_their_names_too(name, tmp_path):
         call = OTHERS[name] if wires.rank == 0 else CALLS["clip_grad_norm_"]
         return str(error_of(call, own, tmp_path)), float(own.step(INPUTS, target=TARGET).loss)
 
-    # A profile is a recorded step, and a refusal stands in the place of the step that the others begin.
-    is_step = name in ("profile", "refuse")
+    is_step = name == "profile"  # a recorded step
     first = said(name, [0], is_first=True).replace(f"in {name}", "in step" if is_step else f"in {name}")
     fix = "clip_grad_norm_" if is_step else name
     (words, loss), other = on_ranks(2, case)
     assert words == f"{first}, {said('clip_grad_norm_', [1])}; every rank must call {fix}"
     assert other == (words, loss)
+
+
+REFUSED = CALLS | {
+    "profile": OTHERS["profile"],
+    "profile_in_parts": lambda own, folder: own.profile(INPUTS, target=TARGET, split_backwards=True),
+    "recorded step": lambda own, folder: own.step(INPUTS, target=TARGET, record=True),
+    "memory_report_in_parts": lambda own, folder: own.memory_report(INPUTS, target=TARGET, split_backwards=True),
+    "CheckpointWriter.save": OTHERS["CheckpointWriter.save"],
+}
+
+
+def reasons_of(wires, folder, error):
+    """Return what each rank raised when one refused the call that the others made, and the losses of common steps."""
+    pipeline, raised = pipeline_on(wires), []
+    rank, num_ranks = pipeline.control.rank, pipeline.control.num_ranks
+    for index, call in enumerate(REFUSED.values()):
+        is_refusing = rank == index % num_ranks
+        refusal = error_of(pipeline.refuse, error) if is_refusing else error_of(call, pipeline, folder)
+        raised.append((type(refusal), str(refusal), refusal.rank, float(pipeline.step(INPUTS, target=TARGET).loss)))
+    return raised
+
+
+def assert_reasons(outcomes_of_ranks, *, plain=lambda text: text):
+    num_ranks = len(outcomes_of_ranks)
+    for index, outcomes in enumerate(zip(*outcomes_of_ranks, strict=True)):
+        kinds, texts, blamed, losses = zip(*outcomes, strict=True)
+        assert set(kinds) == {StepRefused}
+        # A rank whose refusal meets a step is told its own reason in its own words.
+        assert set(map(plain, texts)) <= {f"rank {index % num_ranks} refuses the step: planted", "planted"}
+        assert sum(text == "planted" for text in texts) <= 1
+        assert len(set(blamed)) == len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_reason_of_a_refusal_reaches_ranks_in_whichever_call(num_ranks, tmp_path):
+    assert_reasons(on_ranks(num_ranks, reasons_of, tmp_path, PipelineError("planted")))
+
+
+def test_the_reason_of_a_refusal_reaches_all_replicas_in_whichever_call(tmp_path):
+    assert_reasons(on_mesh(2, 2, reasons_of, tmp_path, PipelineError("planted")), plain=without_places)
+
+
+def test_the_end_of_the_data_reaches_ranks_in_another_call_as_such(tmp_path):
+    def case(wires):
+        pipeline = pipeline_on(wires)
+        if wires.rank == 0:
+            return error_of(pipeline.refuse, EndOfData("no\tmore\nrows"))
+        return error_of(CALLS["save_checkpoint"], pipeline, tmp_path)
+
+    for error in on_ranks(2, case):
+        assert (type(error), str(error), error.rank) == (EndOfData, "no\tmore\nrows", 0)
 
 
 def test_ranks_in_one_call_on_several_lines_are_in_one_call(tmp_path):

@@ -186,11 +186,13 @@ class Pipeline(ModelPart):
     def refuse(self, error: PenstockError, mode: Mode = Mode.TRAIN) -> NoReturn:
         """Refuse the step that the other ranks begin now, because this rank cannot run it; they are told why.
 
+        So are ranks that make another call of all ranks instead, such as `memory_report` or `save_checkpoint`.
+
         Raises:
             StepRefused: on every rank; the next step may be run.
         """
         # In the place of the call that the other ranks make, and so by its name.
-        with self._control.calls.entering(mode.value):
+        with self._control.calls.entering(mode.value, error):
             self._run(mode, StepRequest(refusal=error))
         raise AssertionError("a refused step does not run")
 

@@ -215,12 +215,12 @@ def agree_on_step(control: Control, own: StepProposal) -> list[StepProposal]:
     """
     report = {name: getattr(own, name) for name in _FIELDS}  # asdict would copy every value, deeply
     everyone = cast(list[dict[str, Any]], control.all_gather_object(report))
-    require_equal(everyone, control.names, RULES, StepRefused)
     proposals = list(map(_proposal, everyone))
-    if not any(each.refusal for each in proposals):
-        for name, use in _USES.items():
-            _require_where_taken(proposals, name, use, control.names)
+    # First, since a rank that refuses the step does not know what the others ask of it, such as a recording.
     _refuse_together(proposals, control)
+    require_equal(everyone, control.names, RULES, StepRefused)
+    for name, use in _USES.items():
+        _require_where_taken(proposals, name, use, control.names)
     require_equal_digests([proposal.copies for proposal in proposals], control.names, StepRefused)
     return proposals
 

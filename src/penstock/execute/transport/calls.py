@@ -5,6 +5,7 @@ messages of one call then meet those of another. So every exchange of `Control` 
 compare labels before they read the rest:
 
     label of a rank in a call    save_checkpoint TAB train.py:11
+    of one that refuses it       step TAB train.py:11 TAB ["the loader has failed", false]
     of one that has left         TAB closed the pipeline (train.py:20)
     of one that is not known     nothing
 
@@ -12,17 +13,18 @@ Guarantees: all ranks that take part in an exchange find the same disagreement. 
 reaches all ranks, and one thread makes the calls of a rank.
 """
 
+import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
 from itertools import chain
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
-from penstock.errors import PeerLeft, StepRefused, listed, users_frame
+from penstock.errors import EndOfData, PeerLeft, PenstockError, StepRefused, listed, users_frame
 from penstock.execute.transport.rank_names import RankNames
 
 P = ParamSpec("P")
@@ -40,6 +42,19 @@ def _unknown(number: int) -> str:
     return ""
 
 
+class _Label(NamedTuple):
+    """The fields of a label."""
+
+    name: str = ""
+    place: str = ""
+    refusal: str = ""
+    """JSON of why the rank refuses the call, and whether that is the end of its data; empty where it does not."""
+
+    @classmethod
+    def of(cls, text: bytes) -> "_Label":
+        return cls(*text.decode().split(_SEPARATOR, 2))
+
+
 @dataclass(slots=True, eq=False)
 class PublicCalls:
     """The public call that one rank is in, and what it knows of the calls of others."""
@@ -52,12 +67,15 @@ class PublicCalls:
     """Says what the rank of a number has done to leave in good order; empty where it has not, or cannot be seen."""
 
     @contextmanager
-    def entering(self, name: str) -> Iterator[None]:
-        """Name the exchanges of the block after a call, unless they are part of another one."""
+    def entering(self, name: str, refusal: PenstockError | None = None) -> Iterator[None]:
+        """Name the exchanges of the block after a call, unless they are part of another one.
+
+        `refusal` says why this rank cannot make the call that the others make.
+        """
         if self.current:
             yield
             return
-        self.current = label(name)
+        self.current = label(name, refusal)
         try:
             yield
         finally:
@@ -66,8 +84,8 @@ class PublicCalls:
     @property
     def way_of_closing(self) -> str:
         """The line of the user's code that closes the pipeline, and the error that it does so after, if any."""
-        name, _, place = self.current.decode().partition(_SEPARATOR)
-        return place if name in ("", CLOSE) else f"{place}, after {name}"
+        call = _Label.of(self.current)
+        return call.place if call.name in ("", CLOSE) else f"{call.place}, after {call.name}"
 
 
 def calls_of(transport: object) -> PublicCalls:
@@ -76,12 +94,17 @@ def calls_of(transport: object) -> PublicCalls:
     return calls if isinstance(calls, PublicCalls) else PublicCalls()
 
 
-def label(name: str) -> bytes:
-    """Return the label of a call that the innermost frame of the user makes now."""
+def label(name: str, refusal: PenstockError | None = None) -> bytes:
+    """Return the label of a call that the innermost frame of the user makes now, or refuses."""
     frame, _ = users_frame()
     place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
     place = " ".join(place.split())  # the name of a file may hold separators
-    return f"{name}{_SEPARATOR}{place}".encode(errors="replace")
+    reason = ""
+    if refusal is not None:
+        # JSON has neither line breaks nor tabs, which labels are told apart by.
+        text = str(refusal) or type(refusal).__name__
+        reason = f"{_SEPARATOR}{json.dumps([text, isinstance(refusal, EndOfData)])}"
+    return f"{name}{_SEPARATOR}{place}{reason}".encode(errors="replace")
 
 
 def label_of_departed(departure: str) -> bytes:
@@ -117,7 +140,8 @@ def require_one_call(labels: Sequence[bytes], names: RankNames) -> None:
     """Refuse an exchange of ranks that are in different calls, or of which one has left.
 
     Raises:
-        StepRefused: naming the call of each rank; the same on every rank that has the same labels.
+        StepRefused: naming the call of each rank, or why one of them refuses to make a call; the same on every rank
+            that has the same labels.
         PeerLeft: naming the ranks that have left, and the calls of the others.
     """
     if labels.count(labels[0]) == len(labels):
@@ -125,11 +149,13 @@ def require_one_call(labels: Sequence[bytes], names: RankNames) -> None:
     departed: dict[str, list[int]] = {}
     calling: dict[tuple[str, str], list[int]] = {}
     num_calling: Counter[str] = Counter()
+    refusals: dict[int, str] = {}
     for index, text in enumerate(labels):
-        name, _, place = text.decode().partition(_SEPARATOR)
+        name, place, refusal = _Label.of(text)
         if name:
             calling.setdefault((name, place), []).append(index)
             num_calling[name] += 1
+            refusals |= {index: refusal} if refusal else {}
         elif place:
             departed.setdefault(place, []).append(index)
     if len(num_calling) == 1 and not departed:
@@ -143,11 +169,23 @@ def require_one_call(labels: Sequence[bytes], names: RankNames) -> None:
         clauses.append(f"the others are in {' and '.join(f'{name} ({place})' for name, place in sorted(calling))}")
         rank = names.numbers[min(chain(*departed.values()))]
         raise PeerLeft(f"{', '.join(clauses)}; {fix}", rank=rank, peer=rank)
+    if refusals:
+        raise _refused(refusals, names)
     clauses = [f"{_subject(ranks, names)} in {name} ({place})" for (name, place), ranks in calling.items()]
     first = next(iter(calling))
     clauses[0] = f"{_subject(calling[first], names, 'is', 'are')} in {first[0]} ({first[1]})"
     culprit = next(ranks[0] for (name, _), ranks in calling.items() if name == odd_name)
     raise StepRefused(f"{', '.join(clauses)}; {fix}", rank=names.numbers[culprit])
+
+
+def _refused(refusals: Mapping[int, str], names: RankNames) -> StepRefused:
+    """Return why a rank refuses the call that the others make; the end of the data counts before other reasons."""
+    reasons = {rank: json.loads(refusal) for rank, refusal in refusals.items()}
+    rank = next((rank for rank, (_, is_end) in reasons.items() if is_end), min(reasons))
+    text, is_end = reasons[rank]
+    if is_end:
+        return EndOfData(text, rank=names.numbers[rank])
+    return StepRefused(f"{names[rank]} refuses the step: {text}", rank=names.numbers[rank])
 
 
 def _subject(ranks: Sequence[int], names: RankNames, of_one: str = "", of_several: str = "") -> str:
