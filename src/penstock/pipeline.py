@@ -19,7 +19,7 @@ from penstock.construction_plan import Request
 from penstock.errors import ConfigError, PenstockError, PipelineError, warn
 from penstock.execute.batch.admission import StepRequest
 from penstock.execute.control.agreement import Extra, Mode
-from penstock.execute.control.collectives import Control
+from penstock.execute.control.collectives import Control, refuse_within_step
 from penstock.execute.joining import join
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.model_loss import with_model_loss
@@ -324,6 +324,8 @@ class Pipeline(ModelPart):
         """
         if self._is_closed:
             return
+        if self._control.calls.is_in_step:
+            refuse_within_step(self._control)
         self._is_closed = True
         self._runner.close()
 

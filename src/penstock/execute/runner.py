@@ -12,7 +12,7 @@ from penstock.execute.accelerator import is_queued
 from penstock.execute.batch.admission import Admission, Batch, StepRequest
 from penstock.execute.compile.programs import CompiledPrograms
 from penstock.execute.control.agreement import AgreedStep, Extra, Mode
-from penstock.execute.control.collectives import Control
+from penstock.execute.control.collectives import Control, refuse_within_step
 from penstock.execute.control.compilations import COMPILE_DEADLINE_S, Compilations
 from penstock.execute.control.failures import FailureReporter
 from penstock.execute.losses.exchange import LossExchange
@@ -44,6 +44,7 @@ class Runner:
         self.session = session
         places, device, options = session.places, session.device, session.options
         control, layers = Control.of(places), session.assembly.layers
+        self._control = control
         self._compilations = Compilations(places, session.board, layers)
         self._observers = Observers(
             control,
@@ -166,7 +167,11 @@ class Runner:
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
         """Turn any error into one that every rank raises, and leave nothing of the step behind."""
-        attempt = self._num_attempts
+        attempt, calls = self._num_attempts, self._control.calls
+        is_inner_step = calls.is_in_step
+        if is_inner_step:
+            refuse_within_step(self._control)
+        calls.is_in_step = True
         try:
             yield
         except BaseException as error:
@@ -185,5 +190,6 @@ class Runner:
                 raise  # an interrupt is the caller's to handle; the other ranks have been told
             raise report from error
         finally:
+            calls.is_in_step = is_inner_step
             for module in self._auxiliary:
                 module.end()

@@ -158,7 +158,12 @@ class Control:
         return self.together(lambda: make() if self.rank == 0 else None, fails_as)[0]
 
     def _label(self) -> bytes:
-        """Return the label of the public call that this rank is in; in none, an exchange is a call of its own."""
+        """Return the label of the public call that this rank is in; in none, an exchange is a call of its own.
+
+        Raises: PipelineError, where the user's code has made the call within a step.
+        """
+        if self.calls.of_users_code:
+            refuse_within_step(self)
         return self.calls.current or label(UNNAMED)
 
     def _gather_texts(self, own: bytes) -> list[bytes]:
@@ -235,6 +240,17 @@ class Control:
                 "lists or dicts",
                 rank=self.names.numbers[self.rank],
             ) from error
+
+
+def refuse_within_step(control: Control) -> None:
+    """Refuse a call that the user's code makes within a step, unless no other rank would take part.
+
+    Raises: PipelineError.
+    """
+    if control.num_ranks > 1:
+        error = control.calls.within_step(control.places.name)
+        error.blame(control.names.numbers[control.rank])
+        raise error
 
 
 def _departed_label(calls: PublicCalls, transport: Transport, peer: int, error: PeerLost) -> bytes:

@@ -24,7 +24,7 @@ from inspect import signature
 from itertools import chain
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from penstock.errors import EndOfData, PeerLeft, PenstockError, StepRefused, listed, users_frame
+from penstock.errors import EndOfData, PeerLeft, PenstockError, PipelineError, StepRefused, listed, users_frame
 from penstock.execute.transport.rank_names import RankNames
 
 P = ParamSpec("P")
@@ -61,6 +61,10 @@ class PublicCalls:
 
     current: bytes = b""
     """The label of the outermost call; empty between two calls."""
+    is_in_step: bool = False
+    """Whether the call runs a step, within which the user's code runs: data, layers, the loss, hooks and observers."""
+    of_users_code: bytes = b""
+    """The label of a call that the user's code makes within the step; empty outside of one."""
     of_replica: Sequence[bytes] = ()
     """The labels of the ranks of this replica, as the last exchange of the current call had them."""
     departure_of: Callable[[int], str] = field(default=_unknown)
@@ -72,14 +76,29 @@ class PublicCalls:
 
         `refusal` says why this rank cannot make the call that the others make.
         """
-        if self.current:
+        if self.current and (self.of_users_code or not self.is_in_step):
             yield
             return
-        self.current = label(name, refusal)
+        is_outermost, text = not self.current, label(name, refusal)
+        if is_outermost:
+            self.current = text
+        else:
+            self.of_users_code = text
         try:
             yield
         finally:
-            self.current, self.of_replica = b"", ()
+            self.of_users_code = b""
+            if is_outermost:
+                self.current, self.of_replica = b"", ()
+
+    def within_step(self, rank_name: str) -> PipelineError:
+        """Return the error of a call within a step, which the other ranks, in the step as well, would never join."""
+        inner, outer = _Label.of(self.of_users_code), _Label.of(self.current)
+        return PipelineError(
+            f"{rank_name}: {inner.name} ({inner.place}) is called within {outer.name} ({outer.place}), by its data, a "
+            "layer, the loss, a hook or an observer. The other ranks are in that step and cannot take part; call "
+            f"{inner.name} on every rank between two steps"
+        )
 
     @property
     def way_of_closing(self) -> str:

@@ -1,0 +1,146 @@
+"""A call of all ranks that the user's code makes within a step is refused at once, by name, and the next step runs."""
+
+import time
+
+import pytest
+
+import penstock as ps
+from penstock.errors import PipelineError, StepRefused
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import MAX_WAIT_S, WIDTH, error_of, float_layers, on_ranks, square_loss, values
+from tests.mesh_pipelines import on_mesh
+
+INPUTS, TARGET = values(1, 4, WIDTH), values(2, 4, WIDTH)
+AT_ONCE_S = MAX_WAIT_S / 4
+CALLS = {
+    "step": lambda pipeline, folder: pipeline.step(INPUTS, target=TARGET),
+    "evaluate": lambda pipeline, folder: pipeline.evaluate(INPUTS, target=TARGET),
+    "profile": lambda pipeline, folder: pipeline.profile(INPUTS, target=TARGET),
+    "refuse": lambda pipeline, folder: pipeline.refuse(PipelineError("planted")),
+    "memory_report": lambda pipeline, folder: pipeline.memory_report(INPUTS, target=TARGET),
+    "find_not_finite": lambda pipeline, folder: pipeline.find_not_finite(INPUTS, target=TARGET),
+    "clip_grad_norm_": lambda pipeline, folder: pipeline.clip_grad_norm_(1.0),
+    "state_dict": lambda pipeline, folder: pipeline.state_dict(on_rank=0),
+    "save_checkpoint": lambda pipeline, folder: ps.save_checkpoint(folder, pipeline, step=1),
+    "latest_checkpoint": lambda pipeline, folder: ps.latest_checkpoint(folder, pipeline),
+    "close": lambda pipeline, folder: pipeline.close(),
+}
+STEPS = {"profile", "refuse"}
+"""Calls that are made by the name of a step."""
+
+
+class Script:
+    """One rank's pipeline, whose user code makes a call within the first step."""
+
+    def __init__(self, wires, place, act):
+        self.place, self.act, self.armed = place, act, True
+        location = {"transport" if hasattr(wires, "post_send") else "mesh": wires}
+        observers = [Watcher(self)] if place == "observer" else []
+        layers = float_layers(num_layers=4)
+        layers[0].register_forward_hook(lambda *_: self.reach("layer"))
+        self.pipeline = Pipeline(layers, "1f1b", 2, self.loss, observers=observers, **location)
+
+    def reach(self, place):
+        if place == self.place and self.armed:
+            self.armed = False
+            self.act(self.pipeline)
+
+    def loss(self, output, target):
+        self.reach("loss")
+        return square_loss(output, target)
+
+    def microbatches(self):
+        for index in range(4):
+            self.reach(f"stream {index}")
+            yield INPUTS[:2], TARGET[:2]
+
+    def run_step(self):
+        return self.pipeline.step(ps.Stream(self.microbatches()))
+
+
+class Watcher(ps.Observer):
+    def __init__(self, script):
+        self.script = script
+
+    def begin(self, step):
+        self.script.reach("observer")
+
+
+def raised_by(wires, place, act):
+    """Return what the step raised on a rank, and the loss of the step behind it."""
+    script = Script(wires, place, act)
+    begin_s = time.monotonic()
+    error = error_of(script.run_step)
+    assert time.monotonic() - begin_s < AT_ONCE_S
+    return error, float(script.pipeline.step(INPUTS, target=TARGET).loss)
+
+
+def words_of(name):
+    inner = f"{'step' if name in STEPS else name} (test_calls_within_steps.py:{CALLS[name].__code__.co_firstlineno})"
+    outer = f"step (test_calls_within_steps.py:{Script.run_step.__code__.co_firstlineno + 1})"
+    return f"{inner} is called within {outer}"
+
+
+def on_rank_0(name, folder):
+    """Return an act that makes a call on rank 0 alone."""
+    return lambda pipeline: CALLS[name](pipeline, folder) if pipeline.control.rank == 0 else None
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_call_by_the_first_microbatch_of_a_stream_refuses_the_step(num_ranks, name, tmp_path):
+    outcomes = on_ranks(num_ranks, raised_by, "stream 0", on_rank_0(name, tmp_path))
+
+    for rank, (error, _) in enumerate(outcomes):
+        assert type(error) is StepRefused
+        assert words_of(name) in str(error)
+        assert error.rank == 0
+        assert str(error).startswith("rank 0 refuses the step: " if rank else "rank 0: ")
+    assert len({loss for _, loss in outcomes}) == 1
+
+
+def on_whichever_rank(name, folder):
+    return lambda pipeline: CALLS[name](pipeline, folder)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("place", ["stream 1", "layer", "loss", "observer"])
+def test_a_call_from_the_middle_of_a_step_fails_it_on_all_ranks(place, name, tmp_path):
+    outcomes = on_ranks(2, raised_by, place, on_whichever_rank(name, tmp_path))
+
+    for error, _ in outcomes:
+        assert isinstance(error, PipelineError)
+        assert words_of(name) in str(error)
+    assert len({loss for _, loss in outcomes}) == 1
+
+
+def test_replicas_are_told_too(tmp_path):
+    outcomes = on_mesh(2, 2, raised_by, "stream 0", on_rank_0("evaluate", tmp_path))
+
+    for error, _ in outcomes:
+        assert type(error) is StepRefused
+        assert words_of("evaluate") in str(error)
+    assert len({loss for _, loss in outcomes}) == 1
+
+
+def test_calls_of_one_rank_alone_run_within_a_step(tmp_path):
+    def case(wires):
+        states = []
+        script = Script(wires, "stream 0", lambda pipeline: states.append(pipeline.state_dict()))
+        script.run_step()
+        return len(states)
+
+    assert on_ranks(2, case) == [1, 1]
+
+
+@pytest.mark.parametrize("place", ["stream 0", "loss", "observer"])
+def test_without_other_ranks_a_call_within_a_step_runs(place, tmp_path):
+    def case(wires):
+        results = []
+        script = Script(wires, place, lambda pipeline: results.append(CALLS["evaluate"](pipeline, tmp_path)))
+        script.run_step()
+        script.armed = True  # again, since the step before must leave nothing behind
+        script.run_step()
+        return len(results)
+
+    assert on_ranks(1, case) == [2]
