@@ -128,6 +128,8 @@ def test_the_place_is_the_line_of_the_user_whatever_a_file_is_called():
     exec(code, variables)
 
     assert variables["made"] == b"step\ta b c.py:1"
+    exec(compile("made = label('step')", "long" * 1000 + ".py", "exec"), variables)
+    assert variables["made"] == b"step\t" + ("long" * 1000 + ".py")[-100:].encode() + b":1"
 
 
 class Holder:

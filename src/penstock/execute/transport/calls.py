@@ -33,6 +33,8 @@ CLOSE = "close"
 """The call that ends a pipeline; where an error ends it, the type of the error stands in its place."""
 UNNAMED = "pipeline.control"
 """Stands for the call of a rank that exchanges values outside of every public call."""
+_MOST_LETTERS = 100
+"""Letters of a file's name that a message shows: its last ones."""
 _SEPARATOR = "\t"
 _HIDDEN_CLASSES = ("Pipeline.", "ModelPart.")
 """Classes whose methods are named alone, as users write them behind their pipeline."""
@@ -116,8 +118,8 @@ def calls_of(transport: object) -> PublicCalls:
 def label(name: str, refusal: PenstockError | None = None) -> bytes:
     """Return the label of a call that the innermost frame of the user makes now, or refuses."""
     frame, _ = users_frame()
-    place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-    place = " ".join(place.split())  # the name of a file may hold separators
+    file = " ".join(os.path.basename(frame.f_code.co_filename).split())  # the name may hold separators
+    place = f"{file[-_MOST_LETTERS:]}:{frame.f_lineno}"  # code that a program compiles has a name of any length
     reason = ""
     if refusal is not None:
         # JSON has neither line breaks nor tabs, which labels are told apart by.
