@@ -12,7 +12,7 @@ the same code that proves any plan, and the certificate is a lower bound that ho
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -88,32 +88,23 @@ def search(
         ScheduleError: where no order fits the limit that this search could find; it says what would.
         AssertionError: where a registered family is shorter than the result, or the result than its bound: a bug.
     """
-    if not isinstance(costs, LayerCosts):
-        require_costs(costs)
-    require_choice("objective", objective, get_args(Objective))
-    for key, number in (("ranks", ranks), ("microbatches", microbatches), ("evaluations", evaluations)):
-        if number is not None or key != "evaluations":
-            require_number(key, number, at_least=1)
-    require_number("seconds", seconds, at_least=0, is_whole=False)
+    _require_values(costs, objective, ranks=ranks, microbatches=microbatches, evaluations=evaluations, seconds=seconds)
     shape = (ranks, microbatches, placement, stages_per_rank, memory_limit)
 
     limit = None if memory_limit is None else Limit.read(memory_limit)
-    can_split = limit is not None and limit.in_bytes and not keeps_split
-    layer_costs = costs if can_split and isinstance(costs, LayerCosts) else None
+    layer_costs = costs if isinstance(costs, LayerCosts) and not keeps_split and limit and limit.in_bytes else None
 
     def costs_with(split: Split) -> Costs | LayerCosts:
         return replace(layer_costs, split=split) if layer_costs is not None and split else costs
 
-    def searches_of(split: Split = ()) -> list[_Search]:
-        """Return a search of each placement, in which costs per layer have a split, or the usual one."""
-        searches = []
+    def searches_of(split: Split = ()) -> Iterator[_Search]:
+        """Yield a search of each placement, in which costs per layer have a split, or the usual one."""
         for problem, own_costs in problems_of(costs_with(split), *shape, per_action=per_action):
             shares = None if noise is None else shares_of(noise, own_costs, problem.num_stages)
             asked = Asked(own_costs, objective == "span", memory_limit, shares, seed)
-            search_of = _Search(problem, asked, Budget(seconds, evaluations), progress, split)
-            search_of.falls_back = layer_costs is None or bool(split)
-            searches.append(search_of)
-        return searches
+            one = _Search(problem, asked, Budget(seconds, evaluations), progress, split)
+            one.falls_back = layer_costs is None or bool(split)
+            yield one
 
     def resplit(placement: Placement) -> _Search | None:
         """Return the search of a placement with a split in which a known order fits; None where none does."""
@@ -125,7 +116,7 @@ def search(
             return None
         return next(one for one in searches_of(split) if one.problem.placement == placement)
 
-    searches = searches_of()
+    searches = list(searches_of())
     placements = [one.problem.placement for one in searches]
     _compile(placements)
     try:
@@ -140,6 +131,25 @@ def search(
     except KeyboardInterrupt:  # the result is proved; only the last look at it was cut short
         return replace(result, was_interrupted=True)
     return result
+
+
+def _require_values(
+    costs: Costs | LayerCosts,
+    objective: object,
+    *,
+    ranks: object,
+    microbatches: object,
+    evaluations: object,
+    seconds: object,
+) -> None:
+    """Refuse a value that an argument of `search` cannot have. Raises: ConfigError."""
+    if not isinstance(costs, LayerCosts):
+        require_costs(costs)
+    require_choice("objective", objective, get_args(Objective))
+    for key, number in (("ranks", ranks), ("microbatches", microbatches), ("evaluations", evaluations)):
+        if number is not None or key != "evaluations":
+            require_number(key, number, at_least=1)
+    require_number("seconds", seconds, at_least=0, is_whole=False)
 
 
 def _best_of(searches: list["_Search"], resplit: Callable[[Placement], "_Search | None"] | None = None) -> SearchResult:

@@ -43,7 +43,8 @@ def last_resort(problem: Problem, asked: Asked) -> list[Candidate]:
 
     Constructions choose what a rank runs next, so with several stages a rank they may run into the limit and end
     nowhere, and they do not count messages. This order fits wherever any order of split backwards does, unless tensors
-    saved for weight gradients are larger than activations. What improves it keeps its room for messages.
+    saved for weight gradients are larger than activations. The lower limit leaves room for messages in all orders that
+    improve it.
     """
     schedule = one_at_a_time(problem.placement, problem.num_microbatches)
     program = lower(schedule)
