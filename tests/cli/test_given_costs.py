@@ -249,6 +249,11 @@ def test_a_search_has_heavy_ranks(printed):
         (["compare", "1f1b", "--microbatches", "4", "--sweep", "ranks=2..4"], "1=2", "--heavy: 1=2 names ranks; say w"),
         (["show", "1f1b", *SIZE], "1=2", "--heavy: only for svg, png, html, trace; leave it out for grid"),
         (["show", "1f1b", *SIZE, "--to", "trace"], "2=2", "--heavy: there is no rank 2; expected 0 to 1"),
+        (
+            ["compare", "zbv", *SIZE, "--costs", "F=1,2,1,1,I=1,W=1"],
+            "1=2",
+            "--heavy: 1=2 multiplies what ranks take, but f",
+        ),
         (["search", *SIZE], "7=2", "--heavy: there is no rank 7; expected 0 to 1"),
     ],
 )

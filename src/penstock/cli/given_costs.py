@@ -45,7 +45,11 @@ def given_costs(arguments: Namespace, text: str) -> AnyCosts:
     if arguments.per_action:
         raise ConfigError("not with --per-action, whose costs are of stages; leave one out", key=HEAVY)
     _require_entries(factors, arguments.ranks, "rank")
-    return with_heavy_entries(costs, factors, arguments.ranks, "rank")
+    try:
+        return with_heavy_entries(costs, factors, arguments.ranks, "rank")
+    except ConfigError as error:
+        problem = f"{arguments.heavy} multiplies what ranks take, but {error.key} has {error.problem}"
+        raise ConfigError(problem, key=HEAVY) from None
 
 
 def _heavy_layers(costs: LayerCosts, factors: dict[int, float]) -> LayerCosts:
