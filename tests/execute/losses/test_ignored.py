@@ -1,6 +1,7 @@
 """Targets that cross entropy leaves out, and which losses are known to."""
 
 from functools import partial
+from itertools import permutations
 
 import pytest
 import torch
@@ -65,6 +66,15 @@ def test_targets_of_classes_with_weights_count_as_much_as_these(ignored, weight)
     target = CLASSES if ignored == -100 else torch.tensor([1, 0, 2, 0])
 
     assert CountedTargets(ignored, class_weights).share(target, 7) == weight
+
+
+def test_the_order_of_targets_changes_no_share_of_a_stream():
+    weights = torch.tensor([0.1, 0.7, 0.2, 1.1, 1e-9, 0.3], dtype=torch.float64)
+    counted = counted_targets(nn.CrossEntropyLoss(weight=weights))
+    orders = [torch.tensor(order) for order in permutations(range(6))]
+
+    assert len({counted.share(target, 1.0) for target in orders}) > 1
+    assert len({tuple(counted.streamed_shares(target)) for target in orders}) == 1
 
 
 def test_a_class_that_does_not_exist_is_left_to_the_loss():
