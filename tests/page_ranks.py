@@ -32,7 +32,7 @@ def ranks_of(command):
 def run_script(num_ranks, argv, folder, environment, timeout_s):
     """Run a script as so many ranks, 0 for a process without torchrun, and return what subprocess.run would."""
     arguments = ["-m", *argv] if argv[0] == "penstock" else argv
-    port = _free_port()
+    port = free_port()
     settings = [_settings_of(rank, num_ranks, port) for rank in range(num_ranks)] or [{}]
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as output:
         started = [ForkedPython(arguments, folder, environment | own, output=output.name) for own in settings]
@@ -65,6 +65,7 @@ def _settings_of(rank, num_ranks, port):
     }
 
 
-def _free_port():
+def free_port():
+    """Return a port that no process listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.page_python import PagePython
-from tests.page_ranks import ranks_of, run_script
+from tests.page_ranks import free_port, ranks_of, run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(
@@ -174,7 +174,7 @@ def run_command(command, folder, *, in_shell):
         done = run_script(*script, folder, environment(), LONGEST_COMMAND_S)
         return _piped(done, *rest, folder) if rest else done
     return subprocess.run(
-        command,
+        re.sub(r"(?<=--master-port )\d+", str(free_port()), command),  # two runs at once would meet at one port
         shell=True,
         executable="/bin/bash",
         cwd=folder,

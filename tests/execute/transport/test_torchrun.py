@@ -8,7 +8,7 @@ import torch
 
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.execute.transport.torchrun import DefaultGroup, Launch, backend_for
-from tests.page_ranks import _free_port, run_script
+from tests.page_ranks import free_port, run_script
 from tests.pages import environment
 
 SET = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -79,7 +79,7 @@ def test_the_backend_is_the_one_for_the_device():
 
 
 def test_a_rank_that_does_not_come_is_named_within_the_deadline():
-    group, port = DefaultGroup(), _free_port()
+    group, port = DefaultGroup(), free_port()
 
     with pytest.raises(DeadlineExceeded, match=r"rank 0: waited 0\.\d+ s .*, but ranks \[1, 2\] did not come"):
         group.join(Launch(0, 3, "127.0.0.1", port), torch.device("cpu"), 0.3)

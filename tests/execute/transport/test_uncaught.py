@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, NotFinite, PipelineError
 from penstock.execute.transport.uncaught import install, text_of
 from tests.forked_python import ForkedPython
 from tests.local_pipelines import error_of
-from tests.page_ranks import _free_port, _settings_of
+from tests.page_ranks import _settings_of, free_port
 from tests.pages import environment
 
 SCRIPT = """\
@@ -45,7 +45,7 @@ pipeline.step(torch.ones(8, 4), target=torch.ones(8, 4))
 def start(case, folder, begin=ForkedPython):
     """Start the script as two ranks."""
     (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
-    port = _free_port()
+    port = free_port()
     return [begin(["train.py", case], folder, environment() | _settings_of(rank, 2, port)) for rank in range(2)]
 
 
