@@ -102,9 +102,8 @@ def search(
         for problem, own_costs in problems_of(costs_with(split), *shape, per_action=per_action):
             shares = None if noise is None else shares_of(noise, own_costs, problem.num_stages)
             asked = Asked(own_costs, objective == "span", memory_limit, shares, seed)
-            one = _Search(problem, asked, Budget(seconds, evaluations), progress, split)
-            one.falls_back = layer_costs is None or bool(split)
-            yield one
+            budget, is_last_split = Budget(seconds, evaluations), layer_costs is None or bool(split)
+            yield _Search(problem, asked, budget, progress, split, is_last_split=is_last_split)
 
     def resplit(placement: Placement) -> _Search | None:
         """Return the search of a placement with a split in which a known order fits; None where none does."""
@@ -214,16 +213,18 @@ class _Search:
         budget: Budget,
         progress: Callable[[Progress], None] | None,
         split: Split = (),
+        *,
+        is_last_split: bool = True,
     ) -> None:
+        """`is_last_split` says whether it tries one microbatch at a time where nothing else fits."""
         self.problem, self.asked, self.split = problem, asked, split
+        self._is_last_split = is_last_split
         self._budget, self._progress = budget, progress
         self._cheapest = cheapest(problem, asked.costs)
         self.bound: Bound = lower_bound(self._cheapest, by_span=asked.by_span)
         """The largest lower bound so far: the exact method may raise it."""
         self.solver_bound_s: float | None = None
         self._best_s, self._seconds_before, self._least_bound_s = math.inf, 0.0, 0.0
-        self.falls_back = True
-        """Whether it tries one microbatch at a time where nothing else fits; before another split, it does not."""
         self._families: list[Candidate] = []
         self._searched: list[Candidate] = []
         self._last_resort: list[Candidate] = []
@@ -239,7 +240,7 @@ class _Search:
             self._best_s, self._seconds_before = chosen.objective_s, seconds_before
         self._budget.begin()
         results = self._run_from(self._start)
-        return results if results or not self.falls_back else self._run_from(self._start_again)
+        return results if results or not self._is_last_split else self._run_from(self._start_again)
 
     def _run_from(self, start: Callable[[], list[Candidate]]) -> list[SearchResult]:
         was_interrupted = False
