@@ -23,17 +23,17 @@ from penstock.lowering.place_reductions import place_reductions
 from penstock.lowering.post_receives_ahead import post_receives_ahead
 
 Pass = Callable[[Program], Program]
-Groups = Sequence[Sequence[int]]
-"""Of stages."""
+StageGroups = Sequence[Sequence[int]]
+"""Groups of stages, by their numbers."""
 
 NONE, OPTIMIZER, FULL = SHARDS = ("none", "optimizer", "full")
-"""Shared out among replicas: nothing; or weights, gradients and optimizer state, of which a rank then gathers
-all stages for a whole step, or few at a time."""
+"""The ways to shard weights, gradients and optimizer state among replicas: none; a rank gathers the weights of all its
+stages for a whole step; it gathers those of few stages at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a program is sharded: the arguments of `lower` that say so."""
+    """The arguments of `lower` that say how a program is sharded."""
 
     shard: str = NONE
     residency: int | None = 2
@@ -42,12 +42,12 @@ class Sharding:
 
     @property
     def most_whole(self) -> int | None:
-        """The most stages of a rank that may be whole at once; None: all."""
+        """The most stages of a rank that may be whole at once; None where all may."""
         return self.residency if self.shard == FULL else None
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """Raises: ConfigError, where there is no such way to shard."""
+        """The passes that place gathers. Raises: ConfigError, where there is no such way to shard."""
         require_choice("shard", self.shard, SHARDS)
         if self.shard == NONE:
             return ()
@@ -61,13 +61,13 @@ def lower(
     schedule: Schedule,
     transport: str = "posted",
     *,
-    tied_groups: Groups = (),
+    tied_groups: StageGroups = (),
     optimizer_step: bool = False,
     offload: Iterable[int] = (),
     shard: str = NONE,
     residency: int | None = 2,
     look_ahead: int = 1,
-    units: Groups = (),
+    units: StageGroups = (),
     start: Starts | None = None,
 ) -> Program:
     """Make the program of a schedule: messages, gradient reductions, on request gathers, step and offloads, buffers.
@@ -94,21 +94,21 @@ def lower(
         hint = " that is not lowered yet" if isinstance(schedule, Program) else ""
         raise ConfigError(f"{described(schedule)}; expected a Schedule{hint}", key="schedule")
     groups = tuple(tuple(sorted(set(group))) for group in tied_groups)
-    gathers = Sharding(shard, residency, look_ahead).passes
-    shared = tuple(tuple(sorted(set(unit))) for unit in units) if gathers else ()
-    program = Program.from_schedule(schedule, tied_groups=groups, units=shared)
+    gather_passes = Sharding(shard, residency, look_ahead).passes
+    sorted_units = tuple(tuple(sorted(set(unit))) for unit in units) if gather_passes else ()
+    program = Program.from_schedule(schedule, tied_groups=groups, units=sorted_units)
     in_groups = COALESCED in find_transports(transport)
     passes: tuple[Pass, ...] = (
         partial(add_messages, start=start, in_groups=in_groups),
         *(() if in_groups else (post_receives_ahead,)),
-        *gathers,
+        *gather_passes,
         place_reductions,
         *((add_optimizer_step,) if optimizer_step else ()),
         partial(add_offloads, stages=offload),
         assign_slots,
     )
-    for apply in passes:
-        program = apply(program)
+    for lowering_pass in passes:
+        program = lowering_pass(program)
     return program
 
 

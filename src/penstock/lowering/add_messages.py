@@ -30,10 +30,13 @@ from penstock.ir.program import Program
 from penstock.ir.table import Ints, short_type
 
 ACTION, SEND, RECEIVE = range(3)
-"""A row of the new program does this with an action: run it, or move its message at either end."""
-_ENDS = [(op, *list(MESSAGES.values())[MADE[op]]) if MADE[op] >= 0 else (op, op, op) for op in Op]
-OPS = np.array(_ENDS, np.int8).T
-"""[3, num_ops] by what is done with an action, and its own operation; one without a message has no ends."""
+"""The roles of a row of the new program: it runs an action, or sends or receives the message that the action makes."""
+_SEND_AND_RECEIVE = list(MESSAGES.values())
+OP_BY_ROLE = np.array([(op, *(_SEND_AND_RECEIVE[MADE[op]] if MADE[op] >= 0 else (op, op))) for op in Op], np.int8).T
+"""[3, num_ops] the operation of a row, by its role and the operation of its action.
+
+An operation that makes no message has no row in the two other roles, and stands there for itself.
+"""
 
 
 def add_messages(program: Program, start: Starts | None = None, *, in_groups: bool = False) -> Program:
@@ -50,15 +53,19 @@ def add_messages(program: Program, start: Starts | None = None, *, in_groups: bo
     layout = _lay_out(program, starts, peer, in_groups=in_groups)
     num_rows = len(layout.action)
     columns: dict[str, Any] = {name: np.zeros(num_rows, getattr(program, name).dtype) for name in Program.COLUMNS}
-    copied = [name for name in ("microbatch", "slice") if getattr(program, name).any()]  # the others stay 0
+    columns_to_copy = [name for name in ("microbatch", "slice") if getattr(program, name).any()]  # zeros stay zeros
     has_pairs = bool(program.joined.any())
     for part in blocks(num_rows):
         action, role = layout.action[part].astype(np.intp), layout.role[part]
-        stage, other = program.stage.take(action), peer.take(action)
-        columns["op"][part] = OPS.take(len(Op) * role.astype(np.intp) + program.op.take(action))
-        columns["stage"][part] = np.where(role == RECEIVE, other, stage)
-        columns["peer"][part] = np.where(role == SEND, other, stage)
-        for name in copied:
+        maker_stage, receiver_stage = program.stage.take(action), peer.take(action)
+        op_of_action = program.op.take(action)
+        # `take` with flat indices is several times faster than OP_BY_ROLE[role, op_of_action], with the same result.
+        columns["op"][part] = OP_BY_ROLE.take(len(Op) * role.astype(np.intp) + op_of_action)
+        # A receive runs on the receiving stage with the maker as its peer; a send the other way around. The row of an
+        # action has its own stage as its peer.
+        columns["stage"][part] = np.where(role == RECEIVE, receiver_stage, maker_stage)
+        columns["peer"][part] = np.where(role == SEND, receiver_stage, maker_stage)
+        for name in columns_to_copy:
             columns[name][part] = getattr(program, name).take(action)
         if has_pairs:
             columns["joined"][part] = program.joined.take(action) & (role == ACTION)
@@ -66,44 +73,51 @@ def add_messages(program: Program, start: Starts | None = None, *, in_groups: bo
 
 
 def _starts(program: Program) -> Starts:
-    walked = walk_untimed(program, predecessors(program))
-    if not walked.is_complete:
+    """[num_actions] the starts of an untimed walk of a program of actions."""
+    walk = walk_untimed(program, predecessors(program))
+    if not walk.is_complete:
         raise ScheduleError(f"{program.name}: the order cannot run to its end; check the schedule before lowering it")
-    return whole_starts(walked)
+    return whole_starts(walk)
 
 
 def _peers(program: Program) -> Ints:
-    """[num_instructions] the stage on another rank that gets what the row makes, or `NONE`."""
+    """[num_actions] the stage on another rank that receives the message which the action makes, or `NONE`."""
     rank_of_stage = np.array(program.placement.rank_of_stage)
-    receivers = peers_of_messages(program.placement)[OPS[SEND]].astype(short_type(program.num_stages))
+    # [num_ops, num_stages] the receiving stage by the operation and stage of an action
+    receivers = peers_of_messages(program.placement)[OP_BY_ROLE[SEND]].astype(short_type(program.num_stages))
     receivers[MADE < 0] = NONE
     # Stages of one rank need no message. NONE indexes the last stage here, which does no harm: it is NONE either way.
     receivers[rank_of_stage[receivers] == rank_of_stage] = NONE
-    found = np.empty(program.num_rows, receivers.dtype)
+    receiver_of_action = np.empty(program.num_rows, receivers.dtype)
     for part in blocks(program.num_rows):
-        key = program.op[part].astype(np.intp) * program.num_stages + program.stage[part]
-        receivers.reshape(-1).take(key, out=found[part], mode="clip")
-    return found
+        flat_index = program.op[part].astype(np.intp) * program.num_stages + program.stage[part]
+        receivers.reshape(-1).take(flat_index, out=receiver_of_action[part], mode="clip")
+    return receiver_of_action
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """The rows of the new program: the action, a row of the old one, and what is done with it."""
+    """The rows of the new program, as columns."""
 
     action: NDArray[np.int32]
+    """[num_rows] the row of the old program whose action, or message, the new row is about."""
     role: NDArray[np.int8]
+    """[num_rows] ACTION, SEND or RECEIVE."""
     offsets: NDArray[np.int64]
+    """[num_ranks + 1] where the rows of each rank begin, as in `Table`."""
 
 
 def _lay_out(program: Program, start: Starts, peer: Ints, *, in_groups: bool) -> _Layout:
+    """Decide which rows each rank of the new program has; `peer` is the receiving stage of each action's message."""
     rank = program.rank_of_row
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int32)
     receiver = np.append(rank_of_stage, np.int32(NONE)).take(peer, mode="wrap")  # NONE is -1: the entry appended
-    counts = np.diff(program.offsets)
+    counts = np.diff(program.offsets)  # rows of each rank: its actions, and one more for either end of a message
     for part in blocks(program.num_rows):
         sender = np.where(receiver[part] == NONE, NONE, rank[part])
-        for end in (sender, receiver[part]):  # a message takes one row on the rank of either end
-            counts += np.bincount(end + 1, minlength=program.num_ranks + 1)[1:]
+        for rank_of_message in (sender, receiver[part]):
+            # Ranks are counted from 1 on here, so that the actions without a message (NONE) fall into bin 0.
+            counts += np.bincount(rank_of_message + 1, minlength=program.num_ranks + 1)[1:]
     offsets = np.concatenate([[0], np.cumsum(counts)])
     layout = _Layout(np.zeros(offsets[-1], np.int32), np.zeros(offsets[-1], np.int8), offsets)
     rows = (rank, receiver, offsets[:-1].copy(), layout.action, layout.role)
@@ -116,39 +130,41 @@ def _lay_out(program: Program, start: Starts, peer: Ints, *, in_groups: bool) ->
     return layout
 
 
-def _put(row: int, to: int, what: int, end: Any, action: Any, role: Any) -> None:
-    """Put an action, or one end of its message, at the end of a rank."""
-    action[end[to]] = row
-    role[end[to]] = what
-    end[to] += 1
+def _append(maker: int, on_rank: int, new_role: int, next_row: Any, action: Any, role: Any) -> None:
+    """Append a row to a rank of the new program; `next_row` is the first free row of each rank."""
+    action[next_row[on_rank]] = maker
+    role[next_row[on_rank]] = new_role
+    next_row[on_rank] += 1
 
 
-def _lay_out_all(order: Any, joined: Any, rank: Any, receiver: Any, end: Any, action: Any, role: Any) -> None:
-    """Put the rows, in the linear extension, at the end of their ranks; a message at the ends of two ranks at once."""
+def _lay_out_all(order: Any, joined: Any, rank: Any, receiver: Any, next_row: Any, action: Any, role: Any) -> None:
+    """Append all actions, in the linear extension, to their ranks, each followed by the send and receive it causes.
+
+    `rank` and `receiver` are the ranks that run an action and that receive its message; they are indexed by its row.
+    """
     for row in order:
-        own = rank[row]
-        _put(row, own, 0, end, action, role)  # ACTION
+        _append(row, rank[row], 0, next_row, action, role)  # ACTION
         if joined[row]:
             continue  # its message leaves when its partner has run as well
-        # Both ends are put at once, so two ranks have the messages between them in the same order.
+        # Send and receive are appended at once, so two ranks have the messages between them in the same order.
         first = row - 1 if row > 0 and joined[row - 1] else row
         for maker in range(first, row + 1):
             if receiver[maker] >= 0:
-                _put(maker, own, 1, end, action, role)  # SEND
-                _put(maker, receiver[maker], 2, end, action, role)  # RECEIVE
+                _append(maker, rank[row], 1, next_row, action, role)  # SEND
+                _append(maker, receiver[maker], 2, next_row, action, role)  # RECEIVE
 
 
-def _lay_out_groups(order: Any, makers: Any, rank: Any, receiver: Any, end: Any, action: Any, role: Any) -> None:
-    """Put actions, and messages (numbered from `num_actions` on), in their order at the ends of their ranks."""
+def _lay_out_groups(order: Any, makers: Any, rank: Any, receiver: Any, next_row: Any, action: Any, role: Any) -> None:
+    """Append actions and messages to their ranks in the given order, in which message n is `num_actions + n`."""
     num_actions = len(rank)
     for event in order:
         if event < num_actions:
-            _put(event, rank[event], 0, end, action, role)  # ACTION
+            _append(event, rank[event], 0, next_row, action, role)  # ACTION
         else:
             maker = makers[event - num_actions]
-            _put(maker, rank[maker], 1, end, action, role)  # SEND
-            _put(maker, receiver[maker], 2, end, action, role)  # RECEIVE
+            _append(maker, rank[maker], 1, next_row, action, role)  # SEND
+            _append(maker, receiver[maker], 2, next_row, action, role)  # RECEIVE
 
 
-_LAY_OUT = Hot(_lay_out_all, _put)
-_LAY_OUT_GROUPS = Hot(_lay_out_groups, _put)
+_LAY_OUT = Hot(_lay_out_all, _append)
+_LAY_OUT_GROUPS = Hot(_lay_out_groups, _append)

@@ -35,22 +35,23 @@ def add_offloads(program: Program, stages: Iterable[int], ahead: int = 1) -> Pro
     if program.is_forward_only:
         problem = "it has no backward, so no stage keeps anything that could be offloaded"
         raise ScheduleError(f"{program.name}: {problem}; leave out offload, or give a schedule with backwards")
-    forward, reader = _ends(program, chosen)
+    forward, reader = _forwards_and_readers(program, chosen)
+    # Computations are counted with an overlapped pair as one; `first_row` is the row at which each begins.
     begins = program.is_compute & ~np.append(False, program.joined[:-1])
-    first, group = np.flatnonzero(begins), np.cumsum(begins) - 1
-    place = group[reader] - ahead
-    is_far = place - group[forward] >= 2
-    forward, before = forward[is_far], first[place[is_far]]
+    first_row, computation_of_row = np.flatnonzero(begins), np.cumsum(begins) - 1
+    reloaded_ahead_of = computation_of_row[reader] - ahead
+    is_far = reloaded_ahead_of - computation_of_row[forward] >= 2
+    forward, reload_row = forward[is_far], first_row[reloaded_ahead_of[is_far]]
     row, op = np.tile(forward, 2), np.repeat([Op.OFFLOAD, Op.RELOAD], len(forward))
-    key = np.concatenate([NewRows.after(forward + program.joined[forward]), NewRows.before(before)])
+    key = np.concatenate([NewRows.after(forward + program.joined[forward]), NewRows.before(reload_row)])
     rank, stage = program.rank_of_row[row], program.stage[row]
     return program.inserted(NewRows(key, rank, op, stage, program.microbatch[row], program.slice[row], stage))
 
 
-def _ends(program: Program, chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The forwards of the chosen stages, and the row that first reads what each keeps: R, else B or I."""
-    rows = index_rows(program)
-    again, backward = rows.plane(Op.RECOMPUTE)[chosen], rows.plane(Op.BACKWARD)[chosen]
-    forward, reader = rows.plane(Op.FORWARD)[chosen], np.where(again != NONE, again, backward)
-    is_whole = (forward != NONE) & (reader != NONE)
-    return forward[is_whole], reader[is_whole]
+def _forwards_and_readers(program: Program, chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the rows of the chosen stages' forwards, and the rows that first read what these keep: R, else B or I."""
+    index = index_rows(program)
+    recompute, backward = index.plane(Op.RECOMPUTE)[chosen], index.plane(Op.BACKWARD)[chosen]
+    forward, reader = index.plane(Op.FORWARD)[chosen], np.where(recompute != NONE, recompute, backward)
+    has_both = (forward != NONE) & (reader != NONE)
+    return forward[has_both], reader[has_both]

@@ -15,7 +15,7 @@ def add_optimizer_step(program: Program) -> Program:
     if program.is_forward_only:
         return program
     ranks = np.arange(program.num_ranks)
-    stages = np.array([held[0] for held in program.placement.stages_of_rank])
+    stages = np.array([stages_of_rank[0] for stages_of_rank in program.placement.stages_of_rank])
     zeros = np.zeros_like(ranks)
     step = np.full_like(ranks, Op.OPTIMIZER_STEP)
     return program.inserted(NewRows(NewRows.after(program.offsets[1:] - 1), ranks, step, stages, zeros, zeros, stages))

@@ -23,45 +23,50 @@ NUM_POOLS = 3
 
 
 class Rules(NamedTuple):
-    """The properties of operations that count here, by their number."""
+    """Columns by the number of an operation, [num_ops] each: how it uses slots."""
 
     names_slot: Any
-    begins: Any
-    ends: Any
-    sends: Any
-    receives: Any
-    moved: Any
-    made: Any
-    taken: Any
+    takes_activation: Any
+    frees_activation: Any
+    is_send: Any
+    is_receive: Any
+    direction_moved: Any
+    """The direction of the message that it sends or receives, an index among `MESSAGES`; -1 for none."""
+    direction_made: Any
+    direction_consumed: Any
 
 
 class Rows(NamedTuple):
-    """The columns of the program that count here, the last of which is filled in."""
+    """Columns of the program, [num_rows] each."""
 
     op: Any
     joined: Any
     identity: Any
     slot: Any
+    """The result, which the loops fill in."""
 
 
 class Cells(NamedTuple):
-    """By identity: whether its message is sent, [direction, identity], and the slots in use, of messages by direction.
-
-    `arrived` is a slot plus 1, and 0 where nothing came.
-    """
+    """The slots in use, by the identity of a (stage, microbatch, slice)."""
 
     is_sent: Any
-    kept: Any
-    arrived: Any
-    leaving: Any
+    """[2, num_cells] whether a send takes the message of this direction to another rank."""
+    activation_slot: Any
+    """[num_cells]"""
+    received_slot: Any
+    """[2, num_cells] the receive slot plus 1, by direction; 0 where nothing was received."""
+    send_slot: Any
+    """[2, num_cells] the send slot, by direction."""
 
 
 class Pools(NamedTuple):
-    """Of one rank: the slots that are free again, in the order they became so, and the counts, by pool."""
+    """The pools of one rank: activation slots, receive slots and send slots."""
 
     free: Any
+    """[num_pools, n] a stack of free slots for each pool, of which `num_free` count."""
     num_free: Any
     num_used: Any
+    """[num_pools] how many slots the rank has used so far."""
 
 
 def assign_slots(program: Program) -> Program:
@@ -71,15 +76,19 @@ def assign_slots(program: Program) -> Program:
     num_cells = num_identities(program) + 1
     slot = np.zeros(num_rows, np.int32)
     longest = int(np.diff(program.offsets).max(initial=0))
-    messages = (2, num_cells)
-    is_sent, kept = np.zeros(messages, np.bool_), np.zeros(num_cells, np.int32)
-    cells = Cells(is_sent, kept, np.zeros(messages, np.int32), np.zeros(messages, np.int32))
+    by_direction = (2, num_cells)
+    cells = Cells(
+        is_sent=np.zeros(by_direction, np.bool_),
+        activation_slot=np.zeros(num_cells, np.int32),
+        received_slot=np.zeros(by_direction, np.int32),
+        send_slot=np.zeros(by_direction, np.int32),
+    )
     counts = np.zeros((2, NUM_POOLS), np.int64)
-    pools = Pools(np.zeros((NUM_POOLS, longest + 1), np.int32), counts[0], counts[1])
+    pools = Pools(np.zeros((NUM_POOLS, longest + 1), np.int32), num_free=counts[0], num_used=counts[1])
     rows = Rows(program.op, program.joined, identity, slot)
     # Without backwards an activation is not kept: its forward is also its last use.
-    ends = BEGINS_KEEPING if program.is_forward_only else ENDS_KEEPING
-    rules = Rules(NAMES_SLOT, BEGINS_KEEPING, ends, IS_SEND, IS_RECEIVE, MOVED, MADE, TAKEN)
+    frees_activation = BEGINS_KEEPING if program.is_forward_only else ENDS_KEEPING
+    rules = Rules(NAMES_SLOT, BEGINS_KEEPING, frees_activation, IS_SEND, IS_RECEIVE, MOVED, MADE, TAKEN)
     _ASSIGN(num_rows, program.offsets, rows, rules, cells, pools)
     return program.with_slots(slot.astype(short_type(int(slot.max(initial=0)))))
 
@@ -102,47 +111,50 @@ def _give_slot(pool: int, slot: int, free: Any, num_free: Any) -> None:
 
 
 def _assign_rank(begin: int, end: int, rows: Rows, rules: Rules, cells: Cells, pools: Pools) -> None:
-    """Run one rank's rows."""
+    """Fill in the slots of one rank's rows, `begin` to `end`, which run in order: take slots before a row, free after.
+
+    `code` is the number of the operation of a row, and `cell` its (stage, microbatch, slice).
+    """
     op, joined, identity, slot = rows
-    names_slot, begins, ends, sends, receives, moved, made, taken = rules
-    is_sent, kept, arrived, leaving = cells
     free, num_free, num_used = pools
     for row in range(begin, end):
-        code = op[row]
-        key = identity[row]
-        if names_slot[code]:
-            if begins[code]:
-                kept[key] = _take_slot(ACTIVATION, free, num_free, num_used)
+        code, cell = op[row], identity[row]
+        if rules.names_slot[code]:
+            if rules.takes_activation[code]:
+                cells.activation_slot[cell] = _take_slot(ACTIVATION, free, num_free, num_used)
             # Later rows name the slot of their F, so that the runtime finds what was saved.
-            slot[row] = kept[key]
-            if made[code] >= 0 and is_sent[made[code], key]:
+            slot[row] = cells.activation_slot[cell]
+            direction = rules.direction_made[code]
+            if direction >= 0 and cells.is_sent[direction, cell]:
                 # A result without a send stays on this rank, and needs no buffer.
-                leaving[made[code], key] = _take_slot(SEND, free, num_free, num_used)
-        elif sends[code]:
-            slot[row] = leaving[moved[code], key]
-        elif receives[code]:
+                cells.send_slot[direction, cell] = _take_slot(SEND, free, num_free, num_used)
+        elif rules.is_send[code]:
+            slot[row] = cells.send_slot[rules.direction_moved[code], cell]
+        elif rules.is_receive[code]:
             slot[row] = _take_slot(RECEIVE, free, num_free, num_used)
-            arrived[moved[code], key] = slot[row] + 1
+            cells.received_slot[rules.direction_moved[code], cell] = slot[row] + 1
         if joined[row]:
             continue  # a pair frees after its second row: neither may reuse what the other still reads
         first = row - 1 if row > begin and joined[row - 1] else row
         for member in range(first, row + 1):
             code = op[member]
-            if ends[code]:
+            if rules.frees_activation[code]:
                 _give_slot(ACTIVATION, slot[member], free, num_free)
             # 0 where nothing was received: a stage of this rank made the value, or the route begins here.
-            came = arrived[taken[code], identity[member]] if taken[code] >= 0 else 0
-            if came > 0:
-                _give_slot(RECEIVE, came - 1, free, num_free)
-            if sends[code]:
+            direction = rules.direction_consumed[code]
+            received = cells.received_slot[direction, identity[member]] if direction >= 0 else 0
+            if received > 0:
+                _give_slot(RECEIVE, received - 1, free, num_free)
+            if rules.is_send[code]:
                 _give_slot(SEND, slot[member], free, num_free)
 
 
 def _assign_all(offsets: Any, rows: Rows, rules: Rules, cells: Cells, pools: Pools) -> None:
+    """Find out which messages are sent, then fill in the slots of one rank after the other, from empty pools."""
     for row in range(len(rows.op)):
         code = rows.op[row]
-        if rules.sends[code]:
-            cells.is_sent[rules.moved[code], rows.identity[row]] = True
+        if rules.is_send[code]:
+            cells.is_sent[rules.direction_moved[code], rows.identity[row]] = True
     for rank in range(len(offsets) - 1):
         for pool in range(NUM_POOLS):
             pools.num_free[pool] = 0

@@ -31,11 +31,13 @@ from penstock.lowering.place_reductions import behind_sends
 
 
 class Stays(NamedTuple):
-    """Per stay of a unit in memory: the unit, the computation at which its gather starts, and its last use."""
+    """Columns of the stays of units in memory, one entry per stay; computations are counted with a pair as one."""
 
     unit: Any
     gather: Any
+    """The computation at which the gather of the unit starts."""
     last: Any
+    """The last computation that uses the unit before it is dropped."""
 
 
 def place_gathers(program: Program, residency: int | None = 2, look_ahead: int = 1) -> Program:
@@ -49,19 +51,17 @@ def place_gathers(program: Program, residency: int | None = 2, look_ahead: int =
     """
     _require(residency, look_ahead)
     begins = program.is_compute & ~np.append(False, program.joined[:-1])
-    first = np.flatnonzero(begins)
-    unit, other = _uses(program, first)
-    stage_unit = program.unit_of_stage
-    num_units = np.array([len({stage_unit[stage] for stage in held}) for held in program.placement.stages_of_rank])
-    most = num_units if residency is None else np.minimum(num_units, residency)
-    if (most[program.rank_of_row[first[other >= 0]]] < 2).any():
+    first_row = np.flatnonzero(begins)  # of each computation
+    unit, second_unit = _uses(program, first_row)
+    most_units = _most_units(program, residency)
+    if (most_units[program.rank_of_row[first_row[second_unit >= 0]]] < 2).any():
         problem = f"1, but {program.name} has overlapped pairs of two stages, which are whole at the same time"
         raise ConfigError(f"{problem}; give 2 or more", key="residency")
-    stays = _stays(program, first, unit, other, most, look_ahead)
-    last = first[stays.last]
+    stays = _stays(program, first_row, unit, second_unit, most_units, look_ahead)
+    last_row = first_row[stays.last]
     key = np.concatenate([
-        NewRows.before(first[stays.gather]),
-        NewRows.after(behind_sends(program, last + program.joined[last])),
+        NewRows.before(first_row[stays.gather]),
+        NewRows.after(behind_sends(program, last_row + program.joined[last_row])),
     ])  # fmt: skip
     unit, zeros = np.tile(stays.unit, 2), np.zeros(len(key), np.int32)
     rank = np.array(program.placement.rank_of_stage)[unit]
@@ -80,64 +80,79 @@ def _require(residency: object, look_ahead: object) -> None:
         raise ConfigError(f"{described(look_ahead)}; expected a number of computations, 0 or more", key="look_ahead")
 
 
-def _uses(program: Program, first: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Per computation, an overlapped pair being one: the unit that it uses, and the other one of a pair, else -1."""
+def _most_units(program: Program, residency: int | None) -> NDArray[np.int64]:
+    """[num_ranks] the most units of each rank that may be whole at once."""
+    units_of_rank = [set(program.unit_of_stage[list(stages)]) for stages in program.placement.stages_of_rank]
+    num_units = np.array([len(units) for units in units_of_rank])
+    return num_units if residency is None else np.minimum(num_units, residency)
+
+
+def _uses(program: Program, first_row: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """[num_computations] the unit that a computation uses, and the second one that an overlapped pair uses, else -1."""
     unit_of_stage = program.unit_of_stage.astype(np.int32)
-    unit, other = unit_of_stage[program.stage[first]], np.full(len(first), -1, np.int32)
-    pairs = np.flatnonzero(program.joined[first])
-    other[pairs] = unit_of_stage[program.stage[first[pairs] + 1]]
-    other[other == unit] = -1
-    return unit, other
+    unit, second_unit = unit_of_stage[program.stage[first_row]], np.full(len(first_row), -1, np.int32)
+    pairs = np.flatnonzero(program.joined[first_row])
+    second_unit[pairs] = unit_of_stage[program.stage[first_row[pairs] + 1]]
+    second_unit[second_unit == unit] = -1
+    return unit, second_unit
 
 
 def _stays(
     program: Program,
-    first: NDArray[np.intp],
+    first_row: NDArray[np.intp],
     unit: NDArray[np.int32],
-    other: NDArray[np.int32],
-    most: NDArray[np.int64],
+    second_unit: NDArray[np.int32],
+    most_units: NDArray[np.int64],
     look_ahead: int,
 ) -> Stays:
-    offsets, num_whole = np.searchsorted(first, program.offsets), 1 + (other >= 0).astype(np.int32)
+    """Choose when each unit is whole, from the units that each computation uses, the first row of each given."""
+    offsets, num_whole = np.searchsorted(first_row, program.offsets), 1 + (second_unit >= 0).astype(np.int32)
     stays = Stays(*np.zeros((3, int(num_whole.sum())), np.int32))
     stay_of_unit = np.full(program.num_stages, -1, np.int32)
     # No gather starts before the first computation of its rank, so a larger number changes nothing.
-    ahead = min(int(look_ahead), len(first))
-    count = _PLACE(len(first), offsets, most, ahead, unit, other, num_whole, stay_of_unit, stays)
+    ahead = min(int(look_ahead), len(first_row))
+    count = _PLACE(len(first_row), offsets, most_units, ahead, unit, second_unit, num_whole, stay_of_unit, stays)
     return Stays(*(column[:count] for column in stays))
 
 
-def _begin_of_room(at: int, until: int, most: int, num_whole: Any) -> int:
-    """Return the first computation from which on to the one before `at` there is room; `until` or later."""
-    begin = at
-    while begin > until and num_whole[begin - 1] < most:
+def _begin_of_room(use: int, earliest: int, most: int, num_whole: Any) -> int:
+    """Return the first computation, `earliest` or later, from which there is room for a unit until just before `use`.
+
+    There is room at a computation where fewer than `most` units are whole.
+    """
+    begin = use
+    while begin > earliest and num_whole[begin - 1] < most:
         begin -= 1
     return begin
 
 
 def _place_all(
-    offsets: Any, most: Any, ahead: int, unit: Any, other: Any, num_whole: Any, stay_of_unit: Any, stays: Stays
+    offsets: Any, most: Any, ahead: int, unit: Any, second_unit: Any, num_whole: Any, stay_of_unit: Any, stays: Stays
 ) -> int:
-    """Go through the uses of each rank; return the number of stays. `num_whole` is per computation."""
+    """Fill in `stays` from the uses of units on each rank, in order; return the number of stays.
+
+    `num_whole` counts the whole units at each computation; at first those that the computation uses itself.
+    """
     count = 0
     for rank in range(len(offsets) - 1):
-        for use in range(2 * offsets[rank], 2 * offsets[rank + 1]):
-            at = use // 2
-            used = unit[at] if use % 2 == 0 else other[at]
-            if used < 0:
+        for half in range(2 * offsets[rank], 2 * offsets[rank + 1]):  # of a pair; a second half may use no unit
+            use = half // 2
+            used_unit = unit[use] if half % 2 == 0 else second_unit[use]
+            if used_unit < 0:
                 continue
-            stay = stay_of_unit[used]
-            before = stays.last[stay] + 1 if stay >= 0 else -1
-            begin = _begin_of_room(at, before, most[rank], num_whole) if stay >= 0 else at
-            if stay < 0 or begin > before:
-                begin = _begin_of_room(at, max(at - ahead, offsets[rank]), most[rank], num_whole)
-                stay = stay_of_unit[used] = count
-                stays.unit[stay] = used
+            stay = stay_of_unit[used_unit]
+            after_last_use = stays.last[stay] + 1 if stay >= 0 else -1
+            begin = _begin_of_room(use, after_last_use, most[rank], num_whole) if stay >= 0 else use
+            # The unit stays since its last use if there is room all the way from there. Else it is gathered again.
+            if stay < 0 or begin > after_last_use:
+                begin = _begin_of_room(use, max(use - ahead, offsets[rank]), most[rank], num_whole)
+                stay = stay_of_unit[used_unit] = count
+                stays.unit[stay] = used_unit
                 stays.gather[stay] = begin
                 count += 1
-            stays.last[stay] = at
-            for whole in range(begin, at):
-                num_whole[whole] += 1
+            stays.last[stay] = use
+            for computation in range(begin, use):
+                num_whole[computation] += 1
     return count
 
 

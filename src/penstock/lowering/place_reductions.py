@@ -27,37 +27,50 @@ def place_reductions(program: Program) -> Program:
     """Add reductions; a forward-only program has no gradients and stays as it is."""
     if program.is_forward_only:
         return program
-    drops = program.rows_of(DROPS)
-    drops = drops[have_new_gradients(program, drops)]
-    units = program.unit_of_stage[program.stage[drops]]
-    stages, last = _last_gradients(program)
+    # There are three sorts of new rows: before a RESHARD, behind the last backward of a stage, and of a tied group at
+    # the end of a rank.
+    reshards = program.rows_of(DROPS)
+    reshards = reshards[have_new_gradients(program, reshards)]
+    resharded_units = program.unit_of_stage[program.stage[reshards]]
+    stages, last_backwards = _last_gradients(program)
     members = [(index, stage) for index, group in enumerate(program.tied_groups) for stage in sorted(group)]
-    tied = np.array([stage for _, stage in members], np.int64)
+    tied_groups, tied_stages = np.array(members, np.int64).reshape(-1, 2).T
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int64)
-    stage = np.concatenate([units, stages, tied])
-    ends = program.offsets[rank_of_stage[tied] + 1] - 1
-    key = np.concatenate([NewRows.before(drops), NewRows.after(behind_sends(program, last)), NewRows.after(ends)])
-    op = np.repeat([Op.REDUCE_GRADIENT, Op.REDUCE_TIED], [len(stage) - len(tied), len(tied)])
-    peer = np.concatenate([units, stages, np.array([index for index, _ in members], np.int64)])
+    last_rows_of_ranks = program.offsets[rank_of_stage[tied_stages] + 1] - 1
+    key = np.concatenate([
+        NewRows.before(reshards),
+        NewRows.after(behind_sends(program, last_backwards)),
+        NewRows.after(last_rows_of_ranks),
+    ])  # fmt: skip
+    stage = np.concatenate([resharded_units, stages, tied_stages])
+    op = np.repeat([Op.REDUCE_GRADIENT, Op.REDUCE_TIED], [len(stage) - len(tied_stages), len(tied_stages)])
+    peer = np.concatenate([resharded_units, stages, tied_groups])
     zeros = np.zeros(len(stage), np.int32)
     rows = NewRows(key, rank_of_stage[stage], op, stage, zeros, zeros, peer)
     return program.inserted(rows, omits_reductions=False)
 
 
 def _last_gradients(program: Program) -> tuple[Rows, Rows]:
-    """The stages, or units, whose last gradients no RESHARD follows, and the row that ends their last backward."""
-    last, drop = program.last_backwards(), np.full(program.num_stages, -1, np.int64)
-    drops = program.rows_of(DROPS)
-    drop[program.unit_of_stage[program.stage[drops]]] = drops  # rows ascend, and the last assignment stays
-    unit = np.where(drop[program.unit_of_stage] >= 0, program.unit_of_stage, np.arange(program.num_stages))
-    last_of_unit = np.full(program.num_stages, -1, np.int64)
-    np.maximum.at(last_of_unit, unit, last)
-    stages = np.flatnonzero((last_of_unit >= 0) & (last_of_unit > drop))
-    rows = last_of_unit[stages]
+    """Return the stages, or units, whose last gradients no RESHARD follows, and the rows that end their last backwards.
+
+    A unit that is resharded counts as one, under the number of its first stage; the stages of others count one by one.
+    """
+    reshards = program.rows_of(DROPS)
+    last_reshard = np.full(program.num_stages, -1, np.int64)
+    last_reshard[program.unit_of_stage[program.stage[reshards]]] = reshards  # rows ascend: the last assignment stays
+    is_resharded = last_reshard[program.unit_of_stage] >= 0
+    unit_or_stage = np.where(is_resharded, program.unit_of_stage, np.arange(program.num_stages))
+    last_backward = np.full(program.num_stages, -1, np.int64)
+    np.maximum.at(last_backward, unit_or_stage, program.last_backwards())
+    stages = np.flatnonzero((last_backward >= 0) & (last_backward > last_reshard))
+    rows = last_backward[stages]
     return stages, rows + program.joined[rows]
 
 
 def behind_sends(program: Program, rows: Rows) -> Rows:
-    """The last of the sends that follow each row at once: a peer waits for them, nobody waits for a collective."""
-    others = np.append(np.flatnonzero(~IS_SEND[program.op]), program.num_rows)
-    return np.asarray(others[np.searchsorted(others, rows, side="right")] - 1)
+    """Return, for each row, the last of the sends that follow it directly, or the row itself.
+
+    A collective is put behind these sends: a peer waits for them, and nobody waits for a collective.
+    """
+    not_sends = np.append(np.flatnonzero(~IS_SEND[program.op]), program.num_rows)
+    return np.asarray(not_sends[np.searchsorted(not_sends, rows, side="right")] - 1)

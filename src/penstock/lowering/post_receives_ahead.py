@@ -20,9 +20,9 @@ from penstock.ir.hot import Hot
 from penstock.ir.operations import IS_COMPUTE, IS_MESSAGE, IS_RECEIVE, MESSAGES, MOVED, TAKEN
 from penstock.ir.program import Program
 
-OTHER, SEND, RECEIVE = range(3)
+NO_MESSAGE, SEND, RECEIVE = range(3)
 ROLES = IS_MESSAGE.astype(np.int8) + IS_RECEIVE
-"""[NUM_OPS] one of these three."""
+"""[NUM_OPS] NO_MESSAGE, SEND or RECEIVE, by operation."""
 
 
 def post_receives_ahead(program: Program) -> Program:
@@ -31,9 +31,9 @@ def post_receives_ahead(program: Program) -> Program:
 
 
 def _orders(program: Program) -> Iterator[NDArray[np.intp]]:
-    """For each rank, the order in which its rows are to run; a rank's columns stay in a processor's cache."""
+    """Yield for each rank the order in which its rows are to run; a rank's columns stay in a processor's cache."""
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int32)
-    takers = _Takers(program)
+    consumers = _Consumers(program)
     for begin, end in pairwise(program.offsets.tolist()):
         part = slice(begin, end)
         is_compute = IS_COMPUTE.take(program.op[part])
@@ -45,46 +45,46 @@ def _orders(program: Program) -> Iterator[NDArray[np.intp]]:
         place -= is_compute
         _MOVE(
             program.num_instructions, program.op[part], ROLES, program.peer[part], rank_of_stage,
-            takers.places(part, place), place, np.zeros(program.num_ranks, np.int32),
+            consumers.places(part, place), place, np.zeros(program.num_ranks, np.int32),
         )  # fmt: skip
         # Messages come before the computation of their place. The sort is stable, so equal keys keep their order.
         yield np.argsort(2 * place + is_compute, kind="stable")
 
 
-class _Takers:
-    """Finds the computation that takes a message."""
+class _Consumers:
+    """Finds the computation that consumes a message, through one cell for each message."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         num_cells = num_identities(program) + 1
-        self.last = len(MESSAGES) * num_cells  # a cell for all rows that neither take nor receive a message
-        self.takes = np.where(TAKEN >= 0, TAKEN.astype(np.int64) * num_cells, self.last)
-        self.receives = np.where(IS_RECEIVE, MOVED.astype(np.int64) * num_cells, self.last)
-        self.taken_at = np.zeros(self.last + 1, np.int32)
+        self.no_cell = len(MESSAGES) * num_cells  # the cell of all rows that neither consume nor receive a message
+        self.first_consumed = np.where(TAKEN >= 0, TAKEN.astype(np.int64) * num_cells, self.no_cell)
+        self.first_received = np.where(IS_RECEIVE, MOVED.astype(np.int64) * num_cells, self.no_cell)
+        self.place_of_cell = np.zeros(self.no_cell + 1, np.int32)
 
     def places(self, part: slice, place: NDArray[np.int32]) -> NDArray[np.int32]:
-        """[num_rows] for each receive of a rank the place of the computation that takes its message, 0 without one.
+        """[num_rows] for each receive of a rank the place of the computation that consumes its message, 0 without one.
 
         The values of other rows mean nothing.
         """
-        op, cell = self.program.op[part], identities_of(self.program, part)
-        self.taken_at[np.minimum(cell + self.takes.take(op), self.last)] = place
-        return self.taken_at.take(cell + self.receives.take(op), mode="clip")
+        op, identity = self.program.op[part], identities_of(self.program, part)
+        self.place_of_cell[np.minimum(identity + self.first_consumed.take(op), self.no_cell)] = place
+        return self.place_of_cell.take(identity + self.first_received.take(op), mode="clip")
 
 
 def _move_receives(
     op: Any, roles: Any, peer: Any, rank_of_stage: Any, place_of_consumer: Any, place: Any, last_place: Any
 ) -> None:
-    """Give each receive of a rank its earliest place; `last_place[other]` is that of the last message of a pair."""
+    """Give each receive of a rank its earliest place; `last_place[peer_rank]` is that of the pair's last message."""
     for row in range(len(op)):
-        code = op[row]
-        if roles[code] == OTHER:
+        role = roles[op[row]]
+        if role == NO_MESSAGE:
             continue
-        other = rank_of_stage[peer[row]]
-        if roles[code] == RECEIVE:
+        peer_rank = rank_of_stage[peer[row]]
+        if role == RECEIVE:
             # One computation ahead, but not past another message of the pair, and never later than it was.
-            place[row] = max(min(place[row], place_of_consumer[row] - 1), last_place[other])
-        last_place[other] = place[row]
+            place[row] = max(min(place[row], place_of_consumer[row] - 1), last_place[peer_rank])
+        last_place[peer_rank] = place[row]
 
 
 _MOVE = Hot(_move_receives)
