@@ -62,7 +62,7 @@ def test_serialized_links_have_a_queue_each_and_leave_the_others_as_they_are():
     messages, before, queues = added(costs)
 
     first = PROGRAM.num_instructions
-    ((sends, wires),) = queues.outlasting
+    ((sends, wires),) = queues.ended_by_queues
     assert [named(row) for row in sends] == ["1SEND_B0", "1SEND_B1"]
     assert wires.tolist() == [first, first + 1]
     assert queues.next_row == first + 2

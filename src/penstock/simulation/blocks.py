@@ -58,16 +58,16 @@ class Block:
     messages: tuple[Message, ...]
     gather: Collective | None = None
     data_waits: tuple[DataWait, ...] = ()
-    """Of its rank, since the block before."""
+    """Waits of its rank for data since the rank's block before."""
     reductions: tuple[Collective, ...] = ()
-    """Of its rank, since the block before, those that `blocking_reductions` lists."""
+    """Reductions of its rank since the rank's block before, of those that `blocking_reductions` lists."""
 
     @property
     def rows(self) -> range:
         return range(self.row, self.row + self.num_rows)
 
     @property
-    def own_waits(self) -> list[DataWait | Collective]:
+    def local_waits(self) -> list[DataWait | Collective]:
         """Waits and reductions that held up its rank since the block before, in order."""
         return sorted((*self.data_waits, *self.reductions), key=lambda wait: wait.begin_s)
 
@@ -85,30 +85,31 @@ def blocks_of(timeline: Timeline) -> list[Block]:
     block_of_row = np.full(program.num_instructions, NONE, np.int64)
     block_of_row[rows] = np.cumsum(~is_second[rows]) - 1
 
-    before = predecessors(program)[:, 0]
-    launched, ranks = launched_before(program), program.rank_of_row
-    waits = [deque(own) for own in waits_of_ranks(timeline)]
+    source = predecessors(program)[:, 0]  # of each row, the row that its data comes from
+    launched = launched_before(program)
+    data_waits = [deque(waits) for waits in waits_of_ranks(timeline)]
     reductions = blocking_reductions(timeline)
-    next_row = program.offsets[:-1].tolist()
-    found = []
+    next_row = program.offsets[:-1].tolist()  # of each rank, the row after its last block
+    blocks = []
     for row in rows[~is_second[rows]].tolist():
+        rank = int(program.rank_of_row[row])
         members = (row, row + 1) if program.joined[row] else (row,)
-        between = np.searchsorted(reductions, (next_row[ranks[row]], row))
-        found.append(
+        first, end = np.searchsorted(reductions, (next_row[rank], row))
+        blocks.append(
             Block(
-                rank=int(ranks[row]),
+                rank=rank,
                 row=row,
                 num_rows=len(members),
                 start_s=float(timeline.start_s[row]),
                 end_s=float(timeline.end_s[list(members)].max()),
-                messages=tuple(_messages(timeline, members, before, block_of_row)),
-                gather=_gather(timeline, [int(column[member]) for column in launched for member in members]),
-                data_waits=tuple(_taken(waits[ranks[row]], float(timeline.start_s[row]))),
-                reductions=tuple(Collective.of(timeline, each) for each in reductions[slice(*between)].tolist()),
+                messages=tuple(_messages(timeline, members, source, block_of_row)),
+                gather=_last_to_end(timeline, [int(column[member]) for column in launched for member in members]),
+                data_waits=tuple(_take_waits(data_waits[rank], float(timeline.start_s[row]))),
+                reductions=tuple(Collective.of(timeline, reduction) for reduction in reductions[first:end].tolist()),
             )
         )
-        next_row[ranks[row]] = row + len(members)
-    return found
+        next_row[rank] = row + len(members)
+    return blocks
 
 
 def in_order(blocks: Sequence[Block], num_ranks: int) -> Iterator[int]:
@@ -128,24 +129,24 @@ def in_order(blocks: Sequence[Block], num_ranks: int) -> Iterator[int]:
 
 def waits_of_ranks(timeline: Timeline) -> list[list[DataWait]]:
     """Return each rank's waits for data, in their order."""
-    found: list[list[DataWait]] = [[] for _ in range(timeline.num_ranks)]
+    waits: list[list[DataWait]] = [[] for _ in range(timeline.num_ranks)]
     for wait in timeline.data_waits:
-        found[wait.rank].append(wait)
-    return found
+        waits[wait.rank].append(wait)
+    return waits
 
 
 def data_ready_s(timeline: Timeline, rows: NDArray[np.int64]) -> NDArray[np.float64]:
     """[len(rows)] the end of the last data wait on the row's rank before the row started; -inf without one."""
-    found = np.full(len(rows), -np.inf)
+    ready_s = np.full(len(rows), -np.inf)
     ranks = timeline.program.rank_of_row[rows]
     for rank, waits in enumerate(waits_of_ranks(timeline)):
         ends_s = np.array([-np.inf, *(wait.end_s for wait in waits)])
-        own = np.flatnonzero(ranks == rank)
-        found[own] = ends_s[np.searchsorted(ends_s, timeline.start_s[rows[own]], side="right") - 1]
-    return found
+        of_rank = np.flatnonzero(ranks == rank)
+        ready_s[of_rank] = ends_s[np.searchsorted(ends_s, timeline.start_s[rows[of_rank]], side="right") - 1]
+    return ready_s
 
 
-def _taken(waits: deque[DataWait], until_s: float) -> Iterator[DataWait]:
+def _take_waits(waits: deque[DataWait], until_s: float) -> Iterator[DataWait]:
     """Take off the waits that began before a moment; one that goes on, while a device computes, stays as well."""
     while waits and waits[0].begin_s < until_s:
         yield waits[0]
@@ -155,36 +156,38 @@ def _taken(waits: deque[DataWait], until_s: float) -> Iterator[DataWait]:
 
 
 def _messages(
-    timeline: Timeline, members: Sequence[int], before: NDArray[np.int32], block_of_row: NDArray[np.int64]
+    timeline: Timeline, members: Sequence[int], source: NDArray[np.int32], block_of_row: NDArray[np.int64]
 ) -> Iterator[Message]:
+    """Yield the messages that the rows of a block wait for; `source` is the row that each row's data comes from."""
     program = timeline.program
     for member in members:
-        source = int(before[member])
-        if source == NONE:
+        row = int(source[member])
+        if row == NONE:
             continue
-        if IS_RECEIVE[program.op[source]]:
-            times_s = float(timeline.end_s[source]), float(timeline.start_s[source])
-            yield Message(int(block_of_row[before[before[source]]]), *times_s)
-        elif program.rank_of_row[source] != program.rank_of_row[member]:
+        if IS_RECEIVE[program.op[row]]:
+            maker = source[source[row]]  # the source of a receive is its send, and that of a send is the maker
+            yield Message(int(block_of_row[maker]), float(timeline.end_s[row]), float(timeline.start_s[row]))
+        elif program.rank_of_row[row] != program.rank_of_row[member]:
             # Of a schedule that is not lowered; when its messages came is not known, at the latest for the start.
-            yield Message(int(block_of_row[source]), float(timeline.start_s[member]))
+            yield Message(int(block_of_row[row]), float(timeline.start_s[member]))
 
 
 def blocking_reductions(timeline: Timeline) -> NDArray[np.intp]:
-    """The rows of reductions that held their rank up, as those of DDP around layers do.
+    """Return the rows of reductions that held their rank up, as those of DDP around layers do.
 
-    Others go on while their rank runs what follows. A recorder notes the end of such a one where it is waited for.
+    Other reductions go on while their rank runs what follows: a recorder notes their end where the rank waits for them,
+    so after the start of the next row.
     """
     program = timeline.program
     if timeline.source != "measured":
         return program.rows_of(IS_REDUCTION & JOINS_RANKS)
     rows = program.rows_of(IS_REDUCTION)
-    behind = np.minimum(rows + 1, program.num_rows - 1)
-    is_last = np.isin(rows + 1, program.offsets)
-    return rows[is_last | (timeline.end_s[rows] <= timeline.start_s[behind])]
+    next_rows = np.minimum(rows + 1, program.num_rows - 1)
+    is_last_of_rank = np.isin(rows + 1, program.offsets)
+    return rows[is_last_of_rank | (timeline.end_s[rows] <= timeline.start_s[next_rows])]
 
 
-def _gather(timeline: Timeline, rows: Sequence[int]) -> Collective | None:
-    """The one that is over last."""
-    gathers = [Collective.of(timeline, row) for row in rows if row != NONE]
-    return max(gathers, key=lambda gather: gather.end_s, default=None)
+def _last_to_end(timeline: Timeline, rows: Sequence[int]) -> Collective | None:
+    """Return the collective that ends last of those that rows launched; `NONE` among the rows stands for no row."""
+    collectives = [Collective.of(timeline, row) for row in rows if row != NONE]
+    return max(collectives, key=lambda collective: collective.end_s, default=None)

@@ -72,10 +72,10 @@ NAME_OF_CAUSE = {
     Cause.MEMORY: "memory limit",
     Cause.DATA: "data loading",
 }
-"""In tables, pages and JSON: of idle time, and of losses."""
+"""The names of causes in tables, pages and JSON, for idle time and for losses."""
 NEVER = inf
 WORK = len(Cause)
-"""In the account of a rank: the part of a computation that the mean stage takes as well."""
+"""The label, in the account of a rank, of the part of a computation that the mean stage takes as well."""
 
 
 class IdleSpan(NamedTuple):
@@ -127,10 +127,10 @@ def accounts_of(
         account = accounts[block.rank]
         until_s = max(min(block.start_s, blocked_since_s[index]), account.end_s)
         _add_message(account, block, blocks, accounts, until_s)
-        _add_own(account, block, until_s, expected.launches_s(block, block.row - account.next_row))
+        _add_local_waits(account, block, until_s, expected.launches_s(block, block.row - account.next_row))
         account.add(block.start_s, Cause.MEMORY, is_idle=True)
         _add_work(account, block, expected)
-    _add_ends(accounts)
+    _add_final_waits(accounts)
     return accounts
 
 
@@ -165,22 +165,23 @@ class RankAccount:
     def __init__(self, begin_s: float, next_row: int) -> None:
         self.begin_s = begin_s
         self.next_row = next_row
-        """The instruction after the last block."""
+        """The row of the instruction after the rank's last block."""
         self.ends_s: list[float] = []
         self.labels: list[int] = []
         self.idle_s = [0.0] * len(Cause)
         self.spans: list[IdleSpan] = []
-        """The stretches that `idle_s` adds up, in order."""
+        """The idle stretches, in order, whose seconds `idle_s` adds up by cause."""
         self.late_s = 0.0
-        """In which it had all that it needed, its launches too, and did not begin."""
+        """Seconds in which the rank had all that it needed, its launches too, and did not begin."""
         self.excess_s = 0.0
-        """By which its computations took longer than they usually do."""
+        """Seconds by which its computations took longer than they usually do."""
 
     @property
     def end_s(self) -> float:
         return self.ends_s[-1] if self.ends_s else self.begin_s
 
     def add(self, until_s: float, label: int, *, is_idle: bool) -> None:
+        """Add a segment from the end of the last one to `until_s`, if that is later; `label` is a cause or `WORK`."""
         length_s = until_s - self.end_s
         if length_s <= 0:
             return
@@ -190,56 +191,63 @@ class RankAccount:
         self.ends_s.append(until_s)
         self.labels.append(label)
 
-    def inherit(self, other: "RankAccount", until_s: float, *, of_work: Cause) -> None:
-        """Be idle until then, for the reasons that the other rank's account gives; its plain work is `of_work`."""
-        first = bisect_right(other.ends_s, self.end_s)
-        for end_s, label in zip(other.ends_s[first:], other.labels[first:], strict=True):
+    def inherit(self, culprit: "RankAccount", until_s: float, *, of_work: Cause) -> None:
+        """Add idle time until `until_s`, with the causes that the account of the rank waited for gives for that time.
+
+        Where that rank did plain work, the cause is `of_work`.
+        """
+        first = bisect_right(culprit.ends_s, self.end_s)
+        for end_s, label in zip(culprit.ends_s[first:], culprit.labels[first:], strict=True):
             if self.end_s >= until_s:
                 return
-            ordinary = label in (WORK, Cause.DEPENDENCY)
-            self.add(min(end_s, until_s), of_work if ordinary else label, is_idle=True)
+            is_plain = label in (WORK, Cause.DEPENDENCY)
+            self.add(min(end_s, until_s), of_work if is_plain else label, is_idle=True)
         self.add(until_s, of_work, is_idle=True)
 
 
 def _add_message(
     account: RankAccount, block: Block, blocks: Sequence[Block], accounts: Sequence[RankAccount], until_s: float
 ) -> None:
-    """The idle time until what a block waits for has come from elsewhere."""
+    """Add the idle time in which a block waits for a message or a gather, up to `until_s`."""
     message = block.last_message
     if message is not None:
         producer = blocks[message.producer]
         account.inherit(accounts[producer.rank], min(producer.end_s, until_s), of_work=Cause.DEPENDENCY)
-        for each in block.reductions:
-            # The receive was posted behind it, and no message is on its way before.
-            if account.end_s < each.end_s <= message.posted_s:
-                account.add(min(each.begin_s, until_s), Cause.TRANSFER, is_idle=True)
-                account.add(min(each.end_s, until_s), Cause.SYNCHRONISATION, is_idle=True)
+        for reduction in block.reductions:
+            # The receive was posted behind the reduction, and no message is on its way before it is posted.
+            if account.end_s < reduction.end_s <= message.posted_s:
+                account.add(min(reduction.begin_s, until_s), Cause.TRANSFER, is_idle=True)
+                account.add(min(reduction.end_s, until_s), Cause.SYNCHRONISATION, is_idle=True)
         account.add(min(message.arrival_s, until_s), Cause.TRANSFER, is_idle=True)
     if block.gather is not None:
         account.add(min(block.gather.end_s, until_s), Cause.SYNCHRONISATION, is_idle=True)
 
 
-def _add_own(account: RankAccount, block: Block, until_s: float, launches_s: float) -> None:
-    """The idle time in which all has come from elsewhere: data, reductions, and else the host is at work."""
-    for wait in block.own_waits:
+def _add_local_waits(account: RankAccount, block: Block, until_s: float, launches_s: float) -> None:
+    """Add the idle time, up to `until_s`, in which a rank waits for nothing from other ranks.
+
+    It waits for its data or a reduction; else its host is at work, for which `launches_s` seconds are usual.
+    """
+    for wait in block.local_waits:
         if wait.end_s > account.end_s:
-            launches_s = _add_host(account, min(max(wait.begin_s, account.end_s), until_s), launches_s)
+            launches_s = _add_launches(account, min(max(wait.begin_s, account.end_s), until_s), launches_s)
             cause = Cause.DATA if isinstance(wait, DataWait) else Cause.SYNCHRONISATION
             account.add(min(wait.end_s, until_s), cause, is_idle=True)
-    _add_host(account, until_s, launches_s)
+    _add_launches(account, until_s, launches_s)
 
 
-def _add_host(account: RankAccount, until_s: float, launches_s: float) -> float:
-    """The host launches, for so long as it usually needs; return what is left of that."""
+def _add_launches(account: RankAccount, until_s: float, launches_s: float) -> float:
+    """Add host time up to `until_s`, as launches for the usual `launches_s`; return how many of these are left."""
     begin_s = account.end_s
     account.add(min(begin_s + launches_s, until_s), Cause.LAUNCH, is_idle=True)
     launched_s = account.end_s - begin_s
     account.late_s += max(until_s - account.end_s, 0.0)
-    account.add(until_s, Cause.STRAGGLER, is_idle=True)  # all is there, and still the rank does not begin
+    account.add(until_s, Cause.STRAGGLER, is_idle=True)  # nothing is missing, and still the rank does not begin
     return launches_s - launched_s
 
 
 def _add_work(account: RankAccount, block: Block, expected: ExpectedDurations) -> None:
+    """Add a block's time: first what the mean stage takes, then what its stage takes beyond, then what is unusual."""
     on_its_stage_s = expected.on_its_stage_s(block)
     ordinary_s = min(on_its_stage_s, expected.on_the_mean_stage_s(block))
     account.add(min(block.start_s + ordinary_s, block.end_s), WORK, is_idle=False)
@@ -249,8 +257,8 @@ def _add_work(account: RankAccount, block: Block, expected: ExpectedDurations) -
     account.next_row = block.row + block.num_rows
 
 
-def _add_ends(accounts: Sequence[RankAccount]) -> None:
-    """The idle time of those that are done before the last one is."""
+def _add_final_waits(accounts: Sequence[RankAccount]) -> None:
+    """Add the idle time of the ranks that are done before the last one."""
     last = max(accounts, key=lambda account: account.end_s)
     for account in accounts:
         account.inherit(last, last.end_s, of_work=Cause.SYNCHRONISATION)
@@ -270,34 +278,36 @@ def memory_blocked_since_s(
     is_forward = BEGINS_KEEPING[timeline.program.op]
     live = live_bytes(timeline.program, one_each(timeline.program))
     ready_s = _ready_s(timeline, costs)
-    found = [NEVER] * len(blocks)
-    earliest_s = [NEVER] * timeline.num_ranks
+    blocked_since_s = [NEVER] * len(blocks)
+    # Backwards through the blocks, so that the forwards which a rank has yet to run are known at each block of it.
+    earliest_forward_s = [NEVER] * timeline.num_ranks
     for index in reversed(range(len(blocks))):
         block = blocks[index]
         forwards = [row for row in block.rows if is_forward[row]]
         if not forwards and live[block.row] >= limits[block.rank]:
-            found[index] = earliest_s[block.rank]
-        earliest_s[block.rank] = min([earliest_s[block.rank], *(float(ready_s[row]) for row in forwards)])
-    return found
+            blocked_since_s[index] = earliest_forward_s[block.rank]
+        ready_forwards_s = [float(ready_s[row]) for row in forwards]
+        earliest_forward_s[block.rank] = min([earliest_forward_s[block.rank], *ready_forwards_s])
+    return blocked_since_s
 
 
 def _ready_s(timeline: Timeline, costs: Costs) -> NDArray[np.float64]:
-    """[num_instructions] when a forward could have run at the earliest, after what it waits for."""
+    """[num_instructions] the earliest time at which a row could have run: the end of the last of its predecessors."""
     program = timeline.program
-    before = predecessors(program)
+    sources = predecessors(program)
     lags = Lags.of(program, costs)
     is_receive = IS_RECEIVE[program.op]
     # A receive may have been posted long after its message could have come: the send counts.
-    known_s = timeline.end_s.copy()
-    known_s[is_receive] = timeline.end_s[before[is_receive, 0]] + lags.of_rows(program)[is_receive]
-    return np.asarray(np.where(before == NONE, -inf, known_s[before]).max(axis=1))
+    over_s = timeline.end_s.copy()
+    over_s[is_receive] = timeline.end_s[sources[is_receive, 0]] + lags.of_rows(program)[is_receive]
+    return np.asarray(np.where(sources == NONE, -inf, over_s[sources]).max(axis=1))
 
 
 def _per_rank(limit: int | Sequence[int], num_ranks: int) -> Sequence[int]:
     limits = limit if isinstance(limit, Sequence) and not isinstance(limit, str) else [limit] * num_ranks
-    wrong = [each for each in limits if isinstance(each, bool) or not isinstance(each, int | np.integer) or each < 0]
-    if wrong:
-        raise ConfigError(f"{described(wrong[0])}; give whole numbers of 0 or more", key="memory_limit")
+    for value in limits:
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+            raise ConfigError(f"{described(value)}; give whole numbers of 0 or more", key="memory_limit")
     if len(limits) != num_ranks:
         raise ConfigError(f"{len(limits)} values for {num_ranks} ranks; give one, or one per rank", key="memory_limit")
     return limits

@@ -28,7 +28,7 @@ from penstock.simulation.queues import Queues, Rows
 
 ALL_ROWS = slice(None)
 SENDER_OF = {FORWARD: At.UPSTREAM, BACKWARD: At.DOWNSTREAM}
-"""By direction, which is the index among `operations.MESSAGES`: where the messages come from that a stage takes."""
+"""The neighbor that sends a stage its messages of a direction, which is an index among `operations.MESSAGES`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,19 +40,22 @@ class Messages:
     """For each receive, the row after which its message arrives: a send, or a row of a queue."""
     lag_s: Floats
     """[num_instructions] seconds from the end of what carries the message that a row takes until the row may start."""
-    posts: NDArray[np.int32] | None = None
+    posted_receives: NDArray[np.int32] | None = None
     """[num_instructions] the receive of the message that a row takes; None where messages do not wait for receives."""
 
     def arrivals_s(self, end_s: Floats) -> Floats:
         """For each receive, when its message arrives, from the ends of all rows."""
-        begin_s = end_s[self.carriers] if self.posts is None else np.maximum(end_s[self.carriers], end_s[self.receives])
+        begin_s = end_s[self.carriers]
+        if self.posted_receives is not None:
+            begin_s = np.maximum(begin_s, end_s[self.receives])
         return np.asarray(begin_s + self.lag_s[self.receives])
 
 
-def add_messages(program: Program, costs: Costs, before: NDArray[np.int32], queues: Queues) -> Messages:
+def add_messages(program: Program, costs: Costs, source: NDArray[np.int32], queues: Queues) -> Messages:
     """Put messages on their links, and let their consumers, not their receives, wait for them.
 
-    `before` holds, per row, the row that its data comes from; it is changed.
+    `source` [num_instructions] is the row that a row's data comes from. It is changed: that of a consumer becomes the
+    row that carries its message, a send or a row of a link's queue; that of a receive becomes `NONE`.
 
     Raises:
         ScheduleError: if a receive has no send.
@@ -61,34 +64,39 @@ def add_messages(program: Program, costs: Costs, before: NDArray[np.int32], queu
     table = message_costs(program.placement, costs)
     factors = costs.per_microbatch("microbatch_bytes_factor", program.num_microbatches)
     receives = program.rows_of(IS_RECEIVE)
-    if (before[receives] == NONE).any():
+    if (source[receives] == NONE).any():
         raise ScheduleError(f"{program.name}: a receive has no send; check the program before simulating")
-    posts = receive_of_row(program, before) if costs.awaits_receives else None
+    posted_receives = receive_of_row(program, source) if costs.awaits_receives else None
     receive_of_send = np.full(program.num_instructions, NONE, np.int32)
-    if posts is not None:
-        receive_of_send[before[receives]] = receives
-    # Posting a receive does not hold up the rank: consumers wait for the send of their message instead.
-    for part in blocks(program.num_instructions) if len(receives) else ():
-        computes = part.start + np.flatnonzero(IS_COMPUTE[program.op[part]])
-        sources = before[computes]
-        waits = (sources != NONE) & IS_RECEIVE[program.op[sources]]
-        before[computes[waits]] = before[sources[waits]]
+    if posted_receives is not None:
+        receive_of_send[source[receives]] = receives
+    if len(receives):
+        _await_sends(program, source)
     if table.is_exclusive.any():
         sends = program.rows_of(IS_SEND)
-        sources = sends if len(sends) else program.compute_rows()
-        wires = Wires.of(program, table, factors, sources)
-        leaving = sources[wires.link != NONE]
-        runs = _queue(leaving, wires, queues, receive_of_send)
-        # On other ranks, what sends a message is replaced by the row of the queue that carries it.
+        senders = sends if len(sends) else program.compute_rows()
+        wires = Wires.of(program, table, factors, senders)
+        queued_senders = senders[wires.link != NONE]
+        queue_rows = _queue(queued_senders, wires, queues, receive_of_send)
+        # On other ranks, the sender of a message is replaced by the row of the queue that carries the message.
         carrier = np.append(np.arange(program.num_instructions, dtype=np.int32), np.int32(NONE))
-        carrier[leaving] = runs
-        takers = np.flatnonzero((before != NONE) & (program.rank_of_row[before] != program.rank_of_row))
-        before[takers] = carrier[before[takers]]
+        carrier[queued_senders] = queue_rows
+        consumers = np.flatnonzero((source != NONE) & (program.rank_of_row[source] != program.rank_of_row))
+        source[consumers] = carrier[source[consumers]]
         if len(sends):
-            queues.outlasting.append((leaving, runs))
-    carriers = before[receives]
-    before[receives] = NONE
-    return Messages(receives, carriers, Lags.of(program, costs).of_rows(program), posts)
+            queues.ended_by_queues.append((queued_senders, queue_rows))
+    carriers = source[receives]
+    source[receives] = NONE
+    return Messages(receives, carriers, Lags.of(program, costs).of_rows(program), posted_receives)
+
+
+def _await_sends(program: Program, source: NDArray[np.int32]) -> None:
+    """Let computations wait for the send of their message instead of its receive, which holds up nobody once posted."""
+    for part in blocks(program.num_instructions):
+        computes = part.start + np.flatnonzero(IS_COMPUTE[program.op[part]])
+        sources = source[computes]
+        is_message = (sources != NONE) & IS_RECEIVE[program.op[sources]]
+        source[computes[is_message]] = source[sources[is_message]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,18 +107,19 @@ class Lags:
     """
 
     wire_s: Floats
-    """[num_ops, num_stages] by what takes the message, times a factor; all 0 where the factors are equal."""
+    """[num_ops, num_stages] seconds on the wire, by operation and stage of the consumer, for a microbatch of factor 1;
+    all 0 where the factors of all microbatches are equal: then `latency_s` includes them."""
     latency_s: Floats
-    """[num_ops, num_stages] the rest."""
+    """[num_ops, num_stages] seconds of latency, by operation and stage of the consumer."""
     factors: Floats
-    """[num_microbatches] of `wire_s`."""
+    """[num_microbatches] by which `wire_s` is multiplied."""
 
     @classmethod
     def of(cls, table: Table, costs: Costs) -> "Lags":
         factors = costs.per_microbatch("microbatch_bytes_factor", table.num_microbatches)
         messages = message_costs(table.placement, costs)
-        wire_s = _by_taker(table.placement, np.where(messages.is_exclusive, 0.0, messages.wire_s))
-        latency_s = _by_taker(table.placement, messages.latency_s)
+        wire_s = _by_consumer(table.placement, np.where(messages.is_exclusive, 0.0, messages.wire_s))
+        latency_s = _by_consumer(table.placement, messages.latency_s)
         if (factors == factors[0]).all():
             return cls(np.zeros_like(wire_s), wire_s * factors[0] + latency_s, factors)
         return cls(wire_s, latency_s, factors)
@@ -120,60 +129,67 @@ class Lags:
         lag_s = np.empty(table.num_rows)
         varies = bool(self.wire_s.any())
         for part in blocks(table.num_rows):
-            key = table.op[part] * np.int32(table.num_stages) + table.stage[part]
-            np.take(self.latency_s, key, out=lag_s[part])
+            op_and_stage = table.op[part] * np.int32(table.num_stages) + table.stage[part]
+            np.take(self.latency_s, op_and_stage, out=lag_s[part])
             if varies:
-                lag_s[part] += np.take(self.wire_s, key) * self.factors[table.microbatch[part]]
+                lag_s[part] += np.take(self.wire_s, op_and_stage) * self.factors[table.microbatch[part]]
         return lag_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wires:
-    """[rows] the serialized links by which messages leave, of the rows that they leave after."""
+    """The serialized links by which messages leave, one entry for each row that may send one."""
 
     link: NDArray[np.int32]
     """A number for each ordered pair of ranks; `NONE` for a row whose message does not leave by such a link."""
     seconds: Floats
-    """That a message keeps the link busy."""
+    """The seconds for which a message keeps its link busy."""
 
     @classmethod
     def of(cls, table: Table, costs: MessageCosts, factors: Floats, rows: Rows | slice = ALL_ROWS) -> "Wires":
-        """Look them up for these rows of a schedule or program."""
-        key = table.op[rows] * np.int32(table.num_stages) + table.stage[rows]
-        is_queued = np.take(_by_sender(costs.is_exclusive.astype(np.float64)), key) > 0
-        link = np.where(is_queued, np.take(_by_sender(_links(table.placement)), key), NONE)
-        wire_s = np.take(_by_sender(costs.wire_s), key) * factors[table.microbatch[rows]]
+        """Look up the links of these rows of a schedule or program."""
+        op_and_stage = table.op[rows] * np.int32(table.num_stages) + table.stage[rows]
+        is_queued = np.take(_by_sender(costs.is_exclusive.astype(np.float64)), op_and_stage) > 0
+        link = np.where(is_queued, np.take(_by_sender(_links(table.placement)), op_and_stage), NONE)
+        wire_s = np.take(_by_sender(costs.wire_s), op_and_stage) * factors[table.microbatch[rows]]
         return cls(link.astype(np.int32), np.where(is_queued, wire_s, 0.0))
 
 
-def _by_taker(placement: Placement, values: Floats) -> Floats:
-    """[num_ops, num_stages] what messages have by direction and sending stage, for the rows that take them; else 0."""
+def _by_consumer(placement: Placement, values: Floats) -> Floats:
+    """[num_ops, num_stages] values of messages, by the operation and stage that receive or consume them; else 0.
+
+    `values` [2, num_stages] are by direction and sending stage.
+    """
     table = np.zeros((NUM_OPS, placement.num_stages))
     for direction, at in SENDER_OF.items():
         sender = stages_at(placement, at)
-        takes = np.where(IS_RECEIVE, MOVED, TAKEN) == direction
-        table[takes] = np.where(sender == NONE, 0.0, values[direction][sender])
+        is_consumer = np.where(IS_RECEIVE, MOVED, TAKEN) == direction
+        table[is_consumer] = np.where(sender == NONE, 0.0, values[direction][sender])
     return table
 
 
 def _by_sender(values: Floats) -> Floats:
-    """The same for the rows that messages leave after: sends, and computations where there are none."""
+    """[num_ops, num_stages] values of messages, by the operation and stage that send or make them; else 0.
+
+    `values` [2, num_stages] are by direction and sending stage.
+    """
     table = np.zeros((NUM_OPS, values.shape[1]))
-    for direction, of_direction in enumerate(values):
-        table[np.where(IS_SEND, MOVED, MADE) == direction] = of_direction
+    for direction, values_of_direction in enumerate(values):
+        table[np.where(IS_SEND, MOVED, MADE) == direction] = values_of_direction
     return table
 
 
-def _queue(leaving: Rows, wires: Wires, queues: Queues, receive_of_send: NDArray[np.int32]) -> Rows:
-    """Give each message of a serialized link, by what sends it, a row of the link's queue; return these rows."""
+def _queue(queued_senders: Rows, wires: Wires, queues: Queues, receive_of_send: NDArray[np.int32]) -> Rows:
+    """Add a queue for each serialized link, with a row for each message on it; return the row of each sender."""
     is_queued = wires.link != NONE
     links, wire_s = wires.link[is_queued], wires.seconds[is_queued]
-    in_order = np.argsort(links, kind="stable")
-    begins = np.flatnonzero(np.diff(links[in_order], prepend=NONE))
-    sent, runs = leaving[in_order], np.empty(len(leaving), np.int64)
-    lengths = np.diff(begins, append=len(leaving))
-    runs[in_order] = queues.add(lengths, after=sent, and_after=receive_of_send[sent], duration_s=wire_s[in_order])
-    return runs
+    by_link = np.argsort(links, kind="stable")  # stable: messages of a link keep the order of their senders
+    begins = np.flatnonzero(np.diff(links[by_link], prepend=NONE))
+    lengths = np.diff(begins, append=len(queued_senders))
+    senders, queue_rows = queued_senders[by_link], np.empty(len(queued_senders), np.int64)
+    receives = receive_of_send[senders]
+    queue_rows[by_link] = queues.add(lengths, after=senders, and_after=receives, duration_s=wire_s[by_link])
+    return queue_rows
 
 
 def _links(placement: Placement) -> Floats:

@@ -31,56 +31,61 @@ _LANES = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Barriers:
-    """The tied reductions, and the rows after which their ranks come to them; `NONE` where these come at once."""
+    """The tied reductions, and the rows after which their ranks arrive at them."""
 
     rows: Rows
     arrivals: NDArray[np.int64]
-    """[num_tied, 2] the row before, and the run of the rank's last reduction."""
+    """[num_tied, 1 or 2] the row before on the rank, and the row of a queue that runs the rank's last reduction over
+    replicas, if any does; `NONE` where the rank waits for none."""
 
     def start_s(self, end_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """When the ranks come to them; the walk lets them start when all have come."""
+        """[num_tied] when each rank arrives; the walk, instead, lets the members start when all have arrived."""
         return np.asarray(np.where(self.arrivals == NONE, 0.0, end_s[self.arrivals]).max(axis=1, initial=0.0))
 
 
 def add_barriers(
-    program: Program, before: NDArray[np.int32], launched: Sequence[NDArray[np.int32]], queues: Queues
+    program: Program, predecessor: NDArray[np.int32], launched: Sequence[NDArray[np.int32]], queues: Queues
 ) -> Barriers:
-    """Let each tied reduction wait, in `before`, until all members of its group have come to theirs.
+    """Let each tied reduction wait until all members of its group have arrived at theirs.
 
-    `launched` are the columns that `add_launched` returns.
+    `predecessor` [num_instructions] is a row that each row waits for; those of tied reductions are set here. `launched`
+    are the columns that `add_launched` returns.
     """
     rows = program.rows_of(IS_TIED)
     # np.isin may sort, and then it imports numpy.ma, for which the first plan of a process would wait.
     first_row = program.offsets[np.searchsorted(program.offsets, rows, side="right") - 1]
-    come = np.where(rows == first_row, NONE, rows - 1)
-    runs = [column[rows] for column in launched[:1]]  # of what replicas exchange
-    arrivals = np.column_stack([come, *runs]).astype(np.int64)
+    row_before = np.where(rows == first_row, NONE, rows - 1)
+    replica_reductions = [column[rows] for column in launched[:1]]  # the first column is of what replicas exchange
+    arrivals = np.column_stack([row_before, *replica_reductions]).astype(np.int64)
     if not len(rows):
         return Barriers(rows, arrivals)
+    # Each tied group has a queue, with a row for every arrival of a member; when its last row is over, all have come.
     groups = program.peer[rows]
-    in_order = np.argsort(groups, kind="stable")
-    _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
-    after = arrivals[in_order].reshape(-1)
-    lengths = counts * arrivals.shape[1]
-    arrived = queues.add(lengths, after=after, duration_s=np.zeros(len(after)))
-    before[rows] = arrived[np.cumsum(lengths)[index] - 1]
+    by_group = np.argsort(groups, kind="stable")
+    _, index_of_group, num_members = np.unique(groups, return_inverse=True, return_counts=True)
+    after = arrivals[by_group].reshape(-1)
+    lengths = num_members * arrivals.shape[1]
+    queue_rows = queues.add(lengths, after=after, duration_s=np.zeros(len(after)))
+    last_of_queue = queue_rows[np.cumsum(lengths) - 1]
+    predecessor[rows] = last_of_queue[index_of_group]
     return Barriers(rows, arrivals)
 
 
 def add_launched(program: Program, costs: Costs, queues: Queues) -> list[NDArray[np.int32]]:
     """Put what runs beside the computations, such as gathers, on a queue per rank and lane, in the order of launches.
 
-    Return columns of what rows wait for, rows of these queues, as `launched_before` has them; none where all of it is
-    free. An operation that is free on every stage is over where it is launched, and waits for no other.
+    Return columns like those of `launched_before`, in which a row waits for a row of these queues; no columns where all
+    of it is free. An operation that is free on every stage is over where it is launched, and waits for no other.
     """
     seconds = seconds_beside(program, costs)
     is_free = ~seconds.any(axis=1)
-    run_of_row = np.full(program.num_instructions + 1, NONE, np.int32)  # the last one is that of `NONE`
-    for is_launched in _LANES:
-        launches = program.rows_of(is_launched & ~is_free)
+    queue_row = np.full(program.num_instructions + 1, NONE, np.int32)  # the last entry is for the index `NONE`
+    for is_of_lane in _LANES:
+        launches = program.rows_of(is_of_lane & ~is_free)
         if len(launches):
             duration_s = seconds[program.op[launches], program.stage[launches]]
             lengths = np.bincount(program.rank_of_row[launches], minlength=program.num_ranks)
-            runs = run_of_row[launches] = queues.add(lengths, after=launches, duration_s=duration_s)
-            queues.outlasting.append((launches, runs))
-    return [run_of_row[column] for column in launched_before(program)] if (run_of_row != NONE).any() else []
+            added_rows = queues.add(lengths, after=launches, duration_s=duration_s)
+            queue_row[launches] = added_rows
+            queues.ended_by_queues.append((launches, added_rows))
+    return [queue_row[column] for column in launched_before(program)] if (queue_row != NONE).any() else []

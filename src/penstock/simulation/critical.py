@@ -54,17 +54,21 @@ def critical_path(timeline: Timeline) -> list[Piece]:
 def _step_back(
     blocks: Sequence[Block], previous: Sequence[int | None], index: int, begin_s: float, pieces: list[Piece]
 ) -> tuple[int | None, float]:
-    """Add what led to the start of a block; return the block before and where its part of the path ends."""
+    """Add the pieces between a block and the block before it on the path.
+
+    Return the index of the latter, None at the start of the path, and the time at which its part of the path ends.
+    `previous` are the indices of the blocks before on the same rank.
+    """
     block = blocks[index]
-    before, message, gather = previous[index], block.last_message, block.gather
-    free_s = begin_s if before is None else min(blocks[before].end_s, block.start_s)
+    previous_index, message, gather = previous[index], block.last_message, block.gather
+    free_s = begin_s if previous_index is None else min(blocks[previous_index].end_s, block.start_s)
     arrival_s = free_s if message is None else message.arrival_s
     if gather is not None and gather.end_s > max(free_s, arrival_s):
         return _step_over_gather(blocks, previous, index, begin_s, pieces)
-    data_ready_s = max((wait.end_s for wait in block.own_waits), default=free_s)
+    data_ready_s = max((wait.end_s for wait in block.local_waits), default=free_s)
     if message is None or arrival_s <= max(free_s, data_ready_s):
         _add_pause(pieces, block, free_s, block.start_s)
-        return before, free_s
+        return previous_index, free_s
     arrival_s = min(arrival_s, block.start_s)
     produced_s = min(blocks[message.producer].end_s, arrival_s)
     _add(pieces, "pause", block, block.start_s - arrival_s)
@@ -75,24 +79,27 @@ def _step_back(
 def _step_over_gather(
     blocks: Sequence[Block], previous: Sequence[int | None], index: int, begin_s: float, pieces: list[Piece]
 ) -> tuple[int | None, float]:
-    """The same where a gather held the block up: before it is what its rank computed before it launched it."""
+    """Add the pieces before a block that waited for a gather, and return what `_step_back` returns.
+
+    The block before it on the path is the last one that its rank ran before it launched the gather.
+    """
     block = blocks[index]
-    gather, before = block.gather, previous[index]
+    gather, launcher = block.gather, previous[index]
     assert gather is not None
-    while before is not None and blocks[before].row > gather.row:
-        before = previous[before]
+    while launcher is not None and blocks[launcher].row > gather.row:
+        launcher = previous[launcher]
     end_s = min(gather.end_s, block.start_s)
     launched_s = max(begin_s, min(gather.begin_s, end_s))
-    free_s = begin_s if before is None else min(blocks[before].end_s, launched_s)
+    free_s = begin_s if launcher is None else min(blocks[launcher].end_s, launched_s)
     _add_pause(pieces, block, end_s, block.start_s)
     _add(pieces, "collective", block, end_s - launched_s)
     _add_pause(pieces, block, free_s, launched_s)
-    return before, free_s
+    return launcher, free_s
 
 
 def _add_pause(pieces: list[Piece], block: Block, begin_s: float, end_s: float) -> None:
-    """Add a pause before a block, from its end back: what of it is a wait for data or a reduction is that."""
-    for wait in reversed(block.own_waits):
+    """Add the time before a block, from its end back: waits for data or a reduction as such, the rest as pauses."""
+    for wait in reversed(block.local_waits):
         wait_begin_s, wait_end_s = max(wait.begin_s, begin_s), min(wait.end_s, end_s)
         if wait_begin_s < wait_end_s:
             _add(pieces, "pause", block, end_s - wait_end_s)

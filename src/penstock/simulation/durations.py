@@ -16,7 +16,8 @@ from penstock.placement import Placement
 from penstock.simulation.costs.costs import FIELD_OF_KIND, FIELD_OF_OP, Costs
 
 IS_BESIDE = GATHERS | REDUCES_REPLICAS | IS_COPY
-"""[NUM_OPS] what runs beside the computations of its rank: on a queue of what replicas exchange, and one of copies."""
+"""[NUM_OPS] which operations run beside the computations of their rank: exchanges of replicas in one queue, copies in
+another."""
 BESIDE = [op for op in Op if IS_BESIDE[op]]
 IS_TIED = np.array([OPERATIONS[op].group is Group.TIED for op in Op])
 IS_BUSY = IS_COMPUTE | (np.array([OPERATIONS[op].lane is Lane.COLLECTIVE for op in Op]) & ~IS_BESIDE)
@@ -32,9 +33,9 @@ def durations_s(program: Program, costs: Costs) -> NDArray[np.float64]:
     """
     seconds = seconds_of_rows(program, costs, seconds_of_ops(program, costs))
     if program.tied_groups:
-        tied = program.rows_of(IS_TIED)
-        of_group = costs.spread_out("tied_reduce_s", len(program.tied_groups), "tied group")
-        seconds[tied] += np.array(of_group)[program.peer[tied]]
+        tied_reductions = program.rows_of(IS_TIED)
+        seconds_of_group = costs.spread_out("tied_reduce_s", len(program.tied_groups), "tied group")
+        seconds[tied_reductions] += np.array(seconds_of_group)[program.peer[tied_reductions]]
     return seconds
 
 
@@ -55,12 +56,15 @@ def seconds_of_ops(table: Table, costs: Costs) -> NDArray[np.float64]:
 
 
 def seconds_beside(program: Program, costs: Costs) -> NDArray[np.float64]:
-    """[num_ops, num_stages] seconds of what runs beside the ranks, by operation and stage; of sharded ones by unit."""
-    seconds, of_units = np.zeros((NUM_OPS, program.num_stages)), is_sharded(program)
+    """[num_ops, num_stages] seconds of what runs beside the ranks, by operation and stage.
+
+    A collective of a stage that is sharded takes the seconds of all stages of its unit.
+    """
+    seconds, is_sharded_stage = np.zeros((NUM_OPS, program.num_stages)), is_sharded(program)
     for op in BESIDE:
         of_stages = costs.per_stage(FIELD_OF_OP[op], program.num_stages)
-        has_units = of_units & bool(OPERATIONS[op].is_of_stage)
-        seconds[op] = np.where(has_units, sums_of_units(program, of_stages), of_stages)
+        is_of_unit = is_sharded_stage & bool(OPERATIONS[op].is_of_stage)
+        seconds[op] = np.where(is_of_unit, sums_of_units(program, of_stages), of_stages)
     return seconds
 
 

@@ -44,15 +44,16 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     require_costs(costs)
     program = Program.from_schedule(table) if isinstance(table, Schedule) else table
     duration_s, queues = durations_s(program, costs), Queues(program)
-    before = [column.copy() for column in deciding(predecessors(program)).T]  # the first is where the data comes from
-    messages = add_messages(program, costs, before[0], queues)
+    # Each column holds a row that a row of the program waits for; in the first, the row that its data comes from.
+    columns = [column.copy() for column in deciding(predecessors(program)).T]
+    messages = add_messages(program, costs, columns[0], queues)
     launched = add_launched(program, costs, queues)
-    barriers = add_barriers(program, before[0], launched, queues)
-    before += launched
-    if messages.posts is not None:
-        before.insert(1, messages.posts)
-    num_lagged = 1 if messages.posts is None else 2
-    times = queues.walk(before, duration_s, messages.lag_s, num_lagged=num_lagged, compiled=compiled)
+    barriers = add_barriers(program, columns[0], launched, queues)
+    columns += launched
+    if messages.posted_receives is not None:  # second, since a message has its lag after its receive is posted as well
+        columns.insert(1, messages.posted_receives)
+    num_lagged = 1 if messages.posted_receives is None else 2
+    times = queues.walk(columns, duration_s, messages.lag_s, num_lagged=num_lagged, compiled=compiled)
     if not times.is_complete:
         raise ScheduleError(f"{program.name}: the program cannot run to its end; check it before simulating")
     if not np.isfinite(times.end.max(initial=0.0)):
@@ -61,8 +62,8 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     start_s[barriers.rows] = barriers.start_s(times.end)
     start_after_launch(program, costs, start_s)
     end_s[messages.receives] = np.maximum(end_s[messages.receives], messages.arrivals_s(times.end))
-    for rows, runs in queues.outlasting:
-        end_s[rows] = times.end[runs]
+    for rows, queue_rows in queues.ended_by_queues:
+        end_s[rows] = times.end[queue_rows]
     sizes = costs.stage_bytes(program.placement, program.num_microbatches)
     return Timeline(program, "predicted", start_s, end_s, sizes)
 

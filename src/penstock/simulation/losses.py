@@ -56,31 +56,32 @@ def losses_of(timeline: Timeline, costs: Costs, prologues: Sequence[Prologue] = 
     without_data_waits_s = makespan_without_waits_s(timeline, range(timeline.num_ranks))
     without_waits_s = makespan_without_waits_s(timeline, range(timeline.num_ranks), is_reducing=False)
 
-    def without(other: Costs) -> float:
-        return max(predicted_s - simulate(program, other).makespan_s, 0.0)
+    def saved_s(cheaper_costs: Costs) -> float:
+        return max(predicted_s - simulate(program, cheaper_costs).makespan_s, 0.0)
 
     even = evened(costs, program.num_stages)
-    free = replace(costs, latency_s=0.0, bandwidth_bytes_per_s=inf, channels=())
-    ideal = simulate(program, replace(evened(free, program.num_stages), launch_s=0.0, reduce_s=(0.0,)))
-    in_messages = _share_of_messages(accounts)
-    host_and_messages_s = without(replace(free, launch_s=0.0))
-    # Gathers may wait for reductions beside their rank; others hold it up.
-    reductions_s = without(replace(costs, reduce_s=(0.0,))) + without_data_waits_s - without_waits_s
-    found = [
+    free_messages = replace(costs, latency_s=0.0, bandwidth_bytes_per_s=inf, channels=())
+    ideal = simulate(program, replace(evened(free_messages, program.num_stages), launch_s=0.0, reduce_s=(0.0,)))
+    share_of_messages = _share_of_messages(accounts)
+    host_and_messages_s = saved_s(replace(free_messages, launch_s=0.0))
+    # Reductions that run beside their rank delay gathers, which the simulation shows; others hold their rank up, which
+    # the measured step laid out without waits shows.
+    reductions_s = saved_s(replace(costs, reduce_s=(0.0,))) + without_data_waits_s - without_waits_s
+    losses = [
         Loss(Cause.DEPENDENCY, max(ideal.makespan_s - float(ideal.work_s.mean()), 0.0), program.name),
-        Loss(Cause.TRANSFER, in_messages * host_and_messages_s, _slowest_channel(program, costs)),
-        Loss(Cause.IMBALANCE, without(even), _heaviest_stage(program, costs)),
-        Loss(Cause.LAUNCH, (1 - in_messages) * host_and_messages_s, ""),
+        Loss(Cause.TRANSFER, share_of_messages * host_and_messages_s, _slowest_channel(program, costs)),
+        Loss(Cause.IMBALANCE, saved_s(even), _heaviest_stage(program, costs)),
+        Loss(Cause.LAUNCH, (1 - share_of_messages) * host_and_messages_s, ""),
         _straggler(accounts, max(without_waits_s - predicted_s, 0.0), prologues),
         _data(timeline, timeline.makespan_s - without_data_waits_s, prologues),
         Loss(Cause.SYNCHRONISATION, _agreement_s(timeline, prologues) + reductions_s, ""),
         Loss(Cause.MEMORY, 0.0, ""),  # without a limit, the same order takes as long
     ]
-    return sorted(found, key=lambda loss: -loss.duration_s)
+    return sorted(losses, key=lambda loss: -loss.duration_s)
 
 
 def _share_of_messages(accounts: Sequence[RankAccount]) -> float:
-    """Of the idle time in which messages were on their way or the host launched, the share of the former.
+    """Return the share of messages on their way in the idle time of both messages and launches of the host.
 
     Costs cannot tell both apart: where a launch takes longer than a message, the fitted latency is 0, and all that
     messages take is launch time of their sends and receives.
@@ -93,41 +94,44 @@ def _share_of_messages(accounts: Sequence[RankAccount]) -> float:
 def evened(costs: Costs, num_stages: int) -> Costs:
     """Return costs in which every stage takes as long as the mean one."""
     means = np.nan_to_num(costs.durations_s(num_stages)).mean(axis=1)
-    prepared = costs.per_stage("split_forward_s", num_stages).mean() if costs.split_forward_s else None
-    known: dict[str, Any] = {
+    split_forward_s = costs.per_stage("split_forward_s", num_stages).mean() if costs.split_forward_s else None
+    mean_of_field: dict[str, Any] = {
         name: (float(means[kind]),) for kind, name in FIELD_OF_KIND.items() if getattr(costs, name)
     }
-    return replace(costs, **known, split_forward_s=() if prepared is None else (float(prepared),))
+    return replace(costs, **mean_of_field, split_forward_s=() if split_forward_s is None else (float(split_forward_s),))
 
 
 def _heaviest_stage(program: Program, costs: Costs) -> str:
-    table = costs.durations_s(program.num_stages)
-    runs = [kind for kind in Kind if (program.op == kind).any()]
-    totals = np.nan_to_num(table[runs]).sum(axis=0)
-    stage = int(totals.argmax())
-    mean_s = float(totals.mean())
+    """Return a text that names the stage whose actions take longest; empty where costs know no durations."""
+    kinds = [kind for kind in Kind if (program.op == kind).any()]
+    seconds_of_stage = np.nan_to_num(costs.durations_s(program.num_stages)[kinds]).sum(axis=0)
+    stage = int(seconds_of_stage.argmax())
+    mean_s = float(seconds_of_stage.mean())
     if mean_s == 0:
         return ""
-    return (
-        f"stage {stage} on rank {program.placement.rank_of_stage[stage]}, {totals[stage] / mean_s:.2f} times the mean"
-    )
+    rank = program.placement.rank_of_stage[stage]
+    return f"stage {stage} on rank {rank}, {seconds_of_stage[stage] / mean_s:.2f} times the mean"
 
 
 def _slowest_channel(program: Program, costs: Costs) -> str:
+    """Return a text that names the channel with the slowest message; empty where no rank sends one."""
     table, ranks = message_costs(program.placement, costs), program.placement.rank_of_stage
-    trip_s: dict[tuple[int, int], float] = {}
+    slowest_s: dict[tuple[int, int], float] = {}
     for direction, stage, neighbour in hops(program.placement):
-        pair = (ranks[stage], ranks[neighbour])
+        channel = (ranks[stage], ranks[neighbour])
         seconds = float(table.latency_s[direction, stage] + table.wire_s[direction, stage]) + costs.launch_s
-        trip_s[pair] = max(trip_s.get(pair, 0.0), seconds)
-    if not trip_s:
+        slowest_s[channel] = max(slowest_s.get(channel, 0.0), seconds)
+    if not slowest_s:
         return ""
-    (sender, receiver), seconds = max(trip_s.items(), key=lambda item: item[1])
+    (sender, receiver), seconds = max(slowest_s.items(), key=lambda item: item[1])
     return f"rank {sender} to rank {receiver}, {seconds * 1e3:.3g} ms a message"
 
 
 def _straggler(accounts: Sequence[RankAccount], inside_s: float, prologues: Sequence[Prologue]) -> Loss:
-    """Work that was slower than usual within the step, and the time of a rank before it that was not its batch's."""
+    """Return the loss by ranks that were slow: by work within the step, and before it by all but loading the batch.
+
+    `inside_s` are the seconds lost within the step.
+    """
     late_s = _late_s(prologues)
     before_s = _saved_before_s(prologues, late_s)
     if before_s > inside_s:
@@ -139,7 +143,7 @@ def _straggler(accounts: Sequence[RankAccount], inside_s: float, prologues: Sequ
 
 
 def _data(timeline: Timeline, inside_s: float, prologues: Sequence[Prologue]) -> Loss:
-    """Waits for the batch before the step, and for single microbatches within it."""
+    """Return the loss by waits for data: for the batch before the step, and `inside_s` for microbatches within it."""
     before_s = _saved_before_s(prologues, [prologue.data_s for prologue in prologues])
     if inside_s > before_s:
         without_s = [makespan_without_waits_s(timeline, [rank]) for rank in range(timeline.num_ranks)]
@@ -149,68 +153,79 @@ def _data(timeline: Timeline, inside_s: float, prologues: Sequence[Prologue]) ->
 
 
 def _agreement_s(timeline: Timeline, prologues: Sequence[Prologue]) -> float:
-    """From when all had asked for the step to its first computation."""
+    """Return the seconds from when all ranks had asked for the step to its first computation."""
     asked_s = max((prologue.asked_s for prologue in prologues), default=inf)
     return max(float(timeline.start_s[timeline.program.is_compute].min(initial=inf)) - asked_s, 0.0)
 
 
 def _late_s(prologues: Sequence[Prologue]) -> list[float]:
-    """Per rank, how much later than the quickest it was free, and how much longer it took from batch to step."""
+    """Return for each rank the seconds that it lost against the quickest, without the loading of its batch.
+
+    It lost them before it was free, and between having its batch and asking for the step.
+    """
     first_s = min((prologue.free_s for prologue in prologues), default=0.0)
     usual_s = min((prologue.asked_s - prologue.loaded_s for prologue in prologues), default=0.0)
-    return [each.free_s - first_s + each.asked_s - each.loaded_s - usual_s for each in prologues]
+    return [prologue.free_s - first_s + prologue.asked_s - prologue.loaded_s - usual_s for prologue in prologues]
 
 
-def _saved_before_s(prologues: Sequence[Prologue], without_s: Sequence[float]) -> float:
-    """By how much sooner the last rank asks if each does so many seconds less."""
+def _saved_before_s(prologues: Sequence[Prologue], avoidable_s: Sequence[float]) -> float:
+    """Return by how many seconds the last rank asks sooner if each rank saves its `avoidable_s`."""
     if not prologues:
         return 0.0
-    asked_s = [prologue.asked_s for prologue in prologues]
-    return max(asked_s) - max(asked - saved for asked, saved in zip(asked_s, without_s, strict=True))
+    request_s = [prologue.asked_s for prologue in prologues]
+    earliest_s = [moment_s - gain_s for moment_s, gain_s in zip(request_s, avoidable_s, strict=True)]
+    return max(request_s) - max(earliest_s)
 
 
 def makespan_without_waits_s(timeline: Timeline, ranks: Collection[int], *, is_reducing: bool = True) -> float:
     """Return the seconds from the first start to the last end if these ranks had not waited for data.
 
-    And, unless `is_reducing`, if no reduction had held up any rank.
+    Unless `is_reducing`, they are those of a step in which no reduction held up any rank either. Each block comes as
+    long after the last moment that it needs as it did in the measured step.
     """
     blocks = blocks_of(with_true_arrivals(timeline, after_posts=False))
     begin_s = min((block.start_s for block in blocks), default=0.0)
     free_s = dict.fromkeys(range(timeline.num_ranks), begin_s)
-    # How much earlier than measured each block would be over, and of each rank the one before.
-    earlier_s = [0.0] * len(blocks)
-    gained_s = dict.fromkeys(range(timeline.num_ranks), 0.0)
+    # How much earlier than measured each block would be over, and the last block of each rank.
+    gain_of_block_s = [0.0] * len(blocks)
+    gain_of_rank_s = dict.fromkeys(range(timeline.num_ranks), 0.0)
     for index in in_order(blocks, timeline.num_ranks):
         block = blocks[index]
         rank = block.rank
-        left: list[DataWait | Collective] = []
-        taken_out: list[DataWait | Collective] = []
-        (taken_out if rank in ranks else left).extend(block.data_waits)
-        (left if is_reducing else taken_out).extend(block.reductions)
-        ready = _ready(block, free_s[rank], gained_s[rank], earlier_s)
-        ready += [(min(wait.end_s, block.start_s), gained_s[rank]) for wait in left]
-        measured_s = max(moment_s for moment_s, _ in ready)
-        instead_s = max(moment_s - gain_s for moment_s, gain_s in ready)
-        waited_s = _seconds_between(measured_s, block.start_s, taken_out)
-        earlier_s[index] = gained_s[rank] = measured_s - instead_s + waited_s
+        remaining_waits: list[DataWait | Collective] = []
+        omitted_waits: list[DataWait | Collective] = []
+        (omitted_waits if rank in ranks else remaining_waits).extend(block.data_waits)
+        (remaining_waits if is_reducing else omitted_waits).extend(block.reductions)
+        moments = _moments_before(block, free_s[rank], gain_of_rank_s[rank], gain_of_block_s)
+        moments += [(min(wait.end_s, block.start_s), gain_of_rank_s[rank]) for wait in remaining_waits]
+        measured_s = max(moment_s for moment_s, _ in moments)
+        new_s = max(moment_s - gain_s for moment_s, gain_s in moments)
+        # The pause between the last of these moments and the start stays as it was, but for waits that are left out.
+        waited_s = _seconds_between(measured_s, block.start_s, omitted_waits)
+        gain_of_block_s[index] = gain_of_rank_s[rank] = measured_s - new_s + waited_s
         free_s[rank] = block.end_s
-    last_s = max((block.end_s - gain_s for block, gain_s in zip(blocks, earlier_s, strict=True)), default=0.0)
+    last_s = max((block.end_s - gain_s for block, gain_s in zip(blocks, gain_of_block_s, strict=True)), default=0.0)
     return last_s - begin_s
 
 
-def _ready(block: Block, free_s: float, gained_s: float, earlier_s: list[float]) -> list[tuple[float, float]]:
-    """The moments after which a block begins, each with how much earlier it would be."""
-    found = [(free_s, gained_s)]
-    found += [(message.arrival_s, earlier_s[message.producer]) for message in block.messages]
+def _moments_before(
+    block: Block, free_s: float, gain_of_rank_s: float, gain_of_block_s: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Return the moments after which a block can begin, each with the seconds by which it would be earlier.
+
+    They are when its rank is free, when each message has arrived, and when its gather is over.
+    """
+    moments = [(free_s, gain_of_rank_s)]
+    moments += [(message.arrival_s, gain_of_block_s[message.producer]) for message in block.messages]
     if block.gather is not None:
-        found.append((block.gather.end_s, gained_s))
-    return found
+        moments.append((block.gather.end_s, gain_of_rank_s))
+    return moments
 
 
 def _seconds_between(begin_s: float, end_s: float, waits: Collection[DataWait | Collective]) -> float:
-    """How long any of the waits lasted between two moments."""
-    found_s = 0.0
+    """Return for how many seconds between two moments any of the waits lasted."""
+    total_s = 0.0
     for wait in sorted(waits, key=lambda wait: wait.begin_s):
-        found_s += max(min(wait.end_s, end_s) - max(wait.begin_s, begin_s), 0.0)
+        total_s += max(min(wait.end_s, end_s) - max(wait.begin_s, begin_s), 0.0)
         begin_s = max(begin_s, wait.end_s)
-    return found_s
+    return total_s

@@ -23,7 +23,7 @@ from penstock.simulation.engine import require_costs, simulate
 
 PLANES = sorted({exclusive(Op(kind)) for kind in Kind})
 PLANE_OF_OP = np.array([PLANES.index(exclusive(op)) if IS_COMPUTE[op] else NONE for op in Op])
-"""The index of those that exclude each other, as B and I: one of them runs for a (stage, microbatch, slice)."""
+"""[num_ops] the index among `PLANES`, or `NONE`; operations that exclude each other, such as B and I, share a plane."""
 
 
 class Makespans:
@@ -72,17 +72,18 @@ class Makespans:
         if not times.is_complete:
             return inf
         start_after_launch(schedule, costs, times.start)
-        found = float(times.end.max() - times.start.min()) if schedule.num_rows else 0.0
-        return found if isfinite(found) else self._simulated(schedule)  # which raises, and says why
+        makespan_s = float(times.end.max() - times.start.min()) if schedule.num_rows else 0.0
+        return makespan_s if isfinite(makespan_s) else self._simulated(schedule)  # which raises, and says why
 
     def _simulated(self, schedule: Schedule) -> float:
+        """Return the makespan that the simulator predicts, inf where the schedule cannot run."""
         try:
             return simulate(schedule, self._costs, compiled=True).makespan_s
         except ScheduleError:  # it cannot run to its end
             return inf
 
     def _predecessors(self, schedule: Schedule) -> NDArray[np.int32]:
-        """[num_rows, n] as `deps.predecessors` finds them."""
+        """[num_rows, n] the rows that each row waits for, as `deps.predecessors` would return them."""
         places = _places(schedule)
         # The last place stands for none: no action has it, so it stays `NONE`.
         row_of_place = np.full(len(self._waits), NONE, np.int32)
@@ -96,17 +97,17 @@ def _require_schedule(schedule: object, key: str) -> None:
 
 
 def _places(table: Table) -> NDArray[np.int64]:
-    """[num_rows] a number for each action that can run beside the others."""
-    found = PLANE_OF_OP[table.op] * table.num_stages + table.stage
-    found *= table.num_microbatches
-    found += table.microbatch
-    found *= table.num_slices
-    found += table.slice
-    return np.asarray(found)
+    """[num_rows] the place of each action: a number for its plane, stage, microbatch and slice, whatever the order."""
+    place = PLANE_OF_OP[table.op] * table.num_stages + table.stage
+    place *= table.num_microbatches
+    place += table.microbatch
+    place *= table.num_slices
+    place += table.slice
+    return np.asarray(place)
 
 
 def _waits(like: Schedule) -> NDArray[np.int64]:
-    """[num_places + 1, n] the places that each one waits for, the last one for none."""
+    """[num_places + 1, n] the places that the action of each place waits for; the last place stands for no action."""
     # An action waits for the same actions in every order of a shape; only the rows of these differ. So they are found
     # once, in a schedule that has an action of each plane, and noted as places, which no order changes. B and I exclude
     # each other and have one place: a W, or a backward of the stage before, waits for the one that runs. A place whose
@@ -117,15 +118,15 @@ def _waits(like: Schedule) -> NDArray[np.int64]:
         np.stack(np.meshgrid(PLANES, stages, *sizes, indexing="ij"), axis=-1).reshape(-1, 4)
         for stages in like.placement.stages_of_rank
     ]
-    everything = Schedule.from_arrays(
+    complete = Schedule.from_arrays(
         "every action", like.placement, orders, num_microbatches=like.num_microbatches, num_slices=like.num_slices
     )
-    places = _places(everything)
-    nowhere = len(places)
-    found = np.full((nowhere + 1, NUM_PREDECESSORS), nowhere, np.int64)
-    # `NONE` is -1, the index of the last entry here: `nowhere`.
-    found[places] = np.append(places, nowhere)[predecessors(everything)]
+    places = _places(complete)
+    no_place = len(places)
+    waits = np.full((no_place + 1, NUM_PREDECESSORS), no_place, np.int64)
+    # `NONE` is -1, the index of the last entry here: `no_place`.
+    waits[places] = np.append(places, no_place)[predecessors(complete)]
     # A backward waits for its R; where none runs, for what the R would wait for, the F. A forward gets what its earlier
     # slice waits for, which changes nothing.
-    found = np.column_stack([found, found[found[:, 1], 0]])
-    return np.asarray(found[:, (found != nowhere).any(axis=0)])
+    waits = np.column_stack([waits, waits[waits[:, 1], 0]])
+    return np.asarray(waits[:, (waits != no_place).any(axis=0)])

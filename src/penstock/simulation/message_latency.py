@@ -33,7 +33,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfers:
-    """One entry per message that a computation takes: its rows, and the ranks at both ends."""
+    """The messages that computations consume, one entry per message: its rows, and the ranks at both ends."""
 
     sends: Rows
     receives: Rows
@@ -43,46 +43,49 @@ class Transfers:
 
     @classmethod
     def of(cls, program: Program) -> "Transfers":
-        before = predecessors(program)[:, 0]
-        received = receive_of_row(program, before)
-        consumers = np.flatnonzero(received != NONE)
-        receives = received[consumers]
-        is_sent = before[receives] != NONE
+        source = predecessors(program)[:, 0]
+        receive = receive_of_row(program, source)
+        consumers = np.flatnonzero(receive != NONE)
+        receives = receive[consumers]
+        is_sent = source[receives] != NONE
         consumers, receives = consumers[is_sent], receives[is_sent]
-        sends, rank_of_row = before[receives], program.rank_of_row.astype(np.int64)
+        sends, rank_of_row = source[receives], program.rank_of_row.astype(np.int64)
         return cls(sends, receives, consumers, rank_of_row[sends], rank_of_row[consumers])
 
     @property
-    def ends(self) -> list[tuple[int, int]]:
-        """Sending and receiving rank of each message."""
+    def rank_pairs(self) -> list[tuple[int, int]]:
+        """The sending and the receiving rank of each message."""
         return list(zip(self.senders.tolist(), self.receivers.tolist(), strict=True))
 
     def idle_from_s(self, timeline: Timeline) -> Floats:
-        """When each receiver had nothing else to do than to wait for its message."""
+        """[num_messages] since when the receiver had nothing else to do than to wait for the message."""
         # The row before a consumer is of the same rank: at the earliest it is the receive itself. A receive is over for
         # its rank once it is posted, and so are a gather, and a reduction that does not hold it up; their end is where
         # they have arrived. A gather that the consumer needs is waited for before its message.
-        last = self.consumers - 1
-        is_launched = (IS_RECEIVE | GATHERS | REDUCES_REPLICAS)[timeline.program.op[last]]
-        is_launched &= ~np.isin(last, blocking_reductions(timeline))
-        done_s = np.where(is_launched, timeline.start_s[last], timeline.end_s[last])
+        row_before = self.consumers - 1
+        is_launched = (IS_RECEIVE | GATHERS | REDUCES_REPLICAS)[timeline.program.op[row_before]]
+        is_launched &= ~np.isin(row_before, blocking_reductions(timeline))
+        free_s = np.where(is_launched, timeline.start_s[row_before], timeline.end_s[row_before])
         gathers = gather_of_row(timeline.program)[self.consumers]
-        gathered_s = np.where(gathers == NONE, done_s, timeline.end_s[gathers])
-        return np.asarray(np.maximum.reduce([done_s, gathered_s, data_ready_s(timeline, self.consumers)]))
+        gathered_s = np.where(gathers == NONE, free_s, timeline.end_s[gathers])
+        return np.asarray(np.maximum.reduce([free_s, gathered_s, data_ready_s(timeline, self.consumers)]))
 
     def is_awaited(self, timeline: Timeline) -> NDArray[np.bool_]:
-        """Whether the receiver was idle already when the message left."""
+        """[num_messages] whether the receiver was idle already when the message left."""
         return np.asarray(self.idle_from_s(timeline) < timeline.end_s[self.sends])
 
     def duration_s(self, timeline: Timeline) -> Floats:
-        """From the end of the send to the start of the computation."""
+        """[num_messages] seconds from the end of the send to the start of the computation."""
         return np.asarray(timeline.start_s[self.consumers] - timeline.end_s[self.sends])
 
     def num_bytes(self, program: Program, message_bytes: Sequence[int]) -> Floats:
-        """Bytes of each message, from those of each stage's output (or one for all); a gradient has its output's."""
+        """[num_messages] bytes of each message; `message_bytes` are those of each stage's output, or one for all.
+
+        A gradient is as large as the output that it belongs to, which is that of the stage that the gradient goes to.
+        """
         stages = np.where(_MOVES_OUTPUT[program.op[self.sends]], program.stage[self.sends], program.peer[self.sends])
-        one_each = message_bytes if len(message_bytes) > 1 else [*message_bytes] * program.num_stages
-        return np.asarray(np.array(one_each, np.float64)[stages])
+        bytes_of_stage = message_bytes if len(message_bytes) > 1 else [*message_bytes] * program.num_stages
+        return np.asarray(np.array(bytes_of_stage, np.float64)[stages])
 
 
 def robust_mean(seconds: Floats) -> float:
@@ -96,29 +99,33 @@ def robust_mean(seconds: Floats) -> float:
 
 
 def message_latency_s(timelines: Sequence[Timeline], transfers: Transfers) -> Floats:
-    """[messages] the robust mean latency of the same channel over awaited messages; 0 where none was awaited."""
-    channel = transfers.senders * timelines[0].num_ranks + transfers.receivers
-    awaited = np.array([transfers.is_awaited(timeline) for timeline in timelines])
+    """[num_messages] the robust mean latency of the message's channel, over those of its messages that were awaited.
+
+    Where none of a channel was awaited, it is that of all channels; 0 where no message was.
+    """
+    channel_of_message = transfers.senders * timelines[0].num_ranks + transfers.receivers
+    is_awaited = np.array([transfers.is_awaited(timeline) for timeline in timelines])
     durations_s = np.array([transfers.duration_s(timeline) for timeline in timelines])
-    found = np.zeros(len(channel))
-    overall_s = robust_mean(durations_s[awaited]) if awaited.any() else 0.0
-    for each in np.unique(channel):
-        own = durations_s[:, channel == each][awaited[:, channel == each]]
-        found[channel == each] = robust_mean(own) if len(own) else overall_s
-    return found
+    latency_s = np.zeros(len(channel_of_message))
+    overall_s = robust_mean(durations_s[is_awaited]) if is_awaited.any() else 0.0
+    for channel in np.unique(channel_of_message):
+        of_channel = channel_of_message == channel
+        awaited_s = durations_s[:, of_channel][is_awaited[:, of_channel]]
+        latency_s[of_channel] = robust_mean(awaited_s) if len(awaited_s) else overall_s
+    return latency_s
 
 
 def with_true_arrivals(timeline: Timeline, *, after_posts: bool = True) -> Timeline:
     """Return a measured timeline in which messages that had been there before they were looked for arrive when they
     usually do, not when they were noticed.
 
-    Unless `after_posts`, that is without regard to when a receive was posted: had its rank been
-    earlier, it would have been, too. So some messages arrive before their receive is posted.
+    Unless `after_posts`, a message may arrive before its receive was posted: had the rank been earlier, it would have
+    posted the receive earlier, too.
     """
     transfers = Transfers.of(timeline.program)
     expected_s = timeline.end_s[transfers.sends] + message_latency_s([timeline], transfers)
     posted_s, noted_s = timeline.start_s[transfers.receives], timeline.end_s[transfers.receives]
-    # As noted if they were awaited, else after the usual time, but not later than noted.
+    # A message arrives when the rank noted it, if that waited for it; else after the usual time, but not later.
     was_there = expected_s <= transfers.idle_from_s(timeline)
     arrivals_s = np.where(was_there, np.minimum(expected_s, noted_s), noted_s)
     end_s = timeline.end_s.copy()

@@ -42,13 +42,13 @@ def with_first_waits(timeline: Timeline, prologues: Sequence[Prologue]) -> list[
     So `loaded_s` is later by these seconds, and a rank asks when the last of them is over.
     """
     first_s, of_ranks = _first_s(timeline), waits_of_ranks(timeline)
-    found = []
+    prologues_with_waits = []
     for prologue, waits in zip(prologues, of_ranks, strict=False):  # there may be no prologues
-        first = [wait for wait in waits if wait.end_s <= first_s]
-        waited_s = sum(wait.end_s - wait.begin_s for wait in first)
-        asked_s = max([prologue.asked_s, *(wait.end_s for wait in first)])
-        found.append(Prologue(prologue.free_s, min(prologue.loaded_s + waited_s, asked_s), asked_s))
-    return found
+        first_waits = [wait for wait in waits if wait.end_s <= first_s]
+        waited_s = sum(wait.end_s - wait.begin_s for wait in first_waits)
+        asked_s = max([prologue.asked_s, *(wait.end_s for wait in first_waits)])
+        prologues_with_waits.append(Prologue(prologue.free_s, min(prologue.loaded_s + waited_s, asked_s), asked_s))
+    return prologues_with_waits
 
 
 def last_to_ask(prologues: Sequence[Prologue]) -> int:
@@ -57,23 +57,32 @@ def last_to_ask(prologues: Sequence[Prologue]) -> int:
 
 
 def _segments(timeline: Timeline, prologues: Sequence[Prologue]) -> list[list[IdleSpan]]:
+    """Return for each rank the spans between its earlier work and the step's first computation, with their causes.
+
+    A rank first spends time of its own; once it has asked for the step, it waits for what the last rank to ask does;
+    and once all have asked, for the start.
+    """
     if not prologues:
         return []
     shortest_s = min(prologue.asked_s - prologue.loaded_s for prologue in prologues)
-    last = last_to_ask(prologues)
+    last = prologues[last_to_ask(prologues)]
     # The others wait for the last rank: before it was free, it was late with its earlier work.
     begin_s = begin_of(timeline, prologues)
-    blame = [IdleSpan(begin_s, prologues[last].free_s, Cause.STRAGGLER), *_own(prologues[last], shortest_s)]
-    agreed_s, first_s = prologues[last].asked_s, _first_s(timeline)
-    found = []
+    spans_of_last = [IdleSpan(begin_s, last.free_s, Cause.STRAGGLER), *_local_spans(last, shortest_s)]
+    agreement = IdleSpan(last.asked_s, max(_first_s(timeline), last.asked_s), Cause.SYNCHRONISATION)
+    spans_of_ranks = []
     for prologue in prologues:
-        waits = [IdleSpan(max(each.begin_s, prologue.asked_s), each.end_s, each.cause) for each in blame]
-        agreement = IdleSpan(agreed_s, max(first_s, agreed_s), Cause.SYNCHRONISATION)
-        found.append([each for each in (*_own(prologue, shortest_s), *waits, agreement) if each.end_s > each.begin_s])
-    return found
+        waits = [IdleSpan(max(span.begin_s, prologue.asked_s), span.end_s, span.cause) for span in spans_of_last]
+        spans = (*_local_spans(prologue, shortest_s), *waits, agreement)
+        spans_of_ranks.append([span for span in spans if span.end_s > span.begin_s])
+    return spans_of_ranks
 
 
-def _own(prologue: Prologue, shortest_s: float) -> list[IdleSpan]:
+def _local_spans(prologue: Prologue, shortest_s: float) -> list[IdleSpan]:
+    """Return the spans of a rank until it asks: it waits for its batch, its host works, and it is late.
+
+    `shortest_s` are the seconds of host work between batch and request that no rank can do without.
+    """
     prepared_s = min(prologue.loaded_s + shortest_s, prologue.asked_s)
     moments = (prologue.free_s, prologue.loaded_s, prepared_s, prologue.asked_s)
     causes = (Cause.DATA, Cause.LAUNCH, Cause.STRAGGLER)
@@ -81,5 +90,6 @@ def _own(prologue: Prologue, shortest_s: float) -> list[IdleSpan]:
 
 
 def _first_s(timeline: Timeline) -> float:
+    """Return the start of the step's first computation; 0 without any."""
     starts_s = timeline.start_s[timeline.program.is_compute]
     return float(starts_s.min()) if len(starts_s) else 0.0

@@ -26,11 +26,11 @@ class Queues:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._parts: list[tuple[Rows, Rows, NDArray[np.int32], Floats]] = []
-        """Added by the calls of `add`."""
+        """The lengths of the queues, and the columns of their rows, from each call of `add`."""
         self.next_row = program.num_instructions
         """The number that the first row of the next queue will have."""
-        self.outlasting: list[tuple[Rows, Rows]] = []
-        """Rows of the program that are over when a row of a queue is, and these rows."""
+        self.ended_by_queues: list[tuple[Rows, Rows]] = []
+        """Rows of the program that end when a row of a queue does, and these rows of queues."""
 
     def add(
         self, lengths: Rows, *, after: Rows, duration_s: Floats, and_after: NDArray[np.int32] | None = None
@@ -39,14 +39,15 @@ class Queues:
 
         Each row comes after one row, which may be of a later queue, and after one row of the program, if any.
         """
-        alone = np.full(len(after), NONE, np.int32)
-        self._parts.append((lengths, after, alone if and_after is None else and_after, duration_s))
+        if and_after is None:
+            and_after = np.full(len(after), NONE, np.int32)
+        self._parts.append((lengths, after, and_after, duration_s))
         self.next_row += len(after)
         return np.arange(self.next_row - len(after), self.next_row)
 
     def walk(
         self,
-        before: Sequence[NDArray[np.int32]],
+        predecessors: Sequence[NDArray[np.int32]],
         duration_s: Floats,
         lag_s: Floats,
         *,
@@ -55,8 +56,8 @@ class Queues:
     ) -> Walk:
         """Time the program's rows and those of all queues.
 
-        Each entry of `before` holds, for every row of the program, one more row that it comes after; `lag_s` is the
-        time from the end of each of the first `num_lagged` of these until the row may start.
+        `predecessors` are columns [num_instructions] of rows that a row of the program comes after. `lag_s` is the
+        time from the end of a row's predecessor in each of the first `num_lagged` columns until the row may start.
         """
         program = self._program
         offsets, joined, rank_order = program.offsets, program.joined, None
@@ -64,18 +65,21 @@ class Queues:
         if num_added:
             # Each row of a queue waits for one row or two, without a lag, and for the queue's rows before it.
             lengths, after, and_after, busy_s = map(np.concatenate, zip(*self._parts, strict=True))
-            nothing = np.full(num_added, NONE, np.int32)
-            added = [after.astype(np.int32), and_after, *[nothing] * len(before)]
-            before = [np.concatenate(pair) for pair in zip(before, added, strict=False)]
+            no_rows = np.full(num_added, NONE, np.int32)
+            queue_columns = [after.astype(np.int32), and_after, *[no_rows] * len(predecessors)]
+            predecessors = [np.concatenate(pair) for pair in zip(predecessors, queue_columns, strict=False)]
             offsets = np.concatenate([offsets, program.num_instructions + np.cumsum(lengths)])
             joined, rank_order = np.concatenate([joined, np.zeros(num_added, np.bool_)]), self._rank_order()
             duration_s = np.concatenate([duration_s, busy_s])
             lag_s = np.concatenate([lag_s, np.zeros(num_added)])
-        rows, lag = _table(before), _table([lag_s] * num_lagged)
-        return walk(offsets, rows, joined, duration_s, lag=lag, rank_order=rank_order, compiled=compiled)
+        table, lag = _side_by_side(predecessors), _side_by_side([lag_s] * num_lagged)
+        return walk(offsets, table, joined, duration_s, lag=lag, rank_order=rank_order, compiled=compiled)
 
     def _rank_order(self) -> Rows:
-        """Each queue right after the rank that fills it: so one round takes a message from end to end."""
+        """Return the ranks and queues, each queue right after the rank that fills it.
+
+        So one round of the walk takes a message from end to end.
+        """
         program = self._program
         parts = [_first_after(lengths, after) for lengths, after, *_ in self._parts]
         # A queue that another queue fills has a row past all ranks here, and so comes after them.
@@ -83,13 +87,14 @@ class Queues:
         return np.argsort(np.concatenate([np.arange(program.num_ranks), fillers]), kind="stable")
 
 
-def _table(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def _side_by_side(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """[num_rows, num_columns]"""
     return np.stack(columns, axis=1) if len(columns) > 1 else columns[0].reshape(-1, 1)
 
 
 def _first_after(lengths: Rows, after: Rows) -> Rows:
-    """Per queue, what its first row comes after; 0 where it has no rows."""
-    firsts = np.zeros(len(lengths), np.int64)
-    is_used = lengths > 0
-    firsts[is_used] = after[(np.cumsum(lengths) - lengths)[is_used]]
-    return firsts
+    """[num_queues] the row that the first row of each queue comes after; 0 for a queue without rows."""
+    first_after = np.zeros(len(lengths), np.int64)
+    has_rows = lengths > 0
+    first_after[has_rows] = after[(np.cumsum(lengths) - lengths)[has_rows]]
+    return first_after

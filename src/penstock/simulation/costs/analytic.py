@@ -108,24 +108,24 @@ def _compute(
 def _bytes(model: Transformer, machine: Machine, stages: Sequence[Sequence[LayerGroup]]) -> dict[str, tuple[int, ...]]:
     share = machine.tensor_parallel
     names = ("activation_bytes", "weight_context_bytes")
-    kept = {name: tuple(total // share for total in _totals(stages, name)) for name in names}
-    return {"message_bytes": (model.message_bytes // share,), **kept}
+    bytes_of_field = {name: tuple(total // share for total in _totals(stages, name)) for name in names}
+    return {"message_bytes": (model.message_bytes // share,), **bytes_of_field}
 
 
 def _parameters(model: Transformer, machine: Machine, stages: Sequence[Sequence[LayerGroup]]) -> dict[str, Any]:
     """The bytes that are kept per parameter, and the time in which reductions and the optimizer move them."""
     counts = [total // machine.tensor_parallel for total in _totals(stages, "num_parameters")]
-    kept = model.bytes_each
-    state = OPTIMIZER_BYTES_OF_TYPE[model.data_type]
+    bytes_per_parameter = model.bytes_each
+    state_bytes = OPTIMIZER_BYTES_OF_TYPE[model.data_type]
     # Adam reads the gradient, reads and writes its state, and writes the parameter.
-    moved = 2 * kept + 2 * state
+    moved_bytes = 2 * bytes_per_parameter + 2 * state_bytes
     link = machine.replica_link or machine.link
-    reduce_s = tuple(_reduction_s(kept * count, machine.replicas, link) for count in counts)
+    reduce_s = tuple(_reduction_s(bytes_per_parameter * count, machine.replicas, link) for count in counts)
     return {
-        "parameter_bytes": tuple(kept * count for count in counts),
-        "gradient_bytes": tuple(kept * count for count in counts),
-        "optimizer_bytes": tuple(state * count for count in counts),
-        "optimizer_s": tuple(moved * count / machine.device.memory_bytes_per_s for count in counts),
+        "parameter_bytes": tuple(bytes_per_parameter * count for count in counts),
+        "gradient_bytes": tuple(bytes_per_parameter * count for count in counts),
+        "optimizer_bytes": tuple(state_bytes * count for count in counts),
+        "optimizer_s": tuple(moved_bytes * count / machine.device.memory_bytes_per_s for count in counts),
         "reduce_s": reduce_s,
         "unshard_s": tuple(seconds / 2 for seconds in reduce_s),
         "replicas": machine.replicas,

@@ -32,11 +32,11 @@ FIELD_OF_OP = {Op.REDUCE_GRADIENT: "reduce_s", Op.OPTIMIZER_STEP: "optimizer_s",
 FIELD_OF_OP |= {Op.OFFLOAD: "offload_s", Op.RELOAD: "reload_s"}
 """Seconds per stage of operations that compute nothing; those without a field take no time."""
 COMPUTE_FIELDS = (*FIELD_OF_KIND.values(), "split_forward_s")
-"""All seconds of computations, per stage."""
+"""The fields with seconds of computations, per stage."""
 VALUE_BYTES = ("activation_bytes", "weight_context_bytes", "checkpoint_bytes", "message_bytes")
-"""All bytes of what a microbatch leaves on a stage."""
+"""The fields with bytes of what a microbatch leaves on a stage."""
 STATIC_BYTES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-"""All bytes that a stage always has."""
+"""The fields with bytes that a stage always has."""
 NO_COSTS = ("channels", "spreads", "source")
 
 
@@ -105,35 +105,36 @@ class SharedCosts:
     parameter_bytes: tuple[int, ...] = (0,)
     gradient_bytes: tuple[int, ...] = (0,)
     optimizer_bytes: tuple[int, ...] = (0,)
-    """Of the optimizer: its state, and a master copy of the parameters if it has one."""
+    """Bytes of the optimizer's state, and of a master copy of the parameters if it has one."""
 
     replicas: int = 1
     """Replicas of the pipeline for which seconds of gathers and reductions are given; 1: whatever their number is."""
     shards: int = 1
     """The parts in which replicas store weights, gradients and optimizer state; 1: each replica stores all of them."""
     replica_latency_s: float = 0.0
-    """Of an exchange between replicas, beside its bytes over `replica_bandwidth_bytes_per_s`."""
+    """Seconds of an exchange between replicas, beside its bytes over `replica_bandwidth_bytes_per_s`."""
     replica_bandwidth_bytes_per_s: float = math.inf
 
     source: str = field(default="", compare=False)
     """Where these costs come from, for messages about them: a file, say."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if isinstance(each.default, tuple):
-                object.__setattr__(self, each.name, entries_of(getattr(self, each.name)))
-            value = getattr(self, each.name)
-            if each.name in NO_COSTS:
+        for cost in fields(self):
+            has_entries = isinstance(cost.default, tuple)
+            if has_entries:
+                object.__setattr__(self, cost.name, entries_of(getattr(self, cost.name)))
+            value = getattr(self, cost.name)
+            if cost.name in NO_COSTS:
                 continue
-            if isinstance(each.default, tuple):
-                require_costs(value, each.name, may_be_empty=not each.default)
+            if has_entries:
+                require_costs(value, cost.name, may_be_empty=not cost.default)
             else:
-                require_cost(value, each.name)
+                require_cost(value, cost.name)
         for name in ("replicas", "shards"):
             if getattr(self, name) < 1 or getattr(self, name) != int(getattr(self, name)):
                 raise ConfigError(f"{shortened(getattr(self, name))}; expected a whole number, 1 or more", key=name)
-        ends = Counter((channel.sender, channel.receiver) for channel in self.channels)
-        for (sender, receiver), count in ends.items():
+        counts = Counter((channel.sender, channel.receiver) for channel in self.channels)
+        for (sender, receiver), count in counts.items():
             if count > 1:
                 problem = f"the one from rank {sender} to rank {receiver} is given twice; keep one"
                 raise ConfigError(problem, key="channels")
@@ -143,7 +144,7 @@ class SharedCosts:
         return ConfigError(f"{problem} (in {self.source})" if self.source else problem, key=key)
 
     def spread_out(self, name: str, count: int, word: str) -> Sequence[float]:
-        """Return one entry for each: for each stage, say, as the `word` has it.
+        """Return the entries of a field for `count` things, such as stages; `word` names one of them in messages.
 
         Raises:
             ConfigError: if there are neither as many entries nor a single one.
@@ -167,7 +168,7 @@ class Costs(SharedCosts):
     """
 
     forward_s: PerStage = ()
-    """Of the kinds, those without entries are unknown: a program that runs them is refused."""
+    """Seconds of a forward. A kind without entries is unknown, and a program that runs it is refused."""
     backward_input_s: PerStage = ()
     backward_weight_s: PerStage = ()
     backward_s: PerStage = ()
@@ -184,7 +185,7 @@ class Costs(SharedCosts):
     offload_s: PerStage = (0.0,)
     """Copying what a stage keeps of one microbatch to the host; 0: hidden behind computations."""
     reload_s: PerStage = (0.0,)
-    """Copying it back."""
+    """Copying what `offload_s` moves back to the device."""
 
     spreads: tuple[Spread, ...] = ()
 
@@ -198,24 +199,24 @@ class Costs(SharedCosts):
         backward: float | None = None,
         recompute: float | None = None,
         transfer: float = 0.0,
-        **others: Any,
+        **costs: Any,
     ) -> "Costs":
-        """The same seconds on every stage; `backward` is the sum of its parts and `recompute` the forward unless given.
+        """Return costs with the same seconds on every stage.
 
-        `transfer` is a pure delay.
-        Each of the `others` that has several entries may be given as one number for all.
+        `backward` is the sum of its parts, and `recompute` the forward, unless given; `transfer` is a pure delay. Of
+        the other `costs`, one that has several entries may be given as one number for all.
         """
-        listed = {each.name for each in fields(cls) if isinstance(each.default, tuple)}
-        others = {key: entries_of(value) if key in listed else value for key, value in others.items()}
-        whole = backward_input + backward_weight if backward is None else backward
+        fields_with_entries = {cost.name for cost in fields(cls) if isinstance(cost.default, tuple)}
+        for name in fields_with_entries & costs.keys():
+            costs[name] = entries_of(costs[name])
         return cls(
             forward_s=(forward,),
             backward_input_s=(backward_input,),
             backward_weight_s=(backward_weight,),
-            backward_s=(whole,),
+            backward_s=(backward_input + backward_weight if backward is None else backward,),
             recompute_s=() if recompute is None else (recompute,),
             latency_s=transfer,
-            **others,
+            **costs,
         )
 
     @classmethod
@@ -231,8 +232,8 @@ class Costs(SharedCosts):
 
     def of_share(self, share: float) -> "Costs":
         """Return the costs of so large a share of each microbatch, such as one slice of it: its seconds and bytes."""
-        seconds = {name: tuple(share * each for each in getattr(self, name)) for name in COMPUTE_FIELDS}
-        sizes = {name: tuple(round(share * each) for each in getattr(self, name)) for name in VALUE_BYTES}
+        seconds = {name: tuple(share * entry for entry in getattr(self, name)) for name in COMPUTE_FIELDS}
+        sizes = {name: tuple(round(share * entry) for entry in getattr(self, name)) for name in VALUE_BYTES}
         return replace(self, **seconds, **sizes)  # type: ignore[arg-type]
 
     def durations_s(self, num_stages: int, split_stages: Collection[int] = ()) -> NDArray[np.float64]:
@@ -253,28 +254,30 @@ class Costs(SharedCosts):
         return table
 
     def stage_bytes(self, placement: Placement, num_microbatches: int) -> StageBytes:
-        """Return what the stages of a placement make and keep, for what is alive when."""
+        """Return the bytes that the stages of a placement make and keep, from which `ir.live` counts what is alive."""
         names = [name for name in (*VALUE_BYTES, *STATIC_BYTES) if getattr(self, name)]
-        known = {name: np.array(self.spread_out(name, placement.num_stages, "stage"), np.int64) for name in names}
+        bytes_by_field = {
+            name: np.array(self.spread_out(name, placement.num_stages, "stage"), np.int64) for name in names
+        }
         factor = self.per_microbatch("microbatch_bytes_factor", num_microbatches)
-        self._require_countable(known, factor)
+        self._require_countable(bytes_by_field, factor)
         if not self.checkpoint_bytes:
             previous = np.array(placement.previous_stage)
-            known["checkpoint_bytes"] = np.where(previous < 0, 0, known["message_bytes"][previous])
+            bytes_by_field["checkpoint_bytes"] = np.where(previous < 0, 0, bytes_by_field["message_bytes"][previous])
         return StageBytes(
-            **{name.removesuffix("_bytes"): known[name] for name in VALUE_BYTES},
-            static=-(-np.sum([known[name] for name in STATIC_BYTES], axis=0) // self.shards),
-            weights=known["parameter_bytes"],
-            gradient=known["gradient_bytes"],
+            **{name.removesuffix("_bytes"): bytes_by_field[name] for name in VALUE_BYTES},
+            static=-(-np.sum([bytes_by_field[name] for name in STATIC_BYTES], axis=0) // self.shards),
+            weights=bytes_by_field["parameter_bytes"],
+            gradient=bytes_by_field["gradient_bytes"],
             microbatch_factor=factor if (factor != 1).any() else None,
-            not_given=tuple(name for name, sizes in known.items() if not sizes.any()),
+            not_given=tuple(name for name, sizes in bytes_by_field.items() if not sizes.any()),
         )
 
-    def _require_countable(self, known: Mapping[str, NDArray[np.int64]], factor: NDArray[np.float64]) -> None:
+    def _require_countable(self, bytes_by_field: Mapping[str, NDArray[np.int64]], factor: NDArray[np.float64]) -> None:
         """Refuse bytes whose sum over all stages and microbatches could leave the range of 64 bits."""
-        of_microbatch = sum(float(known[name].sum()) for name in VALUE_BYTES if name in known)
-        always = sum(float(known[name].sum()) for name in STATIC_BYTES)
-        if of_microbatch * float(factor.max()) * len(factor) + always > MOST_BYTES:
+        bytes_of_microbatch = sum(float(bytes_by_field[name].sum()) for name in VALUE_BYTES if name in bytes_by_field)
+        static_bytes = sum(float(bytes_by_field[name].sum()) for name in STATIC_BYTES)
+        if bytes_of_microbatch * float(factor.max()) * len(factor) + static_bytes > MOST_BYTES:
             raise self.error(f"they add up to more than {MOST_BYTES} bytes; give fewer", "costs")
 
     def per_stage(self, name: str, num_stages: int) -> NDArray[np.float64]:

@@ -25,7 +25,7 @@ class Device:
     memory_bytes_per_s: float
     source: str
     names_in_torch: Sequence[str] = ()
-    """As torch.cuda.get_device_name returns them."""
+    """The names that torch.cuda.get_device_name returns for the device."""
 
     def flops_per_s(self, data_type: DataType) -> float:
         """Return the dense matrix FLOPs per second for numbers of a type."""
@@ -42,7 +42,7 @@ class Link:
     source: str
 
 
-Made = TypeVar("Made", Device, Link)
+Described = TypeVar("Described", Device, Link)
 
 
 def tables() -> dict[str, dict[str, dict[str, Any]]]:
@@ -61,8 +61,8 @@ def device(name: str) -> Device:
 
 def device_of_torch(name: str) -> Device | None:
     """Return the device that `torch.cuda.get_device_name` calls so; None if it is not known."""
-    known = tables()["device"]
-    return next((device(key) for key in known if name in known[key].get("names_in_torch", ())), None)
+    devices = tables()["device"]
+    return next((device(key) for key, fields in devices.items() if name in fields.get("names_in_torch", ())), None)
 
 
 def link(name: str) -> Link:
@@ -74,14 +74,14 @@ def link(name: str) -> Link:
     return _make(Link, name)
 
 
-def _make(made: type[Made], name: str) -> Made:
-    word = made.__name__.lower()
-    known = tables()[word]
-    if name not in known:
-        names = ", ".join(known)
+def _make(kind: type[Described], name: str) -> Described:
+    word = kind.__name__.lower()
+    descriptions = tables()[word]
+    if name not in descriptions:
+        names = ", ".join(descriptions)
         raise ConfigError(
-            f"there is no {word} {shortened(name)}; known: {names}.{nearest(name, known)} Or describe your own with "
-            f"{made.__name__}(...)",
+            f"there is no {word} {shortened(name)}; known: {names}.{nearest(name, descriptions)} Or describe your own "
+            f"with {kind.__name__}(...)",
             key=word,
         )
-    return made(name=name, **known[name])
+    return kind(name=name, **descriptions[name])

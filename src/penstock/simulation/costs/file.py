@@ -58,7 +58,7 @@ _OF_STAGES = {*FIELD_OF_KIND.values(), *FIELD_OF_OP.values()}
 EXAMPLE = "F=1,I=1,W=1,transfer=0.1"
 
 AnyCosts = Costs | LayerCosts
-Made = TypeVar("Made", Costs, LayerCosts, Channel, Spread)
+CostType = TypeVar("CostType", Costs, LayerCosts, Channel, Spread)
 Table = Mapping[str, object]
 
 
@@ -134,12 +134,13 @@ def costs_from_json(text: str, *, file: str = "<text>") -> AnyCosts:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Make the dict of a JSON object. Raises: ValueError, for a name that comes twice."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{shortened(twice)} is given twice; keep one")
-    return found
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{shortened(duplicate)} is given twice; keep one")
+    return members
 
 
 def _from_table(table: Table, file: str) -> AnyCosts:
@@ -155,56 +156,61 @@ def _from_table(table: Table, file: str) -> AnyCosts:
         raise ConfigError(f"{error.problem} (in {file})", key=error.key) from None
 
 
-def _make(made: type[Made], table: Table, place: str, **given: Any) -> Made:
-    """Make a value whose fields are the keys of a table; `place` stands before the keys in messages."""
-    known = {key_of(made, each.name): each for each in fields(made) if each.name not in given}
-    found: dict[str, Any] = {}
-    path_of: dict[str, str] = {}
+def _make(cost_type: type[CostType], table: Table, place: str, **fixed: Any) -> CostType:
+    """Make a value whose fields are the keys of a table; `place` stands before the keys in messages.
+
+    The fields in `fixed` have these values, and no key.
+    """
+    fields_by_key = {key_of(cost_type, field.name): field for field in fields(cost_type) if field.name not in fixed}
+    values_by_key: dict[str, Any] = {}
+    path_of: dict[str, str] = {}  # where the table names each key, with its unit
     for name, value in table.items():
-        field, unit = resolve_key(name, known, place)
-        if field in found:
-            raise ConfigError(f"says the same as {path_of[field]}; keep one", key=place + name)
-        path_of[field] = place + name
-        found[field] = _read(value, known[field].type, place + name, unit)
-    missing = [name for name, each in known.items() if each.default is MISSING and name not in found]
+        key, unit = resolve_key(name, fields_by_key, place)
+        if key in values_by_key:
+            raise ConfigError(f"says the same as {path_of[key]}; keep one", key=place + name)
+        path_of[key] = place + name
+        values_by_key[key] = _read(value, fields_by_key[key].type, place + name, unit)
+    required = [key for key, field in fields_by_key.items() if field.default is MISSING]
+    missing = [key for key in required if key not in values_by_key]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} missing", key=place.rstrip("."))
     try:
-        return made(**{known[name].name: value for name, value in found.items()}, **given)
+        return cost_type(**{fields_by_key[key].name: value for key, value in values_by_key.items()}, **fixed)
     except ConfigError as error:
-        field = key_of(made, error.key.rpartition(".")[2])
-        raise ConfigError(error.problem, key=path_of.get(field, error.key)) from None
+        key = key_of(cost_type, error.key.rpartition(".")[2])
+        raise ConfigError(error.problem, key=path_of.get(key, error.key)) from None
 
 
-def key_of(made: type[Any], name: str) -> str:
+def key_of(cost_type: type[Any], name: str) -> str:
     """Return the key of a field, which has a unit also where the field is of `LayerCosts` and named without one."""
-    return f"{name}_s" if made is LayerCosts and name in SECONDS else name
+    return f"{name}_s" if cost_type is LayerCosts and name in SECONDS else name
 
 
-def _read(value: object, wanted: Any, key: str, unit: Unit) -> Any:
-    if get_origin(wanted) is tuple:
-        return _read_list(value, get_args(wanted)[0], key, unit)
-    if wanted is Kind:
+def _read(value: object, field_type: Any, key: str, unit: Unit) -> Any:
+    """Return a value of a table as the type of its field asks, in the unit of the field. Raises: ConfigError."""
+    if get_origin(field_type) is tuple:
+        return _read_list(value, get_args(field_type)[0], key, unit)
+    if field_type is Kind:
         return _kind(value, key)
-    if wanted is bool:
+    if field_type is bool:
         return _flag(value, key)
     number = unit.convert(_number(value, key))
-    if wanted is not int:
+    if field_type is not int:
         return number
     if number != math.inf and number == int(number):
         return int(number)
     raise ConfigError(f"{shortened(value)} is not a whole number", key=key)
 
 
-def _read_list(value: object, wanted: Any, key: str, unit: Unit) -> tuple[Any, ...]:
-    if wanted not in (Channel, Spread):
+def _read_list(value: object, entry_type: Any, key: str, unit: Unit) -> tuple[Any, ...]:
+    if entry_type not in (Channel, Spread):
         entries = value if isinstance(value, list) else [value]
         if not entries:
             raise ConfigError("is empty; give one number for each, or one for all", key=key)
-        return tuple(_read(entry, wanted, key, unit) for entry in entries)
+        return tuple(_read(entry, entry_type, key, unit) for entry in entries)
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
         raise ConfigError(f"{_shown(value)}; expected a list of tables", key=key)
-    return tuple(_make(wanted, row, f"{key}[{index}].") for index, row in enumerate(value))
+    return tuple(_make(entry_type, row, f"{key}[{index}].") for index, row in enumerate(value))
 
 
 def _number(value: object, key: str) -> float:
@@ -256,9 +262,9 @@ def costs_from_text(text: str) -> Costs:
                 key="costs",
             )
         if key not in FIELD_OF_KEY:
-            known = ", ".join(FIELD_OF_KEY)
-            close = nearest(key.upper() if len(key) == 1 else key, FIELD_OF_KEY)
-            raise ConfigError(f"there is no cost {shortened(key)}; known: {known}.{close}", key="costs")
+            keys = ", ".join(FIELD_OF_KEY)
+            hint = nearest(key.upper() if len(key) == 1 else key, FIELD_OF_KEY)
+            raise ConfigError(f"there is no cost {shortened(key)}; known: {keys}.{hint}", key="costs")
         if key in values:
             raise ConfigError(f"{key} is given twice; keep one", key="costs")
         values[key], last = [_read_value(key, value)], key

@@ -31,40 +31,40 @@ class SplitShares:
     """
 
     forward: float | PerStage = 1.0
-    """Of a forward that prepares a split backward, as a share of another forward."""
+    """The seconds of a forward that prepares a split backward, as a share of those of another forward."""
     input: float | PerStage = 0.5
     weight: float | PerStage = 0.5
 
     @classmethod
     def of(cls, costs: Costs | LayerCosts, layers_of_stage: Sequence[range] = ()) -> "SplitShares | None":
-        """Return what costs say of it; None where they do not know both whole backwards and their parts.
+        """Return the shares in costs; None where these do not know both whole backwards and their parts.
 
-        Costs per layer say it of each stage where `layers_of_stage` is a split of their layers.
+        Costs per layer give the shares of each stage where `layers_of_stage` is a split of their layers.
         """
         is_split = False
         if isinstance(costs, LayerCosts):
             is_split = sum(split_sizes(layers_of_stage)) == costs.num_layers
             costs = costs.of_stages(layers_of_stage if is_split else [costs.num_layers])
-        forward, whole = costs.forward_s, costs.backward_s
-        prepared, inputs, weights = costs.split_forward_s or forward, costs.backward_input_s, costs.backward_weight_s
-        if not (sum(forward) and sum(whole) and inputs and weights):
+        forward, backward = costs.forward_s, costs.backward_s
+        split_forward = costs.split_forward_s or forward
+        inputs, weights = costs.backward_input_s, costs.backward_weight_s
+        if not (sum(forward) and sum(backward) and inputs and weights):
             return None
-        pairs = ((prepared, forward), (inputs, whole), (weights, whole))
-        of_all = cls(*(sum(part) / sum(of) for part, of in pairs))
-        if not is_split or not min(*forward, *whole):
-            return of_all
-        return cls(*(tuple(np.divide(part, of).tolist()) for part, of in pairs))
+        pairs = ((split_forward, forward), (inputs, backward), (weights, backward))
+        if not is_split or not min(*forward, *backward):
+            return cls(*(sum(part) / sum(total) for part, total in pairs))
+        return cls(*(tuple(np.divide(part, total).tolist()) for part, total in pairs))
 
 
 HALVES = SplitShares()
 
-Ends = tuple[int, int]
-"""Sending and receiving rank."""
-NOTHING_MEASURED: Mapping[Ends, float] = MappingProxyType({})
+RankPair = tuple[int, int]
+"""The sending and the receiving rank of a channel."""
+NOTHING_MEASURED: Mapping[RankPair, float] = MappingProxyType({})
 
 Floats = NDArray[np.float64]
 Samples = dict[tuple[Kind, int], Floats]
-"""By kind and stage: the seconds of all computations."""
+"""The seconds of all computations, by kind and stage."""
 
 
 def costs_from_timeline(timeline: Timeline) -> Costs:
@@ -76,7 +76,7 @@ def costs_from_timelines(
     timelines: Sequence[Timeline],
     *,
     message_bytes: Sequence[int] = (),
-    bandwidths: Mapping[Ends, float] = NOTHING_MEASURED,
+    bandwidths: Mapping[RankPair, float] = NOTHING_MEASURED,
     shares: SplitShares = HALVES,
 ) -> Costs:
     """Estimate costs from timelines of one program, by robust means, so that a single slow instruction counts nothing.
@@ -90,34 +90,21 @@ def costs_from_timelines(
     """
     program = timelines[0].program
     samples = _samples(timelines)
-    found = {name: np.full(program.num_stages, np.nan) for name in FIELD_OF_KIND.values()}
+    seconds_of_field = {name: np.full(program.num_stages, np.nan) for name in FIELD_OF_KIND.values()}
     for (kind, stage), seconds in samples.items():
-        found[FIELD_OF_KIND[kind]][stage] = robust_mean(seconds)
-    forward, again = found["forward_s"], found["recompute_s"]
-    whole, inputs, weights = (found[name] for name in ("backward_s", "backward_input_s", "backward_weight_s"))
-    of_forward, of_input, of_weight = map(np.array, (shares.forward, shares.input, shares.weight))
-    prepared = np.where(np.isnan(inputs), forward * of_forward, forward)
-    forward = np.where(np.isnan(inputs), forward, forward / of_forward)
-    whole = np.where(np.isnan(whole), (inputs + weights) / (of_input + of_weight), whole)
-    inputs = np.where(np.isnan(inputs), whole * of_input, inputs)
-    weights = np.where(np.isnan(weights), whole * of_weight, weights)
+        seconds_of_field[FIELD_OF_KIND[kind]][stage] = robust_mean(seconds)
     transfers, sizes = Transfers.of(program), tuple(message_bytes) or (0,)
     latency_s = message_latency_s(timelines, transfers)
-    launch_s, exchanged = _launch_s(timelines, transfers, latency_s), exchanges_s(timelines)
-    speeds = np.array([bandwidths.get(ends, inf) for ends in transfers.ends])
-    on_wire_s = transfers.num_bytes(program, sizes) / speeds
-    latencies_s = np.maximum(latency_s - on_wire_s - launch_s, 0.0)
+    launch_s, exchanges = _launch_s(timelines, transfers, latency_s), exchanges_s(timelines)
+    speeds = np.array([bandwidths.get(ranks, inf) for ranks in transfers.rank_pairs])
+    wire_s = transfers.num_bytes(program, sizes) / speeds
+    latencies_s = np.maximum(latency_s - wire_s - launch_s, 0.0)
     default = Channel(0, 0, _median(latencies_s), float(np.median(speeds)) if len(speeds) else inf, bool(bandwidths))
     return Costs(
-        forward_s=_per_stage(forward),
-        split_forward_s=_per_stage(prepared) if (of_forward != 1).any() else (),
-        backward_s=_per_stage(whole),
-        backward_input_s=_per_stage(inputs),
-        backward_weight_s=_per_stage(weights),
-        recompute_s=() if np.isnan(again).all() else _per_stage(np.where(np.isnan(again), forward, again)),
+        **_forwards_and_backwards(seconds_of_field, shares),
         optimizer_s=_optimizer_s(timelines),
-        unshard_s=_per_stage(exchanged[Op.UNSHARD]) if exchanged[Op.UNSHARD].any() else (0.0,),
-        reduce_s=_per_stage(exchanged[Op.REDUCE_GRADIENT]) if exchanged[Op.REDUCE_GRADIENT].any() else (0.0,),
+        unshard_s=_per_stage(exchanges[Op.UNSHARD]) if exchanges[Op.UNSHARD].any() else (0.0,),
+        reduce_s=_per_stage(exchanges[Op.REDUCE_GRADIENT]) if exchanges[Op.REDUCE_GRADIENT].any() else (0.0,),
         latency_s=default.latency_s,
         bandwidth_bytes_per_s=default.bandwidth_bytes_per_s,
         is_exclusive=default.is_exclusive,
@@ -129,28 +116,54 @@ def costs_from_timelines(
     )
 
 
+def _forwards_and_backwards(measured_s: Mapping[str, Floats], shares: SplitShares) -> dict[str, Any]:
+    """Return the fields of `Costs` for computations, from those measured [num_stages], NaN where none of a stage ran.
+
+    Whole backwards follow from their parts, and parts from whole ones, by their shares. A stage whose backwards are
+    split has measured forwards that prepare the split; an unprepared one follows by its share, and the other way round.
+    """
+    forward, backward, recompute = (measured_s[name] for name in ("forward_s", "backward_s", "recompute_s"))
+    inputs, weights = measured_s["backward_input_s"], measured_s["backward_weight_s"]
+    forward_share, input_share, weight_share = map(np.array, (shares.forward, shares.input, shares.weight))
+    is_whole = np.isnan(inputs)
+    split_forward = np.where(is_whole, forward * forward_share, forward)
+    forward = np.where(is_whole, forward, forward / forward_share)
+    backward = np.where(np.isnan(backward), (inputs + weights) / (input_share + weight_share), backward)
+    inputs = np.where(is_whole, backward * input_share, inputs)
+    weights = np.where(np.isnan(weights), backward * weight_share, weights)
+    has_recompute = not np.isnan(recompute).all()
+    return {
+        "forward_s": _per_stage(forward),
+        "split_forward_s": _per_stage(split_forward) if (forward_share != 1).any() else (),
+        "backward_s": _per_stage(backward),
+        "backward_input_s": _per_stage(inputs),
+        "backward_weight_s": _per_stage(weights),
+        "recompute_s": _per_stage(np.where(np.isnan(recompute), forward, recompute)) if has_recompute else (),
+    }
+
+
 def _sizes(timeline: Timeline) -> dict[str, Any]:
-    """The sizes that a predicted timeline has; a measured one has none."""
+    """Return the sizes in bytes of a predicted timeline, by field of `Costs`; a measured one has none."""
     if timeline.sizes is None:
         return {}
     sizes = {"activation_bytes": timeline.sizes.activation, "weight_context_bytes": timeline.sizes.weight_context}
-    return {name: tuple(each.tolist()) for name, each in sizes.items()}
+    return {name: tuple(bytes_of_stage.tolist()) for name, bytes_of_stage in sizes.items()}
 
 
 def _samples(timelines: Sequence[Timeline]) -> Samples:
     program = timelines[0].program
     durations_s = [timeline.end_s - timeline.start_s for timeline in timelines]
-    found: Samples = {}
+    samples: Samples = {}
     for kind in Kind:
         for stage in range(program.num_stages):
             rows = (program.op == kind) & (program.stage == stage)
             if rows.any():
-                found[kind, stage] = np.concatenate([duration_s[rows] for duration_s in durations_s])
-    return found
+                samples[kind, stage] = np.concatenate([duration_s[rows] for duration_s in durations_s])
+    return samples
 
 
 def _spreads(samples: Samples) -> Iterator[Spread]:
-    """The spreads that are not 0."""
+    """Yield the spreads that are not 0."""
     for (kind, stage), seconds in samples.items():
         low, middle, high = np.percentile(seconds, (25, 50, 75)).tolist()
         if high > low:
@@ -162,44 +175,46 @@ def _per_stage(durations_s: Floats) -> PerStage:
 
 
 def _launch_s(timelines: Sequence[Timeline], transfers: Transfers, latency_s: Floats) -> float:
-    """Host seconds per instruction, over all gaps between computations in which the host was not held up.
+    """Return the host's seconds per instruction, from all gaps between computations in which it was not held up.
 
-    To launch a computation takes less than to post a message, so each sort of gap is looked at by itself.
+    To launch a computation takes less than to post a message. So gaps are averaged by their sort: how many instructions
+    the host launches in the gap, and whether the computation behind it consumes a message.
     """
     program = timelines[0].program
     num_busy = np.cumsum((IS_BUSY | IS_BESIDE)[program.op])
     awaits_gather = gather_of_row(program) != NONE
     gaps_s: dict[tuple[int, bool], list[float]] = {}
     for timeline in timelines:
-        late = transfers.idle_from_s(timeline) < timeline.end_s[transfers.sends] + latency_s
+        is_late = transfers.idle_from_s(timeline) < timeline.end_s[transfers.sends] + latency_s
         for rows in (timeline.compute_rows(rank) for rank in range(timeline.num_ranks)):
             earlier, later = rows[:-1], rows[1:]
             has_waited = data_ready_s(timeline, later) > timeline.end_s[earlier]
-            # No collective, copy or optimizer step between them, and no gather to wait for.
+            # No collective, copy or optimizer step is between them, and there is no gather to wait for.
             is_free = (num_busy[later] == num_busy[earlier] + 1) & ~awaits_gather[later]
-            counts = is_free & ~np.isin(later, transfers.consumers[late]) & ~program.joined[earlier] & ~has_waited
+            counts = is_free & ~np.isin(later, transfers.consumers[is_late]) & ~program.joined[earlier] & ~has_waited
             gap_s, lengths = timeline.start_s[later] - timeline.end_s[earlier], later - earlier
-            takes = np.isin(later, transfers.consumers)
-            for sort in zip(lengths[counts].tolist(), takes[counts].tolist(), gap_s[counts].tolist(), strict=True):
-                gaps_s.setdefault(sort[:2], []).append(sort[2])
+            consumes = np.isin(later, transfers.consumers)
+            columns = (column[counts].tolist() for column in (lengths, consumes, gap_s))
+            for length, is_consumer, seconds in zip(*columns, strict=True):
+                gaps_s.setdefault((length, is_consumer), []).append(seconds)
     num_launches = sum(length * len(gaps) for (length, _), gaps in gaps_s.items())
     total_s = sum(robust_mean(np.array(gaps)) * len(gaps) for gaps in gaps_s.values())
     return max(total_s / num_launches, 0.0) if num_launches else 0.0
 
 
 def _special_channels(transfers: Transfers, latencies_s: Floats, speeds: Floats, default: Channel) -> Iterator[Channel]:
-    """The channels whose messages take another time than the usual one."""
-    ends = np.array(transfers.ends).reshape(-1, 2)
-    for sender, receiver in np.unique(ends, axis=0).tolist():
-        own = (ends == (sender, receiver)).all(axis=1)
-        latency_s, speed = _median(latencies_s[own]), float(speeds[own][0])
+    """Yield the channels whose messages take another time than the usual one."""
+    ranks = np.array(transfers.rank_pairs).reshape(-1, 2)
+    for sender, receiver in np.unique(ranks, axis=0).tolist():
+        of_channel = (ranks == (sender, receiver)).all(axis=1)
+        latency_s, speed = _median(latencies_s[of_channel]), float(speeds[of_channel][0])
         is_usual = isclose(latency_s, default.latency_s, rel_tol=1e-9, abs_tol=1e-12)
         if not is_usual or speed != default.bandwidth_bytes_per_s:
             yield Channel(sender, receiver, latency_s, speed, default.is_exclusive)
 
 
 def _optimizer_s(timelines: Sequence[Timeline]) -> PerStage:
-    """A rank's optimizer step, shared equally by its stages."""
+    """Return the seconds of each rank's optimizer step, shared equally by its stages."""
     program: Program = timelines[0].program
     rows = program.rows_of(np.array([OPERATIONS[op].group is Group.PIPELINE for op in Op]))
     if not len(rows):

@@ -48,7 +48,7 @@ class LayerCosts(SharedCosts):
     unshard: PerLayer = ()
     reduce: PerLayer = ()
     weight_context_bytes: tuple[int, ...] = ()
-    """As many as `activation_bytes` unless given."""
+    """Bytes kept between the two parts of a split backward; as many as `activation_bytes` unless given."""
 
     def __post_init__(self) -> None:
         SharedCosts.__post_init__(self)
@@ -57,16 +57,16 @@ class LayerCosts(SharedCosts):
 
     @property
     def num_layers(self) -> int:
-        """Of the model.
+        """The number of layers of the model.
 
         Raises:
             ConfigError: if no field has more than one entry, which is then the same for any number of layers, and no
                 split says how many there are.
         """
-        found = max(sum(self.split), *(len(getattr(self, name)) for name in _PER_LAYER))
-        if found < 2 and not self.split:
+        num_layers = max(sum(self.split), *(len(getattr(self, name)) for name in _PER_LAYER))
+        if num_layers < 2 and not self.split:
             raise self.error("one number for all layers does not say how many there are; give one per layer", "forward")
-        return found
+        return num_layers
 
     @property
     def seconds_of_layers(self) -> NDArray[np.float64]:
@@ -86,24 +86,26 @@ class LayerCosts(SharedCosts):
         Raises:
             ConfigError: if a stage has no layers, or the stages have others than the costs.
         """
-        parts = _parts(split)
-        num_layers = max(part.stop for part in parts)
+        layers_of_stage = _parts(split)
+        num_layers = max(layers.stop for layers in layers_of_stage)
 
         def entries_for(name: str) -> Sequence[float]:
             return self.spread_out(name, num_layers, "layer") if getattr(self, name) else ()
 
-        found: dict[str, Any] = {name: getattr(self, name) for name in _OF_NO_LAYER}
-        summed = {f"{name}_s": entries_for(name) for name in SECONDS} | {
+        costs_by_field: dict[str, Any] = {name: getattr(self, name) for name in _OF_NO_LAYER}
+        entries_by_field = {f"{name}_s": entries_for(name) for name in SECONDS} | {
             name: entries_for(name) for name in SUMMED_BYTES
         }
-        summed["weight_context_bytes"] = summed["weight_context_bytes"] or summed["activation_bytes"]
-        for name, entries in summed.items():
+        entries_by_field["weight_context_bytes"] = (
+            entries_by_field["weight_context_bytes"] or entries_by_field["activation_bytes"]
+        )
+        for name, entries in entries_by_field.items():
             if entries:
-                found[name] = tuple(sum(entries[layer] for layer in part) for part in parts)
+                costs_by_field[name] = tuple(sum(entries[layer] for layer in layers) for layers in layers_of_stage)
         outputs, inputs = entries_for("message_bytes"), entries_for("checkpoint_bytes")
-        found["message_bytes"] = tuple(outputs[part[-1]] for part in parts)
-        found["checkpoint_bytes"] = tuple(inputs[part[0]] for part in parts) if inputs else ()
-        return Costs(**found)
+        costs_by_field["message_bytes"] = tuple(outputs[layers[-1]] for layers in layers_of_stage)
+        costs_by_field["checkpoint_bytes"] = tuple(inputs[layers[0]] for layers in layers_of_stage) if inputs else ()
+        return Costs(**costs_by_field)
 
     def of_table(self, table: Schedule | Program, split: Sequence[range]) -> Costs:
         """Return what the stages of a schedule or program cost that have these layers.
@@ -111,8 +113,8 @@ class LayerCosts(SharedCosts):
         A slice takes its share of a microbatch. Of the channels that differ, those count whose ranks there are.
         """
         ranks = range(table.num_ranks)
-        known = tuple(each for each in self.channels if each.sender in ranks and each.receiver in ranks)
-        return replace(self.of_stages(split), channels=known).of_share(1 / table.num_slices)
+        channels = tuple(channel for channel in self.channels if channel.sender in ranks and channel.receiver in ranks)
+        return replace(self.of_stages(split), channels=channels).of_share(1 / table.num_slices)
 
     @classmethod
     def from_stages(
@@ -132,18 +134,18 @@ class LayerCosts(SharedCosts):
         """
         num_layers = len(weights)
         of_backwards = weights if backward_weights is None else backward_weights
-        num_copies = np.bincount([layer for part in layers_of_stage for layer in part], minlength=num_layers)
-        known: dict[str, Any] = {name: getattr(costs, name) for name in _OF_NO_LAYER}
+        num_copies = np.bincount([layer for layers in layers_of_stage for layer in layers], minlength=num_layers)
+        costs_by_field: dict[str, Any] = {name: getattr(costs, name) for name in _OF_NO_LAYER}
         for name in COMPUTE_FIELDS:
             if getattr(costs, name):
-                of_stages = costs.spread_out(name, len(layers_of_stage), "stage")
-                of_layers = of_backwards if name.startswith("backward") else weights
-                total = np.zeros(num_layers)
-                for part, seconds in zip(layers_of_stage, of_stages, strict=True):
-                    total[list(part)] += seconds * _shares([of_layers[layer] for layer in part])
-                known[name.removesuffix("_s")] = total / num_copies
+                seconds_of_stage = costs.spread_out(name, len(layers_of_stage), "stage")
+                weight_of_layer = of_backwards if name.startswith("backward") else weights
+                seconds_of_layer = np.zeros(num_layers)
+                for layers, seconds in zip(layers_of_stage, seconds_of_stage, strict=True):
+                    seconds_of_layer[list(layers)] += seconds * _shares([weight_of_layer[layer] for layer in layers])
+                costs_by_field[name.removesuffix("_s")] = seconds_of_layer / num_copies
         return cls(
-            **known,
+            **costs_by_field,
             message_bytes=_outputs_of_layers(costs, layers_of_stage, num_layers),
             split=split_sizes(layers_of_stage),
         )
@@ -167,11 +169,11 @@ def split_sizes(layers_of_stage: Sequence[range]) -> tuple[int, ...]:
 
 
 _PER_LAYER = (*SECONDS, *SUMMED_BYTES, "message_bytes", "checkpoint_bytes")
-_OF_NO_LAYER = tuple(each.name for each in fields(SharedCosts) if each.name not in _PER_LAYER)
+_OF_NO_LAYER = tuple(cost.name for cost in fields(SharedCosts) if cost.name not in _PER_LAYER)
 
 
 def _parts(split: Sequence[int | range]) -> list[range]:
-    """The layers of each stage."""
+    """Return the layers of each stage, from their ranges or counts. Raises: ConfigError."""
     plain = split.tolist() if isinstance(split, np.ndarray) else split
     is_list = isinstance(plain, Sequence) and not isinstance(plain, str)
     if not is_list or not all(isinstance(part, int | np.integer | range) for part in plain):
@@ -180,9 +182,9 @@ def _parts(split: Sequence[int | range]) -> list[range]:
     if not sizes or min(sizes) < 1:
         raise ConfigError(f"{shortened(list(split))}; give every stage a layer or more", key="split")
     bounds = pairwise(accumulate(sizes, initial=0))
-    parts = [part if isinstance(part, range) else range(*ends) for part, ends in zip(split, bounds, strict=True)]
-    found = {layer for part in parts for layer in part}
-    missing = set(range(max(found))) - found
+    parts = [part if isinstance(part, range) else range(*bound) for part, bound in zip(split, bounds, strict=True)]
+    layers_with_stage = {layer for part in parts for layer in part}
+    missing = set(range(max(layers_with_stage))) - layers_with_stage
     if missing:
         raise ConfigError(
             f"{shortened(list(split))}; no stage has layer {min(missing)}, give every layer to one", key="split"
@@ -191,17 +193,21 @@ def _parts(split: Sequence[int | range]) -> list[range]:
 
 
 def _shares(weights: Sequence[float]) -> Any:
-    of_part = np.array(weights, np.float64)
-    if not of_part.sum():
-        of_part = np.ones(len(of_part))
-    return of_part / of_part.sum()
+    """Return weights as shares of their sum; equal shares where all are 0."""
+    column = np.array(weights, np.float64)
+    if not column.sum():
+        column = np.ones(len(column))
+    return column / column.sum()
 
 
 def _outputs_of_layers(costs: Costs, layers_of_stage: Sequence[range], num_layers: int) -> tuple[int, ...]:
-    """Within a stage, as many as it sends on; those of a last stage, which sends nothing, as many as it receives."""
-    found, last = np.zeros(num_layers, np.int64), 0
-    of_stages = costs.spread_out("message_bytes", len(layers_of_stage), "stage")
-    for part, num_bytes in sorted(zip(layers_of_stage, of_stages, strict=True), key=lambda pair: pair[0].start):
-        last = int(num_bytes) or last
-        found[list(part)] = last
-    return tuple(found.tolist())
+    """[num_layers] bytes of each layer's output: as many as its stage sends on.
+
+    A last stage sends nothing; its layers get as many as it receives.
+    """
+    bytes_of_layer, last_bytes = np.zeros(num_layers, np.int64), 0
+    bytes_of_stage = costs.spread_out("message_bytes", len(layers_of_stage), "stage")
+    for layers, num_bytes in sorted(zip(layers_of_stage, bytes_of_stage, strict=True), key=lambda pair: pair[0].start):
+        last_bytes = int(num_bytes) or last_bytes
+        bytes_of_layer[list(layers)] = last_bytes
+    return tuple(bytes_of_layer.tolist())

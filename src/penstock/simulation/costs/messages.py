@@ -30,7 +30,7 @@ def message_costs(placement: Placement, costs: Costs) -> MessageCosts:
         ConfigError: if the costs are for another number of stages, or name a channel of a rank that does not exist.
     """
     shape = (2, placement.num_stages)
-    found = MessageCosts(np.zeros(shape), np.zeros(shape), np.zeros(shape, np.bool_))
+    table = MessageCosts(np.zeros(shape), np.zeros(shape), np.zeros(shape, np.bool_))
     num_bytes = costs.per_stage("message_bytes", placement.num_stages)
     channels = _special_channels(placement, costs)
     ranks = placement.rank_of_stage
@@ -39,10 +39,10 @@ def message_costs(placement: Placement, costs: Costs) -> MessageCosts:
         channel = channels.get((ranks[stage], ranks[neighbour]), usual)
         # A gradient has the size of the output it belongs to, which is the neighbour's.
         size = num_bytes[stage if direction == FORWARD else neighbour]
-        found.latency_s[direction, stage] = channel.latency_s
-        found.wire_s[direction, stage] = size / channel.bandwidth_bytes_per_s
-        found.is_exclusive[direction, stage] = channel.is_exclusive
-    return found
+        table.latency_s[direction, stage] = channel.latency_s
+        table.wire_s[direction, stage] = size / channel.bandwidth_bytes_per_s
+        table.is_exclusive[direction, stage] = channel.is_exclusive
+    return table
 
 
 def hops(placement: Placement) -> Iterator[tuple[int, int, int]]:

@@ -14,8 +14,7 @@ def of_replicas(costs: Costs, replicas: int, *, is_sharded: bool) -> Costs:
     """Return the costs of a stage in so many replicas, which share out what they store if `is_sharded`.
 
     Seconds that are given for a number of replicas change as the exchange of their bytes does; those that are given for
-    no number stay. An exchange without seconds takes as long as its bytes do
-    between replicas.
+    no number stay. An exchange without seconds takes as long as its bytes do between replicas.
     """
     unshard_s = _seconds(costs, "unshard_s", "parameter_bytes", replicas)
     reduce_s = _seconds(costs, "reduce_s", "gradient_bytes", replicas)
@@ -43,22 +42,23 @@ def exchange_s(costs: Costs, num_bytes: float, replicas: int) -> float:
 
 
 def _seconds(costs: Costs, name: str, size: str, replicas: int) -> tuple[float, ...]:
-    """Of one exchange per stage."""
-    given: tuple[float, ...] = getattr(costs, name)
+    """Return the seconds per stage of an exchange of so many replicas; `name` and `size` are fields of `costs`."""
+    cost_s: tuple[float, ...] = getattr(costs, name)
     num_bytes: tuple[float, ...] = getattr(costs, size)
-    count = max(len(given), len(num_bytes))
-    sizes = num_bytes * count if len(num_bytes) == 1 else num_bytes
-    if not any(given):
-        return tuple(exchange_s(costs, each, replicas) for each in sizes)
+    count = max(len(cost_s), len(num_bytes))
+    bytes_of_stage = num_bytes * count if len(num_bytes) == 1 else num_bytes
+    if not any(cost_s):
+        return tuple(exchange_s(costs, stage_bytes, replicas) for stage_bytes in bytes_of_stage)
     if costs.replicas == 1:
-        return tuple(given)
-    seconds = given * count if len(given) == 1 else given
-    return tuple(each * _growth(costs, size, replicas) for each, size in zip(seconds, sizes, strict=True))
+        return tuple(cost_s)
+    seconds_of_stage = cost_s * count if len(cost_s) == 1 else cost_s
+    stages = zip(seconds_of_stage, bytes_of_stage, strict=True)
+    return tuple(seconds * _growth(costs, stage_bytes, replicas) for seconds, stage_bytes in stages)
 
 
 def _growth(costs: Costs, num_bytes: float, replicas: int) -> float:
-    """How many times as long an exchange takes as between the replicas of the costs."""
-    before = exchange_s(costs, num_bytes, costs.replicas)
-    if before:
-        return exchange_s(costs, num_bytes, replicas) / before
+    """Return how many times as long an exchange takes as between the replicas of the costs."""
+    known_s = exchange_s(costs, num_bytes, costs.replicas)
+    if known_s:
+        return exchange_s(costs, num_bytes, replicas) / known_s
     return (1 - 1 / replicas) / (1 - 1 / costs.replicas)

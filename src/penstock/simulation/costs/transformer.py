@@ -57,8 +57,8 @@ class Transformer:
         if heads is not None and (heads < 1 or self.num_heads % heads):
             raise ConfigError(f"{heads} does not divide the {self.num_heads} heads", key="num_key_value_heads")
         if self.data_type not in BYTES_OF_TYPE:
-            known = ", ".join(BYTES_OF_TYPE)
-            raise ConfigError(f"there is no type {shortened(self.data_type)}; known: {known}", key="data_type")
+            types = ", ".join(BYTES_OF_TYPE)
+            raise ConfigError(f"there is no type {shortened(self.data_type)}; known: {types}", key="data_type")
 
     @property
     def tokens(self) -> int:
@@ -107,7 +107,7 @@ def layer_of(model: Transformer) -> LayerGroup:
     attention = 4.0 * tokens * model.sequence * width / (2 if model.is_causal else 1)
     linear = 2.0 * tokens * weights
     # Inputs of the four products and of both norms, queries, keys and values, and what the activation function needs.
-    kept = 5 * width + projected + (num_up + 1) * inner
+    features_kept = 5 * width + projected + (num_up + 1) * inner
     mask_bytes = 2 * tokens * width if model.has_dropout else 0
     inputs, gradients = 3 * width + inner, projected + 2 * width + num_up * inner
     return LayerGroup(
@@ -115,7 +115,7 @@ def layer_of(model: Transformer) -> LayerGroup:
         backward_input_flops=linear + 2 * attention,
         backward_weight_flops=linear,
         num_parameters=weights + 2 * width,
-        activation_bytes=model.bytes_each * tokens * kept + mask_bytes + _score_bytes(model),
+        activation_bytes=model.bytes_each * tokens * features_kept + mask_bytes + _score_bytes(model),
         weight_context_bytes=model.bytes_each * tokens * (inputs + gradients),
     )
 

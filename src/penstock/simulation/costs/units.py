@@ -35,7 +35,7 @@ UNITS: dict[str, dict[str, Unit]] = {
         "gbit_per_s": Unit(1e9, over=8),
     },
 }
-"""By the unit in which a field's name ends: the units that a key may end in instead."""
+"""The units that a key may end in, by the unit in which the name of its field ends."""
 
 
 def resolve_key(key: str, fields: Iterable[str], place: str = "") -> tuple[str, Unit]:
@@ -44,27 +44,27 @@ def resolve_key(key: str, fields: Iterable[str], place: str = "") -> tuple[str, 
     Raises:
         ConfigError: if there is none, with the nearest keys or the units that the quantity has.
     """
-    known = {name: (name, Unit()) for name in fields}
-    names = list(known)
+    field_of_key = {name: (name, Unit()) for name in fields}
+    names = list(field_of_key)
     units_of: dict[str, list[str]] = {}
     for name in names:
         quantity, base = _split(name)
-        for unit, how in UNITS.get(base, {}).items():
-            known[f"{quantity}_{unit}"] = (name, how)
-            units_of.setdefault(quantity, []).append(unit)
-    if key in known:
-        return known[key]
+        for suffix, unit in UNITS.get(base, {}).items():
+            field_of_key[f"{quantity}_{suffix}"] = (name, unit)
+            units_of.setdefault(quantity, []).append(suffix)
+    if key in field_of_key:
+        return field_of_key[key]
     quantity = max((name for name in units_of if key == name or key.startswith(f"{name}_")), key=len, default="")
     if quantity:
         raise ConfigError(
             f"has no unit that is known; end it in one of {', '.join(units_of[quantity])}", key=place + key
         )
-    hint = nearest(key, known) or f" Known here: {', '.join(names)}."
+    hint = nearest(key, field_of_key) or f" Known here: {', '.join(names)}."
     raise ConfigError(f"is no key here.{hint}", key=place + key)
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A field's quantity and unit; the unit is empty where it has none."""
+    """Split the name of a field into its quantity and its unit, which is empty where it has none."""
     for base in ("bytes_per_s", "bytes", "s"):
         if name.endswith(f"_{base}"):
             return name.removesuffix(f"_{base}"), base

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from penstock.simulation.costs.costs import Spread
 
 BUSY_SHARE = 0.15
-"""More than this is not the work's own: something else runs on the machine."""
+"""The variation above which it is not that of the work: something else runs on the machine."""
 SMALL_STAGE = 0.1
-"""Of the mean stage: what takes less is as short as the host's own jitter, and does not count."""
+"""The share of the mean stage's seconds below which a stage is as short as the host's jitter, and does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,12 @@ def largest_variation(spreads: Sequence[Spread]) -> Variation | None:
     slow ones, which are stragglers and not a busy machine.
     """
     stages = sorted({spread.stage for spread in spreads})
-    medians_s = {stage: sum(each.median_s for each in spreads if each.stage == stage) for stage in stages}
+    medians_s, ranges_s = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
+    for spread in spreads:
+        medians_s[spread.stage] += spread.median_s
+        ranges_s[spread.stage] += spread.quartile_range_s
     least_s = SMALL_STAGE * sum(medians_s.values()) / max(len(stages), 1)
-    ranges_s = {stage: sum(each.quartile_range_s for each in spreads if each.stage == stage) for stage in stages}
-    found = [Variation(stage, ranges_s[stage] / medians_s[stage]) for stage in stages if medians_s[stage] > least_s]
-    return max(found, key=lambda variation: variation.share, default=None)
+    variations = [
+        Variation(stage, ranges_s[stage] / medians_s[stage]) for stage in stages if medians_s[stage] > least_s
+    ]
+    return max(variations, key=lambda variation: variation.share, default=None)
