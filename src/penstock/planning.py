@@ -119,7 +119,7 @@ def prove_and_lower(
         return plan
     known = prove(plan, demand)
     program = lower(plan, tied_groups=tied_groups, optimizer_step=optimizer_step, start=known.start, **asdict(sharding))
-    prove(program, replace(demand, residency=sharding.most_whole), known=known)
+    prove(program, replace(demand, residency=sharding.most_whole), earlier_proof=known)
     return program
 
 

@@ -63,7 +63,7 @@ def test_what_is_known_of_the_actions_changes_no_fact_of_their_program(case):
     known = prove(case.schedule)
     program = lower(case.schedule)
 
-    assert prove(program, known=known).facts == check(program)
+    assert prove(program, earlier_proof=known).facts == check(program)
 
 
 def test_what_is_known_of_the_actions_says_nothing_of_the_messages():
@@ -71,7 +71,7 @@ def test_what_is_known_of_the_actions_says_nothing_of_the_messages():
     broken = without(lower(schedule), "0SEND_F1")
 
     with pytest.raises(ScheduleError, match="1RECV_F1 has no send on rank 0"):
-        prove(broken, known=prove(schedule))
+        prove(broken, earlier_proof=prove(schedule))
 
 
 def test_what_is_known_of_other_actions_is_not_relied_on():
@@ -79,14 +79,14 @@ def test_what_is_known_of_other_actions_is_not_relied_on():
     crossing = swapped(lower(schedule), "0F0", "0B0")
 
     with pytest.raises(ScheduleError, match="0B0 runs before its forward"):
-        prove(crossing, known=prove(schedule))
+        prove(crossing, earlier_proof=prove(schedule))
 
 
 def test_a_limit_is_proved_also_where_the_actions_are_known():
     schedule = build("gpipe", ranks=2, microbatches=2)
 
     with pytest.raises(ScheduleError, match="the limit of rank 0 is 1"):
-        prove(lower(schedule), Demand(Limit.read("1 activation")), known=prove(schedule))
+        prove(lower(schedule), Demand(Limit.read("1 activation")), earlier_proof=prove(schedule))
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_lanes_end_where_a_plain_machine_does(case):
         for name in MODELS if traffic is not None else ():
             (model,) = find_transports(name)
             machine = Machine(Subject(each), *traffic, model)
-            assert machine.run().is_complete == (verdict(each, name) == "ends")
+            assert machine.run_to_halt().is_complete == (verdict(each, name) == "ends")
 
 
 @pytest.mark.feature("C15", "X11")

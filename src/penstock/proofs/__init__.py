@@ -78,13 +78,13 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proof:
-    """That a table can run, and what a further proof of the same actions may rest on."""
+    """The proof that a table can run, with what a further proof of the same actions may rest on."""
 
     facts: Facts
     schedule: Schedule
-    """Its actions."""
+    """The actions of the table."""
     start: Starts
-    """When each action starts in an untimed walk."""
+    """[num_actions] when each action starts in an untimed walk."""
 
 
 def check(
@@ -111,10 +111,10 @@ def check(
         ConfigError: for an unknown transport, or if limits and sizes do not fit the table.
     """
     demand = Demand.of(memory_limit, costs, residency)
-    known = prove(table, demand, transport=transport)
+    proof = prove(table, demand, transport=transport)
     if weight_order:
         prove_weight_order(table, range(table.num_stages))
-    return known.facts
+    return proof.facts
 
 
 def prove_weight_order(table: Schedule | Program, stages: Collection[int]) -> None:
@@ -135,9 +135,9 @@ def prove(
     demand: Demand = NO_DEMAND,
     *,
     transport: str = "posted",
-    known: Proof | None = None,
+    earlier_proof: Proof | None = None,
 ) -> Proof:
-    """Do what `check` does; what is `known` of a table with the same actions is not proved again.
+    """Prove what `check` proves; where `earlier_proof` is of a table with the same actions, these are not proved again.
 
     Raises:
         ScheduleError: with every violation and a picture of the first ones.
@@ -150,11 +150,11 @@ def prove(
     if not check_pairs(subject):
         subject.raise_if_any()
     names_exist = check_names(subject)
-    if names_exist and known is not None and known.schedule == subject.schedule:
+    if names_exist and earlier_proof is not None and earlier_proof.schedule == subject.schedule:
         # One of two equal tables is kept: they may have millions of rows.
-        subject.schedule = known.schedule
-        order = _Order(True, known.start, known.facts.num_messages)
-        counts = known.facts.peak_activations
+        subject.schedule = earlier_proof.schedule
+        order = _Order(True, earlier_proof.start, earlier_proof.facts.num_messages)
+        counts = earlier_proof.facts.peak_activations
     else:
         order = _prove_order(subject, names_exist)
         counts = peak_activations(table)
@@ -166,14 +166,14 @@ def prove(
     subject.raise_if_any()
     assert order.start is not None
     peak_received, peak_unsent = (None, None) if messages is None else count_messages_alive(subject, messages)
-    not_there = () if is_program else ("message_bytes",)
+    uncounted_fields = () if is_program else ("message_bytes",)
     facts = Facts(
         num_actions=subject.schedule.num_actions,
         num_messages=order.num_messages,
         peak_activations=counts,
         peak_bytes=num_bytes,
         static_bytes=None if sizes is None else sizes.static_of_ranks(table.placement).tolist(),
-        not_counted=() if sizes is None else tuple(dict.fromkeys(sizes.not_given + not_there)),
+        not_counted=() if sizes is None else tuple(dict.fromkeys(sizes.not_given + uncounted_fields)),
         peak_received=peak_received,
         peak_unsent=peak_unsent,
         transports=tuple(map(str, models)) if is_program else (),
@@ -185,43 +185,47 @@ def prove(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Order:
-    """All that is proved of the actions alone."""
+    """The results of the proofs of the actions alone."""
 
     is_whole: bool
     """Whether every action is there once, and after what it needs on its rank."""
     start: Starts | None
-    """When each starts in an untimed walk; None if they cannot all run."""
+    """[num_actions] when each action starts in an untimed walk; None if they cannot all run."""
     num_messages: int
 
 
 def _prove_order(subject: Subject, names_exist: bool) -> _Order:
+    """Prove that the actions are complete and in an order that can run."""
     is_complete = check_complete(subject)
     if not names_exist:
         subject.raise_if_any()  # tables by stage and microbatch have no place for such rows
-    before = predecessors(subject.schedule)
-    is_ordered = check_positions(subject, before)
-    start = check_feasible(subject, before) if is_ordered else None
-    return _Order(is_complete and is_ordered, start, count_messages(subject, before))
+    predecessor_rows = predecessors(subject.schedule)
+    is_ordered = check_positions(subject, predecessor_rows)
+    start = check_feasible(subject, predecessor_rows) if is_ordered else None
+    return _Order(is_complete and is_ordered, start, count_messages(subject, predecessor_rows))
 
 
 def _prove_program(subject: Subject, start: Starts | None, models: Sequence[TransportModel]) -> list[Messages] | None:
-    """Prove what only programs have; a deadlock in the orders themselves is reported once, not per model."""
-    num_found = len(subject.violations)
+    """Prove what only programs have; return their messages, None where something is wrong.
+
+    A deadlock in the orders themselves is reported once, not per model.
+    """
+    num_violations = len(subject.violations)
     rows = index_rows(subject.table)
     messages = find_messages(subject, rows)
-    is_matched = len(subject.violations) == num_found
-    joins = check_collectives(subject)
-    proved = None
+    is_matched = len(subject.violations) == num_violations
+    barriers = check_collectives(subject)
+    proved_models = None
     if is_matched and start is not None:
-        proved = proved_by_order(subject, messages, start, is_grouped=COALESCED in models)
-    if not proved:
-        messages = [check_order(subject, messages, find_exchanges(joins or ()))]
-    if joins is None or len(subject.violations) > num_found:
+        proved_models = proved_by_order(subject, messages, start, is_grouped=COALESCED in models)
+    if not proved_models:
+        messages = [check_order(subject, messages, find_exchanges(barriers or ()))]
+    if barriers is None or len(subject.violations) > num_violations:
         return None
     check_slots(subject, rows, messages)
     check_lifetimes(subject)
-    for model in [] if proved is None else [each for each in models if each not in proved]:
-        check_transport(subject, join_messages(messages), joins, model)
+    for model in [] if proved_models is None else [model for model in models if model not in proved_models]:
+        check_transport(subject, join_messages(messages), barriers, model)
     return messages
 
 

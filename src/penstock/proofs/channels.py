@@ -19,7 +19,7 @@ from penstock.proofs.order import bounds_of_stage
 from penstock.proofs.report import Subject, first_of_each
 
 NEIGHBOUR = {At.DOWNSTREAM: "next", At.UPSTREAM: "previous"}
-"""Which stage of the route is at the other end."""
+"""The word for the stage at the other end of a message, which is a neighbor on the route."""
 
 
 class Messages(NamedTuple):
@@ -31,19 +31,19 @@ class Messages(NamedTuple):
     consumer: Int32s
 
     def channel(self, subject: Subject) -> Int64s:
-        """[num_messages] sending rank x num_ranks + receiving rank."""
+        """[num_messages] the number of the message's channel: sending rank x num_ranks + receiving rank."""
         channel: Int64s = subject.rank[self.send].astype(np.int64)
         channel *= subject.table.num_ranks
         channel += subject.rank[self.receive]
         return channel
 
 
-def count_messages(subject: Subject, before: Int32s) -> int:
+def count_messages(subject: Subject, predecessor_rows: Int32s) -> int:
     """Return how many results cross from rank to rank."""
     begin, end = bounds_of_stage(subject.schedule)
     count = 0
-    for part in blocks(len(before)):
-        source, stage = before[part, 0], subject.schedule.stage[part]
+    for part in blocks(len(predecessor_rows)):
+        source, stage = predecessor_rows[part, 0], subject.schedule.stage[part]
         is_elsewhere = (source < begin.take(stage)) | (source >= end.take(stage))
         count += int(np.count_nonzero(is_elsewhere & (source != NONE)))
     return count
@@ -54,44 +54,50 @@ def find_messages(subject: Subject, rows: RowIndex) -> list[Messages]:
 
     `rows` are those of the program. There is one entry per stage and direction; most are views of the index.
     """
-    found = []
+    messages = []
     for possible in _possible_messages(subject, rows):
         is_needed, is_sent, is_received = (end != NONE for end in possible[:3])
-        is_whole = is_needed & is_sent & is_received
-        if is_whole.all():
-            found.append(possible)
+        has_all_ends = is_needed & is_sent & is_received
+        if has_all_ends.all():
+            messages.append(possible)
             continue
-        if not np.array_equal(is_whole, is_needed | is_sent | is_received):
+        if not np.array_equal(has_all_ends, is_needed | is_sent | is_received):
             _tell_missing_ends(subject, possible)
-        found.append(Messages(*(end[is_whole] for end in possible)))
-    return found
+        messages.append(Messages(*(end[has_all_ends] for end in possible)))
+    return messages
 
 
 def join_messages(parts: Sequence[Messages]) -> Messages:
     """Put messages one after the other."""
     none = Messages(*np.empty((4, 0), np.int32))
-    return Messages(*(np.concatenate(ends) for ends in zip(none, *parts, strict=True)))
+    return Messages(*(np.concatenate(columns) for columns in zip(none, *parts, strict=True)))
 
 
 def _possible_messages(subject: Subject, rows: RowIndex) -> Iterator[Messages]:
-    """The rows of every message that could be, `NONE` where there is none: outputs, then gradients, by their makers."""
+    """Yield the rows of every message that could be, `NONE` where a row is missing; one entry per direction and stage.
+
+    Outputs come first, then gradients, each by the stage that makes them.
+    """
     peers = peers_of_messages(subject.table.placement)
     peers = np.where(subject.rank_of_stage[peers] != subject.rank_of_stage, peers, NONE)
     has_right_ends = _has_right_ends(subject, rows, peers)
     for send, receive in MESSAGES.values():
-        made = rows.plane(makers(OPERATIONS[send].reads[0].value)[0])
-        sent, received = (
-            rows.plane(end) if has_right_ends else _locate(subject, end, rows.shape) for end in (send, receive)
+        action_rows = rows.plane(makers(OPERATIONS[send].reads[0].value)[0])
+        send_rows, receive_rows = (
+            rows.plane(op) if has_right_ends else _locate(subject, op, rows.shape) for op in (send, receive)
         )
-        for source in np.flatnonzero(peers[send] != NONE).tolist():
-            target = int(peers[send, source])
-            receiver = target if has_right_ends else source  # `_locate` names both ends after the maker
-            ends = made[source], sent[source], received[receiver], made[target]
-            yield Messages(*(end.reshape(-1) for end in ends))
+        for maker in np.flatnonzero(peers[send] != NONE).tolist():
+            receiver = int(peers[send, maker])
+            yield Messages(
+                producer=action_rows[maker].reshape(-1),
+                send=send_rows[maker].reshape(-1),
+                receive=receive_rows[receiver if has_right_ends else maker].reshape(-1),  # `_locate` names the maker
+                consumer=action_rows[receiver].reshape(-1),
+            )
 
 
 def _has_right_ends(subject: Subject, rows: RowIndex, peers: Int32s) -> bool:
-    """Whether every send and receive has the right stage at its other end, and none is there twice."""
+    """Return whether every send and receive has the right stage at its other end, and none is there twice."""
     program = subject.program
     num_right = 0
     for part in blocks(program.num_instructions):
@@ -102,14 +108,15 @@ def _has_right_ends(subject: Subject, rows: RowIndex, peers: Int32s) -> bool:
         num_right += int(np.count_nonzero(is_right))
         if not np.array_equal(is_right, is_message):
             return False
-    planes = [rows.plane(op) for ends in MESSAGES.values() for op in ends]
+    planes = [rows.plane(op) for send_and_receive in MESSAGES.values() for op in send_and_receive]
     return num_right == sum(int(np.count_nonzero(plane != NONE)) for plane in planes)
 
 
 def _locate(subject: Subject, end: Op, shape: tuple[int, int, int]) -> Int32s:
-    """The row of each message's send or receive, by what makes it; ends that make no sense and duplicates are findings.
+    """[num_stages, num_microbatches, num_slices] the row of each message's send or receive, by what makes the message.
 
-    An end makes sense where its peer is the right neighbour, on another rank.
+    A violation is added for each duplicate, and where the peer is not the right neighbor, on another rank. `end` is the
+    operation, a send or a receive.
     """
     program, at = subject.program, peer_at(end)
     rows = np.flatnonzero(program.op == end)
@@ -120,12 +127,14 @@ def _locate(subject: Subject, end: Op, shape: tuple[int, int, int]) -> Int32s:
         _add_wrong_peer(subject, row, NEIGHBOUR[at], stage)
     rows = rows[is_right]
     place = ((program.stage if end.is_send else program.peer)[rows], program.microbatch[rows], program.slice[rows])
-    where = np.full(shape, NONE, np.int32)
-    where[place] = rows
-    kept = where[place]
-    for row, other in zip(rows[kept != rows].tolist(), kept[kept != rows].tolist(), strict=True):
-        subject.add(row, f"moves the same message as {subject.place(other, seen_from=row)}", "Drop one of the two")
-    return where
+    row_of_message = np.full(shape, NONE, np.int32)
+    row_of_message[place] = rows
+    located = row_of_message[place]
+    for row, duplicate_of in zip(rows[located != rows].tolist(), located[located != rows].tolist(), strict=True):
+        subject.add(
+            row, f"moves the same message as {subject.place(duplicate_of, seen_from=row)}", "Drop one of the two"
+        )
+    return row_of_message
 
 
 def _add_wrong_peer(subject: Subject, row: int, side: str, expected: int) -> None:
@@ -141,12 +150,14 @@ def _add_wrong_peer(subject: Subject, row: int, side: str, expected: int) -> Non
 
 
 def _tell_missing_ends(subject: Subject, possible: Messages) -> None:
-    """Say which ends lack their other end, or a result that somebody needs, and which results lack a message."""
+    """Add a violation for each send or receive that lacks the other or a use, and each result without a message."""
     is_needed, is_sent, is_received = (end != NONE for end in possible[:3])
     lone = {"receive": possible.send[is_sent & ~is_received], "send": possible.receive[is_received & ~is_sent]}
     for lacking, row in ((lacking, row) for lacking, rows in lone.items() for row in rows.tolist()):
-        other, rank = _other_end(subject, row)
-        subject.add(row, f"has no {lacking} on rank {rank}; expected one {other} there", f"Add {other} on rank {rank}")
+        missing, rank = _other_end(subject, row)
+        subject.add(
+            row, f"has no {lacking} on rank {rank}; expected one {missing} there", f"Add {missing} on rank {rank}"
+        )
     unneeded = is_sent & is_received & ~is_needed
     for row in np.concatenate([possible.send[unneeded], possible.receive[unneeded]]).tolist():
         subject.add(row, "moves a result that no action makes or needs", "Drop both the send and the receive")
@@ -159,20 +170,23 @@ def _tell_missing_ends(subject: Subject, possible: Messages) -> None:
 
 
 def _other_end(subject: Subject, row: int) -> tuple[str, int]:
-    """Text and rank of the instruction that a send or receive lacks."""
-    mine = subject.program.instruction(row)
-    send, receive = MESSAGES[OPERATIONS[mine.op].message]
-    partner = receive if mine.op is send else send
-    other = Instruction(partner, mine.peer, mine.microbatch, mine.slice, mine.stage, 0)
-    return str(other), int(subject.rank_of_stage[mine.peer])
+    """Return the text and the rank of the instruction that a send or receive lacks."""
+    instruction = subject.program.instruction(row)
+    send, receive = MESSAGES[OPERATIONS[instruction.op].message]
+    partner = receive if instruction.op is send else send
+    missing = Instruction(partner, instruction.peer, instruction.microbatch, instruction.slice, instruction.stage, 0)
+    return str(missing), int(subject.rank_of_stage[instruction.peer])
 
 
 def find_exchanges(barriers: Sequence[Barrier]) -> Messages:
-    """Return what the members of tied groups send to each other: each reduction makes, moves and consumes it."""
-    pairs = [
-        pair for barrier in barriers if barrier.is_exchange for pair in permutations(map(min, barrier.rows.values()), 2)
+    """Return the messages that members of tied groups send to each other; a reduction makes, moves and consumes it."""
+    row_pairs = [
+        row_pair
+        for barrier in barriers
+        if barrier.is_exchange
+        for row_pair in permutations(map(min, barrier.rows.values()), 2)
     ]
-    sender, receiver = np.array(pairs, np.int32).reshape(-1, 2).T
+    sender, receiver = np.array(row_pairs, np.int32).reshape(-1, 2).T
     return Messages(sender, sender, receiver, receiver)
 
 
@@ -192,8 +206,8 @@ def check_order(subject: Subject, parts: Sequence[Messages], exchanges: Messages
     for index in first_of_each(channel[by_send[differs]], differs):
         first_sent, first_received = int(by_send[index]), int(by_receive[index])
         _add_swapped(subject, int(send[first_sent]), int(receive[first_received]))
-    kept = by_send[by_send < len(messages.send)]
-    in_order = Messages(*(end[kept] for end in messages))
+    messages_by_send = by_send[by_send < len(messages.send)]
+    in_order = Messages(*(end[messages_by_send] for end in messages))
     # A message is made before its send and received before its consumer.
     for index in np.flatnonzero(in_order.send < in_order.producer).tolist():
         row, maker = int(in_order.send[index]), int(in_order.producer[index])
@@ -211,6 +225,6 @@ def _add_swapped(subject: Subject, send: int, receive: int) -> None:
     if IS_MESSAGE[subject.table.op[[send, receive]]].all():
         fix = f"Move {_other_end(subject, receive)[0]} before it, or swap the receives"
     else:
-        one, other = sorted((int(subject.rank[send]), int(subject.rank[receive])))
-        fix = f"Move the tied reduction after all messages between rank {one} and rank {other}, on both"
+        low_rank, high_rank = sorted((int(subject.rank[send]), int(subject.rank[receive])))
+        fix = f"Move the tied reduction after all messages between rank {low_rank} and rank {high_rank}, on both"
     subject.add(send, problem, fix)

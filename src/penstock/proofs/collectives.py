@@ -70,6 +70,7 @@ def leaves_reductions_out(program: Program) -> bool:
 
 
 def _check_reductions(subject: Subject, last: Int64s) -> None:
+    """Prove that each gradient is reduced once, after the last backward of its stage, the rows in `last`."""
     program = subject.program
     updates = program.rows_of(NEEDS_BACKWARD)
     reductions = program.rows_of(IS_REDUCTION)
@@ -79,17 +80,17 @@ def _check_reductions(subject: Subject, last: Int64s) -> None:
     # Here and below, np.setdiff1d would import numpy.ma: a third of the time that a process waits for its first plan.
     reductions = reductions[~is_of_unit]
     for row in reductions[reductions < last[program.stage[reductions]]].tolist():
-        final = int(last[program.stage[row]])
-        place = subject.place(final, seen_from=row)
+        last_row = int(last[program.stage[row]])
+        place = subject.place(last_row, seen_from=row)
         subject.add(
             row,
             f"runs before {place}, the last backward of its stage: the gradient is not whole yet",
-            f"Move it after {subject.text(final)}",
+            f"Move it after {subject.text(last_row)}",
         )
-    is_own = ~JOINS_RANKS[program.op[updates]] | program.is_forward_only
-    for row in updates[is_own & (last[program.stage[updates]] < 0)].tolist():
-        what = "the program" if program.is_forward_only else f"stage {program.stage[row]}"
-        subject.add(row, f"belongs to training, but {what} has no backward", "Drop it")
+    is_local = ~JOINS_RANKS[program.op[updates]] | program.is_forward_only
+    for row in updates[is_local & (last[program.stage[updates]] < 0)].tolist():
+        subject_name = "the program" if program.is_forward_only else f"stage {program.stage[row]}"
+        subject.add(row, f"belongs to training, but {subject_name} has no backward", "Drop it")
     # Of one stage, the gradient is reduced once, and once per tied group.
     is_tied = JOINS_RANKS[program.op[reductions]]
     group = np.where(is_tied, program.peer[reductions].astype(np.int64) + 1, 0)
@@ -109,22 +110,22 @@ def _check_units(subject: Subject, last: Int64s, reductions: NDArray[np.intp]) -
     for row in reductions[~have_new_gradients(program, reductions)].tolist():
         problem = "reduces nothing: since its stage was reduced last, or from the start, it has run no backward"
         subject.add(row, problem, "Drop it")
-    final = np.full(program.num_stages, -1, np.int64)
-    final[unit] = reductions  # rows ascend, and the last assignment stays
-    reduced = final[program.unit_of_stage]
-    for stage in np.flatnonzero((reduced >= 0) & (last > reduced)).tolist():
-        row, late = int(reduced[stage]), int(last[stage])
-        place = subject.place(late, seen_from=row)
+    last_reduction = np.full(program.num_stages, -1, np.int64)
+    last_reduction[unit] = reductions  # rows ascend, and the last assignment stays
+    last_of_stage = last_reduction[program.unit_of_stage]
+    for stage in np.flatnonzero((last_of_stage >= 0) & (last > last_of_stage)).tolist():
+        row, last_backward = int(last_of_stage[stage]), int(last[stage])
+        place = subject.place(last_backward, seen_from=row)
         subject.add(
             row,
             f"runs before {place}, the last backward of its stage, and no reduction follows: a part of the gradient "
             "is never reduced",
-            f"Add a reduction after {subject.text(late)}",
+            f"Add a reduction after {subject.text(last_backward)}",
         )
 
 
 def _find_barriers(subject: Subject) -> dict[int, Barrier]:
-    """Collectives by number: tied groups by their index, the optimizer step after them."""
+    """Return the collectives by number: tied groups by their index, the optimizer step after them."""
     program = subject.program
     barriers: dict[int, Barrier] = {}
     num_groups = len(program.tied_groups)
@@ -170,7 +171,7 @@ def _check_step(subject: Subject, step: Barrier) -> None:
 
 
 def _check_total_order(subject: Subject, barriers: list[Barrier]) -> None:
-    """The union of all ranks' orders has no cycle."""
+    """Prove that the union of all ranks' orders of collectives has no cycle."""
     edges: dict[tuple[int, int], tuple[int, int]] = {}
     by_rank: dict[int, list[tuple[int, int]]] = {}
     for number, barrier in enumerate(barriers):
@@ -182,14 +183,14 @@ def _check_total_order(subject: Subject, barriers: list[Barrier]) -> None:
             if number != following:
                 edges.setdefault((number, following), (row, later))
     sorter: TopologicalSorter[int] = TopologicalSorter()
-    for before, after in edges:
-        sorter.add(after, before)
+    for earlier_barrier, later_barrier in edges:
+        sorter.add(later_barrier, earlier_barrier)
     try:
         sorter.prepare()
     except CycleError as error:
         cycle: list[int] = error.args[1]
-        (row, later), *rest = sorted(edges[pair] for pair in pairwise(cycle))
-        others = [f"rank {subject.rank[a]} runs {subject.text(a)} before {subject.text(b)}" for a, b in rest]
-        problem = f"runs before {subject.place(later, seen_from=row)}, but {' and '.join(others) or 'they are one'}"
+        (row, later), *other_edges = sorted(edges[pair] for pair in pairwise(cycle))
+        orders = [f"rank {subject.rank[a]} runs {subject.text(a)} before {subject.text(b)}" for a, b in other_edges]
+        problem = f"runs before {subject.place(later, seen_from=row)}, but {' and '.join(orders) or 'they are one'}"
         fix = "Give the collectives one order on all ranks"
         subject.add(row, f"{problem}: they would wait for each other", fix)

@@ -25,16 +25,16 @@ MAX_VISITS = 300_000
 """The search looks at so many waits at most; only a large table with very many open waits can exceed it."""
 
 
-def check_feasible(subject: Subject, before: Int32s) -> Starts | None:
+def check_feasible(subject: Subject, predecessor_rows: Int32s) -> Starts | None:
     """Prove that every rank can run its order to the end; return the starts of an untimed walk, None without an end.
 
     Nothing is before what it needs on its own rank, as `check_positions` proves: so the first column alone decides.
     """
-    walked = walk_untimed(subject.schedule, before[:, :1])
-    if walked.is_complete:
-        return whole_starts(walked)
-    cycle = shortest_cycle(subject, before, walked.reached)
-    rows, needed = subject.action_row[cycle].tolist(), subject.action_row[before[cycle, 0]].tolist()
+    walk = walk_untimed(subject.schedule, predecessor_rows[:, :1])
+    if walk.is_complete:
+        return whole_starts(walk)
+    cycle = shortest_cycle(subject, predecessor_rows, walk.reached)
+    rows, needed = subject.action_row[cycle].tolist(), subject.action_row[predecessor_rows[cycle, 0]].tolist()
     first = rows[0]
     fix = f"Move {subject.text(needed[-1])} before {subject.text(first)} on rank {subject.rank[first]}"
     subject.add(first, _chain(subject, rows, needed), fix)
@@ -54,19 +54,19 @@ def _chain(subject: Subject, rows: list[int], needed: list[int]) -> str:
     return ", which ".join(parts)
 
 
-def shortest_cycle(subject: Subject, before: Int32s, reached: Int64s) -> list[int]:
+def shortest_cycle(subject: Subject, predecessor_rows: Int32s, reached: Int64s) -> list[int]:
     """Return the rows that wait in a shortest cycle among those that a walk did not run, from the lowest rank on.
 
     `reached` is per rank the first row that did not run. Waits for later rows of the own rank are not looked at.
     """
-    rank, needed = subject.schedule.rank_of_row, before[:, 0]
+    rank, needed = subject.schedule.rank_of_row, predecessor_rows[:, 0]
     # Per rank, the rows that wait for a row of another rank which did not run, in order.
     waits = np.flatnonzero(needed != NONE)
     target = needed[waits]
     is_open = (waits >= reached[rank[waits]]) & (target >= reached[rank[target]]) & (rank[waits] != rank[target])
     waits = waits[is_open]
-    ends = pairwise(np.searchsorted(waits, subject.schedule.offsets))
-    rows = [waits[begin:end].tolist() for begin, end in ends]
+    bounds = pairwise(np.searchsorted(waits, subject.schedule.offsets))
+    rows = [waits[begin:end].tolist() for begin, end in bounds]
     search = _Search(rows, needed, subject.schedule.joined, rank)
     # Nearest to where the ranks are stuck first: a short cycle that is found early cuts the other searches off. None is
     # shorter than two waits, since a cycle has at least two ranks.
@@ -88,13 +88,13 @@ class _Search:
     """
 
     rows: list[list[int]]
-    """Per rank, those that wait for another rank, in order."""
+    """The rows of each rank that wait for another rank, in order."""
     needed: Int32s
-    """[num_actions] what each waits for."""
+    """[num_actions] the row that each row waits for."""
     joined: Bools
     rank: Int32s
     best: list[int] = field(default_factory=list)
-    """The rows that wait in it."""
+    """The rows that wait in the shortest cycle."""
     num_visits: int = 0
 
     def start_from(self, row: int) -> None:
@@ -103,13 +103,13 @@ class _Search:
         frontier = [[row]]
         # The next step makes paths of one wait more; only a cycle shorter than the best is of interest.
         while frontier and (not self.best or len(frontier[0]) + 1 < len(self.best)):
-            reached_next = []
+            next_frontier = []
             for path in frontier:
-                found = self._extend(path, explored)
-                if found and self._closes(found):
+                longer_paths = self._extend(path, explored)
+                if longer_paths and self._closes(longer_paths):
                     return
-                reached_next += found
-            frontier = reached_next
+                next_frontier += longer_paths
+            frontier = next_frontier
 
     def _extend(self, path: list[int], explored: dict[int, int]) -> list[list[int]]:
         """Leave the rank that the path has entered by every wait before its entry that is still unexplored."""

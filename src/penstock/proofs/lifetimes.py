@@ -27,7 +27,8 @@ from penstock.ir.whole import is_sharded
 from penstock.proofs.report import Subject
 
 READ, FREE, MAKE = EFFECTS = (0, 1, 2)
-"""In the order in which the rows of a pair, which run together, have them: both read before either frees."""
+"""The effects of a row on a value, in the order in which the two rows of a pair have them: both read before both free.
+"""
 _READER_AT = {At.OWN: At.OWN, At.UPSTREAM: At.DOWNSTREAM, At.DOWNSTREAM: At.UPSTREAM}
 _READER_AT |= {At.EARLIER_SLICE: At.LATER_SLICE, At.LATER_SLICE: At.EARLIER_SLICE}
 _READ_AT = {read.value: read.at for row in OPERATIONS.values() if row.lane is Lane.COMPUTE for read in row.reads}
@@ -43,7 +44,7 @@ class _Kind(NamedTuple):
 
 
 KINDS = [_Kind(value, False) for value in Value] + [_Kind(value, True) for value in Value if value in MESSAGES]
-"""In the order in which violations are reported."""
+"""The kinds of values, in the order in which violations are reported."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,11 +56,13 @@ class _Access:
     effect: int
     """`READ`, `FREE` or `MAKE`."""
     first_cell: Int64s
-    """[num_stages] by the row's stage, the value's cell if the row has microbatch 0 and slice 0; `NONE`: no effect."""
+    """[num_stages] the cell of the value, by the row's stage, if the row has microbatch 0 and slice 0; `NONE` where a
+    row of the stage has no effect."""
     slice_shift: int
-    """From the row's slice to the value's."""
+    """The slice of the value minus the slice of the row."""
     end_shift: int
-    """From the row's slice to that at the other end, of the maker or reader; no effect where there is no such slice."""
+    """The slice of the value's other user, its maker or reader, minus the slice of the row. A row has no effect where
+    there is no such slice."""
 
     @property
     def kept_value(self) -> int:
@@ -69,7 +72,7 @@ class _Access:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Events:
-    """The effects of all rows on the values of one kind, by value and time: a column entry per effect."""
+    """The effects of all rows on the values of one kind, sorted by value and time: a column entry per effect."""
 
     cell: Int64s
     row: Int64s
@@ -77,7 +80,7 @@ class _Events:
 
 
 def check_lifetimes(subject: Subject) -> None:
-    """Prove it of a program whose rows and messages are whole."""
+    """Prove of a program whose rows and messages are complete that its values live as the operations say."""
     lifetimes = _Lifetimes(subject.program)
     # Interpreted, the walk takes ten times as long as sorting: a small table is sorted at once.
     kinds = lifetimes.wrong_kinds() if is_large(subject.program.num_rows) else list(lifetimes.accesses_by_kind)
@@ -130,9 +133,10 @@ class _Lifetimes:
         _WALK(program.num_rows, _Rows(*columns, program.num_slices), self._table(), is_alive, is_wrong)
         for number, kind in enumerate(kinds):
             is_wrong[number] |= kind.value not in OF_STAGE and is_alive[number].any()  # nothing uses it
-        return [kind for kind, wrong in zip(kinds, is_wrong.tolist(), strict=True) if wrong]
+        return [kind for kind, has_error in zip(kinds, is_wrong.tolist(), strict=True) if has_error]
 
     def _accesses(self, op: Op) -> Iterator[_Access]:
+        """Yield the effects of an operation, of all kinds of values."""
         row = OPERATIONS[op]
         if row.lane is Lane.RECEIVE:
             assert row.message is not None
@@ -174,8 +178,8 @@ class _Lifetimes:
                 is_touched &= self._kept_values[rows] == access.kept_value
             rows, cells = rows[is_touched], cells[is_touched]
             if kind.value not in OF_STAGE:
-                part = program.microbatch[rows].astype(np.int64) * program.num_slices + program.slice[rows]
-                cells += part + access.slice_shift
+                offset = program.microbatch[rows].astype(np.int64) * program.num_slices + program.slice[rows]
+                cells += offset + access.slice_shift
             yield rows, cells, access.effect
 
     def _table(self) -> "_Accesses":
@@ -274,12 +278,13 @@ _WALK = Hot(_walk_rows, _apply, _cell_of)
 
 
 def _report(subject: Subject, events: _Events, value: Value) -> None:
-    """Note what is wrong with the values of one kind: first what is read, then what is made, then what is left."""
-    cell, row, number = events.cell, events.row, np.arange(len(events.cell))
+    """Add the violations of values of one kind: reads without a value, values made twice, values that nobody uses."""
+    cell, row, index_of_event = events.cell, events.row, np.arange(len(events.cell))
     is_make, is_first = events.effect == MAKE, np.append(True, cell[1:] != cell[:-1])
-    first = np.maximum.accumulate(np.where(is_first, number, 0))
-    # The last event before each one that made or freed anything: if it is of another value, there is none of this one.
-    changes = np.maximum.accumulate(np.where(events.effect != READ, number, NONE))
+    first = np.maximum.accumulate(np.where(is_first, index_of_event, 0))
+    # `latest` is the last event before each one that made or freed a value. Where it is of another value, this value
+    # has none.
+    changes = np.maximum.accumulate(np.where(events.effect != READ, index_of_event, NONE))
     latest = np.append(NONE, changes[:-1])
     has_latest = latest >= first
     is_alive = has_latest & is_make[latest]
@@ -288,9 +293,9 @@ def _report(subject: Subject, events: _Events, value: Value) -> None:
         is_made[cell[is_make]] = True
         is_alive |= ~has_latest & ~is_made[cell]  # from the start
     for index in np.flatnonzero(~is_make & ~is_alive).tolist():
-        freed = subject.place(int(row[latest[index]]), seen_from=int(row[index])) if has_latest[index] else ""
-        problem = f"{freed} has freed before" if freed else "no row before it makes"
-        fix = f"Move it before {freed}" if freed else "Add what makes it"
+        freer = subject.place(int(row[latest[index]]), seen_from=int(row[index])) if has_latest[index] else ""
+        problem = f"{freer} has freed before" if freer else "no row before it makes"
+        fix = f"Move it before {freer}" if freer else "Add what makes it"
         subject.add(int(row[index]), f"reads {_name(subject, int(cell[index]), value)}, which {problem}", fix)
     if value is Value.GRADIENT:
         return
@@ -312,7 +317,7 @@ def _name(subject: Subject, cell: int, value: Value) -> str:
     text, table = value.name.lower().replace("_", " "), subject.table
     if value in OF_STAGE:
         return f"the {text} of stage {cell}"
-    rest, part = divmod(cell, table.num_slices)
-    stage, microbatch = divmod(rest, table.num_microbatches)
-    of_slice = f", slice {part}" if table.num_slices > 1 else ""
+    stage_and_microbatch, slice_index = divmod(cell, table.num_slices)
+    stage, microbatch = divmod(stage_and_microbatch, table.num_microbatches)
+    of_slice = f", slice {slice_index}" if table.num_slices > 1 else ""
     return f"the {text} of stage {stage}, microbatch {microbatch}{of_slice}"

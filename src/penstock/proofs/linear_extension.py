@@ -41,7 +41,7 @@ from penstock.proofs.report import Subject
 
 COMPUTE, SEND, RECEIVE, JOIN, OTHER = range(5)
 ROLES = np.select([IS_COMPUTE, IS_SEND, IS_RECEIVE, JOINS_RANKS], [COMPUTE, SEND, RECEIVE, JOIN], OTHER).astype(np.int8)
-"""[NUM_OPS] what an operation is to this proof."""
+"""[NUM_OPS] the role of an operation in this proof."""
 
 
 def proved_by_order(
@@ -51,14 +51,14 @@ def proved_by_order(
 
     `start` are the starts of its actions in an untimed walk. Without `is_grouped`, condition 5 is of no interest.
     """
-    num_kept = _num_kept(subject, _timestamps(subject, messages, start))
-    if num_kept < (5 if is_grouped else 4):
-        num_kept = max(num_kept, _num_kept(subject, _timestamps_by_ends(subject, messages, start)))
-    return tuple(model for model in MODELS if num_kept >= (5 if model == COALESCED else 4))
+    num_conditions = _conditions_kept(subject, _timestamps(subject, messages, start))
+    if num_conditions < (5 if is_grouped else 4):
+        num_conditions = max(num_conditions, _conditions_kept(subject, _timestamps_by_ends(subject, messages, start)))
+    return tuple(model for model in MODELS if num_conditions >= (5 if model == COALESCED else 4))
 
 
 class Rows(NamedTuple):
-    """The columns that count here, the roles of operations by their number, and the rank of each stage."""
+    """Columns of the program with the timestamp of each row, the role of each operation, and the rank of each stage."""
 
     op: Any
     roles: Any
@@ -67,18 +67,20 @@ class Rows(NamedTuple):
     rank_of_stage: Any
 
 
-class Seen(NamedTuple):
-    """By other rank, the timestamp of the last message to or from it, and which rank's message that was."""
+class LastMessages(NamedTuple):
+    """The last message between the rank that is looked at and each other rank, [num_ranks] by that rank."""
 
-    last_message: Any
-    seen_by: Any
+    time: Any
+    """The timestamp of the message."""
+    written_by: Any
+    """The rank that wrote the entry; an entry of an earlier rank does not count."""
 
 
-def _num_kept(subject: Subject, timestamp: Array) -> int:
+def _conditions_kept(subject: Subject, timestamp: Array) -> int:
     program = subject.program
     rows = Rows(program.op, ROLES, timestamp, program.peer, subject.rank_of_stage)
-    seen = Seen(np.zeros(program.num_ranks, np.int64), np.full(program.num_ranks, NONE, np.int64))
-    return int(_KEEP(program.num_instructions, program.offsets, rows, seen))
+    last_messages = LastMessages(np.zeros(program.num_ranks, np.int64), np.full(program.num_ranks, NONE, np.int64))
+    return int(_COUNT_CONDITIONS(program.num_instructions, program.offsets, rows, last_messages))
 
 
 def _timestamps(subject: Subject, messages: Sequence[Messages], start: Starts) -> Array:
@@ -101,57 +103,60 @@ def _timestamps(subject: Subject, messages: Sequence[Messages], start: Starts) -
 
 def _timestamps_by_ends(subject: Subject, messages: Sequence[Messages], start: Starts) -> Int32s:
     """[num_instructions] timestamps by the rule that a message has its place where its maker ends."""
-    whole = join_messages(messages)
-    by_maker = np.argsort(whole.producer)
-    makers = np.searchsorted(subject.action_row, whole.producer[by_maker])
+    all_messages = join_messages(messages)
+    by_maker = np.argsort(all_messages.producer)
+    makers = np.searchsorted(subject.action_row, all_messages.producer[by_maker])
     order = order_by_ends(subject.schedule, start, makers)
     position = np.empty(len(order), np.int32)
     position[order] = np.arange(len(order), dtype=np.int32)
     timestamp = np.full(subject.table.num_rows, NONE, np.int32)
     timestamp[subject.action_row] = position[: len(start)]
-    timestamp[whole.send[by_maker]] = timestamp[whole.receive[by_maker]] = position[len(start) :]
+    timestamp[all_messages.send[by_maker]] = timestamp[all_messages.receive[by_maker]] = position[len(start) :]
     return timestamp
 
 
-def _rank_keeps(rank: int, begin: int, end: int, rows: Rows, seen: Seen) -> int:
-    """Return how many of the conditions one rank's rows keep: 5, 4, or 0 where one of the first four is broken."""
+def _rank_keeps(rank: int, begin: int, end: int, rows: Rows, last_messages: LastMessages) -> int:
+    """Return how many of the conditions one rank's rows keep: 5, 4, or 0 where one of the first four is broken.
+
+    `begin` and `end` bound the rows of the rank; `last_messages` is written.
+    """
     op, roles, timestamp, peer, rank_of_stage = rows
-    last_message, seen_by = seen
-    last, last_with_receives = -1, -1
+    last_message_time, written_by = last_messages.time, last_messages.written_by
+    last_time, last_time_or_receive = -1, -1
     has_joined = False
-    kept = 5
+    num_conditions = 5
     for row in range(begin, end):
         role = roles[op[row]]
         if role > RECEIVE:
             has_joined = has_joined or role == JOIN
             continue
-        now = timestamp[row]
-        if has_joined or now < last:  # `last` ignores receives, so this breaks 1, 2 or 4
+        time = timestamp[row]
+        if has_joined or time < last_time:  # `last` ignores receives, so this breaks 1, 2 or 4
             return 0
-        if now < last_with_receives:  # the same with receives breaks 5
-            kept = 4
-        last_with_receives = max(now, last_with_receives)
+        if time < last_time_or_receive:  # the same with receives breaks 5
+            num_conditions = 4
+        last_time_or_receive = max(time, last_time_or_receive)
         if role != RECEIVE:
-            last = now
+            last_time = time
         if role != COMPUTE:
-            other = rank_of_stage[peer[row]]
+            peer_rank = rank_of_stage[peer[row]]
             # Condition 3. An entry that an earlier rank wrote is stale: to compare ranks is cheaper than to clear all.
-            if seen_by[other] == rank and now < last_message[other]:
+            if written_by[peer_rank] == rank and time < last_message_time[peer_rank]:
                 return 0
-            seen_by[other] = rank
-            last_message[other] = now
-    return kept
+            written_by[peer_rank] = rank
+            last_message_time[peer_rank] = time
+    return num_conditions
 
 
-def _all_keep(offsets: Any, rows: Rows, seen: Seen) -> int:
-    kept = 5
+def _all_keep(offsets: Any, rows: Rows, last_messages: LastMessages) -> int:
+    num_conditions = 5
     for rank in range(len(offsets) - 1):
-        of_rank = _rank_keeps(rank, offsets[rank], offsets[rank + 1], rows, seen)
-        if of_rank < kept:
-            kept = of_rank
-        if kept == 0:
+        num_of_rank = _rank_keeps(rank, offsets[rank], offsets[rank + 1], rows, last_messages)
+        if num_of_rank < num_conditions:
+            num_conditions = num_of_rank
+        if num_conditions == 0:
             break
-    return kept
+    return num_conditions
 
 
-_KEEP = Hot(_all_keep, _rank_keeps)
+_COUNT_CONDITIONS = Hot(_all_keep, _rank_keeps)

@@ -54,26 +54,26 @@ class Limit:
     """The most that a rank may hold: bytes, activations by number, or what microbatches leave on a rank."""
 
     amounts: tuple[int | Fraction, ...]
-    """One per rank, or one for all."""
+    """The amounts of the ranks, or one for all."""
     unit: LimitUnit
     text: str
-    """As it was given."""
+    """The limit as the user wrote it."""
 
     @classmethod
-    def read(cls, given: Any, key: str = "memory_limit") -> "Limit":
+    def read(cls, limit: Any, key: str = "memory_limit") -> "Limit":
         """Read `"20GiB"`, a number of bytes, `"12 activations"` or `"6 microbatches"`; or a list of such, one per rank.
 
         Raises:
             ConfigError: for an unknown unit, anything but a number of 1 or more, and a list of several units.
         """
-        if isinstance(given, Limit):
-            return given
-        plain = given.tolist() if isinstance(given, (np.ndarray, np.generic)) else given
-        several = plain if isinstance(plain, (list, tuple)) else [plain]
-        read = [_read_amount(each, key) for each in several]
-        if len({unit for _, unit in read}) != 1:
-            raise ConfigError(f"{described(given)}; give {SPELLINGS}, for all ranks alike or per rank", key=key)
-        return cls(tuple(amount for amount, _ in read), read[0][1], str(plain))
+        if isinstance(limit, Limit):
+            return limit
+        plain = limit.tolist() if isinstance(limit, (np.ndarray, np.generic)) else limit
+        entries = plain if isinstance(plain, (list, tuple)) else [plain]
+        amounts = [_read_amount(entry, key) for entry in entries]
+        if len({unit for _, unit in amounts}) != 1:
+            raise ConfigError(f"{described(limit)}; give {SPELLINGS}, for all ranks alike or per rank", key=key)
+        return cls(tuple(amount for amount, _ in amounts), amounts[0][1], str(plain))
 
     @property
     def in_bytes(self) -> bool:
@@ -109,23 +109,23 @@ class Limit:
         return self.text
 
 
-def _read_amount(given: Any, key: str) -> tuple[int | Fraction, LimitUnit]:
-    """A number, and what it counts."""
-    if isinstance(given, int) and not isinstance(given, bool):
-        number, unit = Fraction(given), "bytes"
+def _read_amount(entry: Any, key: str) -> tuple[int | Fraction, LimitUnit]:
+    """Return the number of one limit and its unit. Raises: ConfigError."""
+    if isinstance(entry, int) and not isinstance(entry, bool):
+        number, unit = Fraction(entry), "bytes"
     else:
-        found = _LIMIT.fullmatch(given) if isinstance(given, str) else None
-        if found is None:
-            shown = shortened(given) if isinstance(given, str) else described(given)
+        match = _LIMIT.fullmatch(entry) if isinstance(entry, str) else None
+        if match is None:
+            shown = shortened(entry) if isinstance(entry, str) else described(entry)
             raise ConfigError(f"{shown}; give {SPELLINGS}", key=key)
-        number, unit = Fraction(found[1]), found[2].lower() or "bytes"
+        number, unit = Fraction(match[1]), match[2].lower() or "bytes"
         if unit not in UNITS and unit not in COUNTED:
-            known = ", ".join((*UNITS, "activations"))
-            raise ConfigError(f"{shortened(given)} has no known unit; expected one of {known} or microbatches", key=key)
+            units = ", ".join((*UNITS, "activations"))
+            raise ConfigError(f"{shortened(entry)} has no known unit; expected one of {units} or microbatches", key=key)
     counts = COUNTED.get(unit, "bytes")
     amount = number if counts == "microbatches" else math.floor(number * UNITS.get(unit, 1))
     if amount <= 0:
-        raise ConfigError(f"{shortened(given)}; give a limit of 1 or more", key=key)
+        raise ConfigError(f"{shortened(entry)}; give a limit of 1 or more", key=key)
     return amount, counts
 
 
@@ -189,18 +189,21 @@ def _prove_limit(
     peaks: Sequence[int] | Int64s,
     live: Callable[[], Int64s],
 ) -> None:
-    """Note the first row of each rank that needs more than its limit, of which `live` has an entry per row."""
+    """Add a violation at the first row of each rank that needs more than its limit.
+
+    `live` returns [num_rows] the amount that is alive while each row runs, and `peaks` are its maxima per rank.
+    """
     table = subject.table
     limits = limit.of_ranks(table.num_ranks, table.parts_per_rank)
     if (limits >= peaks).all():  # the column of all rows is made only where one of them is over its limit
         return
-    rank, held = subject.rank, live()
-    over = np.flatnonzero(held > limits[rank])
+    rank, held_amounts = subject.rank, live()
+    over = np.flatnonzero(held_amounts > limits[rank])
     for index in first_of_each(rank[over], over):
         unit = "byte" if limit.in_bytes else "activation"
         subject.add(
             index,
-            f"needs {count_of(int(held[index]), unit)} alive at once; the limit of rank {rank[index]} is "
+            f"needs {count_of(int(held_amounts[index]), unit)} alive at once; the limit of rank {rank[index]} is "
             f"{limits[rank[index]]}{f' ({limit})' * (limit.unit == 'microbatches')}",
             "Run a backward before it, take a schedule with fewer forwards in flight, or raise the limit",
         )
@@ -216,21 +219,22 @@ def check_residency(subject: Subject, residency: int | None) -> list[int] | None
     program = subject.program
     peaks = peak_whole(program)
     if peaks is not None and residency is not None and max(peaks) > residency:
-        whole = num_whole(program)
-        over = np.flatnonzero(whole > residency)
+        num_whole_units = num_whole(program)
+        over = np.flatnonzero(num_whole_units > residency)
         for row in first_of_each(program.rank_of_row[over], over):
-            problem = f"makes {whole[row]} stages whole at once; rank {program.rank_of_row[row]} may have {residency}"
+            rank, num_units = program.rank_of_row[row], num_whole_units[row]
+            problem = f"makes {num_units} stages whole at once; rank {rank} may have {residency}"
             subject.add(row, problem, "Reshard one of them before it, or raise residency")
     return peaks
 
 
 def count_messages_alive(subject: Subject, messages: Sequence[Messages]) -> tuple[list[int], list[int]]:
     """Return the peaks per rank of messages that have arrived and are not consumed, and that are made and not sent."""
-    received, consumed, made, sent = np.zeros((4, subject.table.num_rows), np.bool_)
+    is_receive, is_consumer, is_producer, is_send = np.zeros((4, subject.table.num_rows), np.bool_)
     for part in messages:
-        received[part.receive] = consumed[part.consumer] = True
-        made[part.producer] = sent[part.send] = True
-    return peak_alive(subject.table, received, consumed), peak_alive(subject.table, made, sent)
+        is_receive[part.receive] = is_consumer[part.consumer] = True
+        is_producer[part.producer] = is_send[part.send] = True
+    return peak_alive(subject.table, is_receive, is_consumer), peak_alive(subject.table, is_producer, is_send)
 
 
 def check_slots(subject: Subject, rows: RowIndex, parts: Sequence[Messages]) -> None:
@@ -247,23 +251,23 @@ def check_slots(subject: Subject, rows: RowIndex, parts: Sequence[Messages]) -> 
 
 
 def _activation_lives(subject: Subject, rows: RowIndex) -> tuple[Int32s, Int32s]:
-    """First and last row of every activation; a backward that looks into another slot is a finding."""
+    """Return the first and the last row of every activation; add a violation for a reader that names another slot."""
     program = subject.program
-    of_op = {op: rows.plane(op).reshape(-1) for op in rows.planes if NAMES_SLOT[op]}
-    forward = next((found for op, found in of_op.items() if BEGINS_KEEPING[op]), np.empty(0, np.int32))
+    rows_of_op = {op: rows.plane(op).reshape(-1) for op in rows.planes if NAMES_SLOT[op]}
+    forward = next((op_rows for op, op_rows in rows_of_op.items() if BEGINS_KEEPING[op]), np.empty(0, np.int32))
     for part in blocks(program.num_rows):
         readers = part.start + np.flatnonzero(NAMES_SLOT[program.op[part]])
         savers = forward[identities_of(program, part)[readers - part.start]]
         for index in np.flatnonzero(program.slot[readers] != program.slot[savers]).tolist():
             row, saver = int(readers[index]), int(savers[index])
-            mine, theirs = int(program.slot[row]), int(program.slot[saver])
+            read_slot, saved_slot = int(program.slot[row]), int(program.slot[saver])
             place = subject.place(saver, seen_from=row)
-            problem = f"reads slot {mine}; {place} saved its activation in slot {theirs}"
-            subject.add(row, problem, f"Give it slot {theirs}")
+            problem = f"reads slot {read_slot}; {place} saved its activation in slot {saved_slot}"
+            subject.add(row, problem, f"Give it slot {saved_slot}")
     last = forward
-    for op, found in of_op.items():  # B before W
+    for op, op_rows in rows_of_op.items():  # B before W
         if ENDS_KEEPING[op]:
-            last = np.where(found != NONE, found, last)
+            last = np.where(op_rows != NONE, op_rows, last)
     is_there = forward != NONE
     return forward[is_there], last[is_there]
 
@@ -271,56 +275,60 @@ def _activation_lives(subject: Subject, rows: RowIndex) -> tuple[Int32s, Int32s]
 def _num_overlaps(program: Program, begin: Int32s, end: Int32s, messages: Sequence[Messages]) -> int:
     """Count slots that are taken while in use; more than 0 means that there may be some."""
     # Each life is noted at one row: that of an unsent result at its end, the others at their begin.
-    other_end = np.full(program.num_instructions, NONE, np.int32)
+    other_row = np.full(program.num_instructions, NONE, np.int32)
     # The two rows of a pair run together: what one frees is not free for the other.
-    other_end[begin] = end + program.joined[end]
+    other_row[begin] = end + program.joined[end]
     for part in messages:
-        other_end[part.receive] = part.consumer + program.joined[part.consumer]
-        other_end[part.send] = part.producer
+        other_row[part.receive] = part.consumer + program.joined[part.consumer]
+        other_row[part.send] = part.producer
     num_slots = int(program.slot.max(initial=0)) + 1
     if num_slots > program.num_instructions or program.slot.min(initial=0) < 0:
         return 1  # no table of slots for such numbers
-    in_use = np.full((3, num_slots), NONE, np.int64)
-    return int(_COUNT_OVERLAPS(program.num_instructions, program.op, POOL, program.slot, other_end, in_use))
+    last_row = np.full((3, num_slots), NONE, np.int64)
+    return int(_COUNT_OVERLAPS(program.num_instructions, program.op, POOL, program.slot, other_row, last_row))
 
 
-def _count_overlaps(op: Any, pool_of_op: Any, slot: Any, other_end: Any, in_use: Any) -> int:
-    """Look at lives one after the other; `in_use` holds per pool and slot the last row of the life before."""
+def _count_overlaps(op: Any, pool_of_op: Any, slot: Any, other_row: Any, last_row: Any) -> int:
+    """Count the lives that begin in a slot before the life before them there has ended, in the order of their rows.
+
+    `other_row` is the other end of the life that is noted at a row. `last_row` [num_pools, num_slots] is written: the
+    last row of the latest life in each slot.
+    """
     count = 0
     for row in range(len(op)):
-        other = other_end[row]
-        if other < 0:
+        life_end = other_row[row]
+        if life_end < 0:
             continue
         pool = pool_of_op[op[row]]
         begin = row
         if pool == 2:  # an unsent result begins at its maker and ends at the send
-            begin, other = other, row
-        # Row numbers grow from rank to rank, so entries that an earlier rank left in `in_use` never count as overlaps.
-        if begin <= in_use[pool, slot[row]]:
+            begin, life_end = life_end, row
+        # Row numbers grow from rank to rank, so entries of an earlier rank in `last_row` never count as overlaps.
+        if begin <= last_row[pool, slot[row]]:
             count += 1
-        in_use[pool, slot[row]] = other
+        last_row[pool, slot[row]] = life_end
     return count
 
 
 _COUNT_OVERLAPS = Hot(_count_overlaps)
 
 
-def _check_pool(subject: Subject, what: str, begin: Int32s, end: Int32s, named_by: Int32s) -> None:
+def _check_pool(subject: Subject, contents: str, begin: Int32s, end: Int32s, named_by: Int32s) -> None:
     """Prove that lives in one slot of one rank do not overlap; `named_by` are the rows that hold the slot's number."""
     program = subject.program
     # The two rows of a pair run together: what one frees is not free for the other.
-    ends = end + program.joined[end]
+    busy_until = end + program.joined[end]
     slot = program.slot[named_by].astype(np.int64)
     pool = subject.rank[begin] * (int(slot.max(initial=0)) + 1) + slot
     # Sorted by slot and begin: if any two lives in a slot overlap, so do two that are next to each other.
     order = np.argsort(pool * subject.table.num_rows + begin)
     earlier, later = order[:-1], order[1:]
-    clash = (pool[earlier] == pool[later]) & (begin[later] <= ends[earlier])
+    clash = (pool[earlier] == pool[later]) & (begin[later] <= busy_until[earlier])
     for first, second in zip(earlier[clash].tolist(), later[clash].tolist(), strict=True):
         row, holder, last = int(begin[second]), int(begin[first]), int(end[first])
         subject.add(
             row,
-            f"overwrites slot {slot[second]}, where {what} {subject.place(holder, seen_from=row)} lives until "
+            f"overwrites slot {slot[second]}, where {contents} {subject.place(holder, seen_from=row)} lives until "
             f"{subject.place(last, seen_from=row)}",
             f"Take another slot, or wait until {subject.text(last)} has run",
         )

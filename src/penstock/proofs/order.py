@@ -24,7 +24,7 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.proofs.report import Subject
 
-Where = tuple[int, int, int]
+Place = tuple[int, int, int]
 """A stage, a microbatch and a slice."""
 
 _NO_WEIGHT_GRADIENT = "has no weight gradient; expected one {} after it", "Add {} after it"
@@ -64,12 +64,12 @@ def check_pairs(subject: Subject) -> bool:
 
 def check_names(subject: Subject) -> bool:
     """Prove that each row is on the rank of its stage, and its microbatch travels that stage's route."""
-    before = len(subject.violations)
+    num_violations = len(subject.violations)
     for part in blocks(subject.table.num_rows):
-        wrong = part.start + np.flatnonzero(_is_wrongly_named(subject, part))
-        for row in wrong.tolist():
+        rows = part.start + np.flatnonzero(_is_wrongly_named(subject, part))
+        for row in rows.tolist():
             _add_wrong_name(subject, row)
-    return len(subject.violations) == before
+    return len(subject.violations) == num_violations
 
 
 def _is_wrongly_named(subject: Subject, part: slice) -> Bools:
@@ -101,23 +101,23 @@ def check_complete(subject: Subject) -> bool:
     schedule = subject.schedule
     shape = (len(Kind), schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
     identity = identities(schedule)
-    there = np.zeros(shape, np.bool_)
+    is_there = np.zeros(shape, np.bool_)
     for part in blocks(schedule.num_actions):
-        there.reshape(-1)[_keys(schedule, identity, part)] = True
-    has_duplicates = np.count_nonzero(there) < schedule.num_actions
+        is_there.reshape(-1)[_keys(schedule, identity, part)] = True
+    has_duplicates = np.count_nonzero(is_there) < schedule.num_actions
     route_of_stage = np.array(schedule.placement.route_of_stage)
     expected = (route_of_stage[:, None] == schedule.route_of_microbatch[None, :])[:, :, None]
-    if not has_duplicates and _is_consistent(there, expected, schedule.is_forward_only):
+    if not has_duplicates and _is_consistent(is_there, expected, schedule.is_forward_only):
         return True
 
     key = _keys(schedule, identity, slice(None))
     last = np.full(shape, NONE, np.int64)
     last.reshape(-1)[key] = np.arange(schedule.num_actions)
-    before = len(subject.violations)
+    num_violations = len(subject.violations)
     _suspect_lone_microbatches(subject)
     _add_duplicates(subject, key)
-    _add_lacks(subject, there, last, np.broadcast_to(expected, shape[1:]))
-    return len(subject.violations) == before
+    _add_lacks(subject, is_there, last, np.broadcast_to(expected, shape[1:]))
+    return len(subject.violations) == num_violations
 
 
 def _suspect_lone_microbatches(subject: Subject) -> None:
@@ -138,19 +138,22 @@ def _suspect_lone_microbatches(subject: Subject) -> None:
 
 
 def _keys(schedule: Schedule, identity: Int32s, part: slice) -> Int64s:
-    """A number for each (kind, stage, microbatch, slice)."""
+    """[num_rows] a number for each (kind, stage, microbatch, slice), for some rows."""
     keys: Int64s = KIND_INDEX[schedule.kind[part]].astype(np.int64) * num_identities(schedule)
     keys += identity[part]
     return keys
 
 
-def _is_consistent(there: Bools, expected: Bools, forward_only: bool) -> bool:
-    """Whether what is there of each (stage, microbatch, slice) is all of it, or nothing where nothing is expected."""
-    forward, whole, inputs, weights, again = there
+def _is_consistent(is_there: Bools, expected: Bools, forward_only: bool) -> bool:
+    """Return whether each (stage, microbatch, slice) has all of its actions, or none where none is expected.
+
+    `is_there` [num_kinds, num_stages, num_microbatches, num_slices] says which actions the table has.
+    """
+    forward, backward, inputs, weights, recompute = is_there
     if forward_only:
-        return bool((forward | ~expected).all() and not again.any())
-    is_all = forward & (inputs == weights) & (whole ^ inputs)
-    return bool((is_all | ~(expected | there.any(axis=0))).all())
+        return bool((forward | ~expected).all() and not recompute.any())
+    is_all = forward & (inputs == weights) & (backward ^ inputs)
+    return bool((is_all | ~(expected | is_there.any(axis=0))).all())
 
 
 def _add_duplicates(subject: Subject, key: Array) -> None:
@@ -161,41 +164,42 @@ def _add_duplicates(subject: Subject, key: Array) -> None:
         subject.add(row, f"is a duplicate of {subject.place(first)}; expected one", "Drop one of the two")
 
 
-def _add_lacks(subject: Subject, there: Bools, last: Int64s, expected: Bools) -> None:
-    """Find what lacks another action, and what is not there at all.
+def _add_lacks(subject: Subject, is_there: Bools, last: Int64s, expected: Bools) -> None:
+    """Add a violation for each action that lacks another one, and for those that are not there at all.
 
-    `there` and `last` are [num_kinds, num_stages, num_microbatches, num_slices]: whether an action is there, and where.
+    `is_there` and `last` are [num_kinds, num_stages, num_microbatches, num_slices]: whether the table has an action,
+    and its last row.
     """
-    forward, whole, inputs, weights, again = there
-    has_backward = whole | inputs | weights
+    forward, backward, inputs, weights, recompute = is_there
+    has_backward = backward | inputs | weights
     trains = not subject.schedule.is_forward_only
 
-    def row_of(kind: Kind, where: Where) -> int:
-        return int(subject.action_row[last[(KIND_INDEX[kind], *where)]])
+    def row_of(kind: Kind, place: Place) -> int:
+        return int(subject.action_row[last[(KIND_INDEX[kind], *place)]])
 
-    for where in _where(whole & (inputs | weights)):
-        part = Kind.BACKWARD_INPUT if inputs[where] else Kind.BACKWARD_WEIGHT
-        other = subject.place(row_of(part, where))
-        problem = f"computes again what {other} computes; expected one B, or one I and one W"
-        subject.add(row_of(Kind.BACKWARD, where), problem, "Drop the B, or the I and the W")
-    for found, kind, lacking, problem, fix in (
-        (inputs & ~weights & ~whole, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, *_NO_WEIGHT_GRADIENT),
-        (weights & ~inputs & ~whole, Kind.BACKWARD_WEIGHT, Kind.BACKWARD_INPUT, *_NO_INPUT_GRADIENT),
-        (again & ~(whole | inputs), Kind.RECOMPUTE, Kind.BACKWARD, *_NO_READER),
-        (whole & ~forward, Kind.BACKWARD, Kind.FORWARD, *_NO_FORWARD),
-        (inputs & ~whole & ~forward, Kind.BACKWARD_INPUT, Kind.FORWARD, *_NO_FORWARD),
-        (weights & ~whole & ~inputs & ~forward, Kind.BACKWARD_WEIGHT, Kind.FORWARD, *_NO_FORWARD),
+    for place in _places(backward & (inputs | weights)):
+        part = Kind.BACKWARD_INPUT if inputs[place] else Kind.BACKWARD_WEIGHT
+        part_place = subject.place(row_of(part, place))
+        problem = f"computes again what {part_place} computes; expected one B, or one I and one W"
+        subject.add(row_of(Kind.BACKWARD, place), problem, "Drop the B, or the I and the W")
+    for lacks_action, kind, missing_kind, problem, fix in (
+        (inputs & ~weights & ~backward, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, *_NO_WEIGHT_GRADIENT),
+        (weights & ~inputs & ~backward, Kind.BACKWARD_WEIGHT, Kind.BACKWARD_INPUT, *_NO_INPUT_GRADIENT),
+        (recompute & ~(backward | inputs), Kind.RECOMPUTE, Kind.BACKWARD, *_NO_READER),
+        (backward & ~forward, Kind.BACKWARD, Kind.FORWARD, *_NO_FORWARD),
+        (inputs & ~backward & ~forward, Kind.BACKWARD_INPUT, Kind.FORWARD, *_NO_FORWARD),
+        (weights & ~backward & ~inputs & ~forward, Kind.BACKWARD_WEIGHT, Kind.FORWARD, *_NO_FORWARD),
         (forward & ~has_backward & trains, Kind.FORWARD, Kind.BACKWARD, *_NO_BACKWARD),
     ):
-        for where in _where(found):
-            text = str(Action(lacking, *where))
-            subject.add(row_of(kind, where), problem.format(text), fix.format(text))
+        for place in _places(lacks_action):
+            text = str(Action(missing_kind, *place))
+            subject.add(row_of(kind, place), problem.format(text), fix.format(text))
     kinds = (Kind.FORWARD, Kind.BACKWARD) if trains else (Kind.FORWARD,)
-    for first, end in _runs(_where(expected & ~forward & ~has_backward)):
+    for first, end in _runs(_places(expected & ~forward & ~has_backward)):
         _add_absent(subject, kinds, first, end)
 
 
-def _add_absent(subject: Subject, kinds: Sequence[Kind], first: Where, last: Where) -> None:
+def _add_absent(subject: Subject, kinds: Sequence[Kind], first: Place, last: Place) -> None:
     is_one, trains = first == last, len(kinds) > 1
     texts = [str(Action(kind, *first)) + ("" if is_one else f" to {Action(kind, *last)}") for kind in kinds]
     missing = " and ".join(texts) + (f" (or {'its' if is_one else 'their'} I and W)" if trains else "")
@@ -205,54 +209,54 @@ def _add_absent(subject: Subject, kinds: Sequence[Kind], first: Where, last: Whe
     subject.add_missing(rank, problem, f"Add {missing}")
 
 
-def _where(found: Bools) -> list[Where]:
-    return [(stage, microbatch, part) for stage, microbatch, part in np.argwhere(found).tolist()]
+def _places(is_place: Bools) -> list[Place]:
+    return [(stage, microbatch, slice_index) for stage, microbatch, slice_index in np.argwhere(is_place).tolist()]
 
 
-def _runs(found: list[Where]) -> list[tuple[Where, Where]]:
-    """The first and the last of all that are of one stage and slice, and of microbatches in a row."""
-    runs: list[tuple[Where, Where]] = []
-    for where in sorted(found, key=lambda where: (where[0], where[2], where[1])):
-        stage, microbatch, part = where
-        if runs and runs[-1][1] == (stage, microbatch - 1, part):
-            runs[-1] = (runs[-1][0], where)
+def _runs(places: list[Place]) -> list[tuple[Place, Place]]:
+    """Return the first and the last place of each run of microbatches in a row, of one stage and slice."""
+    runs: list[tuple[Place, Place]] = []
+    for place in sorted(places, key=lambda place: (place[0], place[2], place[1])):
+        stage, microbatch, slice_index = place
+        if runs and runs[-1][1] == (stage, microbatch - 1, slice_index):
+            runs[-1] = (runs[-1][0], place)
         else:
-            runs.append((where, where))
+            runs.append((place, place))
     return runs
 
 
-def check_positions(subject: Subject, before: Int32s) -> bool:
+def check_positions(subject: Subject, predecessor_rows: Int32s) -> bool:
     """Prove that nothing is before what it needs on its own rank, or is paired with it."""
     schedule = subject.schedule
     _, end_of_stage = bounds_of_stage(schedule)
     is_second = np.append(False, schedule.joined)[:-1]
-    num_found = len(subject.violations)
+    num_violations = len(subject.violations)
     for part in blocks(schedule.num_actions):
         first_of_group = np.arange(part.start, part.stop, dtype=np.int32)
         first_of_group -= is_second[part]
         end = end_of_stage.take(schedule.stage[part])
-        wrong = (before[part] >= first_of_group[:, None]) & (before[part] < end[:, None])
+        wrong = (predecessor_rows[part] >= first_of_group[:, None]) & (predecessor_rows[part] < end[:, None])
         for index, column in np.argwhere(wrong).tolist() if wrong.any() else []:
             action = part.start + index
-            needed = int(before[action, column])
-            together = bool(schedule.joined[min(action, needed)]) and abs(action - needed) == 1
-            _add_position(subject, action, needed, together=together or action == needed)
-    return len(subject.violations) == num_found
+            needed_action = int(predecessor_rows[action, column])
+            together = bool(schedule.joined[min(action, needed_action)]) and abs(action - needed_action) == 1
+            _add_position(subject, action, needed_action, together=together or action == needed_action)
+    return len(subject.violations) == num_violations
 
 
-def _add_position(subject: Subject, action: int, other: int, *, together: bool) -> None:
-    row, needed = int(subject.action_row[action]), int(subject.action_row[other])
-    text = subject.text(needed)
+def _add_position(subject: Subject, action: int, needed_action: int, *, together: bool) -> None:
+    row, needed_row = int(subject.action_row[action]), int(subject.action_row[needed_action])
+    text = subject.text(needed_row)
     if together:
-        problem = f"is paired with {subject.place(needed, seen_from=row)}, for which it must wait"
+        problem = f"is paired with {subject.place(needed_row, seen_from=row)}, for which it must wait"
         subject.add(row, problem, "Take the pair apart")
         return
-    op, maker = (OPERATIONS[Op(int(subject.schedule.op[at]))] for at in (action, other))
+    op, maker = (OPERATIONS[Op(int(subject.schedule.op[at]))] for at in (action, needed_action))
     is_own = any(read.at is At.OWN and read.value in maker.makes for read in op.reads)
     role, reason = (f"its {maker.label} ", "") if is_own else ("", ", whose result it needs")
     subject.add(
         row,
-        f"runs before {role}{subject.place(needed, seen_from=row)}{reason}",
+        f"runs before {role}{subject.place(needed_row, seen_from=row)}{reason}",
         f"Move {text} before it, or drop microbatch {subject.schedule.microbatch[action]}",
     )
 
@@ -266,29 +270,30 @@ def check_weight_order(subject: Subject, stages: Collection[int]) -> None:
     """
     placement = subject.schedule.placement
     parts = {stage: place for route in placement.routes for place, stage in enumerate(route)}
-    shared: dict[tuple[int, int], list[int]] = {}  # by rank and part
+    stages_of_module: dict[tuple[int, int], list[int]] = {}  # by rank and part
     for stage in sorted(stages):
-        shared.setdefault((placement.rank_of_stage[stage], parts[stage]), []).append(stage)
-    for each in shared.values():
-        _check_queue(subject, each)
+        stages_of_module.setdefault((placement.rank_of_stage[stage], parts[stage]), []).append(stage)
+    for stages_of_queue in stages_of_module.values():
+        _check_queue(subject, stages_of_queue)
 
 
 def _check_queue(subject: Subject, stages: list[int]) -> None:
-    is_own, kind = np.isin(subject.schedule.stage, stages), subject.schedule.kind
-    puts, takes = (np.flatnonzero(is_own & flags[kind]) for flags in (RUNS_AUTOGRAD, ENDS_KEEPING))
-    for put, take in zip(puts.tolist(), takes.tolist(), strict=False):
-        if _entry(subject, put) != _entry(subject, take):
-            _add_taken(subject, put, take)
+    """Prove that the queue of a module gives each weight gradient its own entry; else add the first violation."""
+    is_of_module, kind = np.isin(subject.schedule.stage, stages), subject.schedule.kind
+    writers, readers = (np.flatnonzero(is_of_module & flags[kind]) for flags in (RUNS_AUTOGRAD, ENDS_KEEPING))
+    for writer, reader in zip(writers.tolist(), readers.tolist(), strict=False):
+        if _place(subject, writer) != _place(subject, reader):
+            _add_wrong_entry(subject, writer, reader)
             return  # all later entries are shifted by this one
 
 
-def _entry(subject: Subject, index: int) -> Where:
+def _place(subject: Subject, index: int) -> Place:
     schedule = subject.schedule
     return int(schedule.stage[index]), int(schedule.microbatch[index]), int(schedule.slice[index])
 
 
-def _add_taken(subject: Subject, put: int, take: int) -> None:
-    row, first = int(subject.action_row[take]), int(subject.action_row[put])
+def _add_wrong_entry(subject: Subject, writer: int, reader: int) -> None:
+    row, first = int(subject.action_row[reader]), int(subject.action_row[writer])
     subject.add(
         row,
         f"would take the weight gradients of {subject.place(first, seen_from=row)} from a fused layer's queue, which "

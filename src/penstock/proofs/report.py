@@ -20,12 +20,12 @@ HERE = "<-- here"
 
 @dataclass(eq=False)
 class Subject:
-    """The table under proof, what every proof asks of it, and the violations found so far."""
+    """The table under proof, the columns that all proofs read, and the violations found so far."""
 
     table: Table
     violations: list[Violation] = field(default_factory=list)
     suspects: list[Violation] = field(default_factory=list)
-    """Those that may well be the cause of all others; they are shown first."""
+    """Violations that may well be the cause of all others; they are shown first."""
 
     @property
     def program(self) -> Program:
@@ -68,12 +68,12 @@ class Subject:
         return f"{self.text(row)} ({where}position {self.position(row)})"
 
     def add(self, row: int, problem: str, fix: str, *, is_suspect: bool = False) -> None:
-        """Note that something is wrong with a row; a suspect may be all that is."""
-        found = self.suspects if is_suspect else self.violations
-        found.append(Violation(int(self.rank[row]), self.position(row), self.text(row), problem, fix))
+        """Add a violation of a row; a suspect is one that may be the cause of all others."""
+        violations = self.suspects if is_suspect else self.violations
+        violations.append(Violation(int(self.rank[row]), self.position(row), self.text(row), problem, fix))
 
     def add_missing(self, rank: int, problem: str, fix: str) -> None:
-        """Note that something is missing at the end of a rank's order."""
+        """Add a violation at the end of a rank's order, where something is missing."""
         end = int(self.table.offsets[rank + 1] - self.table.offsets[rank])
         self.violations.append(Violation(rank, end, "", problem, fix))
 
@@ -87,10 +87,10 @@ class Subject:
         violations = sorted(self.suspects, key=place) + sorted(self.violations, key=place)
         if not violations:
             return
-        what = type(self.table).__name__.lower()
+        kind = type(self.table).__name__.lower()
         count = len(violations)
-        title = f"{self.table.name}: the {what} breaks {count} rule{'s' if count > 1 else ''}"
-        marks = {(found.rank, found.position) for found in violations[:MAX_SHOWN]}
+        title = f"{self.table.name}: the {kind} breaks {count} rule{'s' if count > 1 else ''}"
+        marks = {(violation.rank, violation.position) for violation in violations[:MAX_SHOWN]}
         raise ScheduleError(title, violations, draw(self, marks))
 
 
