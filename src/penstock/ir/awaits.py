@@ -17,11 +17,11 @@ from penstock.ir.operations import IS_COMPUTE, IS_COPY, IS_RECEIVE
 from penstock.ir.program import Program
 
 
-def receive_of_row(program: Program, before: Int32s) -> Int32s:
-    """[num_rows] the receive whose message a computation waits for; `before` is column 0 of its predecessors."""
-    is_awaiting = IS_COMPUTE[program.op] & (before != NONE)
-    is_awaiting[is_awaiting] = IS_RECEIVE[program.op[before[is_awaiting]]]
-    return np.where(is_awaiting, before, np.int32(NONE))
+def receive_of_row(program: Program, source: Int32s) -> Int32s:
+    """[num_rows] the receive whose message a computation waits for; `source` is column 0 of its predecessors."""
+    is_awaiting = IS_COMPUTE[program.op] & (source != NONE)
+    is_awaiting[is_awaiting] = IS_RECEIVE[program.op[source[is_awaiting]]]
+    return np.where(is_awaiting, source, np.int32(NONE))
 
 
 def launched_before(program: Program) -> list[Int64s]:
@@ -36,10 +36,10 @@ def collective_of_row(program: Program) -> Int64s:
 
 def gather_of_row(program: Program) -> Int64s:
     """[num_rows] the gather that a computation waits for, the last one before the first of its unit behind it."""
-    found = np.full(program.num_rows, NONE, np.int64)
+    gather = np.full(program.num_rows, NONE, np.int64)
     gathers = program.rows_of(GATHERS)
     if not len(gathers):
-        return found
+        return gather
     computes = program.compute_rows()
     # One sorted column of computations, unit after unit; a unit is on one rank, so rows tell earlier from later.
     keys = np.sort(program.unit_of_stage[program.stage[computes]] * program.num_rows + computes)
@@ -49,42 +49,42 @@ def gather_of_row(program: Program) -> Int64s:
     unit_behind, rows = np.divmod(keys[places[is_inside]], program.num_rows)
     unit, gathers = unit[is_inside], gathers[is_inside]
     is_same = unit_behind == unit
-    found[rows[is_same]] = gathers[is_same]
-    return found
+    gather[rows[is_same]] = gathers[is_same]
+    return gather
 
 
 def reduction_of_row(program: Program) -> Int64s:
     """[num_rows] the last reduction over replicas that a row which joins ranks of the pipeline waits for."""
-    found = np.full(program.num_rows, NONE, np.int64)
+    reduction = np.full(program.num_rows, NONE, np.int64)
     joins, reductions = program.rows_of(JOINS_RANKS), program.rows_of(REDUCES_REPLICAS)
     if not len(joins) or not len(reductions):
-        return found
+        return reduction
     number = np.searchsorted(reductions, joins) - 1
     last = np.append(reductions, NONE)[number]  # NONE where there is none before
     begin = np.maximum(program.offsets[program.rank_of_row[joins]], np.append(0, joins[:-1]))
-    found[joins] = np.where(last >= begin, last, NONE)
-    return found
+    reduction[joins] = np.where(last >= begin, last, NONE)
+    return reduction
 
 
 def reload_of_row(program: Program) -> Int64s:
     """[num_rows] the row that has brought back what a computation reads."""
-    found = np.full(program.num_rows, NONE, np.int64)
-    for before in predecessors(program).T:
-        is_copied = before != NONE
-        is_copied[is_copied] = IS_COPY[program.op[before[is_copied]]]
-        found[is_copied] = before[is_copied]
-    return found
+    reload = np.full(program.num_rows, NONE, np.int64)
+    for predecessor in predecessors(program).T:
+        is_copied = predecessor != NONE
+        is_copied[is_copied] = IS_COPY[program.op[predecessor[is_copied]]]
+        reload[is_copied] = predecessor[is_copied]
+    return reload
 
 
 def reductions_of_row(program: Program, rank: int) -> dict[int, list[int]]:
     """Per row of a rank that joins ranks of its pipeline: the reductions over replicas launched since the last one."""
     first, end = map(int, program.offsets[rank : rank + 2])
     ops = program.op[first:end]
-    found: dict[int, list[int]] = {}
+    reductions: dict[int, list[int]] = {}
     launched: list[int] = []
     for row in (first + np.flatnonzero(JOINS_RANKS[ops] | REDUCES_REPLICAS[ops])).tolist():
         if JOINS_RANKS[program.op[row]]:
-            found[row], launched = launched, []
+            reductions[row], launched = launched, []
         else:
             launched.append(row)
-    return found
+    return reductions

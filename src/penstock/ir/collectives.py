@@ -3,10 +3,10 @@
 from penstock.ir.operations import Group, Value, flags_where
 
 JOINS_RANKS = flags_where(lambda operation: operation.group in (Group.TIED, Group.PIPELINE))
-"""Those whose members wait for each other, and are ranks of one pipeline."""
+"""The collectives whose members are ranks of one pipeline, and wait for each other."""
 IS_REDUCTION = flags_where(lambda operation: any(read.value is Value.GRADIENT for read in operation.reads))
 REDUCES_REPLICAS = IS_REDUCTION & flags_where(lambda operation: operation.group is Group.REPLICAS)
-"""Those of a stage over its replicas; the others are of tied stages."""
+"""The reductions of a stage over its replicas; the other reductions are of tied stages."""
 GATHERS = flags_where(lambda operation: Value.WEIGHTS in operation.makes)
 DROPS = flags_where(lambda operation: Value.WEIGHTS in operation.frees)
 MAKES_GRADIENT = flags_where(lambda operation: Value.GRADIENT in operation.makes)

@@ -58,7 +58,10 @@ class RowIndex:
         return self.rows[begin : begin + size].reshape(self.shape)
 
     def lookup(self, planes: dict[Op, tuple[Op, Int64s]]) -> Int64s:
-        """[num_ops, num_stages] the first cell of the plane and stage that an operation looks at; else the last."""
+        """[num_ops x num_stages] the first cell of the plane and stage that an operation looks at, else the last cell.
+
+        `planes` are by operation: the plane, and [num_stages] the stage that is looked at for each stage.
+        """
         first = np.full((len(Op), self.table.num_stages), self.end, np.int64)
         per_stage = self.table.num_microbatches * self.table.num_slices
         for op, (plane, stages) in planes.items():
@@ -68,30 +71,33 @@ class RowIndex:
         return first.reshape(-1)
 
     def cells(self, lookup: Int64s, part: slice, slice_shift: int = 0) -> Int64s:
-        """[num_rows] the cells of a block of rows; the last cell of all for none."""
+        """[num_rows] the cells that a block of rows looks at, through a `lookup`; the last cell of all for none.
+
+        `slice_shift` is the slice that is looked at minus the slice of the row.
+        """
         table, num_slices = self.table, self.table.num_slices
-        found: Int64s = lookup.take(table.op[part].astype(np.intp) * table.num_stages + table.stage[part])
+        cell: Int64s = lookup.take(table.op[part].astype(np.intp) * table.num_stages + table.stage[part])
         if num_slices == 1:
-            found += table.microbatch[part]
+            cell += table.microbatch[part]
         else:
-            found += table.microbatch[part].astype(np.int64) * num_slices
-            found += table.slice[part]
+            cell += table.microbatch[part].astype(np.int64) * num_slices
+            cell += table.slice[part]
         if slice_shift:
             shifted = table.slice[part] + slice_shift
-            found += slice_shift
+            cell += slice_shift
             # Past the first or last slice the cell would be that of another microbatch.
-            found[(shifted < 0) | (shifted >= num_slices)] = self.end
+            cell[(shifted < 0) | (shifted >= num_slices)] = self.end
         # The last cell plus a microbatch is past the end: clip it back to the last cell, which holds `NONE`.
-        np.minimum(found, self.end, out=found)
-        return found
+        np.minimum(cell, self.end, out=cell)
+        return cell
 
 
 def index_rows(table: Table) -> RowIndex:
     """Find the row of every action (and message) of the table."""
     planes = tuple(plane for plane in PLANES if any(exclusive(op) is plane for op in table.ops))
     index = RowIndex(table, planes, np.full(len(planes) * num_identities(table) + 1, NONE, np.int32))
-    own = np.arange(table.num_stages)
-    lookup = index.lookup({op: (exclusive(op), own) for op in table.ops if exclusive(op) in planes})
+    stages = np.arange(table.num_stages)
+    lookup = index.lookup({op: (exclusive(op), stages) for op in table.ops if exclusive(op) in planes})
     for part in blocks(table.num_rows):
         index.rows[index.cells(lookup, part)] = np.arange(part.start, part.stop)
     index.rows[-1] = NONE  # rows without a cell, such as collectives, were written there
@@ -110,16 +116,17 @@ def predecessors(table: Table) -> Int32s:
         for source in sources:
             # Sources come with the preferred last: a receive overwrites the action that made the value, R overwrites F.
             column = result[part, source.column]
-            found = index.rows[index.cells(source.lookup, part, source.slice_shift)]
-            np.copyto(column, found, where=found != NONE)
+            rows = index.rows[index.cells(source.lookup, part, source.slice_shift)]
+            np.copyto(column, rows, where=rows != NONE)
     return result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """The rows that some operations wait for; a later source replaces what an earlier one has found."""
+    """The rows that some operations wait for; a later source replaces rows of an earlier one."""
 
     column: int
+    """The column of `predecessors` that the source fills."""
     slice_shift: int
     lookup: Int64s
 
@@ -128,14 +135,14 @@ SLICE_SHIFT = {At.EARLIER_SLICE: -1, At.LATER_SLICE: 1}
 
 
 def _sources(table: Table, index: RowIndex) -> Iterator[_Source]:
-    """The sources by column and preference, the preferred last."""
+    """Yield the sources by column and preference, the preferred last."""
     # Why one lookup serves all rows of a column: all predecessors of a row have its microbatch. So from the number of a
     # row's cell (stage, microbatch, slice) to that of its predecessor's it is a constant, which depends on the row's
     # operation and stage alone: another plane, another stage of the route, the slice before or behind. Where a route
     # or the slices end, the cell is the last one, which holds NONE. Of operations that exclude each other (B and I)
     # one plane has the row that is there. Where two rows could have made a value, both are looked up, the preferred
     # one last, and it overwrites the other if it is there: a receive that of the maker, R that of F.
-    found: dict[tuple[int, int, int], dict[Op, tuple[Op, Int64s]]] = {}
+    planes_of_source: dict[tuple[int, int, int], dict[Op, tuple[Op, Int64s]]] = {}
     reads = [(op, read) for op in table.ops for read in OPERATIONS[op].reads]
     for op, read in reads:
         # With one slice there is no earlier or later slice to wait for. Preferences are negated, since sources are
@@ -144,14 +151,14 @@ def _sources(table: Table, index: RowIndex) -> Iterator[_Source]:
         is_absent = read.column is None or (shift and table.num_slices == 1)
         for preference, (plane, at) in () if is_absent else enumerate(_places(op, read)):
             if plane in index.planes:
-                of_shift = found.setdefault((read.column or 0, -preference, shift), {})
-                of_shift[op] = (plane, stages_at(table.placement, at))
-    for (column, _, shift), planes in sorted(found.items(), key=lambda item: item[0]):
+                planes_by_op = planes_of_source.setdefault((read.column or 0, -preference, shift), {})
+                planes_by_op[op] = (plane, stages_at(table.placement, at))
+    for (column, _, shift), planes in sorted(planes_of_source.items(), key=lambda item: item[0]):
         yield _Source(column, shift, index.lookup(planes))
 
 
 def _places(op: Op, read: Read) -> Iterator[tuple[Op, At]]:
-    """The planes and stages of the rows that an operation may wait for, the preferred first."""
+    """Yield the planes and stages of the rows that an operation may wait for, the preferred first."""
     send, receive = MESSAGES.get(read.value, (None, None))
     lane = OPERATIONS[op].lane
     if send is not None and lane is Lane.RECEIVE:  # it waits for its send, whoever made the value
@@ -163,7 +170,7 @@ def _places(op: Op, read: Read) -> Iterator[tuple[Op, At]]:
 
 
 def stages_at(placement: Placement, at: At) -> Int64s:
-    """[num_stages] per stage the one upstream or downstream of it, or itself; `NONE` where a route ends."""
+    """[num_stages] the stage upstream or downstream of each stage, or itself; `NONE` where a route ends."""
     if at is At.UPSTREAM:
         return np.array(placement.previous_stage, np.int64)
     if at is At.DOWNSTREAM:
@@ -174,8 +181,8 @@ def stages_at(placement: Placement, at: At) -> Int64s:
 def peers_of_messages(placement: Placement) -> Int32s:
     """[num_ops, num_stages] the stage at the other end of a stage's message, `NONE` where there is none."""
     peers = np.full((len(Op), placement.num_stages), NONE, np.int32)
-    for ends in MESSAGES.values():
-        for op in ends:
+    for send_and_receive in MESSAGES.values():
+        for op in send_and_receive:
             peers[op] = stages_at(placement, peer_at(op))
     return peers
 
@@ -203,12 +210,12 @@ def num_identities(table: Table) -> int:
     return table.num_stages * table.num_microbatches * table.num_slices
 
 
-def deciding(before: Int32s) -> Int32s:
+def deciding(predecessor_rows: Int32s) -> Int32s:
     """Return those columns of `predecessors` that decide when a row can start; the first may be all that matters.
 
     The others, saved activations and other slices, are of the same rank: where they are earlier, its order is enough.
     """
-    for part in blocks(len(before)):
-        if (before[part, 1:] >= np.arange(part.start, part.stop)[:, np.newaxis]).any():
-            return before
-    return before[:, :1].copy()
+    for part in blocks(len(predecessor_rows)):
+        if (predecessor_rows[part, 1:] >= np.arange(part.start, part.stop)[:, np.newaxis]).any():
+            return predecessor_rows
+    return predecessor_rows[:, :1].copy()

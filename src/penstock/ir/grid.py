@@ -136,18 +136,18 @@ def _read_rows(text: str, file: str) -> list[_Row]:
     rank, num_blocks = -1, 1
     for number, line in enumerate(text.split("\n"), start=1):
         label = _LABEL.match(line)
-        found = _WORD.finditer(line, label.end() if label else 0)
-        words = [_Word(word.group(), number, word.start() + 1) for word in found]
+        matches = _WORD.finditer(line, label.end() if label else 0)
+        words = [_Word(word.group(), number, word.start() + 1) for word in matches]
         if label is None and (not words or words[0].text.startswith((MARK, COMMENT))):
             continue
         rank += 1
         if label is not None:
-            place = _Word(label[1], number, label.start(1) + 1)
+            rank_word = _Word(label[1], number, label.start(1) + 1)
             if int(label[1]) == 0 and rank == len(rows) > 1:
                 rank, num_blocks = 0, num_blocks + 1
             if int(label[1]) != rank:
                 problem = f"the label says rank {label[1]}; expected rank {rank}, as ranks come in ascending order"
-                raise place.error(problem, file)
+                raise rank_word.error(problem, file)
         if rank < len(rows):
             rows[rank].words.extend(words)
         elif num_blocks == 1:
@@ -163,13 +163,13 @@ def _read_rows(text: str, file: str) -> list[_Row]:
 
 def _require_whole(row: _Row, file: str) -> None:
     """Refuse a row that is cut off, or in which something goes on that did not begin."""
-    before = IDLE
+    previous = IDLE
     for word in row.words:
         if word.text == CUT:
             raise word.error("the drawing is cut off here; expected all of it", file)
-        if word.text == GOES_ON and before == IDLE:
+        if word.text == GOES_ON and previous == IDLE:
             raise word.error("nothing goes on here; expected an action before =", file)
-        before = word.text
+        previous = word.text
 
 
 def _whole(word: str) -> str:

@@ -101,10 +101,10 @@ def _compile(functions: Sequence[Callable[..., Any]], types: tuple[Any, ...]) ->
     for name in (f"{loop.__name__}_{digest}", f"{loop.__name__}_{digest}_again"):
         loop.__qualname__ = name
         with suppress(Exception):
-            kept: Callable[..., Any] = numba.njit([types], cache=True)(loop)
-            return kept
-    made: Callable[..., Any] = numba.njit([types])(loop)
-    return made
+            compiled: Callable[..., Any] = numba.njit([types], cache=True)(loop)
+            return compiled
+    compiled_here: Callable[..., Any] = numba.njit([types])(loop)
+    return compiled_here
 
 
 def _with_globals(function: Callable[..., Any], names: dict[str, Any]) -> FunctionType:
@@ -118,7 +118,7 @@ def _with_globals(function: Callable[..., Any], names: dict[str, Any]) -> Functi
 def _digest(functions: Sequence[Callable[..., Any]], types: Sequence[Any], compiler: str) -> str:
     """Return a digest of everything that machine code is made from."""
     content: list[Any] = [sys.version, np.__version__, compiler]
-    content += [(str(each), getattr(each, "fields", ())) for each in types]
+    content += [(str(column_type), getattr(column_type, "fields", ())) for column_type in types]
     helpers = {function.__name__ for function in functions}  # each is digested in its turn
     for function in functions:
         code = function.__code__
@@ -137,7 +137,7 @@ def _content(value: Any, reader: Callable[..., Any]) -> Any:
         case np.ndarray():
             return value.dtype.str, value.shape, value.tobytes()
         case tuple():
-            return [_content(each, reader) for each in value]
+            return [_content(entry, reader) for entry in value]
         case EnumType():
             return list(value)
     raise TypeError(

@@ -20,13 +20,13 @@ def keeps(table: Table, rows: slice | None = None) -> NDArray[np.int8]:
     """[num_rows] the `Value` that each row begins to keep or moves, or `NOTHING`; `rows` are all of whole ranks."""
     part = slice(0, table.num_rows) if rows is None else rows
     op = table.op[part]
-    found = np.full(len(op), NOTHING, np.int8)
+    values = np.full(len(op), NOTHING, np.int8)
     is_named = MAKES_KEPT[op]
     if table.is_forward_only:
         is_named &= ~BEGINS_KEEPING[op]
-    found[is_named] = Value.ACTIVATION
-    again = op == Op.RECOMPUTE
-    if again.any():
+    values[is_named] = Value.ACTIVATION
+    is_recompute = op == Op.RECOMPUTE
+    if is_recompute.any():
         identity = identities_of(table, part)
-        found[is_named & np.isin(identity, identity[again])] = Value.CHECKPOINT
-    return found
+        values[is_named & np.isin(identity, identity[is_recompute])] = Value.CHECKPOINT
+    return values

@@ -51,33 +51,34 @@ class StageBytes:
 
     activation: Int64s
     weight_context: Int64s
-    """Of the tensors saved for wgrad."""
+    """Bytes of the tensors saved for wgrad."""
     checkpoint: Int64s
-    """Of the inputs that a forward keeps which runs again."""
+    """Bytes of the inputs that a forward keeps which runs again."""
     message: Int64s
-    """Of the stage's output, and of its gradient."""
+    """Bytes of the stage's output, and of its gradient."""
     static: Int64s
+    """Bytes of parameters, gradients and optimizer state, or of a rank's shards of them."""
     weights: Int64s
-    """Of the whole weights of a stage that is sharded, while they are gathered."""
+    """Bytes of the whole weights of a stage that is sharded, while they are gathered."""
     gradient: Int64s
-    """Of its whole gradients, from its first backward to their reduction."""
+    """Bytes of the whole gradients of a stage that is sharded, from its first backward to their reduction."""
     microbatch_factor: NDArray[np.float64] | None = None
     """[num_microbatches] how many times these bytes the values of each have; None: once."""
     not_given: tuple[str, ...] = ()
     """Names of the costs in bytes that are 0 throughout."""
 
     @classmethod
-    def of(cls, num_stages: int, **known: Any) -> "StageBytes":
-        """Take what is known, an entry per stage or one for all; the rest has no bytes."""
-        found: dict[str, Any] = {name: np.full(num_stages, known.get(name, 0), np.int64) for name in _SIZES}
-        return cls(**found)
+    def of(cls, num_stages: int, **sizes: Any) -> "StageBytes":
+        """Make the bytes from some fields, with an entry per stage or one for all; the other fields are 0."""
+        sizes_by_name: dict[str, Any] = {name: np.full(num_stages, sizes.get(name, 0), np.int64) for name in _SIZES}
+        return cls(**sizes_by_name)
 
     def static_of_ranks(self, placement: Placement) -> Int64s:
         """[num_ranks] what each rank always holds; the copies of a stage on one rank are one module, and count once."""
-        found = np.zeros(placement.num_ranks, np.int64)
+        static_bytes = np.zeros(placement.num_ranks, np.int64)
         ranks, stages = np.array(placement.rank_of_stage), stages_without_copies(placement)
-        np.add.at(found, ranks[stages], self.static[stages])
-        return found
+        np.add.at(static_bytes, ranks[stages], self.static[stages])
+        return static_bytes
 
 
 def live_bytes(table: Table, sizes: StageBytes) -> Int64s:
@@ -86,13 +87,13 @@ def live_bytes(table: Table, sizes: StageBytes) -> Int64s:
 
 
 def live_shares(table: Table, sizes: StageBytes) -> Array:
-    """[num_rows] the same before rounding: where microbatches differ, it has fractions."""
+    """[num_rows] the bytes of `live_bytes` before rounding: where microbatches differ, they have fractions."""
     return np.concatenate([live for live, _ in _levels_by_rank(table, sizes)])
 
 
 def left_bytes(table: Table, sizes: StageBytes) -> Int64s:
     """[num_rows] bytes that the row's rank still holds once the row has ended; in a pair, once both have."""
-    return whole_bytes(np.concatenate([left for _, left in _levels_by_rank(table, sizes)]))
+    return whole_bytes(np.concatenate([remaining for _, remaining in _levels_by_rank(table, sizes)]))
 
 
 def whole_bytes(num_bytes: Array) -> Int64s:
@@ -107,8 +108,8 @@ def changes_of_rows(table: Table, sizes: StageBytes) -> tuple[Int64s, Int64s]:
 
     Gradients of sharded units are left out; where two rows run together, each has its own.
     """
-    taken, freed = zip(*_changes_by_rank(table, sizes, on_host=False), strict=True)
-    return whole_bytes(np.concatenate(taken)), whole_bytes(np.concatenate(freed))
+    added, freed = zip(*_changes_by_rank(table, sizes, on_host=False), strict=True)
+    return whole_bytes(np.concatenate(added)), whole_bytes(np.concatenate(freed))
 
 
 def peak_activations(table: Table) -> list[int]:
@@ -128,10 +129,10 @@ def peak_host_bytes(table: Table, sizes: StageBytes) -> list[int]:
     return _peaks(live for live, _ in _levels_by_rank(table, sizes, on_host=True))
 
 
-def peak_alive(table: Table, taken: Array, freed: Array) -> list[int]:
-    """Per rank, the most that is alive at once of what rows take at their start and free at their end."""
+def peak_alive(table: Table, added: Array, freed: Array) -> list[int]:
+    """Return for each rank the most that is alive at once, from what rows add at their start and free at their end."""
     return _peaks(
-        _alive(table.joined[part], taken[part].astype(np.int64), freed[part].astype(np.int64)) for part in table.ranks
+        _alive(table.joined[part], added[part].astype(np.int64), freed[part].astype(np.int64)) for part in table.ranks
     )
 
 
@@ -145,32 +146,33 @@ def _peaks(live_by_rank: Iterable[Array]) -> list[int]:
 
 
 def _levels_by_rank(table: Table, sizes: StageBytes, *, on_host: bool = False) -> Iterator[tuple[Array, Array]]:
-    """Per rank, all that is alive while each row runs, and all that is left after it, before rounding."""
+    """Yield for each rank [num_rows] bytes alive while each row runs, and after it, before rounding."""
     gradients = _gradients(table, sizes) if isinstance(table, Program) and not on_host else None
     changes = _changes_by_rank(table, sizes, on_host=on_host)
-    for part, (taken, freed) in zip(table.ranks, changes, strict=True):
+    for part, (added, freed) in zip(table.ranks, changes, strict=True):
         if gradients is not None:
-            taken, freed = taken + gradients[0][part], freed + gradients[1][part]
-        live = _alive(table.joined[part], taken, freed)
+            added, freed = added + gradients[0][part], freed + gradients[1][part]
+        live = _alive(table.joined[part], added, freed)
         yield live, live - freed
 
 
 def _changes_by_rank(table: Table, sizes: StageBytes, *, on_host: bool) -> Iterator[tuple[Array, Array]]:
-    """Per rank, all that each row takes at its start and frees at its end."""
+    """Yield for each rank [num_rows] bytes that each row adds at its start, and that it frees at its end."""
     # Rows that make or move a checkpoint look into a second table, in which it stands for the activation.
-    changes = [_changes(table, each, on_host) for each in (sizes, replace(sizes, activation=sizes.checkpoint))]
+    checkpoint_sizes = replace(sizes, activation=sizes.checkpoint)
+    changes = [_changes(table, stage_bytes, on_host) for stage_bytes in (sizes, checkpoint_sizes)]
     start, end = np.concatenate(changes, axis=1)
     has_checkpoint = keeps(table) == Value.CHECKPOINT
     for part in table.ranks:
-        which = (table.op[part] + NUM_OPS * has_checkpoint[part]) * table.num_stages + table.stage[part]
-        taken: Array = start.take(which)
-        freed: Array = end.take(which)
+        flat_index = (table.op[part] + NUM_OPS * has_checkpoint[part]) * table.num_stages + table.stage[part]
+        added: Array = start.take(flat_index)
+        freed: Array = end.take(flat_index)
         if sizes.microbatch_factor is not None:
             factor = sizes.microbatch_factor[table.microbatch[part]]
             factor = np.where(NAMES_MICROBATCH[table.op[part]], factor, 1.0)
             # Rounded at the end: rounded parts of a value would not add up to it.
-            taken, freed = taken * factor, freed * factor
-        yield taken, freed
+            added, freed = added * factor, freed * factor
+        yield added, freed
 
 
 def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Int64s:
@@ -184,7 +186,7 @@ def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Int64s:
     placement = table.placement
     message = sizes.message if isinstance(table, Program) else np.zeros_like(sizes.message)
     previous, following = np.array(placement.previous_stage), np.array(placement.next_stage)
-    of_size = {
+    bytes_of_size = {
         Size.OUTPUT: np.where(following == NONE, 0, message),
         Size.INPUT: np.where(previous == NONE, 0, message[previous]),
         Size.ACTIVATION: sizes.activation,
@@ -195,8 +197,8 @@ def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Int64s:
     changes = np.zeros((2, NUM_OPS, placement.num_stages), np.int64)
     for op, row in OPERATIONS.items():
         at_start, at_end = (row.on_host_at_start, row.on_host_at_end) if on_host else (row.at_start, row.at_end)
-        changes[0, op] = sum(times * of_size[size] for size, times in at_start.items())
-        changes[1, op] = -sum(times * of_size[size] for size, times in at_end.items())
+        changes[0, op] = sum(times * bytes_of_size[size] for size, times in at_start.items())
+        changes[1, op] = -sum(times * bytes_of_size[size] for size, times in at_end.items())
         if row.begins_keeping and table.is_forward_only:
             changes[1, op] += sizes.activation  # nothing is kept
     return changes
@@ -208,23 +210,26 @@ def _of_units(program: Program, of_stages: Int64s) -> Int64s:
 
 
 def _gradients(program: Program, sizes: StageBytes) -> Int64s | None:
-    """[2, num_rows] the whole gradients of sharded units that rows begin to hold, and that are freed behind them."""
+    """[2, num_rows] bytes of whole gradients of sharded units that rows begin to hold, and that are freed behind them.
+
+    None where there are none.
+    """
     if not sizes.gradient.any() or not len(program.rows_of(GATHERS)):
         return None
-    found, times = np.zeros((2, program.num_rows), np.int64), whole_gradients(program)
-    of_unit = _of_units(program, sizes.gradient)[times.unit]
-    np.add.at(found[0], times.begin, of_unit)
-    np.add.at(found[1], times.end, of_unit)
-    return found
+    changes, times = np.zeros((2, program.num_rows), np.int64), whole_gradients(program)
+    unit_bytes = _of_units(program, sizes.gradient)[times.unit]
+    np.add.at(changes[0], times.begin, unit_bytes)
+    np.add.at(changes[1], times.end, unit_bytes)
+    return changes
 
 
-def _alive(joined: Bools, taken: Array, freed: Array) -> Array:
-    """[num_rows] what is alive on one rank; `taken` and `freed` are overwritten."""
+def _alive(joined: Bools, added: Array, freed: Array) -> Array:
+    """[num_rows] what is alive on one rank; `added` and `freed` are overwritten."""
     first = np.flatnonzero(joined)
     if len(first):  # a pair takes at its first row and frees at its second
-        taken[first] += taken[first + 1]
-        taken[first + 1] = 0
+        added[first] += added[first + 1]
+        added[first + 1] = 0
         freed[first + 1] += freed[first]
         freed[first] = 0
-    taken[1:] -= freed[:-1]  # what a row frees is still there while it runs
-    return np.cumsum(taken)
+    added[1:] -= freed[:-1]  # what a row frees is still there while it runs
+    return np.cumsum(added)

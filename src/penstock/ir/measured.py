@@ -9,11 +9,11 @@ class Prologue:
     """The moments of one rank before a step, on the step's timeline, so below 0."""
 
     free_s: float
-    """It was done with what came before."""
+    """When the rank was done with what came before."""
     loaded_s: float
-    """It had its batch."""
+    """When the rank had its batch."""
     asked_s: float
-    """It asked for the step."""
+    """When the rank asked for the step."""
 
     @property
     def data_s(self) -> float:
@@ -26,8 +26,8 @@ class ImmediateWeights:
     """The weight gradients of a stage that are computed in I, where W was to compute them."""
 
     share: float
-    """Of all elements of matrices in the stage."""
+    """The share of these weights in all elements of matrices in the stage."""
     names: tuple[str, ...]
-    """Of their parameters, small ones too."""
+    """The names of their parameters, small ones too."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why each was computed early, by name: a `Reason` of the planner, or that its layer computes it by itself."""

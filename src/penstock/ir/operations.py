@@ -85,9 +85,9 @@ class Group(Enum):
     """The ranks that run a collective together."""
 
     REPLICAS = auto()
-    """Those that hold the same stage in other pipelines; they run the same program."""
+    """The ranks that hold the same stage in other pipelines; they run the same program."""
     TIED = auto()
-    """Those whose stages hold one parameter, in this pipeline."""
+    """The ranks of this pipeline whose stages hold one parameter."""
     PIPELINE = auto()
     """All ranks of this pipeline."""
 
@@ -97,19 +97,19 @@ class Value(IntEnum):
 
     OUTPUT = auto()
     CARRY = auto()
-    """Left by a slice for the next one, such as keys and values."""
+    """Values that a slice keeps for the next one, such as keys and values."""
     ACTIVATION = auto()
     """All that the backward needs of its forward."""
     CHECKPOINT = auto()
     """The inputs of a forward whose activation is computed again."""
     OFFLOADED = auto()
-    """One of these two, on the host."""
+    """An activation or checkpoint on the host."""
     INPUT_GRADIENT = auto()
     CARRY_GRADIENT = auto()
     WEIGHT_INPUTS = auto()
     """All that the gradients of the weights need once those of the inputs are known."""
     GRADIENT = auto()
-    """Of the weights of a stage, which many rows add to; it stays until the optimizer step."""
+    """The gradient of the weights of a stage, which many rows add to; it stays until the optimizer step."""
     WEIGHTS = auto()
     """The whole weights of a stage; there from the start where no row gathers them."""
 
@@ -132,7 +132,7 @@ class Read:
     value: Value
     at: At = At.OWN
     column: int | None = 0
-    """Of `deps.predecessors`: 0 is where the data comes from; None where the order of the rank says enough."""
+    """The column of `deps.predecessors`, 0 for the data; None where the order of the rank says enough."""
 
 
 class Size(Enum):
@@ -157,43 +157,43 @@ class Operation:
     """One row of the table. Each column is written down; none follows from another."""
 
     text: str
-    """Behind the stage in texts, such as F in `2F0`."""
+    """The letters behind the stage in texts, such as F in `2F0`."""
     name: str
-    """In traces and legends, in the words of the field's tools."""
+    """The name in traces and legends, in the words of the field's tools."""
     lane: Lane
     group: Group | None = None
-    """Of a collective."""
+    """The ranks that run it together; None unless it is a collective."""
     runs_forward: bool = False
     """Whether it runs the layers of its stage."""
     runs_autograd: bool = False
     """Whether it computes the gradients of the stage's inputs."""
     reads: tuple[Read, ...] = ()
     makes: tuple[Value, ...] = ()
-    """Of those that a stage keeps for a backward, a row makes or reads the one that `ir.keeps` says."""
+    """The values that it makes; of several that a stage keeps for a backward, the one that `ir.keeps` says."""
     frees: tuple[Value, ...] = ()
-    """Of what it reads, what no later row may read."""
+    """The values that it reads and no later row may read."""
     at_start: Bytes = field(default_factory=dict)
-    """Of its device, from the start of a row on."""
+    """Bytes that a row adds to its device at its start."""
     at_end: Bytes = field(default_factory=dict)
-    """Of its device, once the row has ended."""
+    """Bytes that a row adds to its device once it has ended."""
     on_host_at_start: Bytes = field(default_factory=dict)
     on_host_at_end: Bytes = field(default_factory=dict)
     begins_keeping: bool = False
     """Whether it takes the slot in which a stage keeps what its backward needs of one forward."""
     ends_keeping: bool = False
-    """Whether that slot is free again behind it."""
+    """Whether the slot that a forward took is free again behind it."""
     instead_of: Op | None = None
-    """The operation of which there is none where there is one of this, for one (stage, microbatch, slice)."""
+    """The operation that it excludes: a (stage, microbatch, slice) has a row of one of the two."""
     remakes: bool = False
     """Whether it makes again what an earlier row made, so that readers wait for it."""
     units: int = 1
     """Its length in drawings and in untimed walks; only the order of magnitude matters."""
     label: str = ""
-    """Of a computation, in legends."""
+    """The name of a computation in legends."""
     colors: tuple[str, ...] = ()
-    """Of a computation, from dark over the usual color to pale: one for each stage of a rank."""
+    """The colors of a computation, from dark over the usual color to pale: one for each stage of a rank."""
     message: Value | None = None
-    """Moved by a send or receive."""
+    """The value that a send or receive moves."""
     is_of_stage: bool = False
     """Whether it names a stage alone, no microbatch."""
     needs_backward: bool = False
@@ -318,7 +318,7 @@ OPERATIONS: dict[Op, Operation] = {
 
 *_first, _last = (kind.letter for kind in Kind)
 KIND_LETTERS = f"{', '.join(_first)} or {_last}"
-"""For messages: F, B, ... or R."""
+"""The letters of all kinds, as error messages list them: F, B, ... or R."""
 OP_OF_TEXT = {operation.text: op for op, operation in OPERATIONS.items()}
 NUM_OPS = len(Op)
 _SENDS = {row.message: op for op, row in OPERATIONS.items() if row.lane is Lane.SEND}
@@ -354,7 +354,7 @@ BEGINS_KEEPING = flags_where(lambda operation: operation.begins_keeping)
 ENDS_KEEPING = flags_where(lambda operation: operation.ends_keeping)
 
 KEPT = frozenset({Value.ACTIVATION, Value.CHECKPOINT, Value.WEIGHT_INPUTS})
-"""Kept by a stage of a forward for later; it has one slot from the F to its B or W."""
+"""The values that a stage keeps of a forward for later; they have one slot from the F to its B or W."""
 OF_STAGE = frozenset({Value.GRADIENT, Value.WEIGHTS})
 """Values of a stage; the others are of one microbatch and slice too."""
 _MESSAGE_VALUES = list(MESSAGES)
@@ -362,8 +362,8 @@ _MESSAGE_VALUES = list(MESSAGES)
 
 def _message(value_of: Callable[[Operation], Iterable[Value | None]]) -> NDArray[np.int8]:
     """[NUM_OPS] the index of a message among `MESSAGES`, -1 for none."""
-    of_op = ([value for value in value_of(OPERATIONS[op]) if value in MESSAGES] for op in Op)
-    return np.array([_MESSAGE_VALUES.index(values[0]) if values else -1 for values in of_op], np.int8)
+    messages_of_ops = ([value for value in value_of(OPERATIONS[op]) if value in MESSAGES] for op in Op)
+    return np.array([_MESSAGE_VALUES.index(values[0]) if values else -1 for values in messages_of_ops], np.int8)
 
 
 MOVED = _message(lambda operation: [operation.message])
@@ -391,5 +391,5 @@ def peer_at(op: Op) -> At:
 
 def makers(value: Value) -> list[Op]:
     """Return the operations that make a value, those first that count where several of them ran: R before F."""
-    found = [op for op in Op if value in OPERATIONS[op].makes]
-    return sorted(found, key=lambda op: not OPERATIONS[op].remakes)
+    ops = [op for op in Op if value in OPERATIONS[op].makes]
+    return sorted(ops, key=lambda op: not OPERATIONS[op].remakes)

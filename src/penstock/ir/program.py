@@ -52,8 +52,8 @@ class Program(Table):
         unnumbered = self.rows_of(~NAMES_MICROBATCH)
         stray = unnumbered[(self.microbatch[unnumbered] != 0) | (self.slice[unnumbered] != 0)]
         if len(stray):
-            what = "microbatch" if self.microbatch[stray[0]] else "slice"
-            raise self._wrong_number(int(stray[0]), what, "0, since the operation has none")
+            column = "microbatch" if self.microbatch[stray[0]] else "slice"
+            raise self._wrong_number(int(stray[0]), column, "0, since the operation has none")
         tied = self.rows_of(np.arange(NUM_OPS) == Op.REDUCE_TIED)
         nowhere = tied[self.peer[tied] >= len(self.tied_groups)]
         if len(nowhere):
@@ -85,11 +85,11 @@ class Program(Table):
     @cached_property
     def unit_of_stage(self) -> Int64s:
         """[num_stages] the first stage of the unit that each stage belongs to."""
-        found = np.arange(self.num_stages)
+        first_stage_of_unit = np.arange(self.num_stages)
         for unit in (*modules_of_ranks(self.placement), *self.units):
-            members = found[list(unit)]
-            found[np.isin(found, members)] = members.min(initial=self.num_stages)
-        return found
+            members = first_stage_of_unit[list(unit)]
+            first_stage_of_unit[np.isin(first_stage_of_unit, members)] = members.min(initial=self.num_stages)
+        return first_stage_of_unit
 
     @property
     def number(self) -> Ints:
@@ -97,8 +97,8 @@ class Program(Table):
 
     def actions(self) -> Schedule:
         """Return the computations, in their order."""
-        whole = {field.name: getattr(self, field.name) for field in fields(Table)}
-        return Schedule(**whole | self.selected(self.compute_rows(), Table.COLUMNS))
+        table_fields = {field.name: getattr(self, field.name) for field in fields(Table)}
+        return Schedule(**table_fields | self.selected(self.compute_rows(), Table.COLUMNS))
 
     def instruction(self, row: int) -> Instruction:
         """Return one row as a value."""

@@ -32,13 +32,14 @@ def read_table(
         FormatError: where the text does not follow its format.
     """
     text = text.removeprefix("\ufeff")
-    chosen = format_of(text) if format is None else format
-    if chosen not in READERS:
-        known = ", ".join(READERS)
+    format_name = format_of(text) if format is None else format
+    if format_name not in READERS:
+        formats = ", ".join(READERS)
         raise ConfigError(
-            f"{shortened(chosen)} is none that can be read; known: {known}.{nearest(chosen, READERS)}", key="format"
+            f"{shortened(format_name)} is none that can be read; known: {formats}.{nearest(format_name, READERS)}",
+            key="format",
         )
-    return READERS[chosen](text, file, name)
+    return READERS[format_name](text, file, name)
 
 
 def format_of(text: str) -> str:
@@ -90,4 +91,4 @@ READERS: dict[str, Callable[[str, str, str | None], Schedule | Program]] = {
     "deepspeed": lambda text, file, name: deepspeed.from_deepspeed(text, file=file, name=name or "from DeepSpeed"),
     "megatron": lambda text, file, name: megatron.from_megatron(text, file=file, name=name or "from Megatron"),
 }
-"""By format: reads (text, file, name)."""
+"""The readers by format; a reader takes the text, the file's name for errors, and the schedule's name."""

@@ -33,8 +33,8 @@ def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None) -> S
     runs_again = index_rows(schedule).plane(Op.RECOMPUTE) != NONE
     backwards = schedule.rows_of(RUNS_AUTOGRAD)
     stage_of = schedule.stage[backwards]
-    done = runs_again[stage_of, schedule.microbatch[backwards], schedule.slice[backwards]]
-    backwards = backwards[chosen[stage_of] & ~done]
+    has_recompute = runs_again[stage_of, schedule.microbatch[backwards], schedule.slice[backwards]]
+    backwards = backwards[chosen[stage_of] & ~has_recompute]
     if not len(backwards):
         return schedule
     is_second = np.append(False, schedule.joined[:-1])

@@ -62,15 +62,15 @@ class Schedule(Table):
         stage, microbatch, slices = (np.zeros(num_rows, short_type(limit)) for limit in largest[1:])
         columns = {"kind": kind, "stage": stage, "microbatch": microbatch, "slice": slices}
         for rank, (order, begin, end) in enumerate(zip(orders, offsets, offsets[1:], strict=False)):
-            for what, numbers, limit in zip(columns, order.T if len(order) else (), largest, strict=False):
-                _require_fits(name, rank, what, numbers, limit)
-                columns[what][begin:end] = numbers
+            for column_name, numbers, limit in zip(columns, order.T if len(order) else (), largest, strict=False):
+                _require_fits(name, rank, column_name, numbers, limit)
+                columns[column_name][begin:end] = numbers
         # Copies: what becomes of the caller's arrays must not change the schedule.
         no_routes: Ints = np.zeros(num_microbatches, np.int8)
         routes = no_routes if route_of_microbatch is None else np.array(route_of_microbatch)
-        together = np.zeros(num_rows, np.bool_) if joined is None else np.array(joined)
+        is_joined = np.zeros(num_rows, np.bool_) if joined is None else np.array(joined)
         return cls(
-            name, placement, num_microbatches, num_slices, routes, kind, stage, microbatch, slices, together, offsets
+            name, placement, num_microbatches, num_slices, routes, kind, stage, microbatch, slices, is_joined, offsets
         )
 
     @classmethod
@@ -145,9 +145,11 @@ class Schedule(Table):
 
     def with_inserted(self, kind: Kind, like: NDArray[np.intp], places: NDArray[np.intp], *, name: str) -> "Schedule":
         """Return the schedule with more actions: one for each row in `like`, of another kind, before its place."""
-        added = {what: getattr(self, what)[like] for what in ("stage", "microbatch", "slice")}
+        added = {column_name: getattr(self, column_name)[like] for column_name in ("stage", "microbatch", "slice")}
         added |= {"op": np.full(len(like), kind), "joined": np.zeros(len(like), np.bool_)}
-        columns: dict[str, Any] = {what: np.insert(getattr(self, what), places, new) for what, new in added.items()}
+        columns: dict[str, Any] = {
+            column_name: np.insert(getattr(self, column_name), places, new) for column_name, new in added.items()
+        }
         more = np.bincount(self.rank_of_row[like], minlength=self.num_ranks)
         offsets = self.offsets + np.concatenate([[0], np.cumsum(more)])
         return replace(self, name=name, **columns, offsets=offsets)
@@ -189,13 +191,13 @@ def _require_rows(name: str, rank: int, order: object) -> None:
         )
 
 
-def _require_fits(name: str, rank: int, what: str, numbers: Ints, largest: int) -> None:
+def _require_fits(name: str, rank: int, column_name: str, numbers: Ints, largest: int) -> None:
     """Refuse what is no number of a column before it is cut to the column's integers."""
     if numbers.dtype.kind not in "iu":
-        raise ScheduleError(f"{name}, rank {rank}: {what} is of type {numbers.dtype}; expected whole numbers")
+        raise ScheduleError(f"{name}, rank {rank}: {column_name} is of type {numbers.dtype}; expected whole numbers")
     wrong = np.flatnonzero((numbers < 0) | (numbers > largest))
     if len(wrong):
-        raise out_of_range(name, rank, int(wrong[0]), f"{what} {numbers[wrong[0]]}", f"from 0 to {largest}")
+        raise out_of_range(name, rank, int(wrong[0]), f"{column_name} {numbers[wrong[0]]}", f"from 0 to {largest}")
 
 
 def _members(name: str, rank: int, entry: object) -> Iterator[tuple[Action, bool]]:

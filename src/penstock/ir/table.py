@@ -86,7 +86,7 @@ class Table(ABC):
     @property
     def ranks(self) -> list[RowRange]:
         """The rows of each rank."""
-        return [RowRange(*ends) for ends in pairwise(self.offsets.tolist())]
+        return [RowRange(*bounds) for bounds in pairwise(self.offsets.tolist())]
 
     @property
     def num_stages(self) -> int:
@@ -167,8 +167,8 @@ class Table(ABC):
 
         So a replica with fewer rows of a batch than another one gathers and drops what that one does.
         """
-        kept = self.select(np.flatnonzero((self.microbatch < number) | ~NAMES_MICROBATCH[self.op]))
-        return replace(kept, num_microbatches=number, route_of_microbatch=self.route_of_microbatch[:number])
+        selection = self.select(np.flatnonzero((self.microbatch < number) | ~NAMES_MICROBATCH[self.op]))
+        return replace(selection, num_microbatches=number, route_of_microbatch=self.route_of_microbatch[:number])
 
     def selected(self, rows: NDArray[np.intp], names: Sequence[str]) -> dict[str, Any]:
         """Return these columns of these rows, which ascend, and their offsets."""
@@ -229,10 +229,10 @@ class Table(ABC):
         return self.placement.rank_of_stage, self.placement.routes, self.num_microbatches, self.num_slices
 
     def _flagged(self, flags: Flags) -> Bools:
-        found = np.empty(self.num_rows, np.bool_)
+        is_flagged = np.empty(self.num_rows, np.bool_)
         for part in blocks(self.num_rows):
-            flags.take(self.op[part], out=found[part], mode="clip")
-        return found
+            flags.take(self.op[part], out=is_flagged[part], mode="clip")
+        return is_flagged
 
     def _rows_of_rank(self, rank: int) -> range:
         """The rows of a rank, which may be counted from the end.
@@ -246,9 +246,9 @@ class Table(ABC):
 
     def _require_shapes(self) -> None:
         counts = {"microbatches": self.num_microbatches, "slices": self.num_slices}
-        for what, count in counts.items():
+        for unit, count in counts.items():
             if count < 1:
-                raise ScheduleError(f"{self.name}: {count} {what}; expected 1 or more")
+                raise ScheduleError(f"{self.name}: {count} {unit}; expected 1 or more")
         lengths = np.diff(self.offsets)
         if len(lengths) != self.placement.num_ranks or (lengths < 0).any() or self.offsets[0] != 0:
             raise ScheduleError(
@@ -276,17 +276,19 @@ class Table(ABC):
                 f"placement, from 0 and below {num_routes}"
             )
 
-    def _require_range(self, what: str, largest: int | None) -> None:
+    def _require_range(self, column_name: str, largest: int | None) -> None:
         """Refuse a column with a number below 0 or above `largest`; None where there is no largest."""
-        column = getattr(self, what)
+        column = getattr(self, column_name)
         if column.min(initial=0) < 0 or (largest is not None and column.max(initial=0) > max(largest, 0)):
             wrong = np.flatnonzero((column < 0) | (column > (column if largest is None else largest)))
-            raise self._wrong_number(int(wrong[0]), what, "0 or more" if largest is None else f"from 0 to {largest}")
+            raise self._wrong_number(
+                int(wrong[0]), column_name, "0 or more" if largest is None else f"from 0 to {largest}"
+            )
 
-    def _wrong_number(self, row: int, what: str, expected: str) -> ScheduleError:
+    def _wrong_number(self, row: int, column_name: str, expected: str) -> ScheduleError:
         rank = int(np.searchsorted(self.offsets, row, side="right")) - 1
         position = row - int(self.offsets[rank])
-        return out_of_range(self.name, rank, position, f"{what} {getattr(self, what)[row]}", expected)
+        return out_of_range(self.name, rank, position, f"{column_name} {getattr(self, column_name)[row]}", expected)
 
 
 def short_type(largest: int) -> type[np.signedinteger[Any]]:
@@ -297,8 +299,8 @@ def short_type(largest: int) -> type[np.signedinteger[Any]]:
     return np.int16 if largest <= np.iinfo(np.int16).max else np.int32
 
 
-def out_of_range(name: str, rank: int, position: int, what: str, expected: str) -> ScheduleError:
+def out_of_range(name: str, rank: int, position: int, value: str, expected: str) -> ScheduleError:
     """Return the error for a number that no such table can hold."""
     return ScheduleError(
-        f"{name}, rank {rank}, position {position}: {what} is out of range; expected a number {expected}"
+        f"{name}, rank {rank}, position {position}: {value} is out of range; expected a number {expected}"
     )

@@ -73,9 +73,9 @@ class Timeline:
         for name in ("start_s", "end_s"):
             column = getattr(self, name)
             if getattr(column, "shape", None) != (num_rows,):
-                found = f"an array of shape {column.shape}" if isinstance(column, np.ndarray) else described(column)
+                problem = f"an array of shape {column.shape}" if isinstance(column, np.ndarray) else described(column)
                 expected = f"a numpy array of {num_rows} seconds, one for each instruction of {self.program.name!r}"
-                raise ConfigError(f"{found}; expected {expected}", key=name)
+                raise ConfigError(f"{problem}; expected {expected}", key=name)
             object.__setattr__(self, name, frozen(column))
 
     @cached_property
@@ -161,12 +161,12 @@ class Timeline:
 
         A receive takes from when it is posted until its message has arrived, so other instructions run meanwhile.
         """
-        found = []
+        seconds_of_ranks = []
         for rows in self.program.ranks:
             op, duration_s = self.program.op[rows], self.end_s[rows] - self.start_s[rows]
             total_s = np.bincount(op, weights=duration_s, minlength=len(Op)).tolist()
-            found.append({each: total_s[each] for each in Op if (op == each).any()})
-        return found
+            seconds_of_ranks.append({kind: total_s[kind] for kind in Op if (op == kind).any()})
+        return seconds_of_ranks
 
     def to_json(self) -> str:
         """Return everything that the timeline holds as a text, which `from_json` reads back to the last bit."""

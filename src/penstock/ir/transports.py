@@ -63,12 +63,12 @@ def find_transports(name: str) -> tuple[TransportModel, ...]:
     """
     if not isinstance(name, str):
         raise ConfigError(f"{described(name)}; expected one of {_NAMES}", key="transport")
-    known = {model.name: model for model in MODELS}
+    model_of_name = {model.name: model for model in MODELS}
     if name == ALL:
         return MODELS
-    if name in known:
-        return (known[name],)
-    hint = nearest(name, [*known, ALL])
+    if name in model_of_name:
+        return (model_of_name[name],)
+    hint = nearest(name, [*model_of_name, ALL])
     if name.startswith("buffered"):
         hint = " Use 'rendezvous': a program that passes it passes with any buffer"
     raise ConfigError(f"unknown transport {shortened(name)}; known: {_NAMES}.{hint}", key="transport")

@@ -90,10 +90,10 @@ def _ready_time(predecessors: Any, end: Any, lag: Any, row: int, partner: int) -
     ready = 0
     num_lags = lag.shape[1]
     for column in range(predecessors.shape[1]):
-        before = predecessors[row, column]
-        if before < 0 or before == partner:
+        source = predecessors[row, column]
+        if source < 0 or source == partner:
             continue
-        ended = end[before]
+        ended = end[source]
         if ended == -1:  # NOT_RUN
             return -2  # BLOCKED
         if column < num_lags:
@@ -126,8 +126,8 @@ def _visit_all(rows: _Rows, times: _Times) -> bool:
             last = row + 1 if joined[row] else row
             ready = _ready_time(predecessors, end, lag, row, last)
             if last > row and ready >= 0:
-                other = _ready_time(predecessors, end, lag, last, row)
-                ready = max(ready, other) if other >= 0 else other
+                partner_ready = _ready_time(predecessors, end, lag, last, row)
+                ready = max(ready, partner_ready) if partner_ready >= 0 else partner_ready
             if ready < 0:  # BLOCKED
                 break
             begin = ready if ready > rank_free else rank_free

@@ -21,7 +21,7 @@ from penstock.placement import stages_without_copies
 
 
 class WholeGradients(NamedTuple):
-    """Each time that a unit has whole gradients; one entry of each column per time."""
+    """The times in which units have whole gradients, an entry of each column per time."""
 
     unit: Int64s
     begin: Int64s
@@ -39,46 +39,46 @@ def is_sharded(program: Program) -> Bools:
 
 def sums_of_units(program: Program, of_stages: Array) -> Array:
     """[num_stages] the sum over the unit of each stage; copies of a stage on one rank count once."""
-    found, stages = np.zeros_like(of_stages), stages_without_copies(program.placement)
-    np.add.at(found, program.unit_of_stage[stages], of_stages[stages])
-    return np.asarray(found[program.unit_of_stage])
+    sums, stages = np.zeros_like(of_stages), stages_without_copies(program.placement)
+    np.add.at(sums, program.unit_of_stage[stages], of_stages[stages])
+    return np.asarray(sums[program.unit_of_stage])
 
 
 def num_whole(program: Program) -> Int64s:
     """[num_rows] how many sharded units of the row's rank are whole while it runs, those being gathered included."""
-    dropped = DROPS[program.op] & is_sharded(program)[program.stage]
+    is_dropped = DROPS[program.op] & is_sharded(program)[program.stage]
     changes = GATHERS[program.op].astype(np.int64)
-    changes[1:] -= dropped[:-1]  # what a row drops is still there while it runs
+    changes[1:] -= is_dropped[:-1]  # what a row drops is still there while it runs
     firsts = program.offsets[:-1][np.diff(program.offsets) > 0]
     changes[firsts] = GATHERS[program.op[firsts]]
     counts = np.cumsum(changes)
-    left = np.append(0, counts)[firsts]  # by the ranks before
-    return np.asarray(counts - np.repeat(left, np.diff(np.append(firsts, program.num_rows))))
+    count_before_rank = np.append(0, counts)[firsts]  # by the ranks before
+    return np.asarray(counts - np.repeat(count_before_rank, np.diff(np.append(firsts, program.num_rows))))
 
 
 def peak_whole(program: Program) -> list[int] | None:
     """Per rank, the most sharded units that are whole at once; None for a program that gathers nothing."""
     if not len(program.rows_of(GATHERS)):
         return None
-    whole = num_whole(program)
-    return [int(whole[rows].max(initial=0)) for rows in program.ranks]
+    num_whole_units = num_whole(program)
+    return [int(num_whole_units[rows].max(initial=0)) for rows in program.ranks]
 
 
 def have_new_gradients(program: Program, rows: Ints) -> Bools:
-    """[num_rows] whether a unit has got gradients before each of these rows of it, and behind the one before.
+    """[len(rows)] whether the unit of each row has made gradients since the row before of the same unit.
 
-    The rows ascend, and name a stage.
+    The rows ascend, and name a stage; before the first row of a unit, all gradients since the start count.
     """
     unit, num_rows = program.unit_of_stage[program.stage[rows]], program.num_rows
-    made = program.rows_of(MAKES_GRADIENT)
-    keys = np.sort(program.unit_of_stage[program.stage[made]] * num_rows + made)
-    num_made = np.searchsorted(keys, unit * num_rows + rows)
+    gradient_rows = program.rows_of(MAKES_GRADIENT)
+    keys = np.sort(program.unit_of_stage[program.stage[gradient_rows]] * num_rows + gradient_rows)
+    num_until_row = np.searchsorted(keys, unit * num_rows + rows)
     in_order = np.argsort(unit, kind="stable")
     # Of the unit's first row, the gradients of the units before it have been made.
-    before = np.searchsorted(keys, unit * num_rows)
-    same = np.flatnonzero(np.diff(unit[in_order]) == 0)
-    before[in_order[same + 1]] = num_made[in_order[same]]
-    return np.asarray(num_made > before)
+    num_before = np.searchsorted(keys, unit * num_rows)
+    same_unit = np.flatnonzero(np.diff(unit[in_order]) == 0)
+    num_before[in_order[same_unit + 1]] = num_until_row[in_order[same_unit]]
+    return np.asarray(num_until_row > num_before)
 
 
 def whole_gradients(program: Program) -> WholeGradients:
@@ -91,15 +91,15 @@ def whole_gradients(program: Program) -> WholeGradients:
     rows, unit = rows[in_order], unit[in_order]
     is_made = MAKES_GRADIENT[program.op[rows]]
     follows = np.append(False, (unit[1:] == unit[:-1]) & is_made[:-1])
-    begins = np.flatnonzero(is_made & ~follows)
+    begin = np.flatnonzero(is_made & ~follows)
     # Behind the last gradient before it is a reduction, or the end of the unit.
     reductions = np.append(np.flatnonzero(~is_made), len(rows))
-    reduced = reductions[np.searchsorted(reductions, begins)]
-    is_reduced = np.append(unit, -1)[reduced] == unit[begins]
-    ends = program.offsets[program.rank_of_row[rows[begins]] + 1].astype(np.int64) - 1
+    reduced = reductions[np.searchsorted(reductions, begin)]
+    is_reduced = np.append(unit, -1)[reduced] == unit[begin]
+    end = program.offsets[program.rank_of_row[rows[begin]] + 1].astype(np.int64) - 1
     # A rank knows that a reduction is over at a row that awaits it, or what the replicas exchange later; if that is in
     # an overlapped pair, at the pair. The row before is the last that runs while the gradients are there.
     awaited = np.maximum.accumulate(collective_of_row(program))  # of another rank's rows, all are later ones
     last = np.searchsorted(awaited, np.append(rows, num_rows)[reduced[is_reduced]]) - 1
-    ends[is_reduced] = np.minimum(ends[is_reduced], last - program.joined[last])
-    return WholeGradients(unit[begins], rows[begins], ends)
+    end[is_reduced] = np.minimum(end[is_reduced], last - program.joined[last])
+    return WholeGradients(unit[begin], rows[begin], end)

@@ -21,9 +21,10 @@ def write_table(table: Table, format: str) -> str:
         ConfigError: for an unknown format, and for a table that the format cannot express.
     """
     if format not in WRITERS:
-        known = ", ".join(WRITERS)
+        formats = ", ".join(WRITERS)
         raise ConfigError(
-            f"{shortened(format)} is none that can be written; known: {known}.{nearest(format, WRITERS)}", key="format"
+            f"{shortened(format)} is none that can be written; known: {formats}.{nearest(format, WRITERS)}",
+            key="format",
         )
     text = WRITERS[format](table)
     return text if text.endswith("\n") else f"{text}\n"

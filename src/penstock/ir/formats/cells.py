@@ -82,8 +82,9 @@ class Cells:
 def cells_of(table: Table) -> list[list[str]]:
     """Return the cells of every rank."""
     texts = [
-        f"{stage}{OPERATIONS[Op(code)].text}{value if code in _NUMBERED else ''}{f'.{part}' if part else ''}"
-        for code, stage, value, part in zip(
+        f"{stage}{OPERATIONS[Op(code)].text}{value if code in _NUMBERED else ''}"
+        + (f".{slice_number}" if slice_number else "")
+        for code, stage, value, slice_number in zip(
             table.op.tolist(), table.stage.tolist(), table.number.tolist(), table.slice.tolist(), strict=True
         )
     ]
@@ -138,16 +139,16 @@ def parse_cells(ranks: Iterable[Sequence[str]], fail: Fail) -> Cells:
         num_rows += len(cells)
         if num_rows > MAX_CELLS:
             raise fail(f"the text has more than {MAX_CELLS} cells; expected at most as many", rank, 0, 0)
-        part, together = _parse_rank(cells, rank, fail)
-        columns.append(part)
-        joined.append(together)
+        rows_of_rank, joined_of_rank = _parse_rank(cells, rank, fail)
+        columns.append(rows_of_rank)
+        joined.append(joined_of_rank)
     offsets = np.cumsum([0, *map(len, columns)])
-    whole = np.concatenate([np.zeros((0, 4), np.int32), *columns])
+    rows = np.concatenate([np.zeros((0, 4), np.int32), *columns])
     return Cells(
-        op=whole[:, 0].astype(np.int8),
-        stage=whole[:, 1].copy(),
-        number=whole[:, 2].copy(),
-        slice=whole[:, 3].astype(np.int16),
+        op=rows[:, 0].astype(np.int8),
+        stage=rows[:, 1].copy(),
+        number=rows[:, 2].copy(),
+        slice=rows[:, 3].astype(np.int16),
         joined=np.concatenate([np.zeros(0, np.bool_), *joined]),
         offsets=offsets,
     )
@@ -169,27 +170,29 @@ def _parse_rank(cells: Sequence[str], rank: int, fail: Fail) -> tuple[Int32s, Bo
             raise fail(error.problem, rank, index, error.column - 1) from None
     joined = np.zeros(len(rows), np.bool_)
     joined[firsts] = True
-    part = np.array(rows, np.int64).reshape(len(rows), 4)
-    too_large = np.flatnonzero((part > _LIMITS).any(axis=1))
+    numbers = np.array(rows, np.int64).reshape(len(rows), 4)
+    too_large = np.flatnonzero((numbers > _LIMITS).any(axis=1))
     if len(too_large):
         row = int(too_large[0])
         problem = f"a number in it is too large; expected at most {MAX_NUMBER}, and {MAX_SLICE} for a slice"
         raise fail(problem, rank, row - int(joined[:row].sum()), 0)
-    return part.astype(np.int32), joined
+    return numbers.astype(np.int32), joined
 
 
 def _row(match: re.Match[str]) -> _Row:
-    cell, (stage, name, number, part) = match.group(), match.groups()
+    cell, (stage, name, number, slice_number) = match.group(), match.groups()
     op = OP_OF_TEXT[name]
     is_numbered = op in _NUMBERED
     if is_numbered and not number:
-        what = "tied group" if op is Op.REDUCE_TIED else "microbatch"
-        raise FormatError(f"{cell!r} ends without its {what}; expected such as {stage}{name}0", column=match.end(2) + 1)
+        number_name = "tied group" if op is Op.REDUCE_TIED else "microbatch"
+        raise FormatError(
+            f"{cell!r} ends without its {number_name}; expected such as {stage}{name}0", column=match.end(2) + 1
+        )
     if number and not is_numbered:
         raise FormatError(f"{cell!r} has a microbatch; expected {stage}{name} alone", column=match.start(3) + 1)
-    if part and op not in _WITH_MICROBATCH:
+    if slice_number and op not in _WITH_MICROBATCH:
         raise FormatError(f"{cell!r} has a slice; expected none after {name}", column=match.start(4))
-    return int(op), int(stage), int(number or 0), int(part or 0)
+    return int(op), int(stage), int(number or 0), int(slice_number or 0)
 
 
 def _parse_pair(cell: str) -> list[_Row]:
@@ -246,15 +249,15 @@ def infer_layout(cells: Cells, fail: Fail) -> dict[str, Any]:
     for rank in np.flatnonzero(np.diff(cells.offsets) == 0).tolist():
         raise fail(f"rank {rank} has no actions; expected at least one on every rank", rank, 0, 0)
     rank_of_stage = _rank_of_stage(cells, fail)
-    named = np.flatnonzero(NAMES_MICROBATCH[cells.op])
-    if not len(named):
+    rows_with_microbatch = np.flatnonzero(NAMES_MICROBATCH[cells.op])
+    if not len(rows_with_microbatch):
         raise fail("no action names a microbatch; expected at least one such as 0F0", 0, 0, 0)
-    largest = int(named[np.argmax(cells.number[named])])
+    largest = int(rows_with_microbatch[np.argmax(cells.number[rows_with_microbatch])])
     num_microbatches = int(cells.number[largest]) + 1
     num_slices = int(cells.slice.max()) + 1
     if problem := too_sparse(len(cells.op), len(rank_of_stage), num_microbatches, num_slices):
         raise fail(problem, *cells.place(largest))
-    placement, routes = _match_placement(cells, rank_of_stage, named, num_microbatches)
+    placement, routes = _match_placement(cells, rank_of_stage, rows_with_microbatch, num_microbatches)
     return {
         "placement": placement,
         "num_microbatches": num_microbatches,
@@ -282,28 +285,29 @@ def _rank_of_stage(cells: Cells, fail: Fail) -> tuple[int, ...]:
             f"stage {stages[-1]} is here, but stage {missing} is on no rank; expected stages 0, 1, ... without gaps",
             *cells.place(int(first[-1])),
         )
-    moved = np.flatnonzero(ranks[first][index] != ranks)
-    if len(moved):
-        row = int(moved[0])
-        home = int(ranks[first][index[row]])
+    misplaced = np.flatnonzero(ranks[first][index] != ranks)
+    if len(misplaced):
+        row = int(misplaced[0])
+        first_rank = int(ranks[first][index[row]])
         raise fail(
-            f"stage {cells.stage[row]} is on rank {home} and on rank {ranks[row]}; expected every stage on one rank",
+            f"stage {cells.stage[row]} is on rank {first_rank} and on rank {ranks[row]}; expected every stage on one "
+            "rank",
             *cells.place(row),
         )
     return tuple(ranks[first].tolist())
 
 
 def _match_placement(
-    cells: Cells, rank_of_stage: tuple[int, ...], named: NDArray[np.intp], num_microbatches: int
+    cells: Cells, rank_of_stage: tuple[int, ...], rows_with_microbatch: NDArray[np.intp], num_microbatches: int
 ) -> tuple[Placement, Ints]:
     num_ranks, num_stages = cells.num_ranks, len(rank_of_stage)
     routes: Ints = np.zeros(num_microbatches, np.int8)
     line, vee = Placement.line(num_ranks), Placement.vee(num_ranks)
     if num_ranks > 1 and rank_of_stage == vee.rank_of_stage:
-        second_half = cells.stage[named] >= num_ranks
-        back = np.unique(cells.number[named][second_half])
-        if not np.isin(back, cells.number[named][~second_half]).any():
-            routes[back] = 1
+        second_half = cells.stage[rows_with_microbatch] >= num_ranks
+        second_half_microbatches = np.unique(cells.number[rows_with_microbatch][second_half])
+        if not np.isin(second_half_microbatches, cells.number[rows_with_microbatch][~second_half]).any():
+            routes[second_half_microbatches] = 1
             return Placement.bidirectional(num_ranks), routes
     for candidate in (line, Placement.loop(num_ranks, num_stages), vee, Placement.wave(num_ranks, num_stages)):
         if rank_of_stage == candidate.rank_of_stage:

@@ -85,12 +85,12 @@ def from_deepspeed(text: str, *, file: str = "<text>", name: str = "from DeepSpe
 
 def _read_title(lines: list[tuple[int, str]], file: str) -> Listing:
     number, line = lines[0] if lines else (1, "")
-    found = " ".join(line.split())
+    title = " ".join(line.split())
     for listing in Listing:
-        if found.lower() == f"{TITLE} {listing.value}".lower():
+        if title.lower() == f"{TITLE} {listing.value}".lower():
             return listing
     names = ", ".join(listing.value for listing in Listing)
-    problem = f"{found[:60]!r} is no title; expected {TITLE} and one of {names}"
+    problem = f"{title[:60]!r} is no title; expected {TITLE} and one of {names}"
     raise FormatError(problem, file=file, line=number)
 
 
@@ -101,13 +101,13 @@ class _RankLine:
     rank: int
     num_buffers: int
     steps: list[list[_Word]]
-    ends: list[int]
+    end_columns: list[int]
     """The column after each step."""
     fail: Callable[[int, str], FormatError]
 
     def order(self) -> Int32s:
         """[num_actions, 3] kind, stage, microbatch; forwards are in order, a backward is of what its buffer holds."""
-        held: dict[int, int] = {}
+        microbatch_of_buffer: dict[int, int] = {}
         rows: list[tuple[int, int, int]] = []
         num_forwards = 0
         for column, word in (word for step in self.steps for word in step):
@@ -116,14 +116,14 @@ class _RankLine:
                 continue
             buffer = int(match[2])
             if match[1] == "F" and buffer == num_forwards % self.num_buffers:
-                held[buffer] = num_forwards
+                microbatch_of_buffer[buffer] = num_forwards
                 num_forwards += 1
-                rows.append((Kind.FORWARD, self.rank, held[buffer]))
+                rows.append((Kind.FORWARD, self.rank, microbatch_of_buffer[buffer]))
             elif match[1] == "F":
                 expected = num_forwards % self.num_buffers
                 raise self.fail(column, f"{word}; expected F{expected}, as {self.num_buffers} buffers take turns")
-            elif buffer in held:
-                rows.append((Kind.BACKWARD, self.rank, held.pop(buffer)))
+            elif buffer in microbatch_of_buffer:
+                rows.append((Kind.BACKWARD, self.rank, microbatch_of_buffer.pop(buffer)))
             else:
                 raise self.fail(column, f"{word}: nothing is in buffer {buffer}; expected F{buffer} before it")
         if not num_forwards:
@@ -134,14 +134,16 @@ class _RankLine:
         """Refuse the first difference from what the order asks for."""
         if self.num_buffers != expected.num_buffers:
             raise self.fail(1, f"{self.num_buffers} buffers; expected {expected.num_buffers} for this order")
-        for step, pair in enumerate(zip(self.steps, expected.steps, strict=False)):
-            for found, text in zip_longest(*pair, fillvalue=None):
-                column, word = found or (self.ends[step], "the end of the step")
+        for step, word_pairs in enumerate(zip(self.steps, expected.steps, strict=False)):
+            for column_and_word, text in zip_longest(*word_pairs, fillvalue=None):
+                column, word = column_and_word or (self.end_columns[step], "the end of the step")
                 if word != text:
                     problem = f"{word} in step {step} of rank {self.rank}; expected {text or 'the end of the step'}"
                     raise self.fail(column, f"{problem}, as the order of F and B asks for")
         if len(self.steps) != len(expected.steps):
-            raise self.fail(self.ends[-1], f"{len(self.steps)} steps; expected {len(expected.steps)} for this order")
+            raise self.fail(
+                self.end_columns[-1], f"{len(self.steps)} steps; expected {len(expected.steps)} for this order"
+            )
 
 
 def _read_line(rank: int, number: int, line: str, file: str) -> _RankLine:
@@ -151,13 +153,13 @@ def _read_line(rank: int, number: int, line: str, file: str) -> _RankLine:
     label = _RANK.match(line)
     if label is None or int(label[1]) != rank:
         raise fail(1, f"this is no line of rank {rank}; expected such as rank {rank}, 2 buffers: L0 F0|SA0")
-    steps, ends = [], [label.end() + 1]
+    steps, begins_of_steps = [], [label.end() + 1]
     for step in line[label.end() :].split("|"):
-        begin = ends[-1]
+        begin = begins_of_steps[-1]
         words = [(begin + word.start(), word.group()) for word in _WORD.finditer(step)]
         for column, word in words:
             if not _INSTRUCTION.fullmatch(word):
                 raise fail(column, f"{word[:60]!r} is no instruction; expected such as L0, F0, SA0, RG0, RTG or OPT")
         steps.append(words)
-        ends.append(begin + len(step) + 1)
-    return _RankLine(rank, int(label[2]), steps, [end - 1 for end in ends[1:]], fail)
+        begins_of_steps.append(begin + len(step) + 1)
+    return _RankLine(rank, int(label[2]), steps, [end - 1 for end in begins_of_steps[1:]], fail)

@@ -78,11 +78,11 @@ def _refuse_other_forms(schedule: Schedule, listing: Listing) -> None:
     if placement.rank_of_stage != tuple(range(schedule.num_ranks)) or len(placement.routes) > 1:
         raise _refusal(describe_placement(schedule), "stage s on rank s")
     require_whole_actions(schedule, _STREAMS)
-    everyone = np.arange(schedule.num_microbatches)
-    backwards = everyone[:0] if listing is Listing.INFERENCE else everyone
+    microbatches = np.arange(schedule.num_microbatches)
+    backwards = microbatches[:0] if listing is Listing.INFERENCE else microbatches
     for rank, rows in enumerate(schedule.ranks):
         is_backward, microbatch = schedule.kind[rows] == Kind.BACKWARD, schedule.microbatch[rows]
-        if not np.array_equal(microbatch[~is_backward], everyone):
+        if not np.array_equal(microbatch[~is_backward], microbatches):
             raise _refusal(f"the forwards of rank {rank} are in another order", "microbatch 0, then 1, and so on")
         if not np.array_equal(np.sort(microbatch[is_backward]), backwards):
             expected = f"{len(backwards)}, at most one of each microbatch"
@@ -106,17 +106,19 @@ def _steps(schedule: Schedule, listing: Listing) -> Int64s:
     if listing is not Listing.INFERENCE:
         # Two actions of one kind stand two steps apart: so all forwards of a rank keep one parity.
         duration[:-1] += schedule.kind[:-1] == schedule.kind[1:]
-    before = predecessors(schedule)
+    predecessor_rows = predecessors(schedule)
     # A result can be used one step after its action began, however long the rank is busy.
-    lag = 1 - duration[before]
-    times = walk(schedule.offsets, before, schedule.joined, duration, lag=lag)
+    lag = 1 - duration[predecessor_rows]
+    times = walk(schedule.offsets, predecessor_rows, schedule.joined, duration, lag=lag)
     if not times.is_complete:
         raise _refusal("it cannot run to its end", "an order that `penstock check` proves")
-    rows = np.flatnonzero(before[:, 0] != NONE)
-    late = rows[times.start[rows] != times.start[before[rows, 0]] + 1]
+    rows = np.flatnonzero(predecessor_rows[:, 0] != NONE)
+    late = rows[times.start[rows] != times.start[predecessor_rows[rows, 0]] + 1]
     if len(late):
         row = int(late[0])
-        problem = f"{schedule.action(row)} cannot run in the step after {schedule.action(int(before[row, 0]))}"
+        problem = (
+            f"{schedule.action(row)} cannot run in the step after {schedule.action(int(predecessor_rows[row, 0]))}"
+        )
         raise _refusal(problem, "every result to be used in the step after it")
     return times.start.astype(np.int64)
 
@@ -124,11 +126,11 @@ def _steps(schedule: Schedule, listing: Listing) -> Int64s:
 def _stream(schedule: Schedule, listing: Listing, rank: int, step_of_row: Ints) -> Stream:
     rows = schedule.ranks[rank]
     is_backwards, microbatch = schedule.kind[rows] == Kind.BACKWARD, schedule.microbatch[rows]
-    own_steps = step_of_row[rows]
-    num_buffers = _num_buffers(is_backwards, microbatch, own_steps, listing)
+    steps_of_rank = step_of_row[rows]
+    num_buffers = _num_buffers(is_backwards, microbatch, steps_of_rank, listing)
     steps: Steps = [[] for _ in range(int(step_of_row.max()) + 1)]
     is_first, is_last = rank == 0, rank == schedule.num_ranks - 1
-    columns = (is_backwards, microbatch % num_buffers, own_steps)
+    columns = (is_backwards, microbatch % num_buffers, steps_of_rank)
     for is_backward, buffer, step in zip(*(column.tolist() for column in columns), strict=True):
         receive, compute, send = ("RG", "B", "SG") if is_backward else ("RA", "F", "SA")
         steps[step].append(f"{compute}{buffer}")
@@ -158,10 +160,10 @@ def _num_buffers(is_backward: Bools, microbatch: Ints, step: Ints, listing: List
     """As many as there are from the oldest microbatch that is still in a buffer to the newest."""
     if listing in (Listing.INFERENCE, Listing.DATA_PARALLEL):
         return 2 if listing is Listing.INFERENCE else 1
-    ends = np.zeros(int(is_backward.sum()), np.int64)
-    ends[microbatch[is_backward]] = step[is_backward]
-    begins = step[~is_backward]
+    backward_step = np.zeros(int(is_backward.sum()), np.int64)
+    backward_step[microbatch[is_backward]] = step[is_backward]
+    forward_step = step[~is_backward]
     # Where a step receives before it sends, the gradient of the backward one step ago is still in its buffer.
-    still = begins - 1 if listing is Listing.TRAIN_OLD else begins
-    oldest = np.searchsorted(np.maximum.accumulate(ends), still)
-    return max(2, int((np.arange(len(begins)) - oldest).max()) + 1)
+    last_step_in_buffer = forward_step - 1 if listing is Listing.TRAIN_OLD else forward_step
+    oldest = np.searchsorted(np.maximum.accumulate(backward_step), last_step_in_buffer)
+    return max(2, int((np.arange(len(forward_step)) - oldest).max()) + 1)

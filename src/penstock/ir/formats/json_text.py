@@ -38,7 +38,7 @@ _PLACEMENT_KEYS = ("style", "rank_of_stage", "routes")
 
 _LIST, _TEXT = "list; expected a list", "text; expected a string"
 
-Made = TypeVar("Made")
+JsonType = TypeVar("JsonType")
 
 
 def schedule_to_json(schedule: Table) -> str:
@@ -92,10 +92,10 @@ def program_from_json(text: str, file: str) -> dict[str, Any]:
     if len(wrong):
         row = int(wrong[0])
         rank = cells.place(row)[0]
-        what = f"the tied group that its text names, below {len(groups)}"
-        what = what if is_tied[row] else f"below {num_stages}"
+        expected_peer = f"the tied group that its text names, below {len(groups)}"
+        expected_peer = expected_peer if is_tied[row] else f"below {num_stages}"
         raise reader.fail(
-            f"peers[{rank}][{row - int(cells.offsets[rank])}]", f"{peer[row]} is no peer; expected {what}"
+            f"peers[{rank}][{row - int(cells.offsets[rank])}]", f"{peer[row]} is no peer; expected {expected_peer}"
         )
     return {
         **fields,
@@ -115,12 +115,12 @@ def kind_of_json(text: str, *, file: str = "<text>") -> str:
         FormatError: if it is no JSON object, or says neither.
     """
     reader = JsonReader(file)
-    found = reader.object(text).get("format")
-    if found not in (SCHEDULE_FORMAT, PROGRAM_FORMAT):
+    format_name = reader.object(text).get("format")
+    if format_name not in (SCHEDULE_FORMAT, PROGRAM_FORMAT):
         raise reader.fail(
-            "format", f"{_shown(found)} cannot be read; expected {SCHEDULE_FORMAT!r} or {PROGRAM_FORMAT!r}"
+            "format", f"{_shown(format_name)} cannot be read; expected {SCHEDULE_FORMAT!r} or {PROGRAM_FORMAT!r}"
         )
-    return str(found)
+    return str(format_name)
 
 
 def _metadata(table: Table, format_name: str) -> dict[str, Any]:
@@ -165,10 +165,10 @@ class JsonReader:
     def fail(self, path: str, problem: str) -> FormatError:
         return FormatError(f"{path}: {problem}", file=self._file)
 
-    def require(self, wanted: type[Made], value: Any, path: str, what: str) -> Made:
-        """Return a value that must be of a type; `what` names that type and says what is expected."""
-        if not isinstance(value, wanted):
-            raise self.fail(path, f"{_shown(value)} is no {what}")
+    def require(self, json_type: type[JsonType], value: Any, path: str, expected: str) -> JsonType:
+        """Return a value that must be of a type; `expected` names that type and says what is expected."""
+        if not isinstance(value, json_type):
+            raise self.fail(path, f"{_shown(value)} is no {expected}")
         return value
 
     def object(self, text: str) -> dict[str, Any]:

@@ -128,8 +128,8 @@ def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
     warmups = [] if schedule.is_forward_only else [_warmup(form, rank, num) for rank, num in enumerate(leading)]
     for rank, rows in enumerate(schedule.ranks):
         expected = form.order(rank, warmups[rank] if warmups else None)
-        found = np.column_stack([column[rows] for column in (schedule.kind, schedule.stage, schedule.microbatch)])
-        _refuse_other_order(schedule, rank, found, expected, cause=cause)
+        actions = np.column_stack([column[rows] for column in (schedule.kind, schedule.stage, schedule.microbatch)])
+        _refuse_other_order(schedule, rank, actions, expected, cause=cause)
     return form, warmups
 
 
@@ -146,10 +146,10 @@ def _warmup(form: _Form, rank: int, num_leading: int) -> int:
     return num_forwards - 1 if usual == num_forwards - 1 else num_forwards
 
 
-def _refuse_other_order(schedule: Schedule, rank: int, found: Ints, expected: Int32s, *, cause: str) -> None:
-    if len(found) != len(expected):
-        raise _refusal(f"rank {rank} has {len(found)} actions", str(len(expected)))
-    different = np.flatnonzero((found != expected).any(axis=1))
+def _refuse_other_order(schedule: Schedule, rank: int, actions: Ints, expected: Int32s, *, cause: str) -> None:
+    if len(actions) != len(expected):
+        raise _refusal(f"rank {rank} has {len(actions)} actions", str(len(expected)))
+    different = np.flatnonzero((actions != expected).any(axis=1))
     if len(different):
         position = int(different[0])
         kind, stage, microbatch = expected[position].tolist()

@@ -148,13 +148,13 @@ class _TimelineReader(JsonReader):
     def keys(self, value: Any, path: str, keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
         """Return an object that has all `keys`, and no others but the `optional` ones."""
         members: dict[str, Any] = self.require(dict, value, path or "$", f"object; expected keys {', '.join(keys)}")
-        before = f"{path}." if path else ""
+        prefix = f"{path}." if path else ""
         for key in members:
             if key not in (*keys, *optional):
-                raise self.fail(f"{before}{key}", "there is no such key")
+                raise self.fail(f"{prefix}{key}", "there is no such key")
         for key in keys:
             if key not in members:
-                raise self.fail(f"{before}{key}", "this key is missing")
+                raise self.fail(f"{prefix}{key}", "this key is missing")
         return members
 
     def entries(self, document: Mapping[str, Any], key: str, read: Callable[[Any, str], Any]) -> list[Any]:
