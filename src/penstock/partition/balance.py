@@ -41,22 +41,23 @@ def lightest_split(tables: Sequence[Table]) -> tuple[int, ...] | None:
     `tables` are [start, end] for each part; infinite where the part may not take this range. Ties are broken as by
     `balance`. None where the parts cannot take all weights between them.
     """
-    ends = np.arange(len(tables[0]))
-    counts = ends[None, :] - ends[:, None]  # [start, end]
+    bounds = np.arange(len(tables[0]))
+    counts = bounds[None, :] - bounds[:, None]  # [start, end]
     costs = [np.where(counts > 0, table, np.inf) for table in tables]
     lightest = _best_rests(costs, np.maximum)[-1][0]
     if lightest == np.inf:
         return None
+    # Among the splits whose parts are no heavier than that, the one with the least sum of squares of counts.
     evenness = counts.astype(np.float64) ** 2
     squares = [np.where(cost <= lightest * (1 + TOLERANCE), evenness, np.inf) for cost in costs]
     return _read_back(squares, _best_rests(squares, np.add))
 
 
 def _best_rests(costs: Sequence[Table], combine: Callable[[Table, Table], Table]) -> list[Table]:
-    """Return, for the last 1, 2, ... parts, the least cost of splitting everything from each start into them."""
+    """Return, for the last 1, 2, ... parts, [start] the least cost of splitting all weights from a start into them."""
     rests = [costs[-1][:, -1]]
-    for cost in reversed(costs[:-1]):
-        rests.append(combine(cost, rests[-1][None, :]).min(axis=1))
+    for table in reversed(costs[:-1]):
+        rests.append(combine(table, rests[-1][None, :]).min(axis=1))
     return rests
 
 

@@ -20,16 +20,17 @@ class ParameterCounts:
     of_stage: Mapping[tuple[int, ...], int] = field(default_factory=dict)
     """A parameter that several stages of one rank share counts in the first of them in the model."""
     shared: Mapping[tuple[int, ...], int] = field(default_factory=dict)
-    """Per stage and earlier stage of its rank: how many of its parameters count there."""
+    """How many parameters of a stage count in an earlier stage of its rank, by the two stages."""
     copied: Mapping[tuple[int, ...], int] = field(default_factory=dict)
-    """Per stage and stage of another rank: how many of its parameters are copies from there, and count in both."""
+    """How many parameters of a stage are copies of those of a stage of another rank, by the two stages; they count in
+    both."""
 
     @classmethod
-    def of_ranks(cls, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> "ParameterCounts":
-        """Put together what each rank counted: per field, rows of one or two stages and a number."""
+    def of_ranks(cls, counts_of_ranks: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> "ParameterCounts":
+        """Join the counts of all ranks; those of one rank are, by field, rows of one or two stages and a number."""
         return cls(
             **{
-                name: {tuple(stages): number for theirs in everyone for *stages, number in theirs[name]}
+                name: {tuple(stages): number for counts in counts_of_ranks for *stages, number in counts[name]}
                 for name in ("of_stage", "shared", "copied")
             }
         )
@@ -117,8 +118,8 @@ def describe_split(
     for index, stage in enumerate(stages):
         copies.setdefault(stage, []).append(str(index))
     stages, labels = list(copies), [" and ".join(indices) for indices in copies.values()]
-    total = sum(weights) or 1.0
-    shares = [sum(weights[layer] for layer in stage) / total for stage in stages]
+    total_weight = sum(weights) or 1.0
+    shares = [sum(weights[layer] for layer in stage) / total_weight for stage in stages]
     columns = [
         Column("stage"),
         Column("layers", drop_order=2),
@@ -131,32 +132,34 @@ def describe_split(
     row_of_stage = {int(index): row for row, indices in enumerate(copies.values()) for index in indices}
     counts = _by_row(parameters.of_stage, row_of_stage)
     for row, (label, stage, share) in enumerate(zip(labels, stages, shares, strict=True)):
-        late = [_late_share(late_shares, label)] if late_shares else []
-        rows.append([label, str(len(stage)), f"{share:.1%}", f"{counts[row,]:,}", *late, _first_to_last(names, stage)])
+        late_cell = [_late_share(late_shares, label)] if late_shares else []
+        rows.append(
+            [label, str(len(stage)), f"{share:.1%}", f"{counts[row,]:,}", *late_cell, _first_to_last(names, stage)]
+        )
     heaviest = max(range(len(shares)), key=lambda stage: shares[stage])
     ratio = shares[heaviest] * len(shares)
     shared, copied = _by_row(parameters.shared, row_of_stage), _by_row(parameters.copied, row_of_stage)
-    last = [
+    last_lines = [
         f"heaviest: stage {labels[heaviest]}, {ratio:.2f} times the mean",
         *_held_twice("tied on one rank", shared, labels, "counted once"),
         *_held_twice("copies on other ranks", copied, labels, "counted in each"),
     ]
     if copied:
-        last.append(f"without copies: {sum(counts.values()) - sum(copied.values()):,} parameters")
-    last += [
-        f"do not wait for W in stage {stage}: {names_by_reason(each)}"
-        for stage, each in (reasons or {}).items()
-        if each
+        last_lines.append(f"without copies: {sum(counts.values()) - sum(copied.values()):,} parameters")
+    last_lines += [
+        f"do not wait for W in stage {stage}: {names_by_reason(reason_of_name)}"
+        for stage, reason_of_name in (reasons or {}).items()
+        if reason_of_name
     ]
-    return "\n".join([table_text(columns, rows, screen), *map(screen.wrapped, last)]) + "\n"
+    return "\n".join([table_text(columns, rows, screen), *map(screen.wrapped, last_lines)]) + "\n"
 
 
 def names_by_reason(reasons: Mapping[str, str]) -> str:
     """List names by what is said of them: `0.weight, 1.weight (small); 2.weight (cannot be told apart)`."""
-    names: dict[str, list[str]] = {}
+    names_of_reason: dict[str, list[str]] = {}
     for name, reason in reasons.items():
-        names.setdefault(reason, []).append(name)
-    return "; ".join(f"{listed(each)} ({reason})" for reason, each in names.items())
+        names_of_reason.setdefault(reason, []).append(name)
+    return "; ".join(f"{listed(names)} ({reason})" for reason, names in names_of_reason.items())
 
 
 def split_text(sizes: Sequence[int]) -> str:
@@ -170,18 +173,18 @@ def split_text(sizes: Sequence[int]) -> str:
 
 def _by_row(numbers: Mapping[tuple[int, ...], int], row_of_stage: Mapping[int, int]) -> dict[tuple[int, ...], int]:
     """Return numbers by rows instead of stages; of copies of one stage, the largest, and none of a row with itself."""
-    found: dict[tuple[int, ...], int] = {}
+    number_of_rows: dict[tuple[int, ...], int] = {}
     for stages, number in numbers.items():
         rows = tuple(row_of_stage[stage] for stage in stages)
         if len(set(rows)) == len(rows):
-            found[rows] = max(number, found.get(rows, 0))
-    return found
+            number_of_rows[rows] = max(number, number_of_rows.get(rows, 0))
+    return number_of_rows
 
 
 def _held_twice(
     title: str, numbers: Mapping[tuple[int, ...], int], labels: Sequence[str], counted: str
 ) -> Iterator[str]:
-    """Say which rows hold parameters of which other row: those that hold as many of one, in one line."""
+    """Yield lines that name the rows with parameters of another row; rows with as many of the same one share a line."""
     holders: dict[tuple[int, int], list[int]] = {}
     for (row, owner), number in sorted(numbers.items()):
         holders.setdefault((owner, number), []).append(row)
@@ -193,27 +196,28 @@ def _held_twice(
 
 
 def _late_share(shares: Mapping[int, float], label: str) -> str:
-    found = [shares[stage] for stage in map(int, label.split(" and ")) if stage in shares]
-    return f"{min(found):.0%}" if found else "-"
+    """Return the smallest share of the stages that a label such as `0 and 7` names; `-` where none is known."""
+    known_shares = [shares[stage] for stage in map(int, label.split(" and ")) if stage in shares]
+    return f"{min(known_shares):.0%}" if known_shares else "-"
 
 
 def _check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
-    given = list(split)
-    if len(given) != num_stages:
+    sizes = list(split)
+    if len(sizes) != num_stages:
         raise PartitionError(
-            f"split {given} names {count_of(len(given), 'stage')}, but the schedule has {num_stages}; give "
+            f"split {sizes} names {count_of(len(sizes), 'stage')}, but the schedule has {num_stages}; give "
             f"{count_of(num_stages, 'number')}"
         )
-    for stage, count in enumerate(given):
+    for stage, count in enumerate(sizes):
         if count < 1:
             raise PartitionError(
-                f"split {given} gives stage {stage} {count} layers; every stage needs 1, be it an nn.Identity()"
+                f"split {sizes} gives stage {stage} {count} layers; every stage needs 1, be it an nn.Identity()"
             )
-    missing = num_layers - sum(given)
+    missing = num_layers - sum(sizes)
     if missing:
         way = f"give {missing} more to some stage" if missing > 0 else f"take {-missing} away from some stage"
         raise PartitionError(
-            f"split {given} adds up to {sum(given)} layers, but the model has {num_layers}; "
+            f"split {sizes} adds up to {sum(sizes)} layers, but the model has {num_layers}; "
             f"{way}, or leave split out for stages as even as can be"
         )
 

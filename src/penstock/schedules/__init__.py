@@ -30,7 +30,7 @@ from penstock.schedules import (
     zb_h2,
     zbv,
 )
-from penstock.schedules.custom import Asked, ScheduleFunction, custom_schedule
+from penstock.schedules.custom import RequestedSizes, ScheduleFunction, custom_schedule
 from penstock.schedules.family import Family, Shape, with_common
 from penstock.schedules.options import Choice, Number, Option, Options
 from penstock.schedules.registry import find_installed, is_family_name, load_installed, plug_ins
@@ -42,7 +42,7 @@ MAX_FORWARDS = 50_000_000
 MAX_SLICES = MAX_SLICE + 1
 
 MAX_NAMED_FAMILIES = 3
-"""That a message names to take instead; `penstock schedules` lists all."""
+"""The number of families that a message names to take instead; `penstock schedules` lists all."""
 
 STREAMS = ("deepspeed-train", "deepspeed-inference")
 """DeepSpeed's names of its two streams of instructions, which are a format here."""
@@ -92,8 +92,8 @@ def find_family(name: str) -> Family:
             f"there is no schedule {shortened(name)}: it is how DeepSpeed runs 1f1b, which `penstock show 1f1b {flags} "
             "--to deepspeed` writes"
         )
-    known = [*FAMILIES, *sorted({plug_in.name for plug_in in plug_ins()} - set(FAMILIES))]
-    raise ConfigError(f"there is no schedule {shortened(name)}; known: {', '.join(known)}.{nearest(name, known)}")
+    names = [*FAMILIES, *sorted({plug_in.name for plug_in in plug_ins()} - set(FAMILIES))]
+    raise ConfigError(f"there is no schedule {shortened(name)}; known: {', '.join(names)}.{nearest(name, names)}")
 
 
 def installed_families() -> tuple[dict[str, Family], list[str]]:
@@ -126,23 +126,23 @@ def build(
         raise ConfigError(f"{slices} are too many; at most {MAX_SLICES:,} can be numbered, use fewer", key="slices")
     stages_per_rank = None if stages_per_rank is None else _count("stages_per_rank", stages_per_rank)
     stages = None if stages is None else _count("stages", stages)
-    asked = Asked(ranks, microbatches, slices, stages_per_rank, stages, forward_only)
+    sizes = RequestedSizes(ranks, microbatches, slices, stages_per_rank, stages, forward_only)
     if isinstance(name, str):
-        schedule = _family_schedule(name, asked, options)
+        schedule = _family_schedule(name, sizes, options)
     else:
-        schedule = custom_schedule(name, asked, options)
+        schedule = custom_schedule(name, sizes, options)
     if forward_only and not schedule.is_forward_only:
         return replace(schedule.forward_only(), name=schedule.name)
     return schedule
 
 
-def _family_schedule(name: str, asked: Asked, options: Mapping[str, object]) -> Schedule:
+def _family_schedule(name: str, sizes: RequestedSizes, options: Mapping[str, object]) -> Schedule:
     family = find_family(name)
-    chosen = family.read_options(options)
-    if asked.stages_per_rank is None and asked.stages is None:
-        asked = replace(asked, stages_per_rank=family.default_stages_per_rank(chosen))
-    num_stages = _resolve_stages(family, asked)
-    ranks, microbatches, slices = asked.ranks, asked.microbatches, asked.slices
+    option_values = family.read_options(options)
+    if sizes.stages_per_rank is None and sizes.stages is None:
+        sizes = replace(sizes, stages_per_rank=family.default_stages_per_rank(option_values))
+    num_stages = _resolve_stages(family, sizes)
+    ranks, microbatches, slices = sizes.ranks, sizes.microbatches, sizes.slices
     if slices > 1 and not family.takes_slices:
         raise ConfigError(
             f"{name} does not cut microbatches, got {slices}; use 1 slice or a family that does", key="slices"
@@ -153,36 +153,36 @@ def _family_schedule(name: str, asked: Asked, options: Mapping[str, object]) -> 
             f"{num_stages} stages x {microbatches} microbatches x {slices} slices are {num_actions:,} forwards; "
             f"at most {MAX_FORWARDS:,} fit in memory, use fewer"
         )
-    return with_common(family.generate(Shape(ranks, num_stages, microbatches, slices), chosen), chosen)
+    return with_common(family.generate(Shape(ranks, num_stages, microbatches, slices), option_values), option_values)
 
 
-def _count(key: str, given: object) -> int:
-    """A count as an int, also where it was one of numpy's."""
+def _count(key: str, value: object) -> int:
+    """Return a count as an int, also where it is one of numpy's. Raises: ConfigError, for anything but a count."""
     try:
-        count = index(given)  # type: ignore[arg-type]
+        count = index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise ConfigError(f"{described(given)}; give a whole number of 1 or more", key=key) from None
-    if isinstance(given, bool):
-        raise ConfigError(f"{described(given)}; give a whole number of 1 or more", key=key)
+        raise ConfigError(f"{described(value)}; give a whole number of 1 or more", key=key) from None
+    if isinstance(value, bool):
+        raise ConfigError(f"{described(value)}; give a whole number of 1 or more", key=key)
     if count < 1:
         raise ConfigError(f"{count} is below 1; give a number of 1 or more", key=key)
     return count
 
 
-def _resolve_stages(family: Family, asked: Asked) -> int:
-    """The total number of stages; 0 among the family's choices stands for any number."""
-    allowed, ranks = family.stages_per_rank, asked.ranks
-    stages_per_rank, stages = asked.stages_per_rank, asked.stages
+def _resolve_stages(family: Family, sizes: RequestedSizes) -> int:
+    """Return the total number of stages; 0 among the family's choices stands for any number. Raises: ConfigError."""
+    allowed, ranks = family.stages_per_rank, sizes.ranks
+    stages_per_rank, stages = sizes.stages_per_rank, sizes.stages
     if stages is not None:
-        per_rank, rest = divmod(stages, ranks)
+        per_rank, remainder = divmod(stages, ranks)
         if stages_per_rank not in (None, per_rank):
             raise ConfigError(
                 f"{count_of(stages, 'stage')} on {count_of(ranks, 'rank')} and {stages_per_rank} per rank are given; "
                 "give one of the two",
                 key="stages",
             )
-        if 0 not in allowed and (rest or per_rank not in allowed):
-            fix = f"give {ranks * allowed[0]}" if rest else _way_to_get(per_rank, family)
+        if 0 not in allowed and (remainder or per_rank not in allowed):
+            fix = f"give {ranks * allowed[0]}" if remainder else _way_to_get(per_rank, family)
             raise ConfigError(
                 f"{family.name} takes {_allowed(family)} per rank, not {stages} on {ranks}; {fix}", key="stages"
             )
@@ -203,9 +203,9 @@ def _resolve_stages(family: Family, asked: Asked) -> int:
 
 def _way_to_get(per_rank: int, family: Family) -> str:
     """Name families that take so many stages per rank, those first whose names contain the name of this one."""
-    named = [name for name, other in FAMILIES.items() if {per_rank, 0}.intersection(other.stages_per_rank)]
-    named.sort(key=lambda name: family.name not in name)
-    return f"leave it out, or take a family with {per_rank}, such as {', '.join(named[:MAX_NAMED_FAMILIES])}"
+    names = [name for name, candidate in FAMILIES.items() if {per_rank, 0}.intersection(candidate.stages_per_rank)]
+    names.sort(key=lambda name: family.name not in name)
+    return f"leave it out, or take a family with {per_rank}, such as {', '.join(names[:MAX_NAMED_FAMILIES])}"
 
 
 def _allowed(family: Family) -> str:

@@ -26,7 +26,7 @@ MISSING = inspect.Parameter.empty
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedSizes:
     """The numbers that `build` was given; None where it was given none."""
 
     ranks: int
@@ -37,7 +37,7 @@ class Asked:
     forward_only: bool
 
 
-def custom_schedule(function: ScheduleFunction, asked: Asked, options: Mapping[str, object]) -> Schedule:
+def custom_schedule(function: ScheduleFunction, sizes: RequestedSizes, options: Mapping[str, object]) -> Schedule:
     """Call a function with the numbers and options that it takes, and make a schedule of what it gives.
 
     Raises:
@@ -48,48 +48,48 @@ def custom_schedule(function: ScheduleFunction, asked: Asked, options: Mapping[s
         raise ConfigError(f"{described(function)}; give the name of a family, or a function", key="name")
     name = getattr(function, "__name__", type(function).__name__)
     parameters = _parameters(function, name)
-    stages = asked.stages or (asked.stages_per_rank and asked.stages_per_rank * asked.ranks)
-    asked = replace(asked, stages=stages)
+    stages = sizes.stages or (sizes.stages_per_rank and sizes.stages_per_rank * sizes.ranks)
+    sizes = replace(sizes, stages=stages)
     common = {key: value for key, value in options.items() if key in COMMON and key not in parameters}
-    chosen = Options.read(name, COMMON, common)
-    own = {key: value for key, value in options.items() if key not in common}
-    arguments = _numbers(name, parameters, asked) | _options(name, parameters, own)
+    common_values = Options.read(name, COMMON, common)
+    own_options = {key: value for key, value in options.items() if key not in common}
+    arguments = _numbers(name, parameters, sizes) | _options(name, parameters, own_options)
 
     def make() -> Schedule:
         if RANK in parameters:
-            rows = [function(rank=rank, **arguments) for rank in range(asked.ranks)]
+            rows = [function(rank=rank, **arguments) for rank in range(sizes.ranks)]
         else:
             rows = function(**arguments)
-        return as_schedule(rows, name, num_ranks=asked.ranks)
+        return as_schedule(rows, name, num_ranks=sizes.ranks)
 
     schedule = run_third_party(name, make, at=_first_line(function))
-    require_sizes(name, schedule, asdict(asked))
-    return with_common(schedule, chosen)
+    require_sizes(name, schedule, asdict(sizes))
+    return with_common(schedule, common_values)
 
 
 def _parameters(function: ScheduleFunction, name: str) -> Parameters:
-    """Parameters that can be given by name; one such as `**options` stands among them under its own name."""
+    """Return the parameters that can be given by name; one such as `**options` stands among them under its own name."""
     try:
-        found = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         raise ConfigError(f"{name} does not say what it takes; give a function written in Python") from None
-    for parameter in found.values():
+    for parameter in parameters.values():
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(f"{name} takes {parameter.name!r} by position only; leave out the / after it")
-    return {key: parameter for key, parameter in found.items() if parameter.kind is not parameter.VAR_POSITIONAL}
+    return {key: parameter for key, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL}
 
 
-def _numbers(name: str, parameters: Parameters, asked: Asked) -> dict[str, object]:
-    """The numbers that the function names; one that was asked for and finds no parameter is refused."""
-    ranks, stages = asked.ranks, asked.stages
+def _numbers(name: str, parameters: Parameters, sizes: RequestedSizes) -> dict[str, object]:
+    """Return the numbers that the function names as parameters. Raises: ConfigError, for a size without a parameter."""
+    ranks, stages = sizes.ranks, sizes.stages
     takes_stages = "stages" in parameters or "stages_per_rank" in parameters
     if not takes_stages and stages not in (None, ranks):
         raise ConfigError(
             f"{name} does not take it; add a parameter of this name, or leave it out", key="stages_per_rank"
         )
-    if "slices" not in parameters and asked.slices != 1:
+    if "slices" not in parameters and sizes.slices != 1:
         raise ConfigError(f"{name} does not take it; add a parameter of this name, or leave it out", key="slices")
-    values: dict[str, object] = asdict(asked)
+    values: dict[str, object] = asdict(sizes)
     if stages is None:  # the function's own default goes before that of `build`
         values |= {key: _default(parameters, key, count) for key, count in (("stages_per_rank", 1), ("stages", ranks))}
     else:
@@ -102,25 +102,29 @@ def _default(parameters: Parameters, key: str, otherwise: int) -> object:
     return otherwise if parameter is None or parameter.default is MISSING else parameter.default
 
 
-def _options(name: str, parameters: Parameters, given: Mapping[str, object]) -> dict[str, object]:
-    """The function's own options; a text becomes what the default of its parameter is."""
+def _options(name: str, parameters: Parameters, values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values of the function's own options, texts read as the type of the parameter's default.
+
+    Raises:
+        ConfigError: for an option that the function does not take, and one without a value or a default.
+    """
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    known: dict[str, object] = {
+    default_of_option: dict[str, object] = {
         key: parameter.default
         for key, parameter in parameters.items()
         if key not in (RANK, *SIZES) and parameter.kind is not parameter.VAR_KEYWORD
     }
-    for key in given:
+    for key in values:
         if not takes_any:
-            require_known(name, key, known | COMMON)
-    for key, default in known.items():
-        if default is MISSING and key not in given:
+            require_known(name, key, default_of_option | COMMON)
+    for key, default in default_of_option.items():
+        if default is MISSING and key not in values:
             raise ConfigError(f"{name} needs a value for it; give {key}=VALUE, or the parameter a default", key=key)
-    return {key: _read(value, known.get(key), key) for key, value in given.items()}
+    return {key: _read(value, default_of_option.get(key), key) for key, value in values.items()}
 
 
 def _read(value: object, default: object, key: str) -> object:
-    """A value as it was given in Python, or a text read as the type of the default."""
+    """Return a value as it was given in Python, or a text read as the type of the default. Raises: ConfigError."""
     if not isinstance(value, str) or not isinstance(default, (bool, int, float)):
         return value
     try:

@@ -31,20 +31,27 @@ def generate(shape: Shape, options: Options) -> Schedule:
     """Sort each rank's actions of all waves by their times."""
     num_ranks, num_waves = shape.num_ranks, _num_waves(shape, options)
     rank, wave = np.arange(num_ranks), np.arange(num_waves)[:, None]
-    place = np.stack([rank, 2 * num_ranks - 1 - rank], axis=1)[:, None, :, None]  # [rank, 1, down or up, 1]
+    place_in_wave = np.stack([rank, 2 * num_ranks - 1 - rank], axis=1)[:, None, :, None]  # [rank, 1, down or up, 1]
     # Microbatches in rounds of at least p, as equal as can be; a lone round may be smaller and then leaves gaps.
     num_rounds = max(1, shape.num_microbatches // num_ranks)
     begins = np.arange(num_rounds + 1) * shape.num_microbatches // num_rounds
-    sizes = np.diff(begins)
-    first, size = np.repeat(begins[:-1], sizes), np.maximum(np.repeat(sizes, sizes), num_ranks)
-    number = num_waves * first + np.arange(shape.num_microbatches) - first  # in the sequence of wave 0
+    round_sizes = np.diff(begins)
+    first_of_round, round_size = (
+        np.repeat(begins[:-1], round_sizes),
+        np.maximum(np.repeat(round_sizes, round_sizes), num_ranks),
+    )
+    index_in_sequence = (
+        num_waves * first_of_round + np.arange(shape.num_microbatches) - first_of_round
+    )  # in the sequence of wave 0
 
-    forward: Times = 2 * place + 4 * (number + wave * size)[:, None, :]  # [rank, wave, down or up, microbatch]
-    first_backward = 4 * num_ranks - 1 + 4 * int(size.max()) * (num_waves - 1)
-    going_back = (number + (num_waves - 1 - wave) * size)[:, None, :]
-    backward: Times = first_backward + 2 * (2 * num_ranks - 1 - place) + 4 * going_back
+    forward: Times = (
+        2 * place_in_wave + 4 * (index_in_sequence + wave * round_size)[:, None, :]
+    )  # [rank, wave, down or up, microbatch]
+    first_backward = 4 * num_ranks - 1 + 4 * int(round_size.max()) * (num_waves - 1)
+    going_back = (index_in_sequence + (num_waves - 1 - wave) * round_size)[:, None, :]
+    backward: Times = first_backward + 2 * (2 * num_ranks - 1 - place_in_wave) + 4 * going_back
     orders = orders_by_time(
-        place + 2 * num_ranks * wave[:, :, None],
+        place_in_wave + 2 * num_ranks * wave[:, :, None],
         np.broadcast_to(np.arange(shape.num_microbatches), forward.shape),
         forward,
         backward,
@@ -54,13 +61,14 @@ def generate(shape: Shape, options: Options) -> Schedule:
 
 
 def _num_waves(shape: Shape, options: Options) -> int:
-    per_rank, rest = divmod(shape.num_stages, shape.num_ranks)
-    if rest or per_rank % 2:
+    per_rank, remainder = divmod(shape.num_stages, shape.num_ranks)
+    if remainder or per_rank % 2:
         stages, ranks = count_of(shape.num_stages, "stage"), count_of(shape.num_ranks, "rank")
-        held = f"{stages} on {ranks}" if rest else f"{count_of(per_rank, 'stage')} per rank"
+        stages_on_ranks = f"{stages} on {ranks}" if remainder else f"{count_of(per_rank, 'stage')} per rank"
         raise ConfigError(
-            f"hanayo runs whole waves of 2 stages per rank, got {held}; use an even number per rank, or give waves=",
-            key="stages" if rest else "stages_per_rank",
+            f"hanayo runs whole waves of 2 stages per rank, got {stages_on_ranks}; use an even number per rank, or "
+            "give waves=",
+            key="stages" if remainder else "stages_per_rank",
         )
     num_waves = options.number("waves", per_rank // 2)
     if per_rank != 2 * num_waves:

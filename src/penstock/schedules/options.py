@@ -48,39 +48,39 @@ COMMON = {
 
 
 SIZES = ("ranks", "microbatches", "stages_per_rank", "stages", "slices", "forward_only")
-"""Taken by every schedule beside its options; a misspelt one arrives here as an unknown option."""
+"""The numbers that every schedule takes beside its options; a misspelt one arrives here as an unknown option."""
 
 
-def require_known(name: str, key: str, known: Collection[str]) -> None:
+def require_known(name: str, key: str, options: Collection[str]) -> None:
     """Refuse an option that a family or function does not have. Raises: ConfigError."""
-    if key not in known:
+    if key not in options:
         raise ConfigError(
-            f"{name} has no option {shortened(key)}; its options: {', '.join(known) or 'none'}."
-            f"{nearest(key, [*known, *SIZES])}",
+            f"{name} has no option {shortened(key)}; its options: {', '.join(options) or 'none'}."
+            f"{nearest(key, [*options, *SIZES])}",
             key=key,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The values of a family's options: those that were given, and the defaults of the others."""
+    """The values of a family's options: those that the user gave, and the defaults of the others."""
 
     known: Mapping[str, Option] = field(default_factory=dict)
     given: Mapping[str, str | int] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, family: str, known: Mapping[str, Option], values: Mapping[str, object]) -> "Options":
-        """Take values as somebody wrote them: words, numbers, True and False.
+    def read(cls, family: str, options: Mapping[str, Option], values: Mapping[str, object]) -> "Options":
+        """Read values as a user wrote them: words, numbers, True and False.
 
         Raises:
             ConfigError: for an unknown option, or a value that an option cannot have.
         """
-        given = {}
+        checked_values = {}
         for name, value in values.items():
-            require_known(family, name, known)
+            require_known(family, name, options)
             text = str(value).lower() if isinstance(value, bool) else str(value)
-            given[name] = known[name].read(text, name)
-        return cls(known, given)
+            checked_values[name] = options[name].read(text, name)
+        return cls(options, checked_values)
 
     def word(self, name: str) -> str:
         """Return the value of a `Choice`."""

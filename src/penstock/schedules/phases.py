@@ -31,10 +31,10 @@ from penstock.errors import ScheduleError, count_of, described, shortened
 from penstock.ir.action import Action, Kind
 
 RANK = -1
-"""In the place of a stage: any stage of the rank."""
+"""Stands in the place of a stage for any stage of the rank."""
 _Rows = NDArray[np.int32]
 _Counts = dict[tuple[int, int], "_Count"]
-"""By kind and stage."""
+"""The counts of a rank's actions, by kind and stage."""
 FORWARD, BACKWARD = int(Kind.FORWARD), int(Kind.BACKWARD)
 INPUT, WEIGHT = int(Kind.BACKWARD_INPUT), int(Kind.BACKWARD_WEIGHT)
 
@@ -66,22 +66,28 @@ class RankOrder:
 
     def __str__(self) -> str:
         """Write the actions as a row of a grid."""
-        texts = [str(Action(Kind(kind), *rest)) for kind, *rest in self.rows.tolist()]
-        opens, closes = self.joined.tolist(), [False, *self.joined.tolist()]
-        words = [f"({text};" if opens[n] else f"{text})" if closes[n] else text for n, text in enumerate(texts)]
+        texts = [str(Action(Kind(kind), *place)) for kind, *place in self.rows.tolist()]
+        is_first, is_second = self.joined.tolist(), [False, *self.joined.tolist()]
+        words = [
+            f"({text};" if is_first[position] else f"{text})" if is_second[position] else text
+            for position, text in enumerate(texts)
+        ]
         return " ".join(words).replace("; ", ";")
 
 
 @dataclass(slots=True, eq=False)
 class _Count:
-    """The forwards, the backwards (also input gradients) or the weight gradients of a stage."""
+    """The number of forwards, of backwards (input gradients included) or of weight gradients of a stage."""
 
     first: int | None = None
+    """The microbatch from which the phases count; None where they do not say."""
     size: int = 0
     num_inputs: int = 0
     """How many of the backwards are input gradients."""
     next: int = 0
+    """The number of the next action; with slices, that of a slice of a microbatch."""
     step: int = 1
+    """The difference between the numbers of two actions: -1 where backwards are in descending order."""
 
 
 def f(stage: int, *, first: int | None = None) -> PhaseAction:
@@ -106,9 +112,9 @@ def w(stage: int = RANK) -> PhaseAction:
 
 def pair(first: PhaseAction, second: PhaseAction) -> tuple[PhaseAction, PhaseAction]:
     """Two actions that may overlap. Raises: ScheduleError for what is no action."""
-    for given in (first, second):
-        if not isinstance(given, PhaseAction):
-            raise ScheduleError(f"pair: {described(given)}; expected two actions such as f(0) and b(1)")
+    for action in (first, second):
+        if not isinstance(action, PhaseAction):
+            raise ScheduleError(f"pair: {described(action)}; expected two actions such as f(0) and b(1)")
     return first._replace(is_joined=True), second
 
 
@@ -122,10 +128,10 @@ def repeat(times: int, *actions: PhaseAction | tuple[PhaseAction, ...]) -> Phase
     if index(times) < 0:
         raise ScheduleError(f"repeat({times}, ...): expected 0 times or more; limit the number with max(0, ...)")
     flat: list[PhaseAction] = []
-    for given in actions:
-        members = given if isinstance(given, tuple) and not isinstance(given, PhaseAction) else (given,)
+    for entry in actions:
+        members = entry if isinstance(entry, tuple) and not isinstance(entry, PhaseAction) else (entry,)
         if not all(isinstance(member, PhaseAction) for member in members):
-            raise ScheduleError(f"repeat: {described(given)}; expected actions such as f(0), w() or pair(f(0), b(1))")
+            raise ScheduleError(f"repeat: {described(entry)}; expected actions such as f(0), w() or pair(f(0), b(1))")
         flat += members
     return Phase(index(times), tuple(flat))
 
@@ -143,64 +149,72 @@ def phases(*parts: Phase, microbatches: int | None = None, slices: int = 1, orde
     _require_whole("phases: slices", slices, 1)
     if microbatches is not None:
         _require_whole("phases: microbatches", microbatches, 0)
-    for part in parts:
-        if not isinstance(part, Phase):
-            raise ScheduleError(f"phases: {described(part)}; expected phases such as repeat(1, f(0))")
+    for phase in parts:
+        if not isinstance(phase, Phase):
+            raise ScheduleError(f"phases: {described(phase)}; expected phases such as repeat(1, f(0))")
     if order not in ("ascending", "descending"):
         raise ScheduleError(f"phases: order={shortened(order)}; expected 'ascending' or 'descending'")
-    parts = tuple(part for part in parts if part.times)
+    parts = tuple(phase for phase in parts if phase.times)
     counts = _counts(parts)
     _require_balance(counts, slices, microbatches)
     stages = _require_weights(counts)
-    for (kind_of_count, _), count in counts.items():
-        is_down = order == "descending" and kind_of_count != FORWARD
+    for (kind, _), count in counts.items():
+        is_down = order == "descending" and kind != FORWARD
         count.next = (count.first or 0) * slices + (count.size - 1 if is_down else 0)
         count.step = -1 if is_down else 1
-
-    num_actions = sum(part.times * len(part.actions) for part in parts)
-    rows, joined = np.empty((3, num_actions), np.int32), np.zeros(num_actions, np.bool_)
-    kind, stage, number = rows
-    end = 0
-    for part in parts:
-        of_actions = [counts[_key(action)] for action in part.actions]
-        begin, end = end, end + part.times * len(part.actions)
-        for position, (action, count) in enumerate(zip(part.actions, of_actions, strict=True), begin):
-            there = slice(position, end, len(part.actions))
-            # A phase that has something k times runs k numbers of it each time, so those of one action are k apart.
-            stride = count.step * of_actions.count(count)
-            kind[there] = action.kind
-            stage[there] = action.stage
-            number[there] = np.arange(count.next, count.next + part.times * stride, stride)
-            if action.is_joined:
-                joined[there] = True
-            count.next += count.step
-        # The loop above has counted one of the `times` runs of the phase; these are the others.
-        for count in set(of_actions):
-            count.next += (part.times - 1) * count.step * of_actions.count(count)
+    rows, joined = _number_actions(parts, counts)
     _look_up_weights(rows, stages)
     if microbatches is not None:
-        keep = number < microbatches * slices
-        joined[:-1] &= keep[1:]  # an action whose partner is dropped runs alone
-        rows, joined = rows[:, keep], joined[keep]
+        is_in_range = rows[2] < microbatches * slices
+        joined[:-1] &= is_in_range[1:]  # an action whose partner is dropped runs alone
+        rows, joined = rows[:, is_in_range], joined[is_in_range]
     return RankOrder(rows.T if slices == 1 else _in_slices(rows, slices, order), joined)
 
 
-def _require_whole(what: str, given: object, least: int | None = None) -> None:
-    if isinstance(given, bool) or not isinstance(given, int | np.integer) or (least is not None and given < least):
+def _number_actions(parts: Sequence[Phase], counts: _Counts) -> tuple[_Rows, NDArray[np.bool_]]:
+    """Return [3, num_actions] kind, stage and number of all actions, and which are the first of a pair.
+
+    `counts` say where the numbers begin and go; they are used up.
+    """
+    num_actions = sum(phase.times * len(phase.actions) for phase in parts)
+    rows, joined = np.empty((3, num_actions), np.int32), np.zeros(num_actions, np.bool_)
+    kind, stage, number = rows
+    end = 0
+    for phase in parts:
+        counts_of_actions = [counts[_key(action)] for action in phase.actions]
+        begin, end = end, end + phase.times * len(phase.actions)
+        for position, (action, count) in enumerate(zip(phase.actions, counts_of_actions, strict=True), begin):
+            positions = slice(position, end, len(phase.actions))
+            # A phase that has something k times runs k numbers of it each time, so those of one action are k apart.
+            stride = count.step * counts_of_actions.count(count)
+            kind[positions] = action.kind
+            stage[positions] = action.stage
+            number[positions] = np.arange(count.next, count.next + phase.times * stride, stride)
+            if action.is_joined:
+                joined[positions] = True
+            count.next += count.step
+        # The loop above has counted one of the `times` runs of the phase; these are the others.
+        for count in set(counts_of_actions):
+            count.next += (phase.times - 1) * count.step * counts_of_actions.count(count)
+    return rows, joined
+
+
+def _require_whole(subject: str, value: object, least: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or (least is not None and value < least):
         expected = "a whole number" if least is None else f"a whole number of {least} or more"
-        raise ScheduleError(f"{what}: {described(given)}; expected {expected}")
+        raise ScheduleError(f"{subject}: {described(value)}; expected {expected}")
 
 
 def _key(action: PhaseAction) -> tuple[int, int]:
-    """Actions that are counted together: a kind, where input gradients are backwards, and a stage."""
+    """Return the kind and the stage under which an action is counted; input gradients count as backwards."""
     return BACKWARD if action.kind == INPUT else action.kind, action.stage
 
 
 def _counts(parts: Sequence[Phase]) -> _Counts:
-    """How often the phases run what is counted together."""
+    """Count how often the phases run each kind of action of each stage."""
     counts: _Counts = {}
-    for part in parts:
-        for action in part.actions:
+    for phase in parts:
+        for action in phase.actions:
             _require_whole("phases: the stage", action.stage, RANK if action.kind == WEIGHT else 0)
             if action.first is not None:
                 _require_whole("phases: first", action.first, 0)
@@ -211,30 +225,30 @@ def _counts(parts: Sequence[Phase]) -> _Counts:
                     "something twice or never; expected one first microbatch, so give the same everywhere"
                 )
             count.first = count.first if action.first is None else action.first
-            count.size += part.times
-            count.num_inputs += part.times * (action.kind == INPUT)
+            count.size += phase.times
+            count.num_inputs += phase.times * (action.kind == INPUT)
     return counts
 
 
 def _in_slices(rows: _Rows, slices: int, order: str) -> _Rows:
-    """[num_actions, 4] what is numbered over the slices of all microbatches, with microbatch and slice."""
+    """[num_actions, 4] kind, stage, microbatch and slice, from rows that are numbered over all slices in turn."""
     kind, stage, number = rows
-    microbatch, part = np.divmod(number, slices)
+    microbatch, slice_index = np.divmod(number, slices)
     if order == "ascending":  # descending numbers have the last slice first already
-        part = np.where(kind == FORWARD, part, slices - 1 - part)
-    return np.column_stack([kind, stage, microbatch, part])
+        slice_index = np.where(kind == FORWARD, slice_index, slices - 1 - slice_index)
+    return np.column_stack([kind, stage, microbatch, slice_index])
 
 
 def _look_up_weights(rows: _Rows, stages: Iterable[int]) -> None:
     """Give the n-th weight gradient of each of these stages the number of the n-th input gradient there."""
     kind, stage_of_row, number = rows
     for stage in stages:
-        givers, takers = kind == INPUT, kind == WEIGHT
+        is_input, is_weight = kind == INPUT, kind == WEIGHT
         if stage != RANK:
-            givers, takers = givers & (stage_of_row == stage), takers & (stage_of_row == stage)
-        giver, taker = np.flatnonzero(givers), np.flatnonzero(takers)
-        stage_of_row[taker] = stage_of_row[giver]
-        number[taker] = number[giver]
+            is_input, is_weight = is_input & (stage_of_row == stage), is_weight & (stage_of_row == stage)
+        inputs, weights = np.flatnonzero(is_input), np.flatnonzero(is_weight)
+        stage_of_row[weights] = stage_of_row[inputs]
+        number[weights] = number[inputs]
 
 
 def _require_weights(counts: _Counts) -> list[int]:

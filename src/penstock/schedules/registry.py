@@ -35,20 +35,20 @@ class PlugIn:
     load: Callable[[], object]
 
     def family(self, built_in: Collection[str]) -> Family:
-        """Load it. Raises: ConfigError if it is no family that can be used under its name."""
-        what = f"plug-in {self.name!r} of {self.distribution}"
+        """Load the family. Raises: ConfigError if it is no family that can be used under its name."""
+        plug_in = f"plug-in {self.name!r} of {self.distribution}"
         if self.name in built_in:
-            raise ConfigError(f"{what} has the name of a family that comes with Penstock; give it another")
+            raise ConfigError(f"{plug_in} has the name of a family that comes with Penstock; give it another")
         if not _NAME.fullmatch(self.name):
-            raise ConfigError(f"{what} has a name that is not of letters, digits, - and _; give it another")
-        family = run_third_party(what, self.load)
+            raise ConfigError(f"{plug_in} has a name that is not of letters, digits, - and _; give it another")
+        family = run_third_party(plug_in, self.load)
         if not isinstance(family, Family):
-            raise ConfigError(f"{what} is of type {type(family).__name__}; expected a penstock.schedules.Family")
+            raise ConfigError(f"{plug_in} is of type {type(family).__name__}; expected a penstock.schedules.Family")
         if family.name != self.name:
-            raise ConfigError(f"{what} holds a family named {family.name!r}; give both the same name")
+            raise ConfigError(f"{plug_in} holds a family named {family.name!r}; give both the same name")
         for key in TEXTS:
             if not isinstance(getattr(family, key), str):
-                raise ConfigError(f"{what} has {getattr(family, key)!r} for its {key}; give a text")
+                raise ConfigError(f"{plug_in} has {getattr(family, key)!r} for its {key}; give a text")
         return replace(family, generate=lambda shape, options: _generate(family, shape, options))
 
 

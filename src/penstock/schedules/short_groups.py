@@ -17,7 +17,7 @@ def first_visits(num_local_stages: int, rounds: int) -> list[int]:
     visits = [0]
     for _ in range(num_local_stages - 1):
         visit = visits[-1] + rounds
-        while visit % num_local_stages in {taken % num_local_stages for taken in visits}:
+        while visit % num_local_stages in {earlier_visit % num_local_stages for earlier_visit in visits}:
             visit += 1
         visits.append(visit)
     return visits

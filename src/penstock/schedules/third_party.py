@@ -43,18 +43,21 @@ def run_third_party(name: str, act: Callable[[], Result], *, at: str = "") -> Re
 
 
 def _last_place(trace: TracebackType | None) -> str:
-    """The last line that ran in the file where third-party code begins; what is called from there is a library's."""
+    """Return the last line that ran in the file where third-party code begins, as `file:line`; empty without one.
+
+    Files that are called from there are those of libraries.
+    """
     places = []
     while trace is not None:
         places.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
-    theirs = [place for place in places if _is_third_party(place[0])]
-    lines = [line for file, line in theirs if file == theirs[0][0]]
-    return f"{theirs[0][0]}:{lines[-1]}" if theirs else ""
+    third_party_places = [place for place in places if _is_third_party(place[0])]
+    lines = [line for file, line in third_party_places if file == third_party_places[0][0]]
+    return f"{third_party_places[0][0]}:{lines[-1]}" if third_party_places else ""
 
 
 def _is_third_party(file: str) -> bool:
-    """Whether a file is neither of Penstock nor of the machinery that imports modules."""
+    """Return whether a file is neither of Penstock nor of the machinery that imports modules."""
     path = Path(file)
     return OURS not in path.parents and "importlib" not in path.parts and not file.startswith("<frozen")
 
@@ -99,8 +102,8 @@ def _by_phases(orders: list[RankOrder], name: str) -> Schedule:
     rows = np.concatenate([np.pad(order.rows, ((0, 0), (0, 4 - order.rows.shape[1]))) for order in orders])
     joined = np.concatenate([order.joined for order in orders])
     offsets = np.cumsum([0, *(len(order.rows) for order in orders)])
-    kind, stage, microbatch, part = rows.T
-    layout = infer_layout(Cells(kind, stage, microbatch, part, joined, offsets), fail)
+    kind, stage, microbatch, slice_index = rows.T
+    layout = infer_layout(Cells(kind, stage, microbatch, slice_index, joined, offsets), fail)
     schedule = Schedule.from_arrays(name, orders=[order.rows for order in orders], joined=joined, **layout)
     _require_all_microbatches(schedule)
     return schedule
@@ -111,10 +114,10 @@ def _require_all_microbatches(schedule: Schedule) -> None:
     of_stage = list(schedule.placement.route_of_stage)
     expected = np.bincount(schedule.route_of_microbatch)[of_stage] * schedule.num_slices
     unit = "microbatch" if schedule.num_slices == 1 else "slice"
-    found = np.bincount(schedule.stage[schedule.kind == Kind.FORWARD], minlength=len(of_stage))
-    for stage in np.flatnonzero(found != expected).tolist():
+    num_forwards = np.bincount(schedule.stage[schedule.kind == Kind.FORWARD], minlength=len(of_stage))
+    for stage in np.flatnonzero(num_forwards != expected).tolist():
         raise ScheduleError(
-            f"{schedule.name}: stage {stage} runs {count_of(int(found[stage]), 'forward')} of "
+            f"{schedule.name}: stage {stage} runs {count_of(int(num_forwards[stage]), 'forward')} of "
             f"{count_of(int(expected[stage]), unit)}; expected one each, so let the repeats of f({stage}) add up to it"
         )
 
@@ -138,12 +141,12 @@ def sizes_of(shape: Shape | Schedule) -> dict[str, int]:
     return {key: getattr(shape, f"num_{key}") for key in ("ranks", "stages", "microbatches", "slices")}
 
 
-def require_sizes(name: str, schedule: Schedule, asked: Mapping[str, int | None]) -> None:
+def require_sizes(name: str, schedule: Schedule, expected_sizes: Mapping[str, int | None]) -> None:
     """Refuse a schedule of other sizes than were asked for; None stands for any.
 
     Raises:
         ConfigError: for the first that differs.
     """
     for key, size in sizes_of(schedule).items():
-        if asked[key] not in (None, size):
-            raise ConfigError(f"{name} made a schedule with {size}, but {asked[key]} were asked for", key=key)
+        if expected_sizes[key] not in (None, size):
+            raise ConfigError(f"{name} made a schedule with {size}, but {expected_sizes[key]} were asked for", key=key)

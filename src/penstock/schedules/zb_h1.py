@@ -27,30 +27,30 @@ def order(rank: int, shape: Shape, options: Options) -> RankOrder:
 
 def delayed(rank: int, microbatches: int, warmup: int, num_held: int) -> RankOrder:
     """Run so many warm-up forwards, then F, I and a W that is `num_held` late in turn, then what is left."""
-    late = min(num_held, microbatches - warmup)
+    num_late = min(num_held, microbatches - warmup)
     return phases(
         repeat(warmup, f(rank)),
-        repeat(late, f(rank), i(rank)),
-        repeat(microbatches - warmup - late, f(rank), i(rank), w(rank)),
+        repeat(num_late, f(rank), i(rank)),
+        repeat(microbatches - warmup - num_late, f(rank), i(rank), w(rank)),
         repeat(warmup, i(rank), w(rank)),
-        repeat(late, w(rank)),
+        repeat(num_late, w(rank)),
     )
 
 
 def _whole_where_possible(rank: int, microbatches: int, warmup: int) -> RankOrder:
     """Split only the held-back and the last backwards; where turns are few, the drain holds back the rest."""
     turns = microbatches - warmup
-    late, late_in_drain = min(rank, turns), min(max(rank - turns, 0), warmup)
-    whole = turns - late if rank == 0 else max(turns - late - 1, 0)
+    num_late, late_in_drain = min(rank, turns), min(max(rank - turns, 0), warmup)
+    num_whole = turns - num_late if rank == 0 else max(turns - num_late - 1, 0)
     last = (i(rank), w(rank)) if rank else (b(rank),)
     return phases(
         repeat(warmup, f(rank)),
-        repeat(late, f(rank), i(rank)),
-        repeat(whole, f(rank), b(rank)),
-        repeat(turns - late - whole, f(rank), i(rank), w(rank)),
+        repeat(num_late, f(rank), i(rank)),
+        repeat(num_whole, f(rank), b(rank)),
+        repeat(turns - num_late - num_whole, f(rank), i(rank), w(rank)),
         repeat(late_in_drain, i(rank)),
         repeat(warmup - late_in_drain, *last),
-        repeat(late + late_in_drain, w(rank)),
+        repeat(num_late + late_in_drain, w(rank)),
     )
 
 

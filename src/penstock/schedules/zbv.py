@@ -30,15 +30,15 @@ from penstock.schedules.phases import RankOrder, f, i, phases, repeat, w
 def order(rank: int, shape: Shape, options: Options) -> RankOrder:
     """Run the phases above, and drop the microbatches that do not exist."""
     ranks = shape.num_ranks
-    down, up, behind = rank, 2 * ranks - 1 - rank, ranks - rank
+    down, up, num_later_ranks = rank, 2 * ranks - 1 - rank, ranks - rank
     turns = max(shape.num_microbatches, 2 * ranks - 1) - ranks
     return phases(
-        repeat(2 * behind - 1, f(down)),
+        repeat(2 * num_later_ranks - 1, f(down)),
         repeat(rank, f(up), f(down)),
-        repeat(behind, f(up), i(up), w(up)),
+        repeat(num_later_ranks, f(up), i(up), w(up)),
         repeat(turns, f(down), i(down), w(down), f(up), i(up), w(up)),
         repeat(rank, i(down), i(up)),
-        repeat(behind, i(down), w(down)),
+        repeat(num_later_ranks, i(down), w(down)),
         repeat(rank, w(up)),
         repeat(rank, w(down)),
         microbatches=shape.num_microbatches,

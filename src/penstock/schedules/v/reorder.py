@@ -25,22 +25,24 @@ class _Table(NamedTuple):
     """[num_ranks, num_slots] activations alive after each slot."""
     owed: Any
     """[num_ranks, num_slots] weight gradients that wait after each slot."""
-    seen: Any
-    """[num_ranks, 6] how often each pass was looked at."""
-    left: Any
-    """[num_ranks, 6, num_microbatches] where the latest ones were left: a ring for weight gradients, of which there are
-    more than microbatches."""
+    num_seen: Any
+    """[num_ranks, 6] how often each pass was looked at, which is the microbatch of the next one."""
+    slot_of_pass: Any
+    """[num_ranks, 6, num_microbatches] the slot in which each pass of each microbatch stays. For weight gradients, of
+    which there are more than microbatches, it is a ring of the latest ones."""
 
 
 class _Rule(NamedTuple):
-    """The moves that are allowed: of which passes, and where to; a place is slot x ranks + rank."""
+    """The rule for moves. Passes between two places stay; a place is slot x num_ranks + rank."""
 
     still_from: int
     still_to: int
     limit: int
+    """The most activations that a rank may hold."""
     fills_idle: bool
-    """Idle slots count as running the weight gradients that are owed; the table has none of its own."""
+    """Whether idle slots count as running the weight gradients that are owed; then the table has none of its own."""
     backward_slots: int
+    """The slots that a backward takes: 2 for a whole one."""
 
 
 def move_earlier(slots: Slots) -> Slots:
@@ -59,8 +61,8 @@ def move_end_earlier(slots: Slots) -> Slots:
 
 
 def _move(slots: Slots, still_from: int, still_to: int, *, fills_idle: bool = False, backward_slots: int = 1) -> Slots:
-    """Move all but what is in the two places, or between them."""
-    moved = slots.copy()
+    """Move all passes earlier but those in the two places, or between them."""
+    new_slots = slots.copy()
     # An activation lives from its forward to its weight gradient, so backwards change what is owed and not what lives.
     frees = pays(slots, BACKWARDS, slots == IDLE) if fills_idle else slots == Pass.WEIGHT
     live, owed = (
@@ -68,19 +70,22 @@ def _move(slots: Slots, still_from: int, still_to: int, *, fills_idle: bool = Fa
         for takes in (FORWARDS, BACKWARDS)
     )
     num_ranks, num_microbatches = len(slots), int((slots[0] == Pass.FORWARD_EARLIER).sum())
-    seen, left = np.zeros((num_ranks, 6), np.int32), np.zeros((num_ranks, 6, num_microbatches), np.int32)
+    num_seen, slot_of_pass = np.zeros((num_ranks, 6), np.int32), np.zeros((num_ranks, 6, num_microbatches), np.int32)
     rule = _Rule(still_from, still_to, int(live.max()), fills_idle, backward_slots)
-    _MOVE(moved.size, _Table(moved, live, owed, seen, left), rule)
-    return moved
+    _MOVE(new_slots.size, _Table(new_slots, live, owed, num_seen, slot_of_pass), rule)
+    return new_slots
 
 
 def _steady_begin(slots: Slots) -> int:
-    """The place of the first BACKWARD_EARLIER of rank 0."""
+    """Return the place of the first BACKWARD_EARLIER of rank 0."""
     return len(slots) * int(np.argmax(slots[0] == Pass.BACKWARD_EARLIER))
 
 
 def _steady_end(slots: Slots) -> int:
-    """The first place from there on in which a rank runs its last FORWARD_EARLIER; the last place if none does."""
+    """Return the first place after `_steady_begin` in which a rank runs its last FORWARD_EARLIER.
+
+    It is the end of the table if no rank does.
+    """
     from_the_end = np.argmax(slots[:, ::-1] == Pass.FORWARD_EARLIER, axis=1)
     places = (slots.shape[1] - 1 - from_the_end) * len(slots) + np.arange(len(slots))
     return int(min(places[places >= _steady_begin(slots)], default=slots.size))
@@ -91,43 +96,45 @@ def _steady_end(slots: Slots) -> int:
 
 
 def _move_all(table: _Table, rule: _Rule) -> None:
+    """Move every pass to the first slot that the rule allows, slot after slot."""
     num_ranks, num_slots = table.slots.shape
-    # Slot after slot: what a pass waits for ran in an earlier slot, so `left` already says where it stays.
+    # Slot after slot: what a pass waits for ran in an earlier slot, so `slot_of_pass` already says where it stays.
     for slot in range(num_slots):
         for rank in range(num_ranks):
-            what = table.slots[rank, slot]
-            if what == 0 or (what == 5 and rule.backward_slots == 2):  # a second slot goes with its first
+            pass_number = table.slots[rank, slot]
+            if pass_number == 0 or (pass_number == 5 and rule.backward_slots == 2):  # a second slot goes with its first
                 continue
-            index = table.seen[rank, what]
-            table.seen[rank, what] += 1
+            index = table.num_seen[rank, pass_number]
+            table.num_seen[rank, pass_number] += 1
             place = slot * num_ranks + rank
             target = slot
             if place < rule.still_from or place > rule.still_to:
-                ready = _ready(table.left, rank, what, index, rule.backward_slots)
+                ready = _ready(table.slot_of_pass, rank, pass_number, index, rule.backward_slots)
                 target = _first_fitting(table, rule, rank, slot, ready)
-            table.left[rank, what, index % table.left.shape[2]] = target
+            table.slot_of_pass[rank, pass_number, index % table.slot_of_pass.shape[2]] = target
 
 
-def _ready(left: Any, rank: int, what: int, index: int, backward_slots: int) -> int:
-    """The first slot after what a pass waits for.
+def _ready(slot_of_pass: Any, rank: int, pass_number: int, index: int, backward_slots: int) -> int:
+    """Return the first slot in which a pass can run, after all that it waits for; `index` is its microbatch.
 
-    That is the microbatch before, and the same pass on the rank before, or the pass before where the V turns round.
+    It waits for the same pass of the microbatch before, and for that of its microbatch on the rank before, or for the
+    pass before on its own rank where the V turns round.
     """
-    ready = 0 if index == 0 else left[rank, what, (index - 1) % left.shape[2]] + 1
-    if what == 5 or (what == 1 and rank == 0):
+    ready = 0 if index == 0 else slot_of_pass[rank, pass_number, (index - 1) % slot_of_pass.shape[2]] + 1
+    if pass_number == 5 or (pass_number == 1 and rank == 0):
         return ready
-    before = rank - 1 if what % 2 == 1 else rank + 1
-    if before < 0 or before == left.shape[0]:
-        before = rank
-        what -= 1
-    after: int = left[before, what, index] + (backward_slots if what > 2 else 1)
-    return max(ready, after)
+    source_rank = rank - 1 if pass_number % 2 == 1 else rank + 1
+    if source_rank < 0 or source_rank == slot_of_pass.shape[0]:
+        source_rank = rank
+        pass_number -= 1
+    after_source: int = slot_of_pass[source_rank, pass_number, index] + (backward_slots if pass_number > 2 else 1)
+    return max(ready, after_source)
 
 
 def _first_fitting(table: _Table, rule: _Rule, rank: int, slot: int, ready: int) -> int:
     """Move what runs in `slot` to the first idle slot from `ready` on that memory allows; return it, or `slot`."""
-    slots, what = table.slots, table.slots[rank, slot]
-    is_wide = rule.backward_slots == 2 and what > 2
+    slots, pass_number = table.slots, table.slots[rank, slot]
+    is_wide = rule.backward_slots == 2 and pass_number > 2
     first = ready if rule.fills_idle else _first_allowed(table, rule.limit, rank, slot, ready)
     for target in range(first, slot):
         if slots[rank, target] != 0 or (is_wide and slots[rank, target + 1] != 0):
@@ -144,35 +151,37 @@ def _first_fitting(table: _Table, rule: _Rule, rank: int, slot: int, ready: int)
 
 
 def _first_allowed(table: _Table, limit: int, rank: int, slot: int, ready: int) -> int:
-    """The first slot from `ready` on to which memory lets a pass move, where idle slots run nothing.
+    """Return the first slot from `ready` on to which memory lets a pass move, where idle slots run nothing.
 
     A forward is alive from there on, so no slot between may be full. A weight gradient must be owed in all of them.
     """
-    what = table.slots[rank, slot]
-    if what == 3 or what == 4:
+    pass_number = table.slots[rank, slot]
+    if pass_number == 3 or pass_number == 4:
         return ready
     first = slot
-    while first > ready and (table.live[rank, first - 1] < limit if what < 3 else table.owed[rank, first - 1] > 0):
+    while first > ready and (
+        table.live[rank, first - 1] < limit if pass_number < 3 else table.owed[rank, first - 1] > 0
+    ):
         first -= 1
     return first
 
 
 def _count_move(table: _Table, rank: int, slot: int, target: int, is_wide: bool) -> None:
     """Count what a pass that moved from `slot` to `target` takes or frees in the slots between them."""
-    what = table.slots[rank, target]
+    pass_number = table.slots[rank, target]
     if is_wide:  # the second slot frees, and nothing moves that is owed
-        for now in range(target + 1, slot + 1):
-            table.live[rank, now] -= 1
-    elif what < 3:
-        for now in range(target, slot):
-            table.live[rank, now] += 1
-    elif what < 5:
-        for now in range(target, slot):
-            table.owed[rank, now] += 1
+        for between in range(target + 1, slot + 1):
+            table.live[rank, between] -= 1
+    elif pass_number < 3:
+        for between in range(target, slot):
+            table.live[rank, between] += 1
+    elif pass_number < 5:
+        for between in range(target, slot):
+            table.owed[rank, between] += 1
     else:
-        for now in range(target, slot):
-            table.live[rank, now] -= 1
-            table.owed[rank, now] -= 1
+        for between in range(target, slot):
+            table.live[rank, between] -= 1
+            table.owed[rank, between] -= 1
 
 
 def _swap(slots: Any, rank: int, slot: int, target: int, is_wide: bool) -> None:
@@ -184,18 +193,18 @@ def _swap(slots: Any, rank: int, slot: int, target: int, is_wide: bool) -> None:
         slots[rank, slot + 1] = 0
 
 
-def _fits(table: _Table, limit: int, rank: int, target: int, keeps: bool) -> bool:
-    """Whether memory allows what a rank runs from `target` on, after something moved there; note it if wanted.
+def _fits(table: _Table, limit: int, rank: int, target: int, updates: bool) -> bool:
+    """Return whether memory allows what a rank runs from `target` on, after a pass moved there.
 
-    Idle slots run the weight gradients that are owed.
+    Idle slots run the weight gradients that are owed. With `updates` the counts of the table are brought up to date.
     """
     alive = 0 if target == 0 else table.live[rank, target - 1]
     owed = 0 if target == 0 else table.owed[rank, target - 1]
-    for now in range(target, table.slots.shape[1]):
-        what = table.slots[rank, now]
-        if what > 2:
+    for later_slot in range(target, table.slots.shape[1]):
+        pass_number = table.slots[rank, later_slot]
+        if pass_number > 2:
             owed += 1
-        elif what > 0:
+        elif pass_number > 0:
             alive += 1
         elif owed > 0:
             owed -= 1
@@ -203,11 +212,11 @@ def _fits(table: _Table, limit: int, rank: int, target: int, keeps: bool) -> boo
         if alive > limit:
             return False
         # Between the two slots of the move the counts differ from the old ones. Once both agree, the rest is unchanged.
-        if alive == table.live[rank, now] and owed == table.owed[rank, now]:
+        if alive == table.live[rank, later_slot] and owed == table.owed[rank, later_slot]:
             break
-        if keeps:
-            table.live[rank, now] = alive
-            table.owed[rank, now] = owed
+        if updates:
+            table.live[rank, later_slot] = alive
+            table.owed[rank, later_slot] = owed
     return True
 
 

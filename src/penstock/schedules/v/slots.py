@@ -58,8 +58,8 @@ def repeat(anchors: Ints, num_microbatches: int) -> Slots:
     rank = np.arange(len(anchors))[:, None]
     first = PERIOD * np.arange(num_microbatches)
     slots: Slots = np.zeros((len(anchors), int(anchors.max()) + int(first[-1]) + 1), np.int8)
-    for each, anchor in zip(PASSES, anchors.T, strict=True):
-        slots[rank, anchor[:, None] + first] = each
+    for kind_of_pass, anchor in zip(PASSES, anchors.T, strict=True):
+        slots[rank, anchor[:, None] + first] = kind_of_pass
     return slots
 
 
@@ -117,16 +117,16 @@ def squeeze(slots: Slots) -> Slots:
     """
     rank, slot = np.nonzero(slots)
     pass_of_row = slots[rank, slot]
-    before = np.full((len(pass_of_row), 1), NONE, np.int32)
-    for each in PASSES:
+    predecessor = np.full((len(pass_of_row), 1), NONE, np.int32)
+    for kind_of_pass in PASSES:
         # Every rank has each pass once per microbatch, in ascending order: [num_ranks, num_microbatches].
-        rows = np.flatnonzero(pass_of_row == each).reshape(len(slots), -1)
-        if each in (Pass.FORWARD_EARLIER, Pass.BACKWARD_LATER):  # from the first rank to the last
-            before[rows[1:], 0] = rows[:-1]
+        rows = np.flatnonzero(pass_of_row == kind_of_pass).reshape(len(slots), -1)
+        if kind_of_pass in (Pass.FORWARD_EARLIER, Pass.BACKWARD_LATER):  # from the first rank to the last
+            predecessor[rows[1:], 0] = rows[:-1]
         else:
-            before[rows[:-1], 0] = rows[1:]
+            predecessor[rows[:-1], 0] = rows[1:]
     offsets = np.searchsorted(rank, np.arange(len(slots) + 1))
-    times = walk(offsets, before, np.zeros(len(pass_of_row), np.bool_), np.ones(len(pass_of_row)))
+    times = walk(offsets, predecessor, np.zeros(len(pass_of_row), np.bool_), np.ones(len(pass_of_row)))
     start = times.start.astype(np.int64)
     squeezed: Slots = np.zeros((len(slots), int(start.max()) + 1), np.int8)
     squeezed[rank, start] = pass_of_row
@@ -148,8 +148,8 @@ def to_orders(slots: Slots) -> list[NDArray[np.int32]]:
     order[:, 0] = np.where(pass_of_row > Pass.WEIGHT, Kind.BACKWARD_WEIGHT, Kind.FORWARD)
     order[is_any(pass_of_row, BACKWARDS), 0] = backward
     order[:, 1] = np.where(is_later, 2 * num_ranks - 1 - rank, rank)
-    for each in Pass:
-        rows = np.flatnonzero(pass_of_row == each)
+    for kind_of_pass in Pass:
+        rows = np.flatnonzero(pass_of_row == kind_of_pass)
         order[rows, 2] = np.tile(np.arange(len(rows) // num_ranks), num_ranks)
     return np.split(order, np.searchsorted(rank, np.arange(1, num_ranks)))
 
