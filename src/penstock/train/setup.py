@@ -48,9 +48,11 @@ def with_digests(config: RunConfig) -> RunConfig:
     Those that the configuration has stay. Raises: ConfigError: the files of the model cannot be read.
     """
     model, data = config.model, config.data
-    own = {"source_digest": model.source_digest or source_digest(config)}
-    tokenizer = {"tokenizer_digest": data.tokenizer_digest or tokenizer_digest(data.tokenizer)}
-    return config.model_copy(update={"model": model.model_copy(update=own), "data": data.model_copy(update=tokenizer)})
+    model_update = {"source_digest": model.source_digest or source_digest(config)}
+    data_update = {"tokenizer_digest": data.tokenizer_digest or tokenizer_digest(data.tokenizer)}
+    return config.model_copy(
+        update={"model": model.model_copy(update=model_update), "data": data.model_copy(update=data_update)}
+    )
 
 
 def check_together(config: RunConfig, transport: Transport, *more: Callable[[RunConfig], object]) -> None:
@@ -75,9 +77,8 @@ def prepare_together(
 ) -> Dataset:
     """Open the data on every rank: rank 0 first, which tells its progress; the others then find the tokens made.
 
-    `may_be_small` is that of `open_dataset`.
-
-    This may take any time, as long as it goes on; a rank that is lost meanwhile is noticed within the run's deadline.
+    `may_be_small` is passed to `open_dataset`. The work may take any time, as long as it goes on; a rank that is lost
+    meanwhile is noticed within the run's deadline.
 
     Raises:
         ConfigError, PenstockError: on every rank, if any rank cannot; or if the ranks do not see the same text.
@@ -100,17 +101,19 @@ def prepare_together(
 def _open_dataset(config: RunConfig, folder: RunFolder, output: TextIO, may_be_small: bool, beat: Beat) -> Dataset:
     lines = ShareLines(output)
 
-    def tell(what: str, num_done: int, num_all: int) -> None:
+    def tell(activity: str, num_done: int, num_all: int) -> None:
         beat()
-        lines.tell(what, num_done, num_all)
+        lines.tell(activity, num_done, num_all)
 
     with folder.leaving_no_trace():
         dataset: Dataset
         if config.data.source:
             dataset = UserDataset(config)
         else:
-            others = folder.other_tokens
-            dataset = open_dataset(config, folder.tokens, others=others, tell=tell, may_be_small=may_be_small)
+            other_caches = folder.other_tokens
+            dataset = open_dataset(
+                config, folder.tokens, other_caches=other_caches, tell=tell, may_be_small=may_be_small
+            )
         if config.run.evaluate_batches and not dataset.held_out_batches(1):
             write_line(output, f"note: nothing is evaluated, since {config.data.source} takes no parameter `split`")
     return dataset
@@ -126,24 +129,41 @@ def check_plan(config: RunConfig) -> None:
     if config.data.source:
         load_function(config.data.source, "data.source")
     if config.checkpoint.load:
-        saved = build_layers(config, vocabulary=config.model.vocabulary or tokenizer_of(config).vocabulary)
-        require_weights(Path(config.checkpoint.load), saved_shapes(saved))
+        _require_initial_weights(config)
     loss_of(config, _some_vocabulary(config))
     num_layers = len(build_layers(config, _some_vocabulary(config)))
     _require_layers(config, num_layers)
     plan = build_plan(config)
     _require_shardable(config, plan)
+    _prove_plan(config, plan)
     schedule = plan.actions()
+    _require_tokens(config, schedule.num_slices)
+    _check_split(config, schedule, num_layers)
+    check_optimizer(config.optimizer, is_sharded=config.parallel.shard != "none")
+
+
+def _require_initial_weights(config: RunConfig) -> None:
+    """Refuse a `checkpoint.load` without weights of the model's names and shapes. Raises: CheckpointError."""
+    layers = build_layers(config, vocabulary=config.model.vocabulary or tokenizer_of(config).vocabulary)
+    require_weights(Path(config.checkpoint.load), saved_shapes(layers))
+
+
+def _prove_plan(config: RunConfig, plan: Schedule | Program) -> None:
+    """Prove that the plan runs to its end, within a limit of activations; costs must have the sizes for one in bytes.
+
+    Bytes depend on the split, so the pipeline proves a limit in bytes when it is made.
+    """
     limit, costs = memory_limit(config), load_costs(config)
     if limit is not None:
         limit.require_sizes(None if costs is None else costs.activation_bytes, "pipeline.memory_limit")
-    # Bytes depend on the split: the pipeline proves them when it is made.
     check(plan, memory_limit=None if limit is None or limit.in_bytes else limit)
-    _require_tokens(config, schedule.num_slices)
+
+
+def _check_split(config: RunConfig, schedule: Schedule, num_layers: int) -> None:
+    """Refuse stages, or kinds of checkpointing per stage, that do not fit the layers. Raises: as `check_plan`."""
     split = config.pipeline.split
     stages = split_over(schedule.placement, num_layers, split=None if isinstance(split, str) else split)
     kinds_of_layers(config.pipeline.activation_checkpointing, stages)
-    check_optimizer(config.optimizer, is_sharded=config.parallel.shard != "none")
 
 
 def _require_shardable(config: RunConfig, plan: Schedule | Program) -> None:
@@ -160,8 +180,8 @@ def _require_shardable(config: RunConfig, plan: Schedule | Program) -> None:
 
 def memory_limit(config: RunConfig) -> Limit | None:
     """Return the limit that the configuration sets. Raises: ConfigError."""
-    given = config.pipeline.memory_limit
-    return None if given == "" else Limit.read(given, "pipeline.memory_limit")
+    limit = config.pipeline.memory_limit
+    return None if limit == "" else Limit.read(limit, "pipeline.memory_limit")
 
 
 def load_costs(config: RunConfig) -> Costs | LayerCosts | None:
@@ -180,11 +200,11 @@ def _require_layers(config: RunConfig, num_layers: int) -> None:
     if pipeline.schedule in FAMILIES and fewest > num_layers:
         stages = f" of {pipeline.stages_per_rank} stages" if pipeline.stages_per_rank else ""
         source, blocks = config.model.place, config.model.layers
-        what = f"those of {source}" if source else f"{blocks} blocks, the embedding, the norm and the head"
+        layer_origin = f"those of {source}" if source else f"{blocks} blocks, the embedding, the norm and the head"
         more = "take a model of more layers" if source else "raise model.layers"
         raise ConfigError(
             f"{count_of(pipeline.ranks, 'rank')}{stages} need at least {fewest} layers, but the model has {num_layers} "
-            f"({what}). Use at most {num_layers} ranks, or {more}",
+            f"({layer_origin}). Use at most {num_layers} ranks, or {more}",
             key="pipeline.ranks",
         )
 
@@ -239,22 +259,23 @@ def build_plan(config: RunConfig) -> Schedule | Program:
 
 
 def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, vocabulary: int) -> Pipeline:
-    """Build this rank's part of the model; every rank calls it."""
-    schedule, plan = build_plan(config), config.batch_plan
+    """Build this rank's part of the model, split by the rule; every rank calls it."""
+    schedule, batch_plan = build_plan(config), config.batch_plan
     precision, device = Precision(config.precision), device_of_rank(config)
     weights = None if rule.split is not None else rule.weights or [layer.weight for layer in layers]
     stages = split_over(schedule.placement, len(layers), split=rule.split, weights=weights)
     kinds = kinds_of_layers(config.pipeline.activation_checkpointing, stages)
-    # Batches of documents have other numbers of targets each, so their shares in a step differ.
+    # With one document per sequence, batches differ in their numbers of targets, so their shares in a step differ.
     is_uneven = config.data.packing == "none"
     counts_targets = is_uneven or config.data.source
-    scales_each = precision.scales_losses or not plan.is_constant or (is_uneven and plan.full > 1)
+    # A scaler can change the share from batch to batch; a constant factor will do where all shares are equal.
+    needs_scaler = precision.scales_losses or not batch_plan.is_constant or (is_uneven and batch_plan.full > 1)
     return Pipeline(
         with_checkpointing(layers, kinds),
         schedule=schedule,
         loss=loss_of(config, vocabulary),
         count=count_target_tokens if counts_targets else None,
-        scale_loss=loss_scaler(precision, device).scale_mean if scales_each else scale_over(plan.full),
+        scale_loss=loss_scaler(precision, device).scale_mean if needs_scaler else scale_over(batch_plan.full),
         main_gradients=precision.has_main_weights,
         device=device,
         split=rule.split,
@@ -274,7 +295,7 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, 
 
 
 def _some_vocabulary(config: RunConfig) -> int:
-    """Return a number of tokens for layers that are not trained: what is known before the tokenizer is read."""
+    """Return a vocabulary for layers that are not trained, so that the tokenizer need not be read for them."""
     return config.model.vocabulary or (1 if config.model.transformers else 256)
 
 

@@ -171,7 +171,7 @@ def test_only_ranks_that_take_inputs_or_targets_read_them_and_no_bit_changes(sch
 def train_packed(num_ranks, checkpointing="none", **options):
     def case(pipeline):
         tokens = torch.arange(2000).numpy() ** 2 % VOCABULARY
-        source = Source(tokens, length=8, ends=np.cumsum([1, 2, 3, 5, 7, 11] * 60))
+        source = Source(tokens, length=8, document_ends=np.cumsum([1, 2, 3, 5, 7, 11] * 60))
         dataset = TokenDataset([source], BatchOptions(8, 8, packing="documents"), vocabulary=VOCABULARY)
         trainer, wants = Trainer(pipeline, OPTIONS, num_steps=3), Wants.of(pipeline)
         losses = [trainer.step(step, [dataset.batch(step, wants)]).loss for step in range(1, 4)]

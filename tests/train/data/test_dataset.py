@@ -326,7 +326,7 @@ ENDS = np.array([3, 4, 40, 45, 60])
 
 
 def test_documents_are_cut_or_padded_and_what_pads_is_no_target():
-    source = source_of(COUNTING[:60], held_out_fraction=0.0, ends=ENDS, by_document=True)
+    source = source_of(COUNTING[:60], held_out_fraction=0.0, document_ends=ENDS, by_document=True)
     dataset = TokenDataset([source], BatchOptions(4, 10, packing="none"))
 
     tokens, target = pair(dataset.batch(0))
@@ -344,14 +344,14 @@ def test_documents_are_cut_or_padded_and_what_pads_is_no_target():
 
 
 def test_documents_are_in_one_part_only():
-    source = source_of(COUNTING[:60], held_out_fraction=0.4, ends=ENDS, by_document=True)  # from token 36 on
+    source = source_of(COUNTING[:60], held_out_fraction=0.4, document_ends=ENDS, by_document=True)  # from token 36 on
 
     assert [source.train[index] for index in range(len(source.train))] == [(0, 3), (4, 15)]
     assert [source.held_out[index] for index in range(len(source.held_out))] == [(40, 45), (45, 56)]
 
 
 def test_positions_begin_anew_with_each_document_and_with_the_sequence():
-    source = source_of(COUNTING[:60], ends=ENDS)
+    source = source_of(COUNTING[:60], document_ends=ENDS)
 
     assert source.positions((0, 11)).tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4, 5]
     assert source.positions((20, 31)).tolist() == list(range(10))

@@ -38,7 +38,9 @@ def saved(tmp_path):
 
 def documents_of(dataset):
     [source] = dataset.sources
-    parts = torch.from_numpy(source.tokens.astype("int64")).tensor_split(torch.from_numpy(source.ends[:-1].copy()))
+    parts = torch.from_numpy(source.tokens.astype("int64")).tensor_split(
+        torch.from_numpy(source.document_ends[:-1].copy())
+    )
     return [part.tolist() for part in parts]
 
 

@@ -90,7 +90,7 @@ def test_tokens_that_another_cache_holds_are_taken_from_there(corpus, tmp_path):
 
     calls = []
     others = [tmp_path / "missing", tmp_path / "first"]
-    found = tokenize(documents_of(corpus), counting_tokenizer(calls), tmp_path / "second", others=others)
+    found = tokenize(documents_of(corpus), counting_tokenizer(calls), tmp_path / "second", other_caches=others)
 
     assert (calls, found.path) == ([], made.path)
     assert not (tmp_path / "second").exists()
@@ -170,9 +170,9 @@ def test_a_document_that_changes_between_the_two_readings_is_refused(corpus, tmp
 def test_ends_say_where_each_document_ends(corpus, tmp_path):
     found = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
 
-    lengths = np.diff(found.ends(), prepend=0).tolist()
+    lengths = np.diff(found.document_ends(), prepend=0).tolist()
     assert sorted(lengths) == [len("first") + 1, len("second") + 1]
-    assert all(found.tokens()[end - 1] == 0 for end in found.ends())
+    assert all(found.tokens()[end - 1] == 0 for end in found.document_ends())
 
 
 KILLED = """

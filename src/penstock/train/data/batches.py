@@ -19,7 +19,7 @@ from penstock.pipeline import Pipeline
 from penstock.running_time import wait_in_parts
 
 Batch = Part
-"""Inputs, target and keywords of one batch; a rank whose stages do not take some of them is given none of these."""
+"""Inputs, target and keywords of one batch; parts that no stage of the rank takes are left out."""
 
 
 LONGEST_END_S = 5.0
@@ -28,9 +28,9 @@ LONGEST_END_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """Which parts of a batch a rank's stages take, and which of its rows its replica; the others are not read for it.
+    """The parts of a batch that a rank's stages take, and the replica whose rows it takes; nothing else is read for it.
 
-    The replicas share out the rows in their order. Where these do not divide, the first replicas have one more.
+    The replicas share out the rows in order. Where the rows do not divide, the first replicas have one more.
     """
 
     inputs: bool = True
@@ -51,10 +51,10 @@ class Wants:
         )
 
     def rows_of(self, size: int) -> slice:
-        """Return the rows of the replica, of a batch of this size."""
-        each, more = divmod(size, self.num_replicas)
-        first = self.replica * each + min(self.replica, more)
-        return slice(first, first + each + (self.replica < more))
+        """Return the rows of the replica in a batch of `size` rows."""
+        rows_per_replica, num_longer = divmod(size, self.num_replicas)
+        first_row = self.replica * rows_per_replica + min(self.replica, num_longer)
+        return slice(first_row, first_row + rows_per_replica + (self.replica < num_longer))
 
 
 class BatchReader:
@@ -123,24 +123,24 @@ class BatchReader:
                     f"batch {number} was not ready after {self._limit_s:g} s (run.deadline_s); see to the disk or the "
                     "source of the data, or raise it"
                 )
-            found = self._ready[0]
-            if isinstance(found, BaseException):
-                raise found
+            batch_or_error = self._ready[0]
+            if isinstance(batch_or_error, BaseException):
+                raise batch_or_error  # it stays in the queue, for a later `get` would wait for a thread that has ended
             self._ready.popleft()
             self._changed.notify_all()
-        return found
+        return batch_or_error
 
     def _work(self, first: int, end: int) -> None:
         for number in itertools.takewhile(self._has_room, range(first, end)):
-            found: Batch | BaseException
+            batch_or_error: Batch | BaseException
             try:
-                found = self._read(number)
+                batch_or_error = self._read(number)
             except BaseException as error:
-                found = error
+                batch_or_error = error
             with self._changed:
-                self._ready.append(found)
+                self._ready.append(batch_or_error)
                 self._changed.notify_all()
-            if isinstance(found, BaseException):
+            if isinstance(batch_or_error, BaseException):
                 return
 
     def _has_room(self, _: int) -> bool:

@@ -42,7 +42,7 @@ class TextFiles:
 
     def stamp(self) -> list[object]:
         """Return plain values that differ where the content may have changed."""
-        return [[str(each.path.absolute()), each.size_bytes, each.modified_ns] for each in self.documents]
+        return [[str(file.path.absolute()), file.size_bytes, file.modified_ns] for file in self.documents]
 
     def name(self, index: int) -> str:
         """Return what a document is called in messages."""

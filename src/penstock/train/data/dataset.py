@@ -32,7 +32,7 @@ EVERYTHING = Wants()
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """How sequences make batches."""
+    """The settings by which sequences are put together to batches."""
 
     batch_size: int
     """Sequences per batch."""
@@ -40,9 +40,9 @@ class BatchOptions:
     """Tokens per sequence."""
     seed: int = 0
     packing: str = "windows"
-    """See `data.packing`."""
+    """The value of `data.packing`."""
     positions: str = "positions"
-    """Their name in the model."""
+    """The name of the model's keyword argument that takes positions."""
 
 
 class TokenDataset:
@@ -74,7 +74,7 @@ class TokenDataset:
         for number, source in enumerate(self.sources):
             if not len(source.train):
                 raise ConfigError(
-                    f"{self._named(number)} has {source.num_train_tokens} tokens to train on, but one "
+                    f"{self._source_name(number)} has {source.num_train_tokens} tokens to train on, but one "
                     f"sequence of batch.length = {options.length} needs {options.length + 1}; name more text, or lower "
                     "batch.length",
                     key=FILES_KEY,
@@ -94,7 +94,7 @@ class TokenDataset:
 
     @property
     def num_train_tokens(self) -> int:
-        """Of all sources."""
+        """The tokens to train on, of all sources."""
         return sum(source.num_train_tokens for source in self.sources)
 
     @property
@@ -104,7 +104,7 @@ class TokenDataset:
 
     def batch(self, number: int, wants: Wants = EVERYTHING) -> Batch:
         """Return a batch, counted from 0; any one, in any order, is found in the same time."""
-        return self.gather(_own(self._spans(number), wants), wants)
+        return self.gather(_replica_rows(self._spans(number), wants), wants)
 
     def num_targets(self, number: int) -> int:
         """Return how many tokens the loss of a batch is the mean of; no token is read for it."""
@@ -116,8 +116,8 @@ class TokenDataset:
         """Return the part of each batch in the mean over the tokens of some batches; None where these are equal."""
         if self.has_even_batches:
             return None
-        targets = [self.num_targets(number) for number in range(first, first + count)]
-        return [each / sum(targets) for each in targets]
+        target_counts = [self.num_targets(number) for number in range(first, first + count)]
+        return [num_targets / sum(target_counts) for num_targets in target_counts]
 
     def held_out_batches(self, num_batches: int, wants: Wants = EVERYTHING) -> list[Batch]:
         """Return batches spread evenly over what is held out: always the same, fewer where it does not suffice.
@@ -127,7 +127,7 @@ class TokenDataset:
         Raises:
             ConfigError: the held-out sequences do not fill one batch, or a source has none.
         """
-        return [self.gather(_own(spans, wants), wants) for spans in self._held_out_spans(num_batches)]
+        return [self.gather(_replica_rows(spans, wants), wants) for spans in self._held_out_spans(num_batches)]
 
     def held_out_weights(self, num_batches: int) -> list[float] | None:
         """Return how many targets each of these batches has; None where they have equally many."""
@@ -137,9 +137,8 @@ class TokenDataset:
 
     def _spans(self, number: int) -> list[tuple[Source, Span]]:
         first = number * self.batch_size
-        places = range(first, first + self.batch_size)
-        found = [self._mixture.locate(place) for place in places]
-        return [(self.sources[source], self.sources[source].train_span(place)) for source, place in found]
+        locations = map(self._mixture.locate, range(first, first + self.batch_size))
+        return [(self.sources[number], self.sources[number].train_span(sequence)) for number, sequence in locations]
 
     def _held_out_spans(self, num_batches: int) -> list[list[tuple[Source, Span]]]:
         size = self.batch_size
@@ -155,19 +154,20 @@ class TokenDataset:
         for number, (source, count) in enumerate(zip(self.sources, counts, strict=True)):
             if count and not len(source.held_out):
                 raise ConfigError(
-                    f"the held-out part of {self._named(number)} is shorter than one sequence; name more "
+                    f"the held-out part of {self._source_name(number)} is shorter than one sequence; name more "
                     "text, or raise data.held_out_fraction",
                     key="data.held_out_fraction",
                 )
-        found = []
-        for place in range(num_wanted):
-            number, within = self._mixture.locate(place)
+        spans = []
+        for sequence in range(num_wanted):
+            number, sequence_of_source = self._mixture.locate(sequence)
             source = self.sources[number]
-            found.append((source, source.held_out[within * len(source.held_out) // counts[number]]))
-        return [found[at : at + size] for at in range(0, num_wanted, size)]
+            # Evenly spread: sequence k of a source's n is the one at share k / n of its held-out part.
+            spans.append((source, source.held_out[sequence_of_source * len(source.held_out) // counts[number]]))
+        return [spans[begin : begin + size] for begin in range(0, num_wanted, size)]
 
     def gather(self, spans: Sequence[tuple[Source, Span]], wants: Wants) -> Batch:
-        """Read some sequences, as much of them as is wanted."""
+        """Read the tokens of these sequences, one per row, and return the parts of the batch that `wants` names."""
         keywords: dict[str, Any] = {}
         if self._options.packing == "documents":
             positions = np.stack([source.positions(span) for source, span in spans])
@@ -175,7 +175,7 @@ class TokenDataset:
         if not (wants.inputs or wants.target):
             return Batch(**keywords)
         length = self._options.length
-        tokens = np.zeros((len(spans), length + 1), dtype=np.int64)
+        tokens = np.zeros((len(spans), length + 1), dtype=np.int64)  # inputs and target overlap but for one token
         counts = np.array([end - begin for _, (begin, end) in spans])
         for row, (source, (begin, end)) in zip(tokens, spans, strict=True):
             row[: end - begin] = source.tokens[begin:end]
@@ -184,7 +184,7 @@ class TokenDataset:
         target[np.arange(1, length + 1) >= counts[:, None]] = IGNORED_TARGET
         return Batch(*inputs, target=torch.from_numpy(target) if wants.target else None, **keywords)
 
-    def _named(self, number: int) -> str:
+    def _source_name(self, number: int) -> str:
         return "the corpus" if len(self.sources) == 1 else f"data.sources[{number}]"
 
 
@@ -192,7 +192,7 @@ def _num_targets(spans: Sequence[tuple[Source, Span]]) -> int:
     return sum(end - begin - 1 for _, (begin, end) in spans)
 
 
-def _own(spans: Sequence[tuple[Source, Span]], wants: Wants) -> Sequence[tuple[Source, Span]]:
+def _replica_rows(spans: Sequence[tuple[Source, Span]], wants: Wants) -> Sequence[tuple[Source, Span]]:
     return spans[wants.rows_of(len(spans))]
 
 
@@ -202,13 +202,13 @@ def whole_text(dataset: TokenDataset, wants: Wants = EVERYTHING) -> tuple[Iterat
     The last batch may be smaller. A batch is read when it is asked for.
     """
     spans = [(source, source.train) for source in dataset.sources]
-    counts = [float(_num_targets(each)) for each in _cut(spans, dataset.batch_size)]
-    return (dataset.gather(each, wants) for each in _cut(spans, dataset.batch_size)), counts
+    target_counts = [float(_num_targets(batch_spans)) for batch_spans in _cut(spans, dataset.batch_size)]
+    return (dataset.gather(batch_spans, wants) for batch_spans in _cut(spans, dataset.batch_size)), target_counts
 
 
 def _cut(sequences: Sequence[tuple[Source, Spans]], size: int) -> Iterator[list[tuple[Source, Span]]]:
-    found = ((source, spans[index]) for source, spans in sequences for index in range(len(spans)))
-    while batch := list(islice(found, size)):
+    spans_in_order = ((source, spans[index]) for source, spans in sequences for index in range(len(spans)))
+    while batch := list(islice(spans_in_order, size)):
         yield batch
 
 
@@ -216,13 +216,13 @@ def open_dataset(
     config: RunConfig,
     cache: Path,
     *,
-    others: Sequence[Path] = (),
+    other_caches: Sequence[Path] = (),
     tell: Tell | None = None,
     may_be_small: bool = False,
 ) -> TokenDataset:
     """Find, tokenize (once, into the cache folder) and cut the text that a configuration names.
 
-    Tokens that one of the `others` holds are taken from there; `tell` is that of `tokenize`. Text that `may_be_small`
+    Tokens that one of `other_caches` holds are taken from there; `tell` is that of `tokenize`. Text that `may_be_small`
     is only evaluated: its batches are as large as it allows.
 
     Raises:
@@ -239,15 +239,15 @@ def open_dataset(
             key="model.vocabulary",
         )
     vocabulary = config.model.vocabulary or tokenizer.vocabulary
-    corpora = [_corpus(each) for each in data.all_sources]
+    corpora = [_open_corpus(keys) for keys in data.all_sources]
     sources, digests = [], []
     for number, corpus in enumerate(corpora):
         has_ids = isinstance(corpus, SavedDataset) and corpus.has_ids
-        own = id_tokenizer(vocabulary) if has_ids else tokenizer
-        file = tokenize(corpus, own, cache, others=others, tell=tell)
-        sources.append(_source(config, file, own, number))
-        digests.append(file.manifest.digest)
-    weights = [each.weight for each in data.all_sources]
+        source_tokenizer = id_tokenizer(vocabulary) if has_ids else tokenizer
+        token_file = tokenize(corpus, source_tokenizer, cache, other_caches=other_caches, tell=tell)
+        sources.append(_source(config, token_file, source_tokenizer, number))
+        digests.append(token_file.manifest.digest)
+    weights = [keys.weight for keys in data.all_sources]
     num_sequences = sum(len(source.train) for source in sources)
     size = min(config.batch.size, max(num_sequences, 1)) if may_be_small else config.batch.size
     positions = "position_ids" if config.model.transformers else "positions"
@@ -260,7 +260,7 @@ def open_dataset(
     )
 
 
-def _corpus(keys: SourceKeys) -> Corpus:
+def _open_corpus(keys: SourceKeys) -> Corpus:
     if keys.corpus == "datasets":
         return SavedDataset(keys.files[0], keys.column)
     documents = find_standard_library() if keys.corpus == "stdlib" else find_documents(keys.files, keys.suffixes)
@@ -273,7 +273,7 @@ def _source(config: RunConfig, file: TokenFile, tokenizer: Tokenizer, number: in
         length=config.batch.length,
         held_out_fraction=config.data.held_out_fraction,
         end_of_document=tokenizer.end_of_document,
-        ends=file.ends(),
+        document_ends=file.document_ends(),
         by_document=config.data.packing == "none",
         seed=config.run.seed,
         number=number,
@@ -281,7 +281,7 @@ def _source(config: RunConfig, file: TokenFile, tokenizer: Tokenizer, number: in
 
 
 def _digest(digests: Sequence[str], weights: Sequence[float]) -> str:
-    """Return that of the one source, or one of all sources and their weights."""
+    """Return the digest of the only source, or the hash of all sources' digests and weights."""
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256(json.dumps([list(digests), list(weights)]).encode()).hexdigest()

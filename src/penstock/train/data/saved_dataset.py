@@ -20,7 +20,7 @@ FILES_KEY, COLUMN_KEY = "data.files", "data.column"
 
 
 class SavedDataset:
-    """The rows of one column."""
+    """The rows of one column of a saved data set, each a document."""
 
     def __init__(self, folder: str, column: str) -> None:
         """Open the folder.
@@ -81,7 +81,7 @@ class SavedDataset:
 
 
 def id_tokenizer(vocabulary: int) -> Tokenizer:
-    """Return what takes ids as they are, below a vocabulary."""
+    """Return a tokenizer that takes 4 bytes as one token id, which must be below `vocabulary`."""
 
     def encode(content: bytes) -> NDArray[np.uint32]:
         ids = np.frombuffer(content, dtype=ID_TYPE)
@@ -106,15 +106,15 @@ def _load(folder: str) -> Any:
     if not Path(folder).is_dir():
         raise ConfigError(f"{folder}: there is no such folder; name one that save_to_disk has written", key=FILES_KEY)
     try:
-        found = datasets.load_from_disk(folder)
+        dataset = datasets.load_from_disk(folder)
     except Exception as error:  # pyarrow has errors of its own, and datasets others
         raise _damaged(folder, error) from error
-    if isinstance(found, datasets.DatasetDict):
-        splits = ", ".join(found)
+    if isinstance(dataset, datasets.DatasetDict):
+        splits = ", ".join(dataset)
         raise ConfigError(
-            f"{folder} holds the splits {splits}; name one, as in {folder}/{next(iter(found))}", key=FILES_KEY
+            f"{folder} holds the splits {splits}; name one, as in {folder}/{next(iter(dataset))}", key=FILES_KEY
         )
-    return found
+    return dataset
 
 
 def _has_ids(feature: Any, folder: str, column: str) -> bool:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 MOST_EPOCHS = 1 << 32
 SEED_OF_SOURCE = 1 << 20
 LOOK_AT_ONCE = 1 << 20
-"""Tokens, in the search for the end of a document."""
+"""Tokens that are read at once in the search for the end of a document."""
 Ids = NDArray[np.unsignedinteger]
 Span = tuple[int, int]
 """The first token of a sequence, and the end behind its last target."""
@@ -28,7 +28,7 @@ WORD_MASK = (1 << 64) - 1
 PATTERN_LENGTH = 1 << 16
 """About the number of sequences after which the pattern repeats: shares are exact to so small a part."""
 OFFSETS = 1 << 10
-"""In how many places the sequences of a source may begin, by seed."""
+"""The number of places in the pattern at which a seed may let a source begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """Documents, each cut to one length; `ends` are theirs."""
+    """Documents, each cut to `length` inputs; `document_ends` has, of all documents, the tokens up to their ends."""
 
-    ends: NDArray[np.signedinteger]
+    document_ends: NDArray[np.signedinteger]
     numbers: NDArray[np.signedinteger]
-    """The documents that are taken."""
+    """Indices into `document_ends` of the documents that are sequences here."""
     length: int
 
     def __len__(self) -> int:
@@ -62,12 +62,12 @@ class Documents:
 
     def __getitem__(self, index: int) -> Span:
         number = int(self.numbers[index])
-        begin = int(self.ends[number - 1]) if number else 0
-        return begin, min(int(self.ends[number]), begin + self.length + 1)
+        begin = int(self.document_ends[number - 1]) if number else 0
+        return begin, min(int(self.document_ends[number]), begin + self.length + 1)
 
 
 Spans = Windows | Documents
-"""Sequences with numbers from 0."""
+"""Spans of training or held-out sequences, by number from 0."""
 
 
 class Source:
@@ -80,29 +80,29 @@ class Source:
         length: int,
         held_out_fraction: float = 0.0,
         end_of_document: int | None = None,
-        ends: NDArray[np.signedinteger] | None = None,
+        document_ends: NDArray[np.signedinteger] | None = None,
         by_document: bool = False,
         seed: int = 0,
         number: int = 0,
     ) -> None:
-        """Cut the tokens; `ends` of the documents are needed for sequences by document.
+        """Cut the tokens; sequences by document need `document_ends`.
 
         With an `end_of_document`, held-out tokens begin with a document, so that none is in both parts. `number` is
         that of the source among several.
         """
         self.tokens = tokens
-        self.ends = ends
+        self.document_ends = document_ends
         self._seed = (seed + number * SEED_OF_SOURCE) * MOST_EPOCHS
         cut = len(tokens) - int(len(tokens) * held_out_fraction)
         self.num_train_tokens = cut
         self.train: Spans
         self.held_out: Spans
-        if by_document and ends is not None:
-            lengths = np.diff(ends, prepend=0)
+        if by_document and document_ends is not None:
+            lengths = np.diff(document_ends, prepend=0)
             numbers = np.flatnonzero(lengths > 1)  # a document of one token has nothing to predict
-            is_train = ends[numbers] - lengths[numbers] < cut
-            self.train = Documents(ends, numbers[is_train], length)
-            self.held_out = Documents(ends, numbers[~is_train], length)
+            is_train = document_ends[numbers] - lengths[numbers] < cut
+            self.train = Documents(document_ends, numbers[is_train], length)
+            self.held_out = Documents(document_ends, numbers[~is_train], length)
         else:
             self.train = Windows(0, cut, length)
             self.held_out = Windows(cut + _rest_of_document(tokens[cut:], end_of_document), len(tokens), length)
@@ -115,21 +115,21 @@ class Source:
     def positions(self, span: Span) -> NDArray[np.int64]:
         """Return, per input of a sequence, how many tokens of its document are before it in the sequence."""
         begin, end = span
-        assert self.ends is not None, "positions need the ends of the documents"
-        first, last = np.searchsorted(self.ends, [begin, end - 1], side="right")
-        begins = np.concatenate([[begin], self.ends[first:last]])
+        assert self.document_ends is not None, "positions need the ends of the documents"
+        first, last = np.searchsorted(self.document_ends, [begin, end - 1], side="right")
+        begins = np.concatenate([[begin], self.document_ends[first:last]])  # of the documents within the sequence
         lengths = np.diff(np.append(begins, end - 1))
         positions: NDArray[np.int64] = np.arange(end - 1 - begin) - np.repeat(begins - begin, lengths)
         return positions
 
 
-def _rest_of_document(tokens: Ids, end: int | None) -> int:
-    """Return how many tokens are of a document that begins before them; none if that is half of them."""
-    half = len(tokens) // 2 if end is not None else 0
+def _rest_of_document(tokens: Ids, end_of_document: int | None) -> int:
+    """Return how many of the first tokens are the rest of a document; 0 if the rest is half of all tokens or more."""
+    half = len(tokens) // 2 if end_of_document is not None else 0
     for first in range(0, half, LOOK_AT_ONCE):
-        ends = np.flatnonzero(tokens[first : min(first + LOOK_AT_ONCE, half)] == end)
-        if len(ends):
-            return first + int(ends[0]) + 1
+        positions = np.flatnonzero(tokens[first : min(first + LOOK_AT_ONCE, half)] == end_of_document)
+        if len(positions):
+            return first + int(positions[0]) + 1
     return 0
 
 
@@ -155,10 +155,10 @@ def permuted(index: int, size: int, *, seed: int) -> int:
 
 def _feistel(value: int, half_bits: int, keys: list[int]) -> int:
     mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & mask
+    left_half, right_half = value >> half_bits, value & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
-    return (left << half_bits) | right
+        left_half, right_half = right_half, left_half ^ (_mix(right_half ^ key) & mask)
+    return (left_half << half_bits) | right_half
 
 
 def _mix(value: int) -> int:
@@ -202,5 +202,7 @@ class Mixture:
     def counts(self, num_sequences: int) -> list[int]:
         """Return how many of the first sequences come from each source."""
         turns, rest = divmod(num_sequences, len(self._sources))
-        found = np.bincount(self._sources[:rest], minlength=len(self._counts))
-        return [turns * count + int(more) for count, more in zip(self._counts, found, strict=True)]
+        counts_of_rest = np.bincount(self._sources[:rest], minlength=len(self._counts))
+        return [
+            turns * count + int(num_in_rest) for count, num_in_rest in zip(self._counts, counts_of_rest, strict=True)
+        ]

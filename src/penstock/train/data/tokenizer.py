@@ -14,11 +14,11 @@ from penstock.train.settings.config import RunConfig
 
 TOKENIZER_KEY = "data.tokenizer"
 END_OF_DOCUMENT = 0
-"""Among bytes: text hardly ever has a zero byte, so it can tell the model where a document ends."""
+"""The byte that ends a document: text hardly ever has a zero byte, so it can tell the model where one ends."""
 
 
 PROBE = b"a"
-"""A text by which a tokenizer shows what it adds to each."""
+"""A text by whose ids a tokenizer shows which ids it adds to every text."""
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 """The names of the end of a document in tokenizer files: of GPT-2, Llama 3, Llama 2, Gemma and others."""
 
@@ -28,7 +28,7 @@ class Tokenizer:
     """A way from UTF-8 bytes to token ids in `range(vocabulary)`, and back to text."""
 
     identity: str
-    """Same text, same ids: equal for all tokenizers that give equal ids."""
+    """A text that is equal for two tokenizers only if they give equal ids for every text."""
     vocabulary: int
     encode: Callable[[bytes], NDArray[np.uint32]]
     decode: Callable[[Sequence[int]], str]
@@ -36,7 +36,7 @@ class Tokenizer:
     """The id behind the last one of a document; None where there is none."""
     encode_part: Callable[[bytes], NDArray[np.uint32]] | None = None
     """`encode` without the ids that it adds to a text; None where it adds none."""
-    added: tuple[Sequence[int], Sequence[int]] = ((), ())
+    added_ids: tuple[Sequence[int], Sequence[int]] = ((), ())
     """The ids that `encode` adds before and behind a text."""
     depends_on_pieces: bool = False
     """Whether a text in two pieces may give other ids than the whole one."""
@@ -46,9 +46,9 @@ class Tokenizer:
         if is_first and is_last:
             ids = self.encode(content)
         else:
-            before, behind = self.added
+            prefix_ids, suffix_ids = self.added_ids
             inner = (self.encode_part or self.encode)(content)
-            parts = [before if is_first else (), inner, behind if is_last else ()]
+            parts = [prefix_ids if is_first else (), inner, suffix_ids if is_last else ()]
             ids = np.concatenate([np.asarray(part, dtype=np.uint32) for part in parts])
         if not is_last or self.end_of_document is None:
             return ids
@@ -63,10 +63,10 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
     """
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
-    found = tokenizer_digest(data.tokenizer)
-    if data.tokenizer_digest not in ("", found):
+    digest = tokenizer_digest(data.tokenizer)
+    if data.tokenizer_digest not in ("", digest):
         raise ConfigError(
-            f"{describe_change(data.tokenizer, found, data.tokenizer_digest)}. Put the file back; for a new run, "
+            f"{describe_change(data.tokenizer, digest, data.tokenizer_digest)}. Put the file back; for a new run, "
             "remove data.tokenizer_digest",
             key=TOKENIZER_KEY,
         )
@@ -81,9 +81,9 @@ def tokenizer_digest(name: str) -> str:
         return ""  # `load_tokenizer` says why
 
 
-def describe_change(name: str, found: str, expected: str) -> str:
+def describe_change(name: str, digest: str, expected: str) -> str:
     """Say that a tokenizer file is another one than a run began with."""
-    return f"{name} has changed since the run began: its sha256 begins with {found[:12]}, expected {expected[:12]}"
+    return f"{name} has changed since the run began: its sha256 begins with {digest[:12]}, expected {expected[:12]}"
 
 
 def load_tokenizer(name: str, end_of_document: str = "") -> Tokenizer:
@@ -130,14 +130,14 @@ def _parse_tokenizer(name: str, content: bytes, end_of_document: str) -> Tokeniz
     except Exception as error:
         raise ConfigError(f"{name} is not a tokenizers JSON file: {error}", key=TOKENIZER_KEY) from error
     # Ids may have gaps, so the largest counts, not the number of words.
-    known: dict[str, int] = parsed.get_vocab(with_added_tokens=True)
-    vocabulary = max(known.values(), default=-1) + 1
-    if end_of_document and end_of_document not in known:
+    ids_by_token: dict[str, int] = parsed.get_vocab(with_added_tokens=True)
+    vocabulary = max(ids_by_token.values(), default=-1) + 1
+    if end_of_document and end_of_document not in ids_by_token:
         raise ConfigError(
             f"{name} has no token {end_of_document!r}; name one that it has, or leave it empty",
             key="data.end_of_document",
         )
-    end = next((known[token] for token in (end_of_document, *END_TOKENS) if token in known), None)
+    end = next((ids_by_token[token] for token in (end_of_document, *END_TOKENS) if token in ids_by_token), None)
     if not vocabulary:
         raise ConfigError(f"{name} has an empty vocabulary; train the tokenizer first", key=TOKENIZER_KEY)
 
@@ -149,14 +149,14 @@ def _parse_tokenizer(name: str, content: bytes, end_of_document: str) -> Tokeniz
 
     identity = hashlib.sha256(content).hexdigest() + ("" if end is None else f" {end}")
     encode_part = partial(encode, adds=False)
-    added = _added(encode(PROBE), encode_part(PROBE))
-    return Tokenizer(identity, vocabulary, encode, decode, end, encode_part, added, depends_on_pieces=True)
+    added_ids = _added_ids(encode(PROBE), encode_part(PROBE))
+    return Tokenizer(identity, vocabulary, encode, decode, end, encode_part, added_ids, depends_on_pieces=True)
 
 
-def _added(whole: NDArray[np.uint32], part: NDArray[np.uint32]) -> tuple[list[int], list[int]]:
-    """Return the ids before and behind those of a text without additions; none where these cannot be found in it."""
-    for begin in range(len(whole) - len(part) + 1):
-        end = begin + len(part)
-        if np.array_equal(whole[begin:end], part):
-            return whole[:begin].tolist(), whole[end:].tolist()
+def _added_ids(ids: NDArray[np.uint32], plain_ids: NDArray[np.uint32]) -> tuple[list[int], list[int]]:
+    """Return the ids before and behind `plain_ids` in `ids`; none where these do not hold `plain_ids` in one piece."""
+    for begin in range(len(ids) - len(plain_ids) + 1):
+        end = begin + len(plain_ids)
+        if np.array_equal(ids[begin:end], plain_ids):
+            return ids[:begin].tolist(), ids[end:].tolist()
     return [], []

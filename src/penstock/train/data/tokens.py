@@ -71,7 +71,7 @@ class TokenFile:
         """Map the token ids into memory, read-only."""
         return np.memmap(self.path, dtype=_item_type(self.manifest.vocabulary), mode="r")
 
-    def ends(self) -> NDArray[np.signedinteger]:
+    def document_ends(self) -> NDArray[np.signedinteger]:
         """Map into memory, per document, the number of tokens up to its end; read-only."""
         return np.memmap(_ends_path(self.path), dtype=END_TYPE, mode="r")
 
@@ -92,18 +92,18 @@ class UnfinishedTokens:
         if is_last:
             self._ends.write(np.array([self.num_tokens], dtype=END_TYPE).tobytes())
 
-    def finish(self, tokens: Path, ends: Path) -> None:
+    def finish(self, tokens_path: Path, ends_path: Path) -> None:
         """Move both files to their final names, when the disk holds them. Raises: OSError."""
         for file in (self._tokens, self._ends):
             file.flush()
             os.fsync(file.fileno())
         self._set_aside()
-        os.replace(self.folder / ENDS, ends)
-        os.replace(self.folder / TOKENS, tokens)
+        os.replace(self.folder / ENDS, ends_path)
+        os.replace(self.folder / TOKENS, tokens_path)
         self.discard()
 
     def discard(self) -> None:
-        """Remove what is left."""
+        """Remove the folder with everything in it."""
         with suppress(OSError):
             self._set_aside()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -139,10 +139,10 @@ def tokenize(
     tokenizer: Tokenizer,
     cache: Path,
     *,
-    others: Sequence[Path] = (),
+    other_caches: Sequence[Path] = (),
     tell: Tell | None = None,
 ) -> TokenFile:
-    """Return the token file of a corpus, made now unless the cache folder or one of the `others` holds it.
+    """Return the token file of a corpus, made now unless the cache folder or one of `other_caches` holds it.
 
     The documents are in the order of their content's hash: a fixed order that mixes what lies together in folders and
     does not depend on where the files lie. Equal documents are kept once, so that none is both in the training part and
@@ -154,10 +154,10 @@ def tokenize(
     """
     parts = json.dumps([FORMAT_VERSION, tokenizer.identity, corpus.stamp()])
     key = hashlib.sha256(parts.encode()).hexdigest()[:32]
-    for folder in (cache, *others):
-        found = _find_in_cache(folder, key)
-        if found is not None:
-            return found
+    for folder in (cache, *other_caches):
+        token_file = _find_in_cache(folder, key)
+        if token_file is not None:
+            return token_file
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -166,7 +166,7 @@ def tokenize(
             "Choose a run.folder that can be written"
         ) from error
     remove_abandoned(cache, now_s=time.time())
-    return _write(corpus, tokenizer, cache, key, tell or (lambda what, num_done, num_all: None))
+    return _write(corpus, tokenizer, cache, key, tell or (lambda activity, num_done, num_all: None))
 
 
 def _find_in_cache(cache: Path, key: str) -> TokenFile | None:
@@ -185,7 +185,7 @@ def _find_in_cache(cache: Path, key: str) -> TokenFile | None:
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, cache: Path, key: str, tell: Tell) -> TokenFile:
-    sources = _distinct(corpus, tell)
+    sources = _distinct_documents(corpus, tell)
     if not len(sources):
         raise ConfigError(
             f"the corpus is empty: its {len(corpus)} files hold no text; name files with text", key=FILES_KEY
@@ -213,8 +213,8 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, cache: Path, key: str, tell: Te
     return TokenFile(path, manifest)
 
 
-def _distinct(corpus: Corpus, tell: Tell) -> _Sources:
-    """Read every document for its hash."""
+def _distinct_documents(corpus: Corpus, tell: Tell) -> _Sources:
+    """Read every document for its hash, and return one document of each content."""
     digests, sizes, num_read = [], np.zeros(len(corpus), dtype=np.int64), 0
     for index in range(len(corpus)):
         content = hashlib.sha256()
@@ -233,7 +233,7 @@ def _distinct(corpus: Corpus, tell: Tell) -> _Sources:
 def _write_tokens(
     corpus: Corpus, sources: _Sources, tokenizer: Tokenizer, writer: UnfinishedTokens, tell: Tell
 ) -> None:
-    """Read again, so that memory never holds more than a piece; what changed in between is refused."""
+    """Read the documents again, piece by piece, and write their tokens. Raises: ConfigError, if one has changed."""
     item_type = _item_type(tokenizer.vocabulary)
     num_all = int(sources.sizes_bytes.sum())
     num_done = 0
@@ -264,11 +264,11 @@ def _digest_of(sources: _Sources, tokenizer: Tokenizer) -> str:
     identity = tokenizer.identity
     if tokenizer.depends_on_pieces and (sources.sizes_bytes >= PIECE_BYTES).any():
         identity += f" in pieces of {PIECE_BYTES}"
-    found = hashlib.sha256(f"[{FORMAT_VERSION}, {json.dumps(identity)}, [".encode())
+    digest = hashlib.sha256(f"[{FORMAT_VERSION}, {json.dumps(identity)}, [".encode())
     for number in range(len(sources)):
-        found.update(f'{", " if number else ""}"{sources.digest(number)}"'.encode())
-    found.update(b"]]")
-    return found.hexdigest()
+        digest.update(f'{", " if number else ""}"{sources.digest(number)}"'.encode())
+    digest.update(b"]]")
+    return digest.hexdigest()
 
 
 def _ends_path(path: Path) -> Path:
@@ -291,10 +291,10 @@ def unfinished_tokens(cache: Path, key: str) -> Iterator[UnfinishedTokens]:
     """
     with naming_storage(cache):
         _remove_abandoned(cache, key, now_s=time.time())
-        folder, tokens = _open_own(cache, key)
-    with naming_storage(folder), tokens, (folder / ENDS).open("wb") as ends:
-        tokens.truncate(0)
-        writer = UnfinishedTokens(folder, tokens, ends)
+        folder, tokens_file = _open_private_folder(cache, key)
+    with naming_storage(folder), tokens_file, (folder / ENDS).open("wb") as ends_file:
+        tokens_file.truncate(0)
+        writer = UnfinishedTokens(folder, tokens_file, ends_file)
         try:
             yield writer
         except BaseException:
@@ -302,19 +302,19 @@ def unfinished_tokens(cache: Path, key: str) -> Iterator[UnfinishedTokens]:
             raise
 
 
-def _open_own(cache: Path, key: str) -> tuple[Path, BinaryIO]:
+def _open_private_folder(cache: Path, key: str) -> tuple[Path, BinaryIO]:
     """Return a folder that this process alone writes to, and its file of tokens, locked."""
-    shared = cache / f"{key}{SUFFIX}"
+    shared_folder = cache / f"{key}{SUFFIX}"
     # Another process may just have finished, and taken the folder away.
     with suppress(FileNotFoundError, FileExistsError):
-        shared.mkdir(exist_ok=True)
-        file = (shared / TOKENS).open("ab")
-        if _lock(file, shared / TOKENS):
-            return shared, file
+        shared_folder.mkdir(exist_ok=True)
+        file = (shared_folder / TOKENS).open("ab")
+        if _lock(file, shared_folder / TOKENS):
+            return shared_folder, file
         file.close()
-    own = _new_name(shared)
-    own.mkdir()
-    return own, (own / TOKENS).open("ab")
+    private_folder = _new_name(shared_folder)
+    private_folder.mkdir()
+    return private_folder, (private_folder / TOKENS).open("ab")
 
 
 def _lock(file: BinaryIO, path: Path) -> bool:

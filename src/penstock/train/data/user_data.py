@@ -81,13 +81,13 @@ class UserDataset:
         """
         if not (wants.inputs or wants.target or self._first.kwargs):
             return Part()
-        found = self._first
+        batch = self._first
         if 0 < number < self._following:
             self._source.begin()
             self._following, self._step = 0, 1
         while self._following <= number:
-            found = self._next()
-        return _wanted(found, wants)
+            batch = self._next()
+        return _parts_for_rank(batch, wants)
 
     def num_targets(self, number: int) -> int:
         """Return as many as the first batch has: another one is not read for it."""
@@ -103,7 +103,7 @@ class UserDataset:
         """
         if self._held_out is None or len(self._held_out) < num_batches:
             self._held_out = self._source.held_out(num_batches)
-        return [_wanted(batch, wants) for batch in self._held_out[:num_batches]]
+        return [_parts_for_rank(batch, wants) for batch in self._held_out[:num_batches]]
 
     def held_out_weights(self, num_batches: int) -> list[float] | None:
         """Return how many targets each of these batches has."""
@@ -146,22 +146,23 @@ Dataset = TokenDataset | UserDataset
 """The batches of a run, by their numbers from 0. Of a user's function, they are found in order alone."""
 
 
-def _wanted(batch: Batch, wants: Wants) -> Batch:
-    own: Batch | Microbatch = batch
+def _parts_for_rank(batch: Batch, wants: Wants) -> Batch:
+    """Return the rows of the rank's replica, and of these the inputs and the target that its stages take."""
+    replica_batch: Batch | Microbatch = batch
     if wants.num_replicas > 1:
         rule = BatchRule(wants.num_replicas, allow_ragged=True)
         parts = rule.microbatches(batch.args, batch.kwargs, batch.target)
-        own = parts[wants.replica]
-    args = own.args if wants.inputs else ()
-    return Part(*args, target=own.target if wants.target else None, **own.kwargs)
+        replica_batch = parts[wants.replica]
+    args = replica_batch.args if wants.inputs else ()
+    return Part(*args, target=replica_batch.target if wants.target else None, **replica_batch.kwargs)
 
 
 def _digest(batch: Batch) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for value in (batch.args[0], batch.target):
-        found.update(f"{tuple(value.shape)} ".encode())
-        found.update(value.contiguous().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{tuple(value.shape)} ".encode())
+        digest.update(value.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class UserSource:
@@ -177,7 +178,7 @@ class UserSource:
         self._config = config
         self._vocabulary = vocabulary
         self._function: Callable[..., Any] = load_function(self.place, KEY)
-        self._parameters: Mapping[str, inspect.Parameter] = self._run(
+        self._parameters: Mapping[str, inspect.Parameter] = self._run_user_code(
             lambda: inspect.signature(self._function).parameters
         )
         self.begin()
@@ -194,38 +195,38 @@ class UserSource:
 
     def begin(self, state: Any = None) -> None:
         """Call the function and begin with its first batch, or behind that of a state. Raises: ConfigError."""
-        self._iterable = self._called("train")
+        self._iterable = self._call_function("train")
         if state is not None:
-            self._run(lambda: self._iterable.load_state_dict(state))
-        self._items = self._iterated(self._iterable)
+            self._run_user_code(lambda: self._iterable.load_state_dict(state))
+        self._items = self._iterator_of(self._iterable)
 
     def next(self, number: int) -> Batch:
         """Return the next batch; `number` is for messages. Raises: ConfigError."""
-        item = self._run(lambda: next(self._items, NO_MORE))
+        item = self._run_user_code(lambda: next(self._items, NO_MORE))
         if item is NO_MORE and self._items is not self._iterable:
-            self._items = self._iterated(self._iterable)  # the next epoch
-            item = self._run(lambda: next(self._items, NO_MORE))
+            self._items = self._iterator_of(self._iterable)  # the next epoch
+            item = self._run_user_code(lambda: next(self._items, NO_MORE))
         if item is NO_MORE:
             raise ConfigError(
                 f"{self.place} has ended after {number} batches; return what can be iterated over again, such as a "
                 "list or a data loader, or an iterator without an end",
                 key=KEY,
             )
-        return self._checked(item, number)
+        return self._checked_batch(item, number)
 
     def held_out(self, num_batches: int) -> list[Batch]:
         """Return the first batches of the held-out split; none without one. Raises: ConfigError."""
         if not self.has_held_out:
             return []
-        items = self._iterated(self._called("held_out"))
-        found = self._run(lambda: list(islice(items, num_batches)))
-        if not found:
+        items = self._iterator_of(self._call_function("held_out"))
+        held_out_items = self._run_user_code(lambda: list(islice(items, num_batches)))
+        if not held_out_items:
             raise ConfigError(f"{self.place} has no batches for split='held_out'; yield at least one", key=KEY)
-        return [self._checked(item, number) for number, item in enumerate(found)]
+        return [self._checked_batch(item, number) for number, item in enumerate(held_out_items)]
 
     def state(self) -> Any:
         """Return the state behind the last batch, made of JSON's values. Raises: ConfigError."""
-        state = self._run(self._iterable.state_dict)
+        state = self._run_user_code(self._iterable.state_dict)
         try:
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
@@ -235,48 +236,49 @@ class UserSource:
                 key=KEY,
             ) from error
 
-    def _called(self, split: str) -> Any:
+    def _call_function(self, split: str) -> Any:
+        """Call the user's function with those of the arguments that its signature has, and return its iterable."""
         batch = self._config.batch
-        offered = {
+        arguments = {
             "config": self._config,
             "batch_size": batch.size,
             "length": batch.length,
             "seed": self._config.run.seed,
             SPLIT: split,
         }
-        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in self._parameters.values()):
-            offered = {name: value for name, value in offered.items() if name in self._parameters}
-        return self._run(lambda: self._function(**offered))
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in self._parameters.values()):
+            arguments = {name: value for name, value in arguments.items() if name in self._parameters}
+        return self._run_user_code(lambda: self._function(**arguments))
 
-    def _iterated(self, iterable: Any) -> Iterator[Any]:
+    def _iterator_of(self, iterable: Any) -> Iterator[Any]:
         if not hasattr(iterable, "__iter__"):
             raise ConfigError(f"{self.place} returned {described(iterable)}; expected an iterable of batches", key=KEY)
-        items: Iterator[Any] = self._run(lambda: iter(iterable))
+        items: Iterator[Any] = self._run_user_code(lambda: iter(iterable))
         return items
 
-    def _checked(self, item: Any, number: int) -> Batch:
+    def _checked_batch(self, item: Any, number: int) -> Batch:
         """Return a batch of tokens and target. Raises: ConfigError, if it is none."""
         size, length = self._config.batch.size, self._config.batch.length
         expected = f"expected tokens and target, int64 tensors of shape [{size}, up to {length}]"
-        which = f"batch {number} of {self.place}"
+        batch_name = f"batch {number} of {self.place}"
         batch = _as_batch(item)
         if batch is None:
-            raise ConfigError(f"{which} is {described(item)}; {expected}", key=KEY)
+            raise ConfigError(f"{batch_name} is {described(item)}; {expected}", key=KEY)
         for name, value in (("tokens", batch.args[0]), ("target", batch.target)):
             if not (isinstance(value, Tensor) and value.dtype == torch.int64 and _fits(value, size, length)):
-                raise ConfigError(f"{which}: {name} is {_shown(value)}; {expected}", key=KEY)
-        counted = batch.target[batch.target != IGNORED_TARGET]
-        ids = torch.cat([batch.args[0].flatten(), counted])
-        wrong = ids[(ids < 0) | (ids >= self._vocabulary)]
-        if len(wrong):
+                raise ConfigError(f"{batch_name}: {name} is {_described_value(value)}; {expected}", key=KEY)
+        counted_targets = batch.target[batch.target != IGNORED_TARGET]
+        ids = torch.cat([batch.args[0].flatten(), counted_targets])
+        unknown_ids = ids[(ids < 0) | (ids >= self._vocabulary)]
+        if len(unknown_ids):
             raise ConfigError(
-                f"{which} has token {int(wrong[0])}, but the model's vocabulary is {self._vocabulary}; "
+                f"{batch_name} has token {int(unknown_ids[0])}, but the model's vocabulary is {self._vocabulary}; "
                 "set model.vocabulary",
                 key=KEY,
             )
         return batch
 
-    def _run(self, act: Callable[[], Any]) -> Any:
+    def _run_user_code(self, act: Callable[[], Any]) -> Any:
         return run_third_party(f"{KEY} = {self.place!r}", act)
 
 
@@ -297,7 +299,7 @@ def _fits(value: Tensor, size: int, length: int) -> bool:
     return value.dim() == 2 and len(value) == size and 0 < value.shape[1] <= length
 
 
-def _shown(value: Any) -> str:
+def _described_value(value: Any) -> str:
     if not isinstance(value, Tensor):
         return described(value)
     return f"a tensor of shape {list(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
