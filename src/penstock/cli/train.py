@@ -62,7 +62,7 @@ def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
             yield config
         except KeyboardInterrupt:
             with suppress(OSError):
-                say(folder.describe_kept())
+                say(folder.describe_interruption())
             raise
         finally:
             folder.sweep()

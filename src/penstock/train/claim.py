@@ -31,7 +31,7 @@ from penstock.train.together import same_words
 
 KEY = "run.folder"
 SAME_SECTIONS = ("model", "data", "batch", "precision", "optimizer")
-"""With the seed, and whether weights are updated, what a run must share with an earlier one to continue it."""
+"""Sections that a run must share with an earlier one to continue it, beside the seed and `run.skip_updates`."""
 MAY_DIFFER = ("data.prefetch", "data.tokenizer_digest")
 """Keys of these sections that change no bit; another digest is refused by itself."""
 MOST_ATTEMPTS = 100
@@ -42,13 +42,13 @@ class Start(Enum):
 
     BY_RULE = auto()
     RESUME = auto()
-    """Where an earlier run has left a checkpoint, or nowhere."""
+    """The run begins where an earlier one has left a checkpoint, or ends with an error."""
     FRESH = auto()
-    """Always the next number."""
+    """The run begins in the folder with the next number."""
     FORCE = auto()
-    """The folder of the configuration, whatever runs have left there."""
+    """The run begins in the folder of the configuration, and removes what earlier runs have left there."""
     RESTART = auto()
-    """The folder of the configuration as it is: the first try of this run has emptied it."""
+    """The run begins in the folder of the configuration as it is: its first try has emptied the folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,9 @@ def claimed_together(config: RunConfig, transport: Transport, start: Start, outp
     with ExitStack() as stack:
 
         def claim() -> str:
-            own, note = stack.enter_context(claimed(config, start))
+            claimed_config, note = stack.enter_context(claimed(config, start))
             output.write(f"{note}\n")
-            return own.run.folder
+            return claimed_config.run.folder
 
         yield in_folder(config, Path(Control(transport).on_rank_0(claim, same_words)))
 
@@ -136,20 +136,20 @@ def _choose(base: Path, config: RunConfig, start: Start) -> _Choice:
         return _Choice(base, "--force")
     if start is Start.RESTART and base.is_dir():
         return _Choice(base, "restarted")
-    found = numbered_folders(base)
-    if not found:
+    folders_by_number = numbered_folders(base)
+    if not folders_by_number:
         _refuse_resuming(start, base, "there is no such folder")
         return _Choice(base, "new", is_new=True)
-    number = max(found)
-    path, following = found[number], base.with_name(f"{base.name}-{number + 1}")
+    number = max(folders_by_number)
+    path, next_path = folders_by_number[number], base.with_name(f"{base.name}-{number + 1}")
     if start is Start.FRESH:
-        return _Choice(following, f"--fresh: {path} exists", is_new=True)
+        return _Choice(next_path, f"--fresh: {path} exists", is_new=True)
     if holder_of(path):
         raise _in_use(path)
     obstacle = _obstacle(path, config)
     if obstacle and path.is_dir():
         _refuse_resuming(start, path, obstacle)
-        return _Choice(following, f"{path} {obstacle}", is_new=True)
+        return _Choice(next_path, f"{path} {obstacle}", is_new=True)
     if not (path / CONFIG).exists():
         _refuse_resuming(start, path, "holds no run yet")
         return _Choice(path, "holds no run yet")
@@ -165,12 +165,12 @@ def _choose(base: Path, config: RunConfig, start: Start) -> _Choice:
 
 def _require_same_tokenizer(path: Path, config: RunConfig) -> None:
     """Refuse a tokenizer file that is not that of the checkpoints. Raises: CheckpointError."""
-    found = config.data.tokenizer_digest
-    expected = load_config(path / CONFIG).data.tokenizer_digest
-    if found and expected and found != expected:
+    digest = config.data.tokenizer_digest
+    expected_digest = load_config(path / CONFIG).data.tokenizer_digest
+    if digest and expected_digest and digest != expected_digest:
         raise CheckpointError(
-            f"{path}: {TOKENIZER_KEY}: {describe_change(config.data.tokenizer, found, expected)}. Put the file back, "
-            "or begin in the next folder with --fresh"
+            f"{path}: {TOKENIZER_KEY}: {describe_change(config.data.tokenizer, digest, expected_digest)}. Put the file "
+            "back, or begin in the next folder with --fresh"
         )
 
 
@@ -202,17 +202,19 @@ def _obstacle(path: Path, config: RunConfig) -> str:
 
 
 def _differing_keys(earlier: RunConfig, config: RunConfig) -> list[str]:
-    """Return what is another setting than before, of those that decide about the weights."""
+    """Return the keys that decide about the weights and whose values differ from those of the earlier run."""
     keys = []
     for name in SAME_SECTIONS:
-        before = dict(getattr(earlier, name))
-        keys += [f"{name}.{key}" for key, value in getattr(config, name) if value != before[key]]
-    of_run = [f"run.{key}" for key in ("seed", "skip_updates") if getattr(earlier.run, key) != getattr(config.run, key)]
-    return [key for key in keys if key not in MAY_DIFFER] + of_run
+        earlier_values = dict(getattr(earlier, name))
+        keys += [f"{name}.{key}" for key, value in getattr(config, name) if value != earlier_values[key]]
+    run_keys = [
+        f"run.{key}" for key in ("seed", "skip_updates") if getattr(earlier.run, key) != getattr(config.run, key)
+    ]
+    return [key for key in keys if key not in MAY_DIFFER] + run_keys
 
 
 def _take(choice: _Choice) -> RunLock | None:
-    """Make the folder and hold it alone; None where another process made or held a new one first."""
+    """Make the chosen folder and lock it for this process alone; None if another process was quicker with a new one."""
     with naming_storage(choice.path):
         try:
             choice.path.mkdir(parents=True, exist_ok=not choice.is_new)

@@ -35,7 +35,7 @@ class Progress:
     """How far a run has come."""
 
     step: int = 0
-    """The last one that was run."""
+    """The last optimizer step that was run; 0 before the first."""
     loss: float | None = None
     held_out_loss: float | None = None
 
@@ -46,9 +46,9 @@ def begin_with_weights(config: RunConfig, folder: RunFolder, pipeline: Pipeline,
     Raises: CheckpointError, on every rank, where there are none or they are of another model.
     """
     if config.checkpoint.load and not _has_checkpoints(pipeline, folder):
-        found = load_weights(Path(config.checkpoint.load), pipeline)
+        weights_path = load_weights(Path(config.checkpoint.load), pipeline)
         if pipeline.control.rank == 0:
-            output.write(f"the weights are those of {found}\n")
+            output.write(f"the weights are those of {weights_path}\n")
             if _has_other_tokenizer(Path(config.checkpoint.load), config):
                 output.write(
                     f"note: they were trained with another tokenizer file than {config.data.tokenizer}; a token may "
@@ -57,12 +57,12 @@ def begin_with_weights(config: RunConfig, folder: RunFolder, pipeline: Pipeline,
 
 
 def _has_other_tokenizer(path: Path, config: RunConfig) -> bool:
-    """Whether a path is the folder of a run that had another one; other weights say nothing of a tokenizer."""
+    """Whether `path` is the folder of a run with another tokenizer file; other weights say nothing of a tokenizer."""
     try:
-        before = load_config(path / CONFIG).data.tokenizer_digest
+        digest = load_config(path / CONFIG).data.tokenizer_digest
     except PenstockError:
         return False
-    return before not in ("", config.data.tokenizer_digest)
+    return digest not in ("", config.data.tokenizer_digest)
 
 
 class RunCheckpoints:
@@ -94,8 +94,8 @@ class RunCheckpoints:
         self._stop = stop
         self._data = data
         self._output = output
-        self._saved = 0
-        self._held = HeldFolder(folder.path) if self._control.rank == 0 else None
+        self._last_saved_step = 0
+        self._held_folder = HeldFolder(folder.path) if self._control.rank == 0 else None
         self._writer = self._writer_to(folder)
         num_bytes = require_saveable(self._pipeline)
         if self._options.every:
@@ -120,24 +120,24 @@ class RunCheckpoints:
                 "with --fresh"
             )
         self._control.on_rank_0(lambda: self._go_on(loaded), same_words)
-        self._saved = step
+        self._last_saved_step = step
         self._update.load_state(extra["update"])
         self._early_stop.lowest, self._early_stop.num_since = extra["early_stop"]
         self._resume_data(step, extra.get("source"))
         return Progress(step, extra["loss"], extra["held_out_loss"])
 
     def after_step(self, progress: Progress, *, is_last: bool) -> None:
-        """Save where it is due; a collective after every step.
+        """Save a checkpoint if one is due after the step; a collective after every step.
 
         Raises:
             KeyboardInterrupt: on every rank, if one was asked to stop; the checkpoint is saved then.
             CheckpointError: on every rank, if one cannot be written.
             PenstockError: on every rank, if the run folder was renamed or removed; the checkpoint is saved then.
         """
-        asked = [self._stop.is_requested, self._is_moved]
-        told: list[Any] = self._control.all_gather_object(asked)
-        is_stopped = any(is_requested for is_requested, _ in told)
-        if told[0][1]:
+        local_flags = [self._stop.is_requested, self._is_moved]
+        flags_by_rank: list[Any] = self._control.all_gather_object(local_flags)
+        is_stopped = any(is_requested for is_requested, _ in flags_by_rank)
+        if flags_by_rank[0][1]:
             self._leave_moved(progress)
         every, step = self._options.every, progress.step
         if every and (step % every == 0 or is_last or is_stopped):
@@ -164,7 +164,7 @@ class RunCheckpoints:
     @property
     def _is_moved(self) -> bool:
         """Whether the run folder was renamed or removed; rank 0 knows it."""
-        return self._held is not None and not self._held.is_in_place
+        return self._held_folder is not None and not self._held_folder.is_in_place
 
     def _unless_moved(self, progress: Progress, save: Callable[[], object]) -> None:
         try:
@@ -175,33 +175,33 @@ class RunCheckpoints:
             raise
 
     def _leave_moved(self, progress: Progress) -> NoReturn:
-        """Save what there is where the run folder is now, and end the run: other files of it have lost their place.
+        """Save a checkpoint where the run folder is now, and end the run: its other files have lost their place.
 
         A folder that was removed is made again, or the next number where the name is taken. Raises: PenstockError.
         """
         with suppress(CheckpointError):
-            # The folder that is gone holds what is being written.
+            # A checkpoint under way is written to the folder that is gone, so it may fail.
             self._writer.finish(limit_s=self._limit_s)
-        folder, what = self._control.on_rank_0(self._find_or_begin, same_words)
-        self._writer, self._saved = self._writer_to(RunFolder(Path(folder))), 0
+        folder, change = self._control.on_rank_0(self._find_or_begin, same_words)
+        self._writer, self._last_saved_step = self._writer_to(RunFolder(Path(folder))), 0
         self._save(progress)
         self._writer.finish()
         raise PenstockError(
-            f"{self._folder.path} was {what} during the run, which ends here. Step {progress.step} is saved in "
+            f"{self._folder.path} was {change} during the run, which ends here. Step {progress.step} is saved in "
             f"{folder}: continue with --set run.folder={folder}"
         )
 
     def _find_or_begin(self) -> tuple[str, str]:
-        """Return where the run folder is now, and what was done to it; rank 0 calls it."""
-        assert self._held is not None
-        if found := self._held.found():
-            return str(found), "renamed"
-        place = next_folder(self._folder.path)
-        RunFolder(place).begin(self._config)
-        return str(place), "removed"
+        """Return the run folder's present path, and whether it was renamed or removed; rank 0 calls it."""
+        assert self._held_folder is not None
+        if current_path := self._held_folder.current_path():
+            return str(current_path), "renamed"
+        replacement = next_folder(self._folder.path)
+        RunFolder(replacement).begin(self._config)
+        return str(replacement), "removed"
 
     def _save(self, progress: Progress) -> None:
-        if progress.step == self._saved:
+        if progress.step == self._last_saved_step:
             return
         extra = {
             "loss": progress.loss,
@@ -212,7 +212,7 @@ class RunCheckpoints:
             "early_stop": [self._early_stop.lowest, self._early_stop.num_since],
         }
         self._writer.save(progress.step, extra)
-        self._saved = progress.step
+        self._last_saved_step = progress.step
 
     def _source_state(self, step: int) -> Any:
         """Return the state of the data behind a step, where they have one; a collective there."""
@@ -231,8 +231,8 @@ class RunCheckpoints:
     def _finish_stopped(self, progress: Progress) -> None:
         is_saved = self._writer.finish(limit_s=self._limit_s) and self._options.every > 0
         if self._control.rank == 0:
-            what = "its checkpoint is saved" if is_saved else "no checkpoint of it was saved"
-            self._output.write(f"stopped by a signal after step {progress.step}; {what}\n")
+            checkpoint_note = "its checkpoint is saved" if is_saved else "no checkpoint of it was saved"
+            self._output.write(f"stopped by a signal after step {progress.step}; {checkpoint_note}\n")
         raise KeyboardInterrupt
 
     def _go_on(self, loaded: FoundCheckpoint) -> None:
@@ -260,9 +260,9 @@ def _require_writable(checkpoints: CheckpointFolder, num_bytes: int) -> None:
         probe = checkpoints.begin(0)
         (probe / "file.json").write_bytes(b"{}")
         shutil.rmtree(probe)
-        left = shutil.disk_usage(checkpoints.path).free
-    if left < num_bytes:
+        free_bytes = shutil.disk_usage(checkpoints.path).free
+    if free_bytes < num_bytes:
         raise NotSaved(
-            f"{checkpoints.path}: the disk has {format_bytes(left)} left, and a checkpoint takes more than the "
+            f"{checkpoints.path}: the disk has {format_bytes(free_bytes)} left, and a checkpoint takes more than the "
             f"{format_bytes(num_bytes)} of the weights. Free some space, or choose another folder"
         )

@@ -75,7 +75,7 @@ def test_a_run_that_continues_keeps_its_files_and_counts_as_unfinished_once_it_g
 
 
 def test_a_folder_that_somebody_removed_keeps_nothing(tmp_path):
-    assert RunFolder(tmp_path / "removed").describe_kept() == "interrupted before the run began"
+    assert RunFolder(tmp_path / "removed").describe_interruption() == "interrupted before the run began"
 
 
 def force(folder):
@@ -197,13 +197,13 @@ def test_a_folder_that_was_renamed_is_found(tmp_path):
     (tmp_path / "run").mkdir()
     held = HeldFolder(tmp_path / "run")
     assert held.is_in_place
-    assert held.found() == tmp_path / "run"
+    assert held.current_path() == tmp_path / "run"
 
     (tmp_path / "run").rename(tmp_path / "kept")
     (tmp_path / "run").mkdir()  # another one
 
     assert not held.is_in_place
-    assert held.found() == tmp_path / "kept"
+    assert held.current_path() == tmp_path / "kept"
 
 
 def test_a_folder_that_was_removed_is_not_found(tmp_path):
@@ -212,7 +212,7 @@ def test_a_folder_that_was_removed_is_not_found(tmp_path):
 
     (tmp_path / "run").rmdir()
 
-    assert held.found() is None
+    assert held.current_path() is None
 
 
 def opened():

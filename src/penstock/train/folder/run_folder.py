@@ -30,21 +30,21 @@ PICTURE = "timeline.png"
 PAGE = "timeline.html"
 SUMMARY = "summary.json"
 LOG = "rank0.log"
-"""Of rank 0; the others have their own number."""
+"""The log of rank 0; another rank's has its number in place of the 0."""
 METRICS = "metrics.jsonl"
 PROFILE = "profile-rank*.json.gz"
 MEMORY = "memory-rank*.json.gz"
-"""Of each rank, the star being its number."""
+"""The files of the profiler, one per rank, whose number stands for the star."""
 TENSORBOARD = "tensorboard"
 WANDB = "wandb"
-"""Where W&B keeps files of its own, whatever they are."""
+"""The folder of W&B's own files, whose names W&B chooses."""
 LAYER_TIMES = "layer_times.json"
 """The seconds of a measured split; runs in the folder share them."""
 COSTS = "costs.toml"
-"""Of `penstock profile`, which a run leaves alone."""
+"""The costs that `penstock profile` writes, which a run leaves alone."""
 LOCK = ".lock"
 EARLIER = "earlier"
-"""Where Penstock 0.1 moved the files of unfinished runs: earlier-1, earlier-2, ..."""
+"""The folders, earlier-1, earlier-2, ..., to which Penstock 0.1 moved the files of unfinished runs."""
 MEANING: Mapping[str, str] = {
     CONFIG: "every setting of the run, with its meaning",
     WHOLE: "the trained weights, with the names of the unsplit model",
@@ -66,9 +66,9 @@ RESULTS = (
     *(name for name in MEANING if name not in (LOG, LAYER_TIMES)),
     *(CHECKPOINTS, TENSORBOARD, WANDB, SHARDS, "rank*.log"),
 )
-"""All that one run leaves behind. As long as its configuration is there, the rest counts as that run's."""
+"""The names of all files of one run; as long as its configuration is there, the rest counts as that run's."""
 SHARED = (TOKENS, LAYER_TIMES, COSTS, LOCK, f"{EARLIER}-*", f"*{PARTIAL_SUFFIX}")
-"""The names that are not of one run."""
+"""The names of files that all runs in the folder share."""
 INNER: Mapping[str, Sequence[str]] = {
     TOKENS: ("*.tokens", "*.ends", "*.json", "*.unfinished", f"*{PARTIAL_SUFFIX}"),
     "*.unfinished": ("tokens", "ends", "place.json", f"*{PARTIAL_SUFFIX}"),
@@ -80,7 +80,7 @@ INNER: Mapping[str, Sequence[str]] = {
 """The names in the folders that runs make in a run folder."""
 MOST_NAMED = 3
 DESCRIPTORS = Path("/proc/self/fd")
-"""Where Linux says what is open, and under which name now."""
+"""The folder in which Linux links each open descriptor of this process to its file's present name."""
 LOG_LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 _MOVE_AWAY = "Move it away if the folder is a run's, or set another run.folder"
@@ -98,24 +98,24 @@ def run_path(folder: str) -> Path:
 
 
 def numbered_folders(base: Path) -> dict[int, Path]:
-    """Return what exists of DIR (as number 1), DIR-2, DIR-3, ..."""
+    """Return the folders that exist of DIR (as number 1), DIR-2, DIR-3, ..., by number."""
     numbered = re.compile(re.escape(base.name) + "-([2-9]|[1-9][0-9]+)")
     try:
         names = os.listdir(base.parent)
     except OSError:  # a folder may be entered that may not be listed
         names = list(takewhile(os.path.lexists, (f"{base}-{number}" for number in count(2))))
-    found = {
+    folders = {
         int(match[1]): base.with_name(match[0])
         for match in map(numbered.fullmatch, map(os.path.basename, names))
         if match
     }
-    return found | ({1: base} if os.path.lexists(base) else {})
+    return folders | ({1: base} if os.path.lexists(base) else {})
 
 
 def next_folder(base: Path) -> Path:
     """Return the first of DIR, DIR-2, DIR-3, ... behind all that exist."""
-    found = numbered_folders(base)
-    return base.with_name(f"{base.name}-{max(found) + 1}") if found else base
+    folders = numbered_folders(base)
+    return base.with_name(f"{base.name}-{max(folders) + 1}") if folders else base
 
 
 def remove_empty(folders: Sequence[Path]) -> None:
@@ -153,12 +153,12 @@ class RunFolder:
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
-        """If the block fails, remove the folder of tokens if it was made and is empty, and its parents likewise."""
-        made = [self.tokens] * (not os.path.lexists(self.tokens)) + self.missing_folders()
+        """Remove the folder of tokens and its parents if the block made them, fails, and leaves them empty."""
+        created_folders = [self.tokens] * (not os.path.lexists(self.tokens)) + self.missing_folders()
         try:
             yield
         except BaseException:
-            remove_empty(made)
+            remove_empty(created_folders)
             raise
 
     def result_names(self) -> list[str]:
@@ -224,8 +224,8 @@ class RunFolder:
         except PenstockError as error:
             raise ConfigError(f"--force: {config} is not of a run. {_MOVE_AWAY}", key="run.folder") from error
 
-    def describe_kept(self) -> str:
-        """Return a line on what an interrupted run has left here."""
+    def describe_interruption(self) -> str:
+        """Return a line on the files that an interrupted run has left here, and on whether it can continue."""
         names = sorted(name for name in self.result_names() if _matches(name, RESULTS))
         if not names:
             return "interrupted before the run began"
@@ -234,7 +234,7 @@ class RunFolder:
         return f"interrupted; {self.path} keeps {', '.join(names)}. {follows}"
 
     def sweep(self) -> None:
-        """Take away what killed ranks left half-written; call it when none of them runs any more."""
+        """Remove files that killed ranks left half-written; call it when none of them runs any more."""
         for folder in (self.path, self.tokens):
             remove_abandoned(folder, now_s=inf)
         self.checkpoints.sweep()
@@ -249,18 +249,18 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _unknown_entries(folder: Path, known: Sequence[str]) -> Iterator[Path]:
-    """Yield what no run writes, here and in the folders that runs make; links are not followed."""
+def _unknown_entries(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    """Yield the entries that no run writes, of a folder and of runs' folders in it; links are not followed."""
     if not os.path.isdir(folder):
         return
     for name in sorted(os.listdir(folder)):
         path = folder / name
-        inner = [patterns for made, patterns in INNER.items() if fnmatchcase(name, made)]
+        inner_patterns = next((inner for pattern, inner in INNER.items() if fnmatchcase(name, pattern)), None)
         is_folder = path.is_dir() and not path.is_symlink()
-        if not _matches(name, known) or (is_folder and not inner and name != WANDB):
+        if not _matches(name, patterns) or (is_folder and inner_patterns is None and name != WANDB):
             yield path
-        elif is_folder and inner:
-            yield from _unknown_entries(path, inner[0])
+        elif is_folder and inner_patterns is not None:
+            yield from _unknown_entries(path, inner_patterns)
 
 
 def _remove(path: Path) -> None:
@@ -274,7 +274,7 @@ class HeldFolder:
     """A folder that is held open, so that it is found again after somebody has renamed it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises: OSError."""
+        """Open the folder until this object is gone. Raises: OSError."""
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         weakref.finalize(self, os.close, self._descriptor)
@@ -284,7 +284,7 @@ class HeldFolder:
         """Whether its path still stands for this folder."""
         return self._is_at(self.path)
 
-    def found(self) -> Path | None:
+    def current_path(self) -> Path | None:
         """Return where the folder is now; None where it was removed, or the system does not say."""
         if self.is_in_place:
             return self.path
@@ -303,18 +303,18 @@ class HeldFolder:
 
 @contextmanager
 def run_log(folder: Path, rank: int, level: str) -> Iterator[None]:
-    """Write what is logged meanwhile, from "info" or "debug" on, to the rank's file; "off" writes nothing."""
+    """Write records of `level` ("info" or "debug") and above to the rank's log while the block runs; "off": none."""
     if level not in LOG_LEVELS:
         yield
         return
     handler = logging.FileHandler(folder / f"rank{rank}.log", mode="a", encoding="utf-8")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
-    before = LOGGER.level
+    earlier_level = LOGGER.level
     LOGGER.addHandler(handler)
     LOGGER.setLevel(LOG_LEVELS[level])
     try:
         yield
     finally:
-        LOGGER.setLevel(before)
+        LOGGER.setLevel(earlier_level)
         LOGGER.removeHandler(handler)
         handler.close()

@@ -84,14 +84,14 @@ def holder_of(folder: Path) -> str:
             return ""
         lines = [line.split() for line in file.read(4096).decode(errors="replace").splitlines()]
     holders = [(int(words[0]), words[1]) for words in lines if len(words) == 2 and words[0].isdecimal()]
-    here = socket.gethostname()
-    alive = [pid for pid, host in holders if host == here and process_trouble(pid) != "gone"]
-    elsewhere = [f"process {pid} on {host}" for pid, host in holders if host != here]
+    local_host = socket.gethostname()
+    alive = [pid for pid, host in holders if host == local_host and process_trouble(pid) != "gone"]
+    elsewhere = [f"process {pid} on {host}" for pid, host in holders if host != local_host]
     return f"process {alive[0]}" if alive else (elsewhere or ["another process"])[0]
 
 
 def _open(folder: Path) -> FileIO:
-    """Raises: PenstockError, where the name stands for something that no run made; OSError."""
+    """Open the lock file, and make it if need be. Raises: OSError; PenstockError, if it is no regular file."""
     path = folder / LOCK
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         raise PenstockError(f"{path}: is not a regular file, as runs make it; remove it")
