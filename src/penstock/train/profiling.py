@@ -58,11 +58,11 @@ class Profile:
     """The measurements, on every rank of a replica alike but for `rank`; seconds of replicas differ a little."""
 
     rank: int
-    """Among those of all replicas."""
+    """This rank's number among the ranks of all replicas."""
     costs: Costs
-    """Per stage, as it was measured."""
+    """Costs per stage, as they were measured."""
     layer_costs: LayerCosts
-    """Of any split: what stages took is shared by what their layers take by themselves."""
+    """Costs per layer, for any split: a stage's seconds are shared out by those of its layers by themselves."""
     program: Program
     num_steps: int
     channels: tuple[Channel, ...]
@@ -70,9 +70,9 @@ class Profile:
     memory: tuple[RankMemory, ...] = ()
     """The bytes that each rank held during a step, without an optimizer."""
     predicted_bytes: tuple[int, ...] = ()
-    """Per rank, the peak of that step as the model of memory has it."""
+    """The peak bytes of each rank in that step, as the model of memory predicts them."""
     exchanges: Exchanges | None = None
-    """Between replicas, by themselves; None where there is one."""
+    """Exchanges between replicas, while nothing else ran; None where there is one replica."""
 
 
 def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
@@ -88,9 +88,9 @@ def profile_run(config: RunConfig, *, num_steps: int) -> Profile:
         check_together(config, transport)
         dataset = prepare_together(config, folder, transport, sys.stderr)
         layers = build_layers(config, dataset.vocabulary)
-        split = choose_split(config, layers, dataset, folder, transport)
+        split_rule = choose_split(config, layers, dataset, folder, transport)
         times, _ = times_of_layers(config, layers, dataset, folder, transport)
-        pipeline = build_pipeline(config, layers, split, dataset.vocabulary)
+        pipeline = build_pipeline(config, layers, split_rule, dataset.vocabulary)
     with closing(pipeline), Precision(config.precision).region(pipeline.device):
         return profile_pipeline(pipeline, dataset, num_steps, times, config.optimizer)
 
@@ -107,53 +107,68 @@ def profile_pipeline(
     `times` of the layers by themselves say what each takes of its stage; without them, the weights that layers declare.
     `optimizer` decides what is kept of each parameter.
     """
-    wants = replace(Wants.of(pipeline), inputs=True, target=True)
-    batches = partial(dataset.batch, wants=wants)
+    batches = partial(dataset.batch, wants=replace(Wants.of(pipeline), inputs=True, target=True))
     timelines = _record(pipeline, batches, num_steps)
-    parts = _record(pipeline, batches, num_steps, split_backwards=True) if _runs_wholes(pipeline) else []
+    is_whole = _has_whole_backwards(pipeline)
+    split_timelines = _record(pipeline, batches, num_steps, split_backwards=True) if is_whole else []
     assert pipeline.recording is not None
     message_bytes = pipeline.recording.message_bytes
-    report = _measured(pipeline, pipeline.memory_report, batches(0))
+    report = _run_measured(pipeline, pipeline.memory_report, batches(0))
     pairs = channels_of(pipeline.schedule.placement)
     num_bytes = max(SMALLEST_LARGE_BYTES, *message_bytes)
     channels = measure_channels(pipeline.transport, pairs, num_bytes, pipeline.device)
     exchanges = measure_exchanges(pipeline)
+    bytes_by_name = _layer_bytes(pipeline, batches(0), report, optimizer)
     costs = costs_from_timelines(
         timelines,
         message_bytes=message_bytes,
         bandwidths={(channel.sender, channel.receiver): channel.bandwidth_bytes_per_s for channel in channels},
     )
-    if parts:
-        costs = with_parts(costs, costs_from_timelines(parts))
+    if split_timelines:
+        costs = with_parts(costs, costs_from_timelines(split_timelines))
     if exchanges is not None:
         costs = exchanges.added_to(costs)
-    elif pipeline.options.is_sharded:  # with itself alone
+    elif pipeline.options.is_sharded:  # a single replica shares out nothing, so its exchanges take no time
         costs = replace(costs, unshard_s=(0.0,), reduce_s=(0.0,))
-    source = f"{pipeline.program!r}, {num_steps} recorded steps"
-    shared = (times.forward_s, times.backward_s) if times else (pipeline.layer_weights,) * 2
-    # The measurements are of a slice, where the sequence is cut; costs per layer are of whole microbatches.
-    num_slices = pipeline.schedule.num_slices
-    per_layer = LayerCosts.from_stages(costs.of_share(num_slices), pipeline.layers_of_stage, *shared)
-    sizes = _layer_bytes(pipeline, batches(0), report, optimizer)
-    whole = {name: tuple(num_slices * each for each in sizes[name]) for name in VALUE_BYTES}
-    per_layer = replace(per_layer, source=source, **sizes | whole)
-    if exchanges is not None:
-        per_layer = exchanges.shared_out(per_layer, pipeline.layers_of_stage)
-    held = per_layer.of_stages(pipeline.layers_of_stage).of_share(1 / num_slices)
-    names = {each.name for each in fields(Costs)} & set(report.layer_bytes)
-    of_stages = {name: getattr(held, name) for name in names}
-    costs = replace(costs, source=source, **of_stages | {"message_bytes": message_bytes})
+    costs = replace(costs, source=f"{pipeline.program!r}, {num_steps} recorded steps")
+    layer_costs = _layer_costs(pipeline, costs, bytes_by_name, times, exchanges)
+    stage_bytes = _stage_bytes(pipeline, layer_costs, set(report.layer_bytes))
     return Profile(
-        pipeline.control.rank,
-        costs,
-        per_layer,
-        pipeline.program,
-        num_steps,
-        tuple(channels),
-        report.ranks,
-        report.predicted_bytes,
-        exchanges,
+        rank=pipeline.control.rank,
+        costs=replace(costs, **stage_bytes | {"message_bytes": message_bytes}),
+        layer_costs=layer_costs,
+        program=pipeline.program,
+        num_steps=num_steps,
+        channels=tuple(channels),
+        memory=report.ranks,
+        predicted_bytes=report.predicted_bytes,
+        exchanges=exchanges,
     )
+
+
+def _layer_costs(
+    pipeline: Pipeline,
+    costs: Costs,
+    bytes_by_name: dict[str, Any],
+    times: LayerTimes | None,
+    exchanges: Exchanges | None,
+) -> LayerCosts:
+    """Share the seconds of each stage out among its layers by `times`, else by their weights, and add their bytes.
+
+    Where the sequence is cut, the measurements are of a slice; costs per layer are of whole microbatches.
+    """
+    num_slices = pipeline.schedule.num_slices
+    weights = (times.forward_s, times.backward_s) if times else (pipeline.layer_weights,) * 2
+    layer_costs = LayerCosts.from_stages(costs.of_share(num_slices), pipeline.layers_of_stage, *weights)
+    microbatch_bytes = {name: tuple(num_slices * size for size in bytes_by_name[name]) for name in VALUE_BYTES}
+    layer_costs = replace(layer_costs, source=costs.source, **bytes_by_name | microbatch_bytes)
+    return layer_costs if exchanges is None else exchanges.shared_out(layer_costs, pipeline.layers_of_stage)
+
+
+def _stage_bytes(pipeline: Pipeline, layer_costs: LayerCosts, names: set[str]) -> dict[str, Any]:
+    """Return those of the named fields of `Costs` that are bytes per stage of one slice, summed up over its layers."""
+    stage_costs = layer_costs.of_stages(pipeline.layers_of_stage).of_share(1 / pipeline.schedule.num_slices)
+    return {field.name: getattr(stage_costs, field.name) for field in fields(Costs) if field.name in names}
 
 
 def _record(
@@ -161,69 +176,75 @@ def _record(
 ) -> list[Timeline]:
     """Record steps, after others in which the ranks agree on shapes."""
     steps = range(NUM_WARM_UP_STEPS + num_steps)
-    timelines = [_measured(pipeline, pipeline.profile, batches(step), split_backwards) for step in steps]
+    timelines = [_run_measured(pipeline, pipeline.profile, batches(step), split_backwards) for step in steps]
     return timelines[NUM_WARM_UP_STEPS:]
 
 
-def _measured(pipeline: Pipeline, measure: Callable[..., T], batch: Batch, split_backwards: bool = False) -> T:
-    """Run a step that is measured, and drop its gradients."""
-    found = measure(*batch.args, target=batch.target, split_backwards=split_backwards, **batch.kwargs)
+def _run_measured(pipeline: Pipeline, measure: Callable[..., T], batch: Batch, split_backwards: bool = False) -> T:
+    """Run a step by a method of the pipeline that measures it, drop its gradients, and return the measurement."""
+    measurement = measure(*batch.args, target=batch.target, split_backwards=split_backwards, **batch.kwargs)
     drop_gradients(pipeline.parameters())
-    return found
+    return measurement
 
 
 def _layer_bytes(pipeline: Pipeline, batch: Batch, report: MemoryReport, optimizer: OptimizerSection) -> dict[str, Any]:
-    """Return the measured bytes of each layer, with the contexts of split backwards and the state of an optimizer."""
+    """Return the measured bytes of each layer by field of `Costs`, with contexts of wgrad and the optimizer's state."""
     # Only from the second such step on do custom functions and layers that run again leave their weights for later.
     for _ in range(2):
-        split = _measured(pipeline, pipeline.memory_report, batch, _runs_wholes(pipeline))
-    has_main_weights = pipeline.options.main_gradients
-    found = state_bytes(
-        pipeline.stages, optimizer, has_main_weights=has_main_weights, is_sharded=pipeline.options.is_sharded
+        split_report = _run_measured(pipeline, pipeline.memory_report, batch, _has_whole_backwards(pipeline))
+    local_bytes = state_bytes(
+        pipeline.stages,
+        optimizer,
+        has_main_weights=pipeline.options.main_gradients,
+        is_sharded=pipeline.options.is_sharded,
     )
-    state = {layer: {OPTIMIZER: size} for layer, size in found.items()}
-    gathered = gather_sizes(pipeline.transport, state)
-    return {**report.layer_bytes, CONTEXT: split.layer_bytes[CONTEXT], OPTIMIZER: gathered[OPTIMIZER]}
+    sizes = gather_sizes(pipeline.transport, {layer: {OPTIMIZER: size} for layer, size in local_bytes.items()})
+    return {**report.layer_bytes, CONTEXT: split_report.layer_bytes[CONTEXT], OPTIMIZER: sizes[OPTIMIZER]}
 
 
 def state_bytes(
     stages: Sequence[Stage], options: OptimizerSection, *, has_main_weights: bool, is_sharded: bool = False
 ) -> dict[str, int]:
-    """Return what the optimizer keeps of each layer, main weights included, seen from copies on the CPU.
+    """Return the bytes of the optimizer's state of each layer, main weights included, by the layer's number.
 
-    With `is_sharded`, what all replicas keep of it together.
+    They are those of an optimizer that has stepped copies of the parameters on the CPU. With `is_sharded`, they are of
+    all replicas together: the shape of a sharded parameter is that of the whole one.
     """
-    found, seen = {}, set[int]()
+    bytes_by_layer, counted_ids = {}, set[int]()  # a parameter that several layers share counts in the first one
     for stage in stages:
         for layer, module in enumerate(stage.layers.values(), stage.first_layer):
-            own = [each for each in module.parameters() if each.requires_grad and id(each) not in seen]
-            seen.update(map(id, own))
-            parts = [each.shape if is_sharded else local_part(each).shape for each in own]
-            copies = [
-                nn.Parameter(torch.zeros(shape, dtype=each.dtype)) for shape, each in zip(parts, own, strict=True)
-            ]
-            store = GradientStore(copies.copy, MAIN_GRAD if has_main_weights else "grad")
-            have_main(copies if has_main_weights else ())
-            for copy in copies:
-                store.put(copy, dense_gradient(copy, store.attribute))
-            named = [(str(number), copy) for number, copy in enumerate(copies)]
-            optimizer = build_optimizer(named, options, has_main_weights=has_main_weights)
-            optimizer.step()
-            kept = [part for state in optimizer.state.values() for part in state.values()]
-            found[str(layer)] = sum(part.nbytes for part in kept if isinstance(part, Tensor))
-    return found
+            params = [param for param in module.parameters() if param.requires_grad and id(param) not in counted_ids]
+            counted_ids.update(map(id, params))
+            tensors = params if is_sharded else map(local_part, params)
+            copies = [nn.Parameter(torch.zeros(tensor.shape, dtype=tensor.dtype)) for tensor in tensors]
+            bytes_by_layer[str(layer)] = _bytes_after_step(copies, options, has_main_weights=has_main_weights)
+    return bytes_by_layer
 
 
-def _runs_wholes(pipeline: Pipeline) -> bool:
+def _bytes_after_step(params: list[nn.Parameter], options: OptimizerSection, *, has_main_weights: bool) -> int:
+    """Return the bytes of tensors in an optimizer's state after a step of `params` by gradients of zero."""
+    store = GradientStore(params.copy, MAIN_GRAD if has_main_weights else "grad")
+    have_main(params if has_main_weights else ())
+    for param in params:
+        store.put(param, dense_gradient(param, store.attribute))
+    named_params = [(str(number), param) for number, param in enumerate(params)]
+    optimizer = build_optimizer(named_params, options, has_main_weights=has_main_weights)
+    optimizer.step()
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def _has_whole_backwards(pipeline: Pipeline) -> bool:
+    """Whether the schedule runs backwards in one part, dgrad and wgrad together."""
     return len(pipeline.schedule.rows_of(IS_BACKWARD & ~IS_PART)) > 0
 
 
 def with_parts(costs: Costs, parts: Costs) -> Costs:
-    """Add what was measured with backwards in two parts: these, and the forwards that prepare them."""
+    """Add to costs the seconds of dgrad and wgrad, and of forwards before them, which were measured in other steps."""
     return replace(
         costs,
         split_forward_s=parts.forward_s,
         backward_input_s=parts.backward_input_s,
         backward_weight_s=parts.backward_weight_s,
-        spreads=costs.spreads + tuple(each for each in parts.spreads if IS_BACKWARD[each.kind]),
+        spreads=costs.spreads + tuple(spread for spread in parts.spreads if IS_BACKWARD[spread.kind]),
     )

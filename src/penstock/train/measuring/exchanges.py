@@ -36,7 +36,7 @@ from penstock.simulation.costs.costs import Channel
 
 NUM_WARM_UP_ROUNDS, NUM_ROUNDS = 1, 7
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
-"""Of messages: the small one, and that which a replica sends to each other one to measure the link."""
+"""Bytes of the small message, and of the one that a replica sends to each other replica to measure the link."""
 NUM_TRIPS = 8
 
 
@@ -59,19 +59,19 @@ def measure_channels(
 
     The bandwidth is infinite where a large message took no longer than a small one.
     """
-    found = []
+    local_channels = []
     for sender, receiver in channels:
         Control(transport).all_gather_object(None)  # nobody else talks meanwhile
         if transport.rank == sender:
-            found.append(asdict(_measure(transport, receiver, num_bytes, device)))
+            local_channels.append(asdict(_measure_channel(transport, receiver, num_bytes, device)))
         elif transport.rank == receiver:
             _answer(transport, sender, num_bytes, device)
-    everyone: list[Any] = Control(transport).all_gather_object(found)
-    by_channel = {(row["sender"], row["receiver"]): Channel(**row) for rows in everyone for row in rows}
-    return [by_channel[channel] for channel in channels]
+    channels_by_rank: list[Any] = Control(transport).all_gather_object(local_channels)
+    measured_channels = {(row["sender"], row["receiver"]): Channel(**row) for rows in channels_by_rank for row in rows}
+    return [measured_channels[channel] for channel in channels]
 
 
-def _measure(transport: Transport, receiver: int, num_bytes: int, device: torch.device) -> Channel:
+def _measure_channel(transport: Transport, receiver: int, num_bytes: int, device: torch.device) -> Channel:
     answer = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
     shortest_s = []
     for size in (SMALL_BYTES, num_bytes):
@@ -98,12 +98,13 @@ class Exchanges:
     replicas: int
     shards: int
     unshard_s: tuple[float, ...]
-    """[num_stages] what gathering the parameters of each stage takes; of stages that share some, the first has all."""
+    """[num_stages] Seconds of gathering the parameters of each stage; of stages that share some, the first has all."""
     reduce_s: tuple[float, ...]
+    """[num_stages] Seconds of reducing the gradients of each stage over the replicas."""
     replica_latency_s: float
-    """Of a gather with next to nothing in it."""
+    """Seconds of a gather with next to nothing in it."""
     replica_bandwidth_bytes_per_s: float
-    """At which a replica sends its part of a gather to others, and receives theirs."""
+    """The bandwidth at which a replica sends its part of a gather to the others, and receives their parts."""
 
     def added_to(self, costs: Costs) -> Costs:
         """Return costs with these seconds, from which those of other numbers of replicas follow."""
@@ -119,12 +120,12 @@ class Exchanges:
 
 
 def _shares(seconds: Sequence[float], sizes: Sequence[float], layers_of_stage: Sequence[range]) -> tuple[float, ...]:
-    """Return the part of each layer in the seconds of its stage; of two copies of a layer, the mean."""
+    """Return the seconds of each layer: a share of its stage's by its size in `sizes`; of two copies, the mean."""
     total, num_copies = np.zeros(len(sizes)), np.zeros(len(sizes))
-    for part, of_stage in zip(layers_of_stage, seconds, strict=True):
-        own = np.array([sizes[layer] for layer in part], np.float64)
-        total[list(part)] += of_stage * (own / own.sum() if own.any() else 1 / len(part))
-        num_copies[list(part)] += 1
+    for layers, stage_s in zip(layers_of_stage, seconds, strict=True):
+        layer_sizes = np.array([sizes[layer] for layer in layers], np.float64)
+        total[list(layers)] += stage_s * (layer_sizes / layer_sizes.sum() if layer_sizes.any() else 1 / len(layers))
+        num_copies[list(layers)] += 1
     return tuple((total / num_copies).tolist())
 
 
@@ -137,19 +138,19 @@ def measure_exchanges(pipeline: Pipeline) -> Exchanges | None:
     data = control.places.data
     if data is None:
         return None
-    found: dict[str, Any] = {}
-    for place in range(control.transport.num_ranks):
+    measurements: dict[str, Any] = {}
+    for rank in range(control.transport.num_ranks):
         control.all_gather_object(None)  # nobody else talks meanwhile
-        if place == control.transport.rank:
-            found = {"link": _measure_link(control, data, device), "stages": {}}
+        if rank == control.transport.rank:
+            measurements = {"link": _measure_link(control, data, device), "stages": {}}
             for unit in pipeline.units:
-                found["stages"] |= _measure_unit(control, unit, device)
-    everyone: list[Any] = control.all_gather_object(found)
+                measurements["stages"] |= _measure_unit(control, unit, device)
+    reports: list[Any] = control.all_gather_object(measurements)
     seconds = np.array([
-        [_latest_s([own["stages"][name][kind] for own in everyone if name in own["stages"]]) for kind in (0, 1)]
+        [_latest_s([report["stages"][name][kind] for report in reports if name in report["stages"]]) for kind in (0, 1)]
         for name in map(str, range(pipeline.program.num_stages))
     ])  # fmt: skip
-    small_s, large_s = np.min([own["link"] for own in everyone], axis=0).tolist()
+    small_s, large_s = np.min([report["link"] for report in reports], axis=0).tolist()
     sent_bytes = (data.num_ranks - 1) * (LARGE_BYTES - SMALL_BYTES)
     return Exchanges(
         replicas=data.num_ranks,
@@ -162,46 +163,47 @@ def measure_exchanges(pipeline: Pipeline) -> Exchanges | None:
 
 
 def _latest_s(replicas: Sequence[Sequence[float]]) -> float:
-    """The median over the rounds of the replica that is done last."""
+    """Return the median over the rounds of the seconds of the replica that is done last."""
     return float(median(max(seconds) for seconds in zip(*replicas, strict=True)))
 
 
 def _measure_unit(control: Control, unit: Unit, device: torch.device) -> dict[str, list[list[float]]]:
     """Return, per stage of a unit, the seconds of its gathers and of its reductions, round by round."""
-    rounds = [_round(control, unit, device) for _ in range(NUM_WARM_UP_ROUNDS + NUM_ROUNDS)]
+    rounds = [_exchange(control, unit, device) for _ in range(NUM_WARM_UP_ROUNDS + NUM_ROUNDS)]
     rounds = rounds[NUM_WARM_UP_ROUNDS:]
     return {
-        str(stage.index): [[each[stage.index][kind] for each in rounds] for kind in (0, 1)] for stage in unit.stages
+        str(stage.index): [[seconds_by_stage[stage.index][kind] for seconds_by_stage in rounds] for kind in (0, 1)]
+        for stage in unit.stages
     }
 
 
-def _round(control: Control, unit: Unit, device: torch.device) -> dict[int, tuple[float, float]]:
+def _exchange(control: Control, unit: Unit, device: torch.device) -> dict[int, tuple[float, float]]:
     """Gather a unit and reduce its gradients as a step does; return the seconds of both per stage."""
     layout, stages = unit.layout, unit.stages
-    found = {stage.index: (0.0, 0.0) for stage in stages}
+    seconds_by_stage = {stage.index: (0.0, 0.0) for stage in stages}
     layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
     unit.gradients.begin_step()
     try:
         gather_s = _seconds(control, layout.unshard, device)
-        held = dict.fromkeys(each for stage in stages for each in stage.parameters())  # whole ones
-        for parameter in held:
-            if parameter.requires_grad:
-                unit.gradients.put(parameter, dense_gradient(parameter, unit.gradients.attribute))
+        gathered_params = dict.fromkeys(param for stage in stages for param in stage.parameters())  # whole ones
+        for gathered_param in gathered_params:
+            if gathered_param.requires_grad:
+                unit.gradients.put(gathered_param, dense_gradient(gathered_param, unit.gradients.attribute))
         for stage in stages[:1] if gather_s else stages:  # what is gathered as one is reduced as one
             reduce_s = _seconds(control, partial(layout.reduce, stage.index, is_last=True), device)
-            found[stage.index] = gather_s, reduce_s
+            seconds_by_stage[stage.index] = gather_s, reduce_s
         layout.reshard()
     except BaseException:
         layout.end_failed_step()
         raise
     finally:
         unit.gradients.end_step()
-        drop_gradients(each for stage in stages for each in stage.parameters())
-    return found
+        drop_gradients(param for stage in stages for param in stage.parameters())
+    return seconds_by_stage
 
 
 def _seconds(control: Control, launch: Callable[[], Any], device: torch.device) -> float:
-    """Let all replicas launch something together; return after how long this one has it, 0 if nothing is launched."""
+    """Launch an exchange on all replicas at once; return after how many seconds this one has it, 0 if it has none."""
     synchronize(device)
     control.across(None)
     begin_s = time.perf_counter()

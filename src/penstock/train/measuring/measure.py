@@ -35,7 +35,7 @@ from penstock.execute.values.tree import as_graph_leaves, flatten, map_leaves
 
 NUM_WARM_UP_ROUNDS = 1
 MAX_WAIT_S = 3600.0
-"""How long the other ranks wait for the one that measures."""
+"""Seconds that the other ranks wait for the one that measures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class LayerTimes:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Seconds of both, which is what a split that keeps all ranks equally busy uses."""
+        """Seconds of forward and backward together, by which a split keeps all ranks equally busy."""
         return tuple(map(sum, zip(self.forward_s, self.backward_s, strict=True)))
 
 
@@ -89,8 +89,8 @@ def measure_layers(
     def measure() -> dict[str, Any]:
         binding = batch_binding(layers)
         batch = (tuple(args), dict(kwargs or {})) if binding is None else binding.bind(args, kwargs or {})
-        moved, named = map_leaves(partial(_to, own_device), batch)
-        walk = _Walk(moved, named, own_device, num_rounds, clock)
+        moved_args, moved_kwargs = map_leaves(partial(_to, own_device), batch)
+        walk = _Walk(moved_args, moved_kwargs, own_device, num_rounds, clock)
         return asdict(walk.times(layers, _last_call(loss, target, own_device)))
 
     wires = transport or default_transport(group, MAX_WAIT_S, device=device)
@@ -112,12 +112,12 @@ def measure_layers(
 
 
 def _last_call(loss: Loss | None, target: Any, device: torch.device) -> Callable[[Any], Any]:
-    """Return what is done with the output of the last layer."""
+    """Return the function of the last layer's output that is measured with the layer: the loss, if there is one."""
     if loss is None:
         return _as_it_is
     own_target = map_leaves(partial(_to, device), target)
-    told = {"weight": 1.0} if takes_weight(loss) else {}
-    return lambda output: loss(output, own_target, **told)
+    loss_options = {"weight": 1.0} if takes_weight(loss) else {}
+    return lambda output: loss(output, own_target, **loss_options)
 
 
 def _as_it_is(output: Any) -> Any:
@@ -146,12 +146,12 @@ class _Walk:
         return LayerTimes(tuple(names), forward_s, backward_s)
 
     def _usual_s(self, layer: Layer, name: str, finish: Callable[[Any], Any]) -> tuple[float, float]:
-        """Medians of forward and backward; a layer that was built for it is gone afterwards."""
+        """Return the median seconds of the layer's forward and backward; a layer that was built here is gone then."""
         with _borrowed(layer, name, self._device) as module:
             keywords = taken_keywords(module).select(self._kwargs, len(self._args))
             work = _LayerWork(module, self._args, keywords, self._skips, finish=finish)
             rounds = [self._round_s(work) for _ in range(NUM_WARM_UP_ROUNDS + self._num_rounds)]
-        self._args, self._skips = (work.output,), self._skips | work.put
+        self._args, self._skips = (work.output,), self._skips | work.held_skips
         forwards, backwards = zip(*rounds[NUM_WARM_UP_ROUNDS:], strict=True)
         return median(forwards), median(backwards)
 
@@ -188,9 +188,9 @@ class _LayerWork:
         self._auxiliary: list[Auxiliary] = modules_with([module], Auxiliary)
         self._buffer = SkipBuffer({}, "")
         self.output: Any = None
-        """Of the last forward, without its graph."""
-        self.put: dict[str, Any] = {}
-        """By name, the skips that the layer holds, put or got; without their graph."""
+        """The output of the last forward, without its graph."""
+        self.held_skips: dict[str, Any] = {}
+        """The skips that the layer put or got, by name, without their graph."""
 
     def forward(self) -> list[Tensor]:
         """Run the layer on leaves of its own, as a stage does; return where its backward begins."""
@@ -201,11 +201,11 @@ class _LayerWork:
         with self._skips.on(self._buffer):
             output = self._module(*args, **self._keywords)
         value = self._finish(output)
-        put = self._buffer.take(self._own_skips)
+        skip_values = self._buffer.take(self._own_skips)
         _, added = take_all(self._auxiliary)
         self._buffer.close()
-        self.output, self.put = as_graph_leaves((output, put))
-        leaves, _ = flatten((value, put, added))
+        self.output, self.held_skips = as_graph_leaves((output, skip_values))
+        leaves, _ = flatten((value, skip_values, added))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def backward(self, roots: Sequence[Tensor]) -> None:

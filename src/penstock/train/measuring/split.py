@@ -36,9 +36,9 @@ class SplitRule:
     """How `Pipeline` is to split the layers, the same on every rank."""
 
     split: tuple[int, ...] | None = None
-    """Layers per stage, where they are given."""
+    """Layers per stage, where the run file lists them."""
     weights: tuple[float, ...] | None = None
-    """Relative cost per layer; None: what the layers declare."""
+    """Relative cost per layer; None where the layers declare it."""
     note: str = ""
     """A line that says where measured weights come from."""
 
@@ -47,16 +47,16 @@ class Subject(Section):
     """The subject of a measurement; the split of another one needs times of its own."""
 
     model: dict[str, Any]
-    """The section of the configuration."""
+    """The `[model]` section of the configuration."""
     vocabulary: int
     microbatch: Annotated[list[int], Field(min_length=2, max_length=2)]
-    """Its sequences, and the tokens of each."""
+    """The sequences of a microbatch, and the tokens of each."""
     device: str
-    """The kind, such as cpu or cuda."""
+    """The kind of device, such as cpu or cuda."""
 
 
 class StoredTimes(Section):
-    """The seconds of each layer."""
+    """The measured seconds of each layer, as they lie in the run folder."""
 
     format: Literal["penstock-layer-times"] = "penstock-layer-times"
     version: Literal[1] = 1
@@ -96,8 +96,8 @@ def choose_split(
     if is_kept:
         note += f" when they were measured: {path}; delete it to measure anew"
         return SplitRule(weights=times.weights, note=note)
-    found: dict[str, Any] = {name: list(values) for name, values in asdict(times).items()}
-    content = StoredTimes(of=_subject(config, dataset), **found).model_dump_json(indent=2).encode()
+    seconds_by_name: dict[str, Any] = {name: list(values) for name, values in asdict(times).items()}
+    content = StoredTimes(of=_subject(config, dataset), **seconds_by_name).model_dump_json(indent=2).encode()
     Control(transport).on_rank_0(lambda: folder.write(LAYER_TIMES, content), same_words)
     return SplitRule(weights=times.weights, note=f"{note}, measured now: {path}")
 
@@ -113,13 +113,15 @@ def times_of_layers(
         FormatError, PenstockError: on every rank, if kept times cannot be read.
         PipelineError: on the other ranks, if rank 0 could not measure.
     """
-    kept = _kept_times(folder.path / LAYER_TIMES, _subject(config, dataset), transport)
-    if kept is not None:
-        return kept, True
-    first = _first_microbatch(config, dataset)
+    stored_times = _stored_times(folder.path / LAYER_TIMES, _subject(config, dataset), transport)
+    if stored_times is not None:
+        return stored_times, True
+    microbatch = _first_microbatch(config, dataset)
     device, loss = device_of_rank(config), loss_of(config, dataset.vocabulary)
     with Precision(config.precision).region(device):
-        times = measure_layers(layers, first.args, target=first.target, loss=loss, transport=transport, device=device)
+        times = measure_layers(
+            layers, microbatch.args, target=microbatch.target, loss=loss, transport=transport, device=device
+        )
     return times, False
 
 
@@ -142,18 +144,18 @@ def _first_microbatch(config: RunConfig, dataset: Dataset) -> Batch:
     return Batch(*first.args, target=first.target, **first.kwargs)
 
 
-def _kept_times(path: Path, subject: Subject, transport: Transport) -> LayerTimes | None:
-    """Return what rank 0 finds in the folder, where it was measured of the same; a collective."""
+def _stored_times(path: Path, subject: Subject, transport: Transport) -> LayerTimes | None:
+    """Return the times in rank 0's folder if they were measured of the same subject; a collective."""
 
     def look() -> str:
-        found = _read(path)
-        return found.model_dump_json() if found is not None and found.of == subject else ""
+        stored_times = _read(path)
+        return stored_times.model_dump_json() if stored_times is not None and stored_times.of == subject else ""
 
     text = Control(transport).on_rank_0(look, same_words)
     if not text:
         return None
-    found = StoredTimes.model_validate_json(text)
-    return LayerTimes(tuple(found.names), tuple(found.forward_s), tuple(found.backward_s))
+    stored_times = StoredTimes.model_validate_json(text)
+    return LayerTimes(tuple(stored_times.names), tuple(stored_times.forward_s), tuple(stored_times.backward_s))
 
 
 def _read(path: Path) -> StoredTimes | None:

@@ -31,10 +31,10 @@ class ReplicaWaits:
     """
 
     within_s: float
-    """Between its computations."""
+    """Seconds of waits between computations, of the rank with the most."""
     within_rank: int
     behind_s: float
-    """From the last computation of all ranks on: by so much the step is longer."""
+    """Seconds of waits after the last computation of all ranks: by so much the step is longer."""
     behind_rank: int
 
 
@@ -44,24 +44,24 @@ class Diagnosis:
 
     recorded: Timeline
     timeline: Timeline
-    """As measured, but that messages arrive when they did and not when they were noticed."""
+    """The recorded step, but that messages arrive when they did and not when they were noticed."""
     predicted: Timeline
     idle: IdleTimes
-    """From when each rank was free for the step to its end."""
+    """Idle seconds by cause, from when each rank was free for the step to its end."""
     losses: list[Loss]
     changes: list[Change]
     spreads: tuple[Spread, ...]
     """How much equal computations of the step differ."""
     knows_shares: bool
-    """Whether it was measured what backwards take in two parts."""
+    """Whether a profile has measured the seconds of dgrad and wgrad."""
     knows_bytes: bool
-    """Whether it was measured how large the activations of each layer are."""
+    """Whether a profile has measured the bytes of each layer's activations."""
     replicas: ReplicaWaits | None = None
-    """None where there is one."""
+    """Waits for other replicas; None where there is one replica."""
 
     @property
     def step_s(self) -> float:
-        """From when the first rank was free for the step to the last computation's end."""
+        """Seconds from when the first rank was free for the step to the end of the last computation."""
         rows = self.timeline.program.is_compute
         return float(self.timeline.end_s[rows].max()) - begin_of(self.timeline, self.recorded.prologues)
 
@@ -79,41 +79,42 @@ def diagnose(
     profiled: Costs | LayerCosts | None = None,
     memory_limit: int | Sequence[int] | None = None,
 ) -> Diagnosis:
-    """Find out all about a recorded step; where the layers of its stages are not known, no changes are tried.
+    """Return where the time of a recorded step went, and the changes that would take less.
 
-    `profiled` are costs that were measured of the same model: they say what backwards take in two parts, else halves,
-    and, per layer, what each layer takes of its stage, else its weight, and how large its activations are, else as
-    large as another's. `memory_limit` counts activations.
+    Changes are tried where the layers of the stages are known. `profiled` are measured costs of the same model. They
+    say how long dgrad and wgrad take, else each is half of a backward. Costs per layer also say how long each layer of
+    a stage takes, else its weight does, and how large its activations are, else all are alike. `memory_limit` counts
+    activations.
     """
     shares = None if profiled is None else SplitShares.of(profiled, recorded.layers_of_stage)
     timeline = with_true_arrivals(recorded)
     costs = costs_from_timelines([timeline], message_bytes=recorded.message_bytes, shares=shares or HALVES)
     run = _measured_run(recorded, timeline.program.actions(), costs, profiled)
-    before = idle_before(timeline, recorded.prologues)
-    within = idle_times(timeline, costs, memory_limit=memory_limit)
+    idle_in_prologue = idle_before(timeline, recorded.prologues)
+    idle_in_step = idle_times(timeline, costs, memory_limit=memory_limit)
     return Diagnosis(
-        recorded,
-        timeline,
-        simulate(timeline.program, costs),
-        IdleTimes(before.by_rank + within.by_rank),
-        losses_of(timeline, costs, recorded.prologues),
-        what_if(run, setting) if run.layers_of_stage else [],
-        costs.spreads,
-        shares is not None,
-        bool(run.activation_bytes),
-        replica_waits(timeline) if recorded.num_replicas > 1 else None,
+        recorded=recorded,
+        timeline=timeline,
+        predicted=simulate(timeline.program, costs),
+        idle=IdleTimes(idle_in_prologue.by_rank + idle_in_step.by_rank),
+        losses=losses_of(timeline, costs, recorded.prologues),
+        changes=what_if(run, setting) if run.layers_of_stage else [],
+        spreads=costs.spreads,
+        knows_shares=shares is not None,
+        knows_bytes=bool(run.activation_bytes),
+        replicas=replica_waits(timeline) if recorded.num_replicas > 1 else None,
     )
 
 
 def _measured_run(
     recorded: Timeline, schedule: Schedule, costs: Costs, profiled: Costs | LayerCosts | None
 ) -> MeasuredRun:
-    """Return the plan that ran, with what was profiled, if it is per layer and of as many layers.
+    """Return the plan that ran, with the seconds and bytes of each layer if `profiled` has as many layers.
 
     By a profile's seconds, else the weights, forwards and backwards of a stage are shared among its layers.
     """
-    early = {stage: found.share for stage, found in recorded.early_weights.items()}
-    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights, early)
+    early_shares = {stage: early_weight.share for stage, early_weight in recorded.early_weights.items()}
+    run = MeasuredRun(schedule, costs, recorded.layers_of_stage, recorded.layer_weights, early_shares)
     if not isinstance(profiled, LayerCosts) or profiled.num_layers != len(run.layer_weights):
         return run
     forwards, backwards = map(tuple, profiled.seconds_of_layers.tolist())
@@ -128,7 +129,7 @@ def _measured_run(
 
 
 def setting_of(config: RunConfig) -> Setting:
-    """Return how a run was set up."""
+    """Return the settings of a run that changes of its plan are compared with."""
     pipeline = config.pipeline
     return Setting(
         batch_size=config.batch.size // config.parallel.data,
@@ -139,11 +140,11 @@ def setting_of(config: RunConfig) -> Setting:
 
 
 def replica_waits(timeline: Timeline) -> ReplicaWaits:
-    """Find the waits for replicas in a measured timeline of one of them."""
+    """Return the longest waits for other replicas in the measured timeline of one replica."""
     within_s = [0.0] * timeline.num_ranks
     free_s = [-np.inf] * timeline.num_ranks
     for block in blocks_of(timeline):
-        within_s[block.rank] += _held_up_s(block, free_s[block.rank])
+        within_s[block.rank] += _replica_wait_s(block, free_s[block.rank])
         free_s[block.rank] = block.end_s
     program = timeline.program
     rows = program.rows_of(REDUCES_REPLICAS)
@@ -154,9 +155,12 @@ def replica_waits(timeline: Timeline) -> ReplicaWaits:
     return ReplicaWaits(within_s[within_rank], within_rank, float(behind_s[behind_rank]), behind_rank)
 
 
-def _held_up_s(block: Block, free_s: float) -> float:
-    """Seconds before a block in which its rank had all but the weights, or summed gradients."""
-    reducing_s = sum(each.end_s - each.begin_s for each in block.reductions)
+def _replica_wait_s(block: Block, free_s: float) -> float:
+    """Return the seconds before a block in which its rank waited for gathered weights, or reduced gradients.
+
+    A gather counts from when all else was there: the rank, which is free from `free_s` on, and its messages.
+    """
+    reducing_s = sum(reduction.end_s - reduction.begin_s for reduction in block.reductions)
     if block.gather is None:
         return reducing_s
     ready_s = max([free_s, block.gather.begin_s, *(message.arrival_s for message in block.messages)])
