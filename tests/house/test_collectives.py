@@ -53,7 +53,7 @@ CONDITIONAL = {
     "train.generation obstacle_to_sampling: all_gather_object": _OF_RUN,
     "train.generation sample: generate": "the obstacle is the same on all ranks",
     "train.loop train: claimed_together": "an argument of the entry point of every rank",
-    "train.loop train: sample": _OF_RUN,
+    "train.loop train: _write_sample": _OF_RUN,
     "train.measuring.exchanges _exchange: _seconds": "a loop over the stages of a unit, alike in all replicas",
     "train.measuring.exchanges _measure_link: _seconds": "a loop over the same rounds",
     "train.measuring.exchanges _measure_unit: _exchange": "a loop over the same rounds",

@@ -74,7 +74,7 @@ def test_only_the_steps_that_are_asked_for_are_recorded(text, pipelines, monkeyp
     seen = watch_recording(monkeypatch)
     runner = runner_of(text, pipelines, **sections)
 
-    metrics = [runner.run(step) for step in range(1, STEPS + 1)]
+    metrics = [runner.run_step(step) for step in range(1, STEPS + 1)]
 
     assert [step for step, is_recorded in enumerate(seen, 1) if is_recorded] == recorded
     assert [each.step for each in metrics if each.bubble_fraction is not None] == recorded
@@ -82,7 +82,7 @@ def test_only_the_steps_that_are_asked_for_are_recorded(text, pipelines, monkeyp
 
 
 def test_a_recorded_step_is_predicted_too(text, pipelines):
-    metrics = runner_of(text, pipelines, run={"record_step": 1}).run(1)
+    metrics = runner_of(text, pipelines, run={"record_step": 1}).run_step(1)
 
     assert 0 <= metrics.predicted_bubble_fraction <= metrics.bubble_fraction + 0.05
 
@@ -91,7 +91,7 @@ def test_a_recorded_step_is_predicted_too(text, pipelines):
 def test_memory_is_gathered_where_it_is_due(text, pipelines, every, told):
     runner = runner_of(text, pipelines, metrics={"memory_every": every})
 
-    metrics = [runner.run(step) for step in range(1, STEPS + 1)]
+    metrics = [runner.run_step(step) for step in range(1, STEPS + 1)]
 
     assert [each.step for each in metrics if each.peak_bytes] == told
     assert all(10 * 2**20 < size < 2**40 for each in metrics for size in each.peak_bytes)
@@ -104,7 +104,7 @@ def test_the_wait_for_batches_is_told(text, pipelines, monkeypatch):
         TokenDataset, "batch", lambda self, *args, **more: time.sleep(0.05) or batch(self, *args, **more)
     )
 
-    metrics = runner_of(text, pipelines, batch={"accumulate": 2}, data={"prefetch": 0}).run(1)
+    metrics = runner_of(text, pipelines, batch={"accumulate": 2}, data={"prefetch": 0}).run_step(1)
 
     assert 0.1 <= metrics.outcome.data_wait_s <= metrics.duration_s
 
@@ -113,7 +113,7 @@ def test_recorded_and_profiled_steps_are_slowed(text, pipelines):
     (text.parent / "run").mkdir()
     runner = runner_of(text, pipelines, run={"record_step": 1}, profile={"steps": [3, 4]})
 
-    assert [runner.run(step).is_slowed for step in range(1, STEPS + 1)] == [True, False, True, True, False, False]
+    assert [runner.run_step(step).is_slowed for step in range(1, STEPS + 1)] == [True, False, True, True, False, False]
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_a_compilation_is_told_while_it_lasts(text, pipelines):
     run = {"evaluate_batches": 1, "evaluate_every": 2}
     runner, told = runner_of(text, pipelines, compile="aot_eager", run=run), []
 
-    has_compiled = [runner.run(step, told.append).has_compiled for step in (1, 2, 3)]
+    has_compiled = [runner.run_step(step, told.append).has_compiled for step in (1, 2, 3)]
 
     assert has_compiled == [True, False, False]
     assert told == [
@@ -133,7 +133,7 @@ def test_a_compilation_is_told_while_it_lasts(text, pipelines):
 def test_steps_are_evaluated_where_it_is_due_and_the_last_always(text, pipelines):
     runner = runner_of(text, pipelines, run={"evaluate_batches": 1, "evaluate_every": 4})
 
-    metrics = [runner.run(step) for step in range(1, STEPS + 1)]
+    metrics = [runner.run_step(step) for step in range(1, STEPS + 1)]
 
     assert [each.step for each in metrics if each.held_out_loss is not None] == [4, 6]
 
@@ -147,8 +147,8 @@ def test_a_run_that_continues_in_another_way_records_a_step_again(text, pipeline
     folder = text.parent / "run"
     folder.mkdir()
     before = runner_of(text, pipelines, run={"record_step": 2})
-    before.run(1)
-    before.run(2)
+    before.run_step(1)
+    before.run_step(2)
     (folder / CONFIG).touch()
     (folder / TIMELINE).write_bytes(b"half" if is_lost else before.recorded.to_json().encode())
 
@@ -156,7 +156,7 @@ def test_a_run_that_continues_in_another_way_records_a_step_again(text, pipeline
     runner.continue_recording(4)
     found = [] if runner.recorded is None else [runner.recorded.step]
     for step in range(4, STEPS + 1):
-        if runner.run(step).bubble_fraction is not None:
+        if runner.run_step(step).bubble_fraction is not None:
             found.append(step)
 
     assert found == recorded
@@ -169,7 +169,7 @@ def test_a_run_that_records_nothing_or_has_not_come_to_it_keeps_to_that(text, pi
 
     runner.continue_recording(first_step)
 
-    recorded = [step for step in range(first_step, STEPS + 1) if runner.run(step).bubble_fraction is not None]
+    recorded = [step for step in range(first_step, STEPS + 1) if runner.run_step(step).bubble_fraction is not None]
     assert recorded == ([record_step] if record_step else [])
 
 

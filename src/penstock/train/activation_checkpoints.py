@@ -25,26 +25,27 @@ from penstock.train.settings.sections import Kept
 KEY = "pipeline.activation_checkpointing"
 
 
-def kinds_of_layers(given: Kept | Sequence[Kept], layers_of_stage: Sequence[range]) -> list[Kept]:
-    """Return what each layer of the model does.
+def kinds_of_layers(setting: Kept | Sequence[Kept], layers_of_stage: Sequence[range]) -> list[Kept]:
+    """Return the kind of checkpointing of each layer; `setting` is one kind for all stages, or a kind per stage.
 
     Raises:
-        ConfigError: a list with another number of entries than there are stages.
+        ConfigError: the list has another number of entries than there are stages.
     """
-    if not isinstance(given, str) and len(given) != len(layers_of_stage):
+    if not isinstance(setting, str) and len(setting) != len(layers_of_stage):
         raise ConfigError(
-            f"{len(given)} entries for {len(layers_of_stage)} stages; give one per stage, or one word for all", key=KEY
+            f"{len(setting)} entries for {len(layers_of_stage)} stages; give one per stage, or one word for all",
+            key=KEY,
         )
     num_layers = max(layers.stop for layers in layers_of_stage)
     kinds: list[Kept] = ["none"] * num_layers
     for stage, layers in enumerate(layers_of_stage):
         for layer in layers:
-            kinds[layer] = given if isinstance(given, str) else given[stage]
+            kinds[layer] = setting if isinstance(setting, str) else setting[stage]
     return kinds
 
 
 def with_checkpointing(layers: Sequence[LayerSpec], kinds: Sequence[Kept]) -> list[LayerSpec]:
-    """Return layers that keep what their kinds say."""
+    """Return layers whose forwards save for the backward what their kind of checkpointing says."""
     return [
         layer if kind == "none" else replace(layer, build=partial(_checkpointed, layer.build, kind))
         for layer, kind in zip(layers, kinds, strict=True)

@@ -25,7 +25,7 @@ from penstock.train.settings.config import RunConfig
 KEY = "run.device"
 AUTO, CPU = "auto", "cpu"
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes; getrusage counts in these."""
+"""Bytes of the unit in which getrusage counts memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Machine:
     """The machine, as this process sees it."""
 
     kind: str | None
-    """Of accelerator that this torch is built for."""
+    """The kind of accelerator that this torch is built for; None where it computes on CPUs alone."""
     num_gpus: int
     has_backend: bool
-    """Whether they can exchange messages."""
+    """Whether its GPUs can exchange messages."""
 
 
 def look() -> Machine:
@@ -47,19 +47,19 @@ def look() -> Machine:
     return Machine(kind, num_accelerators(), has_backend)
 
 
-def choose_device(wanted: str, num_local_ranks: int, machine: Machine) -> str:
-    """Return the kind of device for the ranks of one machine; `wanted` is that of `run.device`.
+def choose_device(setting: str, num_local_ranks: int, machine: Machine) -> str:
+    """Return the kind of device for the ranks of one machine; `setting` is `run.device`.
 
     Raises:
         ConfigError: this torch is not built for it, there are fewer GPUs than ranks, or nothing carries their messages.
     """
-    if wanted == CPU or (wanted == AUTO and not machine.num_gpus):
+    if setting == CPU or (setting == AUTO and not machine.num_gpus):
         return CPU
     kind = machine.kind
-    if kind is None or wanted not in (AUTO, kind):
-        own = "computes on CPUs alone" if kind is None else f"is built for {kind!r}"
-        choices = " or ".join(repr(each) for each in (AUTO, CPU, kind) if each is not None)
-        raise ConfigError(f"this torch {own}, and has no device {wanted!r}; expected {choices}", key=KEY)
+    if kind is None or setting not in (AUTO, kind):
+        ability = "computes on CPUs alone" if kind is None else f"is built for {kind!r}"
+        choices = " or ".join(repr(name) for name in (AUTO, CPU, kind) if name is not None)
+        raise ConfigError(f"this torch {ability}, and has no device {setting!r}; expected {choices}", key=KEY)
     if machine.num_gpus < num_local_ranks:
         ranks = count_of(num_local_ranks, "rank")
         gpus = count_of(machine.num_gpus, "GPU") if machine.num_gpus else "no GPU"

@@ -66,11 +66,11 @@ def generate(
         rows = torch.tensor([context + [PADDING] * (length - len(context))], device=pipeline.device)
         with precision.region(pipeline.device):
             outputs = pipeline.evaluate(rows, return_outputs=True).outputs
-        drawn = -1
+        local_token = -1
         if outputs is not None:  # on one rank
-            drawn = draw(section, outputs[0, len(context) - 1, : tokenizer.vocabulary], generator)
-        tokens: list[Any] = pipeline.control.all_gather_object(drawn)
-        token = max(tokens)
+            local_token = draw(section, outputs[0, len(context) - 1, : tokenizer.vocabulary], generator)
+        tokens_by_rank: list[Any] = pipeline.control.all_gather_object(local_token)
+        token = max(tokens_by_rank)
         if token == tokenizer.end_of_document:
             return
         text.append(token)
@@ -87,22 +87,22 @@ def obstacle_to_sampling(config: RunConfig, pipeline: Pipeline) -> str:
     length, vocabulary = config.batch.length, tokenizer_of(config).vocabulary
     rows = torch.zeros(2, 1, length, dtype=torch.int64, device=pipeline.device)
     rows[1, :, length // 2 :] = 1
-    precision, found = Precision(config.precision), []
+    precision, outputs = Precision(config.precision), []
     for tokens in rows:
         with precision.region(pipeline.device):
-            found.append(pipeline.evaluate(tokens, return_outputs=True).outputs)
-    own = "" if found[0] is None else _obstacle_in(found[0], found[1], vocabulary)
-    reasons: list[Any] = pipeline.control.all_gather_object(own)
+            outputs.append(pipeline.evaluate(tokens, return_outputs=True).outputs)
+    local_reason = "" if outputs[0] is None else _obstacle_in(outputs[0], outputs[1], vocabulary)
+    reasons: list[Any] = pipeline.control.all_gather_object(local_reason)
     return next((reason for reason in reasons if reason), "")
 
 
-def _obstacle_in(logits: Any, others: Any, vocabulary: int) -> str:
-    """Compare what came of two texts with an equal first half."""
+def _obstacle_in(logits: Any, other_logits: Any, vocabulary: int) -> str:
+    """Say why the logits of two texts with an equal first half cannot be sampled from; empty where they can."""
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else described(logits)
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[-1] < vocabulary:
         return f"it returns {shape}, which are no logits of {vocabulary} tokens [batch, length, vocabulary]"
     half = logits.shape[1] // 2
-    if not torch.allclose(logits[:, :half].float(), others[:, :half].float(), rtol=1e-3, atol=1e-5):
+    if not torch.allclose(logits[:, :half].float(), other_logits[:, :half].float(), rtol=1e-3, atol=1e-5):
         return "a position of it reads tokens behind it, which are not there yet when a text is written"
     return ""
 
@@ -138,17 +138,17 @@ def as_text(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> It
 
     A character may take several tokens, so a text that ends in an unknown one waits for the next token.
     """
-    known: list[int] = []
-    shown = text = ""
+    known_tokens: list[int] = []
+    shown_text = text = ""
     for token in tokens:
-        known.append(token)
-        text = decode(known)
+        known_tokens.append(token)
+        text = decode(known_tokens)
         if not text.endswith(UNKNOWN):
-            yield _printable(text[len(shown) :])
-            shown = text
-    yield _printable(text[len(shown) :])
+            yield _printable(text[len(shown_text) :])
+            shown_text = text
+    yield _printable(text[len(shown_text) :])
 
 
 def _printable(text: str) -> str:
     """Replace what would move a terminal's cursor or change its colours."""
-    return "".join(each if each in "\n\t" or each.isprintable() else UNKNOWN for each in text)
+    return "".join(character if character in "\n\t" or character.isprintable() else UNKNOWN for character in text)

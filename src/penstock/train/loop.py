@@ -40,7 +40,7 @@ from penstock.train.watching.report import TrainingResult, device_line, opening_
 from penstock.train.watching.utilization import utilization_of
 
 PREPARING_DEADLINE_S = 3600.0
-"""How long ranks wait for what rank 0 does alone before the first step, such as measuring layers. They wait for the
+"""Seconds that ranks wait for work of rank 0 alone before the first step, such as measuring layers. They wait for the
 text as long as it is read and tokenized."""
 
 
@@ -76,48 +76,62 @@ def train(
                 config = stack.enter_context(claimed_together(config, transport, start, output))
             folder = RunFolder(Path(config.run.folder))
             stack.enter_context(joined(folder.path))
-            # The tokens and the folder are there, for all ranks, or all of them end here.
             write_line(output, device_line(config))
             write_line(output, "preparing the text ...")
             dataset = prepare_together(config, folder, transport, output)
-            text = config.sample.prompt
-            prompt = prompt_tokens(tokenizer_of(config), text, key="sample.prompt") if text else []
-            begin = partial(folder.begin, config, is_forced=start is Start.FORCE)
-            note = Control(transport).on_rank_0(begin, same_words)
+            prompt = _prompt(config)
+            begin_run = partial(folder.begin, config, is_forced=start is Start.FORCE)
+            note = Control(transport).on_rank_0(begin_run, same_words)
             output.write(f"{note}\n" if note else "")
             stack.enter_context(run_log(folder.path, transport.rank, config.debug.log))
             write_line(output, "building the model ...")
             layers = build_layers(config, dataset.vocabulary)
-            rule = choose_split(config, layers, dataset, folder, transport)
+            split_rule = choose_split(config, layers, dataset, folder, transport)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", PenstockWarning)  # told below, in this program's own words
-                pipeline = stack.enter_context(closing(build_pipeline(config, layers, rule, dataset.vocabulary)))
+                warnings.simplefilter("ignore", PenstockWarning)  # `opening_lines` says the same in other words
+                pipeline = stack.enter_context(closing(build_pipeline(config, layers, split_rule, dataset.vocabulary)))
         if pipeline.control.rank == 0:
             num_tokens = dataset.num_train_tokens
-            for line in opening_lines(config, layers, num_tokens, pipeline, rule.note, screen_of(output)):
+            for line in opening_lines(
+                config, layers, num_tokens, pipeline, note=split_rule.note, screen=screen_of(output)
+            ):
                 output.write(f"{line}\n")
-        result = _run_steps(config, pipeline, dataset, folder, output, stop or StopRequest())
+        stop = stop or StopRequest()
+        result = _run_steps(config, pipeline, dataset, folder=folder, output=output, stop=stop)
         save_weights(folder.path, pipeline)
         if pipeline.control.rank == 0:
             screen = screen_of(output)
             for line in write_report(folder, result, time.monotonic() - begin_s, screen):
                 output.write(f"{screen.wrapped(line)}\n")
         if prompt:
-            write_line(output, f"\nsample:\n{text}", end="")
-            for piece in sample(config, pipeline, prompt):
-                write_line(output, piece, end="")
-            write_line(output, "")
+            _write_sample(config, pipeline, prompt, output)
         return result
+
+
+def _prompt(config: RunConfig) -> list[int]:
+    """Return the tokens of `sample.prompt`; none where the run ends without a sample. Raises: ConfigError."""
+    text = config.sample.prompt
+    return prompt_tokens(tokenizer_of(config), text, key="sample.prompt") if text else []
+
+
+def _write_sample(config: RunConfig, pipeline: Pipeline, prompt: Sequence[int], output: TextIO) -> None:
+    """Write the text that the trained model makes of the prompt, piece by piece; every rank calls it."""
+    write_line(output, f"\nsample:\n{config.sample.prompt}", end="")
+    for piece in sample(config, pipeline, prompt):
+        write_line(output, piece, end="")
+    write_line(output, "")
 
 
 def _run_steps(
     config: RunConfig,
     pipeline: Pipeline,
     dataset: Dataset,
+    *,
     folder: RunFolder,
     output: TextIO,
     stop: StopRequest,
 ) -> TrainingResult:
+    """Run all steps that are left, from the newest checkpoint if there is one; save, evaluate and write as due."""
     begin_with_weights(config, folder, pipeline, output)
     runner = StepRunner(config, dataset, build_trainer(config, pipeline))
     early_stop = EarlyStop(config.run.patience)
@@ -143,12 +157,12 @@ def _run_steps(
         stack.enter_context(runner.reading(first_step))
         stack.enter_context(stop.watched(2 * config.run.deadline_s))
         for step in range(first_step, config.run.steps + 1):
-            metrics = runner.run(step) if writer is None else runner.run(step, writer.say)
+            metrics = runner.run_step(step) if writer is None else runner.run_step(step, writer.say)
             peak_bytes = metrics.peak_bytes or peak_bytes
             if writer is not None:
                 writer.write(metrics)
             if writer is not None and runner.recorded is not None and runner.recorded.step == step:
-                # At once: whoever asks where the time goes should not have to wait for the run's end.
+                # The timeline is written now, so that `penstock doctor` need not wait for the run's end.
                 folder.write(TIMELINE, runner.recorded.to_json().encode())
             is_last = early_stop.note(metrics.held_out_loss) or step == config.run.steps
             progress = Progress(step, metrics.outcome.loss, metrics.held_out_loss)
@@ -159,5 +173,10 @@ def _run_steps(
         checkpoints.finish(progress)
     assert progress.loss is not None, "a run has at least one step"
     return TrainingResult(
-        progress.step, progress.loss, progress.held_out_loss, runner.recorded, peak_bytes, first_step - 1
+        num_steps=progress.step,
+        loss=progress.loss,
+        held_out_loss=progress.held_out_loss,
+        timeline=runner.recorded,
+        peak_bytes=peak_bytes,
+        num_earlier=first_step - 1,
     )

@@ -75,27 +75,28 @@ def source_digest(config: RunConfig) -> str:
 
 
 def require_named_code(config: RunConfig, functions: Collection[str], *, runs: Collection[str] = KEYS_OF_CODE) -> None:
-    """Refuse a run folder's configuration whose code its reader has not named likewise.
+    """Refuse a run folder whose configuration names code that its reader has not named on the command line.
 
     A folder may come from anyone, and so may a digest in it: the code that it names runs only where the reader has
     named it too. `runs` are the keys whose code is about to run. Raises: ConfigError.
     """
     model, data = config.model, config.data
-    named = {KEY: model.source, "model.loss": model.loss, "data.source": data.source}
-    needed = {key: named[key] for key in runs if named[key]}
-    unnamed = {key: place for key, place in needed.items() if place not in functions}
-    if unnamed:
-        found = ", ".join(f"{shortened(place)} ({key})" for key, place in unnamed.items())
-        flags = " ".join(f"{FUNCTION} {place}" for place in dict.fromkeys(needed.values()))
+    places = {KEY: model.source, "model.loss": model.loss, "data.source": data.source}
+    needed_places = {key: places[key] for key in runs if places[key]}
+    untrusted_places = {key: place for key, place in needed_places.items() if place not in functions}
+    if untrusted_places:
+        listing = ", ".join(f"{shortened(place)} ({key})" for key, place in untrusted_places.items())
+        flags = " ".join(f"{FUNCTION} {place}" for place in dict.fromkeys(needed_places.values()))
+        is_single = len(needed_places) == 1
         raise ConfigError(
-            f"this run uses Python code, {found}, and a run folder may come from anyone: no code that it names is run. "
-            f"If you trust {'that file' if len(needed) == 1 else 'these files'}, name "
-            f"{'it' if len(needed) == 1 else 'them'}: {flags}",
-            key=next(iter(unnamed)),
+            f"this run uses Python code, {listing}, and a run folder may come from anyone: no code that it names is "
+            f"run. If you trust {'that file' if is_single else 'these files'}, name {'it' if is_single else 'them'}: "
+            f"{flags}",
+            key=next(iter(untrusted_places)),
         )
-    unused = [place for place in functions if place not in named.values()]
-    if unused:
-        raise ConfigError(f"got {shortened(unused[0])}, which the run does not use; leave it out", key=FUNCTION)
+    unused_places = [place for place in functions if place not in places.values()]
+    if unused_places:
+        raise ConfigError(f"got {shortened(unused_places[0])}, which the run does not use; leave it out", key=FUNCTION)
 
 
 def _layers_of_transformers(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
@@ -133,25 +134,26 @@ def _layers_of_source(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
         returned: object = run_third_party(place, call)
         if not isinstance(returned, Iterable):
             raise ConfigError(f"{place} returned {described(returned)}; expected {EXPECTED}", key=KEY)
-        made: list[Any] = run_third_party(place, lambda: list(returned))
-    if not made:
+        layers: list[Any] = run_third_party(place, lambda: list(returned))
+    if not layers:
         raise ConfigError(f"{place} returned no layers; expected {EXPECTED}", key=KEY)
-    if all(isinstance(layer, LayerSpec) for layer in made):
-        return [replace(layer, seed=layer.seed + config.run.seed) for layer in made]
-    for index, layer in enumerate(made):
+    if all(isinstance(layer, LayerSpec) for layer in layers):
+        return [replace(layer, seed=layer.seed + config.run.seed) for layer in layers]
+    for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise ConfigError(f"{place} returned {described(layer)} as layer {index}; expected {EXPECTED}", key=KEY)
-    return _described_modules(made)
+    return _specs_of_modules(layers)
 
 
-def _described_modules(modules: list[nn.Module]) -> list[LayerSpec]:
+def _specs_of_modules(modules: list[nn.Module]) -> list[LayerSpec]:
     """Name modules by their place, as nn.Sequential does; a parameter that two of them share is tied."""
-    owners: dict[int, str] = {}
+    name_of_id: dict[int, str] = {}  # of each parameter in the first module that has it
     layers = []
     for index, module in enumerate(modules):
-        names = {name: id(parameter) for name, parameter in module.named_parameters()}
-        tied = tuple((name, owners[own]) for name, own in names.items() if own in owners)
-        owners |= {own: f"{index}.{name}" for name, own in names.items() if own not in owners}
+        param_ids = {name: id(param) for name, param in module.named_parameters()}
+        tied = tuple((name, name_of_id[param_id]) for name, param_id in param_ids.items() if param_id in name_of_id)
+        for name, param_id in param_ids.items():
+            name_of_id.setdefault(param_id, f"{index}.{name}")
         # A copy each time: measuring a layer, or another type, must not change the one that is trained.
         layers.append(LayerSpec(str(index), partial(deepcopy, module), tied=tied))
     return layers
@@ -160,9 +162,9 @@ def _described_modules(modules: list[nn.Module]) -> list[LayerSpec]:
 def _token_loss(vocabulary: int, key: str, logits: Any, target: Tensor) -> Tensor:
     """Check what the user's last layer returns, then take the loss of the decoder."""
     if not isinstance(logits, Tensor) or logits.shape[:-1] != target.shape or logits.shape[-1] < vocabulary:
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else described(logits)
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else described(logits)
         raise PenstockError(
-            f"{key}: the last layer returned {found}; the loss of next tokens needs logits of shape "
+            f"{key}: the last layer returned {shape}; the loss of next tokens needs logits of shape "
             f"{(*target.shape, vocabulary)} [batch, length, vocabulary]. Return these, or name your own model.loss"
         )
     return cross_entropy_loss(logits, target)

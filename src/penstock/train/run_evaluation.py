@@ -31,7 +31,7 @@ from penstock.train.step import mean_loss
 from penstock.train.together import same_words
 
 MAX_EXPONENT = 700.0
-"""Of a float, nearly."""
+"""The largest loss whose exponential a float holds, nearly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Evaluation:
     weights: Path
     """The file or checkpoint that the weights came from."""
     step: int | None
-    """Of that checkpoint; None for weights without a step."""
+    """The step of the checkpoint; None for weights without a step."""
     loss: float
-    """Mean over the targets; in nats per token, unless the loss is the user's own."""
+    """Mean loss over the targets; in nats per token, unless the loss is the user's own."""
     perplexity: float | None
-    """None where the loss is the user's own."""
+    """The exponential of the loss; None where the loss is the user's own."""
     num_batches: int
     num_targets: int
 
@@ -56,8 +56,8 @@ def checkpoint_of(folder: Path, step: int) -> Path:
     checkpoints = RunFolder(folder).checkpoints
     steps = checkpoints.steps()
     if step not in steps:
-        found = f"it has {', '.join(map(str, reversed(steps)))}" if steps else "it has no checkpoint"
-        raise CheckpointError(f"{folder}: has no checkpoint of step {step}; {found}")
+        available = f"it has {', '.join(map(str, reversed(steps)))}" if steps else "it has no checkpoint"
+        raise CheckpointError(f"{folder}: has no checkpoint of step {step}; {available}")
     return checkpoints.of_step(step)
 
 
@@ -81,18 +81,26 @@ def evaluate_run(config: RunConfig, output: TextIO, *, is_whole: bool) -> Evalua
         if not is_whole:
             Control(transport).on_rank_0(lambda: _require_same_text(dataset, folder), same_words)
         layers = build_layers(config, dataset.vocabulary)
-        rule = choose_split(config, layers, dataset, folder, transport)
+        split_rule = choose_split(config, layers, dataset, folder, transport)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PenstockWarning)  # of training
-            pipeline = build_pipeline(config, layers, rule, dataset.vocabulary)
+            pipeline = build_pipeline(config, layers, split_rule, dataset.vocabulary)
     with closing(pipeline), Precision(config.precision).region(pipeline.device):
-        where = load_weights(Path(config.checkpoint.load), pipeline)
-        batches, counts = _batches(config, dataset, Wants.of(pipeline), is_whole=is_whole)
-        loss = mean_loss(pipeline, batches, counts)
+        weights_path = load_weights(Path(config.checkpoint.load), pipeline)
+        batches, target_counts = _batches(config, dataset, Wants.of(pipeline), is_whole=is_whole)
+        loss = mean_loss(pipeline, batches, target_counts)
     if not isfinite(loss):
-        raise NotFinite(f"{where}: the loss is {loss}; expected a finite number. Evaluate an earlier checkpoint")
+        raise NotFinite(f"{weights_path}: the loss is {loss}; expected a finite number. Evaluate an earlier checkpoint")
     perplexity = None if config.model.loss else exp(loss) if loss < MAX_EXPONENT else inf
-    return Evaluation(pipeline.control.rank, where, step_of(where), loss, perplexity, len(counts), int(sum(counts)))
+    return Evaluation(
+        rank=pipeline.control.rank,
+        weights=weights_path,
+        step=step_of(weights_path),
+        loss=loss,
+        perplexity=perplexity,
+        num_batches=len(target_counts),
+        num_targets=int(sum(target_counts)),
+    )
 
 
 def _batches(
@@ -110,16 +118,16 @@ def _batches(
             f"the run holds out nothing: {reason}. Give a text with --data PATH, or --set run.evaluate_batches=16",
             key="run.evaluate_batches",
         )
-    equal = [float(dataset.num_targets(0))] * len(batches)
-    return chain(batches), dataset.held_out_weights(num_batches) or equal
+    equal_counts = [float(dataset.num_targets(0))] * len(batches)
+    return chain(batches), dataset.held_out_weights(num_batches) or equal_counts
 
 
 def _require_same_text(dataset: Dataset, folder: RunFolder) -> None:
     """Refuse a text that is not the one of the checkpoints: its held-out part may have been trained on."""
-    saved = None
+    checkpoint = None
     with suppress(CheckpointError):
-        saved = newest_readable(folder.checkpoints.path)
-    digest = None if saved is None else read_manifest(saved).extra.get("data")
+        checkpoint = newest_readable(folder.checkpoints.path)
+    digest = None if checkpoint is None else read_manifest(checkpoint).extra.get("data")
     if digest not in (None, dataset.digest):
         raise ConfigError(
             "the text has changed since the run was trained, so that its held-out part may have been trained on. Put "

@@ -24,7 +24,7 @@ from penstock.train.settings.steps import learning_rate_at
 from penstock.train.watching.progress import StepOutcome
 
 Batches = BatchReader | Sequence[Batch | tuple[Tensor, Tensor] | Stream]
-"""The batches of one optimizer step; each is asked for just before its pipeline step, so that waits for it show.
+"""The batches of one optimizer step; each is read just before its pipeline step, so that waits for it are measured.
 
 A pair is tokens and target. A `Stream` brings a batch one microbatch after another, on this rank's device already.
 """
@@ -90,7 +90,8 @@ class Trainer:
         recorded = self._gather(number, moments_s) if record else None
         norm = self.update.measure()
         if skip_update and self.pipeline.num_replicas > 1:
-            # Their gradients are not summed: all see what any has.
+            # No gradient is summed over the replicas in a dry run, so each norm is of one replica. Their sum is not
+            # finite on any rank if one of them is not.
             norm = sum(self.pipeline.control.across(norm))
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if not is_finite:
@@ -151,10 +152,10 @@ class Trainer:
             self.pipeline.step_number = num_steps - count + index  # so that layers draw the same numbers
             part = as_part(batch)
             with self._region():
-                found = self.pipeline.find_not_finite(*part.args, target=part.target, **part.kwargs)
+                origin = self.pipeline.find_not_finite(*part.args, target=part.target, **part.kwargs)
             self.pipeline.step_number = num_steps
-            if found:
-                return f"It begins on {found}{f', batch {index + 1} of {count}' if count > 1 else ''}."
+            if origin:
+                return f"It begins on {origin}{f', batch {index + 1} of {count}' if count > 1 else ''}."
         return ""
 
     def _accumulate(
@@ -166,7 +167,7 @@ class Trainer:
         moments_s: list[float] = []
         for index in range(len(batches)):
             moments_s = [read()]
-            batch = self._asked(batches, index)
+            batch = self._batch_of_step(batches, index)
             moments_s.append(read())
             losses.data_wait_s += moments_s[1] - moments_s[0]
             share = None if shares is None else shares[index]
@@ -178,10 +179,10 @@ class Trainer:
             losses.add(result, 1.0 if share is None else share)
         return losses, moments_s
 
-    def _asked(self, batches: Batches, index: int) -> Batch:
+    def _batch_of_step(self, batches: Batches, index: int) -> Batch:
         """Return a batch, or the stream of one, as `Pipeline.step` takes it.
 
-        Where this rank has none, every rank is told why, and none waits for this one's step.
+        Where this rank cannot read it, every rank raises the error, and none waits for this rank's step.
         """
         try:
             batch = batches[index]
@@ -193,9 +194,11 @@ class Trainer:
         """Put the recorded step together with what each rank of the replica did before it; a collective there."""
         recording = self.pipeline.recording
         assert recording is not None, "the last pipeline step was recorded"
-        own = [recording.from_own_clock(moment_s) for moment_s in moments_s]
-        everyone: list[Any] = self.pipeline.control.within.all_gather_object(own)
-        return replace(recording.timeline, step=number, prologues=tuple(Prologue(*moments) for moments in everyone))
+        local_moments_s = [recording.from_own_clock(moment_s) for moment_s in moments_s]
+        moments_by_rank: list[Any] = self.pipeline.control.within.all_gather_object(local_moments_s)
+        return replace(
+            recording.timeline, step=number, prologues=tuple(Prologue(*moments) for moments in moments_by_rank)
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -204,7 +207,7 @@ class _Losses:
 
     total: float = 0.0
     weights: float = 0.0
-    named: dict[str, float] = field(default_factory=dict)
+    sums_by_name: dict[str, float] = field(default_factory=dict)
     data_wait_s: float = 0.0
     """Seconds that this rank waited for the batches."""
 
@@ -215,7 +218,7 @@ class _Losses:
         if result.data_times is not None:
             self.data_wait_s += result.data_times.waited_s
         for name, loss in result.named_losses.items():
-            self.named[name] = self.named.get(name, 0.0) + loss.item() * weight
+            self.sums_by_name[name] = self.sums_by_name.get(name, 0.0) + loss.item() * weight
 
     @property
     def mean(self) -> float:
@@ -223,13 +226,13 @@ class _Losses:
 
     @property
     def named_means(self) -> dict[str, float]:
-        return {name: total / self.weights for name, total in self.named.items()}
+        return {name: total / self.weights for name, total in self.sums_by_name.items()}
 
 
-def require_finite(what: str, value: float, step: int, advice: str, where: str = "") -> None:
-    """Stop a run that has gone astray; `where` is what is known of it. Raises: NotFinite."""
+def require_finite(quantity: str, value: float, step: int, advice: str, where: str = "") -> None:
+    """Refuse a value that is not finite; `where` says which layer or rank it comes from. Raises: NotFinite."""
     if not math.isfinite(value):
-        parts = [f"step {step}: {what} is {value}; expected a finite number.", where, advice]
+        parts = [f"step {step}: {quantity} is {value}; expected a finite number.", where, advice]
         raise NotFinite(" ".join(part for part in parts if part))
 
 
@@ -245,14 +248,14 @@ def mean_loss(
 ) -> float:
     """Return the mean of the pipeline's loss over batches, without gradients; the same on every rank.
 
-    `weights` are what each loss is the mean of; by default they are equal.
+    `weights` are the numbers of targets that each batch's loss is the mean of; by default they are equal.
     """
     total = 0.0
     if not weights:
         batches = list(batches)
         weights = [1.0] * len(batches)
-    for each, weight in zip(batches, weights, strict=True):
-        batch = as_part(each)
+    for item, weight in zip(batches, weights, strict=True):
+        batch = as_part(item)
         result = pipeline.evaluate(*batch.args, target=batch.target, **batch.kwargs)
         assert result.loss is not None, "the pipeline has a loss and got a target"
         total += result.loss.item() * weight

@@ -47,20 +47,25 @@ class StepRunner:
         self._reader: BatchReader | None = None
 
     def continue_recording(self, first_step: int) -> None:
-        """Keep what the run recorded before `first_step`, unless it ran otherwise then: with other ranks, for example.
+        """Take over the timeline recorded before `first_step`, unless its plan was another: other ranks, for example.
 
-        Where that was so, or its timeline is lost, another step is recorded, as if the run began here; a collective.
+        Where the plan was another, or the timeline is lost, a later step is recorded as if the run began here. This is
+        a collective.
         """
         if not 0 < self._recorded_step < first_step:
             return
         pipeline, run = self.trainer.pipeline, self._config.run
-        before = None  # where it was lost, or none was recorded
+        earlier_timeline = None
         with suppress(PenstockError):
-            before = read_recorded_step(Path(run.folder))
-        now = pipeline.program, tuple(pipeline.layers_of_stage), pipeline.num_replicas
-        is_same = before is not None and (before.program, before.layers_of_stage, before.num_replicas) == now
+            earlier_timeline = read_recorded_step(Path(run.folder))
+        current_plan = pipeline.program, tuple(pipeline.layers_of_stage), pipeline.num_replicas
+        is_same = (
+            earlier_timeline is not None
+            and (earlier_timeline.program, earlier_timeline.layers_of_stage, earlier_timeline.num_replicas)
+            == current_plan
+        )
         if pipeline.control.all_gather_object(is_same)[0]:  # rank 0 writes the file
-            self.recorded = before
+            self.recorded = earlier_timeline
         else:
             self._recorded_step = min(first_step - 1 + run.record_step, run.steps)
 
@@ -79,7 +84,7 @@ class StepRunner:
             self._reader = reader
             yield
 
-    def run(self, step: int, say: Say = lambda line: None) -> StepMetrics:
+    def run_step(self, step: int, say: Say = lambda line: None) -> StepMetrics:
         """Run one optimizer step, counted from 1, and evaluate where it is due; `say` shows people a line meanwhile."""
         plan = self._config.batch_plan
         first, count = plan.begin(step), plan.count(step)
@@ -116,22 +121,25 @@ class StepRunner:
         )
 
     def _predicted_bubble(self, outcome: StepOutcome) -> float | None:
-        """Return, on the rank that writes it, what the simulator makes of the costs of a recorded step."""
+        """Return the bubble fraction that the simulator predicts of a recorded step; None on all ranks but rank 0."""
         if outcome.recorded is None or self.trainer.pipeline.control.rank:
             return None
         try:
             return predict_again(outcome.recorded)["predicted"].bubble_fraction
-        except PenstockError:  # what is only told should not end a run
+        except PenstockError:  # a number that is only shown should not end a run
             return None
 
     def _peak_bytes(self, step: int) -> Sequence[int]:
-        """Return what each rank of the first replica took at most so far, where it is due; a collective there."""
+        """Return the peak bytes so far of each rank of the first replica; empty where the step is not due.
+
+        Where it is due, this is a collective.
+        """
         every = self._config.metrics.memory_every
         if not every or (step % every and step != self._config.run.steps):
             return ()
         pipeline = self.trainer.pipeline
-        everyone: list[Any] = pipeline.control.all_gather_object(peak_bytes(pipeline.device))
-        return everyone[: pipeline.transport.num_ranks]
+        bytes_by_rank: list[Any] = pipeline.control.all_gather_object(peak_bytes(pipeline.device))
+        return bytes_by_rank[: pipeline.transport.num_ranks]
 
     def _held_out_loss(self, step: int, outcome: StepOutcome, say: Say) -> float | None:
         every = self._config.run.evaluate_every
@@ -147,20 +155,20 @@ class StepRunner:
 
 
 @contextmanager
-def telling_compilation(what: str, say: Say) -> Iterator[list[str]]:
-    """Say once that this process compiles layers in a block, if it does; yields a list that gets the line.
+def telling_compilation(activity: str, say: Say) -> Iterator[list[str]]:
+    """Say once if this process compiles layers while the block runs; yield a list that then holds the line.
 
     A first compilation may take a minute, and looks like a step that hangs.
     """
-    said: list[str] = []
+    lines: list[str] = []
 
     def begin() -> None:
-        if not said:
-            said.append(f"{what} compiles the layers; that takes a while")
-            say(said[0])
+        if not lines:
+            lines.append(f"{activity} compiles the layers; that takes a while")
+            say(lines[0])
 
     stop = watch_compilations(begin, lambda: None)
     try:
-        yield said
+        yield lines
     finally:
         stop()

@@ -36,7 +36,7 @@ class StopRequest:
     def __init__(self) -> None:
         self._requested = Event()
         self.limit_s: float | None = None
-        """How long the loop may take to stop; None where no loop looks, so that the process has to be ended."""
+        """Seconds that the loop may take to stop; None while no loop runs, so that the process has to be ended."""
 
     @property
     def is_requested(self) -> bool:

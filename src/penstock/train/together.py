@@ -9,9 +9,9 @@ from penstock.execute.control.long_work import Heartbeat, work_together
 
 T = TypeVar("T")
 Beat = Callable[[], None]
-"""Says that work goes on; an interruption of the rank's main thread is raised from it."""
+"""A function by which work says that it goes on; an interruption of the rank's main thread is raised from it."""
 STALLED_AFTER_S = 1800.0
-"""How long the work of all ranks may go without a beat."""
+"""Seconds that the work of all ranks may go without a beat."""
 
 
 def same_words(failure: Failure) -> Exception:

@@ -20,30 +20,30 @@ from penstock.train.settings.config import RunConfig
 
 def check_ranks(config: RunConfig, num_processes: int) -> None:
     """Refuse a world of another size than the configuration's. Raises: ConfigError, naming the sizes that fit."""
-    wanted, ranks, data = config.num_processes, config.pipeline.ranks, config.parallel.data
-    if num_processes == wanted:
+    num_expected, ranks, data = config.num_processes, config.pipeline.ranks, config.parallel.data
+    if num_processes == num_expected:
         return
     runs = "1 process runs" if num_processes == 1 else f"{num_processes} processes run"
-    each = f" (pipeline.ranks = {ranks} in each of parallel.data = {data} replicas)" if data > 1 else ""
+    replica_note = f" (pipeline.ranks = {ranks} in each of parallel.data = {data} replicas)" if data > 1 else ""
     fits = [f"pipeline.ranks={num_processes}"] if data == 1 else []
     if num_processes % ranks == 0:
         fits.append(f"parallel.data={num_processes // ranks}")
-    others = f"pass --set {' or '.join(fits)}" if fits else f"a multiple of {ranks} with another parallel.data"
+    fix = f"pass --set {' or '.join(fits)}" if fits else f"a multiple of {ranks} with another parallel.data"
     raise ConfigError(
-        f"the run is for {count_of(wanted, 'rank')}{each}, but {runs}. Start {wanted} with torchrun --nproc-per-node, "
-        f"or {others}",
+        f"the run is for {count_of(num_expected, 'rank')}{replica_note}, but {runs}. Start {num_expected} with "
+        f"torchrun --nproc-per-node, or {fix}",
         key="pipeline.ranks",
     )
 
 
 def require_same_layout(config: RunConfig, control: Control) -> None:
-    """Make sure that all ranks were told alike where each of them is; every rank calls it. Raises: ConfigError."""
-    own = {"pipeline.ranks": config.pipeline.ranks}
-    own |= {f"parallel.{key}": value for key, value in config.parallel}
-    everyone: list[Any] = control.all_gather_object(own)
-    for rank, theirs in enumerate(everyone):
-        for key, value in theirs.items():
-            first = everyone[0][key]
+    """Refuse a rank with another layout than rank 0's in its settings; every rank calls it. Raises: ConfigError."""
+    local_layout = {"pipeline.ranks": config.pipeline.ranks}
+    local_layout |= {f"parallel.{key}": value for key, value in config.parallel}
+    layouts: list[Any] = control.all_gather_object(local_layout)
+    for rank, layout in enumerate(layouts):
+        for key, value in layout.items():
+            first = layouts[0][key]
             if value != first:
                 raise ConfigError(
                     f"{value!r} on rank {rank}, but {first!r} on rank 0; give all ranks the same file", key=key
@@ -51,7 +51,7 @@ def require_same_layout(config: RunConfig, control: Control) -> None:
 
 
 def replicas_of(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Return what tells a `Pipeline` of its replicas, nothing where there is one alone; every rank calls it."""
+    """Return the arguments by which a `Pipeline` learns of its replicas, none for one replica; every rank calls it."""
     parallel = config.parallel
     if parallel.data == 1:
         return {}

@@ -52,8 +52,8 @@ class MainWeightOptimizer(Optimizer):
             if not hasattr(parameter, MAIN_GRAD):
                 raise ConfigError("main weights need a pipeline with main_gradients=True", key="main_gradients")
             main.grad = getattr(parameter, MAIN_GRAD)
-        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(_without(own, "params"))
+        for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner_group.update(_without(group, "params"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those beside the parameters included."""
@@ -73,13 +73,13 @@ class MainWeightOptimizer(Optimizer):
             CheckpointError: a main weight is missing, or has another shape.
         """
         states = state_dict["state"]
-        order = [each for group in state_dict["param_groups"] for each in group["params"]]
+        order = [index for group in state_dict["param_groups"] for index in group["params"]]
         for number, main in zip(order, self._mains.values(), strict=True):
             _require_main(number, states.get(number, {}).get(MAIN_WEIGHT), main)
-        inner = {number: _without(state, MAIN_WEIGHT) for number, state in states.items()}
+        inner_states = {number: _without(state, MAIN_WEIGHT) for number, state in states.items()}
         # torch casts what it loads to the type of the parameters, which would round it: those of `inner` are float32
-        kept = {number: state for number, state in inner.items() if state}
-        self.inner.load_state_dict({"state": kept, "param_groups": state_dict["param_groups"]})
+        nonempty_states = {number: state for number, state in inner_states.items() if state}
+        self.inner.load_state_dict({"state": nonempty_states, "param_groups": state_dict["param_groups"]})
         with torch.no_grad():
             for number, main in zip(order, self._mains.values(), strict=True):
                 main.copy_(states[number][MAIN_WEIGHT])
@@ -95,13 +95,13 @@ class MainWeightOptimizer(Optimizer):
         """Show the state and the options of the main weights as those of the parameters; the tensors are the same."""
         for parameter, main in self._mains.items():
             self.state[parameter] = {MAIN_WEIGHT: main.detach(), **self.inner.state.get(main, {})}
-        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            own.update(_without(inner, "params"))
+        for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(_without(inner_group, "params"))
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         mains: list[Any] = [self._mains[parameter] for parameter in group["params"]]
-        named = list(zip(group["param_names"], mains, strict=True)) if "param_names" in group else mains
-        return {**_without(group, "param_names"), "params": named}
+        main_params = list(zip(group["param_names"], mains, strict=True)) if "param_names" in group else mains
+        return {**_without(group, "param_names"), "params": main_params}
 
     def _parameters(self) -> Iterable[nn.Parameter]:
         return (parameter for group in self.param_groups for parameter in group["params"])
@@ -116,9 +116,9 @@ def _main_of(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(copied, requires_grad=parameter.requires_grad)
 
 
-def _require_main(number: int, found: Any, main: Tensor) -> None:
-    if not isinstance(found, Tensor) or found.shape != main.shape:
-        has = "none" if not isinstance(found, Tensor) else f"one of shape {tuple(found.shape)}"
+def _require_main(number: int, loaded_weight: Any, main: Tensor) -> None:
+    if not isinstance(loaded_weight, Tensor) or loaded_weight.shape != main.shape:
+        has = "none" if not isinstance(loaded_weight, Tensor) else f"one of shape {tuple(loaded_weight.shape)}"
         raise CheckpointError(
             f"parameter {number} of the optimizer has a main weight of shape {tuple(main.shape)}, but its saved state "
             f"has {has}; load the state of a run in the same precision"

@@ -44,28 +44,28 @@ def build_optimizer(
     copies of the parameters.
     """
     groups = _groups(named_parameters, options, embeddings)
-    found = optimizer_class(options)
-    taken = _taken(found)
+    torch_class = optimizer_class(options)
+    accepted_arguments = _arguments_of(torch_class)
     arguments: dict[str, Any] = {"lr": options.learning_rate}
-    if "betas" in taken:
+    if "betas" in accepted_arguments:
         arguments["betas"] = (options.beta1, options.beta2)
-    if _takes_epsilon(taken):
+    if _takes_epsilon(accepted_arguments):
         arguments["eps"] = options.epsilon
     arguments |= options.options
-    trained = [each for group in groups for _, each in group["params"]]
-    arguments |= _implementation(found, options, device, trained)
+    trained_params = [parameter for group in groups for _, parameter in group["params"]]
+    arguments |= _implementation(torch_class, options, device, trained_params)
     if has_main_weights:
-        return MainWeightOptimizer(groups, found, **arguments)
-    made: Optimizer = found(groups, **arguments)
-    return made
+        return MainWeightOptimizer(groups, torch_class, **arguments)
+    optimizer: Optimizer = torch_class(groups, **arguments)
+    return optimizer
 
 
 def optimizer_class(options: OptimizerSection) -> Any:
     """Return the class that a configuration names. Raises: ConfigError."""
-    known = [name for name, each in vars(torch.optim).items() if _is_optimizer(each)]
-    if options.name not in known:
+    names = [name for name, value in vars(torch.optim).items() if _is_optimizer(value)]
+    if options.name not in names:
         raise ConfigError(
-            f"torch.optim has no optimizer {options.name!r}.{nearest(options.name, known)} It has {', '.join(known)}",
+            f"torch.optim has no optimizer {options.name!r}.{nearest(options.name, names)} It has {', '.join(names)}",
             key="optimizer.name",
         )
     return getattr(torch.optim, options.name)
@@ -77,14 +77,14 @@ def check_optimizer(options: OptimizerSection, *, is_sharded: bool = False) -> N
     Raises:
         ConfigError: an unknown class or option, an option that has a key of its own, or what torch refuses.
     """
-    found = optimizer_class(options)
+    torch_class = optimizer_class(options)
     if is_sharded and options.name in NOT_FOR_SHARDS:
         raise ConfigError(
             f"{options.name} cannot step shards of parameters; take another, such as AdamW, or parallel.shard = 'none'",
             key="optimizer.name",
         )
-    _refuse_unknown_options(found, options)
-    _refuse_unused_keys(found, options)
+    _refuse_unknown_options(torch_class, options)
+    _refuse_unused_keys(torch_class, options)
     parameters = [("matrix", nn.Parameter(torch.ones(2, 2))), ("vector", nn.Parameter(torch.ones(2)))]
     torch.autograd.backward([parameter.sum() for _, parameter in parameters])
     try:
@@ -101,38 +101,39 @@ def check_optimizer(options: OptimizerSection, *, is_sharded: bool = False) -> N
 def _groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], options: OptimizerSection, embeddings: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Put what decays into one group and the rest into another; neither is empty, unless there is nothing to train."""
-    trained = distinct((name, parameter) for name, parameter in named_parameters if parameter.requires_grad)
+    """Put parameters that decay into one group and the rest into another; an empty group is left out if it can be."""
+    trained_params = distinct((name, parameter) for name, parameter in named_parameters if parameter.requires_grad)
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
         is_matrix = parameter.dim() >= 2 or options.decay_vectors
         return is_matrix and (options.decay_embeddings or name not in embeddings)
 
-    has_decay = "weight_decay" in _taken(optimizer_class(options))
+    has_decay = "weight_decay" in _arguments_of(optimizer_class(options))
     groups: list[dict[str, Any]] = []
     for is_decayed, decay in ((True, options.weight_decay), (False, 0.0)):
-        own = [each for each in trained if decays(*each) is is_decayed]
-        groups.append({"params": own, "weight_decay": decay} if has_decay else {"params": own})
+        group_params = [named_param for named_param in trained_params if decays(*named_param) is is_decayed]
+        groups.append({"params": group_params, "weight_decay": decay} if has_decay else {"params": group_params})
     return [group for group in groups if group["params"]] or [{"params": []}]
 
 
-def _refuse_unknown_options(found: Any, options: OptimizerSection) -> None:
-    taken = [name for name in _taken(found) if name not in KEYS]
+def _refuse_unknown_options(torch_class: Any, options: OptimizerSection) -> None:
+    accepted_names = [name for name in _arguments_of(torch_class) if name not in KEYS]
     for name in options.options:
         key = f"optimizer.options.{name}"
         if name in KEYS:
-            keys = " and ".join(f"optimizer.{each}" for each in KEYS[name])
+            keys = " and ".join(f"optimizer.{option_key}" for option_key in KEYS[name])
             raise ConfigError(f"not an option of its own; set {keys}", key=key)
-        if name not in taken:
+        if name not in accepted_names:
+            hint = nearest(name, accepted_names)
             raise ConfigError(
-                f"{options.name} has no argument {name!r}.{nearest(name, taken)} It takes {', '.join(taken)}", key=key
+                f"{options.name} has no argument {name!r}.{hint} It takes {', '.join(accepted_names)}", key=key
             )
 
 
-def _refuse_unused_keys(found: Any, options: OptimizerSection) -> None:
+def _refuse_unused_keys(torch_class: Any, options: OptimizerSection) -> None:
     """Refuse a key that was changed although the class does not take it."""
-    taken = _taken(found)
-    is_taken = {name: name in taken for name in KEYS} | {"eps": _takes_epsilon(taken)}
+    accepted_arguments = _arguments_of(torch_class)
+    is_taken = {name: name in accepted_arguments for name in KEYS} | {"eps": _takes_epsilon(accepted_arguments)}
     for name, keys in KEYS.items():
         for key in keys:
             is_changed = getattr(options, key) != OptimizerSection.model_fields[key].default
@@ -141,28 +142,28 @@ def _refuse_unused_keys(found: Any, options: OptimizerSection) -> None:
 
 
 def _implementation(
-    found: Any, options: OptimizerSection, device: torch.device | None, parameters: Sequence[nn.Parameter]
+    torch_class: Any, options: OptimizerSection, device: torch.device | None, parameters: Sequence[nn.Parameter]
 ) -> dict[str, bool]:
-    """Return by which of its implementations a class steps; nothing where its default will do, or options decide it."""
-    wanted = ["fused"] if device is not None and device.type != "cpu" else []
+    """Return the argument that selects an implementation of the step; none where options do, or the default is best."""
+    implementations = ["fused"] if device is not None and device.type != "cpu" else []
     if parameters and all(map(is_dtensor, parameters)):
         # By default torch loops over these, and calls for each of them take a millisecond.
-        wanted += ["foreach", "fused"]
-    taken = _taken(found)
+        implementations += ["foreach", "fused"]
+    accepted_arguments = _arguments_of(torch_class)
     if {"fused", "foreach", "differentiable"} & set(options.options):
         return {}
-    return next(({name: True} for name in wanted if name in taken), {})
+    return next(({name: True} for name in implementations if name in accepted_arguments), {})
 
 
-def _taken(found: Any) -> Mapping[str, inspect.Parameter]:
+def _arguments_of(torch_class: Any) -> Mapping[str, inspect.Parameter]:
     """Return the arguments of a class, but for the parameters to train."""
-    return {name: each for name, each in inspect.signature(found).parameters.items() if name != "params"}
+    return {name: argument for name, argument in inspect.signature(torch_class).parameters.items() if name != "params"}
 
 
-def _takes_epsilon(taken: Mapping[str, inspect.Parameter]) -> bool:
+def _takes_epsilon(accepted_arguments: Mapping[str, inspect.Parameter]) -> bool:
     # Adafactor has two of them under this name; they are given as its defaults have them.
-    return "eps" in taken and isinstance(taken["eps"].default, float)
+    return "eps" in accepted_arguments and isinstance(accepted_arguments["eps"].default, float)
 
 
-def _is_optimizer(found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+def _is_optimizer(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer

@@ -17,11 +17,11 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 """They take inputs of fewer bits than their weights, but no statistics of more; and averages need the bits."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _NUM_PRODUCTS = 5
-"""Of which the fastest counts: other processes may disturb the rest."""
+"""The number of matrix products of which the fastest counts: other processes may disturb the rest."""
 _SIDE = 128
 """Rows and columns of the matrices: some milliseconds where a CPU emulates the type."""
 _SLOWER = 1.5
-"""How many times the seconds of float32 are worth a note; the same work varies by less."""
+"""The seconds of a type, in those of float32, from which on a note says so; the same work varies by less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type to compute in; None: that of the model."""
+        """The type to compute in; None where the model's own type is."""
         return _DTYPES.get(self.options.compute)
 
     @property
@@ -75,7 +75,7 @@ class LossScaler(GradScaler):
     """
 
     share = 1.0
-    """Of the batch that runs, in its optimizer step."""
+    """The share of the batch that runs in the loss of its optimizer step."""
 
     def scale_mean(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale and the share."""
@@ -127,11 +127,11 @@ def _product_s(dtype: torch.dtype) -> float:
 
 def _built_in(dtype: torch.dtype, build: Callable[[], nn.Module]) -> nn.Module:
     module = build()
-    for each in module.modules():
-        is_norm = isinstance(each, _BATCH_NORMS)
-        for parameter in each.parameters(recurse=False):
+    for submodule in module.modules():
+        is_norm = isinstance(submodule, _BATCH_NORMS)
+        for parameter in submodule.parameters(recurse=False):
             parameter.data = parameter.data.to(torch.float32 if is_norm else dtype)
-        for name, buffer in each.named_buffers(recurse=False) if is_norm else ():
+        for name, buffer in submodule.named_buffers(recurse=False) if is_norm else ():
             if buffer.is_floating_point():
-                setattr(each, name, buffer.float())
+                setattr(submodule, name, buffer.float())
     return module

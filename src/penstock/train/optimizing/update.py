@@ -21,7 +21,7 @@ class Update:
     """
 
     optimizer: Optimizer
-    """Of the pipeline's parameters. Its `state_dict()` has all that it holds, main weights included."""
+    """The optimizer of the pipeline's parameters; its `state_dict()` includes main weights."""
 
     def __init__(
         self, pipeline: Pipeline, options: OptimizerSection, precision: Precision, embeddings: Collection[str] = ()
@@ -81,7 +81,7 @@ class Update:
         self.num_skipped_in_a_row += is_overflow
 
     def state(self) -> dict[str, Any]:
-        """Return what is no tensor: numbers and texts, for JSON; the same on every rank."""
+        """Return the state beside tensors, numbers and texts for JSON; it is the same on every rank."""
         return {
             "loss_scaler": None if self._scaler is None else self._scaler.state_dict(),
             "num_skipped": self.num_skipped,
@@ -102,9 +102,9 @@ class Update:
 
     @property
     def _stepped(self) -> Optimizer:
-        """The optimizer that has the gradients."""
+        """The optimizer whose parameters have the gradients: that of the main weights, where there are any."""
         return self.optimizer.inner if isinstance(self.optimizer, MainWeightOptimizer) else self.optimizer
 
     @property
     def _has_gradients(self) -> bool:
-        return any(each.grad is not None for group in self._stepped.param_groups for each in group["params"])
+        return any(param.grad is not None for group in self._stepped.param_groups for param in group["params"])

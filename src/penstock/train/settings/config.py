@@ -46,8 +46,8 @@ class RunConfig(Sections):
         folder = model.get("transformers") if isinstance(model, dict) else None
         if not isinstance(folder, str) or not folder or not isinstance(data, dict) or "tokenizer" in data:
             return table
-        own = Path(folder, "tokenizer.json")
-        return {**table, "data": {**data, "tokenizer": str(own)}} if own.is_file() else table
+        tokenizer_file = Path(folder, "tokenizer.json")
+        return {**table, "data": {**data, "tokenizer": str(tokenizer_file)}} if tokenizer_file.is_file() else table
 
     @model_validator(mode="after")
     def _keep_the_rules(self) -> Self:
@@ -123,7 +123,7 @@ def config_to_toml(config: RunConfig) -> str:
 def _toml_value(value: Any) -> Any:
     """Return a value as the right side of `key = value`: tables within a section are inline ones."""
     if isinstance(value, tuple):
-        return [_toml_value(each) for each in value]
+        return [_toml_value(item) for item in value]
     if not isinstance(value, (dict, Section)):
         return value
     table = tomlkit.inline_table()
@@ -134,12 +134,12 @@ def _toml_value(value: Any) -> Any:
 
 def _problems_of(error: ValidationError) -> list[Problem]:
     # A union reports one error per member, all for the same key: the first speaks for them.
-    found: dict[str, str] = {}
+    text_by_key: dict[str, str] = {}
     for detail in error.errors(include_url=False):
         names, field = _resolve(detail["loc"])
         key = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).lstrip(".")
-        found.setdefault(key, _describe(detail, names, field))
-    return list(found.items())
+        text_by_key.setdefault(key, _describe(detail, names, field))
+    return list(text_by_key.items())
 
 
 def _resolve(location: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], FieldInfo | None]:
@@ -196,18 +196,18 @@ def _choices(detail: ErrorDetails) -> list[str]:
 
 
 def _known_keys(names: tuple[int | str, ...]) -> str:
-    """Return what an unknown key may have meant: a near neighbour, the same name elsewhere, or all neighbours."""
+    """Return a hint on an unknown key: a near neighbour, the same name elsewhere, or all neighbours."""
     leaf = str(names[-1])
     if len(names) > 3:
         return nearest(leaf, SourceSection.model_fields) or f" Known here: {', '.join(SourceSection.model_fields)}."
     keys = {section: list(_fields_of(section)) for section in RunConfig.model_fields}
-    whole = [f"{section}.{key}" for section, known in keys.items() for key in known]
-    meant = [key for key in whole if key.replace(".", "") == leaf.replace("_", "").lower()]
-    meant += [SYNONYMS[leaf]] if leaf in SYNONYMS else []
-    if meant:
-        return f" Did you mean {' or '.join(repr(key) for key in meant)}?"
+    dotted_keys = [f"{section}.{key}" for section, section_keys in keys.items() for key in section_keys]
+    matching_keys = [key for key in dotted_keys if key.replace(".", "") == leaf.replace("_", "").lower()]
+    matching_keys += [SYNONYMS[leaf]] if leaf in SYNONYMS else []
+    if matching_keys:
+        return f" Did you mean {' or '.join(repr(key) for key in matching_keys)}?"
     siblings = list(keys) if len(names) == 1 else keys[str(names[0])]
-    elsewhere = [f"{section}.{leaf}" for section, known in keys.items() if leaf in known]
+    elsewhere = [f"{section}.{leaf}" for section, section_keys in keys.items() if leaf in section_keys]
     if elsewhere:
         return f" Did you mean {' or '.join(repr(key) for key in elsewhere)}?"
     prefix = "" if len(names) == 1 else f"{names[0]}."

@@ -24,7 +24,7 @@ class OptionalPackage:
     alternative: str
     """The setting that does without it."""
     other_module: str = ""
-    """Is imported in place of the one of its name."""
+    """The module to import, where it is not the one of the package's name."""
     other_extra: str = ""
     """The extra that installs it, where it has another name."""
 
@@ -94,8 +94,8 @@ PICTURES = OptionalPackage(
 
 def require_packages(config: RunConfig) -> None:
     """Refuse a run that asks for packages which cannot be imported. Raises: ConfigError, for all of them at once."""
-    wanted = [package for package in OPTIONAL_PACKAGES if package.is_needed(config)]
-    problems = [(package.key, problem) for package in wanted if (problem := package.problem())]
+    needed_packages = [package for package in OPTIONAL_PACKAGES if package.is_needed(config)]
+    problems = [(package.key, problem) for package in needed_packages if (problem := package.problem())]
     if problems:
         raise config_error(problems)
 

@@ -27,12 +27,12 @@ def read_toml(path: Path) -> Table:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        before = content[: error.start]
+        valid_bytes = content[: error.start]
         raise FormatError(
             f"byte 0x{content[error.start]:02x} is not UTF-8; a TOML file must be saved as UTF-8",
             file=str(path),
-            line=before.count(b"\n") + 1,
-            column=error.start - before.rfind(b"\n"),
+            line=valid_bytes.count(b"\n") + 1,
+            column=error.start - valid_bytes.rfind(b"\n"),
         ) from error
     return toml_table(text, file=str(path))
 
@@ -47,7 +47,7 @@ def apply_overrides(table: Mapping[str, object], overrides: Sequence[str]) -> Ta
             holds no table.
     """
     result: Table = dict(table)
-    given: dict[str, str] = {}
+    text_by_key: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         names = [name.strip() for name in key.split(".")]
@@ -55,24 +55,24 @@ def apply_overrides(table: Mapping[str, object], overrides: Sequence[str]) -> Ta
             problem = f"override {shortened(override)} is not of the form section.key=value"
             raise ConfigError(f"{problem}, as in batch.size=32")
         name, value = ".".join(names), text.strip()
-        if name in given:
-            both = (cut(f"{name}={each}", MAX_KEY_CHARACTERS) for each in (given[name], value))
-            raise ConfigError(f"is set twice, {' and '.join(both)}; keep one", key=name)
-        given[name] = value
+        if name in text_by_key:
+            settings = (cut(f"{name}={value_text}", MAX_KEY_CHARACTERS) for value_text in (text_by_key[name], value))
+            raise ConfigError(f"is set twice, {' and '.join(settings)}; keep one", key=name)
+        text_by_key[name] = value
         result = _with_value(result, names, _parse_value(value, name), ())
     return result
 
 
 def _with_value(table: Table, names: Sequence[str], value: object, above: tuple[str, ...]) -> Table:
     """Return a copy of `table` with the value under the nested `names`; `above` is the way down to the table."""
-    name, rest = names[0], names[1:]
-    if not rest:
+    name, inner_names = names[0], names[1:]
+    if not inner_names:
         return {**table, name: value}
     inner = table.get(name, {})
     if not isinstance(inner, dict):
-        here = ".".join((*above, name))
-        raise ConfigError(f"holds {shortened(inner)}, not a table, so {here}.{'.'.join(rest)} cannot be set", key=here)
-    return {**table, name: _with_value(inner, rest, value, (*above, name))}
+        key, inner_key = ".".join((*above, name)), ".".join((*above, *names))
+        raise ConfigError(f"holds {shortened(inner)}, not a table, so {inner_key} cannot be set", key=key)
+    return {**table, name: _with_value(inner, inner_names, value, (*above, name))}
 
 
 def _parse_value(text: str, key: str) -> object:

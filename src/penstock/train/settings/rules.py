@@ -9,9 +9,9 @@ from penstock.train.settings.sections import ModelSection, Sections, SourceKeys
 from penstock.train.settings.steps import decay_steps_of
 
 MOST_BATCHES = 100_000
-"""In one optimizer step; of more, the first step would not end."""
+"""The most batches in one optimizer step; of more, the first step would not end."""
 MOST_TRIED = 1024
-"""Numbers of microbatches that are looked at for a hint."""
+"""The most numbers of microbatches that are tried for a hint."""
 COMPILERS = ("inductor", "aot_eager")
 """The backends of torch.compile whose backwards can be split."""
 
@@ -36,34 +36,35 @@ def problems_of(config: Sections) -> list[Problem]:
 
 
 def _batch_problems(config: Sections) -> Iterator[Problem]:
-    """A batch is shared out over the replicas, and the part of each over its microbatches."""
+    """Yield the problem of a batch that the microbatches of all replicas do not divide, and the nearest numbers."""
     batch, replicas = config.batch, config.parallel.data
-    size, each = batch.size, config.pipeline.microbatches
-    most = each * replicas
+    size, count = batch.size, config.pipeline.microbatches
+    most = count * replicas  # microbatches of all replicas
     if size >= most and (size % most == 0 or batch.allow_ragged):
         return
-    wanted = f"pipeline.microbatches = {each}" + (f" in each of parallel.data = {replicas} replicas" * (replicas > 1))
+    replica_note = f" in each of parallel.data = {replicas} replicas" if replicas > 1 else ""
+    requirement = f"pipeline.microbatches = {count}{replica_note}"
     if size < most:
         fewer = size // replicas if batch.allow_ragged or size % replicas == 0 else 0
         larger = f"batch.size = {most}"
         fix = f"set pipeline.microbatches = {fewer}, or {larger}" if fewer else f"set {larger}"
-        problem = f"{size} sequences cannot fill {wanted}; use at least one sequence per microbatch: {fix}"
+        problem = f"{size} sequences cannot fill {requirement}; use at least one sequence per microbatch: {fix}"
     else:
         smaller = size - size % most
-        fewer = max((few for few in range(1, min(each, MOST_TRIED)) if size % (few * replicas) == 0), default=0)
+        fewer = max((few for few in range(1, min(count, MOST_TRIED)) if size % (few * replicas) == 0), default=0)
         fix = f"use {smaller} or {smaller + most}, or set batch.allow_ragged = true"
         fix += f", or pipeline.microbatches = {fewer}" if fewer else ""
-        problem = f"{size} is not a multiple of {wanted}; {fix}"
+        problem = f"{size} is not a multiple of {requirement}; {fix}"
     yield "batch.size", problem
 
 
 def _ramp_problems(config: Sections) -> Iterator[Problem]:
-    """How many batches an optimizer step adds up is said once, and grows up to it."""
+    """Yield the problem of the number of batches of an optimizer step: one key says it, and a ramp-up ends at it."""
     batch, tokens = config.batch, config.batch.size * config.batch.length
-    given = {"accumulate": batch.accumulate > 1, "samples": batch.samples > 0, "tokens": batch.tokens > 0}
-    said = [name for name, is_given in given.items() if is_given]
-    if len(said) > 1:
-        yield f"batch.{said[1]}", f"batch.{said[0]} says already how large an optimizer step is; drop one"
+    is_set_by_key = {"accumulate": batch.accumulate > 1, "samples": batch.samples > 0, "tokens": batch.tokens > 0}
+    keys_set = [name for name, is_set in is_set_by_key.items() if is_set]
+    if len(keys_set) > 1:
+        yield f"batch.{keys_set[1]}", f"batch.{keys_set[0]} says already how large an optimizer step is; drop one"
         return
     for name, value, unit in (("samples", batch.samples, batch.size), ("tokens", batch.tokens, tokens)):
         if value % unit:
@@ -74,14 +75,14 @@ def _ramp_problems(config: Sections) -> Iterator[Problem]:
             return
     full = max(batch.accumulate, batch.samples // batch.size, batch.tokens // tokens)
     if full > MOST_BATCHES:
-        name = said[0]
+        name = keys_set[0]
         unit = {"accumulate": 1, "samples": batch.size, "tokens": tokens}[name]
         problem = f"{full} batches in one optimizer step take too long; use at most {MOST_BATCHES * unit}"
         yield f"batch.{name}", problem
         return
     if bool(batch.ramp_from) != bool(batch.ramp_steps):
-        key, other = ("ramp_from", "ramp_steps") if batch.ramp_from else ("ramp_steps", "ramp_from")
-        yield f"batch.{key}", f"a ramp-up needs batch.{other} too; set both, or neither"
+        key, missing_key = ("ramp_from", "ramp_steps") if batch.ramp_from else ("ramp_steps", "ramp_from")
+        yield f"batch.{key}", f"a ramp-up needs batch.{missing_key} too; set both, or neither"
     elif batch.ramp_from > full:
         yield "batch.ramp_from", f"{batch.ramp_from} batches are more than the {full} that it grows to"
 
@@ -146,7 +147,7 @@ def _decoder_problems(model: ModelSection) -> Iterator[Problem]:
 
 
 def _source_of_model_problems(model: ModelSection) -> Iterator[Problem]:
-    """The decoder's keys say nothing of another model."""
+    """Yield the decoder's keys that are set although model.source, for which they say nothing, is another model."""
     for key, field in DecoderConfig.model_fields.items():
         if key not in ("vocabulary", "length") and getattr(model, key) != field.default:
             yield f"model.{key}", f"is of the decoder; give {key} to model.source, in model.options"
@@ -156,7 +157,7 @@ def _source_of_model_problems(model: ModelSection) -> Iterator[Problem]:
 
 
 def _transformers_problems(model: ModelSection) -> Iterator[Problem]:
-    """The folder's config says what the decoder's keys would."""
+    """Yield the decoder's keys that are set although the config of the transformers folder says the same."""
     for key, field in ModelSection.model_fields.items():
         is_own = key in ("transformers", "source_digest", "dtype", "length")
         if not is_own and getattr(model, key) != field.get_default(call_default_factory=True):
@@ -174,20 +175,20 @@ def _model_problems(config: Sections) -> Iterator[Problem]:
 
 
 def _source_problems(config: Sections) -> Iterator[Problem]:
-    """Problems of data.files and its neighbours, or of each of data.sources, which replace them."""
+    """Yield the problems of data.files and its neighbours, or of each of data.sources, which replace them."""
     data = config.data
-    own = SourceKeys(**{name: getattr(data, name) for name in SourceKeys.model_fields})
+    direct_keys = SourceKeys(**{name: getattr(data, name) for name in SourceKeys.model_fields})
     if data.source:
-        if data.sources or own != SourceKeys():
+        if data.sources or direct_keys != SourceKeys():
             yield "data.source", "data.files or data.sources are set too; keep one of them"
         if data.packing != "windows":
             yield "data.packing", f"{data.packing!r} is for text; a source of your own packs by itself"
         return
-    if data.sources and own != SourceKeys():
+    if data.sources and direct_keys != SourceKeys():
         yield "data.sources", "data.files or its neighbours are set too; move them into a source of their own"
         return
-    named: list[tuple[str, SourceKeys]] = [(f"data.sources[{at}]", each) for at, each in enumerate(data.sources)]
-    for key, source in named or [("data", own)]:
+    sources: dict[str, SourceKeys] = {f"data.sources[{index}]": keys for index, keys in enumerate(data.sources)}
+    for key, source in (sources or {"data": direct_keys}).items():
         if source.corpus == "files" and not source.files:
             yield f"{key}.files", f"no file or folder is named; name some, or set {key}.corpus = 'stdlib'"
         if source.corpus == "stdlib" and source.files:
@@ -247,4 +248,4 @@ _RULES = (
     _optimizer_problems,
     _profile_problems,
 )
-"""In the order in which their problems are listed."""
+"""All rules, in the order in which their problems are listed."""

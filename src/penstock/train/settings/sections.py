@@ -219,8 +219,8 @@ class DataSection(SourceKeys):
     @property
     def all_sources(self) -> tuple[SourceSection, ...]:
         """The sources, or the one that this section names itself."""
-        own = {name: getattr(self, name) for name in SourceKeys.model_fields}
-        return self.sources or (SourceSection(**own),)
+        direct_keys = {name: getattr(self, name) for name in SourceKeys.model_fields}
+        return self.sources or (SourceSection(**direct_keys),)
 
 
 class BatchSection(Section):

@@ -16,18 +16,18 @@ from penstock.train.settings.sections import OptimizerSection
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """A function of the step alone, so that a run which goes on finds its place in the data."""
+    """The batches of each optimizer step, by the step's number alone, so that a run that continues finds its place."""
 
     full: int
-    """Batches of a step behind the ramp-up."""
+    """Number of batches of a step behind the ramp-up."""
     first: int = 1
-    """Batches of the first step of a ramp-up."""
+    """Number of batches of the first step of a ramp-up."""
     ramp_steps: int = 0
-    """Steps over which the number grows; 0: it is `full` from the beginning."""
+    """Steps over which the number of batches grows; 0: it is `full` from the beginning."""
 
     @property
     def is_constant(self) -> bool:
-        """Whether all steps add up as many batches."""
+        """Whether all steps add up equally many batches."""
         return self.ramp_steps == 0 or self.first == self.full
 
     def count(self, step: int) -> int:

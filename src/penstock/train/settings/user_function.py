@@ -23,13 +23,13 @@ def load_function(place: str, key: str = "--function") -> Callable[..., Any]:
     if not colon or not file or not name.isidentifier():
         raise ConfigError(f"{shortened(place)} is not of the form FILE:NAME, such as mine.py:zigzag", key=key)
     path = Path(file)
-    module = _run(path, _compiled(path, key))
+    module = _run_as_module(path, _compiled(path, key))
     function = getattr(module, name, None)
     if not callable(function):
         functions = [
-            each
-            for each, value in vars(module).items()
-            if isfunction(value) and value.__module__ == module.__name__ and not each.startswith("_")
+            function_name
+            for function_name, value in vars(module).items()
+            if isfunction(value) and value.__module__ == module.__name__ and not function_name.startswith("_")
         ]
         listed = ", ".join(functions) or "none"
         raise ConfigError(
@@ -52,10 +52,10 @@ def _compiled(path: Path, key: str) -> CodeType:
         raise FormatError(f"not Python: {error}", file=str(path)) from error
 
 
-def _run(path: Path, code: CodeType) -> ModuleType:
+def _run_as_module(path: Path, code: CodeType) -> ModuleType:
     module = ModuleType(f"penstock_user_{path.stem}")  # no name of another module, whatever the file is called
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # where dataclasses look for the module that they are in
+    sys.modules[module.__name__] = module  # dataclasses look there for the module that they are in
     entry = str(path.parent.resolve())
     sys.path.insert(0, entry)  # modules of its folder are found, as for a script there
     try:

@@ -23,9 +23,9 @@ from penstock.train.watching.utilization import Utilization
 
 NUM_RECENT_STEPS = 20
 PEAK_BYTES = "peak_bytes_rank"
-"""Of the numbers with the memory of each rank, before its rank."""
+"""The name of a rank's peak bytes, up to the rank's number."""
 ROW_BEGIN = b'{"step":'
-"""Of every line of a `metrics.jsonl`, also of one that was cut off."""
+"""The first bytes of every line of a `metrics.jsonl`."""
 
 
 class MetricsWriter:
@@ -92,7 +92,7 @@ class MetricsWriter:
             yield open_wandb(self._folder, self._options, partial(write_line, self._output))
 
     def _pace(self, metrics: StepMetrics) -> Pace:
-        """Expect each remaining step to be like the middle one of the last steps: a slow one counts little.
+        """Return the pace of the run: each remaining step is expected to take the median of the last steps.
 
         Recording and profiling take time, so such a step counts only where there is no other. Compiling takes far more,
         so such a step says nothing of how long the rest takes.
@@ -100,9 +100,9 @@ class MetricsWriter:
         if not (metrics.is_slowed or metrics.has_compiled):
             self._recent.append(metrics)
         recent, num_left = self._recent or [metrics], self._num_steps - metrics.step
-        left_s = num_left * median_high([each.duration_s for each in recent])
+        left_s = num_left * median_high([recent_step.duration_s for recent_step in recent])
         is_known = self._recent or not (metrics.has_compiled and num_left)
-        tokens_per_s = median([each.tokens_per_s for each in recent])
+        tokens_per_s = median([recent_step.tokens_per_s for recent_step in recent])
         share = None if self._utilization is None else self._utilization.share(tokens_per_s)
         return Pace(tokens_per_s, left_s if is_known else None, share)
 

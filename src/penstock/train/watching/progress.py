@@ -16,7 +16,7 @@ from penstock.tables import NO_SCREEN, Screen
 
 MISSING = "-"
 SECONDS_BETWEEN_LINES = 5.0
-"""Where nothing says after how many steps a line follows."""
+"""Seconds between two lines where `metrics.every` does not say after how many steps one follows."""
 SHOWN_WAIT = 0.02
 """Share of a step, from which on its wait for data is shown."""
 
@@ -28,7 +28,7 @@ class StepOutcome:
     loss: float
     """Mean of the pipeline's losses over the batches; of a run, in nats per token."""
     gradient_norm: float | None
-    """Over all ranks, before clipping; None in a dry run, in which no gradient is whole."""
+    """Norm over all ranks, before clipping; None in a dry run, in which gradients are not reduced over ranks."""
     learning_rate: float
     recorded: Timeline | None = None
     """The last pipeline step as it was measured, if it was to be recorded."""
@@ -37,7 +37,7 @@ class StepOutcome:
     is_updated: bool = True
     """Whether the weights were changed; not where a number was not finite, nor in a dry run."""
     loss_scale: float | None = None
-    """By which the losses of this step were multiplied; None where they were not."""
+    """The factor by which the losses of this step were multiplied; None where they were not."""
     data_wait_s: float = field(default=0.0, compare=False)
     """Seconds that this rank waited for the batches; ranks differ in it, and so do equal steps."""
 
@@ -47,19 +47,19 @@ class StepMetrics:
     """One optimizer step, in numbers."""
 
     step: int
-    """Counted from 1."""
+    """The optimizer step, counted from 1."""
     outcome: StepOutcome
-    """As rank 0 has it."""
+    """The outcome on rank 0."""
     num_tokens: int
     duration_s: float
     bubble_fraction: float | None = None
     """Measured share of idle time; absent where it was not measured."""
     held_out_loss: float | None = None
-    """In nats per token; absent where the step was not evaluated."""
+    """Loss in nats per token; absent where the step was not evaluated."""
     num_skipped: int = 0
     """Steps so far that changed no weight, because a number was not finite."""
     predicted_bubble_fraction: float | None = None
-    """As the simulator has it from the measured costs; absent where nothing was measured."""
+    """The simulator's bubble fraction from the measured costs; absent where nothing was measured."""
     is_slowed: bool = False
     """Whether it was recorded or profiled, which takes time: then it does not count in tokens per second."""
     has_compiled: bool = False
@@ -97,11 +97,11 @@ class ShareLines:
         self._clock = clock
         self._told_at_s = clock()
 
-    def tell(self, what: str, num_done: int, num_all: int) -> None:
+    def tell(self, activity: str, num_done: int, num_all: int) -> None:
         now_s = self._clock()
         if now_s - self._told_at_s >= SECONDS_BETWEEN_LINES:
             self._told_at_s = now_s
-            write_line(self._output, f"{what}: {num_done / max(num_all, 1):.0%}")
+            write_line(self._output, f"{activity}: {num_done / max(num_all, 1):.0%}")
 
 
 def step_line(metrics: StepMetrics, pace: Pace, *, num_steps: int) -> str:
@@ -148,7 +148,7 @@ def screen_of(output: TextIO) -> Screen:
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """Where lines go."""
+    """The output that lines about a run are written to, and its line that is updated in place."""
 
     output: TextIO
     num_steps: int

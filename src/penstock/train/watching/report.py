@@ -37,11 +37,11 @@ class TrainingResult:
     num_steps: int
     """Optimizer steps of the whole run."""
     loss: float
-    """Of the last step, in nats per token."""
+    """Loss of the last step, in nats per token."""
     held_out_loss: float | None
-    """After the last step, in nats per token; None where it was not asked for."""
+    """Held-out loss after the last step, in nats per token; None where the run does not evaluate."""
     timeline: Timeline | None
-    """The step to record as it was measured, of this rank's replica; None where none was."""
+    """The recorded step of this rank's replica; None where no step was recorded."""
     peak_bytes: Sequence[int] = ()
     """The most memory of each rank of the first replica; empty where it was not gathered."""
     num_earlier: int = 0
@@ -54,8 +54,8 @@ def device_line(config: RunConfig) -> str:
     where, between = "CPU", "gloo"
     if is_queued(device):
         where, between = name_of(device), (queued_backend(device.type) or "no").upper()
-    each = f"1 rank on {where}" if num_ranks == 1 else f"{num_ranks} ranks on {where}, backend {between}"
-    return f"{each}; precision {Precision(config.precision).describe(config.model)}"
+    placement = f"1 rank on {where}" if num_ranks == 1 else f"{num_ranks} ranks on {where}, backend {between}"
+    return f"{placement}; precision {Precision(config.precision).describe(config.model)}"
 
 
 def opening_lines(
@@ -66,7 +66,7 @@ def opening_lines(
     note: str,
     screen: Screen,
 ) -> Iterator[str]:
-    """Yield what is said when the pipeline is made; `note` says where its split comes from, if there is one."""
+    """Yield the first lines of a run, when its pipeline is made; `note` says where measured weights come from."""
     yield screen.wrapped(_first_line(config, count_parameters(layers), num_tokens))
     yield pipeline.describe_split(width=screen.width).removesuffix("\n")
     if note:
@@ -145,14 +145,14 @@ def _findings(result: TrainingResult, duration_s: float, timelines: Timelines) -
 
 
 def _table_of_ranks(result: TrainingResult, timelines: Timelines, screen: Screen) -> Iterator[str]:
-    """Yield a row per rank; nothing where nothing was measured of them."""
+    """Yield a table of the ranks' seconds, bubbles and memory; nothing where none of these was measured."""
     cells: dict[str, list[str]] = {}
     if timelines:
-        cells["computing"] = [format_seconds(float(each)) for each in timelines["measured"].work_s]
+        cells["computing"] = [format_seconds(float(work_s)) for work_s in timelines["measured"].work_s]
         cells["bubble"] = _bubbles(timelines["measured"])
         cells["predicted"] = _bubbles(timelines["predicted"])
     if result.peak_bytes:
-        cells["most memory"] = [format_bytes(each) for each in result.peak_bytes]
+        cells["most memory"] = [format_bytes(num_bytes) for num_bytes in result.peak_bytes]
     if cells:
         # A run that has continued may have recorded its step on another number of ranks.
         rows = [[str(rank), *row] for rank, row in enumerate(zip_longest(*cells.values(), fillvalue=""))]
@@ -161,7 +161,7 @@ def _table_of_ranks(result: TrainingResult, timelines: Timelines, screen: Screen
 
 
 def _bubbles(timeline: Timeline) -> list[str]:
-    return [format_share(1 - float(each) / timeline.makespan_s) for each in timeline.work_s]
+    return [format_share(1 - float(work_s) / timeline.makespan_s) for work_s in timeline.work_s]
 
 
 def _listing(folder: RunFolder) -> Iterator[str]:

@@ -13,7 +13,7 @@ from penstock.train.settings.config import RunConfig, load_config
 from penstock.train.watching.metrics import PEAK_BYTES, read_metrics
 
 SKIPPED_STEPS = 3
-"""At a run's begin, which take longer than later ones."""
+"""The number of steps at a run's begin, which take longer than later ones."""
 ASIDE = ("run", "checkpoint", "metrics", "sample", "profile", "debug")
 """Sections that decide nothing of what is learned or how fast, but for the seed."""
 
@@ -22,26 +22,26 @@ PATTERN_SIGNS = "*?["
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One run."""
+    """A run as it lies in its folder."""
 
     name: str
     folder: Path
     state: str
-    """finished, running or interrupted."""
+    """The word finished, running or interrupted."""
     config: RunConfig
     rows: Sequence[Mapping[str, float]]
-    """Of its `metrics.jsonl`, by step."""
+    """The rows of its `metrics.jsonl`, by step."""
 
     @property
     def step(self) -> int:
-        """The last one."""
+        """The last step with numbers; 0 where there is none."""
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The median over all steps but the first ones."""
-        found = [row["tokens_per_s"] for row in self.rows[SKIPPED_STEPS:] or self.rows if "tokens_per_s" in row]
-        return median(found) if found else None
+        """The median of tokens per second over all steps but the first ones; None where no step has them."""
+        rates = [row["tokens_per_s"] for row in self.rows[SKIPPED_STEPS:] or self.rows if "tokens_per_s" in row]
+        return median(rates) if rates else None
 
     @property
     def peak_bytes(self) -> list[float]:
@@ -55,27 +55,27 @@ class RunRecord:
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
         """Return the steps that have a number of this name, and the numbers."""
-        found = [(int(row["step"]), row[key]) for row in self.rows if key in row]
-        return [step for step, _ in found], [value for _, value in found]
+        points = [(int(row["step"]), row[key]) for row in self.rows if key in row]
+        return [step for step, _ in points], [value for _, value in points]
 
 
 def list_runs(places: Sequence[str | Path]) -> tuple[list[RunRecord], list[str]]:
-    """Return the runs at places: each is a run's folder, one that holds such, or a pattern of these (`runs/lr-*`).
+    """Return the runs at places, and a line with the reason for each run whose files cannot be read.
 
-    They are in the order of the places, and of their names at each; at least one. Then a line for each whose files
-    cannot be read, with the reason.
+    A place is a run's folder, a folder of such, or a pattern of these (`runs/lr-*`). The runs are in the order of the
+    places, and of their names at each; there is at least one.
 
     Raises:
         ConfigError: a place has none, or none can be read.
         FormatError, PenstockError: the files of the only one cannot be read.
     """
-    named = _named([folder for place in places for folder in _folders_at(str(place))])
+    folders_by_name = _folders_by_name([folder for place in places for folder in _folders_at(str(place))])
     runs, unreadable = [], []
-    for name, folder in named.items():
+    for name, folder in folders_by_name.items():
         try:
             runs.append(_record_of(folder, name))
         except PenstockError as error:
-            if len(named) == 1:
+            if len(folders_by_name) == 1:
                 raise
             unreadable.append(f"run {name} is left out: {error}")
     if not runs:
@@ -87,16 +87,16 @@ def _folders_at(place: str) -> list[Path]:
     """Return the folders of the runs at one place, by name; at least one. Raises: ConfigError."""
     folder = Path(place)
     if not folder.exists() and any(sign in place for sign in PATTERN_SIGNS):
-        found = sorted(run for path in glob(place, recursive=True) for run in _runs_in(Path(path)))
-        if not found:
+        run_folders = sorted(run for path in glob(place, recursive=True) for run in _runs_in(Path(path)))
+        if not run_folders:
             raise ConfigError(f"no folder that {place!r} matches holds a run; give folders of runs", key="DIR")
-        return found
+        return run_folders
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; give a run's folder, or one that holds such", key="DIR")
-    found = _runs_in(folder)
-    if not found:
+    run_folders = _runs_in(folder)
+    if not run_folders:
         raise ConfigError(f"{folder} holds no run: neither it nor a folder in it has a {CONFIG}", key="DIR")
-    return found
+    return run_folders
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -105,13 +105,15 @@ def _runs_in(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
 
 
-def _named(folders: Sequence[Path]) -> dict[str, Path]:
+def _folders_by_name(folders: Sequence[Path]) -> dict[str, Path]:
     """Name each folder once, by its own name, or by its path where another one is called the same."""
-    once: dict[Path, Path] = {}
+    folder_by_path: dict[Path, Path] = {}
     for folder in folders:
-        once.setdefault(folder.resolve(), folder)
-    names = [path.name for path in once]
-    return {path.name if names.count(path.name) == 1 else str(folder): folder for path, folder in once.items()}
+        folder_by_path.setdefault(folder.resolve(), folder)
+    names = [path.name for path in folder_by_path]
+    return {
+        path.name if names.count(path.name) == 1 else str(folder): folder for path, folder in folder_by_path.items()
+    }
 
 
 def _record_of(folder: Path, name: str) -> RunRecord:
@@ -130,8 +132,8 @@ def _record_of(folder: Path, name: str) -> RunRecord:
 def differences(runs: Sequence[RunRecord]) -> list[list[str]]:
     """Return, per run, the settings that decide what it learns in which not all agree, such as `batch.size=32`."""
     settings = [{"run.seed": run.config.run.seed} for run in runs]
-    for own, run in zip(settings, runs, strict=True):
+    for run_settings, run in zip(settings, runs, strict=True):
         for name, section in run.config:
-            own.update({f"{name}.{key}": value for key, value in section if name not in ASIDE})
-    keys = [key for key in settings[0] if len({str(own[key]) for own in settings}) > 1]
-    return [[f"{key}={own[key]}" for key in keys] for own in settings]
+            run_settings.update({f"{name}.{key}": value for key, value in section if name not in ASIDE})
+    keys = [key for key in settings[0] if len({str(run_settings[key]) for run_settings in settings}) > 1]
+    return [[f"{key}={run_settings[key]}" for key in keys] for run_settings in settings]

@@ -20,11 +20,11 @@ from penstock.train.settings.sections import MetricsSection
 WANDB_SETTINGS = {"silent": True, "console": "off", "init_timeout": 20.0, "login_timeout": 10.0}
 """It neither prints nor reads what is printed, and gives up soon: the other ranks wait."""
 LONGEST_END_S = 30.0
-"""How long the end of a run waits for W&B to send what it has."""
+"""Seconds that the end of a run waits for W&B to send its numbers."""
 
 
 Sink = Callable[[int, dict[str, float]], None]
-"""Takes the number of a step, and its numbers by name."""
+"""A function that takes the number of a step, and its numbers by name."""
 
 
 @contextmanager
@@ -89,12 +89,12 @@ class _Wandb:
         self._tell = tell
         self._limit_s = limit_s
         self._run: Any = self._attempt(init)
-        """That of W&B; None once it has failed."""
+        """The run object of W&B; None once W&B has failed."""
 
     def _attempt(self, act: Callable[[], Any]) -> Any:
         try:
             return act()
-        except Exception as error:  # whatever a service, its network or its login raise
+        except Exception as error:  # a service, its network and its login raise errors of any kind
             self._run = None
             reason = " ".join(str(error).split())
             self._tell(f"training goes on without W&B: {type(error).__name__}: {reason}")

@@ -22,7 +22,7 @@ class Utilization:
 
     flops_per_token: float
     flops_per_s: float
-    """Of all devices together, at most."""
+    """The peak of all devices together."""
 
     def share(self, tokens_per_s: float) -> float:
         """Return the model FLOPs utilisation."""
@@ -34,10 +34,10 @@ def utilization_of(config: RunConfig, vocabulary: int, device: torch.device) -> 
     data_type = _data_type(config)
     if not is_queued(device) or data_type is None or config.model.place:
         return None
-    known = device_of_torch(name_of(device))
-    if known is None:
+    device_model = device_of_torch(name_of(device))
+    if device_model is None:
         return None
-    return Utilization(flops_per_token(config, vocabulary), config.num_processes * known.flops_per_s(data_type))
+    return Utilization(flops_per_token(config, vocabulary), config.num_processes * device_model.flops_per_s(data_type))
 
 
 def flops_per_token(config: RunConfig, vocabulary: int) -> float:
