@@ -17,14 +17,14 @@ from penstock.show.palette import COLLECTIVE_COLOUR, COPY_COLOUR
 Floats = NDArray[np.float64]
 COLLECTIVE, OPTIMIZER_STEP, COPY = range(3)
 NAMES = ("collective", "optimizer step", "copy")
-"""By sort, as in a legend."""
+"""The names of the sorts of bars in a legend, by sort."""
 COLOURS = {COLLECTIVE: COLLECTIVE_COLOUR, COPY: COPY_COLOUR}
-"""By sort; the others are drawn in the ink of the theme."""
+"""The colours of bars, by sort; optimizer steps are drawn in the ink of the theme."""
 FOOT = 0.17
 """The height of a bar, as a share of the lane's."""
 _SORT_OF_LANE = {Lane.COLLECTIVE: COLLECTIVE, Lane.COPY: COPY}
 _SORT_OF_OP = np.array([_SORT_OF_LANE.get(OPERATIONS[op].lane, -1) for op in Op])
-"""-1 of operations that are no bars."""
+"""The sort of each operation's bars; -1 for an operation that is no bar."""
 _SORT_OF_OP[[op for op in Op if OPERATIONS[op].group is Group.PIPELINE]] = OPTIMIZER_STEP
 
 
@@ -33,7 +33,7 @@ class Bars:
     """The bars of one rank in the order of their starts; one entry of each column per bar."""
 
     row: NDArray[np.int64]
-    """Of the program."""
+    """The bar's row of the program."""
     start_s: Floats
     end_s: Floats
     sort: NDArray[np.int64]
@@ -50,10 +50,10 @@ def bars_of_rank(timeline: Timeline, rank: int) -> Bars:
 
 
 def sorts_used(timelines: Sequence[Timeline], *, longer_than_s: float = 0.0) -> list[int]:
-    """Return the sorts of bars that occur, in order; those that have a bar of some length."""
+    """Return the sorts of bars in timelines, in order, of which a bar is longer than `longer_than_s`."""
     bars = [bars_of_rank(timeline, rank) for timeline in timelines for rank in range(timeline.num_ranks)]
-    found = [each.sort[each.end_s - each.start_s > longer_than_s] for each in bars]
-    return [int(sort) for sort in np.unique(np.concatenate([np.zeros(0, np.int64), *found]))]
+    long_sorts = [rank_bars.sort[rank_bars.end_s - rank_bars.start_s > longer_than_s] for rank_bars in bars]
+    return [int(sort) for sort in np.unique(np.concatenate([np.zeros(0, np.int64), *long_sorts]))]
 
 
 def window_s(timeline: Timeline) -> tuple[float, float]:
@@ -65,14 +65,15 @@ def window_s(timeline: Timeline) -> tuple[float, float]:
 
 
 def last_end_s(timeline: Timeline) -> float:
-    """Return when the last of all that is drawn ends."""
-    ends = [float(bars_of_rank(timeline, rank).end_s.max(initial=0.0)) for rank in range(timeline.num_ranks)]
-    return max(window_s(timeline)[1], *ends)
+    """Return the last end of all computations and bars."""
+    bar_ends_s = [float(bars_of_rank(timeline, rank).end_s.max(initial=0.0)) for rank in range(timeline.num_ranks)]
+    return max(window_s(timeline)[1], *bar_ends_s)
 
 
 def merged(start_s: Floats, end_s: Floats, gap_s: float) -> tuple[Floats, Floats]:
-    """Return the starts and the ends of what is left where intervals nearer than so much become one."""
+    """Join intervals that overlap or are at most `gap_s` apart; return the starts and the ends of the joined ones."""
     order = np.argsort(start_s, kind="stable")
+    # A joined interval begins where a start lies beyond all ends before it, and ends at the largest of them.
     start_s, reach_s = start_s[order], np.maximum.accumulate(end_s[order])
     firsts = np.flatnonzero(np.append(True, start_s[1:] > reach_s[:-1] + gap_s)[: len(start_s)])
     lasts = np.append(firsts[1:], len(start_s))[: len(firsts)] - 1

@@ -51,7 +51,7 @@ UPPER, LOWER = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class TableLane:
-    """Which blocks of the table are those of one rank in one timeline."""
+    """The place in the table of the blocks and bars of one rank in one timeline: the first one, and their number."""
 
     rank: int
     timeline: int
@@ -63,7 +63,7 @@ class TableLane:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
-    """The columns, and what their numbers mean."""
+    """The columns of all blocks and bars, the lanes that they are of, and the units of their numbers."""
 
     columns: Columns
     lanes: list[TableLane]
@@ -76,21 +76,23 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IdleGaps:
-    """Of one rank: one entry per gap and cause, gap by gap."""
+    """The idle time of one rank by cause: one entry per gap and cause, gap by gap."""
 
     gap: Ints
-    """The number of blocks before it."""
+    """The number of the rank's blocks before the gap."""
     cause: Ints
     duration_s: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Facts:
-    """All that the columns say of a timeline's rows."""
+    """The numbers of a timeline's rows that the columns of its blocks are taken from."""
 
     timeline: Timeline
-    held: Ints
-    kept: Ints
+    levels_during: Ints
+    """[num_rows] The activations or bytes that the rank holds while the row runs."""
+    levels_after: Ints
+    """[num_rows] The activations or bytes that the rank holds from the row's end until the next one starts."""
     producer: Ints
     arrival_s: Floats
     is_critical: NDArray[np.bool_]
@@ -102,7 +104,7 @@ class _Facts:
 def block_table(timelines: Sequence[Timeline], costs: Sequence[Costs | None] = ()) -> BlockTable:
     """Lay out the blocks of timelines of one number of ranks, rank by rank.
 
-    `costs` are what each was predicted with; None, or none at all, where that is not known.
+    `costs` are those that each timeline was predicted with; None, or an empty sequence, where they are not known.
 
     Raises:
         ConfigError: for timelines of different numbers of ranks.
@@ -114,11 +116,11 @@ def block_table(timelines: Sequence[Timeline], costs: Sequence[Costs | None] = (
     in_bytes = all(map(knows_bytes, timelines))
     tick_s = tick_for(max(map(last_end_s, timelines)))
     lanes: list[TableLane] = []
-    laid: list[tuple[int, Blocks]] = []
-    beside: list[Columns] = []
+    blocks_of_lanes: list[tuple[int, Blocks]] = []
+    bar_columns: list[Columns] = []
     bar_names: dict[tuple[str, int], int] = {}
-    known = costs or [None] * len(timelines)
-    facts = [_facts_of(timeline, of_it, in_bytes=in_bytes) for timeline, of_it in zip(timelines, known, strict=True)]
+    timelines_with_costs = zip(timelines, costs or [None] * len(timelines), strict=True)
+    facts = [_facts_of(timeline, own_costs, in_bytes=in_bytes) for timeline, own_costs in timelines_with_costs]
     first = first_bar = 0
     for rank in range(num_ranks[0]):
         for index, timeline in enumerate(timelines):
@@ -126,15 +128,17 @@ def block_table(timelines: Sequence[Timeline], costs: Sequence[Costs | None] = (
             facts[index].index_of_row[blocks.row] = first + np.arange(len(blocks))
             bars = _bars(timeline, rank, tick_s, bar_names)
             num_bars = len(bars["bar_gap"])
-            beside.append(bars | _idle(facts[index].idle[rank], first + len(lanes), tick_s))
+            # A lane of n blocks has n + 1 gaps, so the gaps of each lane before this one are one more than its blocks.
+            bar_columns.append(bars | _idle(facts[index].idle[rank], first + len(lanes), tick_s))
             lanes.append(TableLane(rank, index, first, len(blocks), first_bar, num_bars))
-            laid.append((index, blocks))
+            blocks_of_lanes.append((index, blocks))
             first, first_bar = first + len(blocks), first_bar + num_bars
-    parts = [
-        _columns(facts[index], blocks, tick_s, in_bytes=in_bytes) | more
-        for (index, blocks), more in zip(laid, beside, strict=True)
+    # In a second pass: the producer of a block may be in a lane further down, which has indices only now.
+    columns_of_lanes = [
+        _columns(facts[index], blocks, tick_s, in_bytes=in_bytes) | more_columns
+        for (index, blocks), more_columns in zip(blocks_of_lanes, bar_columns, strict=True)
     ]
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    columns = {name: np.concatenate([lane[name] for lane in columns_of_lanes]) for name in columns_of_lanes[0]}
     return BlockTable(columns, lanes, tick_s, in_bytes, list(bar_names))
 
 
@@ -152,14 +156,14 @@ def _facts_of(timeline: Timeline, costs: Costs | None, *, in_bytes: bool) -> _Fa
 
 
 def _bars(timeline: Timeline, rank: int, tick_s: float, names: dict[tuple[str, int], int]) -> Columns:
-    """Lay out the bars of one rank; `names` grows by what it did not hold yet."""
+    """Lay out the bars of one rank; `names`, indices by instruction and sort of a bar, grows by those it lacks."""
     bars = bars_of_rank(timeline, rank)
     begin, end = whole_ticks(bars.start_s, tick_s), whole_ticks(bars.end_s, tick_s)
-    own = zip((str(timeline.program.instruction(int(row))) for row in bars.row), bars.sort.tolist(), strict=True)
+    bar_keys = zip((str(timeline.program.instruction(int(row))) for row in bars.row), bars.sort.tolist(), strict=True)
     return {
         "bar_gap": (begin - np.append(0, end[:-1])[: len(end)]).astype(np.int32),
         "bar_duration": (end - begin).astype(np.uint32),
-        "bar_name": np.array([names.setdefault(name, len(names)) for name in own], np.uint32),
+        "bar_name": np.array([names.setdefault(name, len(names)) for name in bar_keys], np.uint32),
     }
 
 
@@ -176,9 +180,9 @@ def _columns(facts: _Facts, blocks: Blocks, tick_s: float, *, in_bytes: bool) ->
     rows = blocks.row
     begin, end = whole_ticks(blocks.start_s, tick_s), whole_ticks(blocks.end_s, tick_s)
     producer = facts.producer[rows]
-    made = whole_ticks(facts.timeline.end_s[producer], tick_s)
-    transfer = whole_ticks(facts.arrival_s[rows], tick_s) - made
-    unit = 1.0 if in_bytes else per_microbatch(program)
+    producer_end = whole_ticks(facts.timeline.end_s[producer], tick_s)
+    transfer = whole_ticks(facts.arrival_s[rows], tick_s) - producer_end
+    microbatch_unit = 1.0 if in_bytes else per_microbatch(program)
     return {
         "gap": (begin - np.append(0, end[:-1])[: len(end)]).astype(np.int32),
         "duration": (end - begin).astype(np.uint32),
@@ -190,8 +194,8 @@ def _columns(facts: _Facts, blocks: Blocks, tick_s: float, *, in_bytes: bool) ->
         "slice": program.slice[rows].astype(np.uint32),
         "producer": np.where(producer == NONE, NONE, facts.index_of_row[producer]).astype(np.int32),
         "transfer": np.where(producer == NONE, 0, transfer).astype(np.int32),
-        "held": facts.held[rows] / unit,
-        "kept": facts.kept[rows] / unit,
+        "held": facts.levels_during[rows] / microbatch_unit,
+        "kept": facts.levels_after[rows] / microbatch_unit,
         "critical": facts.is_critical[rows].astype(np.uint8),
     }
 
@@ -208,9 +212,9 @@ def waits_of(timeline: Timeline) -> tuple[Ints, Floats]:
     needs = np.flatnonzero(received != NONE)
     producer = np.full(program.num_instructions, NONE, np.int64)
     arrival_s = np.zeros(program.num_instructions)
-    receives = received[needs]
+    receives = received[needs]  # of each row that needs a message, the receive that takes it
     arrival_s[needs] = timeline.end_s[receives]
-    producer[needs] = source[source[receives]]
+    producer[needs] = source[source[receives]]  # a receive follows its send, and a send what made the message
     first = np.flatnonzero(program.joined)
     later = np.where(arrival_s[first] >= arrival_s[first + 1], first, first + 1)
     for half in (first, first + 1):
@@ -219,32 +223,32 @@ def waits_of(timeline: Timeline) -> tuple[Ints, Floats]:
 
 
 def idle_gaps(timeline: Timeline, costs: Costs | None = None) -> list[IdleGaps]:
-    """Find the causes of every rank's idle time.
+    """Return the causes of every rank's idle time.
 
-    `costs` are what the timeline was predicted with; without them, its own typical durations are taken, as for a
+    `costs` are those that the timeline was predicted with; without them, its own typical durations are taken, as for a
     measured one.
     """
     if timeline.source == "measured":
         timeline = with_true_arrivals(timeline)
     accounts = accounts_of(timeline, costs or costs_from_timeline(timeline))
     starts = [timeline.start_s[timeline.compute_rows(rank)] for rank in range(timeline.num_ranks)]
-    return [_gaps_of_rank(each.spans, start_s) for each, start_s in zip(accounts, starts, strict=True)]
+    return [_gaps_of_rank(account.spans, start_s) for account, start_s in zip(accounts, starts, strict=True)]
 
 
 def _gaps_of_rank(spans: Sequence[IdleSpan], start_s: NDArray[np.float64]) -> IdleGaps:
     begin_s, end_s, cause = np.array(spans, np.float64).reshape(-1, 3).T
     # A span ends where a block starts, or before; rounding cannot put its middle on the wrong side.
     gap = np.searchsorted(start_s, (begin_s + end_s) / 2)
-    found, place = np.unique(gap * len(Cause) + cause.astype(np.int64), return_inverse=True)
-    duration_s = np.zeros(len(found))
-    np.add.at(duration_s, place, end_s - begin_s)
-    return IdleGaps(found // len(Cause), found % len(Cause), duration_s)
+    gap_and_cause, index = np.unique(gap * len(Cause) + cause.astype(np.int64), return_inverse=True)
+    duration_s = np.zeros(len(gap_and_cause))
+    np.add.at(duration_s, index, end_s - begin_s)
+    return IdleGaps(gap_and_cause // len(Cause), gap_and_cause % len(Cause), duration_s)
 
 
 def pack(columns: Mapping[str, NDArray[Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """Pack columns of the types that both sides know into a text.
+    """Pack columns of the types `TYPES` into a text, and return it with its table of contents.
 
-    Next to it is its table of contents. It has, per column, name, type, offset in bytes, and length in numbers.
+    The table has, per column, the name, the type, the offset in bytes, and the length in numbers.
     """
     parts: list[bytes] = []
     contents: list[dict[str, Any]] = []
@@ -266,7 +270,7 @@ def whole_ticks(seconds: NDArray[np.float64], tick_s: float) -> NDArray[np.int64
 
 
 def tick_for(end_s: float) -> float:
-    """Return a power of ten, in seconds, so small that 31 bits just count to the end."""
+    """Return the smallest power of ten, in seconds, of which 31 bits count enough for `end_s`."""
     if end_s <= 0:
         return 1.0
     exponent = int(np.ceil(np.log10(end_s / (2**31 - 1))))

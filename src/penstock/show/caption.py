@@ -12,16 +12,16 @@ from penstock.show.sheet import Sheet, scale_of
 from penstock.show.text import format_seconds, format_share
 
 TITLE_AT, FIGURES_AT, LEGEND_AT, NOTE_AT = 0.3, 0.58, 0.88, 1.16
-"""Inches below the top of a sheet of scale 1."""
+"""Where the texts above a drawing are, in inches below the top of a sheet of scale 1."""
 LINE = 0.22
-"""Between two notes, in the same inches."""
+"""The distance between two notes, in inches of a sheet of scale 1."""
 MAX_NAMED_LANES = 64
 HAIR = 1 / 500
-"""Of the width of a chart; what is shorter is no bar that anybody would look up."""
+"""The share of a chart's width below which a bar is too short for its sort to be in the legend."""
 
 
 def notes_on(lanes: Sequence[Lane], detail: Detail, scale: TimeScale, inner_width: float) -> list[str]:
-    """Say what a reader cannot guess: shades, halves, columns, and lanes of several ranks."""
+    """Return notes on what a reader cannot guess: shades, halves, columns, and lanes of several ranks."""
     program = lanes[0].timeline.program
     notes = [describe_shades(program)]
     if detail is Detail.MERGED:
@@ -53,7 +53,7 @@ def add_title(sheet: Sheet, title: str, figures: str, notes: Sequence[str]) -> N
 
 
 def add_legend(sheet: Sheet, timelines: list[Timeline]) -> None:
-    """Below the figures: the kinds that occur, each in the shades of its stages, the bubble, and bars if any."""
+    """Draw the legend below the figures: the kinds that occur, in the shades of their stages, the bubble, and bars."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -81,7 +81,7 @@ def add_legend(sheet: Sheet, timelines: list[Timeline]) -> None:
 
 
 def name_ranks(axes: Any, lanes: Sequence[Lane], sheet: Sheet) -> None:
-    """Name the ranks at the left of their lanes, of very many only some; two lanes of a rank share its name."""
+    """Write the ranks' names at the left of their lanes, of very many only some; two lanes of a rank share a name."""
     step = 1 + (len(lanes) - 1) // MAX_NAMED_LANES
     places: dict[range, list[float]] = {}
     for lane in lanes[::step]:
@@ -93,7 +93,7 @@ def name_ranks(axes: Any, lanes: Sequence[Lane], sheet: Sheet) -> None:
 
 
 def add_lane_figures(axes: Any, lanes: Sequence[Lane], scale: TimeScale, sheet: Sheet, *, names_source: bool) -> None:
-    """To the right of each lane: how idle it is and its peak, or which timeline it is; and where its timeline ends."""
+    """Write each lane's idle share and its peak, or its timeline, to the right of it, and mark its timeline's end."""
     theme = sheet.theme
     for lane in lanes:
         share = format_share(idle_share(lane.timeline, lane.ranks))

@@ -32,9 +32,9 @@ from penstock.show.sheet import FORMATS, MARGIN_BOTTOM, Sheet, scale_of
 from penstock.show.text import format_seconds, format_share
 
 MIN_WIDTH, MAX_WIDTH, MERGED_WIDTH = 8.0, 16.0, 13.0
-"""Of the lanes, in inches."""
+"""Widths of the lanes, in inches: the least, the most, and that of merged blocks."""
 DIGIT_ROOM = 0.1
-"""Of a digit of a typical block's number, in inches."""
+"""The width of a digit of a typical block's number, in inches."""
 MIN_LANE, MAX_LANE, LANES_HEIGHT = 0.13, 0.42, 7.0
 """Heights of one lane, and how much all of them may take before they get lower, in inches."""
 MEMORY_HEIGHT, GAP = 1.5, 0.25
@@ -48,7 +48,7 @@ def timeline_chart(
     theme: str = "light",
     more: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Draw one timeline, with the memory of its ranks below it; `more` are figures beside its own, by their names.
+    """Draw one timeline, with the memory of its ranks below it; `more` are figures by name, written beside its own.
 
     Raises:
         ConfigError: for an unknown format or theme, or if matplotlib is not installed.
@@ -58,13 +58,12 @@ def timeline_chart(
     width, detail = _width_and_detail(lanes, scale)
     notes = notes_on(lanes, detail, scale, width)
     lanes_height = scale_of(width) * _lanes_height(len(lanes), MIN_LANE, MAX_LANE)
-    scaled = scale_of(width)
-    bottom, memory_height = scaled * MARGIN_BOTTOM, scaled * MEMORY_HEIGHT
+    bottom, memory_height = scale_of(width) * MARGIN_BOTTOM, scale_of(width) * MEMORY_HEIGHT
     height = top_margin(notes, width) + lanes_height + GAP + memory_height + bottom
     sheet = Sheet.of(width, height, find_theme(theme), format)
     axes = sheet.add_axes(bottom + memory_height + GAP, lanes_height)
 
-    _draw(axes, lanes, scale, sheet, detail)
+    _draw_named_lanes(axes, lanes, scale, sheet, detail)
     axes.tick_params(axis="x", labelbottom=False)
     add_lane_figures(axes, lanes, scale, sheet, names_source=False)
     draw_memory(sheet.add_axes(bottom, memory_height), timeline, scale, sheet)
@@ -99,7 +98,7 @@ def overlay_chart(measured: Timeline, predicted: Timeline, *, format: str = "svg
     sheet = Sheet.of(width, top_margin(notes, width) + lanes_height + bottom, find_theme(theme), format)
     axes = sheet.add_axes(bottom, lanes_height)
 
-    _draw(axes, lanes, scale, sheet, detail)
+    _draw_named_lanes(axes, lanes, scale, sheet, detail)
     axes.set_xlabel(f"time ({scale.name})", fontsize=9 * sheet.scale, color=sheet.theme.ink)
     add_lane_figures(axes, lanes, scale, sheet, names_source=True)
     figures = "  ·  ".join(
@@ -122,7 +121,7 @@ def draw_overlay(measured: Timeline, predicted: Timeline, path: str | Path, *, t
 
 
 def format_of_name(file: Path) -> str:
-    """Return the format of a picture that is called so.
+    """Return the format of a picture, by the suffix of its name.
 
     Raises:
         ConfigError: for a suffix that is none of a picture's.
@@ -136,11 +135,10 @@ def format_of_name(file: Path) -> str:
 
 
 def _stack(timeline: Timeline, low: float = 0.08, height: float = 0.84, paleness: float = 0.0) -> list[Lane]:
-    """Lanes from the top down, each in a row of height 1."""
-    shared = lanes_of_ranks(timeline.num_ranks)
-    return [
-        Lane(timeline, ranks, len(shared) - 1 - place + low, height, paleness) for place, ranks in enumerate(shared)
-    ]
+    """Return the timeline's lanes from the top down, each in a row of height 1."""
+    ranks_of_lanes = lanes_of_ranks(timeline.num_ranks)
+    highest = len(ranks_of_lanes) - 1 + low
+    return [Lane(timeline, ranks, highest - row, height, paleness) for row, ranks in enumerate(ranks_of_lanes)]
 
 
 def _lanes_height(num_rows: int, lowest: float, highest: float) -> float:
@@ -148,7 +146,7 @@ def _lanes_height(num_rows: int, lowest: float, highest: float) -> float:
 
 
 def _width_and_detail(lanes: list[Lane], scale: TimeScale) -> tuple[float, Detail]:
-    """Wide enough for the number of a typical block, if that is possible; what is merged needs less."""
+    """Return a width for the number of a typical block, if that is possible, and how blocks are drawn on it."""
     program = lanes[0].timeline.program
     typical_s = typical_block_s(list({id(lane.timeline): lane.timeline for lane in lanes}.values()))
     block_width = DIGIT_ROOM * max(longest_number(program), 2)
@@ -157,7 +155,7 @@ def _width_and_detail(lanes: list[Lane], scale: TimeScale) -> tuple[float, Detai
     return (MERGED_WIDTH if detail is Detail.MERGED else width), detail
 
 
-def _draw(axes: Any, lanes: list[Lane], scale: TimeScale, sheet: Sheet, detail: Detail) -> None:
+def _draw_named_lanes(axes: Any, lanes: list[Lane], scale: TimeScale, sheet: Sheet, detail: Detail) -> None:
     axes.set_xlim(0, 1.01 * scale.end)
     axes.set_ylim(0, int(lanes[0].bottom) + 1)
     axes.spines["left"].set_visible(False)

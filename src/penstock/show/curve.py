@@ -14,30 +14,30 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryCurve:
-    """Steps: from `time_s[n]` on, `alive[n]` activations or bytes are kept."""
+    """The steps of a rank's memory: from `time_s[n]` on, `alive[n]` activations or bytes are there."""
 
     time_s: NDArray[np.float64]
     alive: Ints
 
 
 def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> tuple[Ints, Ints]:
-    """Return, per row, what its rank holds while it runs, and from its end until the next one starts.
+    """Return, per row, what its rank holds while the row runs, and from its end until the next computation starts.
 
-    Both are meaningful for computations only. They are in bytes or not, and by default where bytes are known.
+    Both are meaningful for computations only. They are bytes or numbers of activations, by default bytes if known.
     """
     program, sizes = timeline.program, timeline.sizes
     in_bytes = knows_bytes(timeline) if in_bytes is None else in_bytes
     unit = sizes if in_bytes and sizes is not None else one_each(program)
-    held, left = live_bytes(program, unit), left_bytes(program, unit)
-    kept = np.zeros_like(held)
+    levels_during, levels_after_row = live_bytes(program, unit), left_bytes(program, unit)
+    levels_after = np.zeros_like(levels_during)
     for rank in range(timeline.num_ranks):
         rows = timeline.compute_rows(rank)
         # Messages that leave and receives that are posted between two computations do so at once.
-        kept[rows[:-1]] = left[rows[1:] - 1]
-    # Two that start and end together leave the same behind.
+        levels_after[rows[:-1]] = levels_after_row[rows[1:] - 1]
+    # The two computations of an overlapped pair end together, so the level after both is that of the second.
     first = np.flatnonzero(program.joined)
-    kept[first] = kept[first + 1]
-    return held, kept
+    levels_after[first] = levels_after[first + 1]
+    return levels_during, levels_after
 
 
 def knows_bytes(timeline: Timeline) -> bool:
@@ -51,23 +51,23 @@ def per_microbatch(program: Program) -> float:
 
 
 def memory_curves(timeline: Timeline, *, in_bytes: bool | None = None) -> list[MemoryCurve]:
-    """Return one curve per rank; in bytes or not, and by default where bytes are known."""
-    held, kept = memory_levels(timeline, in_bytes=in_bytes)
-    return [_curve(timeline, rank, held, kept) for rank in range(timeline.num_ranks)]
+    """Return the curve of each rank, in bytes or in numbers of activations, by default in bytes if known."""
+    levels_during, levels_after = memory_levels(timeline, in_bytes=in_bytes)
+    return [_curve(timeline, rank, levels_during, levels_after) for rank in range(timeline.num_ranks)]
 
 
-def _curve(timeline: Timeline, rank: int, held: Ints, kept: Ints) -> MemoryCurve:
-    """Two steps per computation: what is alive while it runs, and what it leaves behind."""
+def _curve(timeline: Timeline, rank: int, levels_during: Ints, levels_after: Ints) -> MemoryCurve:
+    """Return two steps per computation: what is alive while it runs, and what it leaves behind."""
     rows = timeline.compute_rows(rank)
     if not len(rows):
         return MemoryCurve(np.zeros(1), np.zeros(1, np.int64))
     time_s = np.column_stack([timeline.start_s[rows], timeline.end_s[rows]])
-    alive = np.column_stack([held[rows], kept[rows]])
+    alive = np.column_stack([levels_during[rows], levels_after[rows]])
     # Of a pair that starts and ends together, the first has no end and the second no start of its own.
     joined = timeline.program.joined[rows]
-    keep = np.column_stack([~np.append(False, joined[:-1]), ~joined])
+    is_step = np.column_stack([~np.append(False, joined[:-1]), ~joined])
     # Measured ends may pass the next start by a clock tick.
-    return MemoryCurve(np.maximum.accumulate(time_s[keep]), alive[keep].astype(np.int64))
+    return MemoryCurve(np.maximum.accumulate(time_s[is_step]), alive[is_step].astype(np.int64))
 
 
 def without_spikes(curve: MemoryCurve) -> MemoryCurve:
@@ -77,7 +77,7 @@ def without_spikes(curve: MemoryCurve) -> MemoryCurve:
 
 
 def largest_within(curve: MemoryCurve, edges_s: NDArray[np.float64]) -> NDArray[np.int64]:
-    """[num_columns] the most that is alive at any time within each column."""
+    """Return [num_columns] the most that is alive at any time within each column of time."""
     # A column begins at a level, and has steps inside it.
     level = np.append(0, curve.alive)
     first = np.searchsorted(curve.time_s, edges_s[:-1], side="right")

@@ -19,7 +19,7 @@ from penstock.show.layout import Blocks, blocks_of_rank, num_shades
 
 Floats = NDArray[np.float64]
 MAX_LANES = 64
-"""More ranks than that share lanes."""
+"""The most lanes of a picture; more ranks than that share lanes."""
 
 
 def lanes_of_ranks(num_ranks: int, max_lanes: int = MAX_LANES) -> list[range]:
@@ -39,7 +39,7 @@ def column_edges(end_s: float, period_s: float, max_columns: int) -> Floats:
 
 
 def density_of(timeline: Timeline, edges_s: Floats, lanes: list[range]) -> Floats:
-    """[num_lanes, num_columns, num_categories] the share of a column's time; a category is a kind and a shade.
+    """Return [num_lanes, num_columns, num_categories] shares of a column's time; a category is a kind and a shade.
 
     `edges_s` are where columns begin and end. Ranks of one lane are averaged.
     """
@@ -56,18 +56,18 @@ def density_of(timeline: Timeline, edges_s: Floats, lanes: list[range]) -> Float
 
 
 def _busy_s(blocks: Blocks, chosen: NDArray[np.bool_], edges_s: Floats) -> Floats:
-    """[num_columns] seconds of the chosen blocks in each column; half a lane counts half."""
+    """Return [num_columns] seconds of the chosen blocks in each column; a block of half a lane counts half."""
     start_s, end_s = blocks.start_s[chosen], blocks.end_s[chosen]
     work_s = (end_s - start_s) * (blocks.high - blocks.low)[chosen]
     # The work done until each time rises inside blocks and is level between them.
     times_s = np.maximum.accumulate(np.column_stack([start_s, end_s]).ravel())
-    done = np.concatenate([[0.0], np.cumsum(work_s)])
-    levels = np.column_stack([done[:-1], done[1:]]).ravel()
+    work_until_s = np.concatenate([[0.0], np.cumsum(work_s)])
+    levels = np.column_stack([work_until_s[:-1], work_until_s[1:]]).ravel()
     return np.diff(np.interp(edges_s, times_s, levels))
 
 
 def rasterise(share: Floats, height: int) -> NDArray[np.int64]:
-    """[num_lanes, height, num_columns] the category of every pixel, from the top; -1 for a bubble.
+    """Return [num_lanes, height, num_columns] the category of every pixel, from the top; -1 for a bubble.
 
     Shares are stacked from the bottom of the lane.
     """

@@ -42,9 +42,9 @@ def figures_of(timeline: Timeline) -> dict[str, str]:
 def legend_of(
     timelines: list[Timeline], *, ink: str, bubble: str, longer_than_s: float = 0.0
 ) -> dict[str, tuple[str, ...]]:
-    """Return the colours of what occurs, by its name: kinds in the shades of their stages, the bubble, and bars.
+    """Return the entries of a legend, colours by name: kinds in the shades of their stages, the bubble, and bars.
 
-    `ink` and `bubble` are colours of the theme. Of bars, those that are longer than so much count.
+    `ink` and `bubble` are colours of the theme. A sort of bars is there if a bar is longer than `longer_than_s`.
     """
     ramps = block_colours(max(num_shades(timeline.program) for timeline in timelines))
     kinds = {legend_name(Kind(kind)): ramps[Kind(kind)] for kind in kinds_used(timelines)}

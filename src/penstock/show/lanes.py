@@ -28,13 +28,13 @@ from penstock.show.text import time_unit
 
 MAX_NUMBERED_BLOCKS = 3000
 MAX_DRAWN_BLOCKS = 12_000
-"""Of an SVG, a block takes about 100 bytes and its number 300."""
+"""The most blocks that are drawn one by one: in an SVG, a block takes about 100 bytes and its number 300."""
 MIN_BLOCK_DOTS, MIN_COLUMN_DOTS = 1.5, 4.0
 LEVELS = 24
-"""Of a column: what is less than one of them cannot be seen."""
+"""Levels of a column's height: a share of less than one of them cannot be seen."""
 MIN_FONT_SIZE, MAX_FONT_SIZE = 5.5, 9.0
 DIGIT_WIDTH = 0.7
-"""Of a digit, in font sizes, with its share of the margin."""
+"""The width of a digit, in font sizes, with its share of the margin."""
 
 
 class Detail(Enum):
@@ -54,7 +54,7 @@ class Lane:
     bottom: float
     height: float
     paleness: float = 0.0
-    """From 0, full colours, to 1, those of the paper."""
+    """The paleness of its colours, from 0, full colours, to 1, the paper's."""
 
     @property
     def middle(self) -> float:
@@ -84,7 +84,7 @@ class TimeScale:
 
 
 def choose_detail(lanes: Sequence[Lane], end_s: float, inner_width: float) -> Detail:
-    """Decide how blocks are drawn on so many inches."""
+    """Return how blocks are drawn on lanes that are `inner_width` inches wide and last until `end_s`."""
     timelines = list({id(lane.timeline): lane.timeline for lane in lanes}.values())
     number = num_blocks(timelines)
     dots = DOTS_PER_INCH * inner_width * typical_block_s(timelines) / end_s if end_s else 0.0
@@ -117,15 +117,13 @@ def draw_lanes(axes: Any, lanes: Sequence[Lane], scale: TimeScale, sheet: Sheet,
 
 
 def _draw_bars(axes: Any, lane: Lane, scale: TimeScale, sheet: Sheet) -> None:
-    """At the foot of the lane what runs beside the computations of any of its ranks; what is nearer than a dot is one.
-
-    However many there are, there are no more bars than dots.
-    """
+    """Draw the bars of the lane's ranks at its foot; those nearer than a dot become one, so there are at most as many
+    bars as dots."""
     dot_s = 72 / DOTS_PER_INCH / scale.points_per_unit(sheet) * scale.unit_s
     bars = [bars_of_rank(lane.timeline, rank) for rank in lane.ranks]
     for sort in range(len(NAMES)):
-        start_s = np.concatenate([each.start_s[each.sort == sort] for each in bars])
-        end_s = np.concatenate([each.end_s[each.sort == sort] for each in bars])
+        start_s = np.concatenate([rank_bars.start_s[rank_bars.sort == sort] for rank_bars in bars])
+        end_s = np.concatenate([rank_bars.end_s[rank_bars.sort == sort] for rank_bars in bars])
         if not len(start_s):
             continue
         start_s, end_s = merged(start_s, end_s, dot_s)
@@ -159,7 +157,7 @@ def _draw_blocks(axes: Any, lane: Lane, scale: TimeScale, sheet: Sheet, *, is_nu
         chosen = corners[(blocks.kind == kind) & (blocks.shade == shade)]
         edge = sheet.theme.background if is_wide else "none"
         _add_rectangles(axes, chosen, facecolor=colours[Kind(kind)][shade], edgecolor=edge, linewidth=0.6, zorder=2)
-    firsts = np.flatnonzero(blocks.low > 0)
+    firsts = np.flatnonzero(blocks.low > 0)  # of overlapped pairs, each the upper half, which get one frame together
     if is_wide and len(firsts):
         pairs = np.stack([corners[firsts + 1, 0], corners[firsts, 1], corners[firsts, 2], corners[firsts + 1, 3]], 1)
         _add_rectangles(axes, pairs, facecolor="none", edgecolor=sheet.theme.ink, linewidth=0.9, zorder=2.5)
@@ -179,10 +177,10 @@ def _add_rectangles(axes: Any, corners: NDArray[np.float64], **style: Any) -> No
 
 
 def _corners(blocks: Blocks, lane: Lane, scale: TimeScale) -> NDArray[np.float64]:
-    """[num_blocks, 4, 2] across in units of time, up in lanes; from the lower left."""
-    left, right = blocks.start_s / scale.unit_s, blocks.end_s / scale.unit_s
+    """Return [num_blocks, 4, 2] the corners of blocks from the lower left on: across in units of time, up in lanes."""
+    begin, end = blocks.start_s / scale.unit_s, blocks.end_s / scale.unit_s
     low, high = lane.bottom + lane.height * blocks.low, lane.bottom + lane.height * blocks.high
-    return np.stack([left, low, left, high, right, high, right, low], axis=1).reshape(-1, 4, 2)
+    return np.stack([begin, low, begin, high, end, high, end, low], axis=1).reshape(-1, 4, 2)
 
 
 def _number_blocks(
@@ -214,6 +212,7 @@ def _inches_per_lane(axes: Any) -> float:
 
 
 def _draw_columns(axes: Any, lane: Lane, scale: TimeScale, sheet: Sheet, edges_s: NDArray[np.float64]) -> None:
+    """Draw a lane of merged blocks as an image of a pixel per column and level."""
     from matplotlib.patches import Rectangle
 
     category = rasterise(density_of(lane.timeline, edges_s, [lane.ranks]), LEVELS)[0]

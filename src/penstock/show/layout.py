@@ -25,7 +25,7 @@ class Blocks:
     """The computations of one rank, in order; one entry of each column per computation."""
 
     row: Ints
-    """Of the program."""
+    """The block's row of the program."""
     start_s: Floats
     end_s: Floats
     low: Floats
@@ -55,16 +55,16 @@ def blocks_of_rank(timeline: Timeline, rank: int) -> Blocks:
 
 
 def shade_of_stage(program: Program) -> Ints:
-    """[num_stages] the place of each stage among those of its rank."""
+    """Return [num_stages] the place of each stage among those of its rank."""
     shades = np.zeros(program.num_stages, np.int64)
-    for held in program.placement.stages_of_rank:
-        shades[list(held)] = range(len(held))
+    for stages in program.placement.stages_of_rank:
+        shades[list(stages)] = range(len(stages))
     return shades
 
 
 def num_shades(program: Program) -> int:
     """Return the most stages that a rank holds."""
-    return max(len(held) for held in program.placement.stages_of_rank)
+    return max(len(stages) for stages in program.placement.stages_of_rank)
 
 
 def block_numbers(program: Program, blocks: Blocks) -> list[str]:
@@ -77,13 +77,13 @@ def block_numbers(program: Program, blocks: Blocks) -> list[str]:
 
 
 def longest_number(program: Program) -> int:
-    """Return how many letters the longest of these texts has."""
+    """Return how many letters the longest text of `block_numbers` has."""
     longest = len(str(program.num_microbatches - 1))
     return longest if program.num_slices == 1 else longest + 1 + len(str(program.num_slices - 1))
 
 
 def describe_shades(program: Program) -> str:
-    """Say what shades mean; empty where every rank holds a single stage."""
+    """Return what the shades of blocks mean; empty where every rank holds a single stage."""
     count = num_shades(program)
     if count == 1:
         return ""
@@ -92,8 +92,8 @@ def describe_shades(program: Program) -> str:
     if len(copies) == 2 and count == 2:
         first, second = (f"{stages[0]}-{stages[-1]}" for stages in copies)
         return f"dark: stages {first}, first copy of the model; pale: stages {second}, second copy"
-    held = placement.stages_of_rank[0]
-    return f"from dark to pale: the {count} stages of a rank ({', '.join(map(str, held))} on rank 0)"
+    stages_of_rank_0 = placement.stages_of_rank[0]
+    return f"from dark to pale: the {count} stages of a rank ({', '.join(map(str, stages_of_rank_0))} on rank 0)"
 
 
 def period_s(timeline: Timeline) -> float:
@@ -104,9 +104,11 @@ def period_s(timeline: Timeline) -> float:
 def typical_block_s(timelines: list[Timeline]) -> float:
     """Return the median duration of a block; 0 where there is none."""
     durations = [timeline.end_s - timeline.start_s for timeline in timelines]
-    computed = [duration[timeline.program.is_compute] for duration, timeline in zip(durations, timelines, strict=True)]
-    together = np.concatenate([*computed, np.zeros(0)])
-    return float(np.median(together)) if len(together) else 0.0
+    block_durations_s = [
+        duration[timeline.program.is_compute] for duration, timeline in zip(durations, timelines, strict=True)
+    ]
+    all_durations_s = np.concatenate([*block_durations_s, np.zeros(0)])
+    return float(np.median(all_durations_s)) if len(all_durations_s) else 0.0
 
 
 def num_blocks(timelines: list[Timeline]) -> int:

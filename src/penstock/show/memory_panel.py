@@ -15,7 +15,7 @@ from penstock.show.text import byte_unit
 
 MAX_CURVES = 8
 STEPS_PER_DOT = 0.5
-"""Finer steps are merged, each column showing the most that was alive in it."""
+"""The most steps of a curve per dot; finer ones are merged into columns that show the most that was alive in them."""
 
 
 def draw_memory(axes: Any, timeline: Timeline, scale: TimeScale, sheet: Sheet) -> None:
@@ -30,7 +30,7 @@ def draw_memory(axes: Any, timeline: Timeline, scale: TimeScale, sheet: Sheet) -
         time, alive = _steps(curves[rank], columns, scale)
         colour = blend(sheet.theme.ranks, rank / max(len(curves) - 1, 1))
         axes.step(time, alive / unit, where="post", color=colour, linewidth=1.4 * sheet.scale, label=f"rank {rank}")
-    _finish(axes, scale, sheet, largest / unit, in_bytes=in_bytes)
+    _style_axes(axes, scale, sheet, largest / unit, in_bytes=in_bytes)
     axes.set_ylabel(f"alive\n({name})", fontsize=9 * sheet.scale, color=sheet.theme.ink)
     title = "" if len(ranks) == len(curves) else f"{len(ranks)} of {len(curves)} ranks"
     size = 7 * sheet.scale
@@ -54,7 +54,7 @@ def chosen_ranks(curves: Sequence[MemoryCurve]) -> list[int]:
 def _steps(
     curve: MemoryCurve, columns: NDArray[np.float64], scale: TimeScale
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Where a line steps, in units of the axis, and to what height."""
+    """Return the times of a line's steps, in units of the axis, and the heights that it steps to."""
     if len(curve.time_s) > len(columns):
         alive = largest_within(curve, columns)
         return columns / scale.unit_s, np.append(alive, 0.0)
@@ -62,7 +62,7 @@ def _steps(
     return time, np.concatenate([[0.0], curve.alive, [0.0]])
 
 
-def _finish(axes: Any, scale: TimeScale, sheet: Sheet, largest: float, *, in_bytes: bool) -> None:
+def _style_axes(axes: Any, scale: TimeScale, sheet: Sheet, largest: float, *, in_bytes: bool) -> None:
     axes.set_xlim(0, 1.01 * scale.end)
     axes.set_ylim(0, 1.12 * max(largest, 1e-9))
     axes.yaxis.get_major_locator().set_params(integer=not in_bytes, nbins=5)

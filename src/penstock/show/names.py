@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 POINT_RADIUS, NAMED_RADIUS, GAP = 3.5, 8.0, 2.0
-"""Of a point for lines, of a point for the names of others, and between two names; all lengths in 1/72 inch."""
+"""The radius of a point for lines, that for names of other points, and the gap between two names, in 1/72 inch."""
 DISTANCES = (7.0, 14.0, 24.0, 38.0, 56.0, 80.0)
-"""From a point to its name; a line leads to the name from the second distance on."""
+"""Distances from a point to its name, in 1/72 inch; a line leads to the name from the second distance on."""
 EIGHT = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, -1), (-1, 1), (1, 1))
 BETWEEN = ((1, 0.5), (-1, 0.5), (1, -0.5), (-1, -0.5), (0.5, 1), (-0.5, 1), (0.5, -1), (-0.5, -1))
 OFFSETS = np.array([np.multiply(distance, way) for distance, way in product(DISTANCES, EIGHT + BETWEEN)])
 NUM_SPOTS = 20
-"""Of a line to a name, at which it is tested."""
+"""The number of spots of a line to a name at which the line is tested."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamePosition:
-    """Where a name is, from its point: the offset of its nearest corner, or of the middle of its nearest edge."""
+    """The offset from a point to the nearest corner of its name, or to the middle of its nearest edge."""
 
     right: float
     up: float
@@ -74,7 +74,7 @@ def _spots(centre: Floats, offset: Floats) -> Floats:
     return np.tile(np.linspace(centre, centre + offset, NUM_SPOTS if has_line else 0), 2)
 
 
-def _any_covered(boxes: Floats, others: Floats) -> bool:
-    """Whether any of the boxes shares area with any of the others."""
-    is_over = (others[:, :2] < boxes[:, None, 2:]) & (others[:, 2:] > boxes[:, None, :2])
+def _any_covered(boxes: Floats, obstacles: Floats) -> bool:
+    """Whether any of the boxes shares area with any of the obstacles."""
+    is_over = (obstacles[:, :2] < boxes[:, None, 2:]) & (obstacles[:, 2:] > boxes[:, None, :2])
     return bool(is_over.all(axis=2).any())

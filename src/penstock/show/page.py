@@ -36,9 +36,9 @@ from penstock.simulation.costs.costs import Costs
 
 MAX_BLOCKS = 2_000_000
 MAX_BYTES = 5_000_000
-"""Of a page: what a browser opens at once, and a mail takes along."""
+"""The most bytes of a page: a browser opens so much at once, and a mail takes it along."""
 MODULES = ("data.js", "draw.js", "view.js")
-"""Of the viewer, each after those that it imports from."""
+"""The modules of the viewer, each after those that it imports from."""
 VIEWER = files("penstock.show") / "viewer"
 MODULE_SYNTAX = re.compile(r"^(import .*\n|/\*\* @import .*\n|export )", re.MULTILINE)
 
@@ -55,11 +55,9 @@ def to_page(
 ) -> bytes:
     """Return a page that shows the named timelines, rank by rank below each other; all but `main` are drawn pale.
 
-    By default, `main` is the last one.
-
-    `costs` are what timelines were predicted with, by their names. The causes of idle time are based on them, or
-    where they are not given, on the timeline's own typical durations. Without a theme the page follows the reader's
-    browser. `more` are figures beside those of each timeline, by their names.
+    By default, `main` is the last one. `costs` are those that timelines were predicted with, by the timelines' names.
+    The causes of idle time follow from them, or where they are missing, from the timeline's own typical durations.
+    Without a theme the page follows the reader's browser. `more` are figures beside those of each timeline, by name.
 
     Raises:
         ConfigError: for an unknown theme, and for more blocks than a page can hold.
@@ -77,7 +75,7 @@ def to_page(
         "page.html",
         attributes=attributes,
         title=escape(name),
-        label=escape(f"{name}. " + _spoken(figures)),
+        label=escape(f"{name}. " + _figures_as_text(figures)),
         style="\n".join([*style_of_themes(), read("style.css")]),
         figures="\n".join(_figures(key if len(figures) > 1 else "", entry) for key, entry in figures.items()),
         legend=_legend(shown),
@@ -91,21 +89,25 @@ def to_page(
     return page
 
 
-def _too_many(what: str, max_bytes: int) -> ConfigError:
+def _too_many(problem: str, max_bytes: int) -> ConfigError:
     return ConfigError(
-        f"{what} more than a page holds ({max_bytes / 1e6:.2g} MB); show fewer microbatches, or draw SVG or PNG, "
+        f"{problem} more than a page holds ({max_bytes / 1e6:.2g} MB); show fewer microbatches, or draw SVG or PNG, "
         "which merge what cannot be seen",
         key="format",
     )
 
 
 def _as_script(value: dict[str, Any]) -> str:
-    """JSON for the inside of a script: no name in it can end the script."""
+    """Return JSON for the inside of a script element: no name in it can end the script."""
     return orjson.dumps(value).decode().replace("<", "\\u003c")
 
 
-def _spoken(figures: dict[str, dict[str, str]]) -> str:
-    lines = [[key, *(f"{name} {value}" for name, value in one.items())] for key, one in figures.items()]
+def _figures_as_text(figures: dict[str, dict[str, str]]) -> str:
+    """Return the figures of all timelines in one line, for readers who hear the page."""
+    lines = [
+        [key, *(f"{name} {value}" for name, value in figures_of_timeline.items())]
+        for key, figures_of_timeline in figures.items()
+    ]
     return "; ".join(" ".join(line) for line in lines)
 
 
@@ -134,6 +136,7 @@ def _notes(timelines: list[Timeline]) -> list[str]:
 def _header(
     timelines: Mapping[str, Timeline], table: BlockTable, contents: list[dict[str, Any]], main: str
 ) -> dict[str, Any]:
+    """Return all that the viewer reads beside the columns: units, colours and names, and the lanes of the table."""
     shown = list(timelines.values())
     shades = sorted({num_shades(timeline.program) for timeline in shown})
     colours = {str(count): block_colours(count) for count in shades}
@@ -196,14 +199,14 @@ def read(name: str) -> str:
 
 
 def fill(template: str, **texts: str) -> str:
-    """Put texts in the places of their names, in one pass: what a text holds is not looked at again."""
+    """Put texts in the places of their names, in one pass: names within a text stay as they are."""
     return re.sub(r"\{\{(\w+)\}\}", lambda place: texts[place[1]], read(template)) + "\n"
 
 
 def bundle(modules: Sequence[str]) -> str:
     """Return modules of the viewer as one, for a page that has no server to import them from.
 
-    All that is done is to take out lines of imports, also of types, and the word `export` at the beginning of a line.
+    It takes out lines of imports, also of types, and the word `export` at the beginning of a line, and nothing else.
     So modules come after those that they import from; an import is one line and renames nothing; and no two modules
     have a name in common.
     """

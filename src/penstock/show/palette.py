@@ -18,7 +18,7 @@ Rgb = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """The colours of all that is not a block."""
+    """The colours of everything in a picture that is not a block."""
 
     name: str
     background: str
@@ -29,7 +29,7 @@ class Theme:
     ranks: tuple[str, ...]
     """Stops of the ramp for the memory curves, from the first rank to the last."""
     runs: tuple[str, ...]
-    """Of curves without an order, such as those of several runs; a test computes how far apart every eye sees them."""
+    """Colours of curves without an order, such as several runs'; a test computes how far apart every eye sees them."""
 
 
 THEMES = {
@@ -49,11 +49,11 @@ THEMES = {
 }  # fmt: skip
 
 COLLECTIVE_COLOUR, COPY_COLOUR = "#9933FF", "#9C2400"
-"""Of the bars over blocks of any kind; optimizer steps, which cover no block, are drawn in the theme's ink."""
+"""Colours of bars over blocks of any kind; optimizer steps, which cover no block, are drawn in the theme's ink."""
 VARIABLES = ("background", "ink", "faint", "bubble", "line")
 """Colours of a theme that the style sheets of pages have as variables."""
 DARK_INK, LIGHT_INK = "#101214", "#FFFFFF"
-"""Of the numbers on blocks."""
+"""Colours of the numbers on blocks."""
 
 
 def find_theme(name: str) -> Theme:

@@ -26,11 +26,11 @@ from penstock.show.text import count_of, format_seconds, time_unit
 Floats = NDArray[np.float64]
 
 WIDTH, HEIGHT, TOP, BOTTOM = 8.2, 6.25, 0.95, 0.75
-"""Of the plot, of the picture, and of what is above and below the plot, in inches."""
+"""The plot's width, the picture's height, and the room above and below the plot, in inches."""
 LOGARITHMIC_ABOVE = 5.0
-"""Where the largest value is so many times the smallest, an axis is logarithmic."""
+"""The largest value, in smallest ones, above which an axis is logarithmic."""
 MAX_LINES = 5
-"""Names of schedules with equal figures, which share a point."""
+"""The most lines of names beside a point, which schedules with equal figures share."""
 HOW_TO_READ = "the line is the front: every schedule off it is beaten by one on it"
 GREY_TO_READ = "no schedule can be in the grey area, below the lower bound"
 PAGE = """<!DOCTYPE html>
@@ -55,12 +55,12 @@ th, td {{ padding: 0.35rem 1.2rem; border-bottom: 1px solid var(--line); font-va
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One schedule, under the costs that all have in common."""
+    """The prediction of one schedule, under the costs that all candidates have in common."""
 
     label: str
     step_s: float
     memory: float
-    """Of the rank that needs most."""
+    """The memory of the rank that needs most."""
     is_on_front: bool
 
 
@@ -109,8 +109,8 @@ def pareto_picture(
     unit_s, unit = time_unit(max(candidate.step_s for candidate in candidates))
     places = np.array([(point[0].memory, point[0].step_s / unit_s) for point in points])
     is_page = format == "html"
-    chosen = find_theme(theme or "light")
-    sheet = Sheet.of(WIDTH, HEIGHT, THEMES["light"] if is_page else chosen, "svg" if is_page else format)
+    sheet_theme = find_theme(theme or "light")  # also of a page, so that it refuses an unknown theme
+    sheet = Sheet.of(WIDTH, HEIGHT, THEMES["light"] if is_page else sheet_theme, "svg" if is_page else format)
     axes = sheet.add_axes(BOTTOM, HEIGHT - TOP - BOTTOM)
     scale_axis(axes, "x", places[:, 0])
     scale_axis(axes, "y", np.append(places[:, 1], [bound.step_s / unit_s for bound in bounds]))
@@ -136,10 +136,12 @@ def pareto_picture(
 
 def _points_of(candidates: Sequence[Candidate]) -> list[_Point]:
     """Return the points, those of the front first, then from the fastest on."""
-    found: dict[tuple[str, str], list[Candidate]] = {}
-    for one in sorted(candidates, key=lambda one: (not one.is_on_front, one.step_s, one.memory)):
-        found.setdefault((f"{one.memory:.6g}", f"{one.step_s:.6g}"), []).append(one)
-    return list(found.values())
+    points_by_figures: dict[tuple[str, str], list[Candidate]] = {}
+    for candidate in sorted(
+        candidates, key=lambda candidate: (not candidate.is_on_front, candidate.step_s, candidate.memory)
+    ):
+        points_by_figures.setdefault((f"{candidate.memory:.6g}", f"{candidate.step_s:.6g}"), []).append(candidate)
+    return list(points_by_figures.values())
 
 
 def scale_axis(axes: Any, name: str, values: Floats) -> None:
@@ -178,15 +180,18 @@ def _draw_points(axes: Any, points: Sequence[_Point], places: Floats, theme: The
 
 def _draw_bounds(axes: Any, bounds: Sequence[LowerBound], unit_s: float, theme: Theme) -> Floats:
     """Fill the area below the bounds, and return its corners. Between two memories the bound of the larger holds."""
-    left = axes.get_xlim()[0]
+    x_min = axes.get_xlim()[0]
     axes.set_xlim(axes.get_xlim())  # else the axis would go on to the largest memory
-    known = sorted(bounds, key=lambda bound: bound.memory)
-    edges = np.array([left, *(bound.memory for bound in known)])
-    x, y = np.repeat(edges, 2)[1:-1], np.repeat([bound.step_s / unit_s for bound in known], 2)
-    axes.plot(x, y, color=theme.faint, linewidth=1, linestyle="--", zorder=2, gid="bound")
+    sorted_bounds = sorted(bounds, key=lambda bound: bound.memory)
+    edges = np.array([x_min, *(bound.memory for bound in sorted_bounds)])
+    bound_memory, bound_time = (
+        np.repeat(edges, 2)[1:-1],
+        np.repeat([bound.step_s / unit_s for bound in sorted_bounds], 2),
+    )
+    axes.plot(bound_memory, bound_time, color=theme.faint, linewidth=1, linestyle="--", zorder=2, gid="bound")
     axes.set_ylim(axes.get_ylim())
-    axes.fill_between(x, y, axes.get_ylim()[0], color=theme.bubble, linewidth=0, zorder=0)
-    return np.column_stack([x, y])
+    axes.fill_between(bound_memory, bound_time, axes.get_ylim()[0], color=theme.bubble, linewidth=0, zorder=0)
+    return np.column_stack([bound_memory, bound_time])
 
 
 def _write_names(sheet: Sheet, axes: Any, points: Sequence[_Point], places: Floats, lines: Sequence[Floats]) -> int:
@@ -202,25 +207,33 @@ def _write_names(sheet: Sheet, axes: Any, points: Sequence[_Point], places: Floa
         for point, place, ink in zip(points, places, inks, strict=True)
     ]
     sizes = np.array([name.get_window_extent(renderer).size for name in names]) * scale
-    bends = [axes.transData.transform(corners) * scale for corners in lines]
-    front = np.vstack(
-        [np.hstack([np.minimum(each[:-1], each[1:]) - 1, np.maximum(each[:-1], each[1:]) + 1]) for each in bends]
+    corners_of_lines = [axes.transData.transform(corners) * scale for corners in lines]
+    line_boxes = np.vstack(
+        [
+            np.hstack(
+                [
+                    np.minimum(corners_of_line[:-1], corners_of_line[1:]) - 1,
+                    np.maximum(corners_of_line[:-1], corners_of_line[1:]) + 1,
+                ]
+            )
+            for corners_of_line in corners_of_lines
+        ]
     )
-    left, bottom, _, top = axes.get_window_extent(renderer).extents * scale
-    room = np.array([left, bottom, 72 * sheet.width, top])
-    found = place_names(axes.transData.transform(places) * scale, sizes, front, room)
-    for index, (name, place) in enumerate(zip(names, found, strict=True)):
+    x_min, y_min, _, y_max = axes.get_window_extent(renderer).extents * scale
+    room = np.array([x_min, y_min, 72 * sheet.width, y_max])
+    positions = place_names(axes.transData.transform(places) * scale, sizes, line_boxes, room)
+    for index, (name, position) in enumerate(zip(names, positions, strict=True)):
         name.set_gid(f"name-{index}")
-        if place is None:
+        if position is None:
             name.remove()
             continue
-        across, up = round(np.sign(place.right)), round(np.sign(place.up))
-        beside = {"ha": ("center", "left", "right")[across], "va": ("center", "bottom", "top")[up]}
-        name.set(position=(place.right, place.up), **beside)
-        if place.has_line:
+        across, up = round(np.sign(position.right)), round(np.sign(position.up))
+        alignment = {"ha": ("center", "left", "right")[across], "va": ("center", "bottom", "top")[up]}
+        name.set(position=(position.right, position.up), **alignment)
+        if position.has_line:
             line = {"arrowstyle": "-", "color": sheet.theme.faint, "linewidth": 0.6, "shrinkA": GAP, "shrinkB": 0}
             axes.annotate("", name.xy, name.get_position(), arrowprops=line, zorder=1, **style)
-    return sum(len(point) for point, place in zip(points, found, strict=True) if place is None)
+    return sum(len(point) for point, position in zip(points, positions, strict=True) if position is None)
 
 
 def _text_beside(point: _Point) -> str:
@@ -230,14 +243,14 @@ def _text_beside(point: _Point) -> str:
 
 
 def _with_titles(svg: str, points: Sequence[_Point], caption: Caption) -> str:
-    """Let points and names say all that is known of them where a pointer rests on them."""
+    """Give points and names in an SVG a title with all their figures, which a browser shows under the pointer."""
 
-    def with_title(found: re.Match[str]) -> str:
-        point = points[int(found[1])]
+    def with_title(match: re.Match[str]) -> str:
+        point = points[int(match[1])]
         names = "\n".join(candidate.label for candidate in point)
         figures = f"{caption.time_name}: {format_seconds(point[0].step_s)}"
         title = f"{names}\n{figures}\n{caption.memory_name}: {point[0].memory:.6g}"
-        return f"{found[0]}<title>{escape(title)}</title>"
+        return f"{match[0]}<title>{escape(title)}</title>"
 
     return re.sub(r'<g id="(?:point|name)-(\d+)">', with_title, svg)
 
@@ -245,9 +258,9 @@ def _with_titles(svg: str, points: Sequence[_Point], caption: Caption) -> str:
 def _table(candidates: Sequence[Candidate], caption: Caption) -> str:
     """Return the figures as a table, the fastest first; those on the front are bold."""
     rows = [
-        f'<tr class="{"front" * one.is_on_front}"><td>{escape(one.label)}</td><td>{format_seconds(one.step_s)}</td>'
-        f"<td>{one.memory:.6g}</td></tr>"
-        for one in sorted(candidates, key=lambda one: (one.step_s, one.memory))
+        f'<tr class="{"front" * candidate.is_on_front}"><td>{escape(candidate.label)}</td>'
+        f"<td>{format_seconds(candidate.step_s)}</td><td>{candidate.memory:.6g}</td></tr>"
+        for candidate in sorted(candidates, key=lambda candidate: (candidate.step_s, candidate.memory))
     ]
     head = f"<tr><th>schedule</th><th>{caption.time_name}</th><th>{escape(caption.memory_name)}</th></tr>"
     return "\n".join(["<table>", head, *rows, "</table>"])

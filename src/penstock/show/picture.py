@@ -15,7 +15,7 @@ from penstock.simulation import Costs, simulate
 from penstock.simulation.costs.fit import costs_from_timeline
 
 Timelines = Mapping[str, Timeline]
-"""By name: "predicted" and "measured"; empty where no step was recorded."""
+"""The timelines of a step by name, "predicted" and "measured"; empty where no step was recorded."""
 
 
 def draw(timeline: Timeline, path: str | Path, *, theme: str | None = None, costs: Costs | None = None) -> None:
@@ -55,9 +55,9 @@ def picture_of(
     title: str | None = None,
     more: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Draw a timeline in one of the formats; a measured one with its prediction, and with titles of its own.
+    """Draw a timeline in one of the formats; a measured one is drawn with its prediction, without `title` and `more`.
 
-    `more` are figures beside those of the timeline, by their names.
+    `more` are figures beside those of the timeline, by name.
 
     Raises:
         ConfigError: as `draw`.
@@ -74,7 +74,7 @@ def picture_of(
 
 
 def _picture_of_step(measured: Timeline, format: str, theme: str | None) -> bytes:
-    """Draw a step as it was measured, and as it is predicted with its own costs."""
+    """Draw a measured step with the prediction from its own costs."""
     timelines = predict_again(measured)
     if format == "trace":
         return to_trace(timelines)
@@ -84,7 +84,7 @@ def _picture_of_step(measured: Timeline, format: str, theme: str | None) -> byte
 
 
 def predict_again(measured: Timeline | None) -> Timelines:
-    """Return the measured timeline, and what the simulator makes of its costs."""
+    """Return the measured timeline, and the timeline that the simulator predicts from its costs."""
     if measured is None:
         return {}
     return {"predicted": simulate(measured.program, costs_from_timeline(measured)), "measured": measured}

@@ -20,17 +20,17 @@ WIDTH = 8.2
 TOP, GAP, BOTTOM = 0.75, 0.35, 0.8
 LOSS_HEIGHT, SPEED_HEIGHT = 3.3, 1.4
 LEGEND_ROW, HANDLE = 0.21, 0.8
-"""In inches, as are those above."""
+"""The height of a legend's row and the length of its lines, in inches, as all lengths above."""
 LEGEND_SIZE = 8.5
-"""In points."""
+"""The font size of the legend, in points."""
 LETTER = 0.56
 """Width of a letter of the legend, as a share of its size."""
 MEANS_PER_CURVE = 40
-"""A mean is over this part of a curve's steps."""
+"""The number of a curve's steps is divided by this for the number of steps that a mean is over."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 4)), (0, (1.5, 2)), (0, (7, 2, 1.5, 2)))
-"""Their number and that of the colors have no common divisor, so the first 20 runs differ."""
+"""The dashes of runs' lines; their number and that of the colors have no common divisor: the first 20 runs differ."""
 MARKS = "os^D"
-"""Hollow and of different sizes, so that those at one place show each other."""
+"""The marks of runs' held-out losses, hollow and of different sizes, so that those at one place show each other."""
 
 Floats = NDArray[np.float64]
 
@@ -41,11 +41,11 @@ class RunCurve:
 
     name: str
     losses: tuple[Sequence[int], Sequence[float]]
-    """In nats per token."""
+    """Steps and training losses, in nats per token."""
     held_out: tuple[Sequence[int], Sequence[float]]
     tokens_per_s: tuple[Sequence[int], Sequence[float]]
     settings: str = ""
-    """Those that differ among the runs."""
+    """The settings that differ among the runs."""
 
     @property
     def label(self) -> str:
@@ -60,12 +60,12 @@ def run_curves(runs: Sequence[RunCurve], title: str, *, format: str = "svg", the
     """
     if not any(run.losses[0] for run in runs):
         raise ConfigError("no run has finished a step with metrics.jsonl = true; there is nothing to draw")
-    legend = LEGEND_ROW * len(runs)
-    low = legend + BOTTOM + SPEED_HEIGHT + GAP
-    sheet = Sheet.of(WIDTH, low + LOSS_HEIGHT + TOP, find_theme(theme or "light"), format)
-    loss, speed = sheet.add_axes(low, LOSS_HEIGHT), sheet.add_axes(legend + BOTTOM, SPEED_HEIGHT)
+    legend_height = LEGEND_ROW * len(runs)
+    bottom = legend_height + BOTTOM + SPEED_HEIGHT + GAP
+    sheet = Sheet.of(WIDTH, bottom + LOSS_HEIGHT + TOP, find_theme(theme or "light"), format)
+    loss, speed = sheet.add_axes(bottom, LOSS_HEIGHT), sheet.add_axes(legend_height + BOTTOM, SPEED_HEIGHT)
     for number, run in enumerate(runs):
-        _draw(loss, speed, run, number, sheet)
+        _draw_run(loss, speed, run, number, sheet)
     for axes, name in ((loss, "loss (nats per token)"), (speed, "tokens per second")):
         axes.grid(color=sheet.theme.line, linewidth=0.7)
         axes.set_axisbelow(True)
@@ -80,7 +80,7 @@ def run_curves(runs: Sequence[RunCurve], title: str, *, format: str = "svg", the
     return sheet.to_bytes()
 
 
-def _draw(loss: Any, speed: Any, run: RunCurve, number: int, sheet: Sheet) -> None:
+def _draw_run(loss: Any, speed: Any, run: RunCurve, number: int, sheet: Sheet) -> None:
     colour = sheet.theme.runs[number % len(sheet.theme.runs)]
     style = {"color": colour, "linestyle": DASHES[number % len(DASHES)]}
     steps, losses = run.losses
@@ -102,7 +102,7 @@ def _draw(loss: Any, speed: Any, run: RunCurve, number: int, sheet: Sheet) -> No
 def _add_legend(sheet: Sheet, loss: Any, labels: Sequence[str]) -> None:
     """Write a row for each run below the plots, all so small that the longest one fits."""
     room = 72 * (sheet.width * (1 - sheet.left) - HANDLE)
-    found = sheet.figure.legend(
+    legend = sheet.figure.legend(
         [line for line in loss.lines if str(line.get_gid()).startswith("held-out")],
         # matplotlib leaves names that begin with an underscore out of a legend
         [f" {label}" if label.startswith("_") else label for label in labels],
@@ -115,7 +115,7 @@ def _add_legend(sheet: Sheet, loss: Any, labels: Sequence[str]) -> None:
         labelcolor=sheet.theme.ink,
         handlelength=4,
     )
-    for text in found.get_texts():
+    for text in legend.get_texts():
         text.set_parse_math(False)
 
 

@@ -14,9 +14,9 @@ from penstock.show.palette import Theme
 FORMATS = ("svg", "png")
 DOTS_PER_INCH = 120
 MARGIN_LEFT, MARGIN_RIGHT, MARGIN_BOTTOM = 0.95, 1.45, 0.6
-"""Around the drawing, in inches of a sheet of scale 1."""
+"""The margins around the drawing, in inches of a sheet of scale 1."""
 FONTS = b"system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif;"
-"""Of an SVG: the reader's own. matplotlib measures in DejaVu Sans, which is wider than these, so texts have room."""
+"""The fonts of an SVG, the reader's own. matplotlib measures in DejaVu Sans, which is wider, so texts have room."""
 USUAL_WIDTH, MAX_SCALE = 13.0, 1.8
 
 
@@ -40,7 +40,7 @@ def load_matplotlib() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """Sizes are inches; `inner_width` is that of the drawing, without its margins.
+    """A sheet with its sizes in inches; `inner_width` is the width of the drawing, without its margins.
 
     A wide sheet is looked at from further away, so `scale` enlarges the texts around the drawing.
     """
@@ -75,7 +75,7 @@ class Sheet:
 
     @property
     def left(self) -> float:
-        """Where the drawing begins, as a share of the width."""
+        """The left edge of the drawing, as a share of the width."""
         return self.scale * MARGIN_LEFT / self.width
 
     def add_axes(self, bottom: float, height: float) -> Any:

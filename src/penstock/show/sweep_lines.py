@@ -18,14 +18,14 @@ from penstock.show.sheet import Sheet
 from penstock.show.text import time_unit
 
 WIDTH, HEIGHT, TOP, BOTTOM, GAP = 8.2, 7.6, 0.95, 0.75, 0.35
-"""Of the plots, of the picture, of what is above and below the plots and between them, in inches."""
+"""The plots' width, the picture's height, and the room above, below and between the plots, in inches."""
 COLORS = ("#0072B2", "#D98200", "#009E73", "#CC79A7")
-"""Of lines: told apart with any common kind of color blindness, and on a light and a dark page."""
+"""Colors of lines, told apart with any common kind of color blindness, and on a light and a dark page."""
 MAX_TICKS = 10
 DASHES = ("-", "--", ":", "-.")
 MARKERS = "osD^vP"
 DASH = 6.0
-"""In line widths, where lines take turns."""
+"""The length of a dash where equal lines take turns, in line widths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def sweep_picture(
     if not points:
         raise ConfigError("no schedule can be compared; a picture of step time and memory needs at least one")
     is_page = format == "html"
-    chosen = find_theme(theme or "light")
-    sheet = Sheet.of(WIDTH, HEIGHT, THEMES["light"] if is_page else chosen, "svg" if is_page else format)
+    sheet_theme = find_theme(theme or "light")  # also of a page, so that it refuses an unknown theme
+    sheet = Sheet.of(WIDTH, HEIGHT, THEMES["light"] if is_page else sheet_theme, "svg" if is_page else format)
     unit_s, unit = time_unit(max(point.step_s for point in points))
     height = (HEIGHT - TOP - BOTTOM - GAP) / 2
     memory = _panel(sheet, BOTTOM, height, lines, lambda point: point.memory)
@@ -72,33 +72,36 @@ def sweep_picture(
 
 
 def _panel(sheet: Sheet, bottom: float, height: float, lines: Mapping[str, Sequence[SweptPoint]], value: Any) -> Any:
+    """Draw, over the sizes, the `value` of the points of each line; return the axes."""
     axes = sheet.add_axes(bottom, height)
-    found = [(point.size, value(point)) for line in lines.values() for point in line]
-    for name, values in zip("xy", np.array(found, np.float64).T, strict=True):
+    size_values = [(point.size, value(point)) for line in lines.values() for point in line]
+    for name, values in zip("xy", np.array(size_values, np.float64).T, strict=True):
         scale_axis(axes, name, values)
-    drawn: list[list[tuple[int, float]]] = [[(point.size, value(point)) for point in line] for line in lines.values()]
-    for index, (name, line) in enumerate(zip(lines, drawn, strict=True)):
+    values_of_lines: list[list[tuple[int, float]]] = [
+        [(point.size, value(point)) for point in line] for line in lines.values()
+    ]
+    for index, (name, line) in enumerate(zip(lines, values_of_lines, strict=True)):
         round_of_colors, color = divmod(index, len(COLORS))
-        shared, place = drawn.count(line), drawn[:index].count(line)
+        num_equal, index_of_equal = values_of_lines.count(line), values_of_lines[:index].count(line)
         style = DASHES[round_of_colors % len(DASHES)]
         axes.plot(
             *zip(*line, strict=True),
             color=COLORS[color],
             # Lines of equal values take turns, dash by dash, and their markers show around each other.
-            linestyle=style if shared == 1 else (DASH * place, (DASH, DASH * (shared - 1))),
+            linestyle=style if num_equal == 1 else (DASH * index_of_equal, (DASH, DASH * (num_equal - 1))),
             marker=MARKERS[index % len(MARKERS)],
-            markersize=4.5 + 3 * (shared - 1 - place),
+            markersize=4.5 + 3 * (num_equal - 1 - index_of_equal),
             linewidth=1.5,
             # matplotlib leaves names that begin with an underscore out of a legend
             label=f" {name}" if name.startswith("_") else name,
             gid=f"line-{index}",
         )
-    sizes = sorted({size for size, _ in found})
+    sizes = sorted({size for size, _ in size_values})
     if len(sizes) <= MAX_TICKS:
         axes.set_xticks(sizes)
     axes.margins(0.05, 0.1)
-    if len({height for _, height in found}) == 1:
-        axes.set_ylim(0, 1.3 * found[0][1])  # else the axis would show 3.8 to 4.2 around a constant 4
+    if len({height for _, height in size_values}) == 1:
+        axes.set_ylim(0, 1.3 * size_values[0][1])  # else the axis would show 3.8 to 4.2 around a constant 4
     axes.grid(color=sheet.theme.line, linewidth=0.7)
     axes.set_axisbelow(True)
     return axes

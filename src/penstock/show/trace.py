@@ -29,7 +29,7 @@ _TRACK_OF_LANE = {Lane.COMPUTE: COMPUTATIONS, Lane.SEND: SENDS, Lane.RECEIVE: RE
 _TRACK_OF_OP = np.array([_TRACK_OF_LANE.get(OPERATIONS[op].lane, OTHERS) for op in Op])
 
 MAX_INSTRUCTIONS = 750_000
-"""Of about 330 bytes each: viewers refuse files of more than about 250 MB."""
+"""The most instructions of a trace, of about 330 bytes each: viewers refuse files of more than about 250 MB."""
 
 
 def to_trace(timelines: Mapping[str, Timeline], *, max_instructions: int = MAX_INSTRUCTIONS) -> bytes:
@@ -40,10 +40,10 @@ def to_trace(timelines: Mapping[str, Timeline], *, max_instructions: int = MAX_I
     Raises:
         ConfigError: for more instructions than trace viewers open.
     """
-    number = sum(timeline.program.num_instructions for timeline in timelines.values())
-    if number > max_instructions:
+    num_instructions = sum(timeline.program.num_instructions for timeline in timelines.values())
+    if num_instructions > max_instructions:
         raise ConfigError(
-            f"{number:,} instructions are more than a trace viewer opens ({max_instructions:,}); show fewer "
+            f"{num_instructions:,} instructions are more than a trace viewer opens ({max_instructions:,}); show fewer "
             "microbatches, or draw SVG or PNG, which merge what cannot be seen",
             key="format",
         )
@@ -87,6 +87,7 @@ class _Tracks:
 
 
 def _timeline_events(name: str, timeline: Timeline, tracks: _Tracks) -> Iterator[Event]:
+    """Yield the events of one timeline: slices on threads, arrows of messages, waits for data, and the counter."""
     program = timeline.program
     track_of_row = _TRACK_OF_OP[program.op]
     # Whole nanoseconds: ends and starts that are equal stay equal in the file.
@@ -110,20 +111,16 @@ def _timeline_events(name: str, timeline: Timeline, tracks: _Tracks) -> Iterator
 
 
 def _thread_numbers(begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64], *, may_nest: bool) -> list[int]:
-    """Give each interval the first thread whose last one has ended; equal ones (overlapped pairs) may nest in one."""
-    free_ns: list[int] = []
-    last: list[tuple[int, int]] = []
+    """Return a thread per interval: the first whose last one has ended; equal ones (overlapped pairs) may nest."""
+    last_intervals: list[tuple[int, int]] = []  # of each thread
     numbers = []
     for begin, end in zip(begin_ns, end_ns, strict=True):
         interval = (int(begin), int(end))
-        fitting = (
-            number for number, free in enumerate(free_ns) if free <= begin or (may_nest and last[number] == interval)
+        free_threads = (
+            number for number, last in enumerate(last_intervals) if last[1] <= begin or (may_nest and last == interval)
         )
-        number = next(fitting, len(free_ns))
-        if number == len(free_ns):
-            free_ns.append(0)
-            last.append(interval)
-        free_ns[number], last[number] = int(end), interval
+        number = next(free_threads, len(last_intervals))
+        last_intervals[number : number + 1] = [interval]  # replaces that of the thread, or adds a thread
         numbers.append(number)
     return numbers
 
@@ -145,7 +142,7 @@ def _slices(
 
 
 def _slice(name: str, category: str, thread: tuple[int, int], times_ns: tuple[int, int], args: Event) -> Event:
-    """A slice of a thread, which is a rank and a number."""
+    """Return the event of a slice of a thread, which is a rank and a number."""
     (rank, number), (begin_ns, end_ns) = thread, times_ns
     times = {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
     return {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": number, **times, "args": args}
@@ -154,7 +151,8 @@ def _slice(name: str, category: str, thread: tuple[int, int], times_ns: tuple[in
 def _arrows(
     name: str, timeline: Timeline, threads: NDArray[np.int64], begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64]
 ) -> Iterator[Event]:
-    """From the start of each send to the end of its receive; none where clocks disagree and it would point backward."""
+    """Yield an arrow from the start of each send to the end of its receive, unless clocks disagree so that it would
+    point backward."""
     program = timeline.program
     rank_of_row = program.rank_of_row
     receives = np.flatnonzero(_TRACK_OF_OP[program.op] == RECEIVES)
