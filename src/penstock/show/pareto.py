@@ -137,9 +137,8 @@ def pareto_picture(
 def _points_of(candidates: Sequence[Candidate]) -> list[_Point]:
     """Return the points, those of the front first, then from the fastest on."""
     points_by_figures: dict[tuple[str, str], list[Candidate]] = {}
-    for candidate in sorted(
-        candidates, key=lambda candidate: (not candidate.is_on_front, candidate.step_s, candidate.memory)
-    ):
+    front_first = sorted(candidates, key=lambda row: (not row.is_on_front, row.step_s, row.memory))
+    for candidate in front_first:
         points_by_figures.setdefault((f"{candidate.memory:.6g}", f"{candidate.step_s:.6g}"), []).append(candidate)
     return list(points_by_figures.values())
 
@@ -207,18 +206,7 @@ def _write_names(sheet: Sheet, axes: Any, points: Sequence[_Point], places: Floa
         for point, place, ink in zip(points, places, inks, strict=True)
     ]
     sizes = np.array([name.get_window_extent(renderer).size for name in names]) * scale
-    corners_of_lines = [axes.transData.transform(corners) * scale for corners in lines]
-    line_boxes = np.vstack(
-        [
-            np.hstack(
-                [
-                    np.minimum(corners_of_line[:-1], corners_of_line[1:]) - 1,
-                    np.maximum(corners_of_line[:-1], corners_of_line[1:]) + 1,
-                ]
-            )
-            for corners_of_line in corners_of_lines
-        ]
-    )
+    line_boxes = np.vstack([_segment_boxes(axes.transData.transform(corners) * scale) for corners in lines])
     x_min, y_min, _, y_max = axes.get_window_extent(renderer).extents * scale
     room = np.array([x_min, y_min, 72 * sheet.width, y_max])
     positions = place_names(axes.transData.transform(places) * scale, sizes, line_boxes, room)
@@ -234,6 +222,11 @@ def _write_names(sheet: Sheet, axes: Any, points: Sequence[_Point], places: Floa
             line = {"arrowstyle": "-", "color": sheet.theme.faint, "linewidth": 0.6, "shrinkA": GAP, "shrinkB": 0}
             axes.annotate("", name.xy, name.get_position(), arrowprops=line, zorder=1, **style)
     return sum(len(point) for point, position in zip(points, positions, strict=True) if position is None)
+
+
+def _segment_boxes(corners: Floats) -> Floats:
+    """Return the boxes [left, bottom, right, top] of a line's segments, with a margin of 1/72 inch."""
+    return np.hstack([np.minimum(corners[:-1], corners[1:]) - 1, np.maximum(corners[:-1], corners[1:]) + 1])
 
 
 def _text_beside(point: _Point) -> str:
