@@ -76,6 +76,7 @@ def train(
                 config = stack.enter_context(claimed_together(config, transport, start, output))
             folder = RunFolder(Path(config.run.folder))
             stack.enter_context(joined(folder.path))
+            # From here on all ranks hold the folder; where one could not, all of them have ended.
             write_line(output, device_line(config))
             write_line(output, "preparing the text ...")
             dataset = prepare_together(config, folder, transport, output)
