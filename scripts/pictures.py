@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import penstock as ps  # noqa: E402
 from penstock.cli.entry import main as penstock  # noqa: E402
-from penstock.cli.searched import Within, combined, rows_to_picture, to_picture  # noqa: E402
+from penstock.cli.searched import LimitResult, combined, rows_to_picture, to_picture  # noqa: E402
 from penstock.ir.timeline import Timeline  # noqa: E402
 from penstock.proofs import Limit  # noqa: E402
 from penstock.show.caption import add_legend, add_title, name_ranks  # noqa: E402
@@ -158,7 +158,7 @@ def after_search(theme: Theme) -> bytes:
 
 def searched_front(theme: Theme) -> bytes:
     """Step time against memory of searches within several limits, as `penstock search --sweep` draws it."""
-    rows = combined([Within(Limit.read(limit), searched(limit)) for limit in SEARCH_LIMITS])
+    rows = combined([LimitResult(Limit.read(limit), searched(limit)) for limit in SEARCH_LIMITS])
     shape = {"rank": 4, "microbatch": 12}
     return rows_to_picture(rows, shape, costs_text="costs.toml", format="svg", theme=theme.name)
 

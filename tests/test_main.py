@@ -59,7 +59,7 @@ def test_a_write_without_a_name_is_blamed_on_standard_output_only_where_that_can
     def refuse(arguments):
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr("penstock.cli.schedules.run", refuse)
+    monkeypatch.setattr("penstock.cli.schedules.run_command", refuse)
     reading, writing = os.pipe()
     with open(reading), open(writing, "w") as pipe, open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full if is_full else pipe)

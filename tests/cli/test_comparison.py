@@ -7,7 +7,16 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.cli.comparison import MEMORY_NAME, Compared, basis, grouped_refusals, notes, to_json, to_picture, to_table
+from penstock.cli.comparison import (
+    MEMORY_NAME,
+    ComparedSchedules,
+    basis,
+    grouped_refusals,
+    notes,
+    to_json,
+    to_picture,
+    to_table,
+)
 from penstock.errors import ConfigError
 from penstock.proofs import Limit
 from penstock.searching.comparison import Comparison, Refusal
@@ -30,7 +39,7 @@ def activations(most):
 
 
 def compared(*rows, **others):
-    return Compared(rows=rows, **{"costs": "F=1,I=1,W=1", **others})
+    return ComparedSchedules(rows=rows, **{"costs": "F=1,I=1,W=1", **others})
 
 
 POINTS = [point("fast", 5.0, 8), Refusal("odd", "needs an even number"), point("small", 6.0, 4)]

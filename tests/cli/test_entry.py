@@ -51,7 +51,7 @@ def run_command(monkeypatch):
 
     def run(action):
         command = SimpleNamespace(
-            __name__="act", SUMMARY="act", add_arguments=lambda parser: None, run=lambda arguments: action()
+            __name__="act", SUMMARY="act", add_arguments=lambda parser: None, run_command=lambda arguments: action()
         )
         monkeypatch.setattr(entry, "COMMANDS", (command,))
         return entry.main(["act"])

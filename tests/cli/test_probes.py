@@ -41,7 +41,7 @@ def test_what_is_wrong_says_how_to_fix_it(finding, fix):
 
 def test_more_threads_than_cores_are_too_many_and_the_loopback_probe_carries_a_byte():
     assert probes.examine_cores({"OMP_NUM_THREADS": "9999"}).fix.startswith("set OMP_NUM_THREADS to ")
-    assert probes.examine_loopback("127.0.0.1").found == "127.0.0.1 listens, connects and carries 1 byte"
+    assert probes.examine_loopback("127.0.0.1").state == "127.0.0.1 listens, connects and carries 1 byte"
 
 
 def test_free_space_and_permission_are_looked_at(tmp_path, monkeypatch):
@@ -51,7 +51,7 @@ def test_free_space_and_permission_are_looked_at(tmp_path, monkeypatch):
     [bad] = probes.examine_disks({"disk": str(tmp_path)})
 
     assert good.fix == ""
-    assert good.found.endswith(f"GiB free in {tmp_path}")
+    assert good.state.endswith(f"GiB free in {tmp_path}")
     assert bad.fix == "free some space: weights and metrics need it; get the permission to write here"
 
 

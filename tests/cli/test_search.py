@@ -206,7 +206,7 @@ def test_where_nothing_fits_at_all_the_status_is_1_and_all_reasons_are_said(tmp_
 @pytest.mark.parametrize(("is_terminal", "shown"), [(True, [2, 4]), (False, [])])
 def test_progress_is_shown_every_two_seconds_where_somebody_looks_on(monkeypatch, capsys, is_terminal, shown):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    lines = command._Lines("limit 8 GiB (1 of 2): ")
+    lines = command._ProgressLines("limit 8 GiB (1 of 2): ")
 
     for seconds in (1.0, 2.5, 3.0, 4.1):
         lines(Progress(seconds, 30.0, 27.0))

@@ -9,7 +9,7 @@ import pytest
 import penstock as ps
 from penstock.cli.searched import (
     FIGURES,
-    Within,
+    LimitResult,
     combined,
     refusals,
     rows_to_json,
@@ -37,16 +37,16 @@ def searched(costs=UNITS, limit=None, **options):
 
 def within(text, costs=UNITS, **options):
     limit = Limit.read(text)
-    return Within(limit, searched(costs, limit, **options))
+    return LimitResult(limit, searched(costs, limit, **options))
 
 
 @pytest.fixture(scope="module")
 def rows():
     """A limit that nothing fits, one with a gap of 25 %, and one at which no order is shorter than what is found."""
     one = within("1 microbatches")
-    bound = Bound("work", 0, {"work": one.found.makespan_s / 1.25})
-    refused = Within(Limit.read("0.5 microbatches"), reason=NO_ROOM)
-    return [refused, replace(one, found=replace(one.found, bound=bound)), within("2 microbatches")]
+    bound = Bound("work", 0, {"work": one.result.makespan_s / 1.25})
+    refused = LimitResult(Limit.read("0.5 microbatches"), reason=NO_ROOM)
+    return [refused, replace(one, result=replace(one.result, bound=bound)), within("2 microbatches")]
 
 
 def texts_of(picture):
@@ -91,7 +91,7 @@ def test_a_table_of_limits_has_a_row_per_limit_and_below_it_what_nothing_fits(ro
         "memory limit", "makespan s", "span s", "bubble", "lower bound s", "gap", "peak microbatches", "method",
     ]  # fmt: skip
     one, two = (re.split(r"  +", line) for line in lines[2:4])
-    assert (one[0], one[1]) == ("1 microbatches", f"{rows[1].found.makespan_s:g}")
+    assert (one[0], one[1]) == ("1 microbatches", f"{rows[1].result.makespan_s:g}")
     assert (one[5], one[6]) == ("25.00%", "1")
     assert (two[0], two[1], two[5], two[6]) == ("2 microbatches", "13", "0", "2")
     assert lines[4:] == [
@@ -124,31 +124,31 @@ def test_a_limit_has_what_was_found_within_a_smaller_one_if_that_is_shorter():
     first, second = combined(swapped)
 
     assert first.limit == swapped[0].limit
-    assert first.found.makespan_s == short.found.makespan_s < long.found.makespan_s
-    assert (first.found.plan, first.found.method) == (short.found.plan, short.found.method)
-    assert second.found.makespan_s == short.found.makespan_s
+    assert first.result.makespan_s == short.result.makespan_s < long.result.makespan_s
+    assert (first.result.plan, first.result.method) == (short.result.plan, short.result.method)
+    assert second.result.makespan_s == short.result.makespan_s
 
 
 def test_a_limit_has_the_bound_within_a_larger_one_if_that_is_larger():
-    found = within("2 microbatches").found
+    found = within("2 microbatches").result
     bounds = {1: 9.0, 2: 7.0, 4: 8.0, 8: 5.0}
     rows = [
-        Within(Limit.read(f"{most} microbatches"), replace(found, bound=Bound("work", 0, {"work": seconds})))
+        LimitResult(Limit.read(f"{most} microbatches"), replace(found, bound=Bound("work", 0, {"work": seconds})))
         for most, seconds in bounds.items()
     ]
 
-    assert [row.found.lower_bound_s for row in combined(rows)] == [9.0, 8.0, 8.0, 5.0]
+    assert [row.result.lower_bound_s for row in combined(rows)] == [9.0, 8.0, 8.0, 5.0]
 
 
 def test_of_equally_short_orders_a_limit_has_the_one_that_holds_least():
     large = within("4 microbatches")
     wasteful = ps.plan(ps.build("gpipe", ranks=2, microbatches=4), UNITS)
-    tied = replace(large, found=replace(large.found, plan=wasteful))
-    lean = replace(tied, limit=Limit.read("3 microbatches"), found=replace(large.found, plan=thin_as(wasteful)))
+    tied = replace(large, result=replace(large.result, plan=wasteful))
+    lean = replace(tied, limit=Limit.read("3 microbatches"), result=replace(large.result, plan=thin_as(wasteful)))
 
-    changed = combined([tied, lean, Within(Limit.read("5 microbatches"), reason=NO_ROOM)])
+    changed = combined([tied, lean, LimitResult(Limit.read("5 microbatches"), reason=NO_ROOM)])
 
-    assert [max(row.found.timeline.peak_activations) for row in changed[:2]] == [2, 2]
+    assert [max(row.result.timeline.peak_activations) for row in changed[:2]] == [2, 2]
     assert changed[2].reason == NO_ROOM
 
 
@@ -223,14 +223,14 @@ def test_spans_are_drawn_as_spans():
 def test_under_noise_a_larger_limit_takes_what_is_shorter_on_average():
     """The order within the smaller limit is longer by itself, and shorter with noise."""
     small, large = within("1 microbatch"), within("4 microbatches")
-    assert small.found.makespan_s > large.found.makespan_s
+    assert small.result.makespan_s > large.result.makespan_s
     rows = [
-        replace(row, found=replace(row.found, noise=NoiseEffect(mean_s, "", 0.0, 0.0)))
+        replace(row, result=replace(row.result, noise=NoiseEffect(mean_s, "", 0.0, 0.0)))
         for row, mean_s in ((small, 30.0), (large, 31.0))
     ]
 
     _, found = combined(rows)
 
-    assert found.found.plan is small.found.plan
-    assert found.found.noise.mean_s == 30.0
-    assert found.found.seconds == large.found.seconds
+    assert found.result.plan is small.result.plan
+    assert found.result.noise.mean_s == 30.0
+    assert found.result.seconds == large.result.seconds

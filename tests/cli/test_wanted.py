@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from penstock.cli.arguments import Parser, add_one_schedule, add_schedules
-from penstock.cli.wanted import parse_options, wanted_schedule, wanted_schedules
+from penstock.cli.wanted import find_schedules, make_named_schedule, parse_options
 from penstock.errors import ConfigError, FormatError, ScheduleError
 from penstock.lowering import lower
 from penstock.schedules import build
@@ -27,11 +27,11 @@ def parsed(add, arguments):
 
 
 def wanted(*arguments):
-    return wanted_schedule(parsed(add_one_schedule, arguments))
+    return make_named_schedule(parsed(add_one_schedule, arguments))
 
 
 def all_wanted(*arguments):
-    return wanted_schedules(parsed(add_schedules, arguments))
+    return find_schedules(parsed(add_schedules, arguments))
 
 
 @pytest.fixture(autouse=True)

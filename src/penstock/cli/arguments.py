@@ -21,7 +21,7 @@ OLD = {
     "--from": ("--function", "is called --function now"),
     "--per-rank": ("--per-action", "is gone: costs are per rank by default; --per-action makes them per action"),
 }
-"""Options of before, in the commands that have the other one instead, and what to say."""
+"""The new option in place of an earlier one, and what a message says of it, by the earlier option."""
 SETTINGS = {
     "--ranks": "pipeline.ranks",
     "--microbatches": "pipeline.microbatches",
@@ -30,7 +30,7 @@ SETTINGS = {
     "--device": "run.device",
     "--lr": "optimizer.learning_rate",
 }
-"""Options that are looked for where a run file has a key."""
+"""The key of a run file that does the work of an option which users try."""
 MEMORY_LIMIT = "--memory-limit"
 LIMIT = (
     "what a rank may hold at once: 20GiB, or a number of bytes, with costs that say how large activations are; "
@@ -50,10 +50,10 @@ class Once(Action):
     ) -> None:
         if values == "" or (isinstance(values, list) and "" in values):
             parser.error(f"{option_string or self.metavar} is empty")
-        given = vars(namespace).setdefault("given", set())
-        if option_string is not None and self.dest in given:
+        stored_names = vars(namespace).setdefault("given", set())
+        if option_string is not None and self.dest in stored_names:
             parser.error(f"{option_string} is given twice; keep one")
-        given.add(self.dest)
+        stored_names.add(self.dest)
         setattr(namespace, self.dest, values)
 
 
@@ -70,15 +70,15 @@ class Parser(ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None
     ) -> tuple[Namespace, list[str]]:
         """Refuse unknown arguments here, where the command that does not know them is known."""
-        found, unknown = super().parse_known_args(args, namespace)
-        if hasattr(found, "names") and not any(word.startswith("-") for word in unknown):
-            found.names += unknown  # argparse takes only NAMEs that stand together
+        arguments, unknown = super().parse_known_args(args, namespace)
+        if hasattr(arguments, "names") and not any(word.startswith("-") for word in unknown):
+            arguments.names += unknown  # argparse takes only NAMEs that stand together
         elif unknown:
             self._refuse(unknown)
-        return found, []
+        return arguments, []
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Write all of a help text first, so that a full disk or a closed pipe is met where it is handled."""
+        """Flush a help text before leaving, so that a full disk or a closed pipe raises where `main` handles it."""
         sys.stdout.flush()
         super().exit(status, message)
 
@@ -86,27 +86,29 @@ class Parser(ArgumentParser):
         self.exit(ExitStatus.USAGE, f"{self.prog}: {message}\nTry `{self.prog} --help`.\n")
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
-        known = [option for action in self._actions for option in action.option_strings]
+        known_options = [option for action in self._actions for option in action.option_strings]
         words = [text.partition("=")[0] for text in unknown]
         for word in words:
             instead, problem = OLD.get(word, ("", ""))
-            if instead in known:
+            if instead in known_options:
                 self.exit(ExitStatus.USAGE, f"{self.prog}: {word} {problem}\n")
         options = [word for word in words if word.startswith("-")]
         run_file = any(action.dest == "run_file" for action in self._actions)
         if run_file and options and options[0] in SETTINGS:
             self.error(f"unknown option {options[0]}; a run file sets it: --set {SETTINGS[options[0]]}=VALUE")
         if options:
-            known = [option for option in known if option.startswith("--")] if len(options[0]) == 2 else known
-            self.error(f"unknown option {cut(options[0], MAX_KEY_CHARACTERS)}.{nearest(options[0], known)}")
+            # A letter such as -x is near to any other letter, so it gets no hint of one.
+            prefix = "--" if len(options[0]) == 2 else "-"
+            hint = nearest(options[0], [option for option in known_options if option.startswith(prefix)])
+            self.error(f"unknown option {cut(options[0], MAX_KEY_CHARACTERS)}.{hint}")
         self.error(f"unexpected argument {shortened(unknown[0])}")
 
 
-def _number(read: Callable[[str], float], what: str, text: str) -> float:
+def _number(read: Callable[[str], float], expected: str, text: str) -> float:
     try:
         return read(text)
     except ValueError:
-        raise ArgumentTypeError(f"{shortened(text)} is not {what}") from None
+        raise ArgumentTypeError(f"{shortened(text)} is not {expected}") from None
 
 
 def add_one_schedule(parser: ArgumentParser) -> None:
@@ -134,7 +136,7 @@ def _add_name(parser: ArgumentParser, dest: str, *, nargs: str, more: str = "") 
 
 
 def add_shape_arguments(parser: ArgumentParser) -> None:
-    """Add what every command takes that builds schedules by name; whether a number is needed depends on the name."""
+    """Add the arguments of a schedule's shape; whether a name needs a number is known only when it is looked up."""
     parser.set_defaults(wrong_usage=parser.error)
     parser.add_argument("--ranks", type=int, metavar="P", help="number of ranks; a file has its own")
     parser.add_argument("--microbatches", type=int, metavar="M", help="number of microbatches; a file has its own")
@@ -158,14 +160,14 @@ def add_format(parser: ArgumentParser, formats: Sequence[str], text: str, *, def
     )
 
 
-def add_output(parser: ArgumentParser, what: str, *, metavar: str = "PATH") -> None:
-    """Add the file that a command writes, and whether it may replace one; `what` completes the help."""
-    parser.add_argument("-o", "--output", metavar=metavar, help=what)
+def add_output(parser: ArgumentParser, help: str, *, metavar: str = "PATH") -> None:
+    """Add the file that a command writes, and whether it may replace one; `help` says what the file gets."""
+    parser.add_argument("-o", "--output", metavar=metavar, help=help)
     parser.add_argument("--force", action="store_true", help=f"replace {metavar} if it exists")
 
 
 def add_split(parser: ArgumentParser) -> None:
-    """Add how the layers of costs per layer are split over the stages."""
+    """Add the split of the layers of COSTS over the stages."""
     parser.add_argument(
         "--split",
         metavar="LAYERS",
@@ -175,7 +177,7 @@ def add_split(parser: ArgumentParser) -> None:
 
 
 def add_heavy(parser: ArgumentParser) -> None:
-    """Add which ranks take longer than the others."""
+    """Add the factors of ranks that take longer than the others."""
     parser.add_argument(
         "--heavy",
         metavar="RANKS",
@@ -212,7 +214,7 @@ def add_sharding(parser: ArgumentParser) -> None:
 
 
 def add_memory_limit(parser: ArgumentParser, help: str = LIMIT) -> None:
-    """Add the option to a command."""
+    """Add the limit of a rank's memory to a command."""
     parser.add_argument(MEMORY_LIMIT, metavar="LIMIT", help=help)
 
 

@@ -33,7 +33,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     from penstock.cli.conversion import describe_plan, read_plan
     from penstock.cli.given_costs import costs_of_table
     from penstock.ir.program import Program
@@ -60,9 +60,9 @@ def run(arguments: Namespace) -> int:
         # Only the program has messages, which travel and take memory.
         plan = lower(plan, transport)
         facts = check(plan, transport, **demands)
-    proved = f"; ends under {', '.join(facts.transports)}" if facts.transports else ""
-    shown = f"; {split}" if split else ""
-    say(stdout_screen().wrapped(f"ok: {describe_plan(plan, facts)}{shown}{proved}"))
+    transports = f"; ends under {', '.join(facts.transports)}" if facts.transports else ""
+    split = f"; {split}" if split else ""
+    say(stdout_screen().wrapped(f"ok: {describe_plan(plan, facts)}{split}{transports}"))
     return ExitStatus.FINE
 
 
@@ -71,8 +71,8 @@ def read_text(name: str) -> str:
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except OSError as error:
-        meant = [file for file in map(Path(name).joinpath, ("timeline.json", "schedule.csv")) if file.is_file()]
-        fix = f", such as {meant[0]}" if meant else ""  # of a run folder
+        plans = [file for file in map(Path(name).joinpath, ("timeline.json", "schedule.csv")) if file.is_file()]
+        fix = f", such as {plans[0]}" if plans else ""  # `name` is a run folder
         raise ConfigError(
             f"{name}: cannot be read ({error.strerror}). Give the path of a schedule file{fix}"
         ) from error

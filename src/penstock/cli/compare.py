@@ -53,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     from penstock.cli.comparison import compared_by, grouped_refusals, to_json, to_picture, to_table
     from penstock.cli.output import complain
 
@@ -61,8 +61,8 @@ def run(arguments: Namespace) -> int:
     compared = compared_by(arguments)
     if output.format == "json":
         output.write(to_json(compared))
-    if not compared.found:
-        reasons = [f"\n  {names}: {reason}" for names, reason in grouped_refusals(compared.refused)]
+    if not compared.comparisons:
+        reasons = [f"\n  {names}: {reason}" for names, reason in grouped_refusals(compared.refusals)]
         complain("none of these schedules can be compared" + "".join(reasons))
         return ExitStatus.WRONG_INPUT
     if output.format == TABLE:
@@ -70,6 +70,6 @@ def run(arguments: Namespace) -> int:
     if output.format in CHARTS:
         shape = {"rank": arguments.ranks, "microbatch": arguments.microbatches}
         output.write(to_picture(compared, shape, format=output.format, theme=arguments.theme))
-        for names, reason in grouped_refusals(compared.refused):
+        for names, reason in grouped_refusals(compared.refusals):
             complain(f"not in the picture: {names}: {reason}")
     return ExitStatus.FINE

@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that loads them")
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     say(_argcomplete().shellcode(["penstock"], shell=arguments.shell))
     return ExitStatus.FINE
 
@@ -30,7 +30,7 @@ def complete(parser: ArgumentParser) -> None:
 
 
 def names_and_files(prefix: str, **context: Any) -> list[str]:
-    """Return the families whose names begin so, and the files."""
+    """Return the families, and the files, whose names begin with `prefix`."""
     from penstock.schedules import FAMILIES
 
     families = [name for name in FAMILIES if name.startswith(prefix)]

@@ -18,16 +18,16 @@ FIXES = {
     Cause.LAUNCH: "use larger microbatches, or compile the layers",
     Cause.DATA: "load the data sooner, with workers or ps.Stream",
 }
-"""Of causes that another split, schedule or number of microbatches does not remove."""
+"""The fix of each cause that another split, schedule or number of microbatches does not remove."""
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """Name the largest cause, as it is in the first row of the table, and the second."""
+    """Return a line with the largest cause, as it is in the first row of the table, and the second."""
     costly = [loss for loss in diagnosis.losses if loss.duration_s >= WORTH_SHARE * diagnosis.step_s]
     if not costly:
         return f"no cause costs {100 * WORTH_SHARE:.0f} % of the step"
-    first, *others = [_cause_text(diagnosis, loss) for loss in costly[:2]]
-    return f"largest cause: {'; then '.join([first, *others])}"
+    first_text, *more_texts = [_cause_text(diagnosis, loss) for loss in costly[:2]]
+    return f"largest cause: {'; then '.join([first_text, *more_texts])}"
 
 
 def _cause_text(diagnosis: Diagnosis, loss: Loss) -> str:
@@ -40,19 +40,19 @@ def who_of(loss: Loss) -> str:
 
 
 def busy_line(spreads: Sequence[Spread], rank_of_stage: Sequence[int]) -> str:
-    """Say that the machine was busy while it was measured; empty where it was not."""
-    found = largest_variation(spreads)
-    if found is None or not found.is_busy:
+    """Return a line that the machine was busy while it was measured; empty where it was not."""
+    variation = largest_variation(spreads)
+    if variation is None or not variation.is_busy:
         return ""
-    where = f"stage {found.stage} on rank {rank_of_stage[found.stage]}"
+    where = f"stage {variation.stage} on rank {rank_of_stage[variation.stage]}"
     return (
-        f"busy machine: the middle half of equal computations of {where} spreads over {format_share(found.share)} of "
-        f"their median (expected: under {100 * BUSY_SHARE:.0f} %); measure again on an idle machine"
+        f"busy machine: the middle half of equal computations of {where} spreads over {format_share(variation.share)} "
+        f"of their median (expected: under {100 * BUSY_SHARE:.0f} %); measure again on an idle machine"
     )
 
 
 def next_step(diagnosis: Diagnosis, advice: Advice) -> str:
-    """Say what to do, or that nothing is worth doing."""
+    """Return a line on what to do next, or that nothing is worth doing."""
     steps = [*_fix(diagnosis, advice), *([_with_cost(advice.best)] if advice.best else [])]
     text = "; then ".join(steps) if steps else _nothing(diagnosis, advice)
     more = _more_for_memory(advice) if advice.best else ""
@@ -62,7 +62,7 @@ def next_step(diagnosis: Diagnosis, advice: Advice) -> str:
 
 
 def _fix(diagnosis: Diagnosis, advice: Advice) -> list[str]:
-    """The fix of the largest cause that no change of plan removes, if it costs more than the best change saves."""
+    """Return the fix of the largest cause that no change of plan removes, if it costs more than the best one saves."""
     least = max(WORTH_SHARE, -advice.best.step_change if advice.best else 0.0)
     fixable = (loss for loss in diagnosis.losses if loss.cause in FIXES)  # the largest comes first
     loss = next((loss for loss in fixable if loss.duration_s > least * diagnosis.step_s), None)
@@ -78,22 +78,22 @@ def _fix(diagnosis: Diagnosis, advice: Advice) -> list[str]:
 
 def _with_cost(change: Change) -> str:
     command = f"penstock train RUN.toml {options_of(change)}" if change.settings else change.text
-    more = f", {format_share(change.memory_change)} more activations" if change.memory_change > 0 else ""
-    what = f"{change.text}: " if change.settings else ""
-    return f"{command} ({what}{format_share(-change.step_change)} less step time{more})"
+    memory_text = f", {format_share(change.memory_change)} more activations" if change.memory_change > 0 else ""
+    label = f"{change.text}: " if change.settings else ""
+    return f"{command} ({label}{format_share(-change.step_change)} less step time{memory_text})"
 
 
 def options_of(change: Change) -> str:
-    """Return what makes a change on the command line."""
+    """Return the options of the command line that make a change."""
     return " ".join(f"--set {shlex.quote(setting)}" for setting in change.settings)
 
 
 def _more_for_memory(advice: Advice) -> str:
-    """Name what saves notably more than the best change, with what it costs."""
+    """Return a sentence on the change that saves notably more than the best one, but costs memory; empty for none."""
     assert advice.best is not None
     enough = advice.best.step_change - WORTH_SHARE
-    found = [change for change in advice.costly if change.step_change <= enough]
-    return f". For more memory: {_saving(found[0])}" if found else ""
+    better_changes = [change for change in advice.costly if change.step_change <= enough]
+    return f". For more memory: {_saving(better_changes[0])}" if better_changes else ""
 
 
 def _nothing(diagnosis: Diagnosis, advice: Advice) -> str:

@@ -26,7 +26,7 @@ def read_plan(text: str, *, file: str, name: str | None = None, format: str | No
 
 
 def convert(plan: Schedule | Program, format: str, *, file: str, is_lowered: bool = False) -> tuple[str, str]:
-    """Return the text of a proved plan, lowered if that is wanted, and the plan in words.
+    """Return the text of a proved plan, lowered with `is_lowered`, and the plan in words.
 
     Formats that cannot hold communication drop it. `file` is what errors name.
 
@@ -57,14 +57,16 @@ def describe_plan(plan: Schedule | Program, facts: Facts) -> str:
     if isinstance(plan, Program):
         sizes["instruction"] = plan.num_instructions
     parts = [count_of(number, noun) for noun, number in sizes.items()]
-    held = ", ".join(str(most) for most in facts.peak_activations)
+    peaks = ", ".join(str(most) for most in facts.peak_activations)
     omitted = "; it omits the reductions of its gradients: whoever runs it must do them" * facts.omits_reductions
-    whole = "" if facts.peak_whole is None else f"; whole stages per rank {', '.join(map(str, facts.peak_whole))}"
-    return f"{', '.join(parts)}; peak activations per rank {held}{_bytes(facts)}{whole}{omitted}"
+    whole_stages = (
+        "" if facts.peak_whole is None else f"; whole stages per rank {', '.join(map(str, facts.peak_whole))}"
+    )
+    return f"{', '.join(parts)}; peak activations per rank {peaks}{_bytes(facts)}{whole_stages}{omitted}"
 
 
 def _bytes(facts: Facts) -> str:
-    """The most bytes of each rank, with what counts as 0."""
+    """Return the most bytes of each rank, and the sizes that were counted as 0; empty where no bytes were proved."""
     if facts.peak_bytes is None or facts.static_bytes is None:
         return ""
     totals = [sum(parts) for parts in zip(facts.peak_bytes, facts.static_bytes, strict=True)]

@@ -18,7 +18,7 @@ LIKE_HELP = (
 )
 TO_HELP = f"format of OUT: {', '.join(WRITABLE)} (default: by its suffix)"
 STREAM = "-"
-"""Stands for standard input or output."""
+"""The name that stands for standard input or output."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -33,18 +33,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--like", metavar="FOLDER", help=LIKE_HELP)
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     return _convert_schedule(arguments) if arguments.like is None else _convert_weights(arguments)
 
 
 def _convert_weights(arguments: Namespace) -> int:
-    given = {
+    schedule_flags = {
         "--from": arguments.source_format,
         "--to": arguments.target_format,
         "--lowered": arguments.lowered,
         "--compute-only": arguments.compute_only,
     }
-    for flag in (flag for flag, value in given.items() if value):
+    for flag in (flag for flag, value in schedule_flags.items() if value):
         raise ConfigError(f"is for schedules, and --like for weights; drop {flag} or --like", key=flag)
     paths = map(Path, (arguments.source, arguments.target, arguments.like))
     say(convert_to_pretrained(*paths, is_forced=arguments.force))
@@ -79,9 +79,9 @@ def _format_of_name(name: str) -> str:
     suffix = Path(name).suffix
     if suffix.lower() in FORMAT_OF_SUFFIX:
         return FORMAT_OF_SUFFIX[suffix.lower()]
-    known = ", ".join(FORMAT_OF_SUFFIX)
-    what = "standard output has no name" if name == STREAM else f"{name} does not end in any of {known}"
-    raise ConfigError(f"{what}, which would tell its format; give one of {', '.join(WRITABLE)}", key="--to")
+    suffixes = ", ".join(FORMAT_OF_SUFFIX)
+    problem = "standard output has no name" if name == STREAM else f"{name} does not end in any of {suffixes}"
+    raise ConfigError(f"{problem}, which would tell its format; give one of {', '.join(WRITABLE)}", key="--to")
 
 
 # ---- weights

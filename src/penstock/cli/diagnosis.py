@@ -20,9 +20,9 @@ from penstock.tables import NO_SCREEN, Column, Screen, table_text
 from penstock.train.watching.diagnosis import Diagnosis, ReplicaWaits
 
 SMALLEST_SHARE = 0.001
-"""Of the step, or of the idle time: what costs less is not worth a line."""
+"""The share of the step, or of the idle time, below which a cause is not worth a line."""
 SMALLEST_EARLY_SHARE = 0.05
-"""Of a stage's weights; small ones are always computed in I."""
+"""The share of a stage's weights below which gradients computed in I are not worth a line: small ones always are."""
 NOTES = {
     "split": "a stage's measured seconds are shared among its layers by what was profiled, or by their weights",
     "weights": "half of what an I and a W take is taken to be weight gradients",
@@ -34,19 +34,20 @@ MEMORY = {
     True: "by what was profiled of each layer",
     False: "as if all layers held as much; penstock profile measures it",
 }
-"""By whether it was measured."""
+"""The origin of the bytes of activations, by whether they were measured."""
 
 
-def to_text(diagnosis: Diagnosis, screen: Screen = NO_SCREEN, *, asked: Sequence[int] = ()) -> str:
-    """Return what was found, from the whole to the single, what the `asked` split would do, and last what to do."""
+def to_text(diagnosis: Diagnosis, screen: Screen = NO_SCREEN, *, asked_split: Sequence[int] = ()) -> str:
+    """Return a diagnosis as tables: figures, causes, idle times, changes, the effect of `asked_split`, what to do."""
     advice = advice_of(diagnosis.changes)
+    asked_changes = [change for change in diagnosis.changes if asked_split and change.text == split_text(asked_split)]
     parts = [
         screen.wrapped("\n".join([_title(diagnosis), *_figures(diagnosis)])),
         _causes_table(diagnosis, screen),
         _idle_table(diagnosis, screen),
         *_early_weights_table(diagnosis, screen),
         *_changes_tables(diagnosis, advice, screen),
-        *(screen.wrapped(_asked_split(each)) for each in diagnosis.changes if asked and each.text == split_text(asked)),
+        *(screen.wrapped(_asked_split(change)) for change in asked_changes),
         screen.wrapped(next_step(diagnosis, advice)),
     ]
     return "\n\n".join(parts)
@@ -81,10 +82,10 @@ def _figures(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _replicas(waits: ReplicaWaits, step_s: float) -> str:
-    behind, within = format_seconds(waits.behind_s), format_seconds(waits.within_s)
+    wait_at_end, wait_within = format_seconds(waits.behind_s), format_seconds(waits.within_s)
     return (
-        f"replicas:   the step waits for them {behind} behind its last computation (rank {waits.behind_rank}), "
-        f"{format_share(waits.behind_s / (step_s + waits.behind_s))} of it, and rank {waits.within_rank} {within} "
+        f"replicas:   the step waits for them {wait_at_end} behind its last computation (rank {waits.behind_rank}), "
+        f"{format_share(waits.behind_s / (step_s + waits.behind_s))} of it, and rank {waits.within_rank} {wait_within} "
         "between computations"
     )
 
@@ -94,14 +95,14 @@ def _figure(timeline: Timeline) -> str:
 
 
 def _causes_table(diagnosis: Diagnosis, screen: Screen) -> str:
-    """One row per cause, the most expensive first."""
+    """Return a table with one row per cause, the most expensive first."""
     idle_s = float(diagnosis.idle.by_rank.sum())
     rows = []
     for loss in diagnosis.losses:
         share = loss.duration_s / diagnosis.step_s
-        of_idle = diagnosis.idle.total(loss.cause) / idle_s if idle_s else 0.0
-        if max(share, of_idle) >= SMALLEST_SHARE:
-            rows.append([_percent(0.0 - share), format_share(of_idle), NAME_OF_CAUSE[loss.cause], who_of(loss)])
+        idle_share = diagnosis.idle.total(loss.cause) / idle_s if idle_s else 0.0
+        if max(share, idle_share) >= SMALLEST_SHARE:
+            rows.append([_percent(0.0 - share), format_share(idle_share), NAME_OF_CAUSE[loss.cause], who_of(loss)])
     columns = [
         Column("step"),
         Column("of idle time", drop_order=1),
@@ -113,7 +114,7 @@ def _causes_table(diagnosis: Diagnosis, screen: Screen) -> str:
 
 
 def _idle_table(diagnosis: Diagnosis, screen: Screen) -> str:
-    """One row per rank that sums to its idle time, and one for all; causes that nothing is put down to are left out."""
+    """Return a table of idle time by cause, with a row per rank and one for all; causes without time are left out."""
     table = diagnosis.idle.by_rank
     total = np.concatenate([table, table.sum(axis=0, keepdims=True)])
     causes = [cause for cause in Cause if table[:, cause].any()]
@@ -130,9 +131,9 @@ def _idle_table(diagnosis: Diagnosis, screen: Screen) -> str:
 
 
 def _early_weights_table(diagnosis: Diagnosis, screen: Screen) -> Iterator[str]:
-    """One row per stage that computes a notable share of its weight gradients in I; nothing where none does."""
+    """Yield a table with a row per stage that computes a notable share of its weight gradients in I; none without."""
     rows = [
-        # Files of before there were reasons have none.
+        # Files of earlier versions have names of weights but no reasons.
         [str(stage), format_share(1 - early.share), names_by_reason(early.reasons) or listed(early.names)]
         for stage, early in sorted(diagnosis.recorded.early_weights.items())
         if early.share >= SMALLEST_EARLY_SHARE
@@ -147,7 +148,7 @@ def _early_weights_table(diagnosis: Diagnosis, screen: Screen) -> Iterator[str]:
 
 
 def _changes_tables(diagnosis: Diagnosis, advice: Advice, screen: Screen) -> Iterator[str]:
-    """One table of each group of changes that save enough, with what is assumed of them."""
+    """Yield a table of each group of changes that save enough, and notes on the assumptions behind them."""
     groups = [
         ("what would help, each simulated", advice.worth),
         ("what would help, but takes much more memory, each simulated", advice.costly),
@@ -158,8 +159,8 @@ def _changes_tables(diagnosis: Diagnosis, advice: Advice, screen: Screen) -> Ite
         Column("memory"),
         Column("change", is_text=True),
     ]
-    listed = [change for _, changes in groups for change in changes]
-    has_keys = any(change.settings for change in listed)  # only those of a run file
+    all_changes = [change for _, changes in groups for change in changes]
+    has_keys = any(change.settings for change in all_changes)  # a timeline without a run file has none
     columns += [Column("how", is_text=True, drop_order=1)] if has_keys else []
     for title, changes in groups:
         rows = [
@@ -169,12 +170,12 @@ def _changes_tables(diagnosis: Diagnosis, advice: Advice, screen: Screen) -> Ite
         ]
         if rows:
             yield _titled_table(title, columns, rows, screen)
-    notes = [f"  {NOTES[sort]}" for sort in dict.fromkeys(change.sort for change in listed) if sort in NOTES]
-    if listed and not diagnosis.knows_shares:
+    notes = [f"  {NOTES[sort]}" for sort in dict.fromkeys(change.sort for change in all_changes) if sort in NOTES]
+    if all_changes and not diagnosis.knows_shares:
         notes.append(
             "  backwards in two parts are taken to be halves that cost nothing more; penstock profile measures it"
         )
-    if listed:
+    if all_changes:
         notes.append(f"  memory is that of the activations on the fullest rank, {MEMORY[diagnosis.knows_bytes]}")
     if notes:
         yield "\n".join(["what is assumed of them", *map(screen.wrapped, notes)])
@@ -185,7 +186,7 @@ def _percent(share: float) -> str:
 
 
 def to_json(diagnosis: Diagnosis) -> str:
-    """Return everything as one object; seconds, and shares of the step."""
+    """Return a diagnosis as one JSON object, with times in seconds, and changes as shares of the step."""
     step_s, variation = diagnosis.step_s, largest_variation(diagnosis.spreads)
     document = {
         "step": diagnosis.recorded.step,

@@ -29,11 +29,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_format(parser, ("text", "json"), "default: text")
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     if arguments.system == (arguments.step is not None):
         arguments.wrong_usage("give either RUN_DIR or --system")
     if arguments.system and any(
-        each is not None for each in (arguments.format, arguments.memory_limit, arguments.split)
+        option is not None for option in (arguments.format, arguments.memory_limit, arguments.split)
     ):
         arguments.wrong_usage("--to, --memory-limit and --split are for a RUN_DIR, not for --system")
     if arguments.system:
@@ -63,7 +63,8 @@ def run(arguments: Namespace) -> int:
     diagnosis = diagnose(recorded, setting, profiled=profiled, memory_limit=activations)
     if not is_run:
         diagnosis = replace(diagnosis, changes=[replace(change, settings=()) for change in diagnosis.changes])
-    say(to_json(diagnosis) if arguments.format == "json" else to_text(diagnosis, stdout_screen(), asked=setting.split))
+    screen = stdout_screen()
+    say(to_json(diagnosis) if arguments.format == "json" else to_text(diagnosis, screen, asked_split=setting.split))
     return ExitStatus.FINE
 
 
@@ -84,7 +85,7 @@ def _examine_system() -> int:
     from penstock.cli.probes import examine_system
     from penstock.tables import Column, table_text
 
-    rows = [(finding.subject, finding.found, finding.fix) for finding in examine_system()]
+    rows = [(finding.subject, finding.state, finding.fix) for finding in examine_system()]
     columns = [Column(heading, is_text=True) for heading in ("what", "found", "what to fix")]
     say(table_text(columns, rows, stdout_screen(), row_styles=["yellow" if fix else "" for _, _, fix in rows]))
     return ExitStatus.FINE

@@ -13,10 +13,10 @@ COLORS = {"F": "34", "B": "32", "I": "36", "W": "33", "R": "35"}
 """Codes of terminals (ECMA-48) by the letter of an action."""
 FAINT = "2"
 LINES_AROUND = 4
-"""Of a terminal's height, kept for the prompt and what is below a drawing."""
+"""The lines of a terminal's height that a drawing leaves to the prompt and the text below it."""
 
 MAX_CELLS = 1_000_000
-"""Of a drawing that nobody has asked for by name; a cell takes up to ten characters."""
+"""The most cells of a drawing unless `--to grid` asks for it; a cell takes up to ten characters."""
 
 _WORD = re.compile(r"\S+")
 _ACTION = re.compile(r"\(?[0-9]+([FBIWR])[0-9]")
@@ -24,10 +24,10 @@ _LABEL = re.compile(r"\s*rank +[0-9]+:")
 
 
 def require_readable(table: Schedule | Program) -> None:
-    """Refuse to draw as text what nobody can read, and what takes minutes to draw.
+    """Refuse to draw as text a table that nobody can read, and that takes minutes to draw.
 
     Raises:
-        ConfigError: with what to ask for instead.
+        ConfigError: the table is too large; the message names other formats.
     """
     num_columns = grid_columns(table)
     if num_columns * table.num_ranks > MAX_CELLS:
@@ -43,13 +43,13 @@ def on_screen(drawing: str, screen: Screen) -> str:
     if screen.width is None:
         return drawing
     blocks = [lines] if max(map(len, lines)) <= screen.width else in_blocks(drawing, screen.width)
-    num_shown = max(1, (screen.height - LINES_AROUND) // (len(lines) + 1))
-    shown = "\n\n".join("\n".join(block) for block in blocks[:num_shown])
-    shown = colored(shown) if screen.has_color else shown
-    if num_shown >= len(blocks):
-        return shown
-    what = f"# the first {num_shown} of {len(blocks)} parts; all of it: add | less -S, or --output FILE.txt"
-    return f"{shown}\n\n{screen.wrapped(what)}"
+    num_blocks = max(1, (screen.height - LINES_AROUND) // (len(lines) + 1))
+    text = "\n\n".join("\n".join(block) for block in blocks[:num_blocks])
+    text = colored(text) if screen.has_color else text
+    if num_blocks >= len(blocks):
+        return text
+    hint = f"# the first {num_blocks} of {len(blocks)} parts; all of it: add | less -S, or --output FILE.txt"
+    return f"{text}\n\n{screen.wrapped(hint)}"
 
 
 def in_blocks(drawing: str, width: int) -> list[list[str]]:
@@ -75,11 +75,11 @@ def _colored_line(line: str) -> str:
         return line
     code = FAINT
 
-    def with_color(found: "re.Match[str]") -> str:
+    def with_color(match: "re.Match[str]") -> str:
         nonlocal code
-        action = _ACTION.match(found[0])
-        if found[0] != "=":  # which goes on with the action before it
+        action = _ACTION.match(match[0])
+        if match[0] != "=":  # a `=` goes on with the action before it, in its color
             code = COLORS[action[1]] if action else FAINT
-        return f"\x1b[{code}m{found[0]}\x1b[0m"
+        return f"\x1b[{code}m{match[0]}\x1b[0m"
 
     return label[0] + _WORD.sub(with_color, line[label.end() :])

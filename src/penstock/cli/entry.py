@@ -42,7 +42,7 @@ Train a small model on two processes:
 
 All commands: penstock --help
 """
-"""Printed without a command."""
+"""The text that is printed without a command."""
 FREE_SPACE = "Free some space where it goes"
 CURE_OF_OUTPUT = {
     errno.ENOSPC: FREE_SPACE,
@@ -50,7 +50,7 @@ CURE_OF_OUTPUT = {
     errno.EFBIG: "Raise the limit of file sizes (ulimit -f)",
     errno.EBADF: "It is not open for writing: redirect it to a file",
 }
-"""By the reason why standard output cannot be written."""
+"""The cure of an output that cannot be written, by the number of the system's error."""
 
 
 class Command(Protocol):
@@ -61,7 +61,7 @@ class Command(Protocol):
 
     def add_arguments(self, parser: ArgumentParser) -> None: ...
 
-    def run(self, arguments: Namespace) -> int:
+    def run_command(self, arguments: Namespace) -> int:
         """Return the exit status."""
 
 
@@ -88,7 +88,7 @@ def build_parser() -> Parser:
         summary = command.SUMMARY
         child = commands.add_parser(_name_of(command), help=summary, description=summary)
         command.add_arguments(child)
-        child.set_defaults(run=command.run)
+        child.set_defaults(run_command=command.run_command)
     return parser
 
 
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         with compiling_reported(), waiting_reported(arguments):
-            status = int(arguments.run(arguments))
+            status = int(arguments.run_command(arguments))
         sys.stdout.flush()
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else ExitStatus.FINE
@@ -124,12 +124,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         # A write that fails names no file; neither does standard output.
         if isinstance(error, OSError) and error.filename is None and error.errno in CURE_OF_OUTPUT:
-            what = "standard output"
+            target = "standard output"
             if may_be_full(sys.stdout):
                 forget_stdout()
             else:
-                what = "a file of this command"
-            complain(f"{what} cannot be written: {error.strerror}. {CURE_OF_OUTPUT[error.errno]}")
+                target = "a file of this command"
+            complain(f"{target} cannot be written: {error.strerror}. {CURE_OF_OUTPUT[error.errno]}")
             return ExitStatus.WRONG_INPUT
         complain(message_of(error))
         return status_of(error)

@@ -34,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_format(parser, ("text", "json"), "default: text", default="text")
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     from penstock.train.folder.run_folder import CONFIG
     from penstock.train.model_source import require_named_code
     from penstock.train.settings.config import load_config
@@ -44,7 +44,7 @@ def run(arguments: Namespace) -> int:
     command = ["evaluate", f"--to={arguments.format}", *(f"--function={place}" for place in arguments.functions)]
     command += [] if arguments.data is None else [f"--data={arguments.data}"]
     command += [] if arguments.checkpoint is None else [f"--checkpoint={arguments.checkpoint}"]
-    if launcher_of(os.environ) is None:  # else what started this rank has done so
+    if launcher_of(os.environ) is None:  # a rank that Penstock's launcher started gets these settings by its command
         arguments.set = [*arguments.set, *_settings(arguments, path.parent)]
     arguments.run_file = str(path)
     require_named_code(load_config(path, arguments.set), arguments.functions)
@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _settings(arguments: Namespace, folder: Path) -> list[str]:
-    """Return what is set otherwise than the run had it."""
+    """Return the settings of an evaluation that differ from the run's, as KEY=VALUE."""
     import tomlkit
 
     from penstock.train.run_evaluation import checkpoint_of
@@ -64,40 +64,41 @@ def _settings(arguments: Namespace, folder: Path) -> list[str]:
 
     weights = folder if arguments.checkpoint is None else checkpoint_of(folder, arguments.checkpoint)
     # One replica is enough to run forwards alone.
-    found = [f"run.folder={quoted(folder)}", f"checkpoint.load={quoted(weights)}", "parallel.data=1"]
+    settings = [f"run.folder={quoted(folder)}", f"checkpoint.load={quoted(weights)}", "parallel.data=1"]
     if arguments.data is None:
-        return found
-    whole = ["data.corpus=files", "data.column=text", "data.sources=[]", 'data.source=""', "data.held_out_fraction=0"]
-    no_held_out = ["run.evaluate_batches=0", "run.evaluate_every=0", "run.patience=0"]
-    return [*found, f"data.files=[{quoted(arguments.data)}]", *whole, *no_held_out]
+        return settings
+    whole_text = ["data.corpus=files", "data.column=text", "data.sources=[]", 'data.source=""']
+    no_held_out = ["data.held_out_fraction=0", "run.evaluate_batches=0", "run.evaluate_every=0", "run.patience=0"]
+    return [*settings, f"data.files=[{quoted(arguments.data)}]", *whole_text, *no_held_out]
 
 
 def _evaluate(arguments: Namespace, config: Any) -> None:
     from penstock.cli.output import say
     from penstock.train.run_evaluation import evaluate_run
 
-    found = evaluate_run(config, sys.stderr, is_whole=arguments.data is not None)
-    if found.rank == 0:
-        say(_as_json(found, arguments) if arguments.format == "json" else _as_text(found, arguments))
+    evaluation = evaluate_run(config, sys.stderr, is_whole=arguments.data is not None)
+    if evaluation.rank == 0:
+        say(_as_json(evaluation, arguments) if arguments.format == "json" else _as_text(evaluation, arguments))
 
 
-def _as_text(found: Any, arguments: Namespace) -> str:
+def _as_text(evaluation: Any, arguments: Namespace) -> str:
     text = "held-out text" if arguments.data is None else arguments.data
-    perplexity = "" if found.perplexity is None else f", perplexity {found.perplexity:.4g}"
-    batches = count_of(found.num_batches, "batch")
-    return f"{found.weights}: loss {found.loss:.4f}{perplexity} on {text} ({found.num_targets:,} tokens, {batches})"
+    perplexity = "" if evaluation.perplexity is None else f", perplexity {evaluation.perplexity:.4g}"
+    batches = count_of(evaluation.num_batches, "batch")
+    size = f"{evaluation.num_targets:,} tokens, {batches}"
+    return f"{evaluation.weights}: loss {evaluation.loss:.4f}{perplexity} on {text} ({size})"
 
 
-def _as_json(found: Any, arguments: Namespace) -> str:
+def _as_json(evaluation: Any, arguments: Namespace) -> str:
     import orjson
 
     row = {
-        "weights": str(found.weights),
-        "step": found.step,
+        "weights": str(evaluation.weights),
+        "step": evaluation.step,
         "data": arguments.data,
-        "loss": found.loss,
-        "perplexity": found.perplexity,
-        "num_tokens": found.num_targets,
-        "num_batches": found.num_batches,
+        "loss": evaluation.loss,
+        "perplexity": evaluation.perplexity,
+        "num_tokens": evaluation.num_targets,
+        "num_batches": evaluation.num_batches,
     }
     return orjson.dumps(row, option=orjson.OPT_INDENT_2).decode()

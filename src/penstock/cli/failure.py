@@ -17,7 +17,7 @@ NO_RANK_AT_FAULT = (ExitStatus.WRONG_INPUT, ExitStatus.NO_CHECKPOINT, ExitStatus
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """Why a rank ended badly; `status` is what the whole launch ends with."""
+    """The reason why a rank ended badly; the whole launch ends with `status`."""
 
     rank: int
     status: int
@@ -45,7 +45,7 @@ class RankFailure:
 
 
 def write_failure(store: dist.Store, failure: RankFailure) -> None:
-    """Leave a failure where the launcher finds it."""
+    """Write a failure into the store, where the launcher reads it."""
     store.set(FAILURE_KEY.format(failure.rank), json.dumps(asdict(failure)))
 
 
@@ -87,7 +87,7 @@ def _explain_silence(rank: int, exit_code: int, reported: Sequence[RankFailure])
 
 
 def write_finished(store: dist.Store, rank: int) -> None:
-    """Tell the launcher that a rank has done all that it was started for."""
+    """Write into the store that a rank has done all that it was started for."""
     store.set(FINISHED_KEY.format(rank), "")
 
 
@@ -106,7 +106,7 @@ def unfinished(store: dist.Store, num_ranks: int) -> RankFailure | None:
 
 
 def _killed(rank: int, number: int, reported: Sequence[RankFailure]) -> RankFailure:
-    name = signal.Signals(number).name if number in {int(known) for known in signal.Signals} else f"signal {number}"
+    name = signal.Signals(number).name if number in {int(member) for member in signal.Signals} else f"signal {number}"
     advice: dict[int, str] = {
         signal.SIGKILL: "Where nobody killed it, the system did for lack of memory: see the kernel's log, and lower "
         "batch.size or the activations that the schedule keeps.",

@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: run.seed)")
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     from penstock.errors import ConfigError
     from penstock.train.data.tokenizer import tokenizer_of
     from penstock.train.generation import load_trained, obstacle_to_sampling, prompt_tokens, sample
@@ -49,18 +49,18 @@ def run(arguments: Namespace) -> int:
 
 
 def _config_of(arguments: Namespace) -> Any:
-    """Read the run's configuration with what is given here in the place of its own."""
+    """Read the run's configuration, with the settings of the command line in place of its own."""
     from penstock.train.model_source import KEY, require_named_code
     from penstock.train.settings.config import load_config
 
     path = config_of_folder(Path(arguments.run_folder))
-    given = {
+    overrides = {
         "run.seed": arguments.seed,
         "sample.tokens": arguments.tokens,
         "sample.temperature": arguments.temperature,
         "sample.top_k": arguments.top_k,
     }
-    config = load_config(path, [f"{key}={value}" for key, value in given.items() if value is not None])
+    config = load_config(path, [f"{key}={value}" for key, value in overrides.items() if value is not None])
     require_named_code(config, arguments.functions, runs=[KEY])  # no loss, and none of its data
     run = config.run.model_copy(update={"folder": arguments.run_folder})
     return config.model_copy(update={"run": run})

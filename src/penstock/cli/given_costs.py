@@ -28,7 +28,7 @@ _HEAVY = re.compile(r"\s*([0-9]{1,9})\s*=\s*([0-9]{1,9}(?:\.[0-9]{1,9})?|\.[0-9]
 
 
 def given_costs(arguments: Namespace, text: str) -> AnyCosts:
-    """Read costs with what `--heavy` says; those per layer get the split that `--split` gives instead of their own.
+    """Read costs, multiplied as `--heavy` says; costs per layer get the split of `--split` in place of their own.
 
     Raises:
         ConfigError, FormatError: for costs that are none, a split that is none of their layers, and ranks or layers
@@ -58,11 +58,11 @@ def _heavy_layers(costs: LayerCosts, factors: dict[int, float]) -> LayerCosts:
 
 
 def _heavy_stages(costs: Costs, factors: dict[int, float], table: Schedule | Program) -> Costs:
-    """Multiply what the stages of some ranks take."""
+    """Multiply the seconds of the stages of ranks that have a factor."""
     _require_entries(factors, table.num_ranks, "rank")
     ranks = enumerate(ranks_of_layers(table.placement))
-    of_stages = {stage: factors[rank] for stage, rank in ranks if rank in factors}
-    return with_heavy_entries(costs, of_stages, table.num_stages, "stage")
+    factors_by_stage = {stage: factors[rank] for stage, rank in ranks if rank in factors}
+    return with_heavy_entries(costs, factors_by_stage, table.num_stages, "stage")
 
 
 def _require_entries(factors: dict[int, float], count: int, noun: str) -> None:
@@ -82,13 +82,13 @@ def _heavy_factors(arguments: Namespace) -> dict[int, float]:
     factors: dict[int, float] = {}
     text = getattr(arguments, "heavy", None)  # a command that only proves has no such option
     for part in text.split(",") if text else ():
-        matched = _HEAVY.fullmatch(part)
-        if matched is None:
+        match = _HEAVY.fullmatch(part)
+        if match is None:
             raise ConfigError(f"{shortened(part)}; expected RANK=TIMES, such as 3=2", key=HEAVY)
-        index = int(matched[1])
+        index = int(match[1])
         if index in factors:
             raise ConfigError(f"{index} is given twice; keep one", key=HEAVY)
-        factors[index] = float(matched[2])
+        factors[index] = float(match[2])
     return factors
 
 
@@ -114,7 +114,7 @@ def read_split(text: str) -> tuple[int, ...]:
 
 
 def costs_of_table(arguments: Namespace, text: str, table: Schedule | Program) -> tuple[Costs, str]:
-    """Return what the stages of one table cost, and `split 3,4` where the costs are per layer, else nothing.
+    """Return the costs of one table's stages, and `split 3,4` where COSTS are per layer, else an empty text.
 
     Raises:
         ConfigError, FormatError, PartitionError: for costs or a split that are none, or none of this table.
@@ -122,8 +122,8 @@ def costs_of_table(arguments: Namespace, text: str, table: Schedule | Program) -
     costs = _split_costs(arguments, text)
     factors = _heavy_factors(arguments)
     if not isinstance(costs, LayerCosts):
-        of_stages = stage_costs(costs, table)
-        return _heavy_stages(of_stages, factors, table) if factors else of_stages, ""
+        plain_costs = stage_costs(costs, table)
+        return _heavy_stages(plain_costs, factors, table) if factors else plain_costs, ""
     costs = _heavy_layers(costs, factors) if factors else costs
     sizes = split_sizes(layers_of_stages(costs, table.placement))
     require_split_used(arguments, {table.name: sizes})
@@ -149,7 +149,7 @@ def require_split_used(arguments: Namespace, sizes_of_name: dict[str, tuple[int,
 
 
 def sharding_of(arguments: Namespace) -> Sharding:
-    """Return what is shared out, and how.
+    """Return what the replicas share out and how they gather it, as the options say.
 
     Raises:
         ConfigError: for anything but one of the ways to shard, a number below 0, and an option without the one that it
@@ -186,7 +186,7 @@ def replicas_of(arguments: Namespace, default: int) -> int | None:
 
 
 def costs_of_replicas(arguments: Namespace, costs: Costs) -> Costs:
-    """Return the costs of a stage in so many replicas; raises ConfigError, as the others."""
+    """Return the costs of stages in as many replicas as the options say. Raises: as `replicas_of`, `sharding_of`."""
     replicas = replicas_of(arguments, costs.replicas)
     if replicas is None:
         return costs

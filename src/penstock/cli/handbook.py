@@ -30,17 +30,17 @@ CONDITIONS = (
     "fullest rank, in microbatches: what one microbatch leaves on a rank counts 1."
 )
 WIDTH = 132
-"""Of what is generated and flows."""
+"""The width of generated paragraphs, in characters."""
 LEGEND = (
     "p ranks, m microbatches, v stages per rank, k slices, s a rank counted from 0; F, B and W are the times of a "
     "stage's forward, and of the input and the weight gradient of its backward. Memory is in activations on rank s."
 )
 UNITS = "A column is one unit of time: F, I and W take one, B two; `.` is idle, `=` goes on."
 PAGE_WIDTH = 120
-"""Of a page that goes to no terminal."""
+"""The width of a page that goes to no terminal, in characters."""
 ALL_LINES = 10**6
 NUM_SLICES = 2
-"""In the drawings of families that cut microbatches."""
+"""The number of slices in the drawings of families that cut microbatches."""
 
 
 def handbook(families: Sequence[Family]) -> str:
@@ -65,7 +65,7 @@ def family_text(family: Family, *, screen: Screen, as_markdown: bool) -> str:
 
 
 def differences(name: str) -> list[str]:
-    """Return what the written text says on how a family differs from its source."""
+    """Return the differences between a family and its source, as the written text has them."""
     listed = re.findall(r"^\* `([\w-]+)`: (.*(?:\n  .*)*)", TEXT.read_text(encoding="utf-8"), re.MULTILINE)
     return [" ".join(text.split()) for family, text in listed if family == name]
 
@@ -77,7 +77,7 @@ def table_of_transports() -> str:
 
 
 def side_by_side(families: Sequence[Family]) -> str:
-    """Return a table in Markdown of what is predicted of each family that trains, at one size."""
+    """Return a table in Markdown of the predicted figures of each family that trains, at one size."""
     lines = [
         fill(CONDITIONS, WIDTH),
         "",
@@ -162,7 +162,7 @@ def command(family: Family) -> str:
 
 
 def _facts(family: Family, options: Mapping[str, Option]) -> list[tuple[str, str]]:
-    """The labels and texts of a family's page."""
+    """Return the labels and texts of a family's page."""
     facts = [
         ("source", family.source),
         ("placement", family.placement),

@@ -10,7 +10,7 @@ from penstock.errors import ConfigError, shortened
 SUMMARY = "Write a small run file, or a training script, to begin from."
 RUN, SCRIPT = "run", "script"
 NAMES = {RUN: "RUN.toml", SCRIPT: "train.py"}
-"""Of the files, as their texts name them too."""
+"""The names of the files, by kind; their texts have the same names."""
 TEXTS = {RUN: "starter_run.toml", SCRIPT: "starter_train.txt"}
 
 
@@ -28,16 +28,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace PATH if it exists")
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     from penstock.files import atomic_file
 
-    kind, named = arguments.kind, arguments.path
+    kind, path_text = arguments.kind, arguments.path
     if kind not in NAMES:
-        if named is not None:
-            raise ConfigError(f"two files are named, {shortened(kind)} and {shortened(named)}; name one", key="PATH")
-        kind, named = _kind_of(kind), kind
+        if path_text is not None:
+            raise ConfigError(
+                f"two files are named, {shortened(kind)} and {shortened(path_text)}; name one", key="PATH"
+            )
+        kind, path_text = _kind_of(kind), kind
     name = NAMES[kind]
-    path = path_to_write(named or name, is_forced=arguments.force, key="PATH")
+    path = path_to_write(path_text or name, is_forced=arguments.force, key="PATH")
     text = Path(__file__).with_name(TEXTS[kind]).read_text(encoding="utf-8")
     with atomic_file(path.resolve()) as file:
         file.write(text.replace(name, str(path)).encode())

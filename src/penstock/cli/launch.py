@@ -36,7 +36,7 @@ from penstock.train import devices
 
 LOOPBACK = "127.0.0.1"
 MAX_WAIT_S = 1
-"""How long ranks that were told to end may take before they are killed."""
+"""Seconds that ranks may take to end after a signal before they are killed."""
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -90,7 +90,7 @@ def launch_ranks(
         local_world_size=num_ranks,
         rdzv_handler=rendezvous,
         entrypoint=command[0],
-        # torch substitutes ${...} in arguments
+        # torch's launcher substitutes ${...} in arguments, so that a dollar has to be doubled.
         args=tuple(argument.replace("$", "$$") for argument in command[1:]),
         max_restarts=0,
         monitor_interval=0.1,
@@ -100,7 +100,7 @@ def launch_ranks(
     try:
         with _environment_of_ranks(), _quiet_logging(), interrupts_handled_by(interrupt), _straggler_watch(interrupt):
             result = agent.run()
-    except SignalException:  # a SIGQUIT, which torch's launcher takes
+    except SignalException:  # torch's launcher raises it for the one signal that is left to it, SIGQUIT
         raise KeyboardInterrupt from None
     if interrupt.was_asked:
         raise KeyboardInterrupt
@@ -128,7 +128,7 @@ def join_ranks(environment: Mapping[str, str], *, device: str = "auto", timeout_
             dist.init_process_group(backend, init_method="env://", rank=rank, world_size=num_ranks, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         where = f"{environment.get('MASTER_ADDR', '?')}:{environment.get('MASTER_PORT', '?')}"
-        raise PeerLost(  # where another rank was killed meanwhile, the launcher tells that
+        raise PeerLost(  # where the cause is a rank that was killed, the launcher reports that one instead
             f"rank {rank} of {num_ranks} could not meet the others at {where} within {timeout_s:.0f} s ({error}). "
             "See that every rank was started and reaches that address."
         ) from error
@@ -180,22 +180,22 @@ def _listen_on_loopback(port: int) -> socket.socket:
 
 @contextmanager
 def _environment_of_ranks() -> Iterator[None]:
-    """Set what the ranks inherit, and what the launcher reads, for the time of a launch."""
+    """Set the environment variables that ranks inherit and torch's launcher reads, while the block runs."""
     loopback_interface = "lo" if any(name == "lo" for _, name in socket.if_nameindex()) else "lo0"
     values = {
         "GLOO_SOCKET_IFNAME": loopback_interface,
         "NCCL_SOCKET_IFNAME": loopback_interface,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # the interrupts are ours: torch would pass SIGINT on, and handle a SIGHUP that nohup ignores
+        # `_Interrupt` handles the interrupts: torch would pass SIGINT on, and handle a SIGHUP that nohup ignores.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
     }
-    before = {name: os.environ.get(name) for name in values}
+    earlier_values = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in earlier_values.items():
             if value is None:
                 del os.environ[name]
             else:
@@ -205,12 +205,12 @@ def _environment_of_ranks() -> Iterator[None]:
 @contextmanager
 def _quiet_logging() -> Iterator[None]:
     """Silence torch's launcher: we report the failure of a rank, once."""
-    before = logging.root.manager.disable
+    earlier_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(earlier_level)
 
 
 class _Interrupt:

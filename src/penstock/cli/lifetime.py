@@ -18,7 +18,7 @@ from penstock.cli.status import ExitStatus
 from penstock.train.stopping import StopRequest
 
 GRACE_S = 0.7
-"""How long a rank that is told to end may take to finish telling what it is failing of."""
+"""Seconds that a rank may take after SIGTERM to finish reporting a failure of its own."""
 SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux."""
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,19 +36,19 @@ def leave_at_once(number: int, frame: FrameType | None) -> None:
 @contextmanager
 def interrupts_handled_by(handler: Handler) -> Iterator[None]:
     """Handle SIGINT, SIGTERM and SIGHUP (unless ignored, as under nohup) by `handler`; call from the main thread."""
-    before = {number: signal.getsignal(number) for number in INTERRUPTS}
+    earlier_handlers = {number: signal.getsignal(number) for number in INTERRUPTS}
     for number in INTERRUPTS:
-        if number != signal.SIGHUP or before[number] != signal.SIG_IGN:
+        if number != signal.SIGHUP or earlier_handlers[number] != signal.SIG_IGN:
             signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, previous in before.items():
+        for number, previous in earlier_handlers.items():
             signal.signal(number, previous)
 
 
 def stop_or_raise(stop: StopRequest | None) -> Handler:
-    """Return a handler that asks a loop that looks to stop, and raises the second time, or where none looks."""
+    """Return a handler that asks the training loop to stop, and raises the second time, or where no loop runs."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop is None or stop.limit_s is None or stop.is_requested:
@@ -74,13 +74,13 @@ def end_when_told(stop: StopRequest | None = None) -> None:
     """
     for number in INTERRUPTS:
         signal.signal(number, signal.SIG_DFL)
-    taken = {signal.SIGTERM} if stop is None else {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, taken)
-    threading.Thread(target=_take_interrupt, args=(taken, stop), name="penstock-end", daemon=True).start()
+    awaited_signals = {signal.SIGTERM} if stop is None else {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited_signals)
+    threading.Thread(target=_take_interrupt, args=(awaited_signals, stop), name="penstock-end", daemon=True).start()
 
 
-def _take_interrupt(taken: set[signal.Signals], stop: StopRequest | None) -> None:
-    number = signal.sigwait(taken)
+def _take_interrupt(awaited_signals: set[signal.Signals], stop: StopRequest | None) -> None:
+    number = signal.sigwait(awaited_signals)
     if stop is not None and stop.limit_s is not None:
         stop.request()
         _leave_after(stop.limit_s)

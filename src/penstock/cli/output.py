@@ -13,12 +13,12 @@ from penstock.errors import ConfigError
 from penstock.tables import Screen
 
 SPELLED = {"─": "-", "µ": "u"}
-"""How our own characters are written where the encoding of the output lacks them; others become a question mark."""
+"""Spellings of Penstock's own characters that the output's encoding may lack; others become a question mark."""
 MIN_WIDTH = 20
 
 
 def say(text: str, *, at_once: bool = False) -> None:
-    """Print a result; `at_once` is for what is begun, before it takes its time."""
+    """Print a result; with `at_once`, it is seen before the work that it announces begins."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
     if at_once:
         sys.stdout.flush()
@@ -69,7 +69,7 @@ def replace_unknown_characters() -> None:
 def _spelled(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(SPELLED.get(each, "?") for each in error.object[error.start : error.end]), error.end
+    return "".join(SPELLED.get(character, "?") for character in error.object[error.start : error.end]), error.end
 
 
 def path_to_write(name: str, *, is_forced: bool, key: str) -> Path:

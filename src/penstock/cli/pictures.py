@@ -15,9 +15,9 @@ from penstock.tables import NO_SCREEN, Screen
 THEMES = ("light", "dark")
 BINARY = ("png",)
 TABLE = "table"
-"""For people to read; every other format has its own encoding."""
+"""The format for people to read, in the terminal's characters; every other format has an encoding of its own."""
 TABLE_SUFFIXES = {".txt": TABLE, ".json": "json"} | CHART_SUFFIXES
-"""The same where a result is figures, which can be drawn."""
+"""The format of a result of figures, which can be drawn too, by the suffix of its file."""
 
 
 def add_result_arguments(parser: ArgumentParser, formats: Sequence[str], text: str) -> None:
@@ -38,7 +38,7 @@ class Output:
     def of(
         cls, arguments: Namespace, suffixes: dict[str, str], default: str, takes: Mapping[str, Sequence[str]]
     ) -> "Output":
-        """Return what the arguments ask for; an option of `takes` is for these formats only.
+        """Return the output that the arguments ask for; `takes` has the formats that an option is for.
 
         Raises:
             ConfigError: for an unknown suffix without --to, a suffix of another format, an option that would change
@@ -93,9 +93,9 @@ def wanted_format(arguments: Namespace, suffixes: dict[str, str], default: str) 
         return str(arguments.format or default)
     by_suffix = suffixes.get(Path(arguments.output).suffix.lower())
     if arguments.format is None and by_suffix is None:
-        known = ", ".join(suffixes)
+        known_suffixes = ", ".join(suffixes)
         raise ConfigError(
-            f"{arguments.output} has none of the suffixes {known}; end it in one of them, or give --to",
+            f"{arguments.output} has none of the suffixes {known_suffixes}; end it in one of them, or give --to",
             key="--output",
         )
     if by_suffix in PICTURES and arguments.format not in (None, by_suffix):

@@ -24,20 +24,20 @@ OLDEST_TORCH = (2, 11)
 SMALL_MEMORY_BYTES = 2 * 2**30
 SMALL_DISK_BYTES = 2**30
 RESOLVE_TIMEOUT_S = 1.0
-EXTRAS = {each.name: each.extra for each in (PICTURES, *OPTIONAL_PACKAGES)}
+EXTRAS = {package.name: package.extra for package in (PICTURES, *OPTIONAL_PACKAGES)}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row: what was looked at, what was found, and what to do about it (empty where all is well)."""
+    """One row of the report: the subject that was examined, its state, and the fix (empty where all is well)."""
 
     subject: str
-    found: str
+    state: str
     fix: str = ""
 
 
 def examine_system() -> list[Finding]:
-    """Look at everything; takes a few seconds at most."""
+    """Examine all that training needs of a machine; takes a few seconds at most."""
     return [
         examine_python(sys.version_info[:2]),
         examine_torch(torch.__version__),
@@ -52,28 +52,28 @@ def examine_system() -> list[Finding]:
     ]
 
 
-def examine_python(found: tuple[int, int]) -> Finding:
-    fix = "" if found >= OLDEST_PYTHON else "install Python 3.11 or newer"
+def examine_python(python_version: tuple[int, int]) -> Finding:
+    fix = "" if python_version >= OLDEST_PYTHON else "install Python 3.11 or newer"
     return Finding("Python", platform.python_version(), fix)
 
 
-def examine_torch(found: str) -> Finding:
-    major, minor = (int(part) for part in found.split(".")[:2])
-    return Finding("torch", found, "" if (major, minor) >= OLDEST_TORCH else "install torch 2.11 or newer")
+def examine_torch(torch_version: str) -> Finding:
+    major, minor = (int(part) for part in torch_version.split(".")[:2])
+    return Finding("torch", torch_version, "" if (major, minor) >= OLDEST_TORCH else "install torch 2.11 or newer")
 
 
 def examine_backends() -> Finding:
     if not dist.is_available():
         return Finding("backends", "none", "install a torch that is built with torch.distributed")
     available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    found = ", ".join(name for name, is_there in available.items() if is_there) or "none"
+    names = ", ".join(name for name, is_there in available.items() if is_there) or "none"
     fixes = []
     if not available["gloo"]:
         fixes.append("install a torch that is built with gloo")
     machine = look()
     if machine.num_gpus > 1 and not machine.has_backend:
         fixes.append(f"install a torch that carries messages between these {machine.kind} devices, such as by NCCL")
-    return Finding("backends", found, "; ".join(fixes))
+    return Finding("backends", names, "; ".join(fixes))
 
 
 def examine_devices() -> Finding:
@@ -89,15 +89,15 @@ def examine_devices() -> Finding:
 def examine_cores(environment: Mapping[str, str]) -> Finding:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = environment.get("OMP_NUM_THREADS", "")
-    found = f"{num_cores} cores, OMP_NUM_THREADS {threads or 'not set (each rank then takes 1 thread)'}"
+    state = f"{num_cores} cores, OMP_NUM_THREADS {threads or 'not set (each rank then takes 1 thread)'}"
     if threads and not threads.isdecimal():
-        return Finding("cores", found, "set OMP_NUM_THREADS to a number, or unset it")
+        return Finding("cores", state, "set OMP_NUM_THREADS to a number, or unset it")
     is_too_many = bool(threads) and int(threads) > num_cores
-    return Finding("cores", found, f"set OMP_NUM_THREADS to {num_cores} or less" if is_too_many else "")
+    return Finding("cores", state, f"set OMP_NUM_THREADS to {num_cores} or less" if is_too_many else "")
 
 
 def available_memory_bytes() -> int:
-    """Return what programs may still take, without swap; all memory where the system does not say."""
+    """Return the memory that programs may still take, without swap; all memory where the system does not say."""
     try:
         with open("/proc/meminfo", encoding="utf-8") as lines:
             fields = dict(line.split(":", 1) for line in lines)

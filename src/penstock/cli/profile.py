@@ -32,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     if arguments.steps < 1:
         raise ConfigError(f"{arguments.steps} steps; record 1 or more", key="--steps")
     command = ["profile", f"--steps={arguments.steps}"]

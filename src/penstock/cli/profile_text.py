@@ -17,11 +17,11 @@ from penstock.train.profiling import Profile
 
 NOT_RUN = ", where backwards are split"
 EVEN = 1.05
-"""A stage that takes at most this times the mean holds up nobody worth mentioning."""
+"""The seconds of the busiest rank, in those of the mean rank, up to which there is no bottleneck."""
 
 
 def profile_text(profile: Profile, screen: Screen = NO_SCREEN) -> str:
-    """Return everything that was measured, for people."""
+    """Return all measurements of a profile as tables and lines."""
     memory = [memory_text(profile.memory, profile.predicted_bytes, screen)] if profile.memory else []
     launch = f"launch: {format_seconds(profile.costs.launch_s)} of the host for each instruction"
     busy = busy_line(profile.costs.spreads, profile.program.placement.rank_of_stage)
@@ -31,7 +31,7 @@ def profile_text(profile: Profile, screen: Screen = NO_SCREEN) -> str:
 
 
 def bottleneck(profile: Profile) -> str:
-    """Say which stage takes longest, and which rank has most to do."""
+    """Return a line with the stage that takes longest, and the rank that has most to do."""
     program = profile.program
     runs = [kind for kind in Kind if (program.op == kind).any()]
     seconds = np.nan_to_num(profile.costs.durations_s(program.num_stages))[runs].sum(axis=0)
@@ -40,13 +40,14 @@ def bottleneck(profile: Profile) -> str:
     stage, rank = int(seconds.argmax()), int(per_rank.argmax())
     if per_rank[rank] <= EVEN * per_rank.mean():
         return f"no bottleneck: every rank computes for about {format_seconds(float(per_rank.mean()))} a microbatch"
-    held = f"stage {stage} on rank {ranks[stage]} takes {format_seconds(float(seconds[stage]))} a microbatch"
+    stage_text = f"stage {stage} on rank {ranks[stage]} takes {format_seconds(float(seconds[stage]))} a microbatch"
     more = "" if len(seconds) == len(per_rank) else f"; rank {rank} has most to do"
     share = per_rank[rank] / per_rank.mean()
-    return f"bottleneck: {held}{more}, {share:.2f} times the mean rank, and all others wait for it"
+    return f"bottleneck: {stage_text}{more}, {share:.2f} times the mean rank, and all others wait for it"
 
 
 def _stages(profile: Profile, screen: Screen) -> str:
+    """Return a table with the seconds of each stage and kind, those of steps with split backwards included."""
     program, costs = profile.program, profile.costs
     spread_of = {(spread.kind, spread.stage): spread for spread in costs.spreads}
     table = costs.durations_s(program.num_stages)
@@ -88,30 +89,28 @@ def _channels(profile: Profile, screen: Screen) -> Iterator[str]:
     }
     rows = []
     for channel in profile.channels:
-        ends = (channel.sender, channel.receiver)
+        pair = (channel.sender, channel.receiver)
         speed = _speed(channel.bandwidth_bytes_per_s)
-        rows.append([f"{ends[0]} to {ends[1]}", *_side_by_side((latencies[ends], channel.latency_s)), speed])
+        rows.append([f"{pair[0]} to {pair[1]}", *_side_by_side((latencies[pair], channel.latency_s)), speed])
     numbers = [Column("latency"), Column("latency of a ping", drop_order=1), Column("bandwidth")]
     yield table_text([Column("channel", is_text=True), *numbers], rows, screen)
 
 
 def _exchanges(profile: Profile, screen: Screen) -> Iterator[str]:
-    found = profile.exchanges
-    if found is None:
+    exchanges = profile.exchanges
+    if exchanges is None:
         return
-    sizes = [
-        profile.costs.spread_out(name, len(found.reduce_s), "stage") for name in ("parameter_bytes", "gradient_bytes")
-    ]
+    names, num_stages = ("parameter_bytes", "gradient_bytes"), len(exchanges.reduce_s)
+    sizes = zip(*(profile.costs.spread_out(name, num_stages, "stage") for name in names), strict=True)
+    seconds = zip(exchanges.unshard_s, exchanges.reduce_s, strict=True)
     rows = [
-        [str(stage), *_side_by_side(seconds), *map(format_bytes, map(int, own))]
-        for stage, (*seconds, own) in enumerate(
-            zip(found.unshard_s, found.reduce_s, zip(*sizes, strict=True), strict=True)
-        )
+        [str(stage), *_side_by_side(stage_s), *map(format_bytes, map(int, stage_bytes))]
+        for stage, (stage_s, stage_bytes) in enumerate(zip(seconds, sizes, strict=True))
     ]
     columns = [Column("stage"), Column("gather"), Column("reduction"), Column("weights"), Column("gradients")]
     link = (
-        f"between {count_of(found.replicas, 'replica')}: latency {format_seconds(found.replica_latency_s)}, "
-        f"bandwidth {_speed(found.replica_bandwidth_bytes_per_s)}"
+        f"between {count_of(exchanges.replicas, 'replica')}: latency {format_seconds(exchanges.replica_latency_s)}, "
+        f"bandwidth {_speed(exchanges.replica_bandwidth_bytes_per_s)}"
     )
     yield f"{screen.wrapped(link)}\n{table_text(columns, rows, screen)}"
 

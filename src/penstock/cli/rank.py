@@ -40,7 +40,7 @@ def _fail(error: BaseException, environment: Mapping[str, str]) -> NoReturn:
     if failure.status != ExitStatus.INTERRUPTED:
         _tell(failure, environment)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # the reader is gone, there is nobody left to tell
+        with suppress(OSError):  # the reader of the stream may be gone
             stream.flush()
     os._exit(failure.status)
 

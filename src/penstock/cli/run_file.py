@@ -26,13 +26,13 @@ from penstock.train.stopping import StopRequest, refusing_exit
 MAX_PORT = 65535
 
 Body = Callable[[Any], None]
-"""Every rank calls it with the `RunConfig`; torch.distributed is initialized where there are several."""
+"""A function that every rank calls with the `RunConfig`; torch.distributed is initialized for several ranks."""
 Hold = Callable[[Any], AbstractContextManager[Any]]
-"""Holds what the ranks need while they run, unless torchrun starts them; gives the `RunConfig` for them."""
+"""A context that holds the run's folder while its ranks run, unless torchrun starts them; it yields their config."""
 
 
 def add_run_arguments(parser: ArgumentParser) -> None:
-    """Add the run file, and what `add_rank_arguments` adds."""
+    """Add the run file, and the arguments of `add_rank_arguments`."""
     parser.add_argument("run_file", metavar="RUN.toml", help="the configuration of the run")
     add_rank_arguments(parser)
 
@@ -54,7 +54,7 @@ def config_of_folder(folder: Path) -> Path:
 
 
 def add_rank_arguments(parser: ArgumentParser) -> None:
-    """Add what changes a configuration, and how its ranks are started."""
+    """Add settings that change the configuration, and the port at which its ranks meet."""
     add_repeated(parser, "--set", "KEY=VALUE", "set a key, such as batch.size=32; may be repeated")
     parser.add_argument(
         "--port", type=int, default=0, help="port on 127.0.0.1 where the ranks meet (default: a free one)"
@@ -93,8 +93,8 @@ def run_on_ranks(
             return _launch(arguments, command, config, hold, may_stop=stop is not None, is_quiet=is_quiet)
         _use_one_thread_unless(os.environ)
         try:
-            with interrupts_handled_by(stop_or_raise(stop)), hold(config) as held, refusing_exit():
-                body(held)
+            with interrupts_handled_by(stop_or_raise(stop)), hold(config) as rank_config, refusing_exit():
+                body(rank_config)
         except BrokenPipeError:
             forget_stdout()
             return ExitStatus.INTERRUPTED
@@ -122,10 +122,10 @@ def _launch(
 
     from penstock.cli.launch import launch_ranks
 
-    with interrupts_handled_by(signal.default_int_handler), hold(config) as held:
-        folder = tomlkit.string(held.run.folder).as_string()
-        kept = [each for each in arguments.set if each.partition("=")[0].replace(" ", "") != "run.folder"]
-        overrides = [f"--set={override}" for override in (*kept, f"run.folder={folder}")]
+    with interrupts_handled_by(signal.default_int_handler), hold(config) as rank_config:
+        folder = tomlkit.string(rank_config.run.folder).as_string()
+        settings = [text for text in arguments.set if text.partition("=")[0].replace(" ", "") != "run.folder"]
+        overrides = [f"--set={setting}" for setting in (*settings, f"run.folder={folder}")]
         if not is_quiet:
             say(f"starting {config.num_processes} ranks ...", at_once=True)
         words = ["-m", "penstock", *command, *overrides, "--", arguments.run_file]
@@ -134,13 +134,13 @@ def _launch(
     if failure is None:
         return ExitStatus.FINE
     if failure.status != ExitStatus.INTERRUPTED:
-        told = [failure.shown, *(_last_step(held) if failure.is_silent else []), *_way_on(arguments, held)]
-        complain("\n".join(told))
+        last_step = _last_step(rank_config) if failure.is_silent else []
+        complain("\n".join([failure.shown, *last_step, *_way_on(arguments, rank_config)]))
     return failure.status
 
 
 def _way_on(arguments: Namespace, config: Any) -> list[str]:
-    """Say from where the same command continues a run, if it has a checkpoint and the command would take it."""
+    """Return a line on the step that the same command continues after, if it would continue from a checkpoint."""
     from penstock.train.folder.run_folder import RunFolder
 
     trains = hasattr(arguments, "resume")  # profile, which runs on ranks too, has no such option
@@ -151,7 +151,7 @@ def _way_on(arguments: Namespace, config: Any) -> list[str]:
 
 
 def _last_step(config: Any) -> list[str]:
-    """Say which step of a run was the last one, as far as its metrics tell."""
+    """Return a line on the last step of a run that its metrics have; none where they cannot be read."""
     from penstock.train.folder.run_folder import METRICS
     from penstock.train.watching.metrics import read_metrics
 
@@ -163,7 +163,7 @@ def _last_step(config: Any) -> list[str]:
 
 
 def _path_flags() -> list[str]:
-    """Keep files of the working folder from standing in for modules, unless this process finds modules there too."""
+    """Return the flag -P, which hides modules in the working folder, unless this process finds modules there too."""
     return [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
 
 

@@ -12,7 +12,7 @@ from penstock.tables import Column, Screen, table_text
 SUMMARY = "List runs side by side, or draw their losses."
 CURVES = ("svg", "png")
 MOST_SHOWN = 5
-"""Settings of a run; JSON has all."""
+"""The most settings of a run that are shown; JSON has all."""
 SUFFIXES = {".svg": "svg", ".png": "png"}
 
 
@@ -27,17 +27,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_result_arguments(parser, (TABLE, "json", *CURVES), text)
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     from penstock.train.watching.run_list import list_runs
 
     output = Output.of(arguments, SUFFIXES | {".json": "json"}, TABLE, {"theme": CURVES})
-    found, unreadable = list_runs(arguments.names)
+    records, unreadable = list_runs(arguments.names)
     for problem in unreadable:
         complain(problem)
     if output.format in CURVES:
-        output.write(_curves(found, arguments, output.format))
+        output.write(_curves(records, arguments, output.format))
     else:
-        output.write(_json(found) if output.format == "json" else _table(found, output.screen))
+        output.write(_json(records) if output.format == "json" else _table(records, output.screen))
     return ExitStatus.FINE
 
 
@@ -45,7 +45,7 @@ def _table(runs: Any, screen: Screen) -> str:
     from penstock.show.text import format_bytes
     from penstock.train.watching.run_list import differences
 
-    found = differences(runs)
+    settings_of_runs = differences(runs)
     columns = [
         Column("run", is_text=True),
         Column("state", is_text=True, drop_order=3),
@@ -60,20 +60,20 @@ def _table(runs: Any, screen: Screen) -> str:
     ]
     rows = [
         [
-            each.name,
-            each.state,
-            str(each.step),
-            str(each.config.run.steps),
-            _shown(each.last("loss"), ".4f"),
-            _shown(each.last("held_out_loss"), ".4f"),
-            _shown(each.tokens_per_s, ",.0f"),
-            _shown(each.last("bubble_fraction"), ".1%"),
-            format_bytes(int(max(each.peak_bytes))) if each.peak_bytes else "-",
+            record.name,
+            record.state,
+            str(record.step),
+            str(record.config.run.steps),
+            _shown(record.last("loss"), ".4f"),
+            _shown(record.last("held_out_loss"), ".4f"),
+            _shown(record.tokens_per_s, ",.0f"),
+            _shown(record.last("bubble_fraction"), ".1%"),
+            format_bytes(int(max(record.peak_bytes))) if record.peak_bytes else "-",
             listed(settings, MOST_SHOWN, separator=" "),
         ]
-        for each, settings in zip(runs, found, strict=True)
+        for record, settings in zip(runs, settings_of_runs, strict=True)
     ]
-    if not any(found):
+    if not any(settings_of_runs):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     return table_text(columns, rows, screen)
 
@@ -87,21 +87,21 @@ def _json(runs: Any) -> str:
 
     rows = [
         {
-            "name": each.name,
-            "folder": str(each.folder),
-            "state": each.state,
-            "step": each.step,
-            "num_steps": each.config.run.steps,
-            "loss": each.last("loss"),
-            "held_out_loss": each.last("held_out_loss"),
-            "tokens_per_s": each.tokens_per_s,
-            "bubble_fraction": each.last("bubble_fraction"),
-            "predicted_bubble_fraction": each.last("predicted_bubble_fraction"),
-            "model_flops_utilization": each.last("model_flops_utilization"),
-            "peak_bytes": each.peak_bytes,
-            "config": each.config.model_dump(mode="json"),
+            "name": record.name,
+            "folder": str(record.folder),
+            "state": record.state,
+            "step": record.step,
+            "num_steps": record.config.run.steps,
+            "loss": record.last("loss"),
+            "held_out_loss": record.last("held_out_loss"),
+            "tokens_per_s": record.tokens_per_s,
+            "bubble_fraction": record.last("bubble_fraction"),
+            "predicted_bubble_fraction": record.last("predicted_bubble_fraction"),
+            "model_flops_utilization": record.last("model_flops_utilization"),
+            "peak_bytes": record.peak_bytes,
+            "config": record.config.model_dump(mode="json"),
         }
-        for each in runs
+        for record in runs
     ]
     return orjson.dumps(rows, option=orjson.OPT_INDENT_2).decode()
 
@@ -112,13 +112,13 @@ def _curves(runs: Any, arguments: Namespace, format: str) -> bytes:
 
     curves = [
         RunCurve(
-            each.name,
-            each.curve("loss"),
-            each.curve("held_out_loss"),
-            each.curve("tokens_per_s"),
-            listed(own, MOST_SHOWN, separator=" "),
+            record.name,
+            record.curve("loss"),
+            record.curve("held_out_loss"),
+            record.curve("tokens_per_s"),
+            listed(settings, MOST_SHOWN, separator=" "),
         )
-        for each, own in zip(runs, differences(runs), strict=True)
+        for record, settings in zip(runs, differences(runs), strict=True)
     ]
     [place, *more] = arguments.names
     title = f"{len(runs)} runs" if more else f"Runs in {place}"

@@ -21,7 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     from penstock.cli.handbook import family_text, handbook, table_page
     from penstock.schedules import FAMILIES, find_family, installed_families
 

@@ -26,7 +26,7 @@ SUMMARY = "Search for the order that takes least time under given costs and memo
 PLACEMENTS = ("line", "loop", "v", "wave", "any")
 OBJECTIVES = ("makespan", "span")
 SCHEDULE_SUFFIXES = {suffix: name for suffix, name in FORMAT_OF_SUFFIX.items() if name in ("csv", "json", "grid")}
-"""Those of formats that can express any order."""
+"""The formats that can express any order, by suffix."""
 SECONDS_BETWEEN_LINES = 2.0
 NOTHING_YET = "interrupted before an order was proved; nothing is written"
 
@@ -78,7 +78,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     output = Output.of(arguments, TABLE_SUFFIXES, TABLE, {"theme": CHARTS})
     schedule_path = _schedule_path(arguments, output.path)
     # The search takes long, so all that could fail after it is refused before it.
@@ -100,9 +100,9 @@ def _schedule_path(arguments: Namespace, path: Path | None) -> Path | None:
         return None
     schedule_path = path_to_write(arguments.schedule, is_forced=arguments.force, key="--schedule")
     if schedule_path.suffix.lower() not in SCHEDULE_SUFFIXES:
-        known = ", ".join(SCHEDULE_SUFFIXES)
+        suffixes = ", ".join(SCHEDULE_SUFFIXES)
         raise ConfigError(
-            f"{arguments.schedule} has none of the suffixes {known}; end it in one of them", key="--schedule"
+            f"{arguments.schedule} has none of the suffixes {suffixes}; end it in one of them", key="--schedule"
         )
     if path is not None and path.resolve() == schedule_path.resolve():
         raise ConfigError(f"{path} is --output too; give each its own file", key="--schedule")
@@ -133,7 +133,7 @@ def _costs(arguments: Namespace) -> Any:
 
 
 def _stages_per_rank(arguments: Namespace) -> int | None:
-    """Return how many are asked for; a split says so too. Raises: ConfigError, for a split that ranks cannot share."""
+    """Return the stages per rank of the option, or of `--split`. Raises: ConfigError, if the split does not fit."""
     from penstock.cli.given_costs import SPLIT, read_split
 
     if arguments.split is None:
@@ -165,7 +165,7 @@ def _search(arguments: Namespace, costs: Any, limit: Any, about: str = "") -> An
         seconds=arguments.seconds,
         noise=_noise(arguments.noise),
         seed=arguments.seed,
-        progress=_Lines(about),
+        progress=_ProgressLines(about),
         keeps_split=arguments.split is not None or bool(arguments.sweep),
     )
 
@@ -193,33 +193,33 @@ def _run_once(arguments: Namespace, costs: Any, output: Output, schedule_path: P
 
     limit = memory_limit_of(arguments, costs.activation_bytes)
     try:
-        found = _search(arguments, costs, limit)
+        result = _search(arguments, costs, limit)
     except KeyboardInterrupt:
         complain(NOTHING_YET)
         return ExitStatus.INTERRUPTED
     if schedule_path is not None:
-        _write_schedule(found.schedule, schedule_path)
+        _write_schedule(result.schedule, schedule_path)
     if output.format in CHARTS:
         options = {"costs_text": _costs_text(arguments), "format": output.format, "theme": arguments.theme}
-        output.write(to_picture(found, limit=limit, **options))
+        output.write(to_picture(result, limit=limit, **options))
     else:
-        output.write(to_json(found) if output.format == "json" else to_table(found, output.screen))
-    _say_what_is_missing([found])
-    if found.was_interrupted:
+        output.write(to_json(result) if output.format == "json" else to_table(result, output.screen))
+    _say_if_solver_is_missing([result])
+    if result.was_interrupted:
         complain("interrupted; this is the best so far")
         return ExitStatus.INTERRUPTED
     return ExitStatus.FINE
 
 
-def _say_what_is_missing(results: Sequence[Any]) -> None:
-    """Say that the exact solver could do more, where it is not installed and problems are small enough for it."""
+def _say_if_solver_is_missing(results: Sequence[Any]) -> None:
+    """Say if the exact solver could do more, but is not installed: where a problem is small enough for it."""
     from penstock.searching.exact import MOST_ACTIONS, is_installed
     from penstock.searching.problem import PLANES
 
     def is_small(schedule: Any) -> bool:
         return bool(len(PLANES) * schedule.num_stages * schedule.num_microbatches <= MOST_ACTIONS)
 
-    if not is_installed() and any(is_small(found.schedule) and not found.is_optimal for found in results):
+    if not is_installed() and any(is_small(result.schedule) and not result.is_optimal for result in results):
         complain(
             "OR-tools is not installed, whose exact solver could find a shorter order or prove more of so few actions; "
             "pip install '.[search]' in Penstock's clone"
@@ -243,8 +243,8 @@ def _run_sweep(arguments: Namespace, costs: Any, limits: Sequence[Any], output: 
 
     for limit in limits:
         limit.require_sizes(costs.activation_bytes, "--sweep")
-    rows = combined(_searched(arguments, costs, limits))
-    has_any = any(row.found for row in rows)
+    rows = combined(_search_within_limits(arguments, costs, limits))
+    has_any = any(row.result for row in rows)
     if output.format == "json" and rows:
         output.write(rows_to_json(rows))
     if output.format == TABLE and has_any:
@@ -257,7 +257,7 @@ def _run_sweep(arguments: Namespace, costs: Any, limits: Sequence[Any], output: 
             complain(f"not in the picture: {line.strip()}")
     if rows and not has_any:
         complain("\n".join(["nothing fits within any of these limits", *refusals(rows)]))
-    _say_what_is_missing([row.found for row in rows if row.found])
+    _say_if_solver_is_missing([row.result for row in rows if row.result])
     unfinished = _unfinished(rows, limits)
     if unfinished:
         complain(unfinished)
@@ -265,37 +265,37 @@ def _run_sweep(arguments: Namespace, costs: Any, limits: Sequence[Any], output: 
     return ExitStatus.FINE if has_any else ExitStatus.WRONG_INPUT
 
 
-def _searched(arguments: Namespace, costs: Any, limits: Sequence[Any]) -> list[Any]:
-    """Search within one limit after the other; where Ctrl-C ends a search, those behind it are left out."""
-    from penstock.cli.searched import Within
+def _search_within_limits(arguments: Namespace, costs: Any, limits: Sequence[Any]) -> list[Any]:
+    """Return the results of a search per limit; where Ctrl-C ends a search, later limits have none."""
+    from penstock.cli.searched import LimitResult
 
     rows: list[Any] = []
     for place, limit in enumerate(limits, start=1):
         try:
-            found = _search(arguments, costs, limit, f"limit {limit} ({place} of {len(limits)}): ")
+            result = _search(arguments, costs, limit, f"limit {limit} ({place} of {len(limits)}): ")
         except ScheduleError as error:
-            rows.append(Within(limit, reason=str(error)))
+            rows.append(LimitResult(limit, reason=str(error)))
             continue
         except KeyboardInterrupt:
             break
-        rows.append(Within(limit, found))
-        if found.was_interrupted:
+        rows.append(LimitResult(limit, result))
+        if result.was_interrupted:
             break
     return rows
 
 
 def _unfinished(rows: Sequence[Any], limits: Sequence[Any]) -> str:
-    """Say what Ctrl-C has cut short; nothing where all limits are searched."""
+    """Return a line on the limits that Ctrl-C has cut short; empty where all are searched."""
     if not rows:
         return NOTHING_YET
-    parts = [f"the row of {row.limit} is the best so far" for row in rows if row.found and row.found.was_interrupted]
+    parts = [f"the row of {row.limit} is the best so far" for row in rows if row.result and row.result.was_interrupted]
     missing = [str(limit) for limit in limits[len(rows) :]]
     parts += [f"not searched: {', '.join(missing)}"] if missing else []
     return "; ".join(["interrupted", *parts]) if parts else ""
 
 
-class _Lines:
-    """Prints how far a search is, where somebody looks on."""
+class _ProgressLines:
+    """Prints how far a search is, if standard error is a terminal."""
 
     def __init__(self, about: str = "") -> None:
         self._is_shown = sys.stderr.isatty()

@@ -17,7 +17,7 @@ OF_SCHEDULES = (
     "function", "ranks", "microbatches", "stages_per_rank", "stages", "slices", "forward_only", "options", "costs",
     "heavy", "split", "data", "shard", "residency", "look_ahead",
 )  # fmt: skip
-"""Arguments that a recorded step does not take."""
+"""The arguments that a recorded step does not take."""
 DEFAULT_COSTS = "F=1,I=1,W=1"
 FORMAT_HELP = (
     "default: grid, or by the suffix of PATH. svg, png: the timeline as a chart; html: as a page to zoom and point at; "
@@ -41,11 +41,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_result_arguments(parser, (*WRITABLE, *PICTURES), FORMAT_HELP)
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     from penstock.cli.drawing import on_screen, require_readable
     from penstock.cli.given_costs import sharding_of
     from penstock.cli.output import say
-    from penstock.cli.wanted import wanted_schedule
+    from penstock.cli.wanted import make_named_schedule
     from penstock.ir.writing import write_table
     from penstock.lowering import NOT_SHARDED, lower
     from penstock.show.picture import picture_of
@@ -61,7 +61,7 @@ def run(arguments: Namespace) -> int:
             output.write(picture_of(recorded, format, theme=arguments.theme))
         return ExitStatus.FINE
     program = None if recorded is None else recorded.program
-    schedule = wanted_schedule(arguments) if program is None else program.actions()
+    schedule = make_named_schedule(arguments) if program is None else program.actions()
     refuse_useless(arguments, "data", format, PICTURES)
     sharding = sharding_of(arguments)
     if sharding != NOT_SHARDED and not arguments.lowered:
@@ -99,22 +99,21 @@ def _recorded_step(arguments: Namespace) -> Any:
 
 
 def _picture(format: str, arguments: Namespace) -> bytes:
-    """Draw the timeline that the lowered schedule has under the costs."""
+    """Draw the predicted timeline of the lowered schedule under the costs."""
     from penstock.cli.given_costs import costs_of_replicas, costs_of_table, costs_text, sharding_of
-    from penstock.cli.wanted import wanted_schedule
+    from penstock.cli.wanted import make_named_schedule
     from penstock.lowering import NOT_SHARDED, lower
     from penstock.show.figures import describe_shape
     from penstock.show.picture import picture_of
     from penstock.simulation import simulate
 
-    schedule = wanted_schedule(arguments)
+    schedule = make_named_schedule(arguments)
     text = arguments.costs or DEFAULT_COSTS
     costs, split = costs_of_table(arguments, text, schedule)
     sharding, costs = sharding_of(arguments), costs_of_replicas(arguments, costs)
     timeline = simulate(lower(schedule, **asdict(sharding)), costs)
-    title = f"{describe_shape(timeline.program)}, predicted with {costs_text(arguments, text)}" + f", {split}" * bool(
-        split
-    )
+    title = f"{describe_shape(timeline.program)}, predicted with {costs_text(arguments, text)}"
+    title += f", {split}" * bool(split)
     title += f", shard {sharding.shard}" * (sharding != NOT_SHARDED)
     title += f", {count_of(costs.replicas, 'replica')}" * (arguments.data is not None)
     return picture_of(timeline, format, costs=costs, title=title, theme=arguments.theme)

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from penstock.cli.given_costs import replicas_of, sharding_of
-from penstock.cli.wanted import Wanted, names_wanted, wanted_schedules
+from penstock.cli.wanted import NamedSchedule, expanded_names, find_schedules
 from penstock.errors import ConfigError, nearest, shortened
 from penstock.lowering import NONE, OPTIMIZER, SHARDS
 from penstock.proofs import Limit
@@ -36,16 +36,16 @@ LIMITS = "memory_limit"
 KEYS = (*LABELS, LIMITS)
 FROM_0 = ("residency", "look_ahead")
 IDLE = {NONE: FROM_0, OPTIMIZER: FROM_0[:1]}
-"""Keys that change nothing, by the way to shard."""
+"""The keys that change nothing, by the way to shard."""
 EXAMPLE, EXAMPLE_OF_LIMITS = "microbatches=8..64", "memory_limit=8GiB..64GiB"
 MOST_SCHEDULES = 300
-"""That one sweep may simulate."""
+"""The most schedules that one sweep may simulate."""
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
 _UNIT = re.compile(r"\s*[A-Za-z]+")
 
 Sweep = Mapping[str, tuple[Any, ...]]
-"""Values by key, in the order in which the keys were given: numbers, or limits of memory."""
+"""The swept values by key, in the order of the command line: numbers, ways to shard, or limits of memory."""
 
 
 def read_sweep(texts: Sequence[str], keys: Sequence[str] = KEYS) -> Sweep:
@@ -55,19 +55,19 @@ def read_sweep(texts: Sequence[str], keys: Sequence[str] = KEYS) -> Sweep:
         ConfigError: for an unknown key, one given twice, and values that are none of the three forms.
     """
     example = EXAMPLE if keys == KEYS else EXAMPLE_OF_LIMITS
-    found: dict[str, tuple[Any, ...]] = {}
+    values_by_key: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         key, equals, values = (part.strip() for part in text.partition("="))
         key = key.replace("-", "_")
         if not equals:
             raise ConfigError(f"{shortened(text)} is not of the form KEY=VALUES, such as {example}", key="--sweep")
         if key not in keys:
-            known = ", ".join(keys)
-            raise ConfigError(f"{shortened(key)} cannot be swept; known: {known}.{nearest(key, keys)}", key="--sweep")
-        if key in found:
+            hint = nearest(key, keys)
+            raise ConfigError(f"{shortened(key)} cannot be swept; known: {', '.join(keys)}.{hint}", key="--sweep")
+        if key in values_by_key:
             raise ConfigError(f"{key} is given twice; put all values into one", key="--sweep")
-        found[key] = _read(values, key)
-    return found
+        values_by_key[key] = _read(values, key)
+    return values_by_key
 
 
 def _read(text: str, key: str) -> tuple[Any, ...]:
@@ -91,15 +91,15 @@ def require_given_once(arguments: Namespace, sweep: Sweep) -> None:
             raise ConfigError(f"{key} is swept and given as {option} too; leave one out", key="--sweep")
 
 
-def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[Wanted]:
-    """Find every schedule at every combination of sizes; what they are called says the sizes.
+def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[NamedSchedule]:
+    """Return every schedule at every combination of sizes; the sizes are in its name.
 
     Raises:
         ConfigError: if a size is given beside its sweep, or there are too many combinations.
     """
     sizes = {key: values for key, values in sweep.items() if key != LIMITS}
     require_given_once(arguments, sweep)
-    num_names = len(names_wanted(arguments)) + len(arguments.functions)
+    num_names = len(expanded_names(arguments)) + len(arguments.functions)
     count = num_names
     for values in sizes.values():
         count *= len(values)
@@ -109,21 +109,21 @@ def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[Wanted]:
             f"{num_names}); at most {MOST_SCHEDULES}, sweep fewer values",
             key="--sweep",
         )
-    found: list[Wanted] = []
-    done = []
+    schedules: list[NamedSchedule] = []
+    used_sizes = []
     for values in product(*sizes.values()):
-        chosen = dict(zip(sizes, values, strict=True))
-        chosen = {key: value for key, value in chosen.items() if key not in IDLE.get(chosen.get("shard", ""), ())}
-        if chosen in done:
+        size = dict(zip(sizes, values, strict=True))
+        size = {key: value for key, value in size.items() if key not in IDLE.get(size.get("shard", ""), ())}
+        if size in used_sizes:
             continue
-        done.append(chosen)
-        at_size = Namespace(**(vars(arguments) | chosen))
+        used_sizes.append(size)
+        at_size = Namespace(**(vars(arguments) | size))
         sharding, replicas = sharding_of(at_size), replicas_of(at_size, 0)
-        found += [
-            replace(wanted, text=_label(wanted.text, chosen), sharding=sharding, replicas=replicas)
-            for wanted in wanted_schedules(at_size)
+        schedules += [
+            replace(schedule, text=_label(schedule.text, size), sharding=sharding, replicas=replicas)
+            for schedule in find_schedules(at_size)
         ]
-    return found
+    return schedules
 
 
 def _label(name: str, chosen: Mapping[str, Any]) -> str:
@@ -131,7 +131,7 @@ def _label(name: str, chosen: Mapping[str, Any]) -> str:
 
 
 def _read_limits(text: str) -> tuple[Limit, ...]:
-    """Values of limits; the unit of all stands behind the last one, or behind each."""
+    """Read limits of memory; their unit stands behind the last value, or behind each."""
     units = _UNIT.findall(text)
     if len({unit.strip().lower() for unit in units}) > 1:
         problem = f"expected one unit for all values, such as {EXAMPLE_OF_LIMITS}"
@@ -140,14 +140,14 @@ def _read_limits(text: str) -> tuple[Limit, ...]:
     return tuple(Limit.read(f"{number}{unit}", "--sweep") for number in _read_values(_UNIT.sub("", text), LIMITS, text))
 
 
-def _read_values(text: str, key: str, given: str | None = None) -> tuple[int, ...]:
-    """Read numbers; `given` is what an error shows, unless it is the text itself."""
-    ends, smallest = _RANGE.fullmatch(text), 0 if key in FROM_0 else 1
-    values = _between(ends) if ends else _listed(text)
+def _read_values(text: str, key: str, shown_text: str | None = None) -> tuple[int, ...]:
+    """Read whole numbers; an error shows `shown_text`, by default the text itself."""
+    match, smallest = _RANGE.fullmatch(text), 0 if key in FROM_0 else 1
+    values = _between(match) if match else _listed(text)
     if not values or min(values) < smallest:
         raise ConfigError(
             f"{key}: expected whole numbers from {smallest}, such as 8..64 (doubled), 8..64:8 (in steps) or 8,16,24, "
-            f"got {shortened(given or text)}",
+            f"got {shortened(shown_text or text)}",
             key="--sweep",
         )
     return tuple(dict.fromkeys(values))
@@ -158,12 +158,14 @@ def _listed(text: str) -> list[int]:
     return [int(part) for part in parts] if all(re.fullmatch(r"\s*\d+\s*", part) for part in parts) else []
 
 
-def _between(ends: "re.Match[str]") -> list[int]:
-    first, last = int(ends[1]), int(ends[2])
-    if ends[3] is None:
+def _between(match: "re.Match[str]") -> list[int]:
+    first, last = int(match[1]), int(match[2])
+    if match[3] is None:
         return [first << power for power in range((last // first).bit_length())] if 0 < first <= last else []
-    step = int(ends[3])
+    step = int(match[3])
     count = (last - first) // step + 1 if step and first <= last else 0
     if count > MOST_SCHEDULES:
-        raise ConfigError(f"{ends[0]} are {count:,} values; at most {MOST_SCHEDULES}, take larger steps", key="--sweep")
+        raise ConfigError(
+            f"{match[0]} are {count:,} values; at most {MOST_SCHEDULES}, take larger steps", key="--sweep"
+        )
     return list(range(first, last + 1, step)) if count else []

@@ -17,17 +17,17 @@ SUMMARY = "Train a run; starts its ranks on this machine, or joins torchrun's."
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_arguments(parser)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
         "--resume", action="store_true", help="continue a run from its newest checkpoint, or fail where there is none"
     )
-    which.add_argument("--fresh", action="store_true", help="always begin in the next folder of DIR, DIR-2, DIR-3, ...")
-    which.add_argument(
+    start.add_argument("--fresh", action="store_true", help="always begin in the next folder of DIR, DIR-2, DIR-3, ...")
+    start.add_argument(
         "--force", action="store_true", help="remove what earlier runs left in run.folder, and begin there"
     )
 
 
-def run(arguments: Namespace) -> int:
+def run_command(arguments: Namespace) -> int:
     from penstock.train.stopping import StopRequest
 
     flags = [f"--{name}" for name in ("resume", "fresh", "force") if getattr(arguments, name)]

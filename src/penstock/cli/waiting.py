@@ -47,7 +47,7 @@ def compiling_reported(max_wait_s: float = COMPILING_MAX_WAIT_S) -> Iterator[Non
 
 
 class _Handler(logging.Handler):
-    """Follows the two records of each compilation: `compiled_s` stands in the second."""
+    """Follows the two records of each compilation; the second has its seconds, `compiled_s`."""
 
     def __init__(self, max_wait_s: float) -> None:
         super().__init__()
@@ -79,5 +79,5 @@ def _timer(seconds: float, report: Callable[[], None]) -> Timer:
 
 def _line(arguments: Namespace) -> str:
     counts = {name: getattr(arguments, name, None) for name in ("ranks", "microbatches")}
-    given = " and ".join(f"{count} {name}" for name, count in counts.items() if count)
-    return f"still at work{f' on {given}' if given else ''} ...; Ctrl-C ends it"
+    size_text = " and ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return f"still at work{f' on {size_text}' if size_text else ''} ...; Ctrl-C ends it"
