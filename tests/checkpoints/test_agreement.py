@@ -54,7 +54,7 @@ def test_an_error_of_one_disk_is_an_error_on_every_rank():
             if transport.rank:
                 raise PenstockError("full")
 
-        kinds = {"num_bytes": 0, "what": "folder", "error_type": NotSaved}
+        kinds = {"num_bytes": 0, "path": "folder", "error_type": NotSaved}
         return error_of(lambda: run_together(Control(transport), action, **kinds))
 
     errors = on_ranks(2, case)
@@ -67,7 +67,7 @@ def test_a_disk_that_does_not_answer_is_an_error_on_every_rank(monkeypatch):
     is_free = threading.Event()
 
     def case(transport):
-        return error_of(lambda: run_together(Control(transport), is_free.wait, num_bytes=0, what="folder"))
+        return error_of(lambda: run_together(Control(transport), is_free.wait, num_bytes=0, path="folder"))
 
     errors = on_ranks(2, case)
     is_free.set()

@@ -22,7 +22,7 @@ def contents(num_ranks, case, *, tied_head=False, **options):
 
 
 def described(pipeline):
-    return Content.of(pipeline, torch.optim.AdamW(pipeline.parameters())).described()
+    return Content.of(pipeline, torch.optim.AdamW(pipeline.parameters())).description()
 
 
 @pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 3), ("dualpipe", 2), ("chimera", 4)])

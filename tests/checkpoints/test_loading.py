@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.checkpoints import shards
-from penstock.checkpoints.loading import load_checkpoint, own_tensors
+from penstock.checkpoints.loading import load_checkpoint, local_weights_of
 from penstock.checkpoints.manifest import MANIFEST, manifest_bytes, read_manifest
 from penstock.checkpoints.writer import save_checkpoint
 from penstock.errors import CheckpointError, PenstockWarning
@@ -272,8 +272,8 @@ def test_a_path_that_is_not_utf8_saves_and_loads(tmp_path, num_ranks):
 
 
 def rows_of_tensors(pipeline):
-    own = own_tensors(pipeline)
-    return own.rows(), sorted(own.names.values())
+    weights = local_weights_of(pipeline)
+    return weights.rows(), sorted(weights.saved_names.values())
 
 
 def test_a_rank_with_shards_reads_its_rows_and_whole_buffers():
@@ -301,13 +301,13 @@ def test_replicas_read_all_of_what_they_hold():
 
 
 def fill_from_files(pipeline):
-    own = own_tensors(pipeline)
-    rows, read = own.rows(), {}
-    for name, held in own.held.items():
-        whole = known(f"{name}:", held.shape, held.local.dtype)
-        read[own.names[name]] = whole if name not in rows else whole[rows[name].start : rows[name].stop]
+    weights = local_weights_of(pipeline)
+    rows, read = weights.rows(), {}
+    for name, tensor in weights.tensors.items():
+        whole = known(f"{name}:", tensor.shape, tensor.local.dtype)
+        read[weights.saved_names[name]] = whole if name not in rows else whole[rows[name].start : rows[name].stop]
     before = {id(parameter) for parameter in pipeline.parameters()}
-    own.load(pipeline, read)
+    weights.load(pipeline, read)
     return wrong(pipeline), {id(parameter) for parameter in pipeline.parameters()} == before
 
 
@@ -327,7 +327,7 @@ class Other(torch.nn.Linear):
 
 def test_what_is_no_tensor_on_one_rank_is_one_error_on_all():
     def case(pipeline):
-        return str(error_of(own_tensors, pipeline)), type(error_of(own_tensors, pipeline))
+        return str(error_of(local_weights_of, pipeline)), type(error_of(local_weights_of, pipeline))
 
     found = run(Layout(2, 1), case, make_layers=lambda: [torch.nn.Linear(2, 2), Other(2, 2)])
 

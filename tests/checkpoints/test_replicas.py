@@ -277,7 +277,7 @@ def die_in_the_exchange(rank, folder):
     fill(pipeline)
     save_checkpoint(folder, pipeline, step=1)
     if rank == 1:
-        row_exchange._packed = lambda piece, device: os._exit(9)
+        row_exchange._packed_message = lambda piece, device: os._exit(9)
     error = error_of(lambda: save_checkpoint(folder, pipeline, step=2))
     return type(error)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.checkpoints import row_exchange
-from penstock.checkpoints.held import Held
+from penstock.checkpoints.local_tensors import LocalTensor
 from penstock.checkpoints.row_exchange import exchange_rows
 from penstock.errors import PeerLost
 from penstock.execute.replicas.rows import Rows
@@ -25,7 +25,7 @@ def wholes():
 
 def held(whole, transport):
     rows = Rows(whole.shape, (), transport.num_ranks).of_replica(transport.rank)
-    return Held(whole[rows.start : rows.stop].clone(), tuple(whole.shape), rows)
+    return LocalTensor(whole[rows.start : rows.stop].clone(), tuple(whole.shape), rows)
 
 
 def exchanged(transport, owners):

@@ -2,12 +2,12 @@
 
 import torch
 
-from penstock.checkpoints.held import Held
+from penstock.checkpoints.local_tensors import LocalTensor
 from penstock.checkpoints.staging import Staging
 
 
 def held(tensor):
-    return Held(tensor, tuple(tensor.shape))
+    return LocalTensor(tensor, tuple(tensor.shape))
 
 
 def test_later_changes_do_not_reach_the_copy():

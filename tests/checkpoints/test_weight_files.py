@@ -16,7 +16,7 @@ from penstock.checkpoints import agreement, weight_files
 from penstock.checkpoints.pretrained import files_of, find_weights, load_weights
 from penstock.checkpoints.shards import write_tensors
 from penstock.checkpoints.weight_files import INDEX, WHOLE, require_saveable, save_tensors, save_weights
-from penstock.checkpoints.weight_format import PLAIN, Unit, WeightFormat
+from penstock.checkpoints.weight_format import PLAIN, ConversionUnit, WeightFormat
 from penstock.errors import NotSaved, PipelineError
 from penstock.models import LayerSpec
 from tests.checkpoints.written_files import all_tensors, fill_disk_at_rename, names, note_writers
@@ -170,15 +170,16 @@ class Turned(WeightFormat):
 
     def units(self, tensors):
         return [
-            Unit(names=[name], saved={f"{name}.t": (dtype, shape[::-1])}) for name, (dtype, shape) in tensors.items()
+            ConversionUnit(names=[name], file_types={f"{name}.t": (dtype, shape[::-1])})
+            for name, (dtype, shape) in tensors.items()
         ]
 
     def convert(self, tensors):
         return {f"{name}.t": tensor.T for name, tensor in tensors.items()}
 
-    def write_further(self, folder, saved):
+    def write_further(self, folder, file_types):
         folder.mkdir()
-        (folder / "notes.txt").write_text(", ".join(saved))
+        (folder / "notes.txt").write_text(", ".join(file_types))
 
 
 @pytest.mark.parametrize("num_bytes", [10**9, 30])
@@ -203,7 +204,7 @@ class Merging(Turned):
     """Saves all under one name, which no two ranks can."""
 
     def units(self, tensors):
-        return [Unit(names=[name], saved={"all": entry}) for name, entry in tensors.items()]
+        return [ConversionUnit(names=[name], file_types={"all": entry}) for name, entry in tensors.items()]
 
 
 def test_two_ranks_that_would_save_one_tensor_are_refused(tmp_path):

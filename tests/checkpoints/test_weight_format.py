@@ -11,7 +11,7 @@ def test_every_tensor_is_a_unit_of_its_own_name(tmp_path):
     units = PLAIN.units(ENTRIES)
 
     assert [unit["names"] for unit in units] == [["a.weight"], ["b"]]
-    assert [unit["saved"] for unit in units] == [{"a.weight": ("F32", [2, 3])}, {"b": ("I64", [])}]
+    assert [unit["file_types"] for unit in units] == [{"a.weight": ("F32", [2, 3])}, {"b": ("I64", [])}]
 
 
 def test_tensors_stay_as_they_are_and_nothing_else_is_written(tmp_path):

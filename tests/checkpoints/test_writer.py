@@ -367,7 +367,7 @@ def die_before_announcing(rank, folder):
     save_checkpoint(folder, pipeline, step=1)
     checkpoints = CheckpointWriter(folder, pipeline)
     checkpoints.save(2)
-    checkpoints._save.written.result(20)
+    checkpoints._save.files_future.result(20)
     if rank == 1:
         os._exit(9)
     return type(error_of(checkpoints.finish))

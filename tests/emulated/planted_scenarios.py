@@ -155,7 +155,7 @@ def saved_checkpoints(rank, num_ranks):
         for step in range(2):
             train(pipeline, optimizer, num_steps=1)
             writer.save(step)
-            wait([writer._save.written])  # so that the files are written before this host knows more of its device
+            wait([writer._save.files_future])  # so that the files are written before this host knows more of its device
         train(pipeline, optimizer, num_steps=1)
         writer.finish()
 

@@ -6,7 +6,7 @@ Each function under `plant` takes what the name stands for, and returns what it 
 import torch
 
 from penstock.checkpoints import row_exchange
-from penstock.checkpoints.held import Held
+from penstock.checkpoints.local_tensors import LocalTensor
 from penstock.execute.replicas.rows import Rows
 from tests.emulated.checker import UNORDERED
 from tests.emulated.pipelines import transport_of
@@ -34,7 +34,7 @@ def exchanged_rows(rank, num_ranks):
     own = Rows(whole.shape, (), num_ranks).of_replica(rank)
     local = torch.full((len(own), WIDTH), 1.0 + rank, device=device)
     whole[own.start : own.stop] = local
-    held = Held(local, tuple(whole.shape), own)
+    held = LocalTensor(local, tuple(whole.shape), own)
     row_exchange.exchange_rows(transport, [[held]] * num_ranks, [whole], device)
     total = whole.sum().item()
     transport.close()

@@ -22,9 +22,9 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of a checkpoint's folder by its name; None of another name."""
-    found = _STEP.fullmatch(path.name)
-    return int(found[1]) if found else None
+    """Return the step in the name of a checkpoint's folder; None where it is no such name."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class CheckpointFolder:
             names = os.listdir(self.path)
         except OSError:
             return []
-        found = [step_of(self.path / name) for name in names if (self.path / name).is_dir()]
-        return sorted((step for step in found if step is not None), reverse=True)
+        steps = [step_of(self.path / name) for name in names if (self.path / name).is_dir()]
+        return sorted((step for step in steps if step is not None), reverse=True)
 
     def of_step(self, step: int) -> Path:
         return self.path / f"step-{step}"
@@ -54,7 +54,7 @@ class CheckpointFolder:
         return partial
 
     def announce(self, partial: Path, step: int) -> Path:
-        """Give a whole checkpoint its name; what it consists of must be on the disk already. Raises: OSError."""
+        """Give a whole checkpoint its name; its files must be on the disk already. Raises: OSError."""
         flush(partial)
         path = self.of_step(step)
         if path.exists():
@@ -68,22 +68,22 @@ class CheckpointFolder:
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint, so that its step can be saved again. Raises: OSError."""
         path = self.of_step(step)
-        names = (path.with_name(f"{path.name}{DAMAGED_SUFFIX}-{number}") for number in count(1))
-        aside = next(name for name in names if not name.exists())
-        os.rename(path, aside)
+        numbered_paths = (path.with_name(f"{path.name}{DAMAGED_SUFFIX}-{number}") for number in count(1))
+        free_path = next(numbered_path for numbered_path in numbered_paths if not numbered_path.exists())
+        os.rename(path, free_path)
         flush(self.path)
-        return aside
+        return free_path
 
-    def retain(self, saved: int, *, keep_last: int, keep_every: int) -> str:
-        """Remove all but the last checkpoints up to step `saved`, and those of steps that `keep_every` divides.
+    def retain(self, newest_step: int, *, keep_last: int, keep_every: int) -> str:
+        """Remove the checkpoints up to step `newest_step`, but for the last `keep_last` of them.
 
-        Return what is wrong where one cannot be removed, or nothing; it is tried again with the next save. No number
-        (0) keeps all of them, and no others, respectively. Those of later steps are of another training, such as one
-        that was set back to an earlier step, and stay.
+        Those of steps that `keep_every` divides stay, too. `keep_last` of 0 keeps all of them, `keep_every` of 0 none
+        besides the last. Those of later steps are of another training, such as one that was set back to an earlier
+        step, and stay. Return what is wrong where one cannot be removed, or nothing; the next save tries again.
         """
         problem = ""
-        earlier = [step for step in self.steps() if step <= saved]
-        for step in earlier[keep_last:] if keep_last else []:
+        earlier = [step for step in self.steps() if step <= newest_step]
+        for step in earlier[keep_last:] if keep_last else []:  # they are sorted, the newest first
             if keep_every and step % keep_every == 0:
                 continue
             path, partial = self.of_step(step), self._unused_name(step)
@@ -95,7 +95,7 @@ class CheckpointFolder:
         return problem
 
     def sweep(self, *, older_than_s: float = 0.0) -> None:
-        """Remove what writers that were killed have left, if nobody has written to it for so long."""
+        """Remove the partial folders of writers that were killed, if nobody has written to them for so long."""
         for partial in self.path.glob(f"step-*{PARTIAL_SUFFIX}"):
             with suppress(OSError):
                 newest_s = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))

@@ -12,11 +12,11 @@ from penstock.checkpoints.agreement import failing_as, run_together
 from penstock.checkpoints.content import (
     SAME_MODEL,
     SEPARATOR,
-    held_weights,
+    local_weights,
     names_in_checkpoint,
     require_same_names,
 )
-from penstock.checkpoints.held import Held, alike
+from penstock.checkpoints.local_tensors import LocalTensor, distributed_like
 from penstock.checkpoints.manifest import Manifest, TensorEntry
 from penstock.checkpoints.optimizer_state import STEP, load_optimizer, require_loadable
 from penstock.checkpoints.random_state import random_state_restorer
@@ -52,110 +52,122 @@ def load_checkpoint(folder: str | Path, pipeline: Pipeline, optimizer: Optimizer
 def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = None) -> FoundCheckpoint:
     """Load as `load_checkpoint` does, and say what was loaded, the same on every rank. Raises: as `load_checkpoint`."""
     control, fails_as = pipeline.control, failing_as(CheckpointError)
-    found = find_newest(control, folder)
-    own = own_tensors(pipeline)
-    reader = _Reader(found, pipeline, optimizer, own)
-    everyone = control.together(lambda: list(own.names.values()), fails_as)
-    wanted = {name for names in everyone for name in names}
-    control.together(lambda: reader.require_fitting(wanted), fails_as)
-    tensors = run_together(control, reader.read, num_bytes=found.manifest.num_bytes, what=str(found.path))
+    checkpoint = find_newest(control, folder)
+    weights = local_weights_of(pipeline)
+    reader = _Reader(checkpoint, pipeline, optimizer, weights)
+    saved_names_by_rank = control.together(lambda: list(weights.saved_names.values()), fails_as)
+    saved_names = {name for names in saved_names_by_rank for name in names}
+    control.together(lambda: reader.require_same_model(saved_names), fails_as)
+    tensors = run_together(control, reader.read, num_bytes=checkpoint.manifest.num_bytes, path=checkpoint.path)
     reader.load(tensors)
-    return found
+    return checkpoint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnTensors:
-    """The part of the weights that one rank reads."""
+class LocalWeights:
+    """The parameters and buffers of one rank, as the targets of a load."""
 
-    names: Mapping[str, str]
-    """Of every tensor of this rank, its name in files."""
-    held: Mapping[str, Held]
-    """By this rank's names."""
+    saved_names: Mapping[str, str]
+    """Name of every tensor in files, by this rank's name for it; a copy of a tied parameter has its owner's."""
+    tensors: Mapping[str, LocalTensor]
+    """The tensors by this rank's names."""
 
     def rows(self) -> dict[str, range]:
-        """Return, by name in files, which rows of a tensor this rank reads, where it does not read all of it."""
-        rows = {saved: self.held[name].rows for name, saved in self.names.items()}
-        return {saved: own for saved, own in rows.items() if own is not None}
+        """Return the rows that this rank reads of a tensor, by name in files; whole tensors are left out."""
+        rows = {saved_name: self.tensors[name].rows for name, saved_name in self.saved_names.items()}
+        return {saved_name: tensor_rows for saved_name, tensor_rows in rows.items() if tensor_rows is not None}
 
-    def load(self, pipeline: Pipeline, tensors: Mapping[str, Tensor]) -> None:
-        """Copy what was read, by its names in files, into the model. Every rank calls it. Raises: PenstockError."""
-        current = pipeline.state_dict()
-        own = {name: alike(current[name], tensors[saved]) for name, saved in self.names.items()}
-        pipeline.load_state_dict(own)
+    def load(self, pipeline: Pipeline, tensors_by_saved_name: Mapping[str, Tensor]) -> None:
+        """Copy tensors of files, of which this rank has read its rows, into the model. Every rank calls it.
+
+        Raises: PenstockError.
+        """
+        state = pipeline.state_dict()
+        for name, saved_name in self.saved_names.items():
+            state[name] = distributed_like(state[name], tensors_by_saved_name[saved_name])
+        pipeline.load_state_dict(state)
 
 
-def own_tensors(pipeline: Pipeline) -> OwnTensors:
-    """Look at what this rank holds; every rank calls it. Raises: CheckpointError, on every rank."""
-    held: dict[str, Held] = {}
+def local_weights_of(pipeline: Pipeline) -> LocalWeights:
+    """Return the parameters and buffers of this rank; every rank calls it. Raises: CheckpointError, on every rank."""
+    tensors: dict[str, LocalTensor] = {}
 
-    def look() -> dict[str, str]:
-        held.update(held_weights(pipeline.state_dict(), pipeline.control.places))
+    def look_at_state() -> dict[str, str]:
+        tensors.update(local_weights(pipeline.state_dict(), pipeline.control.places))
         return dict(pipeline.owner_names)
 
-    everyone = pipeline.control.together(look, failing_as(CheckpointError))
-    return OwnTensors(names_in_checkpoint(pipeline, everyone), held)
+    owner_names_by_rank = pipeline.control.together(look_at_state, failing_as(CheckpointError))
+    return LocalWeights(names_in_checkpoint(pipeline, owner_names_by_rank), tensors)
 
 
 class _Reader:
-    """One rank's part of a checkpoint."""
+    """Compares a checkpoint with the model and optimizer of one rank, then reads and loads this rank's part of it."""
 
     def __init__(
-        self, found: FoundCheckpoint, pipeline: Pipeline, optimizer: Optimizer | None, own: OwnTensors
+        self, checkpoint: FoundCheckpoint, pipeline: Pipeline, optimizer: Optimizer | None, weights: LocalWeights
     ) -> None:
-        self._path = found.path
-        self._manifest: Manifest = found.manifest
+        self._path = checkpoint.path
+        self._manifest: Manifest = checkpoint.manifest
         self._pipeline = pipeline
         self._optimizer = optimizer
-        self._own = own
+        self._weights = weights
         self._restore_random: Callable[[], None] | None = None
         self._parameters = {
-            own.names[name]: (parameter, own.held[name]) for name, parameter in pipeline.named_parameters()
+            weights.saved_names[name]: (parameter, weights.tensors[name])
+            for name, parameter in pipeline.named_parameters()
         }
-        """By name in the checkpoint."""
-        self._scalars = _scalars(found.manifest)
+        """The parameters of this rank and what it holds of them, by name in the checkpoint."""
+        self._scalars = _scalars(checkpoint.manifest)
         self._names = {id(parameter): name for name, (parameter, _) in self._parameters.items()}
+        """Names in the checkpoint, by id of a parameter."""
 
-    def require_fitting(self, wanted: set[str]) -> None:
-        """Compare the checkpoint with the model, of which all ranks together want these names; change nothing yet.
+    def require_same_model(self, saved_names: set[str]) -> None:
+        """Refuse a checkpoint of another model or optimizer; nothing is changed yet.
 
-        Raises: CheckpointError, which names what differs.
+        `saved_names` are those that the models of all ranks have in files. Raises: CheckpointError, which names what
+        differs.
         """
-        saved = self._manifest.weights
-        require_same_names(self._path, saved, wanted)
-        for own_name, held in self._own.held.items():
-            name = self._own.names[own_name]
-            entry, own = saved[name], (dtype_name(name, held.local), list(held.shape))
-            if own != (entry.dtype, entry.shape):
+        entries = self._manifest.weights
+        require_same_names(self._path, entries, saved_names)
+        for name, tensor in self._weights.tensors.items():
+            saved_name = self._weights.saved_names[name]
+            entry, dtype, shape = entries[saved_name], dtype_name(saved_name, tensor.local), list(tensor.shape)
+            if (dtype, shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(
-                    f"{self._path}: is of another model: {name!r} is {entry.dtype} {tuple(entry.shape)} in it, but "
-                    f"{own[0]} {tuple(own[1])} in the model. {SAME_MODEL}"
+                    f"{self._path}: is of another model: {saved_name!r} is {entry.dtype} {tuple(entry.shape)} in it, "
+                    f"but {dtype} {tuple(shape)} in the model. {SAME_MODEL}"
                 )
         if self._optimizer is not None:
             require_loadable(self._optimizer, self._manifest.optimizer, self._names, self._path)
+        self._prepare_random_state()
+
+    def _prepare_random_state(self) -> None:
+        """Read where this rank's generators were, if as many ranks and replicas saved it. Raises: CheckpointError."""
         control = self._pipeline.control
-        saved_on = len(self._manifest.random), self._manifest.replicas
-        if saved_on == (control.num_ranks, control.places.num_replicas):
+        saved_layout = len(self._manifest.random), self._manifest.replicas
+        if saved_layout != (control.num_ranks, control.places.num_replicas):
+            return
+        try:
             state = self._manifest.random[control.rank]
-            try:
-                self._restore_random = random_state_restorer(state, self._pipeline.device)
-            except CheckpointError as error:
-                raise CheckpointError(f"{self._path}: {error}") from error
+            self._restore_random = random_state_restorer(state, self._pipeline.device)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._path}: {error}") from error
 
     def read(self) -> dict[str, Tensor]:
         """Return this rank's tensors, or its rows of them, by their names in files. Raises: CheckpointError."""
-        wanted = {name: self._manifest.weights[name] for name in self._own.names.values()}
-        rows = self._own.rows()
+        entries = {name: self._manifest.weights[name] for name in self._weights.saved_names.values()}
+        rows = self._weights.rows()
         for name, key, entry in self._state_entries():
-            wanted[f"{name}{SEPARATOR}{key}"] = entry
-            held = self._parameters[name][1]
-            if held.rows is not None and self._lies_like(held, key, entry):
-                rows[f"{name}{SEPARATOR}{key}"] = held.rows
-        return read_files({name: self._path / entry.file for name, entry in wanted.items()}, rows)
+            entries[f"{name}{SEPARATOR}{key}"] = entry
+            parameter_tensor = self._parameters[name][1]
+            if parameter_tensor.rows is not None and self._is_shared_out_as(parameter_tensor, key, entry):
+                rows[f"{name}{SEPARATOR}{key}"] = parameter_tensor.rows
+        return read_files({name: self._path / entry.file for name, entry in entries.items()}, rows)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Change the model, the optimizer and the random numbers. Every rank calls it. Raises: PenstockError."""
         pipeline, manifest = self._pipeline, self._manifest
-        self._own.load(pipeline, tensors)
+        self._weights.load(pipeline, tensors)
         pipeline.step_number = manifest.pipeline_steps
         # Also on a rank without an optimizer, such as one without trained parameters: the others wait for it.
         pipeline.control.together(lambda: self._load_optimizer(tensors), failing_as(CheckpointError))
@@ -163,48 +175,53 @@ class _Reader:
             self._restore_random()
 
     def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put this rank's optimizer where the checkpoint was, if it has one. Raises: CheckpointError."""
-        saved = self._manifest.optimizer
-        if self._optimizer is not None and saved is not None:
-            load_optimizer(self._optimizer, saved, self._state(tensors), self._names)
+        """Load this rank's part of the optimizer's state, if there is an optimizer. Raises: CheckpointError."""
+        optimizer_entry = self._manifest.optimizer
+        if self._optimizer is not None and optimizer_entry is not None:
+            load_optimizer(self._optimizer, optimizer_entry, self._state(tensors), self._names)
 
     def _state(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return what the optimizer takes of what was read, as it keeps it, by name of a parameter."""
-        saved = self._manifest.optimizer
-        kept = {} if saved is None else saved.state
-        state: dict[str, dict[str, Tensor]] = {name: {} for name in self._parameters if name in kept}
+        """Return the optimizer's tensors, by name of a parameter, as DTensors where their parameter is one.
+
+        `tensors` are those that were read, by name in files.
+        """
+        optimizer_entry = self._manifest.optimizer
+        saved_state = {} if optimizer_entry is None else optimizer_entry.state
+        state: dict[str, dict[str, Tensor]] = {name: {} for name in self._parameters if name in saved_state}
         for name, key, entry in self._state_entries():
-            parameter, held = self._parameters[name]
+            parameter, parameter_tensor = self._parameters[name]
             tensor = tensors[f"{name}{SEPARATOR}{key}"]
-            state[name][key] = alike(parameter, tensor) if self._lies_like(held, key, entry) else tensor
+            if self._is_shared_out_as(parameter_tensor, key, entry):
+                tensor = distributed_like(parameter, tensor)
+            state[name][key] = tensor
         return state
 
     def _state_entries(self) -> Iterator[tuple[str, str, TensorEntry]]:
-        """List the tensors that the optimizer takes: the name of the parameter, that of the tensor, and which it is."""
-        saved = self._manifest.optimizer
-        if self._optimizer is None or saved is None:
+        """Yield each saved tensor of this rank's optimizer: parameter's name, optimizer's name, entry."""
+        optimizer_entry = self._manifest.optimizer
+        if self._optimizer is None or optimizer_entry is None:
             return
         for name in self._parameters:
-            if name in saved.state:
-                yield from ((name, key, entry) for key, entry in saved.state[name].tensors.items())
+            if name in optimizer_entry.state:
+                yield from ((name, key, entry) for key, entry in optimizer_entry.state[name].tensors.items())
 
-    def _lies_like(self, held: Held, key: str, entry: TensorEntry) -> bool:
-        """Whether an optimizer's tensor has an element for each of its parameter, so that they are shared out alike."""
-        return entry.shape == list(held.shape) and key not in self._scalars
+    def _is_shared_out_as(self, parameter_tensor: LocalTensor, key: str, entry: TensorEntry) -> bool:
+        """Whether an optimizer's tensor has an element for each of its parameter, and thus the same rows here."""
+        return entry.shape == list(parameter_tensor.shape) and key not in self._scalars
 
 
 def _scalars(manifest: Manifest) -> frozenset[str]:
-    """Return under which names an optimizer keeps one number per parameter.
+    """Return the names under which an optimizer keeps one number per parameter, such as its steps.
 
-    Its state of a parameter without dimensions does not tell whether it is the one number, or the one element.
+    Parameters without dimensions are left out: a tensor of theirs without dimensions may as well be their one element.
     """
     state = {} if manifest.optimizer is None else manifest.optimizer.state
     shapes = {name: entry.shape for name, entry in manifest.weights.items()}
-    found = {
+    scalar_keys = {
         key
-        for name, kept in state.items()
+        for name, parameter_state in state.items()
         if shapes.get(name)
-        for key, entry in kept.tensors.items()
+        for key, entry in parameter_state.tensors.items()
         if not entry.shape
     }
-    return frozenset(found | {STEP})
+    return frozenset(scalar_keys | {STEP})

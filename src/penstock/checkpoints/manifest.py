@@ -51,7 +51,7 @@ class ParameterState(_Part):
 
     tensors: dict[str, TensorEntry]
     values: dict[str, Any]
-    """All that is no tensor."""
+    """The state that is no tensor."""
 
 
 class GroupEntry(_Part):
@@ -76,16 +76,16 @@ class Manifest(_Part):
     version: Literal[1] = FORMAT_VERSION
     penstock: str
     step: NotNegative
-    """Of the caller's training loop."""
+    """The number of the step of the caller's training loop after which this was saved."""
     pipeline_steps: NotNegative
     """Training steps of the pipeline, from which random numbers are drawn where it has a seed."""
     ranks: int
     replicas: int = 1
-    """Of the pipeline, by which the ranks come one replica after another."""
+    """The number of replicas of the pipeline; `random` has the ranks of one replica after those of another."""
     schedule: str
     extra: dict[str, Any]
     random: list[dict[str, Any]]
-    """Per rank, where its generators were."""
+    """The states of a rank's generators of random numbers, per rank."""
     weights: dict[str, TensorEntry]
     optimizer: OptimizerEntry | None
     files: dict[FileName, FileEntry]
@@ -103,11 +103,11 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read what a folder's checkpoint holds; no file of tensors is opened.
+    """Read the manifest of a folder, which describes its checkpoint; no file of tensors is opened.
 
     Raises:
-        UnreadableFormat: of a newer format, or not of this program.
-        CheckpointError: missing or damaged.
+        UnreadableFormat: the manifest is of a newer format, or not of this program.
+        CheckpointError: the manifest is missing or damaged.
     """
     path = folder / MANIFEST
     try:
@@ -117,28 +117,29 @@ def read_manifest(folder: Path) -> Manifest:
         raise _without_manifest(folder) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    begin = len(_HEAD) + _DIGEST_CHARACTERS + len(_MIDDLE)
-    digest, body = content[len(_HEAD) : begin - len(_MIDDLE)], content[begin : len(content) - len(_TAIL)]
+    body_start = len(_HEAD) + _DIGEST_CHARACTERS + len(_MIDDLE)
+    digest, body = content[len(_HEAD) : body_start - len(_MIDDLE)], content[body_start : len(content) - len(_TAIL)]
+    # The parts put together again must be the file, so that no byte of it is outside of the digest.
     if content != _HEAD + digest + _MIDDLE + body + _TAIL or digest != _digest(body):
         raise CheckpointError(f"{path}: was changed or damaged, its {DIGEST} is not that of its content")
     try:
-        found = json.loads(body)
+        fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         expected = "an object with the keys of a checkpoint"
-        raise CheckpointError(f"{path}: holds {described(found)}; expected {expected}")
-    if found.get("format") != FORMAT or found.get("version") != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: holds {described(fields)}; expected {expected}")
+    if fields.get("format") != FORMAT or fields.get("version") != FORMAT_VERSION:
         raise UnreadableFormat(
-            f"{path}: has format {found.get('format')} {found.get('version')}, written by Penstock "
-            f"{found.get('penstock')}; expected {FORMAT} {FORMAT_VERSION}. Load it with the version that wrote it"
+            f"{path}: has format {fields.get('format')} {fields.get('version')}, written by Penstock "
+            f"{fields.get('penstock')}; expected {FORMAT} {FORMAT_VERSION}. Load it with the version that wrote it"
         )
     try:
-        return Manifest.model_validate(found)
+        return Manifest.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path}: {place}: {first['msg']}") from None
+        field_path = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path}: {field_path}: {first['msg']}") from None
 
 
 def _without_manifest(folder: Path) -> CheckpointError:

@@ -16,12 +16,13 @@ from penstock.checkpoints.manifest import GroupEntry, OptimizerEntry
 from penstock.errors import CheckpointError
 
 OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-"""Options of a group that say how it computes, which another device may do otherwise."""
+"""Options of a group that say how it computes, which differs from device to device, and are thus not saved."""
 MAIN_WEIGHT = "main_weight"
-"""Under which name the state of a parameter has its main weight, also before its first step."""
+"""The name under which the state of a parameter has its main weight, also before its first step."""
 STEP = "step"
-"""Under which name torch's optimizers count the steps of a parameter, in a plain tensor without dimensions."""
+"""The name under which torch's optimizers count the steps of a parameter, in a plain tensor without dimensions."""
 PLAIN = (bool, int, float, str, type(None))
+"""The types that JSON keeps as they are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,122 +32,138 @@ class OptimizerContent:
     name: str
     groups: list[GroupEntry]
     tensors: dict[str, dict[str, Tensor]]
-    """By name of a parameter."""
+    """The tensors that it keeps, by name of a parameter, then by the optimizer's name."""
     values: dict[str, dict[str, Any]]
-    """All that is no tensor, by name of a parameter."""
+    """The values that are no tensors, by name of a parameter, then by the optimizer's name."""
 
 
 NO_OPTIMIZER = OptimizerContent("", [], {}, {})
 
 
 def optimizer_content(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerContent:
-    """Read an optimizer; `names` are those of the pipeline's parameters, by id.
+    """Return an optimizer's state by name of a parameter; `names` has those of the pipeline's parameters, by id.
 
     Raises:
         CheckpointError: a parameter is none of the pipeline's; a value can be saved neither as a tensor nor as JSON.
     """
     state = optimizer.state_dict()
-    order = [_name_of(parameter, names) for parameter in _parameters(optimizer)]
+    names_by_number = [_name_of(parameter, names) for parameter in _parameters(optimizer)]
     content = OptimizerContent(_class_of(optimizer), [], {}, {})
     for group in state["param_groups"]:
-        own = [order[number] for number in group["params"]]
+        parameter_names = [names_by_number[number] for number in group["params"]]
         options = {key: _plain(value, key) for key, value in group.items() if key not in OF_THE_MACHINE}
-        content.groups.append(GroupEntry(options=options, parameters=own))
-    for number, kept in state["state"].items():
+        content.groups.append(GroupEntry(options=options, parameters=parameter_names))
+    for number, parameter_state in state["state"].items():
         if not isinstance(number, int):
             problem = f"{content.name} keeps state of {number!r}, which is no parameter, and is not saved"
             raise CheckpointError(problem)
-        name = order[number]
-        tensors = {key: value.detach() for key, value in kept.items() if isinstance(value, Tensor)}
-        values = {key: value for key, value in kept.items() if key not in tensors}
+        name = names_by_number[number]
+        tensors = {key: value.detach() for key, value in parameter_state.items() if isinstance(value, Tensor)}
+        values = {key: value for key, value in parameter_state.items() if key not in tensors}
         content.tensors[name] = tensors
         content.values[name] = {key: _plain(value, f"{name}: {key}") for key, value in values.items()}
     return content
 
 
-def merged_groups(of_ranks: Sequence[Sequence[Mapping[str, Any]]], owned: Sequence[frozenset[str]]) -> list[GroupEntry]:
-    """Return the groups of all ranks as one optimizer's: those of equal options are one."""
+def merged_groups(
+    groups_by_rank: Sequence[Sequence[Mapping[str, Any]]], names_by_rank: Sequence[frozenset[str]]
+) -> list[GroupEntry]:
+    """Return the groups of all ranks as one optimizer's: groups of equal options become one.
+
+    A parameter that several ranks hold is listed once: `names_by_rank` has the names that each rank saves.
+    """
     merged: list[GroupEntry] = []
-    for groups, own in zip(of_ranks, owned, strict=True):
+    for groups, rank_names in zip(groups_by_rank, names_by_rank, strict=True):
         for group in map(GroupEntry.model_validate, groups):
-            place = next((known for known in merged if known.options == group.options), None)
-            if place is None:
-                place = GroupEntry(options=group.options, parameters=[])
-                merged.append(place)
-            place.parameters += [name for name in group.parameters if name in own]
+            merged_group = next((candidate for candidate in merged if candidate.options == group.options), None)
+            if merged_group is None:
+                merged_group = GroupEntry(options=group.options, parameters=[])
+                merged.append(merged_group)
+            merged_group.parameters += [name for name in group.parameters if name in rank_names]
     return merged
 
 
 def require_loadable(
-    optimizer: Optimizer, saved: OptimizerEntry | None, names: Mapping[int, str], where: object
+    optimizer: Optimizer, entry: OptimizerEntry | None, names: Mapping[int, str], source: object
 ) -> None:
-    """Make sure that a checkpoint has all that an optimizer needs of it; `names` are those in the checkpoint.
+    """Refuse a checkpoint that lacks something that an optimizer needs; `names` are those in it, by id of a parameter.
 
     Raises:
         CheckpointError: saved without an optimizer, or with another class; a parameter or a moment of one is missing.
     """
-    if saved is None:
-        raise CheckpointError(f"{where}: was saved without an optimizer; pass none to load the weights alone")
-    if saved.name not in (_class_of(optimizer), type(optimizer).__name__):  # the latter in files of earlier versions
+    if entry is None:
+        raise CheckpointError(f"{source}: was saved without an optimizer; pass none to load the weights alone")
+    if entry.name not in (_class_of(optimizer), type(optimizer).__name__):  # the latter in files of earlier versions
         raise CheckpointError(
-            f"{where}: holds the state of {saved.name}, but the optimizer is {_class_of(optimizer)}; use the same "
+            f"{source}: holds the state of {entry.name}, but the optimizer is {_class_of(optimizer)}; use the same "
             "class, or pass no optimizer to load the weights alone"
         )
-    in_groups = {name for group in saved.groups for name in group.parameters}
-    own = [_name_of(parameter, names) for parameter in _parameters(optimizer)]
-    if missing := [name for name in own if name not in in_groups]:
+    in_groups = {name for group in entry.groups for name in group.parameters}
+    local_names = [_name_of(parameter, names) for parameter in _parameters(optimizer)]
+    if missing := [name for name in local_names if name not in in_groups]:
         raise CheckpointError(
-            f"{where}: {saved.name} held no parameter {missing[0]!r}; train the same parameters, or pass no optimizer"
+            f"{source}: {entry.name} held no parameter {missing[0]!r}; train the same parameters, or pass no optimizer"
         )
-    _require_whole_groups(optimizer, saved, names, where)
-    # Refuse state in which a parameter lacks some of what another of its group has. Adafactor has other tensors for
-    # matrices than for vectors; one without any was never stepped.
-    for group in saved.groups:
-        states = {name: saved.state[name] for name in group.parameters if name in saved.state}
-        keys = {name: {*state.tensors, *state.values} for name, state in states.items()}
-        for name, kept in keys.items():
-            lacking = set().union(*(other - kept for other in keys.values() if kept < other))
-            if lacking and kept - {MAIN_WEIGHT}:
+    _require_whole_groups(optimizer, entry, names, source)
+    _require_whole_state(entry, source)
+
+
+def _require_whole_state(entry: OptimizerEntry, source: object) -> None:
+    """Refuse state in which a parameter lacks some of what another of its group has. Raises: CheckpointError."""
+    # "Lacks" means a proper subset: Adafactor keeps other tensors for matrices than for vectors, which are no subset of
+    # each other. A parameter without state, or with a main weight alone, was never stepped.
+    for group in entry.groups:
+        states = {name: entry.state[name] for name in group.parameters if name in entry.state}
+        keys_by_name = {name: {*state.tensors, *state.values} for name, state in states.items()}
+        for name, keys in keys_by_name.items():
+            lacking = set().union(*(other_keys - keys for other_keys in keys_by_name.values() if keys < other_keys))
+            if lacking and keys - {MAIN_WEIGHT}:
                 raise CheckpointError(
-                    f"{where}: the optimizer's state of {name!r} lacks {', '.join(sorted(lacking))}, which others have"
+                    f"{source}: the optimizer's state of {name!r} lacks {', '.join(sorted(lacking))}, which others have"
                 )
 
 
-def _require_whole_groups(optimizer: Optimizer, saved: OptimizerEntry, names: Mapping[int, str], where: object) -> None:
+def _require_whole_groups(
+    optimizer: Optimizer, entry: OptimizerEntry, names: Mapping[int, str], source: object
+) -> None:
     """Make sure that the parameters of each group had the same options when saved. Raises: CheckpointError."""
-    options_of = {name: group.options for group in saved.groups for name in group.parameters}
+    options_of = {name: group.options for group in entry.groups for name in group.parameters}
     for group in optimizer.param_groups:
-        own = [_name_of(parameter, names) for parameter in group["params"]]
-        if any(options_of[name] != options_of[own[0]] for name in own):
+        group_names = [_name_of(parameter, names) for parameter in group["params"]]
+        if any(options_of[name] != options_of[group_names[0]] for name in group_names):
             raise CheckpointError(
-                f"{where}: {own[0]!r} and another parameter of its group had different options when they were saved; "
-                "make groups of the same parameters"
+                f"{source}: {group_names[0]!r} and another parameter of its group had different options when they were "
+                "saved; make groups of the same parameters"
             )
 
 
 def load_optimizer(
-    optimizer: Optimizer, saved: OptimizerEntry, tensors: Mapping[str, Mapping[str, Tensor]], names: Mapping[int, str]
+    optimizer: Optimizer, entry: OptimizerEntry, tensors: Mapping[str, Mapping[str, Tensor]], names: Mapping[int, str]
 ) -> None:
-    """Put an optimizer where a checkpoint was; `tensors` has what it needs, by name of a parameter in the checkpoint.
+    """Load the state and options of a checkpoint into an optimizer.
 
-    Options of groups are taken over, but for those of the machine. Raises: CheckpointError.
+    `tensors` has the optimizer's tensors by name of a parameter, `names` the names in the checkpoint by id of a
+    parameter. Options that say how this machine computes stay. Raises: CheckpointError.
     """
     parameters = list(_parameters(optimizer))
-    options_of = {name: group.options for group in saved.groups for name in group.parameters}
+    options_of = {name: group.options for group in entry.groups for name in group.parameters}
     state = optimizer.state_dict()
-    order = [_name_of(parameter, names) for parameter in parameters]
+    names_by_number = [_name_of(parameter, names) for parameter in parameters]
     for group in state["param_groups"]:
-        own = [options_of[order[number]] for number in group["params"]]
-        for key, value in own[0].items() if own else ():
-            group[key] = _like(value, group.get(key))
+        # All parameters of a group have the same options, which `require_loadable` has made sure of.
+        saved_options = options_of[names_by_number[group["params"][0]]] if group["params"] else {}
+        for key, value in saved_options.items():
+            group[key] = _value_like(value, group.get(key))
     loaded = {
-        number: {**saved.state[name].values, **tensors[name]} for number, name in enumerate(order) if name in tensors
+        number: {**entry.state[name].values, **tensors[name]}
+        for number, name in enumerate(names_by_number)
+        if name in tensors
     }
     optimizer.load_state_dict({**state, "state": loaded})
     # torch casts what it loads to the type of the parameter, which may round it.
-    for number, kept in loaded.items():
+    for number, parameter_state in loaded.items():
         state = optimizer.state[parameters[number]]
-        for key, value in kept.items():
+        for key, value in parameter_state.items():
             are_tensors = isinstance(value, Tensor) and isinstance(state.get(key), Tensor)
             if are_tensors and state[key].dtype != value.dtype:
                 state[key] = value.to(state[key].device, copy=True)
@@ -171,21 +188,21 @@ def _name_of(parameter: nn.Parameter, names: Mapping[int, str]) -> str:
     return names[id(parameter)]
 
 
-def _plain(value: Any, what: str) -> Any:
-    """Return a value as JSON holds it. Raises: CheckpointError."""
+def _plain(value: Any, label: str) -> Any:
+    """Return a value of an optimizer as JSON holds it; messages call it `label`. Raises: CheckpointError."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):
-        return [_plain(item, what) for item in value]
+        return [_plain(item, label) for item in value]
     if isinstance(value, PLAIN):
         return value
     raise CheckpointError(
-        f"{what}: {type(value).__name__} of the optimizer cannot be saved; expected tensors or numbers"
+        f"{label}: {type(value).__name__} of the optimizer cannot be saved; expected tensors or numbers"
     )
 
 
-def _like(value: Any, current: Any) -> Any:
-    """Return a saved option as what the optimizer has in its place."""
+def _value_like(value: Any, current: Any) -> Any:
+    """Return a saved option as the type of the current one: a tensor where that is one, a tuple for a list of JSON."""
     if isinstance(current, Tensor):
         return torch.full_like(current, value)
     if isinstance(value, list):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.checkpoints.agreement import failing_as, run_together
 from penstock.checkpoints.content import SAME_MODEL, require_same_names
-from penstock.checkpoints.loading import OwnTensors, own_tensors
+from penstock.checkpoints.loading import LocalWeights, local_weights_of
 from penstock.checkpoints.manifest import read_manifest
 from penstock.checkpoints.shards import pickles_in, read_files, require_file_name, require_regular, shapes_of
 from penstock.checkpoints.verification import candidates, find_newest, newest_readable, size_of
@@ -32,36 +32,36 @@ Shapes = Mapping[str, tuple[int, ...]]
 def load_weights(path: Path, pipeline: Pipeline) -> Path:
     """Load the weights that a path names; return the file or folder they came from. Every rank calls it.
 
-    They are converted to the types of the model. Of tied parameters, the owner's is looked for.
+    They are converted to the dtypes of the model. Of tied parameters, the owner's name is read.
 
     Raises:
         CheckpointError: on every rank, and nothing is changed: there are none, or they are of another model.
         PipelineError: a rank is lost.
     """
     control, fails_as = pipeline.control, failing_as(CheckpointError)
-    own = own_tensors(pipeline)
-    # By what rank 0 sees in both cases: a rank that sees other files would be in another collective.
-    found_path, is_checkpoint = control.together(lambda: _place_of(path), fails_as)[0]
-    where = Path(found_path)
+    weights = local_weights_of(pipeline)
+    # All ranks go by what rank 0 sees: a rank that sees other files would be in another collective than the others.
+    source_name, is_checkpoint = control.together(lambda: _source_of(path), fails_as)[0]
+    source = Path(source_name)
     if is_checkpoint:
-        where = find_newest(control, where).path
-    files: dict[str, str] = control.together(lambda: files_of(where), fails_as)[0]
-    everyone = control.together(lambda: list(own.names.values()), fails_as)
-    wanted = {name for names in everyone for name in names}
-    found = run_together(
+        source = find_newest(control, source).path
+    files: dict[str, str] = control.together(lambda: files_of(source), fails_as)[0]
+    saved_names_by_rank = control.together(lambda: list(weights.saved_names.values()), fails_as)
+    saved_names = {name for names in saved_names_by_rank for name in names}
+    tensors = run_together(
         control,
-        lambda: _read(where, files, own, wanted),
+        lambda: _read_tensors(source, files, weights, saved_names),
         num_bytes=size_of(map(Path, set(files.values()))),
-        what=str(where),
+        path=source,
     )
-    own.load(pipeline, found)
-    return where
+    weights.load(pipeline, tensors)
+    return source
 
 
-def _place_of(path: Path) -> tuple[str, bool]:
-    """Return what `find_weights` does, and whether it has checkpoints. Raises: CheckpointError."""
-    where = find_weights(path)
-    return str(where), bool(candidates(where))
+def _source_of(path: Path) -> tuple[str, bool]:
+    """Return the file or folder that a path means, and whether it has checkpoints. Raises: CheckpointError."""
+    source = find_weights(path)
+    return str(source), bool(candidates(source))
 
 
 def find_weights(path: Path) -> Path:
@@ -84,36 +84,36 @@ def find_weights(path: Path) -> Path:
 
 def require_weights(path: Path, expected: Shapes) -> None:
     """Refuse a path that names no weights, or those of another model; no tensor is read. Raises: CheckpointError."""
-    where = find_weights(path)
-    checkpoint = newest_readable(where)
+    source = find_weights(path)
+    checkpoint = newest_readable(source)
     if checkpoint is None:
-        found = _shapes_of_files(files_of(where))
+        shapes = _shapes_of_files(files_of(source))
     else:
         weights = read_manifest(checkpoint).weights
-        where, found = checkpoint, {name: tuple(entry.shape) for name, entry in weights.items()}
-    require_same_names(where, found, expected)
+        source, shapes = checkpoint, {name: tuple(entry.shape) for name, entry in weights.items()}
+    require_same_names(source, shapes, expected)
     for name, shape in expected.items():
-        _require_shape(where, name, found[name], shape)
+        _require_shape(source, name, shapes[name], shape)
 
 
-def files_of(where: Path) -> dict[str, str]:
+def files_of(source: Path) -> dict[str, str]:
     """Return the file of each tensor, by name. Raises: CheckpointError."""
-    if where.is_file():
-        return dict.fromkeys(shapes_of(where), str(where))
-    indices = sorted(where.glob("*.safetensors.index.json"))
-    files = sorted(where.glob("*.safetensors"))
+    if source.is_file():
+        return dict.fromkeys(shapes_of(source), str(source))
+    indices = sorted(source.glob("*.safetensors.index.json"))
+    files = sorted(source.glob("*.safetensors"))
     if len(indices) == 1:
-        return {name: str(where / file) for name, file in weight_map(indices[0]).items()}
+        return {name: str(source / file) for name, file in weight_map(indices[0]).items()}
     if len(files) == 1 and not indices:
         return files_of(files[0])
-    pickles = pickles_in(where)
+    pickles = pickles_in(source)
     hint = f" It holds a pickle ({pickles[0]}), which is not read." if pickles else ""
     if not indices and not files:
         raise CheckpointError(
-            f"{where}: holds neither weights nor a checkpoint; a run has one as soon as it has saved one.{hint}"
+            f"{source}: holds neither weights nor a checkpoint; a run has one as soon as it has saved one.{hint}"
         )
     raise CheckpointError(
-        f"{where}: holds {len(indices)} indices and {len(files)} safetensors files; expected one index, or one file."
+        f"{source}: holds {len(indices)} indices and {len(files)} safetensors files; expected one index, or one file."
         f"{hint}"
     )
 
@@ -122,31 +122,36 @@ def weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor that an index lists. Raises: CheckpointError."""
     try:
         require_regular(index)
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: require_file_name(file) for name, file in found.items()}
+        entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: require_file_name(file) for name, file in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: cannot be read as an index of weights: {error}") from error
     return files
 
 
-def _read(where: Path, files: Mapping[str, str], own: OwnTensors, wanted: set[str]) -> dict[str, Tensor]:
-    """Return this rank's tensors, or its rows of them, by their names in files. Raises: CheckpointError."""
-    require_same_names(where, files, wanted)
-    expected = {saved: own.held[name].shape for name, saved in own.names.items()}
-    wanted_files = {name: files[name] for name in sorted(expected)}
-    for name, shape in _shapes_of_files(wanted_files).items():  # a file that lacks one is named when it is read
-        _require_shape(where, name, shape, expected[name])
-    return read_files({name: Path(file) for name, file in wanted_files.items()}, own.rows())
+def _read_tensors(
+    source: Path, files: Mapping[str, str], weights: LocalWeights, saved_names: set[str]
+) -> dict[str, Tensor]:
+    """Return this rank's tensors, or its rows of them, by name in files; `saved_names` are those of all ranks.
+
+    Raises: CheckpointError.
+    """
+    require_same_names(source, files, saved_names)
+    expected = {saved_name: weights.tensors[name].shape for name, saved_name in weights.saved_names.items()}
+    local_files = {name: files[name] for name in sorted(expected)}
+    for name, shape in _shapes_of_files(local_files).items():  # a file that lacks one is named when it is read
+        _require_shape(source, name, shape, expected[name])
+    return read_files({name: Path(file) for name, file in local_files.items()}, weights.rows())
 
 
 def _shapes_of_files(files: Mapping[str, str]) -> Shapes:
-    found = {file: shapes_of(Path(file)) for file in dict.fromkeys(files.values())}
-    return {name: found[file][name][1] for name, file in files.items() if name in found[file]}
+    tensors_by_file = {file: shapes_of(Path(file)) for file in dict.fromkeys(files.values())}
+    return {name: tensors_by_file[file][name][1] for name, file in files.items() if name in tensors_by_file[file]}
 
 
-def _require_shape(where: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
+def _require_shape(source: Path, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
         raise CheckpointError(
-            f"{where}: is of another model or tokenizer: {name!r} has the shape {found}; expected {expected}. "
+            f"{source}: is of another model or tokenizer: {name!r} has the shape {shape}; expected {expected}. "
             f"{SAME_MODEL}"
         )

@@ -14,7 +14,7 @@ from penstock.execute.accelerator import default_generator, is_queued
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return where the generators of this process are; `device` is that of the pipeline."""
+    """Return the state of each generator of this process, by name; `device` is that of the pipeline."""
     numpy_kind, keys, *rest = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -28,29 +28,30 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def random_state_restorer(state: dict[str, Any], device: torch.device) -> Callable[[], None]:
-    """Return what puts the generators of this process back where they were; the process may lack a device of them.
+def random_state_restorer(states_by_name: dict[str, Any], device: torch.device) -> Callable[[], None]:
+    """Return a function that puts the generators of this process back where `random_state` saw them.
 
-    All of it is tried on other generators before. Raises: CheckpointError, where it is no state of generators.
+    The state of an accelerator that this process has not is ignored. All states are tried on other generators first,
+    so that the function cannot fail halfway. Raises: CheckpointError, where one is no state of a generator.
     """
     try:
-        python, numpy = _python_state(*state["python"]), _numpy_state(*state["numpy"])
+        python, numpy = _python_state(*states_by_name["python"]), _numpy_state(*states_by_name["numpy"])
         random.Random().setstate(python)
         np.random.RandomState().set_state(numpy)
-        states = [(torch.default_generator, _state_of(state["torch"]))]
-        generator = default_generator(device) if is_queued(device) and device.type in state else None
+        states = [(torch.default_generator, _state_of(states_by_name["torch"]))]
+        generator = default_generator(device) if is_queued(device) and device.type in states_by_name else None
         if generator is not None:
-            states.append((generator, _state_of(state[device.type])))
-        for generator, own in states:
-            torch.Generator(generator.device).set_state(own)
+            states.append((generator, _state_of(states_by_name[device.type])))
+        for generator, state in states:
+            torch.Generator(generator.device).set_state(state)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"`random` is not what generators of random numbers hold: {error}") from error
 
     def restore() -> None:
         random.setstate(python)
         np.random.set_state(numpy)
-        for generator, own in states:
-            generator.set_state(own)
+        for generator, state in states:
+            generator.set_state(state)
 
     return restore
 

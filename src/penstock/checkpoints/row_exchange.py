@@ -13,83 +13,95 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from penstock.checkpoints.held import Held
+from penstock.checkpoints.local_tensors import LocalTensor
 from penstock.execute.replicas.first_replica import PIECE_BYTES
 from penstock.execute.replicas.rows import Rows
 from penstock.execute.transport.protocol import Transport
 
 
 def exchange_rows(
-    transport: Transport, wanted: Sequence[Sequence[Held]], own: Sequence[Tensor], device: torch.device
+    transport: Transport,
+    tensors_by_replica: Sequence[Sequence[LocalTensor]],
+    targets: Sequence[Tensor],
+    device: torch.device,
 ) -> None:
-    """Fill `own`, whole tensors of which this replica has copied its rows, with those of the others.
+    """Fill `targets`, whole tensors that have this replica's rows already, with the rows of the other replicas.
 
-    `wanted[replica]` are the tensors that a replica writes, shared out by their rows, in an order that all agree on;
-    `own` are in that of `wanted[transport.rank]`. Every replica calls it; messages are in the memory of `device`.
+    `tensors_by_replica[replica]` has this replica's rows of the tensors that `replica` writes, in an order that all
+    replicas agree on; `targets` are in that of `tensors_by_replica[transport.rank]`. Every replica calls it; messages
+    are in the memory of `device`.
 
     Raises: PeerLost, DeadlineExceeded.
     """
     num_replicas = transport.num_ranks
-    others = [replica for replica in range(num_replicas) if replica != transport.rank]
-    most = max(PIECE_BYTES // num_replicas, 1)
-    leaving = {peer: _pieces([each.local for each in wanted[peer]], most) for peer in others}
-    coming = {peer: _pieces([_rows(whole, peer, num_replicas) for whole in own], most) for peer in others}
+    peers = [replica for replica in range(num_replicas) if replica != transport.rank]
+    piece_bytes = max(PIECE_BYTES // num_replicas, 1)
+    pieces_to_send = {
+        peer: _pieces([tensor.local for tensor in tensors_by_replica[peer]], piece_bytes) for peer in peers
+    }
+    pieces_to_fill = {
+        peer: _pieces([_rows(target, peer, num_replicas) for target in targets], piece_bytes) for peer in peers
+    }
+    # Sender and receiver cut the same bytes alike, so one round of the loop sends a piece and receives its counterpart.
     while True:
-        sent, awaited = _next_of(leaving), _next_of(coming)
-        if not sent and not awaited:
+        outgoing, incoming = _next_pieces(pieces_to_send), _next_pieces(pieces_to_fill)
+        if not outgoing and not incoming:
             return
-        tickets = [transport.post_send(peer, _packed(piece, device)) for peer, piece in sent.items()]
-        rooms = {peer: _room(piece, device) for peer, piece in awaited.items()}
-        arriving = {peer: transport.post_receive(peer, room) for peer, room in rooms.items()}
-        for peer, ticket in arriving.items():
+        sends = [transport.post_send(peer, _packed_message(piece, device)) for peer, piece in outgoing.items()]
+        buffers = {peer: _receive_buffer(piece, device) for peer, piece in incoming.items()}
+        receives = {peer: transport.post_receive(peer, buffer) for peer, buffer in buffers.items()}
+        for peer, ticket in receives.items():
             transport.wait(ticket)
-            _unpack(rooms[peer], awaited[peer])
-        for ticket in tickets:
+            _unpack(buffers[peer], incoming[peer])
+        for ticket in sends:
             transport.wait(ticket)
 
 
-def _rows(whole: Tensor, replica: int, num_replicas: int) -> Tensor:
-    rows = Rows(whole.shape, (), num_replicas).of_replica(replica)
-    return whole[rows.start : rows.stop]
+def _rows(full_tensor: Tensor, replica: int, num_replicas: int) -> Tensor:
+    """Return the view of a whole tensor's rows that a replica holds."""
+    rows = Rows(full_tensor.shape, (), num_replicas).of_replica(replica)
+    return full_tensor[rows.start : rows.stop]
 
 
-def _pieces(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Cut the bytes of some tensors into pieces of equal size, each a list of views."""
+def _pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield the bytes of some tensors in pieces of equal size, but for the last one; a piece is a list of views."""
     piece: list[Tensor] = []
-    room = most
+    free_bytes = piece_bytes
     for tensor in tensors:
-        rest = tensor.contiguous().reshape(-1).view(torch.uint8)
-        while len(rest):
-            piece.append(rest[:room])
-            room -= len(piece[-1])
-            rest = rest[len(piece[-1]) :]
-            if room == 0:
+        remaining = tensor.contiguous().reshape(-1).view(torch.uint8)
+        while len(remaining):
+            view = remaining[:free_bytes]
+            piece.append(view)
+            free_bytes -= len(view)
+            remaining = remaining[len(view) :]
+            if free_bytes == 0:
                 yield piece
-                piece, room = [], most
+                piece, free_bytes = [], piece_bytes
     if piece:
         yield piece
 
 
-def _next_of(pieces: dict[int, Iterator[list[Tensor]]]) -> dict[int, list[Tensor]]:
+def _next_pieces(pieces: dict[int, Iterator[list[Tensor]]]) -> dict[int, list[Tensor]]:
     """Return the next piece for each peer that has one."""
-    found = {peer: next(left, None) for peer, left in pieces.items()}
-    return {peer: piece for peer, piece in found.items() if piece is not None}
+    next_pieces = {peer: next(remaining, None) for peer, remaining in pieces.items()}
+    return {peer: piece for peer, piece in next_pieces.items() if piece is not None}
 
 
-def _packed(piece: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return one message; it shares the memory of the piece where that is one run of bytes on this device."""
-    moved = [part.to(device) for part in piece]
-    return moved[0] if len(moved) == 1 else torch.cat(moved)
+def _packed_message(piece: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return a piece as one message, which shares its memory where it is a single view on this device."""
+    parts = [part.to(device) for part in piece]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _room(piece: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return where a message arrives: the piece itself where it can."""
+def _receive_buffer(piece: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the buffer for a message of this piece: the piece itself where it is one view on this device."""
     if len(piece) == 1 and piece[0].device == device:
         return piece[0]
     return torch.empty(sum(map(len, piece)), dtype=torch.uint8, device=device)
 
 
 def _unpack(message: Tensor, piece: Sequence[Tensor]) -> None:
+    """Copy a message into the views of its piece, unless it has arrived in them."""
     if len(piece) == 1 and piece[0] is message:
         return
     begin = 0

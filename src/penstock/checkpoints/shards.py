@@ -41,9 +41,9 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 DIGEST = "sha256"
 PICKLE_SUFFIXES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".distcp", ".metadata")
-"""Under which names others keep pickles."""
+"""The ends of names under which other programs keep pickles."""
 PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
-"""How a pickle begins, and a zip of torch.save."""
+"""The first bytes of a pickle, and of a zip of torch.save."""
 
 
 class FileEntry(BaseModel):
@@ -56,12 +56,12 @@ class FileEntry(BaseModel):
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:
-    """Return what safetensors calls a tensor's type. Raises: CheckpointError for a type or kind that has no place."""
+    """Return what safetensors calls a tensor's dtype. Raises: CheckpointError where no file can hold it."""
     if tensor.dtype not in DTYPE_NAMES or type(tensor.detach()) is not Tensor or tensor.layout != torch.strided:
         kind = type(tensor.detach()).__name__ if tensor.layout == torch.strided else "sparse tensor"
         raise CheckpointError(
             f"{name!r} is a {kind} of type {tensor.dtype}, which safetensors files cannot hold; expected a plain "
-            f"tensor of {', '.join(str(known).removeprefix('torch.') for known in DTYPE_NAMES)}"
+            f"tensor of {', '.join(str(supported).removeprefix('torch.') for supported in DTYPE_NAMES)}"
         )
     return DTYPE_NAMES[tensor.dtype]
 
@@ -86,7 +86,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Turn what fails in the block into a NotSaved that names this file."""
+    """Turn an error of the disk in the block into a NotSaved that names this file."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -94,7 +94,7 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def cannot_write(path: Path, error: Exception) -> NotSaved:
-    """Say why a file could not be written, and what helps."""
+    """Return an error that says why a file could not be written, and what helps."""
     number = getattr(error, "errno", None) or _error_number(str(error))
     reason = os.strerror(number) if number else str(error)
     fix = "Free some space" if number in FULL else "See to its permissions"
@@ -104,20 +104,20 @@ def cannot_write(path: Path, error: Exception) -> NotSaved:
 
 
 def _error_number(text: str) -> int | None:
-    """Find the system's number in the words of the safetensors library."""
-    found = re.search(r"os error (\d+)", text)
-    return int(found[1]) if found and int(found[1]) in errno.errorcode else None
+    """Return the number of the system's error, which the safetensors library has in its message only."""
+    match = re.search(r"os error (\d+)", text)
+    return int(match[1]) if match and int(match[1]) in errno.errorcode else None
 
 
 def require_file_name(name: str) -> str:
-    """Return what is the name of a file in a folder, and no path to another one. Raises: ValueError."""
+    """Return a name if it is that of a file in the folder itself, and no path out of it. Raises: ValueError."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"{shortened(name)} is not the name of a file in the same folder")
     return name
 
 
 def require_regular(path: Path) -> None:
-    """Refuse what can be read without end, such as a device or a pipe. Raises: OSError."""
+    """Refuse a path that could be read without end, such as a device or a pipe. Raises: OSError."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
@@ -145,14 +145,14 @@ def problem_of(path: Path, expected: FileEntry) -> str:
         size = path.stat().st_size
         if size != expected.num_bytes:
             return f"{path}: has {size} bytes, but {expected.num_bytes} were written"
-        found = record_of(path)
+        actual = record_of(path)
     except FileNotFoundError:
         return f"{path}: is missing"
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror or error}"
-    if found != expected:
+    if actual != expected:
         return (
-            f"{path}: was changed or damaged: its {DIGEST} is {found.sha256[:12]}..., "
+            f"{path}: was changed or damaged: its {DIGEST} is {actual.sha256[:12]}..., "
             f"but {expected.sha256[:12]}... was written"
         )
     return ""
@@ -161,7 +161,7 @@ def problem_of(path: Path, expected: FileEntry) -> str:
 def read_tensors(
     path: Path, names: Iterable[str], rows: Mapping[str, range] = MappingProxyType({})
 ) -> dict[str, Tensor]:
-    """Read some tensors of a file, and no others; of those in `rows` only these. Raises: CheckpointError."""
+    """Read the named tensors of a file; of a name in `rows`, these rows only. Raises: CheckpointError."""
     with _opened(path) as file:
         return {
             name: file.get_slice(name)[rows[name].start : rows[name].stop] if name in rows else file.get_tensor(name)
@@ -170,12 +170,17 @@ def read_tensors(
 
 
 def read_files(files: Mapping[str, Path], rows: Mapping[str, range]) -> dict[str, Tensor]:
-    """Read as `read_tensors` does, given the file of each tensor; one file after the other. Raises: CheckpointError."""
-    by_file: dict[Path, list[str]] = {}
+    """Read tensors of several files, one file after the other; `files` has the file of each tensor by name.
+
+    Of a name in `rows`, these rows only are read. Raises: CheckpointError.
+    """
+    names_by_file: dict[Path, list[str]] = {}
     for name, file in files.items():
-        by_file.setdefault(file, []).append(name)
-    parts = (read_tensors(file, names, rows) for file, names in by_file.items())
-    return {name: tensor for part in parts for name, tensor in part.items()}
+        names_by_file.setdefault(file, []).append(name)
+    tensors: dict[str, Tensor] = {}
+    for file, names in names_by_file.items():
+        tensors |= read_tensors(file, names, rows)
+    return tensors
 
 
 def shapes_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -208,10 +213,10 @@ def _is_utf8(path: Path) -> bool:
         return False
 
 
-def pickles_in(folder: Path, known: Iterable[str] = ()) -> list[str]:
-    """Return the names of files that are pickles, by their name or first bytes, beside those that are `known`."""
+def pickles_in(folder: Path, listed_names: Iterable[str] = ()) -> list[str]:
+    """Return the names of files that are pickles, by their name or first bytes, leaving out `listed_names`."""
     files = {path.name for path in folder.iterdir() if path.is_file()}
-    names = sorted(files - set(known))
+    names = sorted(files - set(listed_names))
     return [name for name in names if name.endswith(PICKLE_SUFFIXES) or _starts_as_pickle(folder / name)]
 
 

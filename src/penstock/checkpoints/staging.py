@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.checkpoints.agreement import failing_as
 from penstock.checkpoints.content import Content
-from penstock.checkpoints.held import Held
+from penstock.checkpoints.local_tensors import LocalTensor
 from penstock.checkpoints.row_exchange import exchange_rows
 from penstock.errors import NotSaved
 from penstock.execute.accelerator import has_queue, synchronize
@@ -26,38 +26,42 @@ Staged = dict[str, dict[str, Tensor]]
 
 @dataclass(slots=True, eq=False)
 class Staging:
-    """The buffers of one rank."""
+    """The buffers of one rank, which its saves use again and again."""
 
     _buffers: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    """A buffer for a whole tensor, by part and name in the file."""
 
-    def copy(self, parts: Mapping[str, Mapping[str, Held]]) -> Staged:
-        """Return contiguous copies, complete when this returns but for rows that are elsewhere.
+    def copy(self, parts: Mapping[str, Mapping[str, LocalTensor]]) -> Staged:
+        """Return contiguous copies: this rank's rows are there when this returns, those of others are not yet.
 
-        They hold until the next call.
+        They are overwritten by the next call.
         """
-        wanted = {(part, name): held for part, several in parts.items() for name, held in several.items()}
-        # A tensor that is not saved any more, or has grown, gives its memory back first.
+        tensors_by_key = {(part, name): tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+        layouts = {key: (tensor.shape, tensor.local.dtype) for key, tensor in tensors_by_key.items()}
+        # Buffers of tensors that are not saved any more, or have changed, are dropped before new ones are made.
         self._buffers = {
-            key: kept
-            for key, kept in self._buffers.items()
-            if key in wanted and (kept.shape, kept.dtype) == (wanted[key].shape, wanted[key].local.dtype)
+            key: buffer
+            for key, buffer in self._buffers.items()
+            if layouts.get(key) == (tuple(buffer.shape), buffer.dtype)
         }
-        for key, held in wanted.items():
-            local = held.local
+        for key, tensor in tensors_by_key.items():
+            local = tensor.local
             if key not in self._buffers:
-                self._buffers[key] = torch.empty(held.shape, dtype=local.dtype, pin_memory=has_queue(local))
-            held.place_in(self._buffers[key]).copy_(local, non_blocking=has_queue(local))
-        for device in {held.local.device for held in wanted.values()}:
+                self._buffers[key] = torch.empty(tensor.shape, dtype=local.dtype, pin_memory=has_queue(local))
+            tensor.place_in(self._buffers[key]).copy_(local, non_blocking=has_queue(local))
+        for device in {tensor.local.device for tensor in tensors_by_key.values()}:
             synchronize(device)
-        return {part: {name: self._buffers[part, name] for name in several} for part, several in parts.items()}
+        return {part: {name: self._buffers[part, name] for name in tensors} for part, tensors in parts.items()}
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._buffers.values())
 
 
-def stage(staging: Staging, pipeline: Pipeline, content: Content, owned: Sequence[frozenset[str]]) -> Staged:
-    """Copy the whole tensors of the names that this rank owns; every rank calls it, with the names of all ranks.
+def stage(staging: Staging, pipeline: Pipeline, content: Content, names_by_rank: Sequence[frozenset[str]]) -> Staged:
+    """Return copies of the whole tensors that this rank saves; `names_by_rank` has the names that each rank saves.
+
+    Every rank calls it.
 
     Raises:
         NotSaved: on every rank, where one has not the memory.
@@ -65,13 +69,19 @@ def stage(staging: Staging, pipeline: Pipeline, content: Content, owned: Sequenc
     """
     control = pipeline.control
     staged: Staged = {}
-    own = content.part(owned[control.rank])
-    control.together(lambda: staged.update(staging.copy(own)), failing_as(NotSaved))
+    local_parts = content.part(names_by_rank[control.rank])
+    control.together(lambda: staged.update(staging.copy(local_parts)), failing_as(NotSaved))
     places = control.places
     if places.data is not None:
-        parts = [content.part(owned[rank]).values() for rank in places.across]
-        wanted = [[held for part in of_rank for held in part.values() if held.rows is not None] for of_rank in parts]
-        pairs = [(held, staged[part][name]) for part, several in own.items() for name, held in several.items()]
-        targets = [whole for held, whole in pairs if held.rows is not None]
-        exchange_rows(places.data, wanted, targets, pipeline.device)
+        targets = [staged[part][name] for part, name in _sharded_tensors(local_parts)]
+        tensors_by_replica = [
+            list(_sharded_tensors(content.part(names_by_rank[rank])).values()) for rank in places.across
+        ]
+        exchange_rows(places.data, tensors_by_replica, targets, pipeline.device)
     return staged
+
+
+def _sharded_tensors(parts: Mapping[str, Mapping[str, LocalTensor]]) -> dict[tuple[str, str], LocalTensor]:
+    """Return the tensors of which each replica holds some rows, by part and name in the file."""
+    tensors_by_key = {(part, name): tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+    return {key: tensor for key, tensor in tensors_by_key.items() if tensor.rows is not None}

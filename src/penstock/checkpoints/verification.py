@@ -31,21 +31,21 @@ class FoundCheckpoint:
     path: Path
     manifest: Manifest
     damaged: tuple[str, ...] = ()
-    """Says what is wrong with newer ones."""
+    """The problem of each newer checkpoint, none of which verified."""
 
 
 def candidates(folder: Path) -> list[Path]:
     """Return the checkpoints that a path names, the newest first: itself, or those in it."""
     if (folder / MANIFEST).exists():
         return [folder]
-    within = CheckpointFolder(folder)
-    found = [within.of_step(step) for step in within.steps()]
+    checkpoints = CheckpointFolder(folder)
+    paths = [checkpoints.of_step(step) for step in checkpoints.steps()]
     # A folder of this name without a manifest is a damaged checkpoint, or somebody has put checkpoints into it.
-    return found or ([folder] if step_of(folder) is not None else [])
+    return paths or ([folder] if step_of(folder) is not None else [])
 
 
-def verify(folder: Path, *, turn: int = 0, num_turns: int = 1) -> Manifest:
-    """Read a checkpoint's files, or every `num_turns`th of them from `turn` on, and compare each with what was written.
+def verify(folder: Path, *, rank: int = 0, num_ranks: int = 1) -> Manifest:
+    """Read a rank's share of a checkpoint's files, and compare each with what was written; one rank reads all of them.
 
     Raises:
         UnreadableFormat: of a newer format, or with a pickle in it.
@@ -54,10 +54,10 @@ def verify(folder: Path, *, turn: int = 0, num_turns: int = 1) -> Manifest:
     manifest = read_manifest(folder)
     if pickles := pickles_in(folder, manifest.files):
         raise holds_pickles(folder, pickles)
-    for name in sorted(manifest.files)[turn::num_turns]:
+    for name in sorted(manifest.files)[rank::num_ranks]:
         if problem := problem_of(folder / name, manifest.files[name]):
             raise CheckpointError(problem)
-    if turn == 0:
+    if rank == 0:
         _require_tensors(folder, manifest)
     return manifest
 
@@ -141,22 +141,25 @@ def _none_verifies(folder: Path, damaged: Sequence[str]) -> str:
 
 
 def _first_problem(control: Control, path: Path) -> tuple[str, bool]:
-    """Return what is wrong with a checkpoint, and whether older ones must not be taken instead; agreed by all ranks."""
+    """Return what is wrong with a checkpoint, or nothing, and whether that is final: no older one may be taken instead.
 
-    def check() -> tuple[str, bool]:
+    All ranks read a share of the files and return the same.
+    """
+
+    def verify_share() -> tuple[str, bool]:
         try:
-            verify(path, turn=control.rank, num_turns=control.num_ranks)
+            verify(path, rank=control.rank, num_ranks=control.num_ranks)
         except CheckpointError as error:
             return str(error), isinstance(error, UnreadableFormat)
         except OSError as error:
             return f"{path}: cannot be read: {error.strerror or error}", False
         return "", False
 
-    own = run_together(control, check, num_bytes=size_of(path.glob("*")), what=str(path))
-    everyone = cast(list[tuple[str, bool]], control.all_gather_object(own))
-    numbered = enumerate(everyone)
-    found = sorted((not is_final, rank, problem) for rank, (problem, is_final) in numbered if problem)
-    return (found[0][2], not found[0][0]) if found else ("", False)
+    local_outcome = run_together(control, verify_share, num_bytes=size_of(path.glob("*")), path=path)
+    outcomes = cast(list[tuple[str, bool]], control.all_gather_object(local_outcome))
+    # A final problem goes before others, then that of the lowest rank: every rank names the same one.
+    problems = sorted((not is_final, rank, problem) for rank, (problem, is_final) in enumerate(outcomes) if problem)
+    return (problems[0][2], not problems[0][0]) if problems else ("", False)
 
 
 def size_of(files: Iterable[Path]) -> int:
@@ -170,19 +173,19 @@ def size_of(files: Iterable[Path]) -> int:
 
 def _require_tensors(folder: Path, manifest: Manifest) -> None:
     """Make sure that the files hold the tensors that are listed, so that none was dropped when it was written."""
-    listed: dict[str, dict[str, TensorEntry]] = {}
+    entries_by_file: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in manifest.weights.items():
-        listed.setdefault(entry.file, {})[name] = entry
+        entries_by_file.setdefault(entry.file, {})[name] = entry
     for name, state in manifest.optimizer.state.items() if manifest.optimizer else ():
         for key, entry in state.tensors.items():
-            listed.setdefault(entry.file, {})[f"{name}{SEPARATOR}{key}"] = entry
-    for file, entries in listed.items():
+            entries_by_file.setdefault(entry.file, {})[f"{name}{SEPARATOR}{key}"] = entry
+    for file, entries in entries_by_file.items():
         if file not in manifest.files:
             raise CheckpointError(f"{folder / file}: is not among the files of {folder / MANIFEST}")
-        found = shapes_of(folder / file)
+        tensors = shapes_of(folder / file)
         for name, entry in entries.items():
-            if found.get(name) != (entry.dtype, tuple(entry.shape)):
+            if tensors.get(name) != (entry.dtype, tuple(entry.shape)):
                 raise CheckpointError(
-                    f"{folder / file}: has {found.get(name, 'nothing')} as {name!r}; expected {entry.dtype} "
+                    f"{folder / file}: has {tensors.get(name, 'nothing')} as {name!r}; expected {entry.dtype} "
                     f"{tuple(entry.shape)}"
                 )

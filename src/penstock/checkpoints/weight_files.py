@@ -25,16 +25,16 @@ from torch import Tensor
 from penstock.checkpoints.agreement import failing_as, run_together
 from penstock.checkpoints.content import (
     WEIGHTS,
-    Described,
+    RankDescription,
     file_name,
     gather_content,
     owned_names,
 )
-from penstock.checkpoints.held import Held
+from penstock.checkpoints.local_tensors import LocalTensor
 from penstock.checkpoints.manifest import TensorEntry
 from penstock.checkpoints.shards import naming_file, read_tensors, require_visible, write_tensors
 from penstock.checkpoints.staging import Staging, stage
-from penstock.checkpoints.weight_format import PLAIN, Entries, Unit, WeightFormat
+from penstock.checkpoints.weight_format import PLAIN, ConversionUnit, DtypesAndShapes, WeightFormat
 from penstock.errors import NotSaved
 from penstock.execute.transport.calls import collective
 from penstock.files import PARTIAL_SUFFIX, atomic_file, flush
@@ -63,9 +63,10 @@ class _Shard:
     path: Path
     """The file of which it becomes a part, or all."""
     partial: Path
-    """Where it is written."""
+    """The file into which it is written first, under another name."""
     rank: int
-    units: tuple[Unit, ...]
+    """The rank that writes it."""
+    units: tuple[ConversionUnit, ...]
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
@@ -79,12 +80,12 @@ class _Shard:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """All that is written of one model, the same on every rank."""
+    """The files of one save, the same on every rank."""
 
     folder: Path
     format: WeightFormat
     token: str
-    """Of this save: part of the name of every file that is not whole yet."""
+    """A text that no other save has: part of the name of every file that is not whole yet."""
     shards: tuple[_Shard, ...]
 
     @property
@@ -97,15 +98,16 @@ class _Files:
         with naming_file(shard.path):
             tensors: dict[str, Tensor] = {}
             for unit in shard.units:
-                found = self.format.convert(read(unit["names"]))
-                tensors |= {name: tensor.contiguous() for name, tensor in found.items()}
+                file_tensors = self.format.convert(read(unit["names"]))
+                tensors |= {name: tensor.contiguous() for name, tensor in file_tensors.items()}
             write_tensors(shard.partial, tensors)
 
     def write_further(self) -> None:
+        """Write the files beside the weights, such as a config, into a folder under another name."""
         units = [unit for shard in self.shards for unit in shard.units]
-        saved = {name: entry for unit in units for name, entry in unit["saved"].items()}
+        file_types = {name: entry for unit in units for name, entry in unit["file_types"].items()}
         with naming_file(self.folder):
-            self.format.write_further(self.further, saved)
+            self.format.write_further(self.further, file_types)
 
 
 @collective
@@ -121,21 +123,21 @@ def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN)
     """
     control = pipeline.control
     token = str(control.on_rank_0(lambda: uuid4().hex))
-    content, everyone, _ = gather_content(pipeline, None)
-    units = _owned_units(pipeline, format, everyone)
+    content, descriptions, _ = gather_content(pipeline, None)
+    units = _owned_units(pipeline, format, descriptions)
     files = _files(folder, format, units, token)
     num_bytes = sum(shard.num_bytes for shard in files.shards)
-    own = [shard for shard in files.shards if shard.rank == control.rank]
-    whole: Mapping[str, Tensor] = {}
-    if any(theirs["by_rows"] for theirs in everyone):  # tensors of which each replica holds some rows
-        owned = [frozenset(name for unit in theirs for name in unit["names"]) for theirs in units]
-        whole = stage(Staging(), pipeline, content, owned)[WEIGHTS]
+    local_shards = [shard for shard in files.shards if shard.rank == control.rank]
+    staged: Mapping[str, Tensor] = {}
+    if any(description["by_rows"] for description in descriptions):  # each replica holds some rows of these tensors
+        names_by_rank = [frozenset(name for unit in rank_units for name in unit["names"]) for rank_units in units]
+        staged = stage(Staging(), pipeline, content, names_by_rank)[WEIGHTS]
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: whole[name] if name in whole else _copy(content.weights[name]) for name in names}
+        return {name: staged[name] if name in staged else _copy(content.weights[name]) for name in names}
 
     def write() -> None:
-        for shard in own:
+        for shard in local_shards:
             files.write(shard, read)
         if control.rank == 0:
             files.write_further()
@@ -144,13 +146,13 @@ def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN)
         if control.rank == 0:
             _publish(files)
 
-    with _removing(files.further, *(shard.partial for shard in own)):
+    with _removing(files.further, *(shard.partial for shard in local_shards)):
         for action in (write, publish):
-            run_together(control, action, num_bytes=num_bytes, what=str(folder), error_type=NotSaved)
+            run_together(control, action, num_bytes=num_bytes, path=folder, error_type=NotSaved)
 
 
 def save_tensors(
-    folder: Path, tensors: Entries, read: Callable[[Sequence[str]], Mapping[str, Tensor]], format: WeightFormat
+    folder: Path, tensors: DtypesAndShapes, read: Callable[[Sequence[str]], Mapping[str, Tensor]], format: WeightFormat
 ) -> None:
     """Write tensors as `save_weights` does, in one process without a pipeline; `read` returns some of them by name.
 
@@ -168,12 +170,12 @@ def save_tensors(
 
 @collective
 def require_saveable(pipeline: Pipeline) -> int:
-    """Return how many bytes the weights of all ranks are, if files can hold them; every rank calls it.
+    """Return the bytes of the weights of all ranks, if files can hold them; every rank calls it.
 
     Raises: NotSaved, on every rank.
     """
-    _, everyone, _ = gather_content(pipeline, None)
-    entries = {name: entry for theirs in everyone for name, entry in theirs["weights"].items()}
+    _, descriptions, _ = gather_content(pipeline, None)
+    entries = {name: entry for description in descriptions for name, entry in description["weights"].items()}
     return sum(map(_num_bytes, PLAIN.units(entries)))
 
 
@@ -185,23 +187,28 @@ def index_bytes(entries: Mapping[str, TensorEntry]) -> bytes:
     return json.dumps(index, indent=1).encode()
 
 
-def _owned_units(pipeline: Pipeline, format: WeightFormat, everyone: Sequence[Described]) -> list[list[Unit]]:
-    """Return what each rank saves: a unit goes to the rank that owns its first name."""
+def _owned_units(
+    pipeline: Pipeline, format: WeightFormat, descriptions: Sequence[RankDescription]
+) -> list[list[ConversionUnit]]:
+    """Return the units that each rank saves, per rank: a unit goes to the rank that owns its first name."""
     control = pipeline.control
-    own = everyone[control.rank]["weights"]
-    units: list[list[Unit]] = control.together(lambda: format.units(own), failing_as(NotSaved))
-    owned = owned_names(everyone)
-    found = [[unit for unit in theirs if unit["names"][0] in owned[rank]] for rank, theirs in enumerate(units)]
-    control.together(lambda: _require_all(format, found), failing_as(NotSaved))
-    return found
+    local_types = descriptions[control.rank]["weights"]
+    units: list[list[ConversionUnit]] = control.together(lambda: format.units(local_types), failing_as(NotSaved))
+    owned_units = [
+        [unit for unit in rank_units if unit["names"][0] in names]
+        for rank_units, names in zip(units, owned_names(descriptions), strict=True)
+    ]
+    control.together(lambda: _require_all(format, owned_units), failing_as(NotSaved))
+    return owned_units
 
 
-def _require_all(format: WeightFormat, units: Sequence[Sequence[Unit]]) -> None:
+def _require_all(format: WeightFormat, units: Sequence[Sequence[ConversionUnit]]) -> None:
     """Refuse units of all ranks that lack a tensor, or of which two make the same one. Raises: CheckpointError."""
-    format.require_all([name for theirs in units for unit in theirs for name in unit["names"]])
+    all_units = [unit for rank_units in units for unit in rank_units]
+    format.require_all([name for unit in all_units for name in unit["names"]])
     makers: dict[str, list[str]] = {}
-    for unit in (unit for theirs in units for unit in theirs):
-        for name in unit["saved"]:
+    for unit in all_units:
+        for name in unit["file_types"]:
             if name in makers:
                 raise NotSaved(
                     f"{unit['names'][0]!r} and {makers[name][0]!r} are saved as one tensor, {name!r}, but no rank has "
@@ -210,68 +217,77 @@ def _require_all(format: WeightFormat, units: Sequence[Sequence[Unit]]) -> None:
             makers[name] = unit["names"]
 
 
-def _files(folder: Path, format: WeightFormat, units: Sequence[Sequence[Unit]], token: str) -> _Files:
-    """Return the files of all ranks, the same on every rank; `units` are those of each."""
-    found: list[tuple[int, list[Unit]]] = []
-    for rank, theirs in enumerate(units):
-        several: list[Unit] = []
-        held = 0
-        for unit in sorted(theirs, key=lambda unit: unit["names"]):
-            num_bytes = _num_bytes(unit)
-            if several and held + num_bytes > FILE_BYTES:
-                found.append((rank, several))
-                several, held = [], 0
-            several.append(unit)
-            held += num_bytes
-        found += [(rank, several)] if several else []
-    is_whole = sum(_num_bytes(unit) for _, several in found for unit in several) <= FILE_BYTES
+def _files(folder: Path, format: WeightFormat, units: Sequence[Sequence[ConversionUnit]], token: str) -> _Files:
+    """Return the files of all ranks, the same on every rank; `units` has those that each rank saves.
+
+    Small weights become one file: the shards of all ranks then have the same path, and `_merge` puts them together.
+    """
+    units_by_shard = [
+        (rank, shard_units) for rank, rank_units in enumerate(units) for shard_units in _units_by_shard(rank_units)
+    ]
+    is_one_file = sum(_num_bytes(unit) for _, shard_units in units_by_shard for unit in shard_units) <= FILE_BYTES
     shards = []
-    for number, (rank, several) in enumerate(found or [(0, [])]):
-        name = file_name(format.stem, number, len(found))
+    for number, (rank, shard_units) in enumerate(units_by_shard or [(0, [])]):
+        name = file_name(format.stem, number, len(units_by_shard))
         partial = folder / f"{name}.{token}{PARTIAL_SUFFIX}"
-        path = folder / (whole_name(format.stem) if is_whole else name)
-        shards.append(_Shard(path, partial, rank, tuple(several)))
+        path = folder / (whole_name(format.stem) if is_one_file else name)
+        shards.append(_Shard(path, partial, rank, tuple(shard_units)))
     return _Files(folder, format, token, tuple(shards))
 
 
-def _entries(unit: Unit, file: str) -> dict[str, TensorEntry]:
-    kinds = unit["saved"].items()
+def _units_by_shard(units: Sequence[ConversionUnit]) -> list[list[ConversionUnit]]:
+    """Return the units of one rank by shard, in the order of their names, at most `FILE_BYTES` in each."""
+    shards: list[list[ConversionUnit]] = []
+    shard_bytes = 0
+    for unit in sorted(units, key=lambda unit: unit["names"]):
+        num_bytes = _num_bytes(unit)
+        if not shards or shard_bytes + num_bytes > FILE_BYTES:  # a larger unit has a shard to itself
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(unit)
+        shard_bytes += num_bytes
+    return shards
+
+
+def _entries(unit: ConversionUnit, file: str) -> dict[str, TensorEntry]:
+    kinds = unit["file_types"].items()
     return {name: TensorEntry(dtype=dtype, shape=shape, file=file) for name, (dtype, shape) in kinds}
 
 
-def _num_bytes(unit: Unit) -> int:
-    """Bytes of all that is saved, in any file."""
+def _num_bytes(unit: ConversionUnit) -> int:
+    """Return the bytes of a unit's tensors in files."""
     return sum(entry.num_bytes for entry in _entries(unit, WHOLE).values())
 
 
-def _copy(held: Held) -> Tensor:
+def _copy(tensor: LocalTensor) -> Tensor:
     """Return a contiguous copy on the CPU: the library refuses tensors that share memory."""
-    return held.local.to("cpu", copy=True).contiguous()
+    return tensor.local.to("cpu", copy=True).contiguous()
 
 
 def _publish(files: _Files) -> None:
-    """Let the files appear under their names, and remove what an earlier run of another size has left."""
+    """Give the files their names, and remove the files of an earlier save that had more or fewer of them."""
     folder, stem = files.folder, files.format.stem
     for shard in files.shards:
         require_visible(shard.partial)
-    names = {shard.path for shard in files.shards}
-    whole, index = folder / whole_name(stem), folder / index_name(stem)
-    with naming_file(whole if names == {whole} else index):
+    paths = {shard.path for shard in files.shards}
+    whole_path, index_path = folder / whole_name(stem), folder / index_name(stem)
+    with naming_file(whole_path if paths == {whole_path} else index_path):
         for path in sorted(files.further.glob("*")):
             flush(path)
             os.replace(path, folder / path.name)
-        if names == {whole}:
-            _merge(whole, files)
+        if paths == {whole_path}:
+            _merge(whole_path, files)
         else:
             _rename(files)
-            names.add(index)
-        for path in (whole, *folder.glob(f"{stem}-*-of-*.safetensors"), index):
-            if path not in names:
+            paths.add(index_path)
+        for path in (whole_path, *folder.glob(f"{stem}-*-of-*.safetensors"), index_path):
+            if path not in paths:
                 path.unlink(missing_ok=True)
         flush(folder)
 
 
 def _merge(path: Path, files: _Files) -> None:
+    """Make one file of the shards of all ranks."""
     if len(files.shards) == 1:
         os.replace(files.shards[0].partial, path)
         return
@@ -283,9 +299,10 @@ def _merge(path: Path, files: _Files) -> None:
 
 
 def _rename(files: _Files) -> None:
+    """Make each shard a file of its own, and write their index, which comes last: it names files that are there."""
     folder, stem = files.folder, files.format.stem
     for name in (whole_name(stem), index_name(stem)):
-        (folder / name).unlink(missing_ok=True)  # readers look for these: no mixture of files is ever read
+        (folder / name).unlink(missing_ok=True)  # readers look for these, so none reads old and new files together
     for shard in files.shards:
         os.replace(shard.partial, shard.path)
     flush(folder)
@@ -296,7 +313,7 @@ def _rename(files: _Files) -> None:
 
 @contextmanager
 def _removing(*paths: Path) -> Iterator[None]:
-    """Remove files and folders when the block ends, those that are still there."""
+    """Remove these files and folders when the block ends, as far as they are still there."""
     try:
         yield
     finally:

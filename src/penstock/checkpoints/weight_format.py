@@ -1,4 +1,4 @@
-"""The names of files of weights, and their tensors for each of a pipeline: itself, or those that others expect.
+"""The names of files of weights, and how the tensors of a pipeline become tensors of files: unchanged, or converted.
 
 tensors of a pipeline             unit                 tensors in files
 blocks.3.norm.weight              one name             the same                             PLAIN
@@ -12,19 +12,22 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from penstock.checkpoints.content import WEIGHTS, Kind
+from penstock.checkpoints.content import WEIGHTS, DtypeAndShape
 
-Entries = Mapping[str, Kind]
-"""The type and the shape of tensors by name."""
+DtypesAndShapes = Mapping[str, DtypeAndShape]
+"""The dtypes and shapes of tensors by name."""
 
 
-class Unit(TypedDict):
-    """Tensors of a pipeline that one rank writes into one file; plain values, which ranks send each other."""
+class ConversionUnit(TypedDict):
+    """Tensors of a pipeline that become some tensors of one file together, such as Q, K and V that become one.
+
+    One rank writes them. The fields are plain values, which ranks send each other.
+    """
 
     names: list[str]
-    """In the pipeline."""
-    saved: dict[str, Kind]
-    """Type and shape by name in the file."""
+    """Names of the tensors in the pipeline."""
+    file_types: DtypesAndShapes
+    """The tensors in the file, by name there."""
 
 
 class WeightFormat:
@@ -32,22 +35,28 @@ class WeightFormat:
 
     @property
     def stem(self) -> str:
-        """The names of the files begin with it, as in STEM.safetensors."""
+        """The text with which the names of the files begin, as in STEM.safetensors."""
         return WEIGHTS
 
-    def units(self, tensors: Entries) -> list[Unit]:
-        """Return what is saved of the tensors that a rank holds. Raises: CheckpointError."""
-        return [Unit(names=[name], saved={name: entry}) for name, entry in tensors.items()]
+    def units(self, tensors: DtypesAndShapes) -> list[ConversionUnit]:
+        """Return how the tensors that a rank holds become tensors of files. Raises: CheckpointError."""
+        return [
+            ConversionUnit(names=[name], file_types={name: dtype_and_shape})
+            for name, dtype_and_shape in tensors.items()
+        ]
 
     def require_all(self, names: Collection[str]) -> None:
-        """Refuse what all ranks hold together where something is missing. Raises: CheckpointError."""
+        """Refuse names, those of all ranks together, of which one is missing. Raises: CheckpointError."""
 
     def convert(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors in the file of one unit, by their names there."""
+        """Return the tensors of one unit as they are in the file, by name there."""
         return tensors
 
-    def write_further(self, folder: Path, saved: Entries) -> None:
-        """Make the folder and write what belongs to these weights into it; or do nothing. Raises: OSError, NotSaved."""
+    def write_further(self, folder: Path, file_types: DtypesAndShapes) -> None:
+        """Make the folder and write files that belong beside the weights, such as a config, into it; or do nothing.
+
+        Raises: OSError, NotSaved.
+        """
 
 
 PLAIN = WeightFormat()

@@ -24,7 +24,7 @@ from penstock.checkpoints.agreement import failing_as, longest_s, require_equal_
 from penstock.checkpoints.content import (
     OPTIMIZER,
     WEIGHTS,
-    Described,
+    RankDescription,
     file_name,
     gather_content,
     owned_names,
@@ -89,45 +89,46 @@ class CheckpointWriter:
         self._is_asynchronous = asynchronous
         self._staging = Staging()
         self._save: _Save | None = None
-        self._warned: set[str] = set()
+        self._warned_sorts: set[str] = set()
+        """The sorts of problems that a warning has named, of those in `_announce`."""
 
     @collective
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Save all that continuing after `step` needs; `extra` is JSON, the same on all ranks.
 
-        Waits until the save before is over, since only one is in flight.
+        It waits until the last save is over, since only one is in flight.
 
         Raises:
-            NotSaved: on every rank, where something cannot be saved, or this or the last one cannot be written.
+            NotSaved: on every rank, where something cannot be saved, or this save or the last one cannot be written.
             PipelineError: a rank is lost, or copies of a tied parameter have drifted apart.
         """
         self.finish()
         self._pipeline.require_equal_copies()
-        control, given = self.control, dict(extra or {})
+        control, extra_values = self.control, dict(extra or {})
 
-        def describe() -> tuple[int, str, dict[str, Any]]:
+        def check_and_describe() -> tuple[int, str, dict[str, Any]]:
             if not isinstance(step, int) or isinstance(step, bool) or step < 0:
                 raise NotSaved(f"step: {described(step)}; expected a whole number, at least 0")
             keep = self._keep["keep_last"]
             if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
                 raise NotSaved(f"keep: {described(keep)}; expected a number of checkpoints, or 0 for all")
-            return step, _json_of(given), random_state(self._pipeline.device)
+            return step, _json_of(extra_values), random_state(self._pipeline.device)
 
-        content, everyone, others = gather_content(self._pipeline, self._optimizer, describe)
-        for what, values in zip(("step", "`extra`"), zip(*others, strict=True), strict=False):
-            require_equal_on_ranks(what, values, self.folder.path, control.names)
-        owned = owned_names(everyone)
-        staged = stage(self._staging, self._pipeline, content, owned)
+        content, descriptions, facts = gather_content(self._pipeline, self._optimizer, check_and_describe)
+        for argument, values in zip(("step", "`extra`"), zip(*facts, strict=True), strict=False):
+            require_equal_on_ranks(argument, values, self.folder.path, control.names)
+        names_by_rank = owned_names(descriptions)
+        staged = stage(self._staging, self._pipeline, content, names_by_rank)
         manifests: list[Manifest] = []
 
-        def begin() -> str:
-            random = [state for *_, state in others]
-            manifests.append(self._manifest(everyone, owned, step=step, extra=given, random=random))
+        def begin_on_rank_0() -> str:
+            random = [state for *_, state in facts]
+            manifests.append(self._manifest(descriptions, names_by_rank, step=step, extra=extra_values, random=random))
             return self._begin(step)
 
-        partial = Path(control.on_rank_0(begin, _AS_NOT_SAVED))
-        written = run_in_thread(lambda: _write_files(partial, staged, control.rank, control.num_ranks))
-        self._save = _Save(partial, step, self._staging.num_bytes, written, next(iter(manifests), None))
+        partial = Path(control.on_rank_0(begin_on_rank_0, _AS_NOT_SAVED))
+        files_future = run_in_thread(lambda: _write_files(partial, staged, control.rank, control.num_ranks))
+        self._save = _Save(partial, step, self._staging.num_bytes, files_future, next(iter(manifests), None))
         if not self._is_asynchronous:
             self.finish()
 
@@ -135,7 +136,7 @@ class CheckpointWriter:
     def poll(self) -> None:
         """Announce the checkpoint in flight if all its files are written by now; a collective, without a wait.
 
-        Raises: as `save`, for the one in flight.
+        Raises: the errors of `save`, where the checkpoint in flight fails.
         """
         if self._save is not None:
             self._advance(self._save)
@@ -144,15 +145,16 @@ class CheckpointWriter:
     def finish(self, limit_s: float | None = None) -> bool:
         """Wait until the checkpoint in flight is announced; return whether it is. A collective.
 
-        Raises: as `save`; also NotSaved where a disk does not answer and no `limit_s` is given.
+        Raises: the errors of `save`; also NotSaved where a disk does not answer and no `limit_s` is given.
         """
+        # Two rounds at most: the files of all ranks are written, then rank 0 has announced them.
         while (save := self._save) is not None:
-            longest = longest_s(save.num_bytes) if limit_s is None else limit_s
-            if not wait_together(self.control, save.current, limit_s=longest):
+            wait_s = longest_s(save.num_bytes) if limit_s is None else limit_s
+            if not wait_together(self.control, save.current, limit_s=wait_s):
                 if limit_s is not None:
                     return False
                 self._save = None
-                raise NotSaved(f"{save.partial}: a disk took more than {longest:.0f} s for it. See to it")
+                raise NotSaved(f"{save.partial}: a disk took more than {wait_s:.0f} s for it. See to it")
             self._advance(save)
         return True
 
@@ -169,9 +171,12 @@ class CheckpointWriter:
             return str(self.folder.begin(step))
 
     def _advance(self, save: "_Save") -> None:
-        """Learn how far all ranks are, and announce the checkpoint when all have written their files."""
+        """Gather how far all ranks are, and announce the checkpoint when all have written their files.
+
+        Every rank calls it, once with the files that it writes and again while rank 0 announces the checkpoint.
+        """
         try:
-            everyone = self.control.together(save.files, _AS_NOT_SAVED)
+            files_by_rank = self.control.together(save.files, _AS_NOT_SAVED)
         except PipelineError:  # a rank is lost
             raise
         except Exception:
@@ -179,51 +184,54 @@ class CheckpointWriter:
             if self.control.rank == 0:
                 shutil.rmtree(save.partial, ignore_errors=True)
             raise
-        if None in everyone:
+        if None in files_by_rank:  # a rank is still at work
             return
-        if save.announced is not None:
+        if save.announcement is not None:
             self._save = None
-            self._warn(save.announced.result())
+            self._warn(save.announcement.result())
             return
-        files = {name: entry for theirs in everyone for name, entry in theirs.items()}
-        manifest = save.manifest
-        save.announced = run_in_thread(lambda: {} if manifest is None else self._announce(save, files, manifest))
+        files = {name: entry for rank_files in files_by_rank for name, entry in rank_files.items()}
+        manifest = save.manifest  # None but on rank 0, which alone announces
+        save.announcement = run_in_thread(lambda: {} if manifest is None else self._announce(save, files, manifest))
 
     def _announce(self, save: "_Save", files: Files, manifest: Manifest) -> dict[str, str]:
-        """Make the checkpoint whole and give it its name; return what to warn of, by its sort."""
+        """Write the index and the manifest, give the checkpoint its name, and return what to warn of, by its sort.
+
+        Rank 0 calls it in a thread, with the files of all ranks.
+        """
         path = save.partial
         try:
             entries = {name: FileEntry(**fields) for name, fields in files.items()}
             for name, entry in entries.items():
                 require_visible(path / name, entry.num_bytes)
-            _write(path / INDEX, index_bytes(manifest.weights))
+            _write_and_flush(path / INDEX, index_bytes(manifest.weights))
             entries[INDEX] = record_of(path / INDEX)
-            whole = manifest.model_copy(update={"files": dict(sorted(entries.items()))})
-            _write(path / MANIFEST, manifest_bytes(whole))
+            manifest_with_files = manifest.model_copy(update={"files": dict(sorted(entries.items()))})
+            _write_and_flush(path / MANIFEST, manifest_bytes(manifest_with_files))
             self._make_room(save.step)
             self.folder.announce(path, save.step)
         except OSError as error:
             raise cannot_write(Path(error.filename or path), error) from error
-        # The new one is whole, so an old one that cannot be removed is no reason to end a training.
+        # The new checkpoint is whole, so an old one that cannot be removed is no reason to end a training.
         problem = self.folder.retain(save.step, **self._keep)
-        kept = problem and f"{problem}. It stays; later saves try again, and warn no more. Remove it yourself"
-        newest, later = max(self.folder.steps(), default=save.step), ""
+        kept_warning = problem and f"{problem}. It stays; later saves try again, and warn no more. Remove it yourself"
+        newest, later_warning = max(self.folder.steps(), default=save.step), ""
         if newest > save.step:
-            later = (
+            later_warning = (
                 f"{self.folder.of_step(newest)} is of a later step than {save.step}, which is saved now, and will be "
                 "loaded instead of it. Remove the later ones, or save in another folder"
             )
-        return {"kept": kept, "later": later}
+        return {"kept": kept_warning, "later": later_warning}
 
-    def _warn(self, found: Mapping[str, str]) -> None:
-        """Warn of each sort once."""
-        for sort, problem in found.items():
-            if problem and sort not in self._warned:
-                self._warned.add(sort)
+    def _warn(self, problems_by_sort: Mapping[str, str]) -> None:
+        """Warn of the first problem of each sort, and of no further one of that sort."""
+        for sort, problem in problems_by_sort.items():
+            if problem and sort not in self._warned_sorts:
+                self._warned_sorts.add(sort)
                 warn(problem)
 
     def _make_room(self, step: int) -> None:
-        """Set a damaged checkpoint of the same step aside; one that verifies stays, and is not written over."""
+        """Rename a damaged checkpoint of the same step; one that verifies stays, and is not written over."""
         path = self.folder.of_step(step)
         if not path.exists():
             return
@@ -232,23 +240,25 @@ class CheckpointWriter:
         except CheckpointError:
             self.folder.set_aside(step)
 
-    def _manifest(self, everyone: Sequence[Described], owned: Sequence[frozenset[str]], **own: Any) -> Manifest:
-        """Return the manifest without its files; `own` are fields of it."""
+    def _manifest(
+        self, descriptions: Sequence[RankDescription], names_by_rank: Sequence[frozenset[str]], **fields: Any
+    ) -> Manifest:
+        """Return the manifest without its files; `fields` are those of it that the descriptions do not tell."""
         return Manifest(
             penstock=VERSION,
             pipeline_steps=self._pipeline.step_number,
-            ranks=len(everyone),
+            ranks=len(descriptions),
             replicas=self._pipeline.num_replicas,
             schedule=self._pipeline.schedule.name,
             weights={
-                name: TensorEntry(dtype=dtype, shape=shape, file=file_name(WEIGHTS, rank, len(everyone)))
-                for rank, theirs in enumerate(everyone)
-                for name, (dtype, shape) in theirs["weights"].items()
-                if name in owned[rank]
+                name: TensorEntry(dtype=dtype, shape=shape, file=file_name(WEIGHTS, rank, len(descriptions)))
+                for rank, description in enumerate(descriptions)
+                for name, (dtype, shape) in description["weights"].items()
+                if name in names_by_rank[rank]
             },
-            optimizer=_optimizer_entry(everyone, owned),
+            optimizer=_optimizer_entry(descriptions, names_by_rank),
             files={},
-            **own,
+            **fields,
         )
 
 
@@ -259,25 +269,28 @@ class _Save:
     partial: Path
     step: int
     num_bytes: int
-    written: Future[Files]
+    """The bytes that this rank writes."""
+    files_future: Future[Files]
+    """The thread that writes this rank's files."""
     manifest: Manifest | None
-    """On rank 0, without the files."""
-    announced: Future[dict[str, str]] | None = None
+    """The manifest without its files, on rank 0; None on the others."""
+    announcement: Future[dict[str, str]] | None = None
+    """The thread that announces the checkpoint, once all ranks have written; it does nothing but on rank 0."""
 
     @property
     def current(self) -> Future[Any]:
-        """The work that is waited for now."""
-        return self.written if self.announced is None else self.announced
+        """The thread that is at work now."""
+        return self.files_future if self.announcement is None else self.announcement
 
     def files(self) -> Files | None:
-        """Return the files that this rank has written, or nothing for those announced; None while either goes on.
+        """Return the files that this rank has written; none once they are announced, and None while a thread works.
 
-        Raises: what the one or the other failed with.
+        Raises: the error with which the thread failed.
         """
         if not self.current.done():
             return None
-        found = self.current.result()
-        return found if self.announced is None else {}
+        files = self.current.result()
+        return files if self.announcement is None else {}
 
 
 def _write_files(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: int, num_ranks: int) -> Files:
@@ -285,29 +298,31 @@ def _write_files(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: 
     return {name: write_shard(folder / name, tensors).model_dump() for name, tensors in names.items()}
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_and_flush(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     flush(path)
 
 
-def _optimizer_entry(everyone: Sequence[Described], owned: Sequence[frozenset[str]]) -> OptimizerEntry | None:
+def _optimizer_entry(
+    descriptions: Sequence[RankDescription], names_by_rank: Sequence[frozenset[str]]
+) -> OptimizerEntry | None:
     # A rank without trained parameters may have none.
-    optimizer = next((theirs["optimizer"] for theirs in everyone if theirs["optimizer"]), "")
+    optimizer = next((description["optimizer"] for description in descriptions if description["optimizer"]), "")
     if not optimizer:
         return None
     state = {
         name: ParameterState(
             tensors={
-                key: TensorEntry(dtype=dtype, shape=shape, file=file_name(OPTIMIZER, rank, len(everyone)))
-                for key, (dtype, shape) in kept.items()
+                key: TensorEntry(dtype=dtype, shape=shape, file=file_name(OPTIMIZER, rank, len(descriptions)))
+                for key, (dtype, shape) in tensor_types.items()
             },
-            values=theirs["values"][name],
+            values=description["values"][name],
         )
-        for rank, theirs in enumerate(everyone)
-        for name, kept in theirs["state"].items()
-        if name in owned[rank]
+        for rank, description in enumerate(descriptions)
+        for name, tensor_types in description["state"].items()
+        if name in names_by_rank[rank]
     }
-    groups = merged_groups([theirs["groups"] for theirs in everyone], owned)
+    groups = merged_groups([description["groups"] for description in descriptions], names_by_rank)
     return OptimizerEntry(name=optimizer, groups=groups, state=state)
 
 

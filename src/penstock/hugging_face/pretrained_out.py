@@ -23,7 +23,7 @@ from penstock.checkpoints.pretrained import files_of, find_weights
 from penstock.checkpoints.shards import DTYPE_NAMES, DTYPES, read_tensors, shapes_of
 from penstock.checkpoints.verification import newest_readable, verify
 from penstock.checkpoints.weight_files import save_tensors, save_weights
-from penstock.checkpoints.weight_format import Entries, Unit, WeightFormat
+from penstock.checkpoints.weight_format import ConversionUnit, DtypesAndShapes, WeightFormat
 from penstock.errors import CheckpointError, NotSaved, listed, nearest
 from penstock.execute.transport.calls import collective
 from penstock.files import naming_storage
@@ -126,7 +126,7 @@ class PretrainedFormat(WeightFormat):
     def stem(self) -> str:
         return "model"
 
-    def units(self, tensors: Entries) -> list[Unit]:
+    def units(self, tensors: DtypesAndShapes) -> list[ConversionUnit]:
         if is_quantized(self.model):
             raise CheckpointError(
                 f"{self.where}: the config of the model has a quantization_config, but its weights are not quantized. "
@@ -147,7 +147,7 @@ class PretrainedFormat(WeightFormat):
     def convert(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return reverted(self.model, tensors)
 
-    def write_further(self, folder: Path, saved: Entries) -> None:
+    def write_further(self, folder: Path, saved: DtypesAndShapes) -> None:
         folder.mkdir()
         config = copy.deepcopy(self.model.config)
         config.architectures = [type(self.model).__name__]
@@ -199,11 +199,11 @@ def _sharing(model: Any, metas: Mapping[str, Tensor]) -> list[list[str]]:
     return list({id(group): group for group in groups.values()}.values())
 
 
-def _unit(model: Any, metas: Mapping[str, Tensor]) -> Unit:
+def _unit(model: Any, metas: Mapping[str, Tensor]) -> ConversionUnit:
     saved = reverted(model, metas)
-    return Unit(
+    return ConversionUnit(
         names=list(metas),
-        saved={name: (DTYPE_NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in saved.items()},
+        file_types={name: (DTYPE_NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in saved.items()},
     )
 
 
@@ -211,7 +211,7 @@ def _on_meta(dtype: str, shape: list[int]) -> Tensor:
     return torch.empty(shape, dtype=DTYPES[dtype], device="meta")
 
 
-def _main_type(saved: Entries) -> str:
+def _main_type(saved: DtypesAndShapes) -> str:
     """Return torch's name of the floating point type that most values have."""
     counts: Counter[str] = Counter()
     for dtype, shape in saved.values():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from penstock.checkpoints.held import Held, alike, held_of
+from penstock.checkpoints.local_tensors import LocalTensor, distributed_like, local_tensor_of
 from penstock.errors import CheckpointError
 from tests.checkpoints.layouts import places_of
 
@@ -25,7 +25,7 @@ def part(local, shape, mesh, placement):
 def test_a_plain_tensor_is_whole():
     parameter = nn.Parameter(torch.ones(3, 2))
 
-    held = held_of("w", parameter, places_of(1, 2))
+    held = local_tensor_of("w", parameter, places_of(1, 2))
 
     assert (held.shape, held.rows) == ((3, 2), None)
     assert held.local.data_ptr() == parameter.data_ptr()
@@ -38,7 +38,7 @@ def test_a_shard_is_its_rows_in_the_memory_of_the_model():
     local = torch.ones(2, 3)
     parameter = nn.Parameter(part(local, (5, 3), mesh_of(2, 1), Shard(0)))
 
-    held = held_of("w", parameter, places_of(1, 2))
+    held = local_tensor_of("w", parameter, places_of(1, 2))
 
     assert (held.shape, held.rows) == ((5, 3), range(3, 5))
     assert type(held.local) is torch.Tensor
@@ -47,7 +47,7 @@ def test_a_shard_is_its_rows_in_the_memory_of_the_model():
 
 
 def test_a_number_that_replicas_hold_alike_is_whole():
-    held = held_of("w", part(torch.tensor(2.0), (), mesh_of(2), Replicate()), places_of(0, 2))
+    held = local_tensor_of("w", part(torch.tensor(2.0), (), mesh_of(2), Replicate()), places_of(0, 2))
 
     assert (held.shape, held.rows) == ((), None)
     assert held.local.item() == 2.0
@@ -62,7 +62,7 @@ def test_another_dtensor_is_refused_by_its_name(local, num_ranks, placement):
     tensor = part(torch.ones(local), (5, 4), mesh_of(num_ranks), placement)
 
     with pytest.raises(CheckpointError) as raised:
-        held_of("w", tensor, places_of(0, 2))
+        local_tensor_of("w", tensor, places_of(0, 2))
 
     assert f"'w' is a DTensor of shape (5, 4) with the placements ({placement!r},), of which this rank has" in str(
         raised.value
@@ -74,7 +74,7 @@ def test_what_is_made_alike_has_the_rows_it_was_given_and_its_own_type():
     like = nn.Parameter(part(torch.ones(2, 3), (5, 3), mesh_of(2, 1), Shard(0)))
     local = torch.full((2, 3), 7.0, dtype=torch.float64)
 
-    made = alike(like, local)
+    made = distributed_like(like, local)
 
     assert isinstance(made, DTensor)
     assert (made.shape, made.stride(), made.placements, made.dtype) == (
@@ -84,13 +84,13 @@ def test_what_is_made_alike_has_the_rows_it_was_given_and_its_own_type():
         torch.float64,
     )
     assert torch.equal(made.to_local(), local)
-    assert held_of("w", made, places_of(1, 2)).rows == range(3, 5)
+    assert local_tensor_of("w", made, places_of(1, 2)).rows == range(3, 5)
 
 
 def test_what_is_made_like_a_plain_tensor_is_that_tensor():
     tensor = torch.ones(2)
 
-    assert alike(torch.zeros(2), tensor) is tensor
+    assert distributed_like(torch.zeros(2), tensor) is tensor
 
 
 def test_a_wrapped_tensor_of_several_dimensions_of_a_mesh_is_refused():
@@ -98,8 +98,8 @@ def test_a_wrapped_tensor_of_several_dimensions_of_a_mesh_is_refused():
     tensor = DTensor.from_local(torch.ones(2, 2), strange.mesh, [Shard(0), Replicate()], run_check=False)
 
     with pytest.raises(CheckpointError, match="is a DTensor of shape"):
-        held_of("w", tensor, places_of(0, 4))
+        local_tensor_of("w", tensor, places_of(0, 4))
 
 
 def test_all_of_a_held_tensor_is_here_unless_rows_say_otherwise():
-    assert Held(torch.ones(2), (2,)).rows is None
+    assert LocalTensor(torch.ones(2), (2,)).rows is None
