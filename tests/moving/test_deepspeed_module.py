@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.moving.deepspeed_module import LayerSpec, PipelineModule, RunBy, TiedLayerSpec
+from penstock.moving.deepspeed_module import FunctionLayer, LayerSpec, PipelineModule, TiedLayerSpec
 from penstock.train.measuring.measure import measure_layers
 from tests.local_pipelines import error_of
 
@@ -93,7 +93,7 @@ def test_tied_layers_name_the_first_of_their_key():
         (("weight", "3.weight"), ("bias", "3.bias")),
     ]
     head = PipelineModule(layers).specs()[2]()
-    assert isinstance(head, RunBy)
+    assert isinstance(head, FunctionLayer)
     assert head(torch.ones(1, 4)).shape == (1, 10)
 
 

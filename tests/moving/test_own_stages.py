@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, PartitionError, PipelineError
 from penstock.lowering import lower
-from penstock.moving.own_stages import LocalStages, OwnStage, RemoteStage, require_parts
+from penstock.moving.own_stages import LocalStage, PipelineMaker, RemoteStage, require_parts
 from penstock.schedules import build
 from tests.local_pipelines import error_of, on_ranks, square_loss
 from tests.moving.own_layers import assert_gradients, batch, gradients, own_stage, reference, whole_model
@@ -15,7 +15,7 @@ from tests.test_two_routes import two_routes
 
 
 def pipeline_of(transport, schedule, stages, *, num_microbatches=4, **options):
-    local = LocalStages.of(None, {"transport": transport, **options})
+    local = PipelineMaker.of(None, {"transport": transport, **options})
     order = local.schedule(schedule, num_microbatches, len(stages))
     return local.pipeline({stage: own_stage(stage) for stage in stages}, order, square_loss)
 
@@ -93,7 +93,7 @@ def test_ranks_that_name_different_schedules_hear_of_it():
 
 def two_copies(rank, num_ranks, schedule, num_microbatches, *, change=None, steps=1, **options):
     """Train on the modules that a rank brings, one for each direction; the second copies start with other values."""
-    local = LocalStages.of(None, options)
+    local = PipelineMaker.of(None, options)
     order = local.schedule(schedule, num_microbatches, 2)
     own = {rank: own_stage(rank)}
     own[2 * num_ranks - 1 - rank] = own[rank] if 2 * rank + 1 == num_ranks else own_stage(50 + rank)
@@ -193,14 +193,14 @@ def test_copies_that_differ_are_refused_on_every_rank_before_a_step():
 def test_what_a_rank_brought_is_built_as_it_is():
     module = nn.Linear(1, 1)
 
-    assert OwnStage(module)() is module
+    assert LocalStage(module)() is module
 
 
 # ---- the schedule
 
 
 def test_stages_per_rank_follow_from_the_parts_unless_a_family_leaves_no_choice():
-    local = LocalStages.of(None, {})
+    local = PipelineMaker.of(None, {})
 
     assert [local.stages_per_rank("1f1b", 1), local.stages_per_rank("interleaved-1f1b", 3)] == [1, 3]
     assert local.stages_per_rank("dualpipe", 1) is None
@@ -217,20 +217,20 @@ def test_a_model_of_another_number_of_parts_is_refused():
 
 
 def test_slices_are_an_option_of_the_schedule():
-    assert LocalStages.of(None, {"slices": 2}).schedule("seq1f1b", 4, 1).num_slices == 2
+    assert PipelineMaker.of(None, {"slices": 2}).schedule("seq1f1b", 4, 1).num_slices == 2
 
 
 def test_a_program_is_refused():
     program = lower(build("1f1b", ranks=1, microbatches=2))
 
     with pytest.raises(ConfigError, match=r"schedule: 1f1b is a program with communication; expected a schedule of F"):
-        LocalStages.of(None, {}).schedule(program, 2, 1)
+        PipelineMaker.of(None, {}).schedule(program, 2, 1)
 
 
 def test_unknown_options_are_refused_and_those_of_the_family_taken():
     def case(transport):
-        error = error_of(LocalStages.of(None, {"transport": transport, "warmpu": "eager"}).schedule, "1f1b", 4, 1)
-        eager = LocalStages.of(None, {"transport": transport, "warmup": "eager"}).schedule("1f1b", 4, 1)
+        error = error_of(PipelineMaker.of(None, {"transport": transport, "warmpu": "eager"}).schedule, "1f1b", 4, 1)
+        eager = PipelineMaker.of(None, {"transport": transport, "warmup": "eager"}).schedule("1f1b", 4, 1)
         return error, eager
 
     error, eager = on_ranks(2, case)[0]
@@ -241,7 +241,7 @@ def test_unknown_options_are_refused_and_those_of_the_family_taken():
 
 def test_a_number_as_group_is_an_option_of_the_family():
     def order(transport):
-        local = LocalStages.of(4, {"transport": transport})
+        local = PipelineMaker.of(4, {"transport": transport})
         return (
             local.joined.process_group,
             local.schedule("interleaved-1f1b", 8, 2),
@@ -258,7 +258,7 @@ def test_a_number_as_group_is_an_option_of_the_family():
 def test_a_failure_of_one_rank_is_every_ranks_at_once():
     def fail(transport):
         return error_of(
-            LocalStages.of(None, {"transport": transport}).joined.together, RemoteStage(1) if transport.rank else int
+            PipelineMaker.of(None, {"transport": transport}).joined.together, RemoteStage(1) if transport.rank else int
         )
 
     first, second = on_ranks(2, fail)
@@ -269,7 +269,7 @@ def test_a_failure_of_one_rank_is_every_ranks_at_once():
 
 
 def test_without_wires_one_process_is_alone():
-    local = LocalStages.of(None, {})
+    local = PipelineMaker.of(None, {})
     pipeline = local.pipeline({0: nn.Linear(2, 2)}, local.schedule("1f1b", 2, 1), square_loss)
 
     assert pipeline.transport.num_ranks == 1

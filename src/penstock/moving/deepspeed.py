@@ -3,7 +3,7 @@
 docs/moving/deepspeed.md describes what differs, and what can be deleted.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +22,9 @@ from penstock.execute.losses.results import StepResult
 from penstock.execute.stages.layers import Layer
 from penstock.execute.transport.calls import collective
 from penstock.ir.schedule import Schedule
+from penstock.models.layer import LayerSpec as Spec
 from penstock.moving.deepspeed_module import PAGE, LayerSpec, PipelineModule, TiedLayerSpec
-from penstock.moving.own_stages import LocalStages, OwnStage, require_parts
+from penstock.moving.own_stages import LocalStage, PipelineMaker, require_parts
 from penstock.pipeline import Pipeline
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -31,7 +32,7 @@ MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 
 _KEYWORDS = "give gradient_accumulation_steps, gradient_clipping, optimizer, lr_scheduler by keyword"
-_ELSEWHERE = {
+_UNUSED_ARGUMENTS = {
     "args": f"is not read; {_KEYWORDS}",
     "config": f"is not read; {_KEYWORDS}",
     "model_parameters": "is not needed: optimizer(parameters) is called with those of this rank",
@@ -39,7 +40,7 @@ _ELSEWHERE = {
 }
 """Arguments of DeepSpeed's function of this name, and what to do instead."""
 _TRAINS = "train_batch runs forward, backward and the optimizer of a whole batch"
-_OTHER_CALLS = {
+_REPLACEMENTS = {
     "save_checkpoint": "ps.save_checkpoint(folder, engine.pipeline, engine.optimizer, step=engine.global_steps)",
     "load_checkpoint": "ps.load_checkpoint(folder, engine.pipeline, engine.optimizer), which returns the step",
     "forward": _TRAINS,
@@ -71,13 +72,14 @@ def initialize(
     Raises:
         ConfigError, PartitionError: if the model cannot be divided as asked.
     """
-    for name in _ELSEWHERE:
+    for name in _UNUSED_ARGUMENTS:
         if name in options:
-            raise ConfigError(_ELSEWHERE[name], key=name)
-    for name, given in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
-        if given is not None and not callable(given):
+            raise ConfigError(_UNUSED_ARGUMENTS[name], key=name)
+    for name, factory in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+        if factory is not None and not callable(factory):
             raise ConfigError(
-                f"a {type(given).__name__}; give a function that makes it, since only now the rank's parameters exist",
+                f"a {type(factory).__name__}; give a function that makes it, since only now the rank's "
+                "parameters exist",
                 key=name,
             )
     engine = Engine(
@@ -107,7 +109,7 @@ class Engine:
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = 0
         self.grad_norm: float | None = None
-        """Of the last batch, over all ranks and before clipping; None without clipping."""
+        """The norm of the last batch's gradients, over all ranks and before clipping; None without clipping."""
         self._schedule = schedule
         self._group = group
         self._clip_norm = gradient_clipping
@@ -119,7 +121,7 @@ class Engine:
         """The result of the last batch's step."""
 
     def __getattr__(self, name: str) -> Any:
-        instead = _OTHER_CALLS.get(name, "see the table of the page")
+        instead = _REPLACEMENTS.get(name, "see the table of the page")
         raise AttributeError(f"Engine has no {name!r}: {instead} ({PAGE})", name=name, obj=self)
 
     def train_with(self, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None = None) -> None:
@@ -176,8 +178,8 @@ class Engine:
     ) -> Any:
         """Evaluate the next items; return the mean loss, on every rank whatever `bcast_loss` says.
 
-        With `return_logits`, a pair of it and the outputs, which the rank of the last layer has; without
-        `compute_loss`, the outputs alone; without `reduce_output`, the losses of the microbatches.
+        With `return_logits`, return a pair of the loss and the outputs, which the rank of the last layer has; without
+        `compute_loss`, the outputs alone. Without `reduce_output`, the loss is that of each microbatch.
         """
         if compute_loss:
             self._require_loss()
@@ -206,43 +208,40 @@ class Engine:
             pipeline.close()
 
     def _pipeline(self, num_microbatches: int) -> Pipeline:
-        """The pipeline for so many microbatches; all of them run the same modules."""
+        """Return the pipeline for so many microbatches; the pipelines of all numbers run the same modules."""
         if num_microbatches not in self._pipelines:
             self._pipelines[num_microbatches] = self._make(num_microbatches)
         return self._pipelines[num_microbatches]
 
     def _make(self, num_microbatches: int) -> Pipeline:
-        given = dict(self._options)
-        split = given.pop("split", None)
-        local = LocalStages.of(self._group, given if split is not None else {"weights": self.model.weights, **given})
-        num_ranks = local.transport.num_ranks
+        options = dict(self._options)
+        split = options.pop("split", None)
+        maker = PipelineMaker.of(
+            self._group, options if split is not None else {"weights": self.model.weights, **options}
+        )
+        num_ranks = maker.transport.num_ranks
         num_stages = self.model.num_stages
         if num_stages is not None and num_stages % num_ranks:
             raise ConfigError(f"{num_stages} on {num_ranks} ranks; give a multiple", key="num_stages")
-        per_rank = local.stages_per_rank(self._schedule, num_stages or num_ranks)
-        schedule = local.schedule(self._schedule, num_microbatches, per_rank)
+        stages_per_rank = maker.stages_per_rank(self._schedule, num_stages or num_ranks)
+        schedule = maker.schedule(self._schedule, num_microbatches, stages_per_rank)
         if num_stages is not None:
             require_parts(schedule, num_stages, "num_stages")
         layers: list[Layer] = list(self._layers)
-        options = dict(local.options)
+        pipeline_options = dict(maker.options)
         if self._pipelines:
-            modules = dict(pair for stage in self.pipeline.stages for pair in stage.layers.items())
-            # Where ranks are threads, a second route would run a deep copy of a bare module.
-            has_copies = len(schedule.placement.routes) > 1
-            built = {name: OwnStage(module) if has_copies else module for name, module in modules.items()}
-            layers = [built.get(str(index), layer) for index, layer in enumerate(layers)]
-            specs = [(index, layer) for index, layer in enumerate(self._layers) if not isinstance(layer, nn.Module)]
-            ties = [(f"{index}.{own}", other) for index, spec in specs for own, other in spec.tied]
-            options["tied"] = [*options.get("tied", ()), *ties]
+            layers = _with_modules(self._layers, self.pipeline, has_copies=len(schedule.placement.routes) > 1)
+            # A module that is there has no spec, which said to what its parameters are tied.
+            pipeline_options["tied"] = [*pipeline_options.get("tied", ()), *_ties(self._layers)]
         return Pipeline(
             layers,
             schedule,
             loss=self.model.loss_fn,
             split=split,
             group=self._group,
-            transport=local.transport,
-            ranks=local.transport.num_ranks,
-            **options,
+            transport=maker.transport,
+            ranks=maker.transport.num_ranks,
+            **pipeline_options,
         )
 
     def _require_loss(self) -> None:
@@ -252,7 +251,10 @@ class Engine:
     def _pull(
         self, pipeline: Pipeline, data_iter: Iterator[Any] | None, mode: Mode, *, needs_labels: bool = True
     ) -> tuple[tuple[Any, ...], Any]:
-        """Take a batch's items, inputs and labels; what is wrong with them refuses the step on all ranks."""
+        """Return the inputs and labels of a batch, as far as this rank needs them.
+
+        Where the data are wrong, the step is refused on all ranks.
+        """
         is_first, is_last = self.is_first_stage(), self.is_last_stage()
         if not (is_first or is_last) or (data_iter is None and not is_first and not needs_labels):
             return (), None
@@ -261,8 +263,25 @@ class Engine:
         except PipelineError as error:
             pipeline.refuse(error, mode)
         inputs, labels = zip(*items, strict=True)
-        first = (PreSplit(inputs),) if is_first else ()
-        return first, PreSplit(labels) if is_last and needs_labels else None
+        inputs_for_step = (PreSplit(inputs),) if is_first else ()
+        return inputs_for_step, PreSplit(labels) if is_last and needs_labels else None
+
+
+def _with_modules(layers: Sequence[nn.Module | Spec], pipeline: Pipeline, *, has_copies: bool) -> list[Layer]:
+    """Return the layers with the modules of this rank's pipeline, which has built them, in place of their specs."""
+    modules = dict(pair for stage in pipeline.stages for pair in stage.layers.items())
+    layers_or_modules: list[Layer] = []
+    for index, layer in enumerate(layers):
+        module = modules.get(str(index))
+        # Where ranks are threads, a second route would run a deep copy of a bare module.
+        layers_or_modules.append(layer if module is None else LocalStage(module) if has_copies else module)
+    return layers_or_modules
+
+
+def _ties(layers: Sequence[nn.Module | Spec]) -> list[tuple[str, str]]:
+    """Return pairs of parameter names that the specs among the layers tie to each other."""
+    specs = [(index, layer) for index, layer in enumerate(layers) if isinstance(layer, Spec)]
+    return [(f"{index}.{name}", owner_name) for index, spec in specs for name, owner_name in spec.tied]
 
 
 def _items(data_iter: Iterator[Any] | None, pipeline: Pipeline) -> list[Any]:
@@ -272,19 +291,21 @@ def _items(data_iter: Iterator[Any] | None, pipeline: Pipeline) -> list[Any]:
         EndOfData: there are fewer.
         PipelineError: there is no iterator, it fails, or its items are no pairs.
     """
-    rank, number = pipeline.rank, pipeline.schedule.num_microbatches
+    rank, num_microbatches = pipeline.rank, pipeline.schedule.num_microbatches
     if not isinstance(data_iter, Iterator):
-        found = "nothing" if data_iter is None else f"a {type(data_iter).__name__}"
+        description = "nothing" if data_iter is None else f"a {type(data_iter).__name__}"
         raise PipelineError(
-            f"rank {rank} holds the first or the last layer and was given {found} for data_iter; pass an iterator, "
-            "made once, off which every batch takes its items"
+            f"rank {rank} holds the first or the last layer and was given {description} for data_iter; pass an "
+            "iterator, made once, off which every batch takes its items"
         )
     try:
-        items = list(islice(data_iter, number))
+        items = list(islice(data_iter, num_microbatches))
     except Exception as error:
         raise PipelineError(f"data_iter of rank {rank} raised {type(error).__name__}: {error}") from error
-    if len(items) < number:
-        raise EndOfData(f"the data of rank {rank} ended: a batch takes {number} items, and {len(items)} were left")
+    if len(items) < num_microbatches:
+        raise EndOfData(
+            f"the data of rank {rank} ended: a batch takes {num_microbatches} items, and {len(items)} were left"
+        )
     for item in items:
         if not (isinstance(item, (tuple, list)) and len(item) == 2):
             raise PipelineError(

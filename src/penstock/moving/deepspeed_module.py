@@ -51,30 +51,30 @@ class TiedLayerSpec(LayerSpec):
     def build(self) -> nn.Module:
         """Make the module, inside one that runs `forward_fn` where there is one."""
         module = super().build()
-        return module if self.forward_fn is None else RunBy(self.forward_fn, module)
+        return module if self.forward_fn is None else FunctionLayer(self.forward_fn, module)
 
     def tied_names(self) -> list[str]:
         """Return the names of the shared parameters in what `build` makes."""
         return [name if self.forward_fn is None else f"module.{name}" for name in self.tied_weight_attr]
 
 
-class RunBy(nn.Module):
-    """A module that a function runs; or the function alone."""
+class FunctionLayer(nn.Module):
+    """A layer that calls `function(module, inputs)`, or `function(inputs)` where there is no module."""
 
-    def __init__(self, run: Callable[..., Any], module: nn.Module | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], module: nn.Module | None = None) -> None:
         super().__init__()
-        self.run = run
+        self.function = function
         self.module = module
 
     def forward(self, inputs: Any) -> Any:
-        return self.run(inputs) if self.module is None else self.run(self.module, inputs)
+        return self.function(inputs) if self.module is None else self.function(self.module, inputs)
 
 
 Entry = LayerSpec | nn.Module | Callable[[Any], Any]
 
 
 _RECOMPUTES = "call torch.utils.checkpoint.checkpoint in the layers that want it, or give initialize(recompute=True)"
-_NOT_TAKEN = {
+_UNUSED_ARGUMENTS = {
     "topology": "for replicas give the layers to ps.Pipeline(module.specs(), mesh=...)",
     "seed_layers": "leave it out: each layer's first values are drawn by base_seed and its place",
     "seed_fn": "leave it out: each layer's first values are drawn by base_seed and its place",
@@ -84,7 +84,7 @@ _NOT_TAKEN = {
     "dynamic_shape": "give initialize(variable_shapes=True)",
 }
 """Arguments of DeepSpeed's class of this name, and what to do instead."""
-_OF_ENGINE = {
+_METHODS_OF_ENGINE = {
     name: f"it has no parameters before initialize(...) builds the layers of this rank; ask engine.{instead}"
     for name, instead in (
         ("parameters", "parameters()"),
@@ -110,7 +110,7 @@ class PipelineModule:
     """
 
     weights: list[float]
-    """Per layer, the weight that the division balances."""
+    """The weight of each layer, of which all stages get about equal sums."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class PipelineModule:
         **options: Any,
     ) -> None:
         for name in options:
-            raise ConfigError(f"is not taken; {_NOT_TAKEN.get(name, f'see {PAGE}')}", key=name)
+            raise ConfigError(f"is not taken; {_UNUSED_ARGUMENTS.get(name, f'see {PAGE}')}", key=name)
         self.layers = list(layers)
         self.num_stages = num_stages
         self.loss_fn = loss_fn
@@ -134,22 +134,22 @@ class PipelineModule:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"PipelineModule has no {name!r}: {_OF_ENGINE.get(name, f'see {PAGE}')}", name=name, obj=self
+            f"PipelineModule has no {name!r}: {_METHODS_OF_ENGINE.get(name, f'see {PAGE}')}", name=name, obj=self
         )
 
     def specs(self) -> list[nn.Module | Spec]:
         """Return the layers as `penstock.Pipeline` takes them, named by their index."""
-        first_of_key: dict[str, tuple[int, TiedLayerSpec]] = {}
-        found: list[nn.Module | Spec] = []
+        first_by_key: dict[str, tuple[int, TiedLayerSpec]] = {}
+        specs: list[nn.Module | Spec] = []
         for index, entry in enumerate(self.layers):
             if isinstance(entry, nn.Module):
-                found.append(entry)
+                specs.append(entry)
                 continue
-            tied: tuple[tuple[str, str], ...] = ()
+            ties: tuple[tuple[str, str], ...] = ()
             if isinstance(entry, TiedLayerSpec):
-                tied = _ties(entry, *first_of_key.setdefault(entry.key, (index, entry)))
-            found.append(Spec(str(index), _builder(entry), seed=self.base_seed, tied=tied))
-        return found
+                ties = _ties(entry, *first_by_key.setdefault(entry.key, (index, entry)))
+            specs.append(Spec(str(index), _builder(entry), seed=self.base_seed, tied=ties))
+        return specs
 
     def _weights(self) -> list[float]:
         method = self.partition_method
@@ -172,6 +172,7 @@ class PipelineModule:
 
 
 def _ties(entry: TiedLayerSpec, first_index: int, first: TiedLayerSpec) -> tuple[tuple[str, str], ...]:
+    """Return pairs of names: a parameter of a layer, and the one of the first layer of its key that it shares."""
     if entry is first:
         return ()
     if len(entry.tied_weight_attr) != len(first.tied_weight_attr):
@@ -185,10 +186,11 @@ def _ties(entry: TiedLayerSpec, first_index: int, first: TiedLayerSpec) -> tuple
 
 
 def _builder(entry: Entry) -> Callable[[], nn.Module]:
-    return entry.build if isinstance(entry, LayerSpec) else lambda: RunBy(entry)
+    return entry.build if isinstance(entry, LayerSpec) else lambda: FunctionLayer(entry)
 
 
 def _num_trained(entry: Entry) -> int:
+    """Return the number of scalars in a layer that training changes; a spec is built on the meta device for it."""
     if isinstance(entry, nn.Module):
         module = entry
     elif isinstance(entry, LayerSpec):

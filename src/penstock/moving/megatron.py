@@ -20,16 +20,16 @@ from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import MicrobatchLosses, StepResult
 from penstock.ir.operations import OPERATIONS, At, Op, Read, Value
 from penstock.ir.schedule import Schedule
-from penstock.moving.own_stages import LocalStages
+from penstock.moving.own_stages import PipelineMaker
 from penstock.moving.stage_agreement import parts_of_stages
 from penstock.moving.step_stage import CountTokens, ForwardStep, RoutePlace, StepCall, StepLoss, StepStage
 from penstock.pipeline import Pipeline
 
 MAX_PIPELINES = 2
-"""Kept for calls to come: one for training, and one for an evaluation of another number of microbatches."""
+"""How many pipelines stay for later calls: for training, and for an evaluation of another number of microbatches."""
 _TAKES_INPUTS = np.array([Read(Value.OUTPUT, At.UPSTREAM) in OPERATIONS[op].reads for op in Op])
 
-_NOT_NEEDED = (
+_UNUSED_ARGUMENTS = (
     "seq_length",
     "micro_batch_size",
     "decoder_seq_length",
@@ -47,7 +47,7 @@ _SLICES = (
 )
 
 
-_Prepared = tuple[Pipeline, list[StepStage]]
+_StagedPipeline = tuple[Pipeline, list[StepStage]]
 """A pipeline over some model parts, and the stages through which they are called."""
 
 
@@ -74,7 +74,7 @@ class ForwardBackward:
         self._options = options
         if options.get("slices") not in (None, 1) or (isinstance(schedule, Schedule) and schedule.num_slices > 1):
             raise ConfigError(_SLICES, key="schedule")
-        self._prepared: dict[tuple[int, ...], _Prepared] = {}
+        self._pipelines: dict[tuple[int, ...], _StagedPipeline] = {}
         self.result: StepResult | None = None
         """The result of the last call's step: its loss is on every rank."""
 
@@ -106,49 +106,59 @@ class ForwardBackward:
             _require_known(unneeded, call)
             call.iterators = _per_model(data_iterator, len(models))
         except ConfigError as error:
-            problem = error  # this rank goes on to where the others listen, or they would wait for it
-        return self._run(self._prepare(models, num_microbatches, problem), call, problem)
+            problem = error  # raised below, together with the other ranks, which would wait for this one
+        return self._run_batch(self._pipeline_for(models, num_microbatches, problem), call, problem)
 
     @property
     def pipeline(self) -> Pipeline | None:
         """The pipeline of the last call; None before the first."""
-        return next((pipeline for pipeline, _ in reversed(self._prepared.values())), None)
+        return next((pipeline for pipeline, _ in reversed(self._pipelines.values())), None)
 
     def close(self) -> None:
         """Close the connections of all pipelines made so far."""
-        for pipeline, _ in self._prepared.values():
+        for pipeline, _ in self._pipelines.values():
             pipeline.close()
-        self._prepared.clear()
+        self._pipelines.clear()
 
-    def _prepare(self, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None) -> _Prepared:
+    def _pipeline_for(
+        self, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None
+    ) -> _StagedPipeline:
+        """Return the pipeline of these model parts and microbatches, made anew where no recent call had them."""
         key = (num_microbatches, *map(id, models))
-        prepared = self._prepared.pop(key, None) or self._make(models, num_microbatches, problem)
-        self._prepared[key] = prepared  # the last used comes last
-        while len(self._prepared) > MAX_PIPELINES:
-            pipeline, _ = self._prepared.pop(next(iter(self._prepared)))
+        staged_pipeline = self._pipelines.pop(key, None) or self._make_pipeline(models, num_microbatches, problem)
+        self._pipelines[key] = staged_pipeline  # the last used comes last
+        while len(self._pipelines) > MAX_PIPELINES:
+            pipeline, _ = self._pipelines.pop(next(iter(self._pipelines)))
             pipeline.close()
-        return prepared
+        return staged_pipeline
 
-    def _make(self, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None) -> _Prepared:
+    def _make_pipeline(
+        self, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None
+    ) -> _StagedPipeline:
+        """Make the pipeline of these model parts; every rank calls it, even with a problem, which all then raise."""
+        # The target of a microbatch is the number of its tokens (`StepStage.loss_targets`), so it is its own count.
         count = None if self._count_tokens is None else float
-        local = LocalStages.of(self._group, {"count": count, **self._options})
-        schedule = local.joined.together(lambda: self._order(local, models, num_microbatches, problem))
-        indices = schedule.placement.stages_of_rank[local.transport.rank]
-        position, length = parts_of_stages(schedule.placement), len(schedule.placement.routes[0])
-        places = [RoutePlace(position[stage], length, part) for part, stage in enumerate(indices)]
+        maker = PipelineMaker.of(self._group, {"count": count, **self._options})
+        schedule = maker.joined.together(lambda: self._make_schedule(maker, models, num_microbatches, problem))
+        stage_indices = schedule.placement.stages_of_rank[maker.transport.rank]
+        part_of_stage, route_length = parts_of_stages(schedule.placement), len(schedule.placement.routes[0])
+        places = [RoutePlace(part_of_stage[stage], route_length, part) for part, stage in enumerate(stage_indices)]
         loss = StepLoss()
-        stages = local.joined.together(
-            lambda: [StepStage(*pair, self._count_tokens, step_loss=loss) for pair in zip(models, places, strict=True)]
+        stages = maker.joined.together(
+            lambda: [
+                StepStage(part, place, self._count_tokens, step_loss=loss)
+                for part, place in zip(models, places, strict=True)
+            ]
         )
-        return local.pipeline(dict(zip(indices, stages, strict=True)), schedule, loss), stages
+        return maker.pipeline(dict(zip(stage_indices, stages, strict=True)), schedule, loss), stages
 
-    def _order(
-        self, local: LocalStages, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None
+    def _make_schedule(
+        self, maker: PipelineMaker, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None
     ) -> Schedule:
         if problem is not None:
             raise problem
         default = "1f1b" if len(models) == 1 else "interleaved-1f1b"
-        schedule = local.schedule(self._schedule or default, num_microbatches, len(models))
+        schedule = maker.schedule(self._schedule or default, num_microbatches, len(models))
         _require_order(schedule)
         if len(schedule.placement.routes) > 1 and self._count_tokens is not None:
             raise ConfigError(
@@ -156,17 +166,17 @@ class ForwardBackward:
                 "tokens of all microbatches; drop it, or use a schedule with one route",
                 key="count_tokens",
             )
-        indices = schedule.placement.stages_of_rank[local.transport.rank]
-        if len(indices) != len(models):
+        stage_indices = schedule.placement.stages_of_rank[maker.transport.rank]
+        if len(stage_indices) != len(models):
             raise ConfigError(
-                f"{len(models)} parts, but {schedule.name} places the stages {list(indices)} on rank "
-                f"{local.transport.rank}; bring one part for each",
+                f"{len(models)} parts, but {schedule.name} places the stages {list(stage_indices)} on rank "
+                f"{maker.transport.rank}; bring one part for each",
                 key="model",
             )
         return schedule
 
-    def _run(self, prepared: _Prepared, call: StepCall, problem: ConfigError | None) -> list[Any]:
-        pipeline, stages = prepared
+    def _run_batch(self, staged_pipeline: _StagedPipeline, call: StepCall, problem: ConfigError | None) -> list[Any]:
+        pipeline, stages = staged_pipeline
         if problem is not None:
             pipeline.refuse(problem, Mode.EVALUATE if call.is_forward_only else Mode.TRAIN)
         target: PreSplit | None = None
@@ -175,8 +185,9 @@ class ForwardBackward:
             if stage.place.is_last:
                 target = PreSplit(stage.loss_targets())
         try:
-            run = pipeline.evaluate if call.is_forward_only else pipeline.step
-            result = run(target=target, microbatch=PreSplit(range(call.num_microbatches)))
+            # Both draw their batch from the data iterators: the pipeline itself passes the number of a microbatch only.
+            run_pipeline = pipeline.evaluate if call.is_forward_only else pipeline.step
+            result = run_pipeline(target=target, microbatch=PreSplit(range(call.num_microbatches)))
         finally:
             for stage in stages:
                 stage.end()
@@ -192,8 +203,8 @@ get_forward_backward_func = ForwardBackward
 
 def _require_known(unneeded: Iterable[str], call: StepCall) -> None:
     for name in unneeded:
-        if name not in _NOT_NEEDED:
-            raise ConfigError(f"is nothing that this function takes.{nearest(name, _NOT_NEEDED)}", key=name)
+        if name not in _UNUSED_ARGUMENTS:
+            raise ConfigError(f"is nothing that this function takes.{nearest(name, _UNUSED_ARGUMENTS)}", key=name)
     if call.collects_non_loss_data and not call.is_forward_only:
         raise ConfigError(
             "works with forward_only=True alone: without a loss there is no backward", key="collect_non_loss_data"
@@ -219,10 +230,10 @@ def _require_order(schedule: Schedule) -> None:
         raise ConfigError(_SLICES, key="schedule")
     is_forward = _TAKES_INPUTS[schedule.kind]
     for stage in range(schedule.num_stages):
-        order = schedule.microbatch[is_forward & (schedule.stage == stage)]
-        if (np.diff(order) < 0).any():
+        microbatches = schedule.microbatch[is_forward & (schedule.stage == stage)]
+        if (np.diff(microbatches) < 0).any():
             raise ConfigError(
-                f"stage {stage} of {schedule.name} takes the microbatches in the order {order.tolist()}, but data "
-                "iterators give them in ascending order; use another schedule",
+                f"stage {stage} of {schedule.name} takes the microbatches in the order {microbatches.tolist()}, but "
+                "data iterators give them in ascending order; use another schedule",
                 key="schedule",
             )

@@ -40,17 +40,17 @@ class Layout:
 
     def __str__(self) -> str:
         """Return the shortest text with one star per run of letters or of equal stages, which reads as this layout."""
-        *ended, last = self.stages
+        *stages_but_last, last_stage = self.stages
         parts = []
-        for stage, same in groupby(ended):
-            number = len(list(same))
+        for stage, repeats in groupby(stages_but_last):
+            number = len(list(repeats))
             text = _letters(stage)
             parts.append(f"({text}|)*{number}" if number > 1 else f"{text}|")
-        return "".join(parts) + _letters(last)
+        return "".join(parts) + _letters(last_stage)
 
     @property
     def num_stages(self) -> int:
-        """How many stages it has, empty ones too."""
+        """The number of stages, with the empty ones."""
         return len(self.stages)
 
     def count(self, letter: str) -> int:
@@ -82,39 +82,41 @@ class Layout:
         num_columns = self.num_stages // num_ranks
         rows = [["rank", *[f"part {part}" for part in range(num_columns)]]]
         for rank in range(num_ranks):
-            own = [self.stages[part * num_ranks + rank] for part in range(num_columns)]
-            rows.append([str(rank), *[_letters(stage) or "-" for stage in own]])
+            rank_stages = [self.stages[part * num_ranks + rank] for part in range(num_columns)]
+            rows.append([str(rank), *[_letters(stage) or "-" for stage in rank_stages]])
         widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join(lines)
 
     def _check(self, text: str) -> None:
-        order = "".join(self.stages)
-        counts = Counter(order)
+        """Refuse a layout without its one embedding and one loss, or out of order. Raises: FormatError."""
+        letters = "".join(self.stages)
+        counts = Counter(letters)
         for letter, name in (("E", "embedding"), ("L", "loss")):
             if counts[letter] != 1:
                 raise FormatError(f"{counts[letter]} of {letter} ({name}); a layout has one", file=text)
-        ranks = [LETTERS.index(letter) for letter in order]
-        wrong = next((index for index in range(1, len(ranks)) if ranks[index] < ranks[index - 1]), None)
-        if wrong is not None:
-            raise FormatError(
-                f"{order[wrong]} comes after {order[wrong - 1]}; the order of the forward is E, t, m, L", file=text
-            )
+        positions = [LETTERS.index(letter) for letter in letters]
+        for index in range(1, len(positions)):
+            if positions[index] < positions[index - 1]:
+                problem = f"{letters[index]} comes after {letters[index - 1]}; the order of the forward is E, t, m, L"
+                raise FormatError(problem, file=text)
 
 
 def _tokens(text: str) -> Iterator[tuple[str, int]]:
     """Yield the letters, bars, parentheses and stars of a layout, each with its column."""
-    for found in _TOKEN.finditer(text):
-        if found[1] is None:
-            problem = f"{found.group()!r} is no letter of {LETTERS} and none of | ( ) *3 ,"
-            raise FormatError(problem, file=text, column=found.start() + 1)
-        yield found.group(), found.start() + 1
+    for match in _TOKEN.finditer(text):
+        if match[1] is None:
+            problem = f"{match.group()!r} is no letter of {LETTERS} and none of | ( ) *3 ,"
+            raise FormatError(problem, file=text, column=match.start() + 1)
+        yield match.group(), match.start() + 1
 
 
 def _written_out(text: str) -> str:
-    """Return the letters and bars of a layout, all repetitions written out."""
+    """Return the letters and bars of a layout, all repetitions written out. Raises: FormatError."""
+    # The stack of open parentheses: what each has within it so far, by token or finished group, and its column. The
+    # bottom is the layout itself. A star repeats the last entry of the innermost one.
     groups: list[tuple[list[str], int]] = [([], 0)]
-    before = ""
+    previous_token = ""
     for token, column in list(_tokens(text)):
         parts = groups[-1][0]
         if token == "(":
@@ -122,11 +124,11 @@ def _written_out(text: str) -> str:
         elif token == ")":
             if len(groups) == 1:
                 raise FormatError("this ) closes nothing", file=text, column=column)
-            inner, _ = groups.pop()
-            groups[-1][0].append("".join(inner))
+            group_parts, _ = groups.pop()
+            groups[-1][0].append("".join(group_parts))
         elif not token.startswith("*"):
             parts.append(token)
-        elif before in ("", "|", "("):
+        elif previous_token in ("", "|", "("):
             problem = "nothing stands before this star; put a letter or a group in parentheses there"
             raise FormatError(problem, file=text, column=column)
         elif (times := int(token[1:])) < 1 or times * len(parts[-1]) > _MAX_LAYERS:
@@ -134,13 +136,13 @@ def _written_out(text: str) -> str:
             raise FormatError(problem, file=text, column=column)
         else:
             parts[-1] *= times
-        before = token
+        previous_token = token
     if len(groups) > 1:
         raise FormatError("this ( is never closed", file=text, column=groups[-1][1])
     return "".join(groups[0][0])
 
 
 def _letters(stage: str) -> str:
-    """Write runs of a letter short."""
-    runs = [(letter, len(list(same))) for letter, same in groupby(stage)]
+    """Return the letters of a stage with one star per run of a letter, such as `Et*3`."""
+    runs = [(letter, len(list(repeats))) for letter, repeats in groupby(stage)]
     return "".join(letter if number == 1 else f"{letter}*{number}" for letter, number in runs)

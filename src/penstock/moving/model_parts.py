@@ -25,7 +25,7 @@ _CONTAINERS = (nn.ModuleDict, nn.ModuleList)
 class Absent(nn.Module):
     """Stands in a list for a layer of another part."""
 
-    def forward(self, hidden: Any, *others: Any, **keywords: Any) -> Any:
+    def forward(self, hidden: Any, *further_inputs: Any, **keywords: Any) -> Any:
         return hidden
 
 
@@ -49,39 +49,43 @@ class ModelParts:
         return len(self._names)
 
     def make(self, stage: int) -> nn.Module:
-        """Copy what a part has, and nothing else of the model."""
+        """Return a copy of the model without the modules that only other parts have; these are not even copied."""
         names = self._names[stage]
-        kept = {
+        kept_ids = {
             id(module)
             for name, module in _modules(self._model)
             if self._is_needed(name, names) or isinstance(module, _CONTAINERS)
         }
-        # deepcopy does not copy what it finds in its memory.
-        absent = [module for _, module in _modules(self._model) if id(module) not in kept]
-        memory: dict[int, Any] = {id(module): Absent() for module in absent}
-        part = copy.deepcopy(self._model, memory)
+        # deepcopy takes the copy of an object from its memo, if that has one: modules of other parts become Absent.
+        memo: dict[int, Any] = {
+            id(module): Absent() for _, module in _modules(self._model) if id(module) not in kept_ids
+        }
+        part = copy.deepcopy(self._model, memo)
         self._prune(part, "", names)
         return part
 
     def tied(self) -> list[tuple[str, str]]:
-        """Return pairs of parameter names `stage.name` that mean one parameter, with the first that has it."""
-        first: dict[int, str] = {}
+        """Return pairs of parameter names `stage.name` that mean one parameter: its first name, and another one."""
+        owner_names: dict[int, str] = {}
         pairs = []
         for stage, names in enumerate(self._names):
             for name, parameter in self._model.named_parameters(remove_duplicate=False):
                 if self._is_needed(name.rpartition(".")[0], names):
-                    known = first.setdefault(id(parameter), f"{stage}.{name}")
-                    pairs += [(known, f"{stage}.{name}")] if known != f"{stage}.{name}" else []
+                    stage_name = f"{stage}.{name}"
+                    owner_name = owner_names.setdefault(id(parameter), stage_name)
+                    pairs += [(owner_name, stage_name)] if owner_name != stage_name else []
         return pairs
 
     def _check(self) -> None:
-        known = [name for name, _ in _modules(self._model) if name]
+        module_names = [name for name, _ in _modules(self._model) if name]
         for stage, names in enumerate(self._names):
             if not names:
                 raise PartitionError(f"part {stage} names no module; give it one, or use fewer parts")
             for name in names:
-                if name not in known:
-                    raise PartitionError(f"part {stage}: the model has no module {name!r}.{nearest(name, known)}")
+                if name not in module_names:
+                    raise PartitionError(
+                        f"part {stage}: the model has no module {name!r}.{nearest(name, module_names)}"
+                    )
         for name, _ in self._model.named_parameters():
             owner = name.rpartition(".")[0]
             if not any(self._is_needed(owner, names) for names in self._names):
@@ -89,13 +93,14 @@ class ModelParts:
 
     def _is_inside(self, name: str, names: Sequence[str]) -> bool:
         """Whether a module is one of the names, or below one."""
-        return any(name == kept or name.startswith(f"{kept}.") for kept in names)
+        return any(name == part_name or name.startswith(f"{part_name}.") for part_name in names)
 
     def _is_needed(self, name: str, names: Sequence[str]) -> bool:
-        """Whether a module is one of the names, or below or above one; the model itself is always."""
-        return not name or self._is_inside(name, names) or any(kept.startswith(f"{name}.") for kept in names)
+        """Whether a module is one of the names, or below or above one; the model itself is always needed."""
+        return not name or self._is_inside(name, names) or any(part_name.startswith(f"{name}.") for part_name in names)
 
     def _prune(self, module: nn.Module, prefix: str, names: Sequence[str]) -> None:
+        """Remove the children of a module that a part of these names does not need; `prefix` is the module's name."""
         children = [(child, value) for child, value in _modules(module) if child and "." not in child]
         for child, value in children:
             name = f"{prefix}{child}"
@@ -112,5 +117,5 @@ class ModelParts:
 
 
 def _modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All modules by name, one that has several names under each."""
+    """Return all modules with their names; a module with several names is listed under each of them."""
     return list(module.named_modules(remove_duplicate=False))

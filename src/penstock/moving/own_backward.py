@@ -38,36 +38,39 @@ def own_backward(module: nn.Module) -> nn.Module:
 
 
 def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add to what a parameter has accumulated, as autograd does; a frozen one gets nothing."""
+    """Add a gradient to the parameter's `.grad`, as autograd does; a frozen parameter gets none."""
     if parameter.requires_grad:
         parameter.grad = gradient.detach() if parameter.grad is None else parameter.grad + gradient.detach()
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """A tree of which the tensors have been taken out."""
+class _TreeForm:
+    """A tree without its tensors, which autograd's functions take and return as a flat list."""
 
     spec: TreeSpec
-    others: tuple[Any, ...]
-    """Per leaf, what it is if it is no tensor; else `_TENSOR`."""
+    constants: tuple[Any, ...]
+    """The leaves of the tree, with `_IS_TENSOR` in place of each tensor."""
 
     @classmethod
-    def of(cls, tree: Any) -> tuple["_Form", list[Tensor]]:
+    def of(cls, tree: Any) -> tuple["_TreeForm", list[Tensor]]:
+        """Return the form of a tree, and its tensors in order."""
         leaves, spec = flatten(tree)
-        others = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        return cls(spec, others), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        constants = tuple(_IS_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(spec, constants), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def filled(self, tensors: Sequence[Any]) -> Any:
-        rest = iter(tensors)
-        return self.spec.unflatten([next(rest) if other is _TENSOR else other for other in self.others])
+        """Return a tree of this form with other tensors."""
+        remaining_tensors = iter(tensors)
+        leaves = [next(remaining_tensors) if constant is _IS_TENSOR else constant for constant in self.constants]
+        return self.spec.unflatten(leaves)
 
-    def taken_from(self, tree: Any) -> list[Any]:
-        """Return what a tree of this form has in the places of the tensors; a None may stand for a whole branch."""
+    def tensors_of(self, tree: Any) -> list[Any]:
+        """Return the values of a tree where this form has tensors; a None may stand for a whole branch."""
         values = self.spec.spread(tree, lambda value: isinstance(value, Tensor), "the gradient of the input")
-        return [value for value, other in zip(values, self.others, strict=True) if other is _TENSOR]
+        return [value for value, constant in zip(values, self.constants, strict=True) if constant is _IS_TENSOR]
 
 
-_TENSOR = object()
+_IS_TENSOR = object()
 
 
 class _OwnBackward(nn.Module):
@@ -80,9 +83,9 @@ class _OwnBackward(nn.Module):
         self.module = module
 
     def forward(self, *inputs: Any) -> Any:
-        form, tensors = _Form.of(inputs)
+        form, tensors = _TreeForm.of(inputs)
         call = _Call(self.module, form)
-        # Tokens need no gradient, and the weights are no inputs of the function: something must ask for a backward.
+        # Autograd runs the backward only if an input needs a gradient. Tokens need none, and the weights are no inputs.
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
         outputs = _Function.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
         assert call.outputs is not None
@@ -94,11 +97,12 @@ class _Call:
     """One forward, until its backward has run."""
 
     module: Any
-    inputs: _Form
-    outputs: _Form | None = None
+    inputs: _TreeForm
+    outputs: _TreeForm | None = None
     context: Any = None
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run the module on input tensors, keep its context, and return the output's tensors."""
         returned = self.module(*self.inputs.filled(tensors))
         if not (isinstance(returned, tuple) and len(returned) == 2):
             raise PipelineError(
@@ -106,15 +110,17 @@ class _Call:
                 "returns a pair (output, context)"
             )
         output, self.context = returned
-        self.outputs, found = _Form.of(output)
-        return found
+        self.outputs, output_tensors = _TreeForm.of(output)
+        return output_tensors
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Any]:
+        """Return the gradient of each input tensor, which the module's own backward computes."""
         assert self.outputs is not None
-        filled = self.outputs.filled(gradients)
-        gradient = map_leaves(lambda leaf: leaf if isinstance(leaf, Tensor) else None, filled)
-        found = self.module.backward(gradient, self.context)
-        return self.inputs.taken_from(found if len(self.inputs.spec.names) > 1 else (found,))
+        output_gradients = self.outputs.filled(gradients)
+        # A leaf of the output that is no tensor has no gradient.
+        gradient = map_leaves(lambda leaf: leaf if isinstance(leaf, Tensor) else None, output_gradients)
+        input_gradients = self.module.backward(gradient, self.context)
+        return self.inputs.tensors_of(input_gradients if len(self.inputs.spec.names) > 1 else (input_gradients,))
 
 
 class _Function(torch.autograd.Function):

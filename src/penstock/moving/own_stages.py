@@ -42,8 +42,8 @@ class RemoteStage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnStage:
-    """Hands over what this rank brought; of a bare module, a second route on another thread would run a deep copy."""
+class LocalStage:
+    """Stands for a stage that this rank brings; of a bare module, a second route on another thread would run a copy."""
 
     module: nn.Module
 
@@ -52,22 +52,23 @@ class OwnStage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LocalStages:
-    """Where a pipeline is to run, and what it was asked for beside its schedule."""
+class PipelineMaker:
+    """Makes a pipeline of the stages that the ranks of a group bring."""
 
     joined: Joined
+    """The group and the transport of the ranks, and the options that belong to the schedule's family."""
     options: Mapping[str, Any]
-    """Those of `PipelineOptions`, as they were given."""
+    """The options of `PipelineOptions`, as the caller passed them."""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | int | None, options: Mapping[str, Any]) -> "LocalStages":
+    def of(cls, group: dist.ProcessGroup | int | None, options: Mapping[str, Any]) -> "PipelineMaker":
         """Take the transport that `options` name, or a new one; every rank of the group calls it.
 
         As for `Pipeline`, a whole number as `group` is an option of the schedule's family.
         """
         joined = join(None, group, options, [GROUP])
-        taken = {"transport", *joined.family_options}
-        return cls(joined, {name: options[name] for name in options if name not in taken})
+        joined_options = {"transport", *joined.family_options}
+        return cls(joined, {name: options[name] for name in options if name not in joined_options})
 
     @property
     def transport(self) -> Transport:
@@ -77,7 +78,7 @@ class LocalStages:
     def schedule(
         self, schedule: str | Path | Schedule, microbatches: int | None, stages_per_rank: int | None
     ) -> Schedule:
-        """Return the schedule for this many ranks, a file's or a given one's as it is.
+        """Return the schedule of this name for the ranks of the group; that of a file, or a Schedule, as it is.
 
         Raises:
             ConfigError: there is no such schedule, it cannot run here, or it is a program.
@@ -103,30 +104,30 @@ class LocalStages:
     def stages_per_rank(self, schedule: str | Path | Schedule, num_parts: int) -> int | None:
         """Return how many stages a rank has of a model in so many parts; None where a family leaves no choice.
 
-        Families of two routes hold each part twice.
+        Families of two routes hold each part twice, and leave no choice.
         """
-        per_rank = max(num_parts // self.transport.num_ranks, 1)
-        taken = find_family(str(schedule)).stages_per_rank if is_family_name(schedule) else (0,)
-        return per_rank if per_rank in taken or 0 in taken else None
+        even_number = max(num_parts // self.transport.num_ranks, 1)
+        allowed_numbers = find_family(str(schedule)).stages_per_rank if is_family_name(schedule) else (0,)
+        return even_number if even_number in allowed_numbers or 0 in allowed_numbers else None
 
-    def pipeline(self, own: Mapping[int, nn.Module], schedule: Schedule, loss: Loss | None) -> Pipeline:
-        """Make the pipeline of which this rank brings the stages `own`; every rank calls it.
+    def pipeline(self, modules: Mapping[int, nn.Module], schedule: Schedule, loss: Loss | None) -> Pipeline:
+        """Make the pipeline of which this rank brings `modules`, by their stage; every rank calls it.
 
-        With two routes, what the two copies of a part start with are the first one's values.
+        With two routes, both copies of a part start with the values of the first one.
 
         Raises:
             PartitionError: on every rank alike, if a rank brings other stages than the schedule places there, or if two
                 copies of a part differ.
         """
-        shared = agree_on_stages(self.transport, own, schedule)
+        ties = agree_on_stages(self.transport, modules, schedule)
         routes = schedule.placement.routes
-        parts = parts_of_stages(schedule.placement)
+        part_of_stage = parts_of_stages(schedule.placement)
         layers: list[Layer] = [RemoteStage(part) for part in range(len(routes[0]))]
-        for stage, module in own.items():
-            layers[parts[stage]] = module if len(routes) == 1 else OwnStage(module)
+        for stage, module in modules.items():
+            layers[part_of_stage[stage]] = module if len(routes) == 1 else LocalStage(module)
         options = dict(self.options)
-        if shared:
-            options["tied"] = [*options.get("tied", ()), *shared]
+        if ties:
+            options["tied"] = [*options.get("tied", ()), *ties]
         group, transport = self.joined.process_group, self.transport
         return Pipeline(
             layers, schedule, loss=loss, group=group, ranks=transport.num_ranks, transport=transport, **options

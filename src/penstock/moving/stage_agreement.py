@@ -23,51 +23,60 @@ from penstock.placement import Placement
 Pair = tuple[str, str]
 
 
-def agree_on_stages(transport: Transport, own: Mapping[int, nn.Module], schedule: Schedule) -> list[Pair]:
+def agree_on_stages(transport: Transport, modules: Mapping[int, nn.Module], schedule: Schedule) -> list[Pair]:
     """Make sure that every rank brings the stages that the schedule places there; a collective.
 
-    Returns, with two routes, the names of parameters that a rank holds as one object in two parts of the model: what
-    all ranks must treat as tied, since both parts have copies elsewhere.
+    With two routes, return the pairs of parameter names that a rank holds as one object in two parts of the model: all
+    ranks must treat them as tied, since both parts have copies elsewhere.
 
     Raises:
         PipelineError: the ranks have different schedules.
         PartitionError: on every rank alike, naming the rank, its stage and the first difference.
     """
-    has_copies = len(schedule.placement.routes) > 1
-    parts = parts_of_stages(schedule.placement) if has_copies else []
-    everyone = Control(transport).together(
-        lambda: {
-            "setup": {"schedule": f"{schedule!r} #{digest(schedule.to_csv()):x}"},
-            # An identity within this process, and every parameter and buffer.
-            "stages": {
-                str(stage): [id(module), TiedCopy(dict(module.named_parameters()), (), [module]).describe()]
-                for stage, module in sorted(own.items())
-            },
-            "shared": _shared({stage: own[stage] for stage in own if stage < len(parts)}, parts),
-        }
-    )
-    require_equal([theirs["setup"] for theirs in everyone])
-    described: dict[int, Any] = {}
-    for rank, theirs in enumerate(everyone):
-        found, wanted = sorted(map(int, theirs["stages"])), list(schedule.placement.stages_of_rank[rank])
-        if found != wanted:
-            drawn = " | ".join(" ".join(map(str, stages)) for stages in schedule.placement.stages_of_rank)
+    placement = schedule.placement
+    has_copies = len(placement.routes) > 1
+    part_of_stage = parts_of_stages(placement) if has_copies else []
+    reports = Control(transport).together(lambda: _rank_report(modules, schedule, part_of_stage))
+    require_equal([report["setup"] for report in reports])
+    stage_reports: dict[int, Any] = {}
+    for rank, report in enumerate(reports):
+        stages, expected_stages = sorted(map(int, report["stages"])), list(placement.stages_of_rank[rank])
+        if stages != expected_stages:
+            placement_text = " | ".join(" ".join(map(str, stages)) for stages in placement.stages_of_rank)
             raise PartitionError(
-                f"rank {rank} brings the stages {found}, but {schedule.name} with {schedule.num_stages} stages places "
-                f"{wanted} there; bring these (in all: {drawn}), or use another schedule"
+                f"rank {rank} brings the stages {stages}, but {schedule.name} with {schedule.num_stages} stages places "
+                f"{expected_stages} there; bring these (in all: {placement_text}), or use another schedule"
             )
-        described |= {int(stage): module for stage, module in theirs["stages"].items()}
+        stage_reports |= {int(stage): stage_report for stage, stage_report in report["stages"].items()}
     if not has_copies:
         return []
-    for stage, part in enumerate(parts):
-        first = parts.index(part)
-        if first != stage:
-            _require_copies(described, first, stage, schedule.placement, in_one_process=shares_process(transport))
-    return _agreed_pairs([theirs["shared"] for theirs in everyone], schedule.placement, parts)
+    in_one_process = shares_process(transport)
+    for stage, part in enumerate(part_of_stage):
+        first_stage = part_of_stage.index(part)
+        if first_stage != stage:
+            _require_equal_copies(stage_reports, first_stage, stage, placement, in_one_process=in_one_process)
+    return _agreed_pairs([report["shared"] for report in reports], placement, part_of_stage)
+
+
+def _rank_report(modules: Mapping[int, nn.Module], schedule: Schedule, part_of_stage: Sequence[int]) -> dict[str, Any]:
+    """Return what this rank tells the others of its stages: plain values.
+
+    Of each stage: the identity of its module within this process, and a line for every parameter and buffer.
+    """
+    return {
+        "setup": {"schedule": f"{schedule!r} #{digest(schedule.to_csv()):x}"},
+        "stages": {
+            str(stage): [id(module), TiedCopy(dict(module.named_parameters()), (), [module]).describe()]
+            for stage, module in sorted(modules.items())
+        },
+        "shared": _shared_parameter_pairs(
+            {stage: module for stage, module in modules.items() if stage < len(part_of_stage)}, part_of_stage
+        ),
+    }
 
 
 def parts_of_stages(placement: Placement) -> list[int]:
-    """Return per stage the part of the model that it runs: its place on its route.
+    """Return, per stage, the index of the part of the model that it runs, which is its position on its route.
 
     Raises:
         PartitionError: the routes differ in length.
@@ -75,55 +84,60 @@ def parts_of_stages(placement: Placement) -> list[int]:
     return [part.start for part in split_over(placement, len(placement.routes[0]))]
 
 
-def _require_copies(
-    described: Mapping[int, Any], first: int, other: int, placement: Placement, *, in_one_process: bool
+def _require_equal_copies(
+    stage_reports: Mapping[int, Any], first_stage: int, stage: int, placement: Placement, *, in_one_process: bool
 ) -> None:
-    """Two copies on one rank are one module, on two ranks modules of the same form."""
-    first_rank, rank = placement.rank_of_stage[first], placement.rank_of_stage[other]
-    (identity, expected), (other_identity, found) = described[first], described[other]
+    """Refuse two copies of a part of the model that differ: on one rank they are one module, else of the same form."""
+    first_rank, rank = placement.rank_of_stage[first_stage], placement.rank_of_stage[stage]
+    first_identity, first_tensors = stage_reports[first_stage]
+    identity, tensors = stage_reports[stage]
     if first_rank == rank:
-        if identity != other_identity:
+        if first_identity != identity:
             raise PartitionError(
-                f"rank {rank}: the stages {first} and {other} are two copies of one part of the model, and both here, "
-                "but two modules are given; give the same module for both"
+                f"rank {rank}: the stages {first_stage} and {stage} are two copies of one part of the model, and both "
+                "here, but two modules are given; give the same module for both"
             )
         return
-    for both in zip_longest(expected, found, fillvalue=("nothing more", "")):
-        wanted, brought = (" ".join(named).rstrip() for named in both)
-        if wanted != brought:
+    for tensor_pair in zip_longest(first_tensors, tensors, fillvalue=("nothing more", "")):
+        expected, actual = (" ".join(tensor).rstrip() for tensor in tensor_pair)
+        if expected != actual:
             raise PartitionError(
-                f"rank {rank} brings, as stage {other}, a module with {brought}, where the other copy of this part of "
-                f"the model, stage {first} of rank {first_rank}, has {wanted}; bring modules with the same parameters "
-                "and buffers for both"
+                f"rank {rank} brings, as stage {stage}, a module with {actual}, where the other copy of this part of "
+                f"the model, stage {first_stage} of rank {first_rank}, has {expected}; bring modules with the same "
+                "parameters and buffers for both"
             )
     # Ranks that are threads would add to the gradients of one module at the same time.
-    if in_one_process and identity == other_identity:
+    if in_one_process and first_identity == identity:
         raise PartitionError(
-            f"rank {first_rank} and rank {rank} bring the very same module as the stages {first} and {other}; give "
-            "each rank a module of its own"
+            f"rank {first_rank} and rank {rank} bring the very same module as the stages {first_stage} and {stage}; "
+            "give each rank a module of its own"
         )
 
 
-def _shared(own: Mapping[int, nn.Module], parts: Sequence[int]) -> list[Pair]:
-    """Names of parameters of different parts that are one object on this rank."""
-    names: dict[int, list[str]] = {}
-    for stage in sorted(own, key=lambda stage: (parts[stage], stage)):
-        for name, parameter in own[stage].named_parameters():
-            full = f"{parts[stage]}.{name}"
-            if full not in names.setdefault(id(parameter), []):
-                names[id(parameter)].append(full)
-    return [pair for same in names.values() for pair in combinations(same, 2)]
+def _shared_parameter_pairs(modules: Mapping[int, nn.Module], part_of_stage: Sequence[int]) -> list[Pair]:
+    """Return pairs of names, in different parts of the model, that are one parameter object on this rank."""
+    names_by_id: dict[int, list[str]] = {}
+    for stage in sorted(modules, key=lambda stage: (part_of_stage[stage], stage)):
+        for name, parameter in modules[stage].named_parameters():
+            full_name = f"{part_of_stage[stage]}.{name}"
+            names = names_by_id.setdefault(id(parameter), [])
+            if full_name not in names:  # both copies of a part have the same names
+                names.append(full_name)
+    return [pair for names in names_by_id.values() for pair in combinations(names, 2)]
 
 
-def _agreed_pairs(shared: Sequence[list[Any]], placement: Placement, parts: Sequence[int]) -> list[Pair]:
-    """All ranks' pairs; a rank that holds both parts of a pair must hold one object, too."""
-    everyone = [{(str(one), str(other)) for one, other in theirs} for theirs in shared]
-    for rank, pair in ((rank, pair) for rank, pairs in enumerate(everyone) for pair in sorted(pairs)):
-        needed = {int(name.partition(".")[0]) for name in pair}
-        for other, stages in enumerate(placement.stages_of_rank):
-            if needed <= {parts[stage] for stage in stages} and pair not in everyone[other]:
+def _agreed_pairs(
+    reported_pairs: Sequence[list[Any]], placement: Placement, part_of_stage: Sequence[int]
+) -> list[Pair]:
+    """Return the pairs of all ranks; a rank that holds both parts of a pair must hold one object, too."""
+    pairs_by_rank = [{(str(first), str(second)) for first, second in pairs} for pairs in reported_pairs]
+    parts_by_rank = [{part_of_stage[stage] for stage in stages} for stages in placement.stages_of_rank]
+    for rank, pair in ((rank, pair) for rank, pairs in enumerate(pairs_by_rank) for pair in sorted(pairs)):
+        pair_parts = {int(name.partition(".")[0]) for name in pair}
+        for peer_rank, parts in enumerate(parts_by_rank):
+            if pair_parts <= parts and pair not in pairs_by_rank[peer_rank]:
                 raise PartitionError(
-                    f"{pair[0]!r} and {pair[1]!r} are one parameter on rank {rank}, but two on rank {other}, which "
+                    f"{pair[0]!r} and {pair[1]!r} are one parameter on rank {rank}, but two on rank {peer_rank}, which "
                     "holds the other copies of both; share them on both ranks, or on neither and name them in tied"
                 )
-    return sorted(set().union(*everyone))
+    return sorted(set().union(*pairs_by_rank))

@@ -28,14 +28,14 @@ CountTokens = Callable[[Any], float | Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RoutePlace:
-    """Where a model part stands; a forward step that names a parameter `place` is given it."""
+    """The position of a model part in the model; a forward step that has a parameter `place` gets it."""
 
     stage: int
-    """Its place on the route that a microbatch travels; with two routes, each begins with 0."""
+    """The position of the part on the route that a microbatch travels; with two routes, each begins with 0."""
     num_stages: int
-    """Those of the route."""
+    """The number of stages of the route."""
     part: int
-    """Its index among the model parts of its rank."""
+    """The index of the part among the model parts of its rank."""
 
     @property
     def is_first(self) -> bool:
@@ -48,11 +48,11 @@ class RoutePlace:
 
 @dataclass(slots=True, eq=False)
 class StepCall:
-    """One call: what all stages of a rank run."""
+    """The arguments of one call of the `ForwardBackward`, which all stages of a rank run."""
 
     forward_step: ForwardStep
     iterators: list[Any]
-    """Per model part of the rank, its data; None where its forward step takes none."""
+    """The data of each model part of the rank; None where its forward step takes none."""
     num_microbatches: int
     is_forward_only: bool = False
     collects_non_loss_data: bool = False
@@ -65,7 +65,7 @@ class StepLoss:
         self._next: Callable[[Any], LossOutput] | None = None
 
     def follow(self, loss: Callable[[Any], LossOutput] | None) -> None:
-        """Take the loss of the forward step just run; None: forget it."""
+        """Set the loss function for the output of the forward step that has just run; None drops it."""
         self._next = loss
 
     def __call__(self, output: Any, target: object) -> LossOutput:
@@ -96,7 +96,7 @@ class StepStage(nn.Module):
         self._failure: Exception | None = None
 
     def begin(self, call: StepCall) -> None:
-        """Take up a call; the forwards to come belong to it."""
+        """Begin a call, to which the forwards until `end` belong; on the last stage, count its tokens if it must."""
         self._call = call
         self._data = call.iterators[self.place.part]
         self._counts = []
@@ -110,11 +110,11 @@ class StepStage(nn.Module):
             items = list(islice(self._data, call.num_microbatches))
             self._counts = [float(count_tokens(item)) for item in items]
             self._data = iter(items)
-        except Exception as error:  # told by the forward, where it ends the step on all ranks
+        except Exception as error:  # the first forward raises it, where it ends the step on all ranks
             self._failure = error
 
     def loss_targets(self) -> list[Tensor]:
-        """Return per microbatch what its loss is the mean over: its tokens, or 1 where microbatches count alike."""
+        """Return, per microbatch, the number of tokens that its loss is the mean of, or 1 where none are counted."""
         assert self._call is not None
         # A batch that ends too early has a count for the missing ones too: the forward then says what is missing.
         counts = [*self._counts, *[1.0] * self._call.num_microbatches][: self._call.num_microbatches]
@@ -133,8 +133,8 @@ class StepStage(nn.Module):
             raise self._failure
         self._set_input(_as_list(received))
         try:
-            is_placed = "place" in inspect.signature(call.forward_step).parameters
-            returned = call.forward_step(self._data, self.model, **({"place": self.place} if is_placed else {}))
+            takes_place = "place" in inspect.signature(call.forward_step).parameters
+            returned = call.forward_step(self._data, self.model, **({"place": self.place} if takes_place else {}))
         except StopIteration as error:
             raise PipelineError(
                 f"stage {self.place.stage}: the data ended at microbatch {microbatch} of {call.num_microbatches}; give "
@@ -155,6 +155,7 @@ class StepStage(nn.Module):
         return output
 
     def _loss(self, call: StepCall, loss_func: Callable[..., Any], microbatch: int, output: Any) -> LossOutput:
+        """Return the mean loss of a microbatch and what its loss function reported. Raises: PipelineError."""
         if call.collects_non_loss_data:
             return LossOutput(torch.zeros(()), reported=loss_func(output, non_loss_data=True))
         match loss_func(output):
@@ -162,28 +163,28 @@ class StepStage(nn.Module):
                 return LossOutput(self._mean(loss, None, microbatch), reported=reported)
             case (total, num_tokens, reported):
                 return LossOutput(self._mean(total, num_tokens, microbatch), reported=reported)
-            case other:
+            case returned:
                 raise PipelineError(
-                    f"microbatch {microbatch}: the loss function returned a {type(other).__name__}; expected "
+                    f"microbatch {microbatch}: the loss function returned a {type(returned).__name__}; expected "
                     "(loss, reported) or (sum, num_tokens, reported)"
                 )
 
     def _mean(self, loss: Tensor, num_tokens: Any, microbatch: int) -> Tensor:
-        """The mean loss of the microbatch, from its sum where a number of tokens came with it."""
+        """Return the mean loss of a microbatch: the loss itself, or the sum of it over the number of its tokens."""
         if self._count_tokens is None:
             return loss if num_tokens is None else loss / torch.as_tensor(num_tokens).clamp(min=1)
         expected = self._counts[microbatch]
         if num_tokens is None or float(num_tokens) != expected:
-            found = "no number of tokens" if num_tokens is None else f"{float(num_tokens):g} tokens"
+            description = "no number of tokens" if num_tokens is None else f"{float(num_tokens):g} tokens"
             raise PipelineError(
-                f"microbatch {microbatch}: the loss function returned {found}, but count_tokens counted {expected:g}; "
-                "return (sum, num_tokens, reported) with the number that count_tokens gives"
+                f"microbatch {microbatch}: the loss function returned {description}, but count_tokens counted "
+                f"{expected:g}; return (sum, num_tokens, reported) with the number that count_tokens gives"
             )
         return loss / max(expected, 1.0)
 
 
 def _input_setter(model: nn.Module, place: RoutePlace) -> Callable[[list[Any]], object]:
-    """Find `set_input_tensor` on the model or inside the wrappers around it."""
+    """Return the `set_input_tensor` of the model, or of the module inside its wrappers. Raises: ConfigError."""
     inner: Any = model
     while inner is not None:
         setter: Callable[[list[Any]], object] | None = getattr(inner, "set_input_tensor", None)
@@ -200,16 +201,17 @@ def _input_setter(model: nn.Module, place: RoutePlace) -> Callable[[list[Any]], 
 
 
 def _pair(returned: object) -> tuple[Any, Callable[..., Any]]:
-    """Read what a forward step returned."""
+    """Return the output and the loss function that a forward step returned. Raises: PipelineError for anything else."""
     if isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1]):
         return returned
-    found = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+    description = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
     raise PipelineError(
-        f"forward_step_func returned {found}; expected the pair (output, loss_func), on every stage alike"
+        f"forward_step_func returned {description}; expected the pair (output, loss_func), on every stage alike"
     )
 
 
 def _as_list(received: tuple[Any, ...]) -> list[Any]:
+    """Return the inputs of a stage as `set_input_tensor` takes them: [None] for the first stage."""
     if not received:
         return [None]
     (value,) = received

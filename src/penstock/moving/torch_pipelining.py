@@ -16,7 +16,7 @@ from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
 from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import StepResult
 from penstock.ir.schedule import Schedule as Order
-from penstock.moving.own_stages import LocalStages
+from penstock.moving.own_stages import PipelineMaker
 from penstock.placement import Placement
 from penstock.schedules import FAMILIES, is_family_name
 
@@ -55,13 +55,13 @@ class PipelineStage:
         *,
         group: dist.ProcessGroup | None = None,
         dw_builder: Callable[[], Callable[[], Any]] | None = None,
-        **given: Any,
+        **example_arguments: Any,
     ) -> None:
         if dw_builder is not None and not callable(dw_builder):
             raise ConfigError(f"{described(dw_builder)}; expected a function that returns one", key="dw_builder")
         if dw_builder is not None:
-            cast(Any, submodule).dw_builder = dw_builder  # where the stage looks for it
-        for name in given:
+            cast(Any, submodule).dw_builder = dw_builder  # a split backward looks for it on the module
+        for name in example_arguments:
             if name not in _NOT_NEEDED:
                 raise ConfigError(f"is nothing that a stage takes.{nearest(name, _NOT_NEEDED)}", key=name)
         self.submod = submodule
@@ -70,12 +70,12 @@ class PipelineStage:
         self.device = None if device is None else torch.device(device)
         self.group = group
         self.is_first = stage_index == 0
-        """Whether this stage takes the batch; a schedule of two routes, once made, tells each its own first stage."""
+        """Whether this stage takes the batch; under a schedule of two routes, two stages do once it is made."""
         self.is_last = stage_index == num_stages - 1
-        """Whether this stage computes losses; likewise."""
+        """Whether this stage computes losses; under a schedule of two routes, two stages do once it is made."""
 
-    def take_place(self, placement: Placement) -> None:
-        """Learn where the routes of a schedule begin and end."""
+    def update_ends(self, placement: Placement) -> None:
+        """Set `is_first` and `is_last` by where the routes of a schedule begin and end."""
         self.is_first = placement.previous_stage[self.stage_index] < 0
         self.is_last = placement.next_stage[self.stage_index] < 0
 
@@ -100,30 +100,38 @@ class Schedule:
         **options: Any,
     ) -> None:
         stages = list(stage) if isinstance(stage, Sequence) else [stage]
-        # Anything else in the list is refused together with the other ranks, which must not wait for this one.
-        first = next((each for each in stages if isinstance(each, PipelineStage)), None)
-        if first is not None and first.device is not None:
-            options.setdefault("device", first.device)
-        local = LocalStages.of(None if first is None else first.group, translate_options(options))
-        order = local.joined.together(lambda: self._order(local, schedule, stages, n_microbatches))
+        # Anything but a stage in the list is refused in `_order`, together with the other ranks: an error here would
+        # leave them waiting for this one.
+        first_stage = next((local_stage for local_stage in stages if isinstance(local_stage, PipelineStage)), None)
+        if first_stage is not None and first_stage.device is not None:
+            options.setdefault("device", first_stage.device)
+        maker = PipelineMaker.of(None if first_stage is None else first_stage.group, translate_options(options))
+        order = maker.joined.together(lambda: self._order(maker, schedule, stages, n_microbatches))
         self._loss_fn = loss_fn
         self._loss_keywords: Mapping[str, Any] = {}
-        for each in stages:
-            each.take_place(order.placement)
-        self._computes_losses = any(each.is_last for each in stages)
-        own = {each.stage_index: each.submod for each in stages}
-        self.pipeline = local.pipeline(own, order, None if loss_fn is None else self._loss)
-        inner = {id(each.submod): each.submod for each in stages if not each.is_first}
-        self._hooks = [module.register_forward_pre_hook(_unpack, with_kwargs=True) for module in inner.values()]
+        for local_stage in stages:
+            local_stage.update_ends(order.placement)
+        self._computes_losses = any(local_stage.is_last for local_stage in stages)
+        modules = {local_stage.stage_index: local_stage.submod for local_stage in stages}
+        self.pipeline = maker.pipeline(modules, order, None if loss_fn is None else self._loss)
+        receivers = [local_stage.submod for local_stage in stages if not local_stage.is_first]
+        self._hooks = [
+            module.register_forward_pre_hook(_unpack, with_kwargs=True)
+            for module in {id(module): module for module in receivers}.values()  # one may be several stages
+        ]
         self.result: StepResult | None = None
         """The result of the last step: its loss is on every rank."""
 
     @staticmethod
     def _order(
-        local: LocalStages, schedule: str | Path | Order, stages: Sequence[PipelineStage], num_microbatches: int | None
+        maker: PipelineMaker,
+        schedule: str | Path | Order,
+        stages: Sequence[PipelineStage],
+        num_microbatches: int | None,
     ) -> Order:
+        """Return the schedule for the stages of this rank, once they are checked. Raises: ConfigError."""
         _require_stages(stages)
-        order = local.schedule(family_of(schedule), num_microbatches, len(stages))
+        order = maker.schedule(family_of(schedule), num_microbatches, len(stages))
         if order.num_stages != stages[0].num_stages:
             raise ConfigError(
                 f"{stages[0].num_stages} stages are given, but {order.name} on {order.num_ranks} ranks with "
@@ -156,16 +164,16 @@ class Schedule:
             text = f"rank {self.pipeline.rank} computes the losses and was given no target; pass target=..."
             self.pipeline.refuse(PipelineError(text), Mode.TRAIN)
         result = self.pipeline.step(*args, target=target, return_outputs=return_outputs, **kwargs)
-        return self._given(result, losses)
+        return self._outputs(result, losses)
 
     def eval(self, *args: Any, target: Any = None, losses: MutableSequence[Tensor] | None = None, **kwargs: Any) -> Any:
         """Run the forwards of one batch without gradients, modules in evaluation mode; returns as `step` does."""
         if self._loss_fn is None and not (target is None and losses is None):
-            given = "losses" if target is None else "target"
+            argument = "losses" if target is None else "target"
             problem = "is given, but the schedule was made without a loss_fn; give it one"
-            self.pipeline.refuse(ConfigError(problem, key=given), Mode.EVALUATE)
+            self.pipeline.refuse(ConfigError(problem, key=argument), Mode.EVALUATE)
         result = self.pipeline.evaluate(*args, target=target, return_outputs=True, **kwargs)
-        return self._given(result, losses)
+        return self._outputs(result, losses)
 
     def close(self) -> None:
         """Release the transport, and leave the modules as they were given."""
@@ -173,7 +181,8 @@ class Schedule:
             hook.remove()
         self.pipeline.close()
 
-    def _given(self, result: StepResult, losses: MutableSequence[Tensor] | None) -> Any:
+    def _outputs(self, result: StepResult, losses: MutableSequence[Tensor] | None) -> Any:
+        """Return the outputs of a step, as `step` does, and put its losses into the caller's list."""
         self.result = result
         if losses is not None:
             losses.clear()
@@ -238,9 +247,9 @@ def get_schedule_class(schedule_name: str) -> type[Schedule]:
         ConfigError: for a name that neither torch nor Penstock has.
     """
     family = family_of(schedule_name)
-    for known in _NamedSchedule.__subclasses__():
-        if family_of(known.family) == family:
-            return known
+    for named_schedule in _NamedSchedule.__subclasses__():
+        if family_of(named_schedule.family) == family:
+            return named_schedule
     if family not in FAMILIES:
         names = [*FAMILY_OF_CLASS, *FAMILIES]
         raise ConfigError(
@@ -250,59 +259,63 @@ def get_schedule_class(schedule_name: str) -> type[Schedule]:
 
 
 def family_of(schedule: str | Path | Order) -> str | Path | Order:
-    """Return torch's name of a schedule as ours; whatever else it is stays."""
+    """Return the family of a schedule of torch's name; names of families, schedules and paths stay as they are."""
     if not is_family_name(schedule):
         return schedule
-    ours = {name.lower(): family for name, family in FAMILY_OF_CLASS.items()}
-    return ours.get(schedule.lower().removeprefix("schedule"), schedule)
+    family_by_name = {name.lower(): family for name, family in FAMILY_OF_CLASS.items()}
+    return family_by_name.get(schedule.lower().removeprefix("schedule"), schedule)
 
 
 def _require_stages(stages: Sequence[PipelineStage]) -> None:
-    for each in stages:
-        if not isinstance(each, PipelineStage):
-            problem = f"is a {type(each).__name__}; expected a PipelineStage, or a list of them"
+    """Refuse stages of a rank that do not fit each other. Raises: ConfigError."""
+    for stage in stages:
+        if not isinstance(stage, PipelineStage):
+            problem = f"is a {type(stage).__name__}; expected a PipelineStage, or a list of them"
             raise ConfigError(problem, key="stage")
     if not stages:
         raise ConfigError("this rank brings no stage; every rank holds at least one", key="stage")
-    if len({each.num_stages for each in stages}) > 1:
-        counts = ", ".join(f"{each.num_stages} by stage {each.stage_index}" for each in stages)
+    if len({stage.num_stages for stage in stages}) > 1:
+        counts = ", ".join(f"{stage.num_stages} by stage {stage.stage_index}" for stage in stages)
         raise ConfigError(f"{counts}; give all stages the same", key="num_stages")
-    for each in stages:
-        if not 0 <= each.stage_index < each.num_stages:
+    for stage in stages:
+        if not 0 <= stage.stage_index < stage.num_stages:
             raise ConfigError(
-                f"{each.stage_index}; expected 0 to {each.num_stages - 1} of {each.num_stages}", key="stage_index"
+                f"{stage.stage_index}; expected 0 to {stage.num_stages - 1} of {stage.num_stages}", key="stage_index"
             )
-    indices = [each.stage_index for each in stages]
+    indices = [stage.stage_index for stage in stages]
     if len(set(indices)) < len(indices):
         raise ConfigError(f"{indices} on one rank; bring each stage once", key="stage_index")
 
 
 def translate_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn keywords of torch's schedules into those of `Pipeline`."""
-    found = {name: value for name, value in options.items() if name not in _NO_EFFECT}
-    args, keywords = found.pop("args_chunk_spec", None), found.pop("kwargs_chunk_spec", None)
+    """Return the keywords of `Pipeline` that do what these keywords of torch's schedules do."""
+    translated = {name: value for name, value in options.items() if name not in _NO_EFFECT}
+    args, keywords = translated.pop("args_chunk_spec", None), translated.pop("kwargs_chunk_spec", None)
     if args is not None or keywords is not None:
-        found.setdefault("specs", BatchSpec(args=_marks(args, Split), kwargs=_marks(keywords, Split)))
-    merge = found.pop("output_merge_spec", None)
+        translated.setdefault("specs", BatchSpec(args=_marks(args, Split), kwargs=_marks(keywords, Split)))
+    merge = translated.pop("output_merge_spec", None)
     if merge is not None:
-        found.setdefault("merge", _marks(merge, Concat))
-    if not found.pop("scale_grads", True):
-        found.setdefault("reduction", "sum")
-    return found
+        translated.setdefault("merge", _marks(merge, Concat))
+    if not translated.pop("scale_grads", True):
+        translated.setdefault("reduction", "sum")
+    return translated
 
 
-def _marks(spec: Any, of_dim: Callable[[int], Any]) -> Any:
-    """Turn torch's `TensorChunkSpec`s, which have a `split_dim`, into ours; what is ours already stays."""
+def _marks(spec: Any, mark_of_dim: Callable[[int], Any]) -> Any:
+    """Turn torch's `TensorChunkSpec`s, which have a `split_dim`, into Penstock's marks, which stay where they are used.
+
+    `spec` is one or a tree of them; `mark_of_dim` makes a mark: `Split` for inputs, `Concat` for outputs.
+    """
     if isinstance(spec, Mapping):
-        return {name: _marks(each, of_dim) for name, each in spec.items()}
+        return {name: _marks(item, mark_of_dim) for name, item in spec.items()}
     if isinstance(spec, (tuple, list)):
-        marks = tuple(_marks(each, of_dim) for each in spec)
-        return marks[0] if of_dim is Concat and len(marks) == 1 else marks
-    return of_dim(spec.split_dim) if hasattr(spec, "split_dim") else spec
+        marks = tuple(_marks(item, mark_of_dim) for item in spec)
+        return marks[0] if mark_of_dim is Concat and len(marks) == 1 else marks
+    return mark_of_dim(spec.split_dim) if hasattr(spec, "split_dim") else spec
 
 
 def _unpack(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call a stage as torch does: what the one before returned as a tuple or list are several arguments."""
+    """Call a stage as torch does: a tuple or list from the stage before it becomes several arguments."""
     if len(args) == 1 and isinstance(args[0], (tuple, list)):
         return tuple(args[0]), kwargs
     return args, kwargs

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.execute.control.handshake import require_equal
 from penstock.ir.schedule import Schedule as Order
 from penstock.moving.model_parts import ModelParts
-from penstock.moving.own_stages import LocalStages, require_parts
+from penstock.moving.own_stages import PipelineMaker, require_parts
 from penstock.moving.stage_agreement import parts_of_stages
 from penstock.moving.torch_pipelining import PipelineStage, Schedule, family_of, translate_options
 from penstock.partition.split import split_layers
@@ -54,28 +54,33 @@ def pipeline_llm(
         ConfigError, PartitionError: the names do not fit the model or the schedule; on every rank alike.
     """
     parts = ModelParts(model, module_fqns_per_model_part)
-    local = LocalStages.of(group, translate_options(options))
-    order, everyone = local.joined.exchange(
-        lambda: _order(local, schedule, n_microbatches, parts.num_stages),
+    maker = PipelineMaker.of(group, translate_options(options))
+    order, facts_by_rank = maker.joined.exchange(
+        lambda: _order(maker, schedule, n_microbatches, parts.num_stages),
         lambda _: {"module_fqns_per_model_part": str(list(map(list, module_fqns_per_model_part)))},
     )
-    require_equal(everyone)
+    require_equal(facts_by_rank)
     part_of_stage = parts_of_stages(order.placement)
-    own = {stage: parts.make(part_of_stage[stage]) for stage in order.placement.stages_of_rank[local.transport.rank]}
+    local_stages = order.placement.stages_of_rank[maker.transport.rank]
+    modules = {stage: parts.make(part_of_stage[stage]) for stage in local_stages}
     if prepare is not None:
-        own = {stage: prepare(part) or part for stage, part in own.items()}
-    stages = [PipelineStage(part, stage, order.num_stages, device, group=group) for stage, part in own.items()]
-    tied = [*local.options.get("tied", ()), *parts.tied()]
-    rest = {**local.options, "tied": tied, "transport": local.transport}
-    pp_schedule = Schedule(order, stages, loss_fn=loss_fn, **rest)
+        modules = {stage: prepare(part) or part for stage, part in modules.items()}
+    stages = [PipelineStage(part, stage, order.num_stages, device, group=group) for stage, part in modules.items()]
+    tied = [*maker.options.get("tied", ()), *parts.tied()]
+    schedule_options = {**maker.options, "tied": tied, "transport": maker.transport}
+    pp_schedule = Schedule(order, stages, loss_fn=loss_fn, **schedule_options)
     return Pipelined(
-        pp_schedule, list(own.values()), any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+        pp_schedule,
+        list(modules.values()),
+        pp_has_first_stage=any(stage.is_first for stage in stages),
+        pp_has_last_stage=any(stage.is_last for stage in stages),
     )
 
 
-def _order(local: LocalStages, schedule: str | Path | Order, num_microbatches: int | None, num_parts: int) -> Order:
-    given = family_of(schedule)
-    order = local.schedule(given, num_microbatches, local.stages_per_rank(given, num_parts))
+def _order(maker: PipelineMaker, schedule: str | Path | Order, num_microbatches: int | None, num_parts: int) -> Order:
+    """Return the schedule for a model of so many parts. Raises: ConfigError, where it runs another number."""
+    family_or_schedule = family_of(schedule)
+    order = maker.schedule(family_or_schedule, num_microbatches, maker.stages_per_rank(family_or_schedule, num_parts))
     require_parts(order, num_parts, "module_fqns_per_model_part")
     return order
 
