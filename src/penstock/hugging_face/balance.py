@@ -28,32 +28,32 @@ NAME = "experts"
 class Balance:
     """The experts of one model, as its layers know them."""
 
-    def __init__(self, whole: Any, blocks: list[str]) -> None:
+    def __init__(self, model: Any, blocks: list[str]) -> None:
         """`blocks` are the names of the model's blocks. Raises: ConfigError, if no rule for its loss is known."""
-        self.router: type[nn.Module] | None = router_class(whole)
-        if self.router is None or not has_balance_loss(whole):
+        self.router: type[nn.Module] | None = router_class(model)
+        if self.router is None or not has_balance_loss(model):
             raise ConfigError(
-                f"{type(whole).__name__} has no load_balancing_loss_func over its routers, so output_router_logits=True"
+                f"{type(model).__name__} has no load_balancing_loss_func over its routers, so output_router_logits=True"
                 " cannot be trained in parts; set it to False",
                 key="source",
             )
-        self.num_experts = int(whole.num_experts)
-        self.top_k = int(whole.num_experts_per_tok)
-        self.weight = float(whole.router_aux_loss_coef)
-        routed = [
+        self.num_experts = int(model.num_experts)
+        self.top_k = int(model.num_experts_per_tok)
+        self.weight = float(model.router_aux_loss_coef)
+        blocks_with_experts = [
             name
             for name in blocks
-            if any(isinstance(each, self.router) for each in whole.get_submodule(name).modules())
+            if any(isinstance(module, self.router) for module in model.get_submodule(name).modules())
         ]
-        self._places = {name: place for place, name in enumerate(routed)}
+        self._index_by_block = {name: index for index, name in enumerate(blocks_with_experts)}
 
     def kinds(self, kind: type[CutPart], names: list[str]) -> dict[str, Callable[..., CutPart]]:
         """Return what makes each layer; a block without experts is a plain one."""
-        routed, closing = _routed(kind), _closing(kind)
-        made: dict[str, Callable[..., CutPart]] = dict.fromkeys(names, kind)
-        made |= {name: partial(routed, self, place) for name, place in self._places.items()}
-        made[names[-1]] = partial(closing, self, len(self._places) - 1)
-        return made
+        block_class, last_layer_class = _block_class(kind), _last_layer_class(kind)
+        constructors: dict[str, Callable[..., CutPart]] = dict.fromkeys(names, kind)
+        constructors |= {name: partial(block_class, self, index) for name, index in self._index_by_block.items()}
+        constructors[names[-1]] = partial(last_layer_class, self, len(self._index_by_block) - 1)
+        return constructors
 
     def sums(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         """Return [3, experts] of one layer, in float32: tokens sent to each expert, probabilities, and rows.
@@ -61,47 +61,49 @@ class Balance:
         `logits` is [tokens, experts]; `mask` [batch, seq] says which tokens count.
         """
         probabilities = logits.softmax(-1)
-        chosen = probabilities.topk(self.top_k, dim=-1).indices
-        counted = torch.ones(len(logits), device=logits.device) if mask is None else mask.reshape(-1).float()
-        sent = torch.zeros(self.num_experts, device=logits.device)
-        sent = sent.index_add(0, chosen.reshape(-1), counted.repeat_interleave(self.top_k))
-        likely = (probabilities.float() * counted[:, None]).sum(0)
-        return torch.stack([sent, likely, counted.sum().expand(self.num_experts)])
+        expert_indices = probabilities.topk(self.top_k, dim=-1).indices
+        token_weights = torch.ones(len(logits), device=logits.device) if mask is None else mask.reshape(-1).float()
+        tokens_by_expert = torch.zeros(self.num_experts, device=logits.device)
+        tokens_by_expert = tokens_by_expert.index_add(
+            0, expert_indices.reshape(-1), token_weights.repeat_interleave(self.top_k)
+        )
+        probability_by_expert = (probabilities.float() * token_weights[:, None]).sum(0)
+        return torch.stack([tokens_by_expert, probability_by_expert, token_weights.sum().expand(self.num_experts)])
 
     def loss(self, sums: Tensor) -> Tensor:
         """Return the loss of the sums over all layers."""
-        sent, likely, rows = sums.unbind()
-        return (sent / rows * (likely / rows)).sum() * self.num_experts
+        tokens_by_expert, probability_by_expert, rows = sums.unbind()
+        return (tokens_by_expert / rows * (probability_by_expert / rows)).sum() * self.num_experts
 
 
-def _routed(kind: type[CutPart]) -> Callable[..., CutPart]:
+def _block_class(kind: type[CutPart]) -> Callable[..., CutPart]:
     class Routed(kind):  # type: ignore[misc, valid-type]
         """A block with experts."""
 
-        def __init__(self, balance: Balance, place: int, *args: Any) -> None:
+        def __init__(self, balance: Balance, index: int, *args: Any) -> None:
             super().__init__(*args)
             self._balance = balance
-            self.own, self.before = Skip(f"{NAME} {place}"), Skip(f"{NAME} {place - 1}") if place else None
+            self.skip, self.previous_skip = Skip(f"{NAME} {index}"), Skip(f"{NAME} {index - 1}") if index else None
 
         def forward(self, *inputs: Any, **keywords: Any) -> Any:
-            with _noting(self, self._balance.router) as notes:
+            with _recorded_logits(self, self._balance.router) as notes:
                 output = super().forward(*inputs, **keywords)
             mask = keywords.get("attention_mask")
             sums = torch.stack([self._balance.sums(logits, mask) for logits in notes]).sum(0)
-            self.own.put(sums if self.before is None else sums + self.before.get())
+            self.skip.put(sums if self.previous_skip is None else sums + self.previous_skip.get())
             return output
 
     return Routed
 
 
-def _closing(kind: type[CutPart]) -> Callable[..., CutPart]:
+def _last_layer_class(kind: type[CutPart]) -> Callable[..., CutPart]:
     class Closing(kind):  # type: ignore[misc, valid-type]
         """The last layer, which makes the loss."""
 
-        def __init__(self, balance: Balance, place: int, *args: Any) -> None:
+        def __init__(self, balance: Balance, index: int, *args: Any) -> None:
             super().__init__(*args)
             self._balance = balance
-            self.skip, self.auxiliary = Skip(f"{NAME} {place}"), AuxiliaryLoss(NAME, balance.weight)
+            self.skip, self.auxiliary = Skip(f"{NAME} {index}"), AuxiliaryLoss(NAME, balance.weight)
 
         def forward(self, *inputs: Any, **keywords: Any) -> Any:
             output = super().forward(*inputs, **keywords)
@@ -112,17 +114,17 @@ def _closing(kind: type[CutPart]) -> Callable[..., CutPart]:
 
 
 @contextmanager
-def _noting(part: CutPart, router: type[nn.Module] | None) -> Iterator[list[Tensor]]:
+def _recorded_logits(part: CutPart, router: type[nn.Module] | None) -> Iterator[list[Tensor]]:
     """Collect the logits of the routers of a layer; hooks stay for one forward, since copies of a layer share them."""
-    notes: list[Tensor] = []
+    logits: list[Tensor] = []
 
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        notes.append(output[0] if isinstance(output, tuple) else output)
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        logits.append(output[0] if isinstance(output, tuple) else output)
 
-    routers = [each for each in part.modules() if router is not None and isinstance(each, router)]
-    handles = [each.register_forward_hook(note) for each in routers]
+    routers = [module for module in part.modules() if router is not None and isinstance(module, router)]
+    handles = [module.register_forward_hook(record) for module in routers]
     try:
-        yield notes
+        yield logits
     finally:
         for handle in handles:
             handle.remove()

@@ -21,7 +21,7 @@ from penstock.hugging_face.model import TransformersModel
 from penstock.hugging_face.undocumented import give_values, make_unsaved_buffers, tied_names
 from penstock.hugging_face.weights_in import PretrainedWeights
 from penstock.models.cutting.batch_signature import BatchSignature
-from penstock.models.cutting.cut import CutSpec, held_by, multiplications, segments
+from penstock.models.cutting.cut import CutSpec, multiplications, segments, tensors_of_segment
 from penstock.models.cutting.frame import Template
 from penstock.models.cutting.order import in_order_of_calls
 from penstock.models.cutting.part import CutForward, CutPart, PartCall, Segment, part_class
@@ -52,66 +52,69 @@ def from_transformers(
     """
     if isinstance(source, nn.Module):
         sources.transformers()
-        whole, folder = sources.checked(source), None
+        model, folder = sources.checked(source), None
     else:
         folder = sources.folder_of(source)
-        whole = sources.on_meta(source, folder, dtype, attn_implementation)
-    blocks = sources.blocks_of(whole)
-    entry, complete = _Entry(whole), partial(make_unsaved_buffers, whole)
+        model = sources.on_meta(source, folder, dtype, attn_implementation)
+    blocks = sources.blocks_of(model)
+    entry, complete = _Entry(model), partial(make_unsaved_buffers, model)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
-    trial = partial(entry.call, given=PartCall((tokens,), {}, is_first=True))
-    cut = in_order_of_calls(whole, cut_model(whole, [f"{blocks}.*"]), f"{blocks}.", complete, trial)
-    forward = CutForward(Template(whole, cut, complete), entry)
+    trial = partial(entry.call, part_call=PartCall((tokens,), {}, is_first=True))
+    cut = in_order_of_calls(model, cut_model(model, [f"{blocks}.*"]), f"{blocks}.", complete, trial)
+    forward = CutForward(Template(model, cut, complete), entry)
     parts = segments(cut, [name for name in cut.points if name.startswith(f"{blocks}.")][-1])
-    kinds = _kinds(whole, part_class(entry.batch_signature), list(parts))
-    share = _share_of_experts(whole.config)
-    block = multiplications(whole.get_submodule(f"{blocks}.0"), share)
-    if whole is source:
-        layers = [kinds[name](forward, name, segment, *held_by(whole, segment)) for name, segment in parts.items()]
+    kinds = _kinds(model, part_class(entry.batch_signature), list(parts))
+    share = _share_of_experts(model.config)
+    block_weight = multiplications(model.get_submodule(f"{blocks}.0"), share)
+    if model is source:
+        layers = [
+            kinds[name](forward, name, segment, *tensors_of_segment(model, segment)) for name, segment in parts.items()
+        ]
         for layer in layers:
-            layer.layer_weight = multiplications(layer, share) / block
-        return TransformersModel(layers, whole, None)
-    weights = None if folder is None else PretrainedWeights.open(folder, whole)
-    ties = tied_names(whole)
+            layer.layer_weight = multiplications(layer, share) / block_weight
+        return TransformersModel(layers, model, None)
+    weights = None if folder is None else PretrainedWeights.open(folder, model)
+    ties = tied_names(model)
     specs = []
     for name, segment in parts.items():
-        modules, tensors = held_by(whole, segment)
-        own = {*tensors, *(f"{path}.{each}" for path, held in modules.items() for each, _ in held.named_parameters())}
+        modules, tensors = tensors_of_segment(model, segment)
+        parameters = (f"{path}.{item}" for path, module in modules.items() for item, _ in module.named_parameters())
+        local_names = {*tensors, *parameters}
         specs.append(
             CutSpec(
                 name,
-                partial(_build, partial(kinds[name], forward, name, segment), whole, segment, weights),
+                partial(_build, partial(kinds[name], forward, name, segment), model, segment, weights),
                 seed=seed,
-                weight=sum(multiplications(module, share) for module in modules.values()) / block,
-                tied=tuple((mine, other) for mine, other in ties.items() if mine in own),
+                weight=sum(multiplications(module, share) for module in modules.values()) / block_weight,
+                tied=tuple((name, owner_name) for name, owner_name in ties.items() if name in local_names),
                 has_full_names=True,
                 batch_signature=entry.batch_signature,
             )
         )
-    return TransformersModel(specs, whole, folder)
+    return TransformersModel(specs, model, folder)
 
 
-def _kinds(whole: Any, kind: type[CutPart], names: list[str]) -> dict[str, Callable[..., CutPart]]:
-    """Return what makes each layer; with experts to be balanced, those of blocks and the last one have a part in it."""
-    if not getattr(whole.config, "output_router_logits", False):
+def _kinds(model: Any, kind: type[CutPart], names: list[str]) -> dict[str, Callable[..., CutPart]]:
+    """Return the constructor of each layer, by name; with experts to be balanced, blocks and the last layer do it."""
+    if not getattr(model.config, "output_router_logits", False):
         return dict.fromkeys(names, kind)
-    return Balance(whole, names).kinds(kind, names)
+    return Balance(model, names).kinds(kind, names)
 
 
-def _build(make: Callable[..., CutPart], whole: Any, segment: Segment, weights: PretrainedWeights | None) -> CutPart:
+def _build(make: Callable[..., CutPart], model: Any, segment: Segment, weights: PretrainedWeights | None) -> CutPart:
     """Build one layer on the default device, with values from files or drawn."""
     device = torch.get_default_device()
-    modules, tensors = held_by(whole, segment)
-    shared: dict[int, Any] = {id(whole.config): whole.config}
+    modules, tensors = tensors_of_segment(model, segment)
+    shared: dict[int, Any] = {id(model.config): model.config}
     modules = {name: copy.deepcopy(module, dict(shared)) for name, module in modules.items()}
     part = make(modules, copy.deepcopy(tensors))
     if device.type == "meta":
         return part
     if weights is None:
         for module in modules.values():
-            give_values(whole, module, device)
+            give_values(model, module, device)
         return part
-    make_unsaved_buffers(whole, part, device)
+    make_unsaved_buffers(model, part, device)
     for module in part.modules():
         if any(tensor.is_meta for tensor in module.parameters(recurse=False)):
             module.to_empty(device=device, recurse=False)
@@ -120,31 +123,31 @@ def _build(make: Callable[..., CutPart], whole: Any, segment: Segment, weights: 
 
 
 def _share_of_experts(config: Any) -> float:
-    """The part of a layer's experts that a token is sent to."""
-    number = next((getattr(config, name) for name in EXPERTS if getattr(config, name, None)), 1)
-    return float(getattr(config, "num_experts_per_tok", number) / number)
+    """Return the fraction of a layer's experts that a token is sent to."""
+    num_experts = next((getattr(config, name) for name in EXPERTS if getattr(config, name, None)), 1)
+    return float(getattr(config, "num_experts_per_tok", num_experts) / num_experts)
 
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""How configs call the number of experts of a layer."""
+"""The names that configs have for the number of experts of a layer."""
 
 
 class _Entry:
     """How a stage calls the forward of the whole model: with tokens on the first, with embeddings on all others."""
 
-    def __init__(self, whole: Any) -> None:
-        parameters: Mapping[str, inspect.Parameter] = inspect.signature(whole.forward).parameters
-        self.batch_signature = BatchSignature(whole, (TOKENS, *KEYWORDS), first=(TOKENS,))
+    def __init__(self, model: Any) -> None:
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(model.forward).parameters
+        self.batch_signature = BatchSignature(model, (TOKENS, *KEYWORDS), first=(TOKENS,))
         # The loss that balances experts is made of results of the blocks (balance.py), not in the model's forward.
         self._quiet = {"output_router_logits": False} if "output_router_logits" in parameters else {}
-        self._width = whole.get_input_embeddings().embedding_dim
+        self._width = model.get_input_embeddings().embedding_dim
 
-    def call(self, model: nn.Module, given: PartCall) -> Any:
-        if given.is_first and len(given.inputs) == 1:
-            batch: dict[str, Any] = {TOKENS: given.inputs[0]}
+    def call(self, model: nn.Module, part_call: PartCall) -> Any:
+        if part_call.is_first and len(part_call.inputs) == 1:
+            batch: dict[str, Any] = {TOKENS: part_call.inputs[0]}
         else:
-            hidden = next(iter(tensors_in(given.inputs)))
+            hidden = next(iter(tensors_in(part_call.inputs)))
             bare = torch.empty((*hidden.shape[:2], self._width), dtype=hidden.dtype, device="meta")
-            batch = {"inputs_embeds": without_values(bare, hidden.device, is_dense=given.is_dense)}
+            batch = {"inputs_embeds": without_values(bare, hidden.device, is_dense=part_call.is_dense)}
         # With a cache, transformers no longer sees where packed sequences end.
-        return model(**batch, **given.keywords, use_cache=False, return_dict=True, **self._quiet).logits
+        return model(**batch, **part_call.keywords, use_cache=False, return_dict=True, **self._quiet).logits

@@ -85,12 +85,12 @@ def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
         NotSaved: a file cannot be written.
         CheckpointError: there are no weights, they are damaged, or of another model. The folder is as it was.
     """
-    where = find_weights(path)
-    checkpoint = newest_readable(where)
+    source_path = find_weights(path)
+    checkpoint = newest_readable(source_path)
     if checkpoint is not None:
         verify(checkpoint)
-        where = checkpoint
-    files = files_of(where)
+        source_path = checkpoint
+    files = files_of(source_path)
     entries = {
         name: (dtype, list(shape))
         for file in sorted(set(files.values()))
@@ -99,17 +99,17 @@ def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
     }
     missing = files.keys() - entries.keys()
     if missing:
-        raise CheckpointError(f"{where}: has no {min(missing)!r}, which its index lists; get the files anew")
+        raise CheckpointError(f"{source_path}: has no {min(missing)!r}, which its index lists; get the files anew")
 
     def read(names: Collection[str]) -> dict[str, Tensor]:
         return {name: tensor for name in names for name, tensor in read_tensors(Path(files[name]), [name]).items()}
 
     for name, owner in tied_names(model).items():
         if name in entries and owner in entries:
-            require_tied(where, name, owner, read([name, owner]))
+            require_tied(source_path, name, owner, read([name, owner]))
             del entries[name]
-    save_tensors(folder, entries, read, PretrainedFormat(model, source, where))
-    return where
+    save_tensors(folder, entries, read, PretrainedFormat(model, source, source_path))
+    return source_path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,8 +119,8 @@ class PretrainedFormat(WeightFormat):
     model: Any
     source: Path | None
     """Where its tokenizer files are."""
-    where: Path = Path("the pipeline")
-    """The words of messages about wrong names or shapes."""
+    source_words: Path = Path("the pipeline")
+    """The source of the weights, as messages about wrong names or shapes call it."""
 
     @property
     def stem(self) -> str:
@@ -129,8 +129,8 @@ class PretrainedFormat(WeightFormat):
     def units(self, tensors: DtypesAndShapes) -> list[ConversionUnit]:
         if is_quantized(self.model):
             raise CheckpointError(
-                f"{self.where}: the config of the model has a quantization_config, but its weights are not quantized. "
-                "Take a config.json without it"
+                f"{self.source_words}: the config of the model has a quantization_config, but its weights are not "
+                "quantized. Take a config.json without it"
             )
         state = saved_tensors(self.model)
         ties, unsaved = tied_names(self.model), unsaved_names(self.model)
@@ -138,20 +138,22 @@ class PretrainedFormat(WeightFormat):
             self._require_known(name, state, ties)
             self._require_alike(name, dtype, tuple(shape), tuple(state[name].shape))
         metas = {name: _on_meta(*entry) for name, entry in tensors.items() if name not in unsaved}
-        return [_unit(self.model, {name: metas[name] for name in names}) for names in _sharing(self.model, metas)]
+        return [
+            _unit(self.model, {name: metas[name] for name in names}) for names in _groups_of_names(self.model, metas)
+        ]
 
     def require_all(self, names: Collection[str]) -> None:
-        wanted = saved_tensors(self.model).keys() - tied_names(self.model).keys() - unsaved_names(self.model)
-        require_same_names(self.where, names, wanted)
+        model_names = saved_tensors(self.model).keys() - tied_names(self.model).keys() - unsaved_names(self.model)
+        require_same_names(self.source_words, names, model_names)
 
     def convert(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return reverted(self.model, tensors)
 
-    def write_further(self, folder: Path, saved: DtypesAndShapes) -> None:
+    def write_further(self, folder: Path, file_types: DtypesAndShapes) -> None:
         folder.mkdir()
         config = copy.deepcopy(self.model.config)
         config.architectures = [type(self.model).__name__]
-        config.dtype = _main_type(saved)  # transformers loads all weights in it
+        config.dtype = _main_type(file_types)  # transformers loads all weights in it
         config.save_pretrained(folder)
         if self.model.can_generate():
             self._write_generation_config(folder)
@@ -170,40 +172,41 @@ class PretrainedFormat(WeightFormat):
     def _require_known(self, name: str, state: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
         if name in ties:
             raise CheckpointError(
-                f"{self.where}: has {name!r} besides {ties[name]!r}, but the model ties them. Tie them, or set "
+                f"{self.source_words}: has {name!r} besides {ties[name]!r}, but the model ties them. Tie them, or set "
                 "tie_word_embeddings to false in its config.json"
             )
         if name not in state:
             raise CheckpointError(
-                f"{self.where}: is of another model, which also has {name!r}.{nearest(name, state)} Its names must be "
-                "those of the model in transformers"
+                f"{self.source_words}: is of another model, which also has {name!r}.{nearest(name, state)} Its names "
+                "must be those of the model in transformers"
             )
 
     def _require_alike(self, name: str, dtype: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if dtype not in DTYPES:
-            raise CheckpointError(f"{self.where}: {name!r} has the type {dtype}; expected {', '.join(DTYPES)}")
+            raise CheckpointError(f"{self.source_words}: {name!r} has the type {dtype}; expected {', '.join(DTYPES)}")
         if shape != expected:
             raise CheckpointError(
-                f"{self.where}: is of another model: {name!r} has the shape {shape}; expected {expected}. {SAME_MODEL}"
+                f"{self.source_words}: is of another model: {name!r} has the shape {shape}; expected {expected}. "
+                f"{SAME_MODEL}"
             )
 
 
-def _sharing(model: Any, metas: Mapping[str, Tensor]) -> list[list[str]]:
+def _groups_of_names(model: Any, metas: Mapping[str, Tensor]) -> list[list[str]]:
     """Return the names of tensors in groups that become the same tensors of files; most are alone."""
     groups: dict[str, list[str]] = {}
     for name, tensor in metas.items():
-        saved = list(reverted(model, {name: tensor}))
-        group = next((groups[each] for each in saved if each in groups), [])
+        file_names = list(reverted(model, {name: tensor}))
+        group = next((groups[file_name] for file_name in file_names if file_name in groups), [])
         group.append(name)
-        groups |= dict.fromkeys(saved, group)
+        groups |= dict.fromkeys(file_names, group)
     return list({id(group): group for group in groups.values()}.values())
 
 
 def _unit(model: Any, metas: Mapping[str, Tensor]) -> ConversionUnit:
-    saved = reverted(model, metas)
+    file_tensors = reverted(model, metas)
     return ConversionUnit(
         names=list(metas),
-        file_types={name: (DTYPE_NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in saved.items()},
+        file_types={name: (DTYPE_NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in file_tensors.items()},
     )
 
 
@@ -211,9 +214,9 @@ def _on_meta(dtype: str, shape: list[int]) -> Tensor:
     return torch.empty(shape, dtype=DTYPES[dtype], device="meta")
 
 
-def _main_type(saved: DtypesAndShapes) -> str:
+def _main_type(file_types: DtypesAndShapes) -> str:
     """Return torch's name of the floating point type that most values have."""
     counts: Counter[str] = Counter()
-    for dtype, shape in saved.values():
+    for dtype, shape in file_types.values():
         counts[dtype] += math.prod(shape) if DTYPES[dtype].is_floating_point else 0
     return str(DTYPES[counts.most_common(1)[0][0]]).removeprefix("torch.")

@@ -24,16 +24,16 @@ GENERATION_CONFIG = "generation_config.json"
 def transformers() -> Any:
     """Return the library. Raises: ConfigError, where it is missing or too old."""
     try:
-        found = import_module("transformers")
+        library = import_module("transformers")
     except ImportError as error:
         raise ConfigError(
             f'transformers cannot be imported ({error}); install it, as by pip install ".[transformers]" in '
             "Penstock's clone",
             key=KEY,
         ) from error
-    if int(found.__version__.split(".")[0]) < OLDEST:
-        raise ConfigError(f"transformers is {found.__version__}; expected {OLDEST} or later", key=KEY)
-    return found
+    if int(library.__version__.split(".")[0]) < OLDEST:
+        raise ConfigError(f"transformers is {library.__version__}; expected {OLDEST} or later", key=KEY)
+    return library
 
 
 def folder_of(source: Any) -> Path | None:
@@ -80,14 +80,14 @@ def on_meta(
     library = transformers()
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"{described(dtype)}; expected a floating-point torch.dtype, or None", key="dtype")
-    where = "the config" if folder is None else str(folder / CONFIG)
+    config_words = "the config" if folder is None else str(folder / CONFIG)
     trusting: dict[str, Any] = {"trust_remote_code": False}
     try:
         if folder is None:  # as a copy: which attention computes is a setting of the config object
             config = source.__class__.from_dict(source.to_dict())
         else:
             config = library.AutoConfig.from_pretrained(folder, local_files_only=True, **trusting)
-        _require_plain(config, where)
+        _require_plain(config, config_words)
         settings = trusting | {"dtype": dtype or config.dtype or torch.get_default_dtype()}
         if attn_implementation is not None:
             settings["attn_implementation"] = attn_implementation
@@ -98,7 +98,9 @@ def on_meta(
     except ConfigError:
         raise
     except Exception as error:  # transformers raises what it likes for a wrong config
-        raise ConfigError(f"{where}: transformers makes no causal language model of it: {error}", key=KEY) from error
+        raise ConfigError(
+            f"{config_words}: transformers makes no causal language model of it: {error}", key=KEY
+        ) from error
     return checked(model)
 
 
@@ -154,7 +156,7 @@ def blocks_of(model: nn.Module) -> str:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
     ]
-    outermost: list[str] = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    outermost: list[str] = [name for name in lists if not any(name.startswith(f"{outer}.") for outer in lists)]
     if len(outermost) != 1:
         raise ConfigError(
             f"{type(model).__name__} has {len(outermost)} lists of layers "

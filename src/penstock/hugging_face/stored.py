@@ -51,9 +51,9 @@ class Stored:
 
     def read(self) -> Tensor:
         """Read the bytes of this tensor. Raises: CheckpointError, naming the file."""
-        found = torch.empty(self.shape, dtype=self.dtype)
-        self.read_into(found)
-        return found
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(tensor)
+        return tensor
 
     def read_into(self, tensor: Tensor) -> None:
         """Read the bytes into a contiguous tensor of this type and shape on the CPU. Raises: CheckpointError."""
@@ -75,21 +75,23 @@ def stored_in(path: Path) -> tuple[dict[str, Stored], int]:
         with path.open("rb", buffering=0) as file:
             num_file_bytes = os.fstat(file.fileno()).st_size
             num_header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            data = LENGTH_BYTES + num_header_bytes
-            if num_header_bytes > MOST_HEADER_BYTES or data > num_file_bytes:
+            data_offset = LENGTH_BYTES + num_header_bytes
+            if num_header_bytes > MOST_HEADER_BYTES or data_offset > num_file_bytes:
                 raise _unreadable(path, f"its header would have {num_header_bytes} bytes, the file {num_file_bytes}")
             content = bytearray(num_header_bytes)
             _read_into(file, memoryview(content))
         header = json.loads(content)
         entries = {name: entry for name, entry in header.items() if name != METADATA}
-        return {name: _stored(path, name, entry, data, num_file_bytes) for name, entry in entries.items()}, data
+        return {
+            name: _stored(path, name, entry, data_offset, num_file_bytes) for name, entry in entries.items()
+        }, data_offset
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
     except (ValueError, AttributeError, RecursionError) as error:
         raise _unreadable(path, f"its header is no JSON object: {error}") from error
 
 
-def _stored(path: Path, name: str, entry: Any, data: int, num_file_bytes: int) -> Stored:
+def _stored(path: Path, name: str, entry: Any, data_offset: int, num_file_bytes: int) -> Stored:
     if not _is_entry(entry):
         raise _unreadable(path, f"the header has {shortened(entry)} for {name!r}")
     if entry["dtype"] not in DTYPES:
@@ -98,12 +100,13 @@ def _stored(path: Path, name: str, entry: Any, data: int, num_file_bytes: int) -
             "weights in one of these types, unquantized"
         )
     begin, end = entry["data_offsets"]
-    found = Stored(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), data + begin)
-    if end - begin != found.num_bytes or data + end > num_file_bytes:
+    stored = Stored(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), data_offset + begin)
+    if end - begin != stored.num_bytes or data_offset + end > num_file_bytes:
         raise _unreadable(
-            path, f"{name!r} is at the bytes {begin} to {end} of {num_file_bytes - data}, but has {found.num_bytes}"
+            path,
+            f"{name!r} is at the bytes {begin} to {end} of {num_file_bytes - data_offset}, but has {stored.num_bytes}",
         )
-    return found
+    return stored
 
 
 def _is_entry(entry: Any) -> bool:
@@ -134,21 +137,21 @@ def stored_in_folder(folder: Path) -> tuple[dict[str, Stored], int]:
 
     Raises: CheckpointError: no such folder, no weights in it, or a file is not as the index says.
     """
-    listed = _listed_files(folder)
+    file_by_name = _listed_files(folder)
     headers: dict[str, dict[str, Stored]] = {}
     total = 0
-    for file in sorted(set(listed.values())):
+    for file in sorted(set(file_by_name.values())):
         headers[file], num_bytes = stored_in(folder / file)
         total += num_bytes
-    found = {name: stored for header in headers.values() for name, stored in header.items()}
-    for name, file in listed.items() if listed.keys() != {WHOLE} else ():
+    tensors = {name: stored for header in headers.values() for name, stored in header.items()}
+    for name, file in file_by_name.items() if file_by_name.keys() != {WHOLE} else ():
         if name not in headers[file]:
             raise CheckpointError(
                 f"{folder / file}: has no {name!r}, which {INDEX} lists there.{nearest(name, headers[file])} Get both "
                 "files anew, of the same model"
             )
-        found[name] = headers[file][name]
-    return found, total
+        tensors[name] = headers[file][name]
+    return tensors, total
 
 
 def _listed_files(folder: Path) -> dict[str, str]:

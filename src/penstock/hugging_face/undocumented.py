@@ -57,7 +57,7 @@ def conversions(model: Any, names: Iterable[str]) -> tuple[list[Conversion], dic
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = model.state_dict()
-    found: dict[str, Conversion] = {}
+    conversion_by_target: dict[str, Conversion] = {}
     strange: dict[str, str] = {}
     # Experts are joined in this order, and some rules wait for a name that comes first in it.
     for name in sorted(names, key=dot_natural_key):
@@ -67,9 +67,11 @@ def conversions(model: Any, names: Iterable[str]) -> tuple[list[Conversion], dic
         if target not in state:
             strange[name] = target
             continue
-        made = found.setdefault(target, Conversion(target, None if pattern is None else converter_of[pattern]))
-        made.sources.append((name, pattern or name))
-    return list(found.values()), strange
+        conversion = conversion_by_target.setdefault(
+            target, Conversion(target, None if pattern is None else converter_of[pattern])
+        )
+        conversion.sources.append((name, pattern or name))
+    return list(conversion_by_target.values()), strange
 
 
 def reverted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,8 +126,8 @@ def give_values(model: Any, module: nn.Module, device: torch.device) -> None:
 def make_unsaved_buffers(model: Any, root: nn.Module, device: torch.device) -> None:
     """Make the buffers anew that no file has, wherever they are on the meta device."""
     for part in root.modules():
-        own = dict(part.named_buffers(recurse=False))
-        if own and any(tensor.is_meta for tensor in own.values()):
+        buffers = dict(part.named_buffers(recurse=False))
+        if buffers and any(tensor.is_meta for tensor in buffers.values()):
             part.to_empty(device=device, recurse=False)
             with torch.no_grad():
                 model._init_weights(part)
@@ -139,8 +141,8 @@ def device_map_of(model: Any) -> Any:
 def router_class(model: Any) -> type[nn.Module] | None:
     """Return the class of the modules whose first output is a router's logits: `_can_record_outputs`."""
     recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    found = getattr(recorder, "target_class", recorder)
-    return found if isinstance(found, type) and getattr(recorder, "index", 0) == 0 else None
+    router = getattr(recorder, "target_class", recorder)
+    return router if isinstance(router, type) and getattr(recorder, "index", 0) == 0 else None
 
 
 def computes_own_loss(model: Any) -> bool:

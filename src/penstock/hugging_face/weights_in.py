@@ -35,16 +35,16 @@ class PretrainedWeights:
 
     folder: Path
     model: Any
-    """Without values, on the meta device."""
+    """The model without values, on the meta device."""
     bytes_read: int = 0
-    """Of headers and tensors, so far."""
+    """Bytes of headers and tensors that were read so far."""
     _stored: dict[str, Stored] = field(default_factory=dict)
-    """By name in the files."""
+    """The tensors of the files, by name there."""
     _conversions: dict[str, Conversion] = field(default_factory=dict)
-    """By name in the model."""
+    """The conversion of tensors in the files that makes a tensor of the model, by name in the model."""
     _ties: dict[str, str] = field(default_factory=dict)
     _shapes: dict[str, torch.Size] = field(default_factory=dict)
-    """Of the model's parameters and saved buffers."""
+    """The shapes of the model's parameters and saved buffers, by name."""
 
     @classmethod
     def open(cls, folder: Path, model: Any) -> "PretrainedWeights":
@@ -60,15 +60,15 @@ class PretrainedWeights:
                 "dequantized, in bfloat16 for instance"
             )
         weights._stored, weights.bytes_read = stored_in_folder(folder)
-        found, strange = conversions(model, weights._stored)
-        for conversion in found:
+        model_conversions, unknown_names = conversions(model, weights._stored)
+        for conversion in model_conversions:
             weights._conversions |= dict.fromkeys(weights._check(conversion), conversion)
-        weights._require_all(strange)
+        weights._require_all(unknown_names)
         return weights
 
     def __contains__(self, name: str) -> bool:
         """Whether the files have a tensor of the model, under its own name or one that it is tied to."""
-        return any(each in self._conversions for each in self._names_of(name))
+        return any(alias in self._conversions for alias in self._names_of(name))
 
     def read(self, name: str) -> Tensor:
         """Read one tensor of the model, by its name there.
@@ -86,7 +86,7 @@ class PretrainedWeights:
 
         Raises: CheckpointError: one of another shape; or as `read`.
         """
-        wanted: dict[int, tuple[Conversion, list[tuple[str, Tensor]]]] = {}
+        targets_by_conversion: dict[int, tuple[Conversion, list[tuple[str, Tensor]]]] = {}
         for name, value in module.state_dict(keep_vars=True).items():
             if not isinstance(value, Tensor):
                 continue
@@ -94,22 +94,22 @@ class PretrainedWeights:
                 continue
             target = self._target(name)
             conversion = self._conversions[target]
-            wanted.setdefault(id(conversion), (conversion, []))[1].append((target, value))
-        for conversion, several in wanted.values():
-            self._fill(conversion, several)
+            targets_by_conversion.setdefault(id(conversion), (conversion, []))[1].append((target, value))
+        for conversion, targets in targets_by_conversion.values():
+            self._fill(conversion, targets)
 
-    def _fill(self, conversion: Conversion, several: list[tuple[str, Tensor]]) -> None:
-        if len(several) == 1 and self._fill_directly(conversion, *several[0]):
+    def _fill(self, conversion: Conversion, targets: list[tuple[str, Tensor]]) -> None:
+        if len(targets) == 1 and self._fill_directly(conversion, *targets[0]):
             return
-        found = self._read(conversion)
-        for target, value in several:
-            if value.shape != found[target].shape:
-                raise _other_shape(self.folder, target, found[target].shape, value.shape)
+        tensors = self._read(conversion)
+        for target, value in targets:
+            if value.shape != tensors[target].shape:
+                raise _other_shape(self.folder, target, tensors[target].shape, value.shape)
             with torch.no_grad():
-                value.copy_(found[target])
+                value.copy_(tensors[target])
 
     def _fill_directly(self, conversion: Conversion, target: str, value: Tensor) -> bool:
-        """Read a tensor that is in the file as it is wanted without a copy of it; return whether it is."""
+        """Read a tensor into `value` without a copy, if the file has it in this form; return whether it has."""
         stored = self._stored[conversion.sources[0][0]]
         is_alike = stored.dtype == value.dtype and tuple(stored.shape) == tuple(value.shape)
         if conversion.converter is not None or not is_alike or not value.is_contiguous() or value.device.type != "cpu":
@@ -138,26 +138,26 @@ class PretrainedWeights:
                 f"{SAME_MODEL}"
             )
         try:
-            found = conversion.convert(sources, self.model)
+            tensors = conversion.convert(sources, self.model)
         except Exception as error:  # its operations raise what torch raises, or what they like
             self._require_sources(conversion)
             raise CheckpointError(
                 f"{self.folder}: is of another model: {conversion.first!r} of shape {tuple(expected)} cannot be made "
                 f"of {_listed(shapes, str)}: {error}. {SAME_MODEL}"
             ) from error
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             if name in self._shapes and tensor.shape != self._shapes[name]:
                 self._require_sources(conversion)
                 made_of = "" if conversion.converter is None else f" made of {_listed(shapes, str)}"
                 raise _other_shape(self.folder, name, tensor.shape, self._shapes[name], made_of)
-        return found.keys() & self._shapes.keys()
+        return tensors.keys() & self._shapes.keys()
 
     def _require_sources(self, conversion: Conversion) -> None:
         """Name what a tensor would have to be made of and is not there. Raises: CheckpointError."""
         if conversion.converter is None:
             return
-        whole = torch.empty(self._shapes[conversion.first], device="meta")
-        expected = reverted(self.model, {conversion.first: whole}).keys()
+        meta_tensor = torch.empty(self._shapes[conversion.first], device="meta")
+        expected = reverted(self.model, {conversion.first: meta_tensor}).keys()
         if expected & self._stored.keys() and expected - self._stored.keys():
             raise _lacks(self.folder, self._stored, expected - self._stored.keys())
 
@@ -174,13 +174,13 @@ class PretrainedWeights:
             )
 
     def _names_of(self, name: str) -> list[str]:
-        """Return all names of a tensor of the model: that to which others are tied, and these."""
-        source = self._ties.get(name, name)
-        return [source, *sorted(each for each, other in self._ties.items() if other == source)]
+        """Return all names of a tensor of the model: its owner's, and those that are tied to it."""
+        owner = self._ties.get(name, name)
+        return [owner, *sorted(alias for alias, owner_name in self._ties.items() if owner_name == owner)]
 
     def _target(self, name: str) -> str:
         """Return the name under which the files have a tensor. Raises: CheckpointError."""
-        present = [each for each in self._names_of(name) if each in self._conversions]
+        present = [alias for alias in self._names_of(name) if alias in self._conversions]
         if not present:
             raise CheckpointError(
                 f"{self.folder}: has no tensor for {name!r}.{nearest(name, self._conversions)} Name one of the model"
@@ -196,26 +196,26 @@ class PretrainedWeights:
                 require_tied(self.folder, name, names[0], values)
 
 
-def require_tied(where: Path, name: str, owner: str, tensors: Mapping[str, Tensor]) -> None:
+def require_tied(path: Path, name: str, owner: str, tensors: Mapping[str, Tensor]) -> None:
     """Refuse tied parameters with other values. Raises: CheckpointError."""
     if not torch.equal(tensors[name], tensors[owner]):
         raise CheckpointError(
-            f"{where}: {name!r} and {owner!r} have other values, but the model ties them. Set tie_word_embeddings to "
+            f"{path}: {name!r} and {owner!r} have other values, but the model ties them. Set tie_word_embeddings to "
             "false in its config.json"
         )
 
 
-def _lacks(where: Path, found: Iterable[str], names: Iterable[str]) -> CheckpointError:
+def _lacks(folder: Path, stored_names: Iterable[str], names: Iterable[str]) -> CheckpointError:
     return CheckpointError(
-        f"{where}: is of another model: it has no {_listed(names)}.{nearest(min(names), found)} {SAME_MODEL}"
+        f"{folder}: is of another model: it has no {_listed(names)}.{nearest(min(names), stored_names)} {SAME_MODEL}"
     )
 
 
 def _other_shape(
-    where: Path, name: str, found: Iterable[int], expected: Iterable[int], of: str = ""
+    folder: Path, name: str, shape: Iterable[int], expected: Iterable[int], of: str = ""
 ) -> CheckpointError:
     return CheckpointError(
-        f"{where}: is of another model or tokenizer: {name!r}{of} has the shape {tuple(found)}; expected "
+        f"{folder}: is of another model or tokenizer: {name!r}{of} has the shape {tuple(shape)}; expected "
         f"{tuple(expected)}. {SAME_MODEL}"
     )
 

@@ -41,10 +41,10 @@ class AuxiliaryLoss(nn.Module):
             raise ConfigError(f"auxiliary loss {name!r} weighs {weight}; expected a finite number", key="weight")
         self.name = name
         self.weight = weight
-        self._alone = _Collection()
+        self._shared_collection = _Collection()
         # By thread: threads that run parts of a model side by side, each as one rank, may hold one and the same object,
         # and a recomputation may run in a thread of its own.
-        self._begun: dict[int, _Collection] = {}
+        self._collections_by_thread: dict[int, _Collection] = {}
 
     def add(self, value: Tensor) -> None:
         """Add a loss: a floating-point tensor without dimensions or of shape [1], a mean or sum as the model's loss is.
@@ -69,8 +69,8 @@ class AuxiliaryLoss(nn.Module):
 
     def begin(self) -> None:
         """Forget everything, and count what this thread adds from now on, until `take`."""
-        self._alone.values.clear()
-        self._begun[threading.get_ident()] = _Collection(records_gradients=torch.is_grad_enabled())
+        self._shared_collection.values.clear()
+        self._collections_by_thread[threading.get_ident()] = _Collection(records_gradients=torch.is_grad_enabled())
 
     def take(self) -> Tensor | None:
         """Return the sum of what was added, with its graph, and forget it; None where nothing was."""
@@ -78,17 +78,19 @@ class AuxiliaryLoss(nn.Module):
         if collection is None:
             return None
         added, collection.values = collection.values, []
-        collection.is_open = collection is self._alone
+        collection.is_open = collection is self._shared_collection
         return sum(added[1:], start=added[0]) if added else None
 
     def end(self) -> None:
         """Forget everything, and from now on count whatever is added."""
-        self._alone.values.clear()
-        self._begun.pop(threading.get_ident(), None)
+        self._shared_collection.values.clear()
+        self._collections_by_thread.pop(threading.get_ident(), None)
 
     def _collection(self) -> "_Collection | None":
         """The sum that this thread adds to; None where it is called while other threads collect."""
-        return self._begun.get(threading.get_ident(), None if self._begun else self._alone)
+        return self._collections_by_thread.get(
+            threading.get_ident(), None if self._collections_by_thread else self._shared_collection
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -28,14 +28,14 @@ class Carry(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # Values lie in tuples, because a module registers parameters and modules among its attributes as its own.
-        self._before: tuple[Any, ...] = ()
-        self._left: tuple[Any, ...] = ()
+        self._earlier_value: tuple[Any, ...] = ()
+        self._new_value: tuple[Any, ...] = ()
         self._keeps = False
         self._records_gradients = False
 
     def get(self) -> Any:
         """Return what was last put for the slices before this one; None at the start of a sequence."""
-        return self._before[0] if self._before else None
+        return self._earlier_value[0] if self._earlier_value else None
 
     def put(self, value: Any) -> None:
         """Leave a value for the slices after this one: a tensor or a tree of tensors and plain values.
@@ -45,7 +45,7 @@ class Carry(nn.Module):
         """
         if not self._keeps:
             return
-        if self._left:
+        if self._new_value:
             raise PenstockError(
                 "a Carry was put into twice in one slice; put once, and give a layer that is used at several places of "
                 "the model a Carry for each use"
@@ -55,15 +55,15 @@ class Carry(nn.Module):
                 "a Carry was put into where gradients are off, so those of later slices would be lost; put outside of "
                 "no_grad(), and checkpoint with use_reentrant=False"
             )
-        self._left = (value,)
+        self._new_value = (value,)
 
     def begin_slice(self, before: Any, *, keeps: bool) -> None:
-        """Begin a forward, or a recomputation of it, after slices that left `before`; `keeps` says if `put` counts."""
-        self._before, self._left = (before,), ()
+        """Begin a forward, or a recomputation of it, after slices that put `before`; `keeps` says if `put` counts."""
+        self._earlier_value, self._new_value = (before,), ()
         self._keeps, self._records_gradients = keeps, torch.is_grad_enabled()
 
     def end_slice(self) -> Any:
         """Forget everything, and return what was put; None where nothing was."""
-        left = self._left[0] if self._left else None
-        self._before, self._left, self._keeps = (), (), False
-        return left
+        new_value = self._new_value[0] if self._new_value else None
+        self._earlier_value, self._new_value, self._keeps = (), (), False
+        return new_value

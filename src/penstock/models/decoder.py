@@ -142,19 +142,22 @@ class Attention(nn.Module):
         self.carry = Carry()
 
     def forward(self, features: Tensor, positions: Tensor | None = None) -> Tensor:  # [batch, seq, width]
-        before = self.carry.get()
-        start = 0 if before is None else before[0].shape[2]
+        earlier_keys_values = self.carry.get()
+        start = 0 if earlier_keys_values is None else earlier_keys_values[0].shape[2]
         angles = self._angles(start, features.shape[1], positions)
         query = _rotate(self._heads(self.query(features)), *angles)
         key = _rotate(self._heads(self.key(features)), *angles)
         value = self._heads(self.value(features))
-        if before is not None:
-            key, value = torch.cat([before[0], key], dim=2), torch.cat([before[1], value], dim=2)
+        if earlier_keys_values is not None:
+            key, value = (
+                torch.cat([earlier_keys_values[0], key], dim=2),
+                torch.cat([earlier_keys_values[1], value], dim=2),
+            )
         self.carry.put((key, value))
         mask = None
         if positions is not None:
             mask = _document_mask(positions, start)
-        elif before is not None:
+        elif earlier_keys_values is not None:
             mask = _causal_mask(features.shape[1], start, features.device)
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.shares_keys
@@ -202,10 +205,12 @@ def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 def _document_mask(positions: Tensor, start: int) -> Tensor:  # [batch, 1, seq, start + seq]
     """Say which tokens each of the last may read: of its own document, itself and those before it."""
-    places = torch.arange(start + positions.shape[1], device=positions.device)
-    own = places[start:]
-    first = (own - positions).unsqueeze(-1)  # where the document of each token begins
-    return ((places >= first) & (places <= own.unsqueeze(-1))).unsqueeze(1)
+    positions_in_sequence = torch.arange(start + positions.shape[1], device=positions.device)
+    last_positions = positions_in_sequence[start:]
+    document_starts = (last_positions - positions).unsqueeze(-1)  # where the document of each token begins
+    return (
+        (positions_in_sequence >= document_starts) & (positions_in_sequence <= last_positions.unsqueeze(-1))
+    ).unsqueeze(1)
 
 
 def _causal_mask(length: int, start: int, device: torch.device) -> Tensor:  # [length, start + length]

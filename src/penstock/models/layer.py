@@ -53,16 +53,17 @@ class LayerSpec:
             )
 
     def full_name(self, own: str) -> str:
-        """Return the unsplit model's name of what the layer's module calls `own`."""
+        """Return the unsplit model's name of the parameter or buffer that the layer's module calls `own`."""
         return own if self.has_full_names else f"{self.name}.{own}"
 
     def __call__(self) -> nn.Module:
         module = _build(self, "cpu")
-        known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        for own, other in self.tied:
-            if own not in known:
+        parameter_names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        for local_name, owner_name in self.tied:
+            if local_name not in parameter_names:
                 raise ConfigError(
-                    f"layer {self.name!r} ties {own!r} to {other!r}, but its parameters are {known}; use one of these",
+                    f"layer {self.name!r} ties {local_name!r} to {owner_name!r}, but its parameters are "
+                    f"{parameter_names}; use one of these",
                     key="tied",
                 )
         return module
@@ -77,9 +78,9 @@ def count_parameters(layers: Iterable[LayerSpec]) -> int:
         for name, parameter in _build(layer, "meta").named_parameters()
     }
     for layer in layers:
-        for own, other in layer.tied:
-            if other in sizes:
-                sizes.pop(layer.full_name(own), None)
+        for local_name, owner_name in layer.tied:
+            if owner_name in sizes:
+                sizes.pop(layer.full_name(local_name), None)
     return sum(sizes.values())
 
 
@@ -92,25 +93,25 @@ def saved_shapes(layers: Iterable[LayerSpec]) -> dict[str, tuple[int, ...]]:
         for name, value in _build(layer, "meta").state_dict().items()
     }
     for layer in layers:
-        for own, _ in layer.tied:
-            shapes.pop(layer.full_name(own), None)
+        for local_name, _ in layer.tied:
+            shapes.pop(layer.full_name(local_name), None)
     return shapes
 
 
 def embedding_names(layers: Iterable[LayerSpec]) -> frozenset[str]:
     """Return the unsplit model's names of the weights of every `nn.Embedding`, and of what is tied to one."""
     layers = list(layers)
-    found = {
-        layer.full_name(f"{name}.{own}" if name else own)
+    names = {
+        layer.full_name(f"{name}.{local_name}" if name else local_name)
         for layer in layers
         for name, module in _build(layer, "meta").named_modules()
         if isinstance(module, nn.Embedding)
-        for own, _ in module.named_parameters(recurse=False)
+        for local_name, _ in module.named_parameters(recurse=False)
     }
-    ties = [{layer.full_name(own), other} for layer in layers for own, other in layer.tied]
+    ties = [{layer.full_name(local_name), owner_name} for layer in layers for local_name, owner_name in layer.tied]
     for tie in ties * len(ties):  # a tie may lead to the next one
-        found |= tie if tie & found else set()
-    return frozenset(found)
+        names |= tie if tie & names else set()
+    return frozenset(names)
 
 
 def _build(layer: LayerSpec, device: str) -> nn.Module:

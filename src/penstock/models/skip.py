@@ -58,7 +58,7 @@ class Skip(nn.Module):
         if not name:
             raise ConfigError("a Skip has no name; give the one by which the layers that get find it", key="name")
         self.name = name
-        self._own: SkipBuffer = _OwnBuffer()
+        self._shared_buffer: SkipBuffer = _SharedBuffer()
         # By thread: layers that threads run side by side, each as one rank, may hold one and the same Skip.
         self._of_threads: dict[int, SkipBuffer] = {}
 
@@ -91,31 +91,31 @@ class Skip(nn.Module):
         return repr(self.name)
 
     def _current(self) -> SkipBuffer:
-        found = self._of_threads.get(threading.get_ident())
-        if found is not None:
-            return found
+        buffer = self._of_threads.get(threading.get_ident())
+        if buffer is not None:
+            return buffer
         # Autograd computes a checkpointed forward again in a thread of its own where the device is no CPU.
-        others = list(self._of_threads.values())
-        return others[0] if len(others) == 1 else self._own
+        buffers = list(self._of_threads.values())
+        return buffers[0] if len(buffers) == 1 else self._shared_buffer
 
 
 def connect_skips(modules: Iterable[nn.Module]) -> None:
     """Let the `Skip`s of one name among these layers find each other where the model runs whole, on a single device."""
-    buffer = _OwnBuffer()
+    buffer = _SharedBuffer()
     skips = (inner for module in modules for inner in module.modules() if isinstance(inner, Skip))
     for skip in skips:
-        skip._own = buffer
+        skip._shared_buffer = buffer
 
 
-class _OwnBuffer:
+class _SharedBuffer:
     """The buffer of a model that runs whole; a value stays in it until the next one of its name."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_OwnBuffer":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_SharedBuffer":
         """Return one without values: those of a forward have a graph, and are of no use to a copy of the model."""
-        return _OwnBuffer()
+        return _SharedBuffer()
 
     def put(self, name: str, value: Any) -> None:
         self._values[name] = value

@@ -35,7 +35,7 @@ def test_points_are_sorted_by_their_calls_and_what_is_never_called_begins():
     cut = ordered(model, lambda copied: copied(torch.arange(3)))
 
     assert cut.points == ("blocks.0", "blocks.1", "norm", "late", "head")
-    assert cut.before == ("words", "unused")
+    assert cut.begin_modules == ("words", "unused")
 
 
 def test_a_forward_that_raises_or_calls_one_twice_leaves_the_cut_as_it_is():

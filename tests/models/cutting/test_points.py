@@ -38,7 +38,7 @@ def test_blocks_are_points_in_the_order_of_their_numbers_and_what_is_defined_beh
 def test_what_is_defined_before_the_first_point_begins_the_forward():
     cut = cut_model(Model(), ["body.blocks.*", "late.*"])
 
-    assert cut.before == ("words",)
+    assert cut.begin_modules == ("words",)
     assert cut.tensors == ("place", "mask", "body.scale")
     assert cut.has_begin
 
@@ -60,7 +60,7 @@ def test_lists_of_modules_and_of_parameters_are_looked_into():
 
     cut = cut_model(model, ["move.blocks.*"])
 
-    assert cut.before == ("words", "middle", "late.0", "late.1", "norm", "head", "early.0")
+    assert cut.begin_modules == ("words", "middle", "late.0", "late.1", "norm", "head", "early.0")
     assert cut.tensors == ("place", "mask", "scales.0", "move.scale")
 
 

@@ -31,7 +31,9 @@ def cut(model: nn.Module, points: Sequence[str]) -> list[CutPart]:
     entry = ByName(model)
     forward = CutForward(Template(model, parts), entry)
     kind = part_class(entry.batch_signature)
-    layers = [kind(forward, name, segment, *held_by(model, segment)) for name, segment in segments(parts).items()]
+    layers = [
+        kind(forward, name, segment, *tensors_of_segment(model, segment)) for name, segment in segments(parts).items()
+    ]
     for layer in layers:
         layer.layer_weight = multiplications(layer)
     return layers
@@ -42,7 +44,7 @@ class CutSpec(LayerSpec):
     """A layer of a cut model that is not there yet."""
 
     batch_signature: BatchSignature | None = None
-    """How the whole model takes a batch."""
+    """The arguments of the whole model's forward that a batch may have."""
 
 
 def multiplications(module: nn.Module, share_of_experts: float = 1.0) -> float:
@@ -50,9 +52,9 @@ def multiplications(module: nn.Module, share_of_experts: float = 1.0) -> float:
 
     Weights of three and more dimensions count for their share: those of experts, each of which sees some positions.
     """
-    owners = (each for each in module.modules() if not isinstance(each, nn.Embedding))
-    weights = (each for owner in owners for each in owner.parameters(recurse=False) if each.dim() > 1)
-    return sum(each.numel() * (share_of_experts if each.dim() > 2 else 1.0) for each in weights)
+    owners = (module for module in module.modules() if not isinstance(module, nn.Embedding))
+    weights = (weight for owner in owners for weight in owner.parameters(recurse=False) if weight.dim() > 1)
+    return sum(weight.numel() * (share_of_experts if weight.dim() > 2 else 1.0) for weight in weights)
 
 
 def require_cuttable(model: nn.Module) -> None:
@@ -79,7 +81,7 @@ def _require_values(model: nn.Module) -> None:
         )
 
 
-def held_by(model: nn.Module, segment: Segment) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:
+def tensors_of_segment(model: nn.Module, segment: Segment) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:
     """Return the submodules of a segment, and the tensors of the modules around the points, by name."""
     return (
         {name: model.get_submodule(name) for name in segment.modules},
@@ -92,27 +94,28 @@ def segments(parts: CutModel, last: str = "") -> dict[str, Segment]:
 
     All points behind the one called `last`, if it is given, are one layer, with the name of the last of them.
     """
-    found = {}
+    segments_by_name = {}
     if parts.has_begin:
-        found[_begin_name(parts)] = Segment(None, parts.points[0], parts.before, parts.tensors)
+        segments_by_name[_begin_name(parts)] = Segment(None, parts.points[0], parts.begin_modules, parts.tensors)
+    # The first point begins with the forward itself, unless a layer of its own runs before it.
     end = parts.points.index(last) + 1 if last else len(parts.points)
     groups = [*([name] for name in parts.points[:end]), *([parts.points[end:]] if parts.points[end:] else [])]
-    for place, group in enumerate(groups):
-        start = group[0] if place or parts.has_begin else None
-        stop = groups[place + 1][0] if place + 1 < len(groups) else None
-        found[group[-1]] = Segment(start, stop, tuple(group))
-    return found
+    for index, group in enumerate(groups):
+        start = group[0] if index or parts.has_begin else None
+        stop = groups[index + 1][0] if index + 1 < len(groups) else None
+        segments_by_name[group[-1]] = Segment(start, stop, tuple(group))
+    return segments_by_name
 
 
 def _begin_name(parts: CutModel) -> str:
-    """The begin that the names of all that runs before the first point have in common, else the first of them."""
-    names = [*(name.split(".") for name in parts.before), *(name.split(".")[:-1] for name in parts.tensors)]
+    """Return the common begin of the names of all that runs before the first point, else the first of these names."""
+    names = [*(name.split(".") for name in parts.begin_modules), *(name.split(".")[:-1] for name in parts.tensors)]
     common = []
     for steps in zip(*names, strict=False):
         if len(set(steps)) > 1:
             break
         common.append(steps[0])
-    return ".".join(common) or (*parts.before, *parts.tensors)[0]
+    return ".".join(common) or (*parts.begin_modules, *parts.tensors)[0]
 
 
 class ByName:
@@ -121,7 +124,7 @@ class ByName:
     def __init__(self, model: nn.Module) -> None:
         self.batch_signature = BatchSignature(model)
 
-    def call(self, model: nn.Module, given: PartCall) -> Any:
+    def call(self, model: nn.Module, part_call: PartCall) -> Any:
         # Bound again, for a part that no pipeline calls, or one inside a wrapper that hides how a batch is bound.
-        inputs = given.inputs if given.is_first else ()
-        return model(**self.batch_signature.bind(inputs, given.keywords)[1])
+        inputs = part_call.inputs if part_call.is_first else ()
+        return model(**self.batch_signature.bind(inputs, part_call.keywords)[1])

@@ -27,6 +27,8 @@ SKIP = "hand the value on by a ps.Skip, which one point puts and others get, eac
 """The way of a value past layers. The forward around the points runs on every stage, so a Skip is of no use there."""
 Call = Callable[[nn.Module], Any]
 """Runs the forward of the module that it gets."""
+VersionedBuffers = dict[str, tuple[Tensor, tuple[int, ...]]]
+"""Buffers by name, with how often they were changed in place."""
 
 
 class _Stopped(BaseException):
@@ -38,170 +40,180 @@ class _Stopped(BaseException):
 
 @dataclass(slots=True)
 class Course:
-    """One run of the forward, and how it goes on where it meets stand-ins."""
+    """One run of the forward from one point to another, and its progress: stand-ins ask it for what they return."""
 
     points: Mapping[str, int]
-    """The places of the points in the forward."""
+    """The positions of the points in the forward, by name."""
     device: torch.device
     start: str | None
     """The point at which the part begins; None: at the begin of the forward."""
     stop: str | None
-    """The point at which it ends; None: at the end of the forward."""
-    lent: Mapping[str, nn.Module]
-    """The modules of the part."""
-    arrived: Any = None
+    """The point at which the part ends; None: at the end of the forward."""
+    part_modules: Mapping[str, nn.Module]
+    """The modules of the part, which run in place of their stand-ins."""
+    part_input: Any = None
     """The input of the part, which takes the place of what its first module would get."""
     is_dense: bool = False
+    """Whether tensors without values have memory for each element, so that the forward may change them in place."""
     missing: Missing | None = None
     """Finds what is computed from values that are not there, if that is wanted."""
     begin: Callable[[], None] = field(default=lambda: None)
     """Called where the part begins."""
     at_first_point: Callable[[], None] = field(default=lambda: None)
     """Called where the forward meets its first point."""
-    notes: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    point_arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     """The arguments of each point besides the first one, if that is wanted."""
-    met: list[str] | None = None
+    called_names: list[str] | None = None
     """The modules that the forward has called, if that is wanted."""
-    straight: set[str] = field(default_factory=set)
+    passing_points: set[str] = field(default_factory=set)
     """The points whose output came to the next point as it was."""
-    plain: set[str] = field(default_factory=set)
+    plain_mode_points: set[str] = field(default_factory=set)
     """The points that the forward calls in the modes in which it was called itself, as of gradients and autocast."""
     modes: tuple[Any, ...] = ()
-    """Those modes."""
-    place: int = -1
-    """Of the last point that was met."""
-    last: tuple[str, Any, tuple[int, ...]] = ("", None, ())
-    """The last point that was met, what it returned, and how often that had been changed in place."""
+    """The modes in which the forward was called, as `modes_of` returns them."""
+    position: int = -1
+    """The position of the last point that the forward has called; -1 before the first."""
+    last_point: tuple[str, Any, tuple[int, ...]] = ("", None, ())
+    """The last point that was called, what it returned, and how often that had been changed in place."""
 
     def restart(self, *, is_dense: bool) -> None:
-        """Begin anew."""
+        """Reset the progress, for another run of the forward."""
         self.is_dense = is_dense
-        self.place, self.last = -1, ("", None, ())
-        self.straight.clear()
-        self.plain.clear()
+        self.position, self.last_point = -1, ("", None, ())
+        self.passing_points.clear()
+        self.plain_mode_points.clear()
 
     @property
     def is_inside(self) -> bool:
         """Whether the part has begun."""
-        return self.start is None or self.place >= self.points[self.start]
+        return self.start is None or self.position >= self.points[self.start]
 
-    def meet(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder) -> Any:
-        """Return what the forward gets from the module of this name."""
-        if self.met is not None:
-            self.met.append(name)
+    def call_module(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder) -> Any:
+        """Return what the forward gets from its call of this module: a point, one of the part, or a stand-in."""
+        if self.called_names is not None:
+            self.called_names.append(name)
         if name in self.points:
-            return self._meet_point(name, args, kwargs, like)
-        if name in self.lent:
-            return self._lend(name, args, kwargs)
+            return self._call_point(name, args, kwargs, placeholder)
+        if name in self.part_modules:
+            return self._run_part_module(name, args, kwargs)
         if self.is_inside and self.start is not None:
             raise PenstockError(
                 f"the forward calls {name!r} behind {self.start!r}, though it is defined before; name it as a point of "
                 "the cut, in the order of the forward"
             )
-        return self.absent(like.of(args, kwargs), name, (args, kwargs))
+        return self.without_value(placeholder.of(args, kwargs), name, (args, kwargs))
 
-    def absent(self, value: Any, origin: str, given: Any = ()) -> Any:
-        """Return a tree like `value` of a submodule, without its values but for tensors that the module was `given`."""
-        kept = tuple(tensors_in(given))
-        output = without_values(value, self.device, is_dense=self.is_dense, kept=kept)
+    def without_value(self, value: Any, origin: str, inputs: Any = ()) -> Any:
+        """Return a tree like `value`, a result or attribute of the submodule `origin`, without its values.
+
+        Tensors that are among the `inputs` of the submodule stay as they are.
+        """
+        input_tensors = tuple(tensors_in(inputs))
+        output = without_values(value, self.device, is_dense=self.is_dense, constants=input_tensors)
         if self.missing is not None:
-            new = tuple(each for each in tensors_in(output) if not any(each is other for other in kept))
-            self.missing.mark(new, origin)
+            input_ids = set(map(id, input_tensors))
+            self.missing.mark(tuple(tensor for tensor in tensors_in(output) if id(tensor) not in input_ids), origin)
         return output
 
-    def _lend(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module of the part; what it computes inside is not followed."""
+    def _run_part_module(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module of the part; missing values are not followed inside it, but from its inputs to its output."""
         missing = self.missing
         if missing is None:
-            return self.lent[name](*args, **kwargs)
+            return self.part_modules[name](*args, **kwargs)
         origin = missing.origin_of((args, kwargs))
         with missing.paused():
-            output = self.lent[name](*args, **kwargs)
+            output = self.part_modules[name](*args, **kwargs)
         if origin is not None:
             missing.mark(output, origin)
         return output
 
-    def _meet_point(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder) -> Any:
-        if self.points[name] != self.place + 1:
-            expected = next((each for each, place in self.points.items() if place == self.place + 1), "the end")
+    def _call_point(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder) -> Any:
+        """Return the output of a point, or end the forward at it; the part begins at its own first point."""
+        if self.points[name] != self.position + 1:
+            expected = next(
+                (point for point, position in self.points.items() if position == self.position + 1), "the end"
+            )
             raise PenstockError(
                 f"the forward calls {name!r} where {expected!r} was expected; give the points of the cut in the order "
                 "of the forward, in which each is called once"
             )
-        self.place += 1
-        first, rest, kwargs = _first_argument(args, kwargs, like.module)
-        before, returned, versions = self.last
-        if before and first is returned and versions == versions_of(first):
-            self.straight.add(before)
-        if not self.place:
+        self.position += 1
+        first, rest, kwargs = _first_argument(args, kwargs, placeholder.module)
+        previous_point, previous_output, previous_versions = self.last_point
+        # The same object, not changed in place meanwhile: the forward itself did nothing to it on the way.
+        if previous_point and first is previous_output and previous_versions == versions_of(first):
+            self.passing_points.add(previous_point)
+        if not self.position:
             self.at_first_point()
         if modes_of(self.device) == self.modes:
-            self.plain.add(name)
+            self.plain_mode_points.add(name)
         if name == self.stop:
             if self.start is None:
                 _refuse_gradients(name, (rest, kwargs))
             raise _Stopped(first)
         if name == self.start:
             self.begin()
-            first = self.arrived
-        if self.notes is not None:
-            self.notes[name] = rest, kwargs
-        if name in self.lent:
-            output = self._lend(name, (first, *rest), kwargs)
+            first = self.part_input
+        if self.point_arguments is not None:
+            self.point_arguments[name] = rest, kwargs
+        if name in self.part_modules:
+            output = self._run_part_module(name, (first, *rest), kwargs)
         else:
-            output = self._like_output(name, first, rest, kwargs, like)
-        self.last = name, output, versions_of(output)
+            output = self._placeholder_output(name, first, rest, kwargs, placeholder)
+        self.last_point = name, output, versions_of(output)
         return output
 
-    def _like_output(
-        self, name: str, first: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], like: Placeholder
+    def _placeholder_output(
+        self, name: str, first: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder
     ) -> Any:
-        # Where values are followed, each has a tensor of its own, by which its origin is known.
-        if self.missing is None and like.returns_kind_of(first) and is_bare(first):
+        """Return the output of a point of another part, without its values."""
+        # Where missing values are followed, each output has a tensor of its own, by which its origin is known.
+        if self.missing is None and placeholder.returns_kind_of(first) and is_bare(first):
             return first  # most blocks: this saves a third of a run
-        given = rest, kwargs
+        inputs = rest, kwargs
         try:
-            returned = like.of((first, *rest), kwargs)
-        except Exception:  # as of experts, whose work depends on values: blocks return what they get
+            returned = placeholder.of((first, *rest), kwargs)
+        except Exception:  # experts fail without values, which say their work; a block returns what is like its input
             returned = first
-        like.note_kind(first, returned)
-        return self.absent(returned, name, given)
+        placeholder.note_kind(first, returned)
+        return self.without_value(returned, name, inputs)
 
 
 class _StandIn(nn.Module):
     """Takes the place of a submodule; has its attributes, but none of its values."""
 
-    def __init__(self, name: str, like: Placeholder, frame: "Frame") -> None:
+    def __init__(self, name: str, placeholder: Placeholder, frame: "Frame") -> None:
         super().__init__()
-        # Not as submodules: a copy of the frame is not one of these.
-        object.__setattr__(self, "_place", (name, like, frame))
-        for own, tensor in like.module.named_parameters():  # a model may ask its parameters for their device and type
-            self._parameters[own] = nn.Parameter(without_values(tensor, frame.device), requires_grad=False)
+        # Past nn.Module's __setattr__, which would register the frame and the module as submodules.
+        object.__setattr__(self, "_target", (name, placeholder, frame))
+        # A model may ask its parameters for their device and dtype.
+        for parameter_name, tensor in placeholder.module.named_parameters():
+            self._parameters[parameter_name] = nn.Parameter(without_values(tensor, frame.device), requires_grad=False)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The class of the module, for a forward that asks isinstance()."""
-        return type(self._place[1].module)
+        return type(self._target[1].module)
 
     def __getattr__(self, name: str) -> Any:
-        place, like, frame = self._place
-        if frame.course is not None and place in frame.course.lent:
-            return getattr(frame.course.lent[place], name)
-        value = getattr(like.module, name)
+        module_name, placeholder, frame = self._target
+        if frame.course is not None and module_name in frame.course.part_modules:
+            return getattr(frame.course.part_modules[module_name], name)
+        value = getattr(placeholder.module, name)
         if isinstance(value, nn.Module):
-            return _StandIn(f"{place}.{name}", Placeholder(value), frame)
+            return _StandIn(f"{module_name}.{name}", Placeholder(value), frame)
         if frame.course is None:
             return without_values(value, frame.device)
-        return frame.course.absent(value, f"{place}.{name}")
+        return frame.course.without_value(value, f"{module_name}.{name}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        name, like, frame = self._place
+        name, placeholder, frame = self._target
         course = frame.course
         if course is None:
             raise PenstockError(
                 f"the stand-in of {name!r} is called outside of a forward; call the layers of the pipeline"
             )
-        return course.meet(name, args, kwargs, like)
+        return course.call_module(name, args, kwargs, placeholder)
 
 
 class Frame:
@@ -211,13 +223,15 @@ class Frame:
         self.device = device
         self.course: Course | None = None
         memo: dict[int, Any] = {
-            id(module): _StandIn(name, template.likes[name], self) for name, module in template.modules.items()
+            id(module): _StandIn(name, template.placeholders[name], self) for name, module in template.modules.items()
         }
         self.model: nn.Module = copy.deepcopy(template.model, memo)
         template.complete(self.model, device)
         self.model.to(device).eval()
-        self._unheld = template.cut.tensors
-        self._unsaved = {name: each for name, each in self.model.named_buffers() if name not in self._unheld}
+        self._saved_names = template.cut.tensors
+        self._unsaved_buffers = {
+            name: buffer for name, buffer in self.model.named_buffers() if name not in self._saved_names
+        }
         self._modules = [module for module in self.model.modules() if not isinstance(module, _StandIn)]
 
     def run(self, call: Call, course: Course, tensors: Mapping[str, Tensor], *, is_training: bool) -> Any:
@@ -227,18 +241,19 @@ class Frame:
         begins, as of a dropout on another stage, leave torch's generators as they were. Raises: PenstockError, where
         the forward is not what the cut says.
         """
-        before = ExitStack()
-        kept: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
-        course.at_first_point = lambda: kept.update(self._saved_buffers())
-        course.begin, course.modes = before.close, modes_of(self.device)
+        # Closed where the part begins: until then, draws are undone.
+        generator_scope = ExitStack()
+        buffers_before: VersionedBuffers = {}
+        course.at_first_point = lambda: buffers_before.update(self._saved_buffers())
+        course.begin, course.modes = generator_scope.close, modes_of(self.device)
         self.course = course
-        unsaved = versions_of(self._unsaved)
-        with self._holding(tensors), before, course.missing or nullcontext():
+        versions_before = versions_of(self._unsaved_buffers)
+        with self._with_tensors(tensors), generator_scope, course.missing or nullcontext():
             if course.missing is not None:
-                for name in set(self._unheld) - tensors.keys():
+                for name in set(self._saved_names) - tensors.keys():
                     course.missing.mark(tensor_of(self.model, name), name)
             if course.start is not None:
-                before.enter_context(_generators_kept(self.device))
+                generator_scope.enter_context(_restored_generators(self.device))
             self._set_training(is_training)
             try:
                 output = call(self.model)
@@ -248,8 +263,8 @@ class Frame:
             finally:
                 self._set_training(False)
                 self.course = None  # it holds what arrived
-            _refuse_changed(kept, self._saved_buffers())
-            self._refuse_counters(unsaved)
+            _refuse_changed(buffers_before, self._saved_buffers())
+            self._refuse_counters(versions_before)
         if has_ended and course.stop is not None:
             raise PenstockError(
                 f"the forward has ended and has not called {course.stop!r}; give the points of the cut in the order of "
@@ -257,14 +272,15 @@ class Frame:
             )
         return output
 
-    def _saved_buffers(self) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-        own = {name: tensor_of(self.model, name) for name in self._unheld}
-        return {name: (each, versions_of(each)) for name, each in own.items() if not isinstance(each, nn.Parameter)}
+    def _saved_buffers(self) -> VersionedBuffers:
+        tensors = {name: tensor_of(self.model, name) for name in self._saved_names}
+        buffers = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+        return {name: (buffer, versions_of(buffer)) for name, buffer in buffers.items()}
 
-    def _refuse_counters(self, before: tuple[int, ...]) -> None:
+    def _refuse_counters(self, versions_before: tuple[int, ...]) -> None:
         """Refuse a change in place of a buffer of which each stage has a copy, and which no file has."""
-        pairs = zip(self._unsaved, before, versions_of(self._unsaved), strict=True)
-        changed = [name for name, one, other in pairs if one != other]
+        name_versions = zip(self._unsaved_buffers, versions_before, versions_of(self._unsaved_buffers), strict=True)
+        changed = [name for name, version_before, version_after in name_versions if version_before != version_after]
         if changed:
             raise PenstockError(
                 f"the forward changes the buffer {changed[0]!r} in place, of which each stage has a copy that sees "
@@ -276,14 +292,15 @@ class Frame:
             module.training = is_training
 
     @contextmanager
-    def _holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        own = {name: tensor_of(self.model, name) for name in tensors}
+    def _with_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the frame have these tensors of the part inside, and its own ones again after it."""
+        frame_tensors = {name: tensor_of(self.model, name) for name in tensors}
         for name, tensor in tensors.items():
             set_tensor(self.model, name, tensor)
         try:
             yield
         finally:
-            for name, tensor in own.items():
+            for name, tensor in frame_tensors.items():
                 _keep_change(tensors[name], tensor_of(self.model, name))
                 set_tensor(self.model, name, tensor)
 
@@ -295,7 +312,7 @@ def modes_of(device: torch.device) -> tuple[Any, ...]:
     return torch.is_grad_enabled(), is_cast, torch.get_autocast_dtype(kind) if is_cast else None
 
 
-def _generators_kept(device: torch.device) -> AbstractContextManager[None]:
+def _restored_generators(device: torch.device) -> AbstractContextManager[None]:
     """Leave torch's generators as they are, whatever is drawn inside."""
     if device.type in ("cpu", "meta"):
         return torch.random.fork_rng(devices=[])
@@ -308,13 +325,13 @@ class Template:
     def __init__(
         self, model: nn.Module, cut: CutModel, complete: Callable[[nn.Module, torch.device], None] | None = None
     ) -> None:
-        """`complete` gives values to what is left on the meta device, if the model is there."""
+        """`complete` gives values to the tensors of a frame that are on the meta device, if the model is there."""
         self.cut = cut
-        self.places = {name: place for place, name in enumerate(cut.points)}
+        self.positions = {name: position for position, name in enumerate(cut.points)}
         self.complete = complete or (lambda model, device: None)
-        blank = [name for name in cut.before if any(True for _ in model.get_submodule(name).parameters())]
-        names = [*blank, *(name for name in cut.before if name not in blank), *cut.points]
-        self.likes = {name: Placeholder(on_meta(model.get_submodule(name))) for name in names}
+        trained = [name for name in cut.begin_modules if any(True for _ in model.get_submodule(name).parameters())]
+        names = [*trained, *(name for name in cut.begin_modules if name not in trained), *cut.points]
+        self.placeholders = {name: Placeholder(on_meta(model.get_submodule(name))) for name in names}
         # Bare modules keep the places in which each frame puts its stand-ins.
         memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Module() for name in names}
         memo |= {id(tensor): _blank(tensor) for name in cut.tensors for tensor in [tensor_of(model, name)]}
@@ -323,7 +340,7 @@ class Template:
 
 
 def _blank(tensor: Tensor) -> Tensor:
-    """A parameter without values; a buffer keeps them, so that a forward may compute with them."""
+    """Return a copy of a parameter without its values; of a buffer with them, for a forward to compute with."""
     if not isinstance(tensor, nn.Parameter):
         return tensor.detach().clone()
     device = torch.device("cpu") if tensor.is_meta else tensor.device
@@ -341,27 +358,26 @@ def _first_argument(
     return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
 
 
-def _refuse_gradients(name: str, others: Any) -> None:
-    for where, value in (*enumerate(others[0], start=1), *others[1].items()):
+def _refuse_gradients(name: str, further_arguments: Any) -> None:
+    for argument, value in (*enumerate(further_arguments[0], start=1), *further_arguments[1].items()):
         if any(tensor.requires_grad for tensor in tensors_in(value)):
             raise PenstockError(
-                f"{name!r} gets a gradient for its argument {where!r}, which is made before it, and a part passes on "
-                f"its first argument alone; {SKIP}"
+                f"{name!r} gets a gradient for its argument {argument!r}, which is made before it, and a part passes "
+                f"on its first argument alone; {SKIP}"
             )
 
 
 @torch.no_grad()
-def _keep_change(tensor: Tensor, now: Tensor) -> None:
+def _keep_change(tensor: Tensor, new_tensor: Tensor) -> None:
     """Give a buffer the values of a new tensor that the forward has put in its place."""
-    if now is not tensor:
-        tensor.copy_(now)
+    if new_tensor is not tensor:
+        tensor.copy_(new_tensor)
 
 
-def _refuse_changed(
-    before: Mapping[str, tuple[Tensor, tuple[int, ...]]], after: Mapping[str, tuple[Tensor, tuple[int, ...]]]
-) -> None:
-    for name, (tensor, versions) in before.items():
-        if after[name][0] is not tensor or after[name][1] != versions:
+def _refuse_changed(buffers_before: VersionedBuffers, buffers_after: VersionedBuffers) -> None:
+    """Refuse a saved buffer that the forward changes where only the first layer holds it. Raises: PenstockError."""
+    for name, (tensor, versions) in buffers_before.items():
+        if buffers_after[name][0] is not tensor or buffers_after[name][1] != versions:
             raise PenstockError(
                 f"the forward changes the buffer {name!r} behind its first point, but the first layer alone holds and "
                 "saves it; let a submodule hold it, which is a point of the cut"
@@ -370,12 +386,12 @@ def _refuse_changed(
 
 def tensor_of(model: nn.Module, name: str) -> Tensor:
     """Return the parameter or buffer of a full name."""
-    path, _, own = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(path), own)
-    return found
+    path, _, tensor_name = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(path), tensor_name)
+    return tensor
 
 
 def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Put a tensor in the place of the parameter or buffer of a full name."""
-    path, _, own = name.rpartition(".")
-    setattr(model.get_submodule(path), own, tensor)
+    path, _, tensor_name = name.rpartition(".")
+    setattr(model.get_submodule(path), tensor_name, tensor)

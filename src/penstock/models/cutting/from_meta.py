@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.models.cutting.cut import ByName, CutSpec, held_by, multiplications, segments
+from penstock.models.cutting.cut import ByName, CutSpec, multiplications, segments, tensors_of_segment
 from penstock.models.cutting.frame import Template, set_tensor, tensor_of
 from penstock.models.cutting.part import CutForward, CutPart, Segment, part_class
 from penstock.models.cutting.points import cut_model, own_tensors, saved_tensors
@@ -51,7 +51,7 @@ def cut_from_meta(model: nn.Module, points: Sequence[str], read: Read) -> list[C
     specs = []
     for name, segment in segments(parts).items():
         make = partial(kind, forward, name, segment)
-        part = make(*held_by(model, segment))
+        part = make(*tensors_of_segment(model, segment))
         parameters = list(part.named_parameters(remove_duplicate=False))
         specs.append(
             CutSpec(
@@ -70,7 +70,7 @@ def cut_from_meta(model: nn.Module, points: Sequence[str], read: Read) -> list[C
 def _build(make: Callable[..., CutPart], model: nn.Module, segment: Segment, read: Read) -> CutPart:
     """Build one layer on the default device."""
     device = torch.get_default_device()
-    modules, tensors = held_by(model, segment)
+    modules, tensors = tensors_of_segment(model, segment)
     values: dict[int, Any] = {}
     if device.type != "meta":
         # Also those on another device than meta, as a buffer of torch.from_numpy is: the files have them all.

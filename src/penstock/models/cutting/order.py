@@ -13,26 +13,28 @@ from penstock.models.cutting.frame import Call, Course, Frame, Template
 from penstock.models.cutting.points import CutModel
 
 
-def in_order_of_calls(model: nn.Module, cut: CutModel, first: str, complete: Any, call: Call) -> CutModel:
+def in_order_of_calls(model: nn.Module, cut: CutModel, block_prefix: str, complete: Any, call: Call) -> CutModel:
     """Return a cut whose points are in the order in which a forward, run with stand-ins alone, calls them.
 
-    `first` is the pattern's part before the numbers of the blocks, such as `model.layers.`; these stay points. The
-    modules that are called before the first of them, or never, begin the forward. A forward that raises, or calls one
-    twice, leaves the cut as it is.
+    `block_prefix` is the pattern's part before the numbers of the blocks, such as `model.layers.`; these stay points.
+    The modules that are called before the first of them, or never, begin the forward. A forward that raises, or calls
+    one twice, leaves the cut as it is.
     """
-    blocks = tuple(name for name in cut.points if name.startswith(first))
-    others = (*cut.before, *(name for name in cut.points if name not in blocks))
-    template = Template(model, replace(cut, points=blocks, before=others), complete)
+    blocks = tuple(name for name in cut.points if name.startswith(block_prefix))
+    further_modules = (*cut.begin_modules, *(name for name in cut.points if name not in blocks))
+    template = Template(model, replace(cut, points=blocks, begin_modules=further_modules), complete)
     frame = Frame(template, torch.device("cpu"))
-    course = Course(template.places, frame.device, None, None, {}, met=[])
+    course = Course(template.positions, frame.device, None, None, {}, called_names=[])
     try:
         with torch.no_grad():
             frame.run(call, course, {}, is_training=False)
     except Exception:
         return cut
-    met = course.met or []
-    begin = met.index(blocks[0]) if blocks[0] in met else len(met)
-    before, behind = met[:begin], met[begin:]
-    if len(set(behind)) < len(behind) or set(behind) & set(before) or not set(blocks) <= set(behind):
+    called_names = course.called_names or []
+    begin = called_names.index(blocks[0]) if blocks[0] in called_names else len(called_names)
+    begin_modules, later_modules = called_names[:begin], called_names[begin:]
+    has_repeats = len(set(later_modules)) < len(later_modules) or set(later_modules) & set(begin_modules)
+    if has_repeats or not set(blocks) <= set(later_modules):
         return cut
-    return replace(cut, points=tuple(behind), before=tuple(name for name in (*others, *blocks) if name not in behind))
+    rest = tuple(name for name in (*further_modules, *blocks) if name not in later_modules)
+    return replace(cut, points=tuple(later_modules), begin_modules=rest)

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from penstock.models.cutting.undocumented import version_of
 
 
-def without_values(value: Any, device: torch.device, *, is_dense: bool = False, kept: Sequence[Tensor] = ()) -> Any:
-    """Return a tree like `value`, each of its floating-point tensors without values, on a device; `kept` stay."""
+def without_values(
+    value: Any, device: torch.device, *, is_dense: bool = False, constants: Sequence[Tensor] = ()
+) -> Any:
+    """Return a tree like `value` on a device, its floating-point tensors without values; `constants` stay."""
 
     def blank(tensor: Tensor) -> Tensor:
-        if any(tensor is each for each in kept):
+        if any(tensor is constant for constant in constants):
             return tensor
         if not tensor.is_floating_point():
             return tensor if tensor.device == device else torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
@@ -38,11 +40,11 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, each) for each in value))
+        return type(value)(*(map_tensors(function, item) for item in value))
     if isinstance(value, tuple | list):
-        return type(value)(map_tensors(function, each) for each in value)
+        return type(value)(map_tensors(function, item) for item in value)
     if isinstance(value, dict):
-        return type(value)((key, map_tensors(function, each)) for key, each in value.items())
+        return type(value)((key, map_tensors(function, item)) for key, item in value.items())
     return value
 
 
@@ -51,8 +53,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
 
 
 def versions_of(value: Any) -> tuple[int, ...]:
@@ -76,34 +78,36 @@ class Placeholder:
     def __init__(self, module: nn.Module) -> None:
         """The module is on the meta device."""
         self.module = module
-        self._known: dict[Any, Any] = {}
-        self._kept: set[tuple[torch.Size, torch.dtype]] = set()
+        self._outputs_by_kinds: dict[Any, Any] = {}
+        self._kept_kinds: set[tuple[torch.Size, torch.dtype]] = set()
 
     def returns_kind_of(self, first: Any) -> bool:
         """Whether the module is known to return a tensor of the shape and type of its first argument."""
-        return isinstance(first, Tensor) and (first.shape, first.dtype) in self._kept
+        return isinstance(first, Tensor) and (first.shape, first.dtype) in self._kept_kinds
 
     def note_kind(self, first: Any, returned: Any) -> None:
         """Note what the module returns for a first argument."""
         if isinstance(first, Tensor) and isinstance(returned, Tensor):
             kind = first.shape, first.dtype
             if kind == (returned.shape, returned.dtype):
-                self._kept.add(kind)
+                self._kept_kinds.add(kind)
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a tree of tensors on the meta device, and of those that it was given and returns as they are.
 
         Raises: what the module raises there.
         """
-        given = list(tensors_in((args, kwargs)))
-        kinds = tuple((tuple(each.shape), each.dtype) for each in given)
-        if kinds not in self._known:
-            bare = [tensor.detach().to("meta") for tensor in given]
-            places, own = {id(each): place for place, each in enumerate(bare)}, iter(bare)
-            inputs = map_tensors(lambda tensor: next(own), (args, kwargs))
+        tensors = list(tensors_in((args, kwargs)))
+        kinds = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        if kinds not in self._outputs_by_kinds:
+            meta_tensors = [tensor.detach().to("meta") for tensor in tensors]
+            index_by_id = {id(tensor): index for index, tensor in enumerate(meta_tensors)}
+            next_input = iter(meta_tensors)
+            inputs = map_tensors(lambda tensor: next(next_input), (args, kwargs))
             with torch.no_grad():
                 output = self.module(*inputs[0], **inputs[1])
-            self._known[kinds] = output, [places.get(id(each)) for each in tensors_in(output)]
-        output, origins = self._known[kinds]
-        each_origin = iter(origins)
-        return map_tensors(lambda tensor: tensor if (place := next(each_origin)) is None else given[place], output)
+            self._outputs_by_kinds[kinds] = output, [index_by_id.get(id(tensor)) for tensor in tensors_in(output)]
+        output, input_indices = self._outputs_by_kinds[kinds]
+        # Of each tensor of the output: the index of the input that it is, or None.
+        next_index = iter(input_indices)
+        return map_tensors(lambda tensor: tensor if (index := next(next_index)) is None else tensors[index], output)

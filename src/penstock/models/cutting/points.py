@@ -24,7 +24,7 @@ class CutModel:
 
     points: tuple[str, ...]
     """Submodules in the order of the forward; each begins a layer."""
-    before: tuple[str, ...]
+    begin_modules: tuple[str, ...]
     """Submodules that run before the first point, and have parameters or saved buffers."""
     tensors: tuple[str, ...]
     """Parameters and saved buffers of the modules around the points, which belong to what runs before the first one."""
@@ -32,7 +32,7 @@ class CutModel:
     @property
     def has_begin(self) -> bool:
         """Whether a layer of its own runs before the first point."""
-        return bool(self.before or self.tensors)
+        return bool(self.begin_modules or self.tensors)
 
 
 def cut_model(model: nn.Module, patterns: Sequence[str]) -> CutModel:
@@ -42,31 +42,31 @@ def cut_model(model: nn.Module, patterns: Sequence[str]) -> CutModel:
         ConfigError: a pattern finds nothing, a submodule is named twice or lies in another one, or the points are out
             of order.
     """
-    points = _found(model, patterns)
+    points = _matching_points(model, patterns)
     around = {name.rpartition(".")[0] for name in points}
     around |= {path for name in around for path in _parents(name)} | {""}
     for name, module in model.named_modules():
         if name.rpartition(".")[0] in around and name not in points and _is_container(module):
             around.add(name)
-    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
-    before: list[str] = []
-    later: list[str] = []
+    definition_order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    begin_modules: list[str] = []
+    later_points: list[str] = []
     for name, module in model.named_modules():
         # Of the modules around the points: their submodules, but for these and the points.
         if name in around or name in points or name.rpartition(".")[0] not in around:
             continue
-        is_behind = places[name] > places[points[0]]
+        is_behind = definition_order[name] > definition_order[points[0]]
         has_parameters = any(True for _ in module.parameters())
         if is_behind and has_parameters:
-            later.append(name)
+            later_points.append(name)
         elif has_parameters or module.state_dict():
-            before.append(name)
+            begin_modules.append(name)
     tensors = [
         f"{path}.{name}" if path else name
-        for path in sorted(around, key=places.__getitem__)
+        for path in sorted(around, key=definition_order.__getitem__)
         for name, _ in own_tensors(model.get_submodule(path))
     ]
-    return CutModel(tuple(_merged(points, later, places)), tuple(before), tuple(tensors))
+    return CutModel(tuple(_merged(points, later_points, definition_order)), tuple(begin_modules), tuple(tensors))
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -85,30 +85,31 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _found(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+def _matching_points(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Return the submodules that the patterns name, in the order of the patterns. Raises: ConfigError."""
     names = [name for name, _ in model.named_modules() if name]
     if isinstance(patterns, str) or not patterns:
         raise ConfigError(f"{patterns!r}; expected a list of names of submodules, such as ['layers.*']", key=KEY)
-    found: list[str] = []
+    points: list[str] = []
     for pattern in patterns:
         rule = re.compile(r"[^.]+".join(map(re.escape, str(pattern).split("*"))))
-        here = [name for name in names if rule.fullmatch(name)]
-        if not here:
+        matching_names = [name for name in names if rule.fullmatch(name)]
+        if not matching_names:
             raise ConfigError(
                 f"{pattern!r} names no submodule of {type(model).__name__}.{nearest(str(pattern), names)} Give names "
                 "as named_modules() has them, or patterns, in which * stands for one part of a name",
                 key=KEY,
             )
-        found += here
-    _require_apart(found)
-    for name in found:
+        points += matching_names
+    _require_separate(points)
+    for name in points:
         if _is_container(module := model.get_submodule(name)):
             raise ConfigError(
                 f"{name!r} is a {type(module).__name__}, which has no forward, so that nothing calls it; give what is "
                 f"in it, as by '{name}.*'",
                 key=KEY,
             )
-    return found
+    return points
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -116,27 +117,32 @@ def _is_container(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) is nn.Module.forward
 
 
-def _require_apart(found: Sequence[str]) -> None:
-    for index, name in enumerate(found):
-        if name in found[:index]:
+def _require_separate(points: Sequence[str]) -> None:
+    """Refuse points that repeat, lie in one another, or are numbered out of order. Raises: ConfigError."""
+    for index, name in enumerate(points):
+        if name in points[:index]:
             raise ConfigError(f"{name!r} is named twice; a point is where one layer begins", key=KEY)
-        if inside := [other for other in found if name.startswith(f"{other}.")]:
-            raise ConfigError(f"{name!r} lies in {inside[0]!r}; cut at one of them", key=KEY)
-    for one, other in itertools.pairwise(found):
-        (parent, _, first), (same, _, second) = one.rpartition("."), other.rpartition(".")
-        if parent == same and first.isdecimal() and second.isdecimal() and int(first) > int(second):
-            raise ConfigError(f"{one!r} stands before {other!r}; give points in the order of the forward", key=KEY)
+        if containers := [point for point in points if name.startswith(f"{point}.")]:
+            raise ConfigError(f"{name!r} lies in {containers[0]!r}; cut at one of them", key=KEY)
+    for point, next_point in itertools.pairwise(points):
+        (parent, _, first), (next_parent, _, second) = point.rpartition("."), next_point.rpartition(".")
+        if parent == next_parent and first.isdecimal() and second.isdecimal() and int(first) > int(second):
+            raise ConfigError(
+                f"{point!r} stands before {next_point!r}; give points in the order of the forward", key=KEY
+            )
 
 
 def _parents(name: str) -> Iterable[str]:
-    parts = name.split(".")
-    return (".".join(parts[:length]) for length in range(len(parts)))
+    steps = name.split(".")
+    return (".".join(steps[:length]) for length in range(len(steps)))
 
 
-def _merged(points: Sequence[str], later: Sequence[str], places: dict[str, int]) -> list[str]:
+def _merged(points: Sequence[str], later: Sequence[str], definition_order: dict[str, int]) -> list[str]:
     """Put submodules between the points by where they are defined; the points stay in their order."""
     merged = list(points)
     for name in later:
-        behind = [index for index, known in enumerate(merged) if places[known] < places[name]]
-        merged.insert(behind[-1] + 1, name)
+        indices_before = [
+            index for index, point in enumerate(merged) if definition_order[point] < definition_order[name]
+        ]
+        merged.insert(indices_before[-1] + 1, name)
     return merged
