@@ -53,7 +53,7 @@ class Runner:
             debug=options.debug,
             ranges=options.ranges,
             run_ahead=options.run_ahead,
-            own=options.observers,
+            user_observers=options.observers,
             gradient_attribute=options.gradient_attribute,
         )
         self._messenger = Messenger(self._observers.messages, device, has_variable_shapes=options.variable_shapes)

@@ -189,7 +189,7 @@ def attempt(act, *args):
 
 
 def total(tracker, stage):
-    return sum(tracker.held(stage).values())
+    return sum(tracker.bytes_by_address(stage).values())
 
 
 @pytest.mark.parametrize(
@@ -199,18 +199,18 @@ def test_what_a_forward_saves_is_held_until_its_backward_or_as_long_as_its_graph
     """The tangent saves its own output."""
     tracker = SavedTensorTracker(note=ignore)
 
-    with tracker.of_stage(2, (), attempt):
+    with tracker.tracking(2, (), attempt):
         outputs = [torch.ones(5, requires_grad=True).tanh()]
     held = total(tracker, 2)
     end(outputs)
 
-    assert (held, tracker.held(2)) == (FLOAT * 5, {})
+    assert (held, tracker.bytes_by_address(2)) == (FLOAT * 5, {})
 
 
 def test_a_storage_saved_twice_counts_once_and_until_both_are_gone():
     tracker, values = SavedTensorTracker(note=ignore), torch.ones(5, requires_grad=True)
 
-    with tracker.of_stage(0, (), attempt):
+    with tracker.tracking(0, (), attempt):
         first, second = values * values, values * 2 * values
     assert total(tracker, 0) == FLOAT * (5 + 5)
     del first
@@ -225,7 +225,7 @@ def test_stages_are_told_apart_and_parameters_left_out():
     outputs = []
 
     for stage, layer in enumerate(layers):
-        with tracker.of_stage(stage, storages([*layer.parameters()]), attempt):
+        with tracker.tracking(stage, storages([*layer.parameters()]), attempt):
             outputs.append(layer(torch.ones(2 + stage, 3, requires_grad=True)))
 
     assert [total(tracker, stage) for stage in (0, 1)] == [FLOAT * 6, FLOAT * 9]
@@ -243,12 +243,12 @@ def test_each_storage_that_is_new_to_a_stage_is_noted_once():
     noted = []
     tracker, inputs = SavedTensorTracker(note=noted.append), torch.ones(5, requires_grad=True)
 
-    with tracker.of_stage(0, (), attempt):
+    with tracker.tracking(0, (), attempt):
         outputs = [inputs.exp() * inputs]
 
     assert [tensor.numel() for tensor in noted] == [5, 5]
     outputs.clear()
-    with tracker.of_stage(0, (), attempt):
+    with tracker.tracking(0, (), attempt):
         inputs.exp()
     assert len(noted) == 3
 
@@ -270,7 +270,7 @@ def test_attributes_of_a_custom_function_are_held_as_long_as_its_node():
     noted = []
     tracker, features = SavedTensorTracker(note=noted.append), torch.ones(5, requires_grad=True)
 
-    with tracker.of_stage(1, (), attempt):
+    with tracker.tracking(1, (), attempt):
         output = Attributed.apply(features * 1)
         tracker.note_functions(1, [output, 3])
         tracker.note_functions(1, {"again": output})
@@ -291,7 +291,7 @@ def test_an_attribute_that_is_saved_too_or_a_parameter_is_not_counted_again():
 
     weight = nn.Parameter(torch.ones(5))
     tracker = SavedTensorTracker(note=ignore)
-    with tracker.of_stage(0, storages([weight]), attempt):
+    with tracker.tracking(0, storages([weight]), attempt):
         output = Own.apply(torch.ones(5), weight)
         tracker.note_functions(0, output)
 

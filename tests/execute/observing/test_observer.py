@@ -251,7 +251,12 @@ def test_a_step_whose_recorder_fails_on_one_rank_runs_and_is_not_recorded_on_any
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(MemoryWatch, "_look"), (SavedTensorTracker, "_noted"), (LayerSizes, "_begin"), (LayerSizes, "note_saved")],
+    [
+        (MemoryWatch, "_look"),
+        (SavedTensorTracker, "_record_storage"),
+        (LayerSizes, "_begin"),
+        (LayerSizes, "note_saved"),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_step_whose_memory_cannot_be_measured_runs_and_says_so(caplog, monkeypatch, owner, method):

@@ -42,16 +42,16 @@ class _Header(NamedTuple):
     """Goes in front of a message; both ends know the fields up to `position` from their own instruction."""
 
     op: int = _NO_OP
-    """Of the sending instruction; `_NO_OP` beside all instructions."""
+    """Number of the sending operation; `_NO_OP` for a message outside all instructions."""
     stage: int = 0
-    """The sender's; of a reduction, the tied group."""
+    """Stage of the sender; the index of the tied group in a message of a reduction."""
     microbatch: int = 0
     slice: int = 0
     position: int = -1
     """The sender's instruction, counted from 0; -1 where the receiver cannot know it."""
     step: int = 0
     part: int = 0
-    """[1]"""
+    """Index of this tensor among those of its instruction [1]."""
     numel: int = _NOTHING
 
     @property
@@ -77,8 +77,8 @@ class _Awaited(NamedTuple):
 
     serial: int
     tensor: Tensor
-    what: _Header | None
-    """None: of the announced receives, the one whose turn it is [2]."""
+    header: _Header | None
+    """The header to expect; None means that of the announced receive whose turn it is [2]."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,12 +88,12 @@ class _Channel:
     awaited: deque[_Awaited] = field(default_factory=deque)
     announced: deque[_Header] = field(default_factory=deque)
     current: _Header = _OUTSIDE
-    """Of the announced receives, the one whose parts are coming."""
+    """The announced receive whose parts are coming."""
     part: int = -1
-    """Of that, the last one that has come."""
+    """Index of the last part of `current` that has come."""
 
     def turn_to(self, part: int) -> _Header:
-        """Return whose part is next: a part 0 begins another message."""
+        """Return the header of the message that the next part belongs to; a part 0 begins another message."""
         if part == 0 or part != self.part + 1:
             self.current = self.announced.popleft() if self.announced else _OUTSIDE
         self.part = part
@@ -132,23 +132,23 @@ class CheckedMessages(Observer):
         if op.is_receive:
             send = self._senders(program)[row]
             sender = int(program.rank_of_row[send])
-            return partial(self._receiving_from, sender, _what(program, send), is_wait)
+            return partial(self._receiving_from, sender, _header_of(program, send), is_wait)
         if is_wait:
             return None
         if op.is_send:
             receiver = program.placement.rank_of_stage[int(program.peer[bound.row])]
-            return partial(self._sending_to, receiver, _what(program, bound.row))
-        return partial(self._reducing, _what(program, bound.row)) if _is_exchange(op) else None
+            return partial(self._sending_to, receiver, _header_of(program, bound.row))
+        return partial(self._reducing, _header_of(program, bound.row)) if _is_exchange(op) else None
 
     # ---- the messages of a step
 
     def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
         assert tag is Tag.DATA  # collectives go over the transport itself
         tickets = self._post_header(peer, tensor.numel()), self._transport.post_send(peer, tensor)
-        open_ones = [each for each in tickets if not each.is_over]
-        both = Ticket(peer, True, next(self._serials), is_over=not open_ones)
-        self._sends[both.serial] = open_ones
-        return both
+        open_tickets = [ticket for ticket in tickets if not ticket.is_over]
+        joint_ticket = Ticket(peer, True, next(self._serials), is_over=not open_tickets)
+        self._sends[joint_ticket.serial] = open_tickets
+        return joint_ticket
 
     def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
         assert tag is Tag.DATA
@@ -158,8 +158,8 @@ class CheckedMessages(Observer):
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         if ticket.is_send:
-            for each in self._sends.pop(ticket.serial, ()):  # of a header and what follows it
-                self._transport.wait(each, limit_s)
+            for message_ticket in self._sends.pop(ticket.serial, ()):  # one of the header, one of the values
+                self._transport.wait(message_ticket, limit_s)
             return
         awaited = self._channels[ticket.peer].awaited
         while awaited and awaited[0].serial <= ticket.serial:  # a channel delivers in order
@@ -168,27 +168,27 @@ class CheckedMessages(Observer):
     # ---- which instruction a message belongs to
 
     @contextmanager
-    def _sending_to(self, peer: int, what: _Header, step: Step) -> Iterator[None]:
-        self._sending, self._part = what, 0
+    def _sending_to(self, peer: int, header: _Header, step: Step) -> Iterator[None]:
+        self._sending, self._part = header, 0
         yield
         if self._part == 0:  # [1]
             self._post_header(peer, _NOTHING)
         self._sending = _OUTSIDE
 
     @contextmanager
-    def _receiving_from(self, peer: int, what: _Header, is_wait: bool, step: Step) -> Iterator[None]:
+    def _receiving_from(self, peer: int, header: _Header, is_wait: bool, step: Step) -> Iterator[None]:
         announced = self._channels[peer].announced
         if not is_wait:
-            announced.append(what)
+            announced.append(header)
         self._receiving = None
         yield
         self._receiving = _OUTSIDE
-        while is_wait and what in announced:  # [1] nothing was taken of it
+        while is_wait and header in announced:  # [1] nothing was taken of it
             self._take_next(peer)
 
     @contextmanager
-    def _reducing(self, what: _Header, step: Step) -> Iterator[None]:
-        self._sending = self._receiving = what
+    def _reducing(self, header: _Header, step: Step) -> Iterator[None]:
+        self._sending = self._receiving = header
         yield
         self._sending = self._receiving = _OUTSIDE
 
@@ -200,26 +200,26 @@ class CheckedMessages(Observer):
         return self._transport.post_send(peer, torch.tensor(header, device=self._device))
 
     def _take_next(self, peer: int) -> None:
-        """Take the next message of a channel: the values that are awaited first, or a header alone.
+        """Take the next message of a channel, a header and the values that it announces, or a header alone.
 
-        Its values are taken here even if it is another message that is needed: they arrive before that one [2].
+        A caller may need a later message: the values of this one arrive before, so they are taken here [2].
         """
-        fields = torch.tensor(_OUTSIDE, device=self._device)
-        self._transport.wait(self._transport.post_receive(peer, fields))
-        found = _Header(*fields.tolist())
+        header_values = torch.tensor(_OUTSIDE, device=self._device)
+        self._transport.wait(self._transport.post_receive(peer, header_values))
+        received_header = _Header(*header_values.tolist())
         channel = self._channels[peer]
-        is_alone = found.numel == _NOTHING or not channel.awaited
+        is_alone = received_header.numel == _NOTHING or not channel.awaited
         awaited = None if is_alone else channel.awaited.popleft()
         numel = _NOTHING if awaited is None else awaited.tensor.numel()
-        expected = (awaited and awaited.what) or channel.turn_to(found.part)
-        expected = expected._replace(step=self._step, part=found.part, numel=numel)
-        if found != expected:
+        expected_header = (awaited and awaited.header) or channel.turn_to(received_header.part)
+        expected_header = expected_header._replace(step=self._step, part=received_header.part, numel=numel)
+        if received_header != expected_header:
             raise PipelineError(
-                f"{self._names[self.rank]}: expected {expected} next from {self._names[peer]}, but {found} came. The "
-                "two ranks do not send and take their messages in one order: run the same program on both, or look "
-                "for a transport that changes it",
+                f"{self._names[self.rank]}: expected {expected_header} next from {self._names[peer]}, but "
+                f"{received_header} came. The two ranks do not send and take their messages in one order: run the same "
+                "program on both, or look for a transport that changes it",
                 rank=self._names.numbers[self.rank],
-                instruction=expected.instruction,
+                instruction=expected_header.instruction,
                 peer=self._names.numbers[peer],
             )
         if awaited is not None:
@@ -227,9 +227,9 @@ class CheckedMessages(Observer):
 
 
 def _senders(rank: int, program: Program) -> dict[int, int]:
-    """Return, per receive of a rank, the row that sends what it takes."""
-    own = slice(*program.offsets[rank : rank + 2])
-    receives = own.start + np.flatnonzero(IS_RECEIVE[program.op[own]])
+    """Return the row of the matching send, by the row of each receive of a rank."""
+    local_rows = slice(*program.offsets[rank : rank + 2])
+    receives = local_rows.start + np.flatnonzero(IS_RECEIVE[program.op[local_rows]])
     return dict(zip(receives.tolist(), predecessors(program)[receives, 0].tolist(), strict=True))
 
 
@@ -238,8 +238,8 @@ def _is_exchange(op: Op) -> bool:
     return OPERATIONS[op].group is Group.TIED
 
 
-def _what(program: Program, row: int) -> _Header:
-    """Return what the messages of a row are."""
+def _header_of(program: Program, row: int) -> _Header:
+    """Return the header that the messages of a row have in common."""
     instruction = program.instruction(row)
     if _is_exchange(instruction.op):
         return _Header(instruction.op, instruction.peer)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,11 +53,11 @@ class ValueChecks(Observer):
     def __init__(self, transport: Transport, stages: Sequence[Stage], gradient_attribute: str) -> None:
         names, rank = rank_names(transport), transport.rank
         self._number, self._name = names.numbers[rank], names[rank]
-        self._stages = {each.index: each for each in stages}
+        self._stages = {stage.index: stage for stage in stages}
         self._gradient_attribute = gradient_attribute
         self._hooks = ExitStack()
         self._backwards = once_per_program(partial(_backwards, rank))
-        self._here = threading.local()
+        self._thread_state = threading.local()
         """`action`: what runs in this thread, and `backward`: what will run backward through it."""
 
     def begin(self, step: Step) -> None:
@@ -83,11 +84,11 @@ class ValueChecks(Observer):
 
     @contextmanager
     def _checking(self, instruction: Instruction, backward: Instruction | None, step: Step) -> Iterator[None]:
-        self._here.action, self._here.backward = instruction, backward
+        self._thread_state.action, self._thread_state.backward = instruction, backward
         try:
             yield
         finally:
-            self._here.action = self._here.backward = None
+            self._thread_state.action = self._thread_state.backward = None
         if RUNS_FORWARD[instruction.op]:
             loss = step.losses.computed.get(place := (instruction.microbatch, instruction.slice))
             if loss is not None and step.losses.shares.factor(*place):  # else it may be anything
@@ -96,7 +97,7 @@ class ValueChecks(Observer):
             self._check_parameters([self._stages[instruction.stage]], instruction)
 
     def _check_parameters(self, stages: Iterable[Stage], action: _Action) -> None:
-        for name, parameter in (named for stage in stages for named in stage.named_parameters()):
+        for name, parameter in chain.from_iterable(stage.named_parameters() for stage in stages):
             gradient = getattr(parameter, self._gradient_attribute, None)
             if gradient is not None:
                 self._check(action, f"the gradient of {name!r}", gradient)
@@ -108,26 +109,26 @@ class ValueChecks(Observer):
         for name, layer in stage.layers.items():
             look = partial(self.attempt, self._look_at_inputs, name, name == first)
             yield layer.register_forward_pre_hook(look)
-            for own, module in layer.named_modules():
-                full = full_name(name, layer, own) if own else name
-                look = partial(self.attempt, self._look_at_output, full)
+            for module_name, module in layer.named_modules():
+                full_name_of_module = full_name(name, layer, module_name) if module_name else name
+                look = partial(self.attempt, self._look_at_output, full_name_of_module)
                 yield module.register_forward_hook(look)
 
     def _look_at_inputs(self, name: str, is_first: bool, module: nn.Module, inputs: Any) -> None:
         action = self._action()
         if action is None:
             return
-        backward = self._here.backward
+        backward = self._thread_state.backward
         for tensor in tensors_of(inputs):
             if is_first:
-                what = f"an input of layer {name!r}, the stage's first,"
-                self._check(action, what, tensor)
+                description = f"an input of layer {name!r}, the stage's first,"
+                self._check(action, description, tensor)
             if backward and tensor.requires_grad and torch.is_grad_enabled():
                 # A view of what was changed in place since has an outdated graph until its `grad_fn` is read;
                 # register_hook of torch 2.13 does not read it, and ends the process.
                 _ = tensor.grad_fn
-                what = f"the gradient that layer {name!r} gives its input"
-                look = partial(self.attempt, self._check, backward, what)
+                description = f"the gradient that layer {name!r} gives its input"
+                look = partial(self.attempt, self._check, backward, description)
                 tensor.register_hook(look)  # type: ignore[no-untyped-call]
 
     def _look_at_output(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -144,16 +145,16 @@ class ValueChecks(Observer):
         """
         if torch.compiler.is_compiling():
             return None
-        return getattr(self._here, "action", None)
+        return getattr(self._thread_state, "action", None)
 
-    def _check(self, action: _Action, what: str, tensor: Tensor) -> None:
-        found = not_finite(local_part(tensor))
-        if not found:
+    def _check(self, action: _Action, description: str, tensor: Tensor) -> None:
+        problem = not_finite(local_part(tensor))
+        if not problem:
             return
         place = ""
         if isinstance(action, Instruction):
             place = f"stage {action.stage}, microbatch {action.microbatch}, in "
-        finding, advice = f"{what} {found}", _ADVICE
+        finding, advice = f"{description} {problem}", _ADVICE
         if action == _BEFORE:
             finding, advice = f"{finding}, {_LEFT_OVER}", ""
         raise PipelineError(
@@ -165,10 +166,10 @@ class ValueChecks(Observer):
 
 
 def _backwards(rank: int, program: Program) -> dict[_Place, Instruction]:
-    """Name, per place, what runs autograd's backward through the graph of a forward there."""
+    """Return, by place, the instruction that runs autograd's backward through the graph of the forward there."""
     rows = range(*program.offsets[rank : rank + 2].tolist())
-    found = [program.instruction(row) for row in rows if RUNS_AUTOGRAD[program.op[row]]]
-    return {(each.stage, each.microbatch, each.slice): each for each in found}
+    backward_instructions = [program.instruction(row) for row in rows if RUNS_AUTOGRAD[program.op[row]]]
+    return {(row.stage, row.microbatch, row.slice): row for row in backward_instructions}
 
 
 def not_finite(tensor: Tensor) -> str:

@@ -71,7 +71,7 @@ class ClockComparison:
     device: torch.device
     clock: Clock
     hosts: Sequence[str]
-    """Of all ranks' clocks: ranks with an equal one share a clock."""
+    """Name of each rank's host; ranks with equal names share a clock."""
     _first: Sequence[Offset] = ()
 
     def begin(self) -> None:
@@ -82,37 +82,37 @@ class ClockComparison:
             Control(self.transport).all_gather_object(None)
 
     def end(self) -> Alignment:
-        """Compare again, and tell all ranks; a collective."""
-        both = [list(map(astuple, found)) for found in (self._first, self._compare())]
-        told = Control(self.transport).all_gather_object(both)[0]
-        assert isinstance(told, list)
+        """Compare the clocks again, and return rank 0's offsets on all ranks; a collective."""
+        offset_rows = [list(map(astuple, offsets)) for offsets in (self._first, self._compare())]
+        rows_of_rank_0 = Control(self.transport).all_gather_object(offset_rows)[0]  # only rank 0 has any
+        assert isinstance(rows_of_rank_0, list)
         hosts = list(dict.fromkeys(self.hosts))
         places = [hosts.index(host) for host in self.hosts]
-        return Alignment(*(tuple(Offset(*rows[place]) for place in places) for rows in told))
+        return Alignment(*(tuple(Offset(*rows[place]) for place in places) for rows in rows_of_rank_0))
 
     def _compare(self) -> list[Offset]:
-        """On rank 0: the offset of every host, by pings to the first rank of each; nothing elsewhere."""
+        """Return the offset of every host, by pings to its first rank, on rank 0; an empty list on other ranks."""
         transport, hosts = self.transport, self.hosts
-        others = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
-        if transport.rank in others:
+        pinged_ranks = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
+        if transport.rank in pinged_ranks:
             read = self.clock.read
             question = torch.zeros(1, dtype=torch.float64, device=self.device)
             reply(
                 transport,
                 0,
                 question,
-                # When it came, and is answered.
+                # These are the moments at which the question came and is answered.
                 lambda: torch.tensor([read(), read()], dtype=torch.float64).to(self.device),
                 NUM_PINGS,
             )
         if transport.rank != 0:
             return []
-        found = [Offset(self.clock.read(), 0.0, 0.0)]
-        for rank in others:
+        offsets = [Offset(self.clock.read(), 0.0, 0.0)]
+        for rank in pinged_ranks:
             pings = [self._ping(rank) for _ in range(NUM_PINGS)]
-            # The fastest is the one that waited least in queues, in either direction.
-            found.append(min(pings, key=lambda offset: offset.uncertainty_s))
-        return found
+            # The fastest ping is the one that waited least in queues, in either direction.
+            offsets.append(min(pings, key=lambda offset: offset.uncertainty_s))
+        return offsets
 
     def _ping(self, rank: int) -> Offset:
         question, answer = (torch.zeros(size, dtype=torch.float64, device=self.device) for size in (1, 2))

@@ -52,39 +52,40 @@ def require_equal_copies(transport: Transport, copies: Mapping[int, TiedCopy], g
         PipelineError: on a rank whose copy differs: which parameter, on which ranks, and by how much at most.
     """
     sends = [
-        transport.post_send(peer, _compared(parameter, gradient))
+        transport.post_send(peer, _compared_tensor(parameter, gradient))
         for copy in copies.values()
         if copy.ranks[0] == transport.rank
         for peer in copy.ranks[1:]
         for parameter in copy.parameters.values()
     ]
-    what = "the gradient of" if gradient else "parameter"
+    description = "the gradient of" if gradient else "parameter"
     for copy in copies.values():
         if copy.ranks[0] != transport.rank:
             for name, parameter in copy.parameters.items():
-                mine = _compared(parameter, gradient)
-                _require_equal(transport, copy.ranks[0], mine, f"{what} {name!r}")
+                local_copy = _compared_tensor(parameter, gradient)
+                _require_equal(transport, copy.ranks[0], local_copy, f"{description} {name!r}")
     for ticket in sends:
         transport.wait(ticket)
 
 
-def _compared(parameter: nn.Parameter, gradient: str) -> Tensor:
-    compared = dense_gradient(parameter, gradient) if gradient else parameter
-    return local_part(compared.detach())
+def _compared_tensor(parameter: nn.Parameter, gradient: str) -> Tensor:
+    tensor = dense_gradient(parameter, gradient) if gradient else parameter
+    return local_part(tensor.detach())
 
 
-def _require_equal(transport: Transport, owner: int, mine: Tensor, what: str) -> None:
-    theirs = torch.empty_like(mine, memory_format=torch.contiguous_format)
-    transport.wait(transport.post_receive(owner, theirs))
-    if torch.equal(mine, theirs):
+def _require_equal(transport: Transport, owner: int, local_copy: Tensor, description: str) -> None:
+    """Raise a PipelineError unless the copy that `owner` sends equals this rank's; `description` says which it is."""
+    owner_copy = torch.empty_like(local_copy, memory_format=torch.contiguous_format)
+    transport.wait(transport.post_receive(owner, owner_copy))
+    if torch.equal(local_copy, owner_copy):
         return
     names = rank_names(transport)
-    owner, own = names.numbers[owner], names.numbers[transport.rank]
-    difference = (mine.double() - theirs.double()).abs()
+    owner_number, holder_number = names.numbers[owner], names.numbers[transport.rank]
+    difference = (local_copy.double() - owner_copy.double()).abs()
     raise PipelineError(
-        f"the copies of {what} on ranks {owner} and {own} differ by up to {float(difference.max()):.6g}, in "
-        f"{int((mine != theirs).sum())} of {mine.numel()} values; they must stay equal bit for bit. "
-        f"{TREAT_COPIES_ALIKE}",
-        rank=own,
-        peer=owner,
+        f"the copies of {description} on ranks {owner_number} and {holder_number} differ by up to "
+        f"{float(difference.max()):.6g}, in {int((local_copy != owner_copy).sum())} of {local_copy.numel()} values; "
+        f"they must stay equal bit for bit. {TREAT_COPIES_ALIKE}",
+        rank=holder_number,
+        peer=owner_number,
     )

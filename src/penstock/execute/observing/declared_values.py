@@ -40,30 +40,32 @@ class DeclaredValues(Observer):
 
     def around(self, program: Program, bound: Bound) -> Around:
         declared = self._declared(program)
-        taken, put = (set(), set()) if bound.awaits is not None else declared.of(bound.row)
+        freed_keys, left_keys = (set(), set()) if bound.awaits is not None else declared.of(bound.row)
         text = str(program.instruction(bound.row))
-        return partial(self._following, declared.keys, text, taken, put)
+        return partial(self._following, declared.keys, text, freed_keys, left_keys)
 
     @contextmanager
-    def _following(self, keys: Keys, text: str, taken: Set[int], put: Set[int], step: Step) -> Iterator[None]:
+    def _following(
+        self, keys: Keys, text: str, freed_keys: Set[int], left_keys: Set[int], step: Step
+    ) -> Iterator[None]:
         with self._lock:
             self._num_running += 1
         yield
         with self._lock:
             self._num_running -= 1
-            self._expected = (self._expected - taken) | put
-            # Else the other computation of a pair has done a part of its work.
+            self._expected = (self._expected - freed_keys) | left_keys
+            # While the other computation of an overlapped pair runs, it has done only a part of its work.
             if not self._num_running:
                 self._compare(keys, text, step)
 
     def _compare(self, keys: Keys, text: str, step: Step) -> None:
-        found = step.values.keys()
-        for stray, problem in (
-            (found - self._expected, "there is left what no row declares"),
-            (self._expected - found, "there is no more what a later row reads"),
+        present_keys = step.values.keys()
+        for stray_keys, problem in (
+            (present_keys - self._expected, "there is left what no row declares"),
+            (self._expected - present_keys, "there is no more what a later row reads"),
         ):
-            if stray:
-                names = ", ".join(keys.name(key) for key in sorted(stray)[:MAX_SHOWN])
+            if stray_keys:
+                names = ", ".join(keys.name(key) for key in sorted(stray_keys)[:MAX_SHOWN])
                 raise PipelineError(f"after {text} {problem}: {names}", rank=self._rank)
 
 
@@ -72,8 +74,8 @@ class Declared:
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.keys = program, Keys(program, rank)
-        before = predecessors(program)[:, 0]
-        self._source, self._receive = before, receive_of_row(program, before)
+        producers = predecessors(program)[:, 0]
+        self._source, self._receive = producers, receive_of_row(program, producers)
         self._keeps = keeps(program)
 
     def of(self, row: int) -> tuple[set[int], set[int]]:
@@ -81,19 +83,19 @@ class Declared:
         program, keys = self.program, self.keys
         operation = OPERATIONS[Op(int(program.op[row]))]
         frees, makes = set(operation.frees), set(operation.makes)
-        taken, put = set(), set()
+        freed_keys, left_keys = set(), set()
         if operation.lane is Lane.RECEIVE:
-            put.add(keys.message_of(row))
+            left_keys.add(keys.message_of(row))
         elif self._receive[row] != NONE:
-            taken.add(keys.message_of(int(self._receive[row])))
+            freed_keys.add(keys.message_of(int(self._receive[row])))
         elif self._source[row] != NONE and MESSAGES.keys() & frees:
-            taken.add(keys.made_by(int(self._source[row])))
+            freed_keys.add(keys.made_by(int(self._source[row])))
         if KEPT & frees:
-            taken.add(keys.kept_by(row))
+            freed_keys.add(keys.kept_by(row))
         if self._keeps[row] != NOTHING or (KEPT & makes and not operation.begins_keeping):
-            put.add(keys.kept_by(row))
+            left_keys.add(keys.kept_by(row))
         for value in MESSAGES.keys() & makes:
             send, _ = MESSAGES[value]
             if stages_at(program.placement, peer_at(send))[program.stage[row]] != NONE:
-                put.add(keys.made_by(row))
-        return taken, put
+                left_keys.add(keys.made_by(row))
+        return freed_keys, left_keys

@@ -8,6 +8,7 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -25,12 +26,12 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 @dataclass(slots=True)
 class Reached:
-    """The tensors that something holds or leads to, and the layers that it is of."""
+    """The tensors that an entry of a W holds or leads to, and the layers that the entry belongs to."""
 
     tensors: list[Tensor] = field(default_factory=list)
-    """Without parameters."""
+    """The tensors that are no parameters."""
     owners: list[nn.Module | Tensor] = field(default_factory=list)
-    """Modules, which are not entered, and parameters."""
+    """The modules, whose attributes are not followed, and the parameters that were met on the way."""
 
 
 def held_by(entry: WeightEntry) -> Reached:
@@ -41,25 +42,25 @@ def held_by(entry: WeightEntry) -> Reached:
 
 
 def saved_behind(roots: Sequence[GradientEdge]) -> list[Tensor]:
-    """Return what the nodes from some edges to parameters have saved, parameters apart."""
-    nodes = nodes_behind([root.node for root in roots], set())
-    saved = [each for node in nodes if kind_of(node) != LEAF for each in saved_tensors(node)]
-    return [each for each in saved if not isinstance(each, nn.Parameter)]
+    """Return the tensors, parameters left out, that the nodes from some edges to the leaves have saved."""
+    nodes = [node for node in nodes_behind([root.node for root in roots], set()) if kind_of(node) != LEAF]
+    tensors = chain.from_iterable(map(saved_tensors, nodes))
+    return [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
 
 
-def nodes_behind(nodes: Iterable[Node | None], seen: set[Node]) -> Iterator[Node]:
-    """Walk from some nodes of a graph to its leaves; those in `seen` are done."""
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+def nodes_behind(nodes: Iterable[Node | None], visited_nodes: set[Node]) -> Iterator[Node]:
+    """Walk from some nodes of a graph to its leaves; skip those in `visited_nodes`, and add the others to it."""
+    pending_nodes = list(nodes)
+    while pending_nodes:
+        node = pending_nodes.pop()
+        if node is not None and node not in visited_nodes:
+            visited_nodes.add(node)
             yield node
-            waiting += [following for following, _ in node.next_functions]
+            pending_nodes += [next_node for next_node, _ in node.next_functions]
 
 
 def reached_by(closure: Closure) -> Reached:
-    """Return what a function that waits for W leads to."""
+    """Return the tensors and layers that a function which waits for W leads to."""
     if isinstance(closure, partial) and isinstance(getattr(closure.func, "__self__", None), OwnWeightGradients):
         (layer,) = closure.args  # from whose queue it takes an entry
         return Reached(queued([layer]), [layer])
@@ -68,28 +69,31 @@ def reached_by(closure: Closure) -> Reached:
 
 def queued(layers: Iterable[nn.Module]) -> list[Tensor]:
     """Return the tensors that attributes of some layers lead to, their queues among them."""
-    own = [vars(module) for layer in layers for module in layer.modules()]
-    values = [value for each in own for name, value in each.items() if name not in _OF_EVERY_MODULE]
+    module_attributes = [vars(module) for layer in layers for module in layer.modules()]
+    values = [
+        value for attributes in module_attributes for name, value in attributes.items() if name not in _OF_EVERY_MODULE
+    ]
     return _reached(values).tensors
 
 
 def _reached(roots: Sequence[Any]) -> Reached:
-    found = Reached()
-    seen: set[int] = set()
-    waiting = list(roots)
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
+    """Follow the references of Python objects from some roots, and return the tensors and owners on the way."""
+    reached = Reached()
+    visited_ids: set[int] = set()
+    pending_values = list(roots)
+    while pending_values:
+        value = pending_values.pop()
+        if id(value) in visited_ids:
             continue
-        seen.add(id(value))
+        visited_ids.add(id(value))
         if isinstance(value, nn.Module | nn.Parameter):
-            found.owners.append(value)
+            reached.owners.append(value)
         elif isinstance(value, Tensor):
-            found.tensors.append(value)
+            reached.tensors.append(value)
         elif isinstance(value, Node):  # of a function in Python, whose saved tensors are gone
-            waiting.append(getattr(value, "__dict__", None))
+            pending_values.append(getattr(value, "__dict__", None))
         elif isinstance(value, FunctionType):  # but not its globals
-            waiting += [value.__closure__, value.__defaults__, value.__kwdefaults__]
+            pending_values += [value.__closure__, value.__defaults__, value.__kwdefaults__]
         elif not isinstance(value, _NOT_ENTERED):
-            waiting += gc.get_referents(value)
-    return found
+            pending_values += gc.get_referents(value)
+    return reached

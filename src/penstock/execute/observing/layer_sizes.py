@@ -38,71 +38,72 @@ class LayerSizes:
         """With `is_sharded`, sizes of DTensors are those of the whole tensors."""
         self._is_sharded = is_sharded
         of_stages = [enumerate(stage.layers.values(), stage.first_layer) for stage in stages]
-        self._layers = {layer: module for own in of_stages for layer, module in own}
-        self._found = {layer: dict.fromkeys(FIELDS, 0) for layer in self._layers}
-        modules = {id(each): layer for layer, module in self._layers.items() for each in module.modules()}
+        self._layers = {layer: module for numbered_layers in of_stages for layer, module in numbered_layers}
+        self._bytes_by_layer = {layer: dict.fromkeys(FIELDS, 0) for layer in self._layers}
+        modules = {id(module): layer for layer, root in self._layers.items() for module in root.modules()}
         self._layer_of = modules | self._layers_of_parameters()
-        """By id of a parameter, the first layer that has it; by that of a module, its layer."""
-        self._given = set(storages([[*each.buffers()] for stage in stages for each in stage.layers.values()]))
-        """Addresses of what no forward makes: buffers, and the batch."""
+        """The layer of a module by the module's id, and the first layer that has a parameter by the parameter's id."""
+        self._ignored_addresses = set(storages([[*module.buffers()] for module in self._layers.values()]))
+        """Addresses of storages that no forward makes: those of buffers and of the batch."""
         self._layer = min(self._layers)
-        self._saved: Counter[int] = Counter()
-        """By layer, the bytes that the forward now running has saved."""
+        self._saved_bytes: Counter[int] = Counter()
+        """Bytes that the forward which runs now has saved, by layer."""
 
     @contextmanager
     def watching(self, attempt: Callable[..., object], note_outputs: Callable[[Any], object]) -> Iterator[None]:
         """Note which layer runs in a stage's forward, and the sizes of its inputs and outputs; `attempt` keeps errors
         from the layers. `note_outputs` gets the outputs of each layer before the next one runs."""
-        self._saved.clear()
+        self._saved_bytes.clear()
         with ExitStack() as stack:
             for layer, module in self._layers.items():
-                before = module.register_forward_pre_hook(partial(attempt, self._begin, layer))
-                behind = module.register_forward_hook(partial(attempt, self._end, layer, note_outputs))
-                stack.callback(before.remove)
-                stack.callback(behind.remove)
+                pre_hook = module.register_forward_pre_hook(partial(attempt, self._begin, layer))
+                forward_hook = module.register_forward_hook(partial(attempt, self._end, layer, note_outputs))
+                stack.callback(pre_hook.remove)
+                stack.callback(forward_hook.remove)
             yield
 
     def note_saved(self, tensor: Tensor) -> None:
         """Count a tensor whose storage no one had saved yet."""
         part = local_part(tensor)
         storage = part.untyped_storage()
-        if storage.data_ptr() in self._given:
+        if storage.data_ptr() in self._ignored_addresses:
             return
         # A part of the target is saved as a view of the whole batch, which does not belong to one microbatch.
         is_outside = part.is_leaf and not part.requires_grad
         num_bytes = min(part.nbytes, storage.nbytes()) if is_outside else storage.nbytes()
-        self._saved[self._layer] += num_bytes
-        self._grow(self._layer, ACTIVATION, self._saved[self._layer])
+        self._saved_bytes[self._layer] += num_bytes
+        self._grow(self._layer, ACTIVATION, self._saved_bytes[self._layer])
 
-    def note_contexts(self, stage: Stage, inputs: WeightInputs, before: Iterable[int]) -> None:
-        """Measure what the first part of a backward has left for the gradients of weights.
+    def note_contexts(self, stage: Stage, inputs: WeightInputs, queue_addresses: Iterable[int]) -> None:
+        """Measure the bytes that the first part of a backward has left for the gradients of weights.
 
-        `before` are addresses of what was in queues of layers before it.
+        `queue_addresses` are the addresses of storages that were in queues of layers before that part ran.
         """
-        self._layer_of |= self._layers_of_parameters()  # whole ones in the place of shards
-        held: Counter[int] = Counter()
-        counter = StorageCounter({*self._given, *before})
+        # After a gather the modules have whole parameters in the place of shards, with other ids.
+        self._layer_of |= self._layers_of_parameters()
+        context_bytes: Counter[int] = Counter()
+        counter = StorageCounter({*self._ignored_addresses, *queue_addresses})
         counter.add([[*module.parameters()] for module in self._layers.values()])
         for entry in inputs.entries:
-            found = held_by(entry)
-            owners = [id(each) for each in found.owners if id(each) in self._layer_of]
-            # Where no one knows the layer, it is of this stage.
+            held_tensors = held_by(entry)
+            owners = [id(owner) for owner in held_tensors.owners if id(owner) in self._layer_of]
+            # An entry without a known owner is counted in the first layer of its stage.
             layer = self._layer_of[owners[0]] if owners else stage.first_layer
-            held[layer] += counter.add(found.tensors)
-        for layer, num_bytes in held.items():
+            context_bytes[layer] += counter.add(held_tensors.tensors)
+        for layer, num_bytes in context_bytes.items():
             self._grow(layer, CONTEXT, num_bytes)
 
-    def own(self, optimizer: Optimizer | None) -> dict[str, dict[str, int]]:
+    def local_sizes(self, optimizer: Optimizer | None) -> dict[str, dict[str, int]]:
         """Return the sizes of this rank's layers, with parameters, gradients and state as they are now."""
         buffers = StorageCounter()
         for layer, module in self._layers.items():
-            parameters = [each for each in module.parameters() if self._layer_of[id(each)] == layer]
-            self._found[layer] |= {
+            parameters = [parameter for parameter in module.parameters() if self._layer_of[id(parameter)] == layer]
+            self._bytes_by_layer[layer] |= {
                 PARAMETER: sum(map(self._size_of, parameters)) + buffers.add([*module.buffers()]),
                 GRADIENT: self._sizes_of([*map(gradients_of, parameters)]),
-                OPTIMIZER: self._sizes_of([state_of(optimizer, each) for each in parameters]),
+                OPTIMIZER: self._sizes_of([state_of(optimizer, parameter) for parameter in parameters]),
             }
-        return {str(layer): found for layer, found in self._found.items()}
+        return {str(layer): sizes for layer, sizes in self._bytes_by_layer.items()}
 
     def _sizes_of(self, tree: Any) -> int:
         if self._is_sharded:  # of a unit, all rows of this rank are in one storage
@@ -116,13 +117,15 @@ class LayerSizes:
 
     def _layers_of_parameters(self) -> dict[int, int]:
         return {
-            id(each): layer for layer in sorted(self._layers, reverse=True) for each in self._layers[layer].parameters()
+            id(parameter): layer
+            for layer in sorted(self._layers, reverse=True)
+            for parameter in self._layers[layer].parameters()
         }
 
     def _begin(self, layer: int, module: nn.Module, inputs: Any) -> None:
         self._layer = layer
         if layer == 0:
-            self._given.update(storages(inputs))
+            self._ignored_addresses.update(storages(inputs))
         else:
             self._grow(layer, CHECKPOINT, _bytes_of(inputs))
 
@@ -133,17 +136,17 @@ class LayerSizes:
         self._grow(layer, MESSAGE, _bytes_of(outputs))
 
     def _grow(self, layer: int, field: str, num_bytes: int) -> None:
-        self._found[layer][field] = max(self._found[layer][field], num_bytes)
+        self._bytes_by_layer[layer][field] = max(self._bytes_by_layer[layer][field], num_bytes)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class _Storage:
-    """A storage in autograd's hands: gone, and so forgotten, with the last saved tensor that has it."""
+class _StorageRecord:
+    """A storage that autograd holds. It is forgotten with the last saved tensor that refers to this record."""
 
     num_bytes: int
 
 
-_Kept = WeakValueDictionary[int, _Storage]
+_StorageRecords = WeakValueDictionary[int, _StorageRecord]
 
 
 class SavedTensorTracker:
@@ -152,26 +155,26 @@ class SavedTensorTracker:
 
     def __init__(self, note: Callable[[Tensor], object]) -> None:
         """`note` gets each tensor whose storage is new to a stage."""
-        self._note = note
-        self._kept: defaultdict[int, _Kept] = defaultdict(WeakValueDictionary)
-        """Per stage, by address, what autograd holds."""
-        self._but: Collection[int] = ()
+        self._note_new = note
+        self._storages_by_stage: defaultdict[int, _StorageRecords] = defaultdict(WeakValueDictionary)
+        """Records of the storages that autograd holds, by stage and address."""
+        self._ignored_addresses: Collection[int] = ()
         self._walked: set[Node] = set()
-        """Nodes of the forward now running."""
+        """Nodes that were visited in the graph of the forward which runs now."""
 
     @contextmanager
-    def of_stage(self, stage: int, but: Collection[int], attempt: Callable[..., Any]) -> Iterator[None]:
-        """Track what a forward of a stage, run in this thread meanwhile, leaves behind.
+    def tracking(self, stage: int, ignored_addresses: Collection[int], attempt: Callable[..., Any]) -> Iterator[None]:
+        """Track the storages that a forward of a stage, run in this thread meanwhile, leaves for its backward.
 
-        `but` are addresses of what is there anyway. `attempt` makes the calls within the forward, and returns None
-        where they fail.
+        `ignored_addresses` are those of parameters, which are there anyway. `attempt` makes the calls within the
+        forward, and returns None where they fail.
         """
-        kept, self._but = self._kept[stage], but
+        stage_storages, self._ignored_addresses = self._storages_by_stage[stage], ignored_addresses
 
         def pack(tensor: Tensor) -> Any:
-            noted = attempt(self._noted, kept, tensor)
+            storage_record = attempt(self._record_storage, stage_storages, tensor)
             # An output that its own node saves would keep the node, and so itself, alive where no backward runs.
-            return tensor if noted is None else (tensor.detach(), noted)
+            return tensor if storage_record is None else (tensor.detach(), storage_record)
 
         try:
             with saved_tensors_hooks(pack, _unwrapped):
@@ -181,62 +184,64 @@ class SavedTensorTracker:
 
     def note_functions(self, stage: int, outputs: Any) -> None:
         """Track what custom functions that lead to some outputs hold as attributes: no hook of autograd shows it."""
-        nodes = nodes_behind([each.grad_fn for each in tensors_of(outputs)], self._walked)
+        nodes = nodes_behind([tensor.grad_fn for tensor in tensors_of(outputs)], self._walked)
         for node in filter(is_function, nodes):
             for tensor in tensors_of([*vars(node).values()]):
-                noted = self._noted(self._kept[stage], tensor)
-                if noted is not None:  # it goes with the attribute
-                    finalize(tensor, lambda _: None, noted).atexit = False
+                storage_record = self._record_storage(self._storages_by_stage[stage], tensor)
+                if storage_record is not None:  # it goes with the attribute
+                    finalize(tensor, lambda _: None, storage_record).atexit = False
 
-    def held(self, stage: int) -> Mapping[int, int]:
+    def bytes_by_address(self, stage: int) -> Mapping[int, int]:
         """Return the bytes of each storage, by its address, that is kept for backwards of a stage."""
-        return {address: storage.num_bytes for address, storage in self._kept[stage].items()}
+        return {address: storage.num_bytes for address, storage in self._storages_by_stage[stage].items()}
 
-    def _noted(self, kept: _Kept, tensor: Tensor) -> _Storage | None:
+    def _record_storage(self, stage_storages: _StorageRecords, tensor: Tensor) -> _StorageRecord | None:
         storage = local_part(tensor).untyped_storage()
-        if storage.data_ptr() in self._but:
+        if storage.data_ptr() in self._ignored_addresses:
             return None
-        noted = kept.get(storage.data_ptr())
-        if noted is None:
-            noted = kept[storage.data_ptr()] = _Storage(storage.nbytes())
-            self._note(tensor)
-        return noted
+        storage_record = stage_storages.get(storage.data_ptr())
+        if storage_record is None:
+            storage_record = stage_storages[storage.data_ptr()] = _StorageRecord(storage.nbytes())
+            self._note_new(tensor)
+        return storage_record
 
 
 @repeats
-def _unwrapped(saved: Any) -> Tensor:
-    return saved if isinstance(saved, Tensor) else saved[0]
+def _unwrapped(packed: Any) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed[0]
 
 
 def storages(tree: Any) -> dict[int, int]:
     """Return the bytes of each storage, by its address, that holds a tensor of a tree."""
-    found = (local_part(each).untyped_storage() for each in tensors_of(tree))
-    return {each.data_ptr(): each.nbytes() for each in found if each.nbytes()}
+    tensor_storages = (local_part(tensor).untyped_storage() for tensor in tensors_of(tree))
+    return {storage.data_ptr(): storage.nbytes() for storage in tensor_storages if storage.nbytes()}
 
 
 class StorageCounter:
-    """Adds up storages, each once; those at the addresses in `seen` not at all."""
+    """Adds up storages, each once; those at the addresses in `counted_addresses` not at all."""
 
-    def __init__(self, seen: Iterable[int] = ()) -> None:
-        self._seen = set(seen)
+    def __init__(self, counted_addresses: Iterable[int] = ()) -> None:
+        self._counted_addresses = set(counted_addresses)
 
     def add(self, tree: Any) -> int:
-        """Return the bytes of the storages of a tree that had not been seen."""
+        """Return the bytes of the storages of a tree that had not been counted."""
         return self.add_storages(storages(tree))
 
     def add_storages(self, bytes_at: Mapping[int, int]) -> int:
-        """The same of storages by address."""
-        new = bytes_at.keys() - self._seen
-        self._seen |= new
+        """Return the bytes of those storages, given by address, that had not been counted."""
+        new = bytes_at.keys() - self._counted_addresses
+        self._counted_addresses |= new
         return sum(bytes_at[address] for address in new)
 
 
-def gather_sizes(transport: Transport, own: Mapping[str, Mapping[str, int]]) -> LayerBytes:
+def gather_sizes(transport: Transport, local_sizes: Mapping[str, Mapping[str, int]]) -> LayerBytes:
     """Give every rank the sizes of all layers; of a layer's two copies, the larger ones. A collective."""
-    everyone = cast(list[dict[str, dict[str, int]]], Control(transport).all_gather_object(own))
-    num_layers = 1 + max(int(layer) for row in everyone for layer in row)
+    sizes_by_rank = cast(list[dict[str, dict[str, int]]], Control(transport).all_gather_object(local_sizes))
+    num_layers = 1 + max(int(layer) for sizes in sizes_by_rank for layer in sizes)
     return {
-        field: tuple(max(row.get(str(layer), {}).get(field, 0) for row in everyone) for layer in range(num_layers))
+        field: tuple(
+            max(sizes.get(str(layer), {}).get(field, 0) for sizes in sizes_by_rank) for layer in range(num_layers)
+        )
         for field in FIELDS
     }
 
@@ -244,14 +249,14 @@ def gather_sizes(transport: Transport, own: Mapping[str, Mapping[str, int]]) -> 
 def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
     """Return what a parameter has of gradients: its own, and one that is accumulated beside it."""
     gradients = (parameter.grad, getattr(parameter, MAIN_GRAD, None))
-    return [each for each in gradients if each is not None]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def state_of(optimizer: Optimizer | None, parameter: Tensor) -> list[Tensor]:
     """Return what an optimizer keeps of a parameter on the parameter's device; it may count its steps on the host."""
     state = {} if optimizer is None else optimizer.state.get(parameter, {})
-    return [each for each in tensors_of(state) if each.device == parameter.device]
+    return [tensor for tensor in tensors_of(state) if tensor.device == parameter.device]
 
 
 def _bytes_of(tree: Any) -> int:
-    return sum(local_part(each).nbytes for each in tensors_of(tree))
+    return sum(local_part(tensor).nbytes for tensor in tensors_of(tree))

@@ -49,14 +49,14 @@ class MessageLog(Observer):
             return None
         rank = int(program.rank_of_row[row])
         peer = program.placement.rank_of_stage[instruction.peer]
-        ends = f"to rank {peer}" if instruction.op.is_send else f"from rank {peer}"
-        what = f"{instruction} {'arrived' if bound.awaits is not None else 'posted'}, {ends}"
-        return partial(self._logging, rank, what)
+        route = f"to rank {peer}" if instruction.op.is_send else f"from rank {peer}"
+        message_text = f"{instruction} {'arrived' if bound.awaits is not None else 'posted'}, {route}"
+        return partial(self._logging, rank, message_text)
 
     @contextmanager
-    def _logging(self, rank: int, what: str, step: Step) -> Iterator[None]:
+    def _logging(self, rank: int, message_text: str, step: Step) -> Iterator[None]:
         yield
-        LOG.debug("rank %d, step %d: %s", rank, step.serial, what)
+        LOG.debug("rank %d, step %d: %s", rank, step.serial, message_text)
 
 
 def message_log() -> list[Observer]:
@@ -66,21 +66,21 @@ def message_log() -> list[Observer]:
 
 def log_norms(control: Control, step: int, assembly: Assembly, gradient_attribute: str) -> None:
     """Log the norms of this rank's parameters and gradients, and on rank 0 those over all ranks; a collective."""
-    named, rank, copied = assembly.named_parameters(), control.transport.rank, assembly.owner_names
+    named_parameters, rank, copied = assembly.named_parameters(), control.transport.rank, assembly.owner_names
     across = None if control.places.data is None else control.across
-    values = norms_of([(name, each.detach()) for name, each in named], across=across)
-    found = [(name, getattr(each, gradient_attribute, None)) for name, each in named]
-    gradients = norms_of([(name, each) for name, each in found if each is not None], across=across)
-    own = {name: [values[name], gradients.get(name, 0.0)] for name in values}
-    for name, (value, gradient) in own.items():
+    values = norms_of([(name, parameter.detach()) for name, parameter in named_parameters], across=across)
+    named_gradients = [(name, getattr(parameter, gradient_attribute, None)) for name, parameter in named_parameters]
+    gradients = norms_of([(name, grad) for name, grad in named_gradients if grad is not None], across=across)
+    norms_by_name = {name: [values[name], gradients.get(name, 0.0)] for name in values}
+    for name, (value, gradient) in norms_by_name.items():
         LOG.debug("rank %d, step %d: %s: parameter norm %.6g, gradient norm %.6g", rank, step, name, value, gradient)
-    counted = {name: norms for name, norms in own.items() if name not in copied}
-    everyone = control.within.all_gather_object(counted)
-    whole: dict[str, list[float]] = {}  # a copy on another rank has the same name, and counts once
-    for theirs in everyone:
-        assert isinstance(theirs, dict)
-        whole |= theirs
+    local_norms = {name: norms for name, norms in norms_by_name.items() if name not in copied}
+    norms_of_ranks = control.within.all_gather_object(local_norms)
+    all_norms: dict[str, list[float]] = {}  # a copy on another rank has the same name, and counts once
+    for rank_norms in norms_of_ranks:
+        assert isinstance(rank_norms, dict)
+        all_norms |= rank_norms
     if rank == 0:
-        columns = ([norms[index] for norms in whole.values()] for index in (0, 1))
+        columns = ([norms[index] for norms in all_norms.values()] for index in (0, 1))
         value, gradient = (math.hypot(*column) for column in columns)
         LOG.info("step %d: parameter norm %.6g, gradient norm %.6g over all ranks", step, value, gradient)

@@ -56,7 +56,7 @@ class MemoryReport:
 
     ranks: tuple[RankMemory, ...]
     result: StepResult
-    """Of the step that was looked at."""
+    """The result of the step that was looked at."""
     layer_bytes: LayerBytes
     """Made and kept by each layer of a microbatch, by the fields of `LayerCosts`; 0 where the step made none, such as
     contexts where no backward was split."""
@@ -81,21 +81,21 @@ class MemoryWatch(Observer):
     device: torch.device
     optimizer: Optimizer | None
     queue: DeviceQueue | None
-    """Has the messages of an accelerator, which hold their tensors until they are over."""
+    """The queue of an accelerator's messages, which hold their tensors until they are over."""
     parameters: RankParameters
-    """Knows what is held beside the parameters of the modules."""
+    """The parameters of the rank, which know the tensors that are held beside those of the modules."""
 
     def __post_init__(self) -> None:
         self.sizes = LayerSizes(self.stages, is_sharded=self.parameters.is_sharded)
         self._points: dict[Moment, MemoryPoint] = {}
         self._peak, self._peak_activations = RankMemory(), 0
         self._addresses: frozenset[int] = frozenset()
-        """Of the parameters in the forward that runs."""
+        """Addresses of the parameters in the forward that runs."""
         self._tracker = SavedTensorTracker(self.sizes.note_saved)
-        self._stages = {each.index: each for each in self.stages}
+        self._stages = {stage.index: stage for stage in self.stages}
         self._keys: Keys | None = None
         self._stage_of_key: dict[int, int] = {}
-        """Of what stages keep."""
+        """Stage of each activation, by its key in `Step.values`."""
 
     def begin(self, step: Step) -> None:
         self._look(step, Moment.BEGIN)
@@ -104,23 +104,23 @@ class MemoryWatch(Observer):
     def around(self, program: Program, bound: Bound) -> Around:
         instruction, is_wait = program.instruction(bound.row), bound.awaits is not None
         self._keys = self._keys or Keys(program, int(program.rank_of_row[bound.row]))
-        kept = self._keys.kept_by(bound.row)
+        activation_key = self._keys.kept_by(bound.row)
         if RUNS_FORWARD[instruction.op] and not is_wait:
-            return partial(self._watching_forward, instruction.stage, kept)
+            return partial(self._watching_forward, instruction.stage, activation_key)
         runs_autograd = RUNS_AUTOGRAD[instruction.op] and not is_wait
         is_backward = bool(IS_BACKWARD[instruction.op])
-        return partial(self._watching_call, kept if runs_autograd else None, is_backward)
+        return partial(self._watching_call, activation_key if runs_autograd else None, is_backward)
 
     def end(self, step: Step, failed: bool) -> None:
         if not failed:
             self._look(step, Moment.END)
 
     def memory(self, rank: int) -> RankMemory:
-        """Return what was seen in a step that is over."""
+        """Return the memory of this rank in a step that is over."""
         points = {**self._points, Moment.PEAK: self._point(Moment.PEAK, self._peak)}
         optimizer_bytes = None
         if self.optimizer is not None:
-            state = [state_of(self.optimizer, each) for each in self.optimizer.state]
+            state = [state_of(self.optimizer, parameter) for parameter in self.optimizer.state]
             optimizer_bytes = StorageCounter().add(state)
         return replace(
             self._peak,
@@ -132,42 +132,42 @@ class MemoryWatch(Observer):
         )
 
     @contextmanager
-    def _watching_forward(self, stage: int, kept: int, step: Step) -> Iterator[None]:
-        self._stage_of_key[kept] = stage
+    def _watching_forward(self, stage: int, activation_key: int, step: Step) -> Iterator[None]:
+        self._stage_of_key[activation_key] = stage
         note_outputs = partial(self._tracker.note_functions, stage)
-        # Anew for each forward: where they are sharded, whole ones have no fixed place.
+        # The addresses are taken anew for each forward: gathered parameters have no fixed place.
         self._addresses = frozenset(storages([[*stage.parameters()] for stage in self.stages]))
         with (
-            self._tracker.of_stage(stage, self._addresses, self.attempt),
+            self._tracker.tracking(stage, self._addresses, self.attempt),
             noting_saved(partial(self.attempt, self._note_saved, {})),
             self.sizes.watching(self.attempt, note_outputs),
         ):
             yield
         self._look(step)
 
-    def _note_saved(self, noted: dict[int, Tensor], tensor: Tensor) -> None:
-        new = storages(tensor).keys() - noted.keys() - self._addresses
+    def _note_saved(self, saved_storages: dict[int, Tensor], tensor: Tensor) -> None:
+        new = storages(tensor).keys() - saved_storages.keys() - self._addresses
         # Held to the end of the forward, so that no address is used twice.
-        noted |= dict.fromkeys(new, tensor)
+        saved_storages |= dict.fromkeys(new, tensor)
         if new:
             self.sizes.note_saved(tensor)
 
     @contextmanager
-    def _watching_call(self, kept: int | None, is_backward: bool, step: Step) -> Iterator[None]:
-        """Of what runs autograd, `kept` is the key of the forward's activations."""
+    def _watching_call(self, activation_key: int | None, is_backward: bool, step: Step) -> Iterator[None]:
+        """Look at the memory after a call; `activation_key` is the forward's key where the call runs autograd."""
         if is_backward and Moment.AFTER_WARM_UP not in self._points:
             self._look(step, Moment.AFTER_WARM_UP)
-        stage = None if kept is None else self._stages[self._stage_of_key[kept]]
-        before = {} if stage is None else storages(queued(stage.own_weight_gradients.fused))
+        stage = None if activation_key is None else self._stages[self._stage_of_key[activation_key]]
+        queue_addresses = {} if stage is None else storages(queued(stage.own_weight_gradients.fused))
         yield
-        left = None if kept is None else step.values.get(kept)
-        if stage is not None and isinstance(left, WeightInputs):
-            self.sizes.note_contexts(stage, left, before)
+        weight_inputs = None if activation_key is None else step.values.get(activation_key)
+        if stage is not None and isinstance(weight_inputs, WeightInputs):
+            self.sizes.note_contexts(stage, weight_inputs, queue_addresses)
         self._look(step)
 
     def _look(self, step: Step, moment: Moment | None = None) -> None:
         sample = self._sample(step)
-        num_activations = sum(each.num_activations for each in sample.stages)
+        num_activations = sum(stage.num_activations for stage in sample.stages)
         self._peak_activations = max(self._peak_activations, num_activations)
         if not self._peak.stages or sample.counted_bytes > self._peak.counted_bytes:
             self._peak = sample
@@ -180,60 +180,87 @@ class MemoryWatch(Observer):
 
     def _sample(self, step: Step) -> RankMemory:
         """Count every storage once, under the first of the columns that holds it."""
-        counter = StorageCounter()
-        parameters = {stage.index: [each for _, each in stage.named_parameters()] for stage in self.stages}
-        buffers = {stage.index: [[*layer.buffers()] for layer in stage.layers.values()] for stage in self.stages}
-        parameter_bytes = {stage: counter.add([own, buffers[stage]]) for stage, own in parameters.items()}
-        gradient_bytes = {stage: counter.add([*map(gradients_of, own)]) for stage, own in parameters.items()}
-        beside = self.parameters.held()
-        for stage in parameters:
-            parameter_bytes[stage] += counter.add(beside.parameters.get(stage, []))
-            gradient_bytes[stage] += counter.add(beside.gradients.get(stage, []))
-        num_activations, context_bytes = dict.fromkeys(parameters, 0), dict.fromkeys(parameters, 0)
-        keys = self._keys
-        kinds = [range(0)] * 3 if keys is None else [keys.kept, keys.messages, keys.made]
-        values = step.values.items()
-        kept, messages, made = ({key: each for key, each in values if key in kind} for kind in kinds)
-        forwards = [(self._stage_of_key[key], value) for key, value in kept.items()]
-        for stage, value in forwards:
-            if not isinstance(value, Checkpoint) and not is_on_host(value):
-                num_activations[stage] += 1
-                entries = value.entries if isinstance(value, WeightInputs) else ()
-                context_bytes[stage] += counter.add([held_by(entry).tensors for entry in entries])
-        activation_bytes = {stage: counter.add_storages(self._tracker.held(stage)) for stage in parameters}
-        for stage, value in forwards:  # besides those that autograd holds
-            inputs: list[Any] = [value.arguments, value.keywords] if isinstance(value, Checkpoint) else []
-            inputs += [*value.inputs, *saved_in(value)] if isinstance(value, SavedForward) else []
-            activation_bytes[stage] += counter.add(inputs)
-        columns = (parameter_bytes, gradient_bytes, num_activations, activation_bytes, context_bytes)
-        received = [(each.tensors, each.numbers) if isinstance(each, Incoming) else each for each in messages.values()]
-        followed, posted = ([], []) if self.queue is None else self.queue.held()
-        return RankMemory(
-            stages=tuple(StageMemory(stage, *(column[stage] for column in columns)) for stage in parameters),
-            received_bytes=counter.add([*received, *followed, *beside.exchanged]),
-            unsent_bytes=counter.add([*made.values(), *posted]),
+        counter, keys = StorageCounter(), self._keys
+        key_ranges = [range(0)] * 3 if keys is None else [keys.kept, keys.messages, keys.made]
+        activations, messages, outputs = (
+            {key: value for key, value in step.values.items() if key in key_range} for key_range in key_ranges
         )
+        forwards = [(self._stage_of_key[key], activation) for key, activation in activations.items()]
+        # The order of these calls matters: a storage counts in the first column that holds it.
+        parameter_bytes, gradient_bytes = self._parameter_and_gradient_bytes(counter)
+        num_activations, context_bytes = self._contexts(forwards, counter)
+        activation_bytes = self._activation_bytes(forwards, counter)
+        columns = (parameter_bytes, gradient_bytes, num_activations, activation_bytes, context_bytes)
+        received = [
+            (message.tensors, message.numbers) if isinstance(message, Incoming) else message
+            for message in messages.values()
+        ]
+        queued_receives, queued_messages = ([], []) if self.queue is None else self.queue.held()
+        exchanged = self.parameters.held().exchanged
+        return RankMemory(
+            stages=tuple(StageMemory(stage, *(column[stage] for column in columns)) for stage in self._stages),
+            received_bytes=counter.add([*received, *queued_receives, *exchanged]),
+            unsent_bytes=counter.add([*outputs.values(), *queued_messages]),
+        )
+
+    def _parameter_and_gradient_bytes(self, counter: StorageCounter) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the bytes of parameters with buffers, and those of gradients, by stage."""
+        parameters = {stage.index: [parameter for _, parameter in stage.named_parameters()] for stage in self.stages}
+        buffers = {stage.index: [[*layer.buffers()] for layer in stage.layers.values()] for stage in self.stages}
+        parameter_bytes = {stage: counter.add([params, buffers[stage]]) for stage, params in parameters.items()}
+        gradient_bytes = {stage: counter.add([*map(gradients_of, params)]) for stage, params in parameters.items()}
+        shards = self.parameters.held()
+        for stage in parameters:
+            parameter_bytes[stage] += counter.add(shards.parameters.get(stage, []))
+            gradient_bytes[stage] += counter.add(shards.gradients.get(stage, []))
+        return parameter_bytes, gradient_bytes
+
+    def _contexts(
+        self, forwards: Sequence[tuple[int, Any]], counter: StorageCounter
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the number of live activations, and the bytes that weight gradients wait for, by stage."""
+        num_activations, context_bytes = dict.fromkeys(self._stages, 0), dict.fromkeys(self._stages, 0)
+        for stage, activation in forwards:
+            if not isinstance(activation, Checkpoint) and not is_on_host(activation):
+                num_activations[stage] += 1
+                entries = activation.entries if isinstance(activation, WeightInputs) else ()
+                context_bytes[stage] += counter.add([held_by(entry).tensors for entry in entries])
+        return num_activations, context_bytes
+
+    def _activation_bytes(self, forwards: Sequence[tuple[int, Any]], counter: StorageCounter) -> dict[int, int]:
+        """Return the bytes that autograd holds, and those of inputs beside them, by stage."""
+        activation_bytes = {
+            stage: counter.add_storages(self._tracker.bytes_by_address(stage)) for stage in self._stages
+        }
+        for stage, activation in forwards:
+            inputs: list[Any] = []
+            if isinstance(activation, Checkpoint):
+                inputs = [activation.arguments, activation.keywords]
+            elif isinstance(activation, SavedForward):
+                inputs = [*activation.inputs, *saved_in(activation)]
+            activation_bytes[stage] += counter.add(inputs)
+        return activation_bytes
 
 
 def gather_memory(
     transport: Transport, watch: MemoryWatch, result: StepResult, predict: Callable[[LayerBytes], tuple[int, ...]]
 ) -> MemoryReport:
-    """Give every rank what all ranks saw, and what is predicted of it; a collective.
+    """Give every rank the memory of all ranks, and the peaks that are predicted; a collective.
 
     Raises:
         PipelineError: on every rank, if the memory of any could not be measured.
     """
-    own = asdict(watch.memory(transport.rank)) if watch.failure is None else {}
-    everyone = cast(list[dict[str, Any]], Control(transport).all_gather_object(own))
-    for rank, row in enumerate(everyone):
+    local_memory = asdict(watch.memory(transport.rank)) if watch.failure is None else {}
+    memory_by_rank = cast(list[dict[str, Any]], Control(transport).all_gather_object(local_memory))
+    for rank, row in enumerate(memory_by_rank):
         if not row:
             text = "the step ran, but its memory was not measured on this rank; its log (logger penstock) says why"
             names = rank_names(transport)
             raise PipelineError(f"{names[rank]}: {text}", rank=names.numbers[rank])
         row["stages"] = tuple(StageMemory(**stage) for stage in row["stages"])
         row["points"] = tuple(MemoryPoint(**point) for point in row["points"])
-    ranks = tuple(RankMemory(**row) for row in everyone)
-    layer_bytes = gather_sizes(transport, watch.sizes.own(watch.optimizer))
+    ranks = tuple(RankMemory(**row) for row in memory_by_rank)
+    layer_bytes = gather_sizes(transport, watch.sizes.local_sizes(watch.optimizer))
     peaks = zip(predict(layer_bytes), ranks, strict=True)
     predicted = tuple(peak + rank.kept_bytes for peak, rank in peaks)
     return MemoryReport(ranks, result, layer_bytes, predicted)

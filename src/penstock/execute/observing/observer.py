@@ -96,12 +96,12 @@ def observed(observers: Sequence[Observer], program: Program, bounds: Sequence[B
 
 def once_per_program(make: Callable[[Program], T]) -> Callable[[Program], T]:
     """Return `make`, which is asked for each call of a program, with the last program's answer kept."""
-    kept: list[tuple[Program, T]] = []
+    last_answer: list[tuple[Program, T]] = []
 
     def ask(program: Program) -> T:
-        if not kept or kept[0][0] is not program:
-            kept[:] = [(program, make(program))]
-        return kept[0][1]
+        if not last_answer or last_answer[0][0] is not program:
+            last_answer[:] = [(program, make(program))]
+        return last_answer[0][1]
 
     return ask
 

@@ -32,11 +32,12 @@ def explaining_out_of_memory(stages: Sequence[Stage], device: torch.device, step
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        note_advice(error, f"{_held(stages, device, step)}. To hold less: {_FIXES}")
+        note_advice(error, f"{_memory_text(stages, device, step)}. To hold less: {_FIXES}")
         raise
 
 
-def _held(stages: Sequence[Stage], device: torch.device, step: Step) -> str:
+def _memory_text(stages: Sequence[Stage], device: torch.device, step: Step) -> str:
+    """Say how many bytes of parameters, gradients and other tensors this rank held."""
     counter = StorageCounter()
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
     parts = {"parameters": counter.add(parameters), "gradients": counter.add([*map(gradients_of, parameters)])}

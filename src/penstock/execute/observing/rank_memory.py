@@ -75,7 +75,7 @@ class RankMemory:
     @property
     def counted_bytes(self) -> int:
         """All bytes that were counted at the peak, the optimizer's state apart."""
-        return sum(each.counted_bytes for each in self.stages) + self.received_bytes + self.unsent_bytes
+        return sum(stage.counted_bytes for stage in self.stages) + self.received_bytes + self.unsent_bytes
 
 
 # ---- tables
@@ -100,7 +100,7 @@ def memory_text(ranks: Sequence[RankMemory], predicted_bytes: Sequence[int] = ()
     """
     stages = [row for rank in ranks for row in _stage_rows(rank)]
     points = [[str(rank.rank), str(rank.peak_activations), *map(_point, rank.points)] for rank in ranks]
-    names: list[str] = [each.name for each in ranks[0].points]
+    names: list[str] = [point.name for point in ranks[0].points]
     if any(rank.optimizer_bytes is not None for rank in ranks):
         names.append("optimizer")
         sizes = [rank.optimizer_bytes for rank in ranks]
@@ -122,8 +122,8 @@ def _stage_rows(rank: RankMemory) -> list[list[str]]:
     messages = [format_bytes(rank.received_bytes), format_bytes(rank.unsent_bytes)]
     for stage in rank.stages:
         counts = (rank.rank, stage.stage, stage.num_activations)
-        held = (stage.activation_bytes, stage.context_bytes, stage.parameter_bytes, stage.gradient_bytes)
-        rows.append([*map(str, counts), *map(format_bytes, held), *messages])
+        stage_bytes = (stage.activation_bytes, stage.context_bytes, stage.parameter_bytes, stage.gradient_bytes)
+        rows.append([*map(str, counts), *map(format_bytes, stage_bytes), *messages])
         messages = ["", ""]  # they are the rank's, not a stage's
     return rows
 

@@ -49,9 +49,9 @@ class Recorder(Observer):
 
 
 class DeviceRecorder(Recorder):
-    """The same of an accelerator, where the host only queues what is to run: by events in the device's queue.
+    """Start and end of each row on an accelerator, where the host only queues work: by events in the device's queue.
 
-    Waits of the host are the host's time. A step begins while the device has nothing to do, or soon has done it.
+    Waits of the host are the host's time. A step begins once the device has nothing more to do.
     """
 
     def __init__(self, rows: range, clock: Clock, make_event: Callable[[], torch.Event], wait: WaitForDevice) -> None:
@@ -60,7 +60,8 @@ class DeviceRecorder(Recorder):
         self._events: dict[int, tuple[torch.Event, torch.Event]] = {}
 
     def begin(self, step: Step) -> None:
-        # Not before: what a device without such events raises here leaves the recording out, and the step goes on.
+        # The event is made here, and not earlier: an error that a device without such events raises here drops the
+        # recording alone, and the step goes on.
         self._origin = self._make_event()
         self._origin.record()
         self._await(self._origin.query)
@@ -105,11 +106,11 @@ class Recording:
     message_bytes: tuple[int, ...]
     """[num_stages] bytes of each stage's output; 0 for a last stage."""
     early_weights: Mapping[int, ImmediateWeights]
-    """By stage whose backwards are split, which weight gradients are computed in I."""
+    """The weight gradients that are computed in I, by each stage whose backwards are split."""
     rank: int
     alignment: Alignment
     origin_s: float
-    """The timeline's 0, on rank 0's clock."""
+    """Seconds of rank 0's clock at which the timeline is 0."""
 
     def from_own_clock(self, time_s: float) -> float:
         """Return the timeline's time at a moment that this rank read off its clock."""
@@ -126,8 +127,9 @@ class StepRecording(Observer):
     recorder: Recorder
     clocks: ClockComparison
     output_bytes: Callable[[], Mapping[int, int]]
-    """Gives those of this rank's stages, behind a step; so does the next one."""
+    """Returns, after a step, the bytes of the outputs of this rank's stages."""
     early_weights: Callable[[], Mapping[int, ImmediateWeights]]
+    """Returns, after a step, the weight gradients that this rank's stages compute in I."""
     recording: Recording | None = None
     """The measurement; None if the recorder of any rank has failed."""
 
@@ -139,24 +141,28 @@ class StepRecording(Observer):
             return
         alignment, recorder = self.clocks.end(), self.recorder
         waits = () if step.prefetcher is None else step.prefetcher.waits
-        own = {
+        local_measurement = {
             "is_complete": recorder.failure is None,
             "start_s": recorder.start_s.tolist(),
             "end_s": recorder.end_s.tolist(),
             "output_bytes": list(self.output_bytes().items()),
-            "early_weights": [(stage, astuple(found)) for stage, found in self.early_weights().items()],
+            "early_weights": [
+                (stage, astuple(immediate_weights)) for stage, immediate_weights in self.early_weights().items()
+            ],
             "data_waits": list(map(astuple, waits)),
         }
         control = Control(self.clocks.transport)
-        everyone = cast(list[dict[str, Any]], control.all_gather_object(own))
-        if all(row["is_complete"] for row in everyone):
-            self.recording = self._laid_together(everyone, alignment)
+        measurements = cast(list[dict[str, Any]], control.all_gather_object(local_measurement))
+        if all(measurement["is_complete"] for measurement in measurements):
+            self.recording = self._laid_together(measurements, alignment)
 
-    def _laid_together(self, everyone: Sequence[dict[str, Any]], alignment: Alignment) -> Recording:
-        """From the first start on."""
+    def _laid_together(self, measurements: Sequence[dict[str, Any]], alignment: Alignment) -> Recording:
+        """Return the recording of all ranks on rank 0's clock, with 0 at the first start."""
         to_common = alignment.to_common
         start_s, end_s = (
-            np.concatenate([to_common(rank, np.array(row[name])) for rank, row in enumerate(everyone)])
+            np.concatenate(
+                [to_common(rank, np.array(measurement[name])) for rank, measurement in enumerate(measurements)]
+            )
             for name in ("start_s", "end_s")
         )
         origin_s = float(start_s.min()) if len(start_s) else 0.0
@@ -168,15 +174,15 @@ class StepRecording(Observer):
             clock_uncertainty_s=alignment.uncertainty_s,
             data_waits=tuple(
                 DataWait(rank, microbatch, *(to_common(rank, np.array(times_s)) - origin_s).tolist())
-                for row in everyone
-                for rank, microbatch, *times_s in row["data_waits"]
+                for measurement in measurements
+                for rank, microbatch, *times_s in measurement["data_waits"]
             ),
         )
-        bytes_of_stage = dict(pair for row in everyone for pair in row["output_bytes"])
+        bytes_of_stage = dict(pair for measurement in measurements for pair in measurement["output_bytes"])
         message_bytes = tuple(bytes_of_stage.get(stage, 0) for stage in range(self.program.num_stages))
         early = {
             stage: ImmediateWeights(share, tuple(names), reasons)
-            for row in everyone
-            for stage, (share, names, reasons) in row["early_weights"]
+            for measurement in measurements
+            for stage, (share, names, reasons) in measurement["early_weights"]
         }
         return Recording(timeline, message_bytes, early, self.clocks.transport.rank, alignment, origin_s)

@@ -53,39 +53,39 @@ class Observers:
         debug: str,
         ranges: bool,
         run_ahead: int | None,
-        own: Sequence[Observer],
+        user_observers: Sequence[Observer],
         gradient_attribute: str,
     ) -> None:
         """The keywords are those of `Pipeline`; `clocks` are compared around a step that is recorded."""
         self.messages = transport = control.transport
         self._assembly, self._clocks, device = assembly, clocks, clocks.device
         self._value_checks = partial(ValueChecks, transport, assembly.stages, gradient_attribute)
-        found: list[Observer] = []
+        observers: list[Observer] = []
         if assembly.shared_buffers:
-            found.append(SharedBuffers(assembly.stages, assembly.shared_buffers))
+            observers.append(SharedBuffers(assembly.stages, assembly.shared_buffers))
         if debug == "values":
-            found.append(DeclaredValues(transport.rank))
-            found.append(CopyChecks(control, assembly, gradient_attribute))
-            found.append(self._value_checks())
+            observers.append(DeclaredValues(transport.rank))
+            observers.append(CopyChecks(control, assembly, gradient_attribute))
+            observers.append(self._value_checks())
         if debug != "off":
-            found.append(checked := CheckedMessages(transport, device))
+            observers.append(checked := CheckedMessages(transport, device))
             self.messages = checked
         if ranges:
-            found.append(Ranges(device))
+            observers.append(Ranges(device))
         self.throttle = throttle_for(device, run_ahead, transport)
-        self.of_all_steps = [*found, *own, *([] if self.throttle is None else [self.throttle])]
+        self.of_all_steps = [*observers, *user_observers, *([] if self.throttle is None else [self.throttle])]
 
     def of_step(
         self, extra: Extra, program: Program, messenger: Messenger, memory: MemoryWatch | None = None
     ) -> list[Observer]:
         """Return what looks at one step besides, which was asked for an `extra`; `memory` if this is memory."""
-        found: list[Observer] = [*message_log(), *([] if memory is None else [memory])]
+        observers: list[Observer] = [*message_log(), *([] if memory is None else [memory])]
         if extra is Extra.VALUES:
-            found.append(self._value_checks())
+            observers.append(self._value_checks())
         if extra is not Extra.RECORDING:
-            return found
+            return observers
         rank = self._clocks.transport.rank
         recorder = recorder_for(self._clocks, range(*program.offsets[rank : rank + 2].tolist()))
         output_bytes, early_weights = messenger.layouts.output_bytes, self._assembly.early_weights
         recording = StepRecording(program, recorder, self._clocks, output_bytes, early_weights)
-        return [recording, recorder, *found]
+        return [recording, recorder, *observers]

@@ -24,9 +24,9 @@ Pair = tuple[str, str]
 
 
 def shared_buffers(
-    layers: Mapping[int, Any], own: Collection[int], names: Sequence[str], rank_of_layer: Sequence[int]
+    layers: Mapping[int, Any], local_layers: Collection[int], names: Sequence[str], rank_of_layer: Sequence[int]
 ) -> list[Pair]:
-    """Return the names of the buffers of `own` layers that a layer of another rank holds too, with one name there.
+    """Return the names of the buffers of `local_layers` that a layer of another rank holds too, with one name there.
 
     `layers` are those that this rank has or can see, by index; `rank_of_layer` is the rank that runs each one's first
     copy.
@@ -36,18 +36,18 @@ def shared_buffers(
     for index, layer in modules.items():
         for name, buffer in layer.named_buffers(remove_duplicate=False):
             holders.setdefault(id(buffer), []).append((index, name))
-    found = []
+    pairs = []
     for places in holders.values():
         for index, name in places:
-            others = [place for place in places if rank_of_layer[place[0]] != rank_of_layer[index]]
-            if index in own and others and name in layers[index].state_dict():
-                other, own_name = others[0]
-                elsewhere = full_name(names[other], layers[other], own_name)
-                found.append((full_name(names[index], layers[index], name), elsewhere))
-    return found
+            remote_places = [place for place in places if rank_of_layer[place[0]] != rank_of_layer[index]]
+            if index in local_layers and remote_places and name in layers[index].state_dict():
+                remote_layer, remote_buffer = remote_places[0]
+                remote_name = full_name(names[remote_layer], layers[remote_layer], remote_buffer)
+                pairs.append((full_name(names[index], layers[index], name), remote_name))
+    return pairs
 
 
-class _Kept(NamedTuple):
+class _BufferState(NamedTuple):
     """A buffer as it was at the begin of a step."""
 
     buffer: Tensor
@@ -59,59 +59,59 @@ class SharedBuffers(Observer):
     """Compares the shared buffers of one rank before and after each training step."""
 
     def __init__(self, stages: Sequence[Stage], pairs: Sequence[Pair]) -> None:
-        self._others = dict(pairs)
+        self._remote_names = dict(pairs)
         self._holders = {
-            full: _holder(layer, own)
+            full_buffer_name: _holder(layer, buffer_name)
             for stage in stages
             for name, layer in stage.layers.items()
-            for own, _ in layer.named_buffers(remove_duplicate=False)
-            if (full := full_name(name, layer, own)) in self._others
+            for buffer_name, _ in layer.named_buffers(remove_duplicate=False)
+            if (full_buffer_name := full_name(name, layer, buffer_name)) in self._remote_names
         }
-        self._kept: dict[str, _Kept] = {}
+        self._states: dict[str, _BufferState] = {}
         self._is_first = True
 
     def begin(self, step: Step) -> None:
         if not step.is_training:
             return
         for name, buffer in self._buffers():
-            kept = self._kept.get(name)
+            state = self._states.get(name)
             # A caller may load other values between steps.
-            if kept is None or kept.buffer is not buffer or kept.version != version_of(buffer):
-                self._kept[name] = _Kept(buffer, version_of(buffer), buffer.clone())
+            if state is None or state.buffer is not buffer or state.version != version_of(buffer):
+                self._states[name] = _BufferState(buffer, version_of(buffer), buffer.clone())
 
     def end(self, step: Step, failed: bool) -> None:
         if failed or not step.is_training:
             return
         for name, buffer in self._buffers():
-            kept = self._kept.get(name)
-            if kept is None:
+            state = self._states.get(name)
+            if state is None:
                 continue
             # A change through `.data` leaves the version as it is. So values are compared once in any case.
             # DistributedDataParallel and second routes copy equal values, and the version rises.
-            is_same = kept.buffer is buffer and kept.version == version_of(buffer)
-            if (self._is_first or not is_same) and not _is_equal(buffer, kept.values):
+            is_same = state.buffer is buffer and state.version == version_of(buffer)
+            if (self._is_first or not is_same) and not _is_equal(buffer, state.values):
                 raise PipelineError(
-                    f"this step has changed {name!r}, which is the buffer {self._others[name]!r} of another rank too. "
-                    "Each rank would change a copy of its own by its own uses, as the running statistics of a shared "
-                    "BatchNorm. Give each layer a module of its own, put the module into evaluation mode (eval()), or "
-                    "split the model so that one rank has both layers"
+                    f"this step has changed {name!r}, which is the buffer {self._remote_names[name]!r} of another rank "
+                    "too. Each rank would change a copy of its own by its own uses, as the running statistics of a "
+                    "shared BatchNorm. Give each layer a module of its own, put the module into evaluation mode "
+                    "(eval()), or split the model so that one rank has both layers"
                 )
         self._is_first = False
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for full, (module, name) in self._holders.items():
+        for full_buffer_name, (module, name) in self._holders.items():
             buffer = getattr(module, name, None)
             if isinstance(buffer, Tensor) and not is_lazy(buffer):
-                yield full, buffer
+                yield full_buffer_name, buffer
 
 
 def _holder(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, own = name.rpartition(".")
-    return layer.get_submodule(path), own
+    path, _, buffer_name = name.rpartition(".")
+    return layer.get_submodule(path), buffer_name
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _is_equal(buffer: Tensor, values: Tensor) -> bool:
+    if buffer.shape != values.shape or buffer.dtype != values.dtype:
         return False
-    is_nan = (one != one) & (other != other)
-    return bool(torch.all((one == other) | is_nan))
+    is_nan = (buffer != buffer) & (values != values)
+    return bool(torch.all((buffer == values) | is_nan))
