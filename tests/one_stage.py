@@ -34,7 +34,7 @@ def run_weight_part(deferred):
 
 def kept_by(deferred):
     """Return the tensors that what waits for W holds."""
-    return [tensor for entry in deferred.entries for tensor in entry.kept]
+    return [tensor for entry in deferred.entries for tensor in entry.held_tensors]
 
 
 def passes_of(stage, features=(), **options):

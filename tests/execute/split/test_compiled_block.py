@@ -343,7 +343,7 @@ def test_what_w_needs_is_told_and_freed():
     # of both products the activations and the gradient of the output
     assert sizes == [ROWS * WIDTH] * 2 + [2 * ROWS * WIDTH] * 2
     assert isinstance(block, CompiledBlock)
-    assert (block.kept, block.node, kept_by(deferred)) == ([], None, [])
+    assert (block.held_tensors, block.node, kept_by(deferred)) == ([], None, [])
 
 
 def test_w_computes_in_the_types_of_the_forward_whatever_is_cast_around_it():

@@ -323,11 +323,11 @@ def left_for_w(module):
 
 def test_what_is_kept_for_w_is_known_and_freed():
     deferred, function = left_for_w(settle(Own(USES["two outputs"]), 1))
-    shapes = sorted(tuple(each.shape) for each in function.kept)
+    shapes = sorted(tuple(each.shape) for each in function.held_tensors)
     run_weight_part(deferred)
 
     assert shapes == [(2, 3), *[(2, 3, WIDTH)] * 3]  # two gradients, the output that was saved, the hidden attribute
-    assert function.kept == []
+    assert function.held_tensors == []
     assert function.node is None
 
 
@@ -338,7 +338,7 @@ def test_nothing_outlives_the_two_parts():
     gc.disable()
     try:
         deferred, function = left_for_w(module)
-        memory = [weakref.ref(each.untyped_storage()) for each in function.kept]
+        memory = [weakref.ref(each.untyped_storage()) for each in function.held_tensors]
         run_weight_part(deferred)
 
         assert [each() for each in memory] == [None] * len(memory)

@@ -73,7 +73,7 @@ def operations(*modules):
 
 def cut_of(function, inputs=None):
     graph = BackwardGraph(traced(function, inputs))
-    return graph, graph.cut(graph.waiting([WEIGHT]))
+    return graph, graph.cut(graph.waiting_outputs([WEIGHT]))
 
 
 def test_both_halves_return_what_the_whole_returns_bit_for_bit():
@@ -118,8 +118,8 @@ def test_the_weight_half_takes_no_view_but_what_it_is_a_view_of():
 def test_a_gradient_without_a_product_does_not_wait():
     graph = BackwardGraph(traced(of_scale))
 
-    assert graph.waiting([WEIGHT, BIAS]) == frozenset()
-    assert BackwardGraph(traced(of_linear)).waiting([WEIGHT, BIAS]) == {WEIGHT}
+    assert graph.waiting_outputs([WEIGHT, BIAS]) == frozenset()
+    assert BackwardGraph(traced(of_linear)).waiting_outputs([WEIGHT, BIAS]) == {WEIGHT}
 
 
 def test_a_convolutions_gradients_are_computed_apart():

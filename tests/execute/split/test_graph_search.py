@@ -23,7 +23,7 @@ def survey(output, *whole):
 
 
 def waiting(found):
-    return {id(parameter) for product in found.waiting for parameter in product.parameters}
+    return {id(parameter) for product in found.deferred_nodes for parameter in product.parameters}
 
 
 def ids(tensors):
@@ -56,7 +56,7 @@ def test_a_weight_that_something_else_leads_to_does_not_wait(use):
 
     found = survey(use(x, w))
 
-    assert found.waiting == []
+    assert found.deferred_nodes == []
     assert ids(found.immediate.values()) == ids([x, w])
 
 
@@ -65,7 +65,7 @@ def test_nor_does_what_shares_a_product_with_it():
 
     found = survey(x @ (first + second) @ (second + third) @ weight() + third[0])
 
-    assert len(found.waiting) == 1
+    assert len(found.deferred_nodes) == 1
     assert ids(found.immediate.values()) == ids([x, first, second, third])
 
 
@@ -76,7 +76,7 @@ def test_a_product_of_what_another_one_makes_does_not_wait():
 
     found = survey(made @ made.t())
 
-    assert [product.node for product in found.waiting] == [made.grad_fn]
+    assert [product.node for product in found.deferred_nodes] == [made.grad_fn]
     assert found.immediate == {}
 
 
@@ -114,7 +114,7 @@ def test_a_weight_used_twice_has_both_sizes():
 
     found = survey(x @ w @ w)
 
-    assert len(found.waiting) == 2
+    assert len(found.deferred_nodes) == 2
     assert found.sizes == {id(w): 2 * 3 * WIDTH * WIDTH}
 
 
@@ -123,7 +123,7 @@ def test_nor_may_they_be_made_of_what_checkpointing_keeps():
 
     found = survey(x @ checkpoint(torch.tanh, w, use_reentrant=False))
 
-    assert found.waiting == []
+    assert found.deferred_nodes == []
     assert ids(found.immediate.values()) == ids([x, w])
 
 

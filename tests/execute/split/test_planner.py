@@ -65,7 +65,7 @@ def test_of_weights_that_have_become_small_none_is_said_to_wait():
     module = nn.Linear(WIDTH, WIDTH, bias=False)
     plan = SplitPlanner(small=math.inf)
 
-    assert [(late_weights(plan, module), plan.how(module.named_parameters())) for _ in range(2)] == [
+    assert [(late_weights(plan, module), plan.mechanisms(module.named_parameters())) for _ in range(2)] == [
         ({"weight"}, {"weight": "product"}),
         (set(), {}),
     ]
@@ -209,7 +209,7 @@ def test_each_weight_waits_in_one_way_or_not_for_one_reason():
         for _ in range(3):
             late_weights(plan, module, stage=0)
 
-    assert plan.how(names) == {
+    assert plan.mechanisms(names) == {
         "product.weight": "product",
         "branch": "weight branch",
         "behind": "weight branch",

@@ -158,7 +158,7 @@ def test_of_a_convolution_and_its_bias_only_the_trained_one_is_deferred(trained)
     _, product = product_in(output)
     product.watch([])
     gradient = values(9, *output.shape)
-    output.backward(gradient, inputs=product.ends(hands_over=False))
+    output.backward(gradient, inputs=product.target_edges(captures_gradients=False))
     product.release()
 
     weights = [each for each in operands if each.requires_grad]
@@ -172,7 +172,7 @@ def test_gradients_of_a_sparse_table_are_sparse():
     output = F.embedding(TOKENS, table, sparse=True)
     _, product = product_in(output)
     product.watch([])
-    output.backward(values(9, 2, 3, 4), inputs=product.ends(hands_over=False))
+    output.backward(values(9, 2, 3, 4), inputs=product.target_edges(captures_gradients=False))
 
     (found,) = product.gradients()
 
@@ -202,16 +202,16 @@ def test_a_kernel_is_kept_and_not_counted_where_it_is_a_parameter():
         output = checkpoint(F.conv1d, values(1, 2, 4, 9), weight, use_reentrant=False)
         _, product = product_in(output)
         product.watch([])
-        output.sum().backward(inputs=product.ends(hands_over=False))
+        output.sum().backward(inputs=product.target_edges(captures_gradients=False))
 
-        assert (weight.shape in [each.shape for each in product.kept]) == is_counted
+        assert (weight.shape in [each.shape for each in product.held_tensors]) == is_counted
 
 
 def test_a_product_after_nothing_but_its_weights_is_an_end():
     weight = nn.Parameter(values(2, 5, 4))
 
     ends = [
-        len(read_node((hidden @ weight).grad_fn).ends(hands_over=False))
+        len(read_node((hidden @ weight).grad_fn).target_edges(captures_gradients=False))
         for hidden in (values(1, 3, 5), values(1, 3, 5).requires_grad_())
     ]
 
@@ -224,7 +224,7 @@ def test_activations_that_are_changed_in_place_before_the_weight_part_are_told(i
     output = activations @ weight
     product = read_node(output.grad_fn)
     product.watch([])
-    output.backward(values(3, 3, 4), inputs=product.ends(hands_over=False))
+    output.backward(values(3, 3, 4), inputs=product.target_edges(captures_gradients=False))
     product.release()
     expected = activations.t() @ values(3, 3, 4)
     if is_changed:

@@ -329,12 +329,12 @@ def test_a_branch_keeps_its_gradient_and_what_it_saved_and_no_more():
 
     deferred = left_by_input_part(module, values(1, 2, 3, WIDTH).requires_grad_())
     branches = [each for each in deferred.entries if isinstance(each, WeightBranch)]
-    shapes = [tuple(each.shape) for each in branches[0].kept]
+    shapes = [tuple(each.shape) for each in branches[0].held_tensors]
     run_weight_part(deferred)
 
     assert shapes == [(WIDTH,)]  # the weight that was saved is a parameter
     assert len(branches) == 1
-    assert branches[0].kept == []
+    assert branches[0].held_tensors == []
     assert branches[0].node is None
 
 
@@ -383,7 +383,7 @@ def test_a_compiled_block_at_the_beginning_runs_its_input_half_next_to_a_branch(
         whole(other, inputs)
     other_gradients = [each.grad for each in other.parameters()]
 
-    assert plan.how(module.named_parameters())["0.weight"] == "compiled"
+    assert plan.mechanisms(module.named_parameters())["0.weight"] == "compiled"
     for one, two in zip([each.grad for each in module.parameters()], other_gradients, strict=True):
         assert (one is None and two is None) or torch.allclose(one, two, rtol=1e-5, atol=1e-6)
 
@@ -407,6 +407,8 @@ def test_the_first_stage_has_branches_too_and_its_layers_are_none():
 
     found = search([torch.autograd.graph.get_gradient_edge(output)], frozenset())
 
-    assert [id(each) for branch in found.waiting if branch.is_entry for each in branch.parameters] == [id(module.first)]
+    assert [id(each) for branch in found.deferred_nodes if branch.is_branch_entry for each in branch.parameters] == [
+        id(module.first)
+    ]
     assert found.sizes[id(module.first)] == math.inf
-    assert len(found.waiting) == 3
+    assert len(found.deferred_nodes) == 3

@@ -47,7 +47,7 @@ def weight(*shape):
     ],
 )
 def test_a_branch_meets_no_data(make, is_branch):
-    found = WeightGraph().behind([make(weight()).grad_fn], makes_weights)
+    found = WeightGraph().origin_behind([make(weight()).grad_fn], makes_weights)
 
     assert (found is not None) == is_branch
 
@@ -55,15 +55,15 @@ def test_a_branch_meets_no_data(make, is_branch):
 def test_behind_a_product_constants_may_be_of_any_shape():
     joined = torch.cat([values(1, 2, WIDTH), weight()])
 
-    assert WeightGraph().behind([joined.grad_fn]) is not None
-    assert WeightGraph().behind([joined.grad_fn], makes_weights) is None
+    assert WeightGraph().origin_behind([joined.grad_fn]) is not None
+    assert WeightGraph().origin_behind([joined.grad_fn], makes_weights) is None
 
 
 def test_behind_a_product_a_function_with_constants_keeps_the_shape_of_its_weight():
     same, other = Own.apply(weight(), values(1, WIDTH, WIDTH)), Own.apply(weight(WIDTH), values(1, 3, WIDTH))
 
-    assert WeightGraph().behind([same.grad_fn]) is not None
-    assert WeightGraph().behind([other.grad_fn]) is None
+    assert WeightGraph().origin_behind([same.grad_fn]) is not None
+    assert WeightGraph().origin_behind([other.grad_fn]) is None
 
 
 @pytest.mark.parametrize("make", [lambda w: w, lambda w: w.t(), lambda w: w.t().t()])
@@ -71,9 +71,9 @@ def test_a_leaf_is_a_weight_if_it_is_a_parameter(make):
     inputs, w = values(1, WIDTH, WIDTH).requires_grad_(), weight()
     of_inputs, of_weight = get_gradient_edge(make(inputs)).node, get_gradient_edge(make(w)).node
 
-    parameters, nodes = WeightGraph().behind([of_weight])
+    parameters, nodes = WeightGraph().origin_behind([of_weight])
 
-    assert WeightGraph().behind([of_inputs]) is None
+    assert WeightGraph().origin_behind([of_inputs]) is None
     assert (len(parameters), parameters[0] is w) == (1, True)
     assert (nodes[0], nodes[-1]) == (of_weight, get_gradient_edge(w).node)
 
@@ -82,7 +82,7 @@ def test_a_search_finds_each_parameter_and_each_node_once():
     first, second = weight(), weight()
     made = torch.tanh(first) * second + first
 
-    parameters, nodes = WeightGraph().behind([made.grad_fn])
+    parameters, nodes = WeightGraph().origin_behind([made.grad_fn])
 
     assert sorted(map(id, parameters)) == sorted(map(id, (first, second)))
     assert len(nodes) == len(set(nodes)) == 5
@@ -98,10 +98,10 @@ def test_what_leads_elsewhere_is_not_searched_again():
         seen.append(node)
         return may_make_weights(node)
 
-    assert graph.behind([outer.grad_fn], rule) is None
-    assert graph.behind([inner.grad_fn], rule) is not None
+    assert graph.origin_behind([outer.grad_fn], rule) is None
+    assert graph.origin_behind([inner.grad_fn], rule) is not None
     seen.clear()
-    assert graph.behind([(last := outer * 2).grad_fn], rule) is None
+    assert graph.origin_behind([(last := outer * 2).grad_fn], rule) is None
     assert seen == [last.grad_fn]
 
 
@@ -117,6 +117,6 @@ def test_what_leads_elsewhere_is_not_searched_again():
     ],
 )
 def test_the_work_of_a_branch_is_that_of_its_elements(make, expected):
-    _, nodes = WeightGraph().behind([make(weight()).grad_fn])
+    _, nodes = WeightGraph().origin_behind([make(weight()).grad_fn])
 
     assert num_multiplications(nodes) == expected

@@ -38,7 +38,7 @@ def held_by(entry: WeightEntry) -> Reached:
     """Return what is held for one of the entries of a W once I has run."""
     if isinstance(entry, OwnEntry):
         return reached_by(entry.run)
-    return Reached([*entry.kept, *saved_behind(entry.roots)], [*entry.parameters])
+    return Reached([*entry.held_tensors, *saved_behind(entry.roots)], [*entry.parameters])
 
 
 def saved_behind(roots: Sequence[GradientEdge]) -> list[Tensor]:

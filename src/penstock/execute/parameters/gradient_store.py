@@ -53,7 +53,7 @@ class WeightEntry(Protocol):
         ...
 
     @property
-    def kept(self) -> list[Tensor]:
+    def held_tensors(self) -> list[Tensor]:
         """The tensors that it holds, parameters apart."""
         ...
 
@@ -156,7 +156,7 @@ class GradientStore(StoredGradients):
             self._waiting = [parameter for parameter in self._waiting if parameter.grad is None]
 
     @contextmanager
-    def first_apart(self) -> Iterator[None]:
+    def separate_first_gradients(self) -> Iterator[None]:
         """Give first gradients memory of their own as they come, where somebody else holds theirs at that moment."""
         # Every graph in here has these nodes, as long as they are held.
         nodes = [get_gradient_edge(parameter).node for parameter in self._waiting]
@@ -181,7 +181,7 @@ class GradientStore(StoredGradients):
         come += [leaf for leaf in leaves if leaf.grad is not None and id(leaf) not in self._known]
         if not come:
             return
-        needed = [*needed, *(tensor for entry in entries for tensor in entry.kept)]
+        needed = [*needed, *(tensor for entry in entries for tensor in entry.held_tensors)]
         _separate(come, {memory_of(tensor) for tensor in needed if tensor.layout is torch.strided})
 
     def add(self, inputs: WeightInputs) -> None:

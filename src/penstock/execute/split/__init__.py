@@ -6,7 +6,7 @@ In the order of a step:
     deferred_weights   I: a backward to all leaves but the weights that wait; W: what it has left
     graph_search       the walk of I through the graph: asks the finders at each node, settles conflicts
     finders            who is asked, and in what order
-    waiting            what all that waits has in common: watch, keep, release, gradients
+    deferred_node      what every node has in common whose weight gradients wait: watch, keep, release, gradients
     weight_graph       which nodes lead to parameters alone
 
 One file per way to wait; none of them knows another one, and neither does the walk:
@@ -23,7 +23,7 @@ reason of each matrix (`Reason`):
     small                   `SplitPlan.small`: its size is under `planner.SMALL`; `SplitPlanner.is_small` says so
     cannot be told apart    no finder has found it: its node is of no kind that one knows, or a function that does not
                             ask, or hooks of the user's keep the activations (`is_saved_elsewhere`), or
-                            `WeightGraph.behind` has returned None; or `_Search.settle` has refused it; or a reentrant
-                            checkpoint is in the same graph (`Survey.is_opaque`)
+                            `WeightGraph.origin_behind` has returned None; or `_Search.settle` has refused it; or a
+                            reentrant checkpoint is in the same graph (`Survey.is_opaque`)
     its layer computes it   no gradient has come to it in I, and no finder has found it
 """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError, warn
-from penstock.execute.split.waiting import Waiting, detached, fitted
+from penstock.execute.split.deferred_node import DeferredNode, detached, fitted
 from penstock.execute.split.wanted import BackwardHalf, want
 from penstock.execute.split.weight_graph import WeightGraph, open_places
 from penstock.execute.undocumented import (
@@ -34,14 +34,14 @@ def find_custom_function(node: Any, graph: WeightGraph) -> "CustomFunction | Non
     """Find a call of a function that asks, of activations and weights; one of weights alone is a branch."""
     if not graph.runs_in_parts(node) or runs_once(function_of(node)) or is_any_saved_elsewhere(node):
         return None
-    needed = open_places(node)
-    places = [place for place in needed if graph.at(node, [place]) is not None]
-    made_of = graph.at(node, places) if len(places) < len(needed) else None
-    return None if made_of is None else CustomFunction(node, made_of, places, "custom function", math.inf)
+    gradient_places = open_places(node)
+    weight_places = [place for place in gradient_places if graph.origin_at(node, [place]) is not None]
+    origin = graph.origin_at(node, weight_places) if len(weight_places) < len(gradient_places) else None
+    return None if origin is None else CustomFunction(node, origin, weight_places, "custom function", math.inf)
 
 
 @dataclass(slots=True, eq=False)
-class CustomFunction(Waiting):
+class CustomFunction(DeferredNode):
     """A call of a function whose backward asks."""
 
     function: Any = field(init=False)
@@ -51,34 +51,34 @@ class CustomFunction(Waiting):
     """A stand-in for W, with what the forward has left on the ctx."""
 
     def __post_init__(self) -> None:
-        Waiting.__post_init__(self)
+        DeferredNode.__post_init__(self)
         self.function = function_of(self.node)
         self.arguments = arguments_of(self.node, self.places)
 
-    def held(self) -> Iterable[Any]:
+    def held_values(self) -> Iterable[Any]:
         return _tensors_in([self.operands, vars(self.ctx) if self.ctx else ()])
 
-    def watch(self, found: list[Waiting]) -> None:
+    def watch(self, reached_nodes: list[DeferredNode]) -> None:
         """Have I call the backward for the inputs alone."""
         node = self.node
 
         def run_input(*gradients: Tensor | None) -> Any:
             self.keep(gradients)
-            found.append(self)
+            reached_nodes.append(self)
             want(node, BackwardHalf.INPUT)
-            results = run(*gradients)
+            results = run_backward(*gradients)
             _warn_of_unwanted(self.function, _listed(results), self.arguments, BackwardHalf.INPUT)
             return results  # autograd uses what I asks for
 
-        run = run_instead(node, run_input)
+        run_backward = run_instead(node, run_input)
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients and what the ctx holds; detached, since an output that is saved leads to the node."""
         node = self.node
-        saved = tuple(None if each is None else detached(each) for each in node.saved_tensors)
-        self.hold(gradients, checked=[*saved, *gradients])
+        saved_tensors = tuple(None if tensor is None else detached(tensor) for tensor in node.saved_tensors)
+        self.hold(gradients, unchanging=[*saved_tensors, *gradients])
         self.ctx = SimpleNamespace(**{name: value for name, value in vars(node).items() if name != "apply"})
-        self.ctx.saved_tensors = saved
+        self.ctx.saved_tensors = saved_tensors
         self.ctx.needs_input_grad = tuple(number in self.arguments for number in range(len(node.needs_input_grad)))
         want(self.ctx, BackwardHalf.WEIGHT)
 
@@ -94,8 +94,8 @@ class CustomFunction(Waiting):
         """
         ctx, name = self.ctx, self.function.__name__
         subject = f"{name}: a tensor of shape {{shape}} that it saved, or a gradient of its output, was"
-        arrived = self.take_operands(subject, "Save a copy (clone())")
-        results = _listed(backward_of(self.function)(ctx, *arrived))
+        gradients_of_outputs = self.take_operands(subject, "Save a copy (clone())")
+        results = _listed(backward_of(self.function)(ctx, *gradients_of_outputs))
         self.ctx = None
         if len(results) <= max(self.arguments):
             raise PipelineError(
@@ -103,8 +103,8 @@ class CustomFunction(Waiting):
                 f"{len(ctx.needs_input_grad)}, one for each argument of the forward; return None for those that are "
                 "not wanted"
             )
-        others = [number for number in range(len(results)) if number not in self.arguments]
-        _warn_of_unwanted(self.function, results, others, BackwardHalf.WEIGHT)
+        input_arguments = [number for number in range(len(results)) if number not in self.arguments]
+        _warn_of_unwanted(self.function, results, input_arguments, BackwardHalf.WEIGHT)
         return [fitted(results[argument], root) for argument, root in zip(self.arguments, self.roots, strict=True)]
 
 
@@ -143,5 +143,5 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         yield from _tensors_in(list(value.values()))
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors_in(each)
+        for element in value:
+            yield from _tensors_in(element)

@@ -8,7 +8,8 @@ frees the graph as it goes, but for the few nodes that lead to weights that wait
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from penstock.execute.parameters.gradient_store import WeightEntry, WeightInputs
+from penstock.execute.split.deferred_node import DeferredNode
 from penstock.execute.split.graph_search import Survey
-from penstock.execute.split.waiting import Waiting
 from penstock.execute.undocumented import has_hooks, nodes_in_python_stay, order_of, run_node
 
 Search = Callable[[Sequence[GradientEdge]], Survey]
-"""From where a backward begins."""
+"""Surveys the graph behind the edges where a backward begins."""
 
 
 class DeferredWeights:
@@ -31,7 +32,8 @@ class DeferredWeights:
     def __init__(self, search: Search | None) -> None:
         """`search` finds what can wait, if anything."""
         self.entries: list[WeightEntry] = []
-        """In the order in which a whole backward would come to them; filled by I. Layers add functions of their own."""
+        """Entries for W, in the order in which a whole backward would come to them. I fills it, and layers add
+        functions of their own."""
         self._leaves: list[Tensor] = []
         self._graph: list[GradientEdge] = []
         """The edges that W has to hold where nodes in Python do not stay by themselves."""
@@ -54,62 +56,102 @@ class DeferredWeights:
         self,
         edges: Sequence[GradientEdge],
         gradients: Sequence[Tensor],
-        first_apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+        separate_first_gradients: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Run I from some edges, as `torch.autograd.backward` runs a whole backward.
 
-        Within `first_apart` first gradients share no memory with what is kept for W: a backward that a node in Python
-        runs may add to them before I is over.
+        Within `separate_first_gradients` first gradients share no memory with what is kept for W: a backward that a
+        node in Python runs may add to them before I is over.
         """
         if not nodes_in_python_stay():
             self._graph += edges
         survey = Survey() if self._search is None else self._search(edges)
         self._leaves += survey.immediate.values()
-        apart = first_apart() if survey.functions or survey.is_opaque else nullcontext()
-        waiting = survey.waiting
-        if not waiting:
-            with apart, NestedBackwards(self.backward_input) if survey.is_opaque else nullcontext():
+        runs_python = survey.functions or survey.is_opaque
+        separation = separate_first_gradients() if runs_python else nullcontext()
+        if not survey.deferred_nodes:
+            with separation, NestedBackwards(self.backward_input) if survey.is_opaque else nullcontext():
                 torch.autograd.backward(edges, gradients)
-            return
-        inputs: list[Any] = [GradientEdge(node, 0) for node in survey.immediate]
-        hands_over = any(each.is_entry for each in waiting)
-        ends = [each.ends(hands_over=hands_over) for each in waiting]
-        inputs += [edge for each in ends for edge in each]
-        orders = {id(each): order_of(each.node) for each in waiting} if hands_over else {}
-        found: list[Waiting] = []
-        for each in waiting:
-            each.watch(found)
-        try:
-            with apart:
-                if hands_over:
-                    captured = iter(torch.autograd.grad(edges, inputs, gradients, allow_unused=True))
-                    _accumulate([(leaf, node, next(captured)) for node, leaf in survey.immediate.items()])
-                    found += _kept(zip(waiting, [[next(captured) for _ in own] for own in ends], strict=True))
-                else:
-                    torch.autograd.backward(edges, gradients, inputs=inputs)
-        finally:
-            for each in waiting:
-                each.release()
-        # As a whole backward comes to them, which has run those that were handed over in their turn.
-        self.entries += sorted(found, key=lambda each: orders[id(each)], reverse=True) if hands_over else found
+        elif any(deferred_node.is_branch_entry for deferred_node in survey.deferred_nodes):
+            self.entries += _backward_that_captures(edges, gradients, survey, separation)
+        else:
+            self.entries += _backward_to_chosen_leaves(edges, gradients, survey, separation)
 
 
-def _kept(arrived: Iterable[tuple[Waiting, Sequence[Tensor | None]]]) -> Iterator[Waiting]:
-    """Have each keep the gradients that a backward has handed over, and return those to which any came."""
-    for each, gradients in arrived:
+def _backward_to_chosen_leaves(
+    edges: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    survey: Survey,
+    separation: AbstractContextManager[None],
+) -> list[DeferredNode]:
+    """Run a backward to the leaves of I; return the deferred nodes that it has come to, in that order."""
+    target_edges = [node.target_edges(captures_gradients=False) for node in survey.deferred_nodes]
+    inputs: list[Any] = [*_leaf_edges(survey), *chain.from_iterable(target_edges)]
+    with _watching(survey.deferred_nodes) as reached_nodes, separation:
+        torch.autograd.backward(edges, gradients, inputs=inputs)
+    return reached_nodes
+
+
+def _backward_that_captures(
+    edges: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    survey: Survey,
+    separation: AbstractContextManager[None],
+) -> list[DeferredNode]:
+    """Run a backward that stops at branches and returns their gradients; return the deferred nodes with a gradient.
+
+    `torch.autograd.grad` returns the gradients of leaves too, which this adds to those of the leaves.
+    """
+    deferred_nodes = survey.deferred_nodes
+    target_edges = [node.target_edges(captures_gradients=True) for node in deferred_nodes]
+    inputs = [*_leaf_edges(survey), *chain.from_iterable(target_edges)]
+    orders = {id(deferred_node): order_of(deferred_node.node) for deferred_node in deferred_nodes}
+    with _watching(deferred_nodes) as reached_nodes, separation:
+        captured = iter(torch.autograd.grad(edges, inputs, gradients, allow_unused=True))
+        _accumulate([(leaf, node, next(captured)) for node, leaf in survey.immediate.items()])
+        reached_nodes += _keep_captured(
+            zip(deferred_nodes, [[next(captured) for _ in node_edges] for node_edges in target_edges], strict=True)
+        )
+    # Captured gradients come after all others. A whole backward runs nodes by their order, the highest first: W adds up
+    # its gradients in that order.
+    return sorted(reached_nodes, key=lambda node: orders[id(node)], reverse=True)
+
+
+def _leaf_edges(survey: Survey) -> list[GradientEdge]:
+    return [GradientEdge(node, 0) for node in survey.immediate]
+
+
+@contextmanager
+def _watching(deferred_nodes: Sequence[DeferredNode]) -> Iterator[list[DeferredNode]]:
+    """Yield a list to which each deferred node adds itself when the backward comes to it; release all of them after."""
+    reached_nodes: list[DeferredNode] = []
+    for deferred_node in deferred_nodes:
+        deferred_node.watch(reached_nodes)
+    try:
+        yield reached_nodes
+    finally:
+        for deferred_node in deferred_nodes:
+            deferred_node.release()
+
+
+def _keep_captured(
+    captured_gradients: Iterable[tuple[DeferredNode, Sequence[Tensor | None]]],
+) -> Iterator[DeferredNode]:
+    """Have deferred nodes keep the gradients that a backward has captured for them; yield those that got any."""
+    for deferred_node, gradients in captured_gradients:
         if any(gradient is not None for gradient in gradients):
-            each.keep(gradients)
-            yield each
+            deferred_node.keep(gradients)
+            yield deferred_node
 
 
-def _accumulate(found: Sequence[tuple[Tensor, Node, Tensor | None]]) -> None:
-    """Add gradients that a backward has handed over to those of leaves."""
+def _accumulate(captured_gradients: Sequence[tuple[Tensor, Node, Tensor | None]]) -> None:
+    """Add captured gradients to those of leaves; each comes with the leaf and its node, None where none came."""
     edges: list[Any] = []
     gradients: list[Tensor] = []
-    for leaf, node, gradient in found:
+    for leaf, node, gradient in captured_gradients:
         if gradient is None:
             continue
-        if has_hooks(leaf):  # they have seen the gradient when it was handed over
+        if has_hooks(leaf):  # its hooks have seen the gradient when it was captured
             with torch.no_grad():
                 run_node(node, [gradient], [])
         else:
@@ -126,10 +168,10 @@ class NestedBackwards(TorchFunctionMode):
     backward it runs its layers again and then a backward through their new graph, and that one can be split.
     """
 
-    def __init__(self, run: Callable[[Sequence[GradientEdge], Sequence[Tensor]], None]) -> None:
-        """`run` adds to the gradients of all leaves."""
+    def __init__(self, run_backward: Callable[[Sequence[GradientEdge], Sequence[Tensor]], None]) -> None:
+        """`run_backward` adds to the gradients of all leaves."""
         super().__init__()
-        self._run = run
+        self._run_backward = run_backward
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -139,9 +181,9 @@ class NestedBackwards(TorchFunctionMode):
         # A layer that is run again may take gradients, too, to use them at once: gradients are enabled there.
         if func is torch.autograd.backward and not torch.is_grad_enabled() and not _asks_for_more(kwargs):
             tensors, gradients = _listed(args[0]), _listed(kwargs.get("grad_tensors"))
-            is_plain = all(isinstance(each, Tensor) for each in (*tensors, *gradients))
+            is_plain = all(isinstance(argument, Tensor) for argument in (*tensors, *gradients))
             if is_plain and len(tensors) == len(gradients):
-                self._run([get_gradient_edge(tensor) for tensor in tensors], gradients)
+                self._run_backward([get_gradient_edge(tensor) for tensor in tensors], gradients)
                 return None
         return func(*args, **kwargs)
 

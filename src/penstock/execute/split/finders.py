@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 from penstock.execute.split.compiled_block import find_compiled_block
 from penstock.execute.split.custom_function import find_custom_function
+from penstock.execute.split.deferred_node import Finder
 from penstock.execute.split.products import NODES
-from penstock.execute.split.waiting import Finder
 from penstock.execute.split.weight_branch import find_branch
 from penstock.execute.undocumented_compiler import COMPILED
 

@@ -33,9 +33,9 @@ class Half:
 
     module: fx.GraphModule
     inputs: Sequence[int]
-    """Which inputs of the whole graph it takes; behind them, the weight half takes what the input half adds."""
+    """Places of the whole graph's inputs that it takes; the weight half then takes what the input half adds."""
     outputs: Sequence[int]
-    """Which outputs of the whole graph it returns; behind them, the input half returns what the weight half needs."""
+    """Places of the whole graph's outputs that it returns; the input half then returns what the weight half needs."""
     extras: Sequence[object]
     """Stand-ins for what goes from one half to the other."""
 
@@ -47,7 +47,7 @@ class Cut:
     input_half: Half
     weight_half: Half
     num_multiplications: float
-    """Of the weight half."""
+    """Multiplications that the weight half takes."""
 
 
 class BackwardGraph:
@@ -67,93 +67,101 @@ class BackwardGraph:
                 return f"{node.target} changes a tensor in place, or draws random numbers"
         return ""
 
-    def waiting(self, weights: Iterable[int]) -> frozenset[int]:
-        """Return which outputs are to wait, of those that are gradients of weights.
+    def waiting_outputs(self, weight_outputs: Iterable[int]) -> frozenset[int]:
+        """Return the places of the outputs that are to wait, of those that are gradients of weights.
 
-        Those of which some operation that takes time is for them alone; a bias, for example, takes a sum over what I
-        goes through anyway.
+        An output waits if some operation that takes time is for waiting outputs alone; the gradient of a bias, for
+        example, is a sum over what I computes anyway.
         """
-        found = frozenset(place for place in weights if self.outputs[place] is not None)
+        outputs = frozenset(place for place in weight_outputs if self.outputs[place] is not None)
         while True:
-            alone = self._alone(found)
-            kept = frozenset(place for place in found if _takes_time(self._before(self.outputs[place]) & alone))
-            if kept == found:
-                return found
-            found = kept
+            nodes = self._exclusive_ancestors(outputs)
+            costly_outputs = frozenset(
+                place for place in outputs if _takes_time(self._ancestors(self.outputs[place]) & nodes)
+            )
+            if costly_outputs == outputs:
+                return outputs
+            outputs = costly_outputs
 
-    def cut(self, waiting: frozenset[int]) -> Cut:
+    def cut(self, deferred_outputs: frozenset[int]) -> Cut:
         """Cut off the outputs at these places."""
-        immediate = [place for place, node in enumerate(self.outputs) if node is not None and place not in waiting]
-        late = self._alone(waiting)
-        extras = self._extras(late, [self.outputs[place] for place in sorted(waiting)])
+        early_outputs = [place for place, node in enumerate(self.outputs) if node and place not in deferred_outputs]
+        weight_nodes = self._exclusive_ancestors(deferred_outputs)
+        extras = self._extras(weight_nodes, [self.outputs[place] for place in sorted(deferred_outputs)])
         return Cut(
-            self._half(immediate, taken=[], given=extras),
-            self._half(sorted(waiting), taken=extras, given=[]),
-            sum(_multiplications(node) for node in late if node.op == "call_function"),
+            self._half(early_outputs, placeholders=[], extra_results=extras),
+            self._half(sorted(deferred_outputs), placeholders=extras, extra_results=[]),
+            sum(_multiplications(node) for node in weight_nodes if node.op == "call_function"),
         )
 
-    def _before(self, *ends: _Node | None, without: Collection[_Node] = ()) -> set[_Node]:
-        """All nodes that lead to some nodes, these included; none that leads to those `without`, but these."""
-        found: set[_Node] = set()
-        waiting = [node for node in ends if node is not None]
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found.add(node)
-                waiting.extend(() if node in without else node.all_input_nodes)
-        return found
+    def _ancestors(self, *results: _Node | None, boundary: Collection[_Node] = ()) -> set[_Node]:
+        """Return the nodes that lead to `results`, these included; the walk goes no further than `boundary`."""
+        ancestors: set[_Node] = set()
+        pending_nodes = [node for node in results if node is not None]
+        while pending_nodes:
+            node = pending_nodes.pop()
+            if node not in ancestors:
+                ancestors.add(node)
+                pending_nodes.extend(() if node in boundary else node.all_input_nodes)
+        return ancestors
 
-    def _alone(self, waiting: frozenset[int]) -> set[_Node]:
-        """The nodes that lead to none but the outputs at these places."""
-        early = self._before(*[node for place, node in enumerate(self.outputs) if place not in waiting])
-        late = self._before(*[self.outputs[place] for place in waiting]) - early
-        return {node for node in late if node.op not in ("placeholder", "get_attr") and not _is_item_of(node, early)}
+    def _exclusive_ancestors(self, deferred_outputs: frozenset[int]) -> set[_Node]:
+        """Return the nodes that lead to none but the outputs at these places."""
+        input_ancestors = self._ancestors(
+            *[node for place, node in enumerate(self.outputs) if place not in deferred_outputs]
+        )
+        weight_ancestors = self._ancestors(*[self.outputs[place] for place in deferred_outputs]) - input_ancestors
+        return {
+            node
+            for node in weight_ancestors
+            if node.op not in ("placeholder", "get_attr") and not _is_item_of(node, input_ancestors)
+        }
 
-    def _extras(self, late: set[_Node], results: Sequence[_Node | None]) -> list[_Node]:
-        """Return what the weight half takes from the input half; of views and sizes it makes its own."""
+    def _extras(self, weight_nodes: set[_Node], results: Sequence[_Node | None]) -> list[_Node]:
+        """Return the nodes whose values the weight half takes from the input half; it makes views and sizes itself."""
         extras: dict[_Node, None] = {}
-        seen = set(late)
+        visited_nodes = set(weight_nodes)
 
         def add(node: _Node) -> None:
-            if node in seen or node.op in ("placeholder", "get_attr"):
+            if node in visited_nodes or node.op in ("placeholder", "get_attr"):
                 return
-            seen.add(node)
+            visited_nodes.add(node)
             if is_view(node) or not isinstance(node.meta.get("val"), Tensor):
-                for each in node.all_input_nodes:
-                    add(each)
+                for input_node in node.all_input_nodes:
+                    add(input_node)
             else:
                 extras[node] = None
 
-        taken = [each for node in self._nodes if node in late for each in node.all_input_nodes]
-        for node in [*taken, *results]:
+        operands = [input_node for node in self._nodes if node in weight_nodes for input_node in node.all_input_nodes]
+        for node in [*operands, *results]:
             if node is not None:
                 add(node)
         return list(extras)
 
-    def _half(self, outputs: Sequence[int], taken: Sequence[_Node], given: Sequence[_Node]) -> Half:
-        """Copy what leads from the inputs, and from what it takes of the other half, to its results."""
-        results = [*[node for place in outputs if (node := self.outputs[place])], *given]
-        needed = self._before(*results, without=set(taken))
-        inputs = [place for place, node in enumerate(self._inputs) if node in needed]
+    def _half(self, outputs: Sequence[int], placeholders: Sequence[_Node], extra_results: Sequence[_Node]) -> Half:
+        """Copy the nodes between the inputs and `placeholders`, which the other half computes, and the results."""
+        results = [*[node for place in outputs if (node := self.outputs[place])], *extra_results]
+        needed_nodes = self._ancestors(*results, boundary=set(placeholders))
+        input_places = [place for place, node in enumerate(self._inputs) if node in needed_nodes]
         graph = fx.Graph()
         copies: dict[_Node, _Node] = {}
-        for node in [*[self._inputs[place] for place in inputs], *taken]:
+        for node in [*[self._inputs[place] for place in input_places], *placeholders]:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
         for node in self._nodes:
-            if node in needed and node not in copies:
+            if node in needed_nodes and node not in copies:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(tuple(copies[each] for each in results))
+        graph.output(tuple(copies[result] for result in results))
         graph.output_node().meta = dict(self._module.graph.output_node().meta)
         keep_strides(graph)  # the other half takes them as they are in this graph
         module = fx.GraphModule(self._module, graph)
         module.meta = dict(self._module.meta)
-        return Half(module, inputs, outputs, [node.meta["val"] for node in taken])
+        return Half(module, input_places, outputs, [node.meta["val"] for node in placeholders])
 
 
-def _is_item_of(node: _Node, early: set[_Node]) -> bool:
+def _is_item_of(node: _Node, input_ancestors: set[_Node]) -> bool:
     """Whether a node takes one of several results of an early one, and so is early too."""
-    return node.target is operator.getitem and node.args[0] in early
+    return node.target is operator.getitem and node.args[0] in input_ancestors
 
 
 def _takes_time(nodes: Iterable[_Node]) -> bool:
@@ -161,11 +169,11 @@ def _takes_time(nodes: Iterable[_Node]) -> bool:
 
 
 def _multiplications(node: _Node) -> float:
-    """How many an operation takes: 0 for what compilers fuse with others, infinity for what is not known."""
+    """Return how many multiplications an operation takes: 0 where compilers fuse it, infinity where it is unknown."""
     target: Any = node.target
     if target in MATRIX_PRODUCTS:
-        left: Any = node.args[-2]
-        size = node.meta["val"].numel() * left.meta["val"].shape[-1]
+        left_operand: Any = node.args[-2]
+        size = node.meta["val"].numel() * left_operand.meta["val"].shape[-1]
         return float(size) if isinstance(size, int) else math.inf
     is_known = getattr(target, "namespace", "") in ("aten", "prims") or target is operator.getitem
     return 0.0 if is_known and target is not CONVOLUTION_BACKWARD and target not in TABLE_GRADIENTS else math.inf
@@ -174,11 +182,11 @@ def _multiplications(node: _Node) -> float:
 def _separate_convolutions(graph: fx.Graph) -> None:
     """Have a node each compute the gradients of a convolution, in place of one node for all."""
     for node in graph.find_nodes(op="call_function", target=CONVOLUTION_BACKWARD):
-        *others, wanted = node.args
-        for item in list(node.users) if sum(wanted) > 1 else ():
+        *operands, output_mask = node.args
+        for item in list(node.users) if sum(output_mask) > 1 else ():
             with graph.inserting_before(item):
-                own = graph.node_copy(node, lambda each: each)
-            own.args = (*others, [place == item.args[1] for place in range(len(wanted))])
-            item.args = (own, item.args[1])
+                separate_node = graph.node_copy(node, lambda operand: operand)
+            separate_node.args = (*operands, [index == item.args[1] for index in range(len(output_mask))])
+            item.args = (separate_node, item.args[1])
         if not node.users:
             graph.erase_node(node)

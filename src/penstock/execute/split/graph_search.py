@@ -13,18 +13,19 @@ weights. Its other ends are the leaves whose gradients are computed in I.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from penstock.execute.split.deferred_node import DeferredNode, Finder
 from penstock.execute.split.finders import ANYWHERE, BY_KIND, OF_FUNCTIONS, OF_OWN_NODES
-from penstock.execute.split.waiting import Finder, Waiting
 from penstock.execute.split.weight_graph import WeightGraph
 from penstock.execute.undocumented import LEAF, REENTRANT_CHECKPOINT, is_function, kind_of, leaf_of
 
 _MAX_COMMUTING = 2
-"""So many gradients have one sum, in whichever order they come."""
+"""The sum of so many gradients does not depend on their order."""
 
 Edge = tuple[Node | None, int]
 
@@ -33,12 +34,12 @@ Edge = tuple[Node | None, int]
 class Survey:
     """The findings of a walk through one graph."""
 
-    waiting: list[Waiting] = field(default_factory=list)
-    """The weight gradients that wait; none in a graph that is opaque."""
+    deferred_nodes: list[DeferredNode] = field(default_factory=list)
+    """The nodes whose weight gradients wait; none in a graph that is opaque."""
     immediate: dict[Node, Tensor] = field(default_factory=dict)
     """The leaves whose gradients are computed in I, the stage's inputs among them, by their nodes."""
     sizes: dict[int, float] = field(default_factory=dict)
-    """Per id of a weight, the multiplications of its gradients as far as they might wait."""
+    """Multiplications of a weight's gradients that might wait, by the id of the weight."""
     functions: set[Any] = field(default_factory=set)
     """Custom functions; some may ask which half is wanted."""
     is_opaque: bool = False
@@ -47,54 +48,57 @@ class Survey:
 
 def search(
     edges: Sequence[GradientEdge],
-    small: frozenset[int],
+    small_weights: frozenset[int],
     *,
-    asking: frozenset[Any] = frozenset(),
+    asking_functions: frozenset[Any] = frozenset(),
     finds_branches: bool = True,
 ) -> Survey:
     """Walk a graph from the gradients of its outputs to all its leaves.
 
-    `small` are ids of weights that are not to wait, `asking` the custom functions that ask which half is wanted.
+    `small_weights` are ids of weights that are not to wait, `asking_functions` the custom functions that ask which half
+    is wanted.
     """
-    found = _Search(small, WeightGraph(asking), finds_branches=finds_branches)
-    found.walk([(edge.node, edge.output_nr) for edge in edges])
-    found.settle()
-    if not found.survey.is_opaque:
-        found.survey.waiting = list(found.waiting.values())
-    found.survey.functions = found.graph.functions
-    return found.survey
+    graph_search = _Search(small_weights, WeightGraph(asking_functions), finds_branches=finds_branches)
+    graph_search.walk([(edge.node, edge.output_nr) for edge in edges])
+    graph_search.settle()
+    survey = graph_search.survey
+    if not survey.is_opaque:
+        survey.deferred_nodes = list(graph_search.deferred_nodes.values())
+    survey.functions = graph_search.graph.functions
+    return survey
 
 
 class _Search:
     """A walk through what I computes, which ends at the leaves and at weights whose gradients wait."""
 
-    def __init__(self, small: frozenset[int], graph: WeightGraph, *, finds_branches: bool) -> None:
+    def __init__(self, small_weights: frozenset[int], graph: WeightGraph, *, finds_branches: bool) -> None:
         self.survey = Survey()
         self.graph = graph
-        self.waiting: dict[Node, Waiting] = {}
-        self._small = small
+        self.deferred_nodes: dict[Node, DeferredNode] = {}
+        self._small = small_weights
         self._finds_branches = finds_branches
-        self._seen: set[Node] = set()
+        self._visited_nodes: set[Node] = set()
         """The nodes that I runs."""
         self._refused: set[Node] = set()
-        """Those of which it was found that nothing can wait there after all."""
+        """The nodes at which nothing can wait after all, because of a conflict."""
 
     def walk(self, edges: list[Edge]) -> None:
         """Walk on from some edges."""
-        seen = self._seen
+        visited_nodes = self._visited_nodes
         while edges:
             node, number = edges.pop()
-            if node is None or node in seen:
+            if node is None or node in visited_nodes:
                 continue
-            found = self.waiting.get(node) or self._find(node)
-            if found is None:
-                seen.add(node)
+            deferred_node = self.deferred_nodes.get(node) or self._find(node)
+            if deferred_node is None:
+                visited_nodes.add(node)
                 edges.extend(node.next_functions)
                 continue
-            found.arrive(number)
-            if not found.is_entry:
-                seen.add(node)
-                edges.extend([each for place, each in enumerate(node.next_functions) if place not in found.places])
+            deferred_node.arrive(number)
+            if not deferred_node.is_branch_entry:
+                visited_nodes.add(node)
+                weight_places = deferred_node.places
+                edges.extend([edge for place, edge in enumerate(node.next_functions) if place not in weight_places])
 
     def settle(self) -> None:
         """Have nothing wait that leads to where I comes too, and nothing whose sums W would add up in another order.
@@ -108,13 +112,13 @@ class _Search:
         # nodes runs once, in W, where each of these parameters gets all of its gradient. A parameter that two things
         # lead to waits for both or for neither: to refuse one puts its nodes among those that I runs.
         while conflicts := self._conflicts():
-            for each in conflicts:
-                del self.waiting[each.node]
-                self._refused.add(each.node)
-                self._seen.discard(each.node)
-            self.walk([(each.node, 0) for each in conflicts])
+            for deferred_node in conflicts:
+                del self.deferred_nodes[deferred_node.node]
+                self._refused.add(deferred_node.node)
+                self._visited_nodes.discard(deferred_node.node)
+            self.walk([(deferred_node.node, 0) for deferred_node in conflicts])
 
-    def _find(self, node: Node) -> Waiting | None:
+    def _find(self, node: Node) -> DeferredNode | None:
         """Ask the finders what can wait at a node, if anything."""
         kind = kind_of(node)
         if kind == LEAF:
@@ -126,48 +130,54 @@ class _Search:
             return None
         if (find := OF_OWN_NODES.get(kind)) is not None:
             return self._ask(find, node)
-        if self._finds_branches and (found := self._ask(ANYWHERE, node)) is not None:
-            return found
+        if self._finds_branches and (branch := self._ask(ANYWHERE, node)) is not None:
+            return branch
         find = BY_KIND.get(kind) or (OF_FUNCTIONS if is_function(node) else None)
         return None if find is None else self._ask(find, node)
 
-    def _ask(self, find: Finder, node: Node) -> Waiting | None:
-        found = find(node, self.graph)
-        if found is None:
+    def _ask(self, find: Finder, node: Node) -> DeferredNode | None:
+        deferred_node = find(node, self.graph)
+        if deferred_node is None:
             return None
-        ids, sizes = [id(parameter) for parameter in found.parameters], self.survey.sizes
-        for key in ids:
-            sizes[key] = sizes.get(key, 0.0) + found.num_multiplications
-        if not found.can_wait or not self._small.isdisjoint(ids):
+        param_ids, sizes = [id(parameter) for parameter in deferred_node.parameters], self.survey.sizes
+        for param_id in param_ids:
+            sizes[param_id] = sizes.get(param_id, 0.0) + deferred_node.num_multiplications
+        if not deferred_node.can_wait or not self._small.isdisjoint(param_ids):
             return None
-        self.waiting[node] = found
-        return found
+        self.deferred_nodes[node] = deferred_node
+        return deferred_node
 
-    def _conflicts(self) -> list[Waiting]:
-        every = list(self.waiting.values())
-        shared, hands_over = self._shared(every), any(each.is_entry for each in every)
-        return [each for each in every if self._is_in_conflict(each, shared, hands_over=hands_over)]
+    def _conflicts(self) -> list[DeferredNode]:
+        deferred_nodes = list(self.deferred_nodes.values())
+        shared_nodes = self._shared_nodes(deferred_nodes)
+        captures = any(deferred_node.is_branch_entry for deferred_node in deferred_nodes)
+        is_in_conflict = partial(self._is_in_conflict, shared_nodes=shared_nodes, captures_gradients=captures)
+        return list(filter(is_in_conflict, deferred_nodes))
 
-    def _is_in_conflict(self, each: Waiting, shared: set[Node], *, hands_over: bool) -> bool:
-        nodes = each.made_of.nodes
-        if not self._seen.isdisjoint(nodes) or not shared.isdisjoint(nodes):
+    def _is_in_conflict(self, deferred_node: DeferredNode, shared_nodes: set[Node], captures_gradients: bool) -> bool:
+        nodes = deferred_node.origin.nodes
+        if not self._visited_nodes.isdisjoint(nodes) or not shared_nodes.isdisjoint(nodes):
             return True
-        if hands_over and each.is_read_in_turn and each.ends(hands_over=True):
-            return True  # its gradient would be handed over when all of I is over
-        return each.is_entry and (each.node in shared or not each.is_complete)
+        if captures_gradients and deferred_node.is_read_in_turn and deferred_node.target_edges(captures_gradients=True):
+            return True  # its gradient would be captured only when all of I is over
+        return deferred_node.is_branch_entry and (deferred_node.node in shared_nodes or not deferred_node.is_complete)
 
-    def _shared(self, every: Sequence[Waiting]) -> set[Node]:
+    def _shared_nodes(self, deferred_nodes: Sequence[DeferredNode]) -> set[Node]:
         """Return entries that lie within what else waits, and nodes whose gradients would be added up otherwise.
 
         A node gets gradients from what waits first and then from other nodes; in a whole backward they may come in
         turn. Two gradients have one sum, whichever comes first; three have not. So beside `x @ w`, which adds one
         gradient, `w.pow(2)` waits and `w * w`, which leads to w twice, does not.
         """
-        used = [id(parameter) for each in every for parameter in each.parameters]
-        if len(set(used)) == len(used):
+        param_ids = [id(parameter) for deferred_node in deferred_nodes for parameter in deferred_node.parameters]
+        if len(set(param_ids)) == len(param_ids):
             return set()
-        nodes = {node for each in every for node in each.made_of.nodes}
-        first = Counter(root.node for each in every for root in each.roots)
-        then = Counter(following for node in nodes for following, _ in node.next_functions)
-        found = {node for node in first if then[node] and first[node] + then[node] > _MAX_COMMUTING}
-        return found | {each.node for each in every if each.is_entry and each.node in nodes}
+        nodes = {node for deferred_node in deferred_nodes for node in deferred_node.origin.nodes}
+        # A node gets one gradient for each root there, and one for each inner edge to it.
+        num_roots = Counter(root.node for deferred_node in deferred_nodes for root in deferred_node.roots)
+        num_inner = Counter(next_node for node in nodes for next_node, _ in node.next_functions)
+        reordered = {
+            node for node in num_roots if num_inner[node] and num_roots[node] + num_inner[node] > _MAX_COMMUTING
+        }
+        entries = {deferred_node.node for deferred_node in deferred_nodes if deferred_node.is_branch_entry}
+        return reordered | (entries & nodes)

@@ -38,12 +38,12 @@ class OwnEntry:
     roots: Sequence[GradientEdge] = ()
 
     @property
-    def kept(self) -> list[Tensor]:
-        """Nothing that is known; whoever counts memory looks at where the function leads."""
+    def held_tensors(self) -> list[Tensor]:
+        """Return an empty list: only references of the function lead to its tensors, and memory reports follow them."""
         return []
 
     def gradients(self) -> Sequence[Tensor]:
-        """Run it."""
+        """Run the function, which returns no gradients."""
         self.run()
         return ()
 
@@ -58,40 +58,40 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self._running: dict[int, list[WeightEntry] | None] = {}
-        """By thread that runs a backward, where functions wait; None where they do not."""
+        """Entries to which functions are added, by thread that runs a backward; None in a whole backward."""
 
     @property
     def enabled(self) -> bool:
         """Whether the `I` of a split backward runs, so that functions wait for `W`."""
-        return self._waiting() is not None
+        return self._current_entries() is not None
 
     def put(self, closure: Closure) -> None:
         """Have a function called in `W`; outside of an `I`, at once. It adds to `.grad` by itself."""
-        waiting = self._waiting()
-        if waiting is None:
+        entries = self._current_entries()
+        if entries is None:
             closure()
         else:
-            waiting.append(OwnEntry(closure))
+            entries.append(OwnEntry(closure))
 
     @contextmanager
-    def waiting_in(self, waiting: list[WeightEntry] | None) -> Iterator[None]:
-        """Run a backward in here: an `I`, which adds functions to `waiting`, or with None a whole one."""
+    def waiting_in(self, entries: list[WeightEntry] | None) -> Iterator[None]:
+        """Run a backward in here: an `I`, which adds functions to `entries`, or with None a whole one."""
         thread = threading.get_ident()
-        before = self._running.get(thread)
-        self._running[thread] = waiting
+        outer_entries = self._running.get(thread)
+        self._running[thread] = entries
         try:
             yield
         finally:
             del self._running[thread]
-            if before is not None:
-                self._running[thread] = before
+            if outer_entries is not None:
+                self._running[thread] = outer_entries
 
-    def _waiting(self) -> list[WeightEntry] | None:
+    def _current_entries(self) -> list[WeightEntry] | None:
         thread = threading.get_ident()
         if thread in self._running or len(self._running) != 1:
             return self._running.get(thread)
-        (only,) = self._running.values()  # a thread in which autograd runs the nodes of a device
-        return only
+        (entries,) = self._running.values()  # a thread in which autograd runs the nodes of a device
+        return entries
 
 
 WEIGHT_GRADIENTS = WeightGradients()
@@ -102,8 +102,8 @@ class OwnWeightGradients:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         """A layer that stands there twice has a backward, and an entry in its queue, for each time."""
-        self.fused = [found for layer in layers for found in fused_layers(layer)]
-        """Those with a queue."""
+        self.fused = [fused_layer for layer in layers for fused_layer in fused_layers(layer)]
+        """The layers with a queue."""
         builders: list[Any] = [getattr(layer, "dw_builder", None) for layer in layers]
         self._builders = [build for build in builders if callable(build)]
         self._entries: list[Any] = []
@@ -134,18 +134,18 @@ class OwnWeightGradients:
             _gradients_of_entry(self._entries.pop())
 
     @contextmanager
-    def around_backward(self, waiting: list[WeightEntry] | None) -> Iterator[None]:
+    def around_backward(self, entries: list[WeightEntry] | None) -> Iterator[None]:
         """Run a backward in here: an I, which adds what waits for W to a list, or with None a whole one."""
         self._is_running = bool(self)
-        with WEIGHT_GRADIENTS.waiting_in(waiting):
+        with WEIGHT_GRADIENTS.waiting_in(entries):
             yield
         self._is_running = False  # not if it fails
         queues = [layer for layer in self.fused if layer.need_backward_dw()]
         self._entries += queues
         closures: list[Closure] = [*(partial(self._take_entry, layer) for layer in queues)]
         closures += [build() for build in self._builders]
-        if waiting is not None:
-            waiting += map(OwnEntry, closures)
+        if entries is not None:
+            entries += map(OwnEntry, closures)
             return
         with torch.no_grad():
             while closures:
@@ -153,16 +153,18 @@ class OwnWeightGradients:
 
     def _take_entry(self, layer: Any) -> None:
         self._entries.remove(layer)
-        found = _gradients_of_entry(layer)
-        if found:
-            torch.autograd.backward([edge for edge, _ in found], [gradient for _, gradient in found])
+        edges_and_gradients = _gradients_of_entry(layer)
+        if edges_and_gradients:
+            torch.autograd.backward(
+                [edge for edge, _ in edges_and_gradients], [gradient for _, gradient in edges_and_gradients]
+            )
 
 
 def fused_layers(module: nn.Module) -> list[Any]:
     """Return the outermost modules with the protocol of fused layers: they call those inside by themselves."""
     if callable(getattr(module, "need_backward_dw", None)) and callable(getattr(module, "backward_dw", None)):
         return [module]
-    return [found for child in module.children() for found in fused_layers(child)]
+    return [fused_layer for child in module.children() for fused_layer in fused_layers(child)]
 
 
 def _gradients_of_entry(layer: Any) -> list[tuple[GradientEdge, Tensor]]:
@@ -173,7 +175,7 @@ def _gradients_of_entry(layer: Any) -> list[tuple[GradientEdge, Tensor]]:
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     with without_gradients(parameters):
         layer.backward_dw()
-        found = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters]
     with torch.enable_grad():
         edges = [get_gradient_edge(parameter) for parameter in parameters]
-    return [(edge, gradient) for edge, gradient in zip(edges, found, strict=True) if gradient is not None]
+    return [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]

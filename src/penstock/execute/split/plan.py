@@ -53,18 +53,18 @@ class Shown:
         self.sizes = survey.sizes | self.sizes
         self.is_measured = True
         self.functions |= survey.functions
-        self.has_branches |= any(each.is_entry for each in survey.waiting)
+        self.has_branches |= any(deferred_node.is_branch_entry for deferred_node in survey.deferred_nodes)
 
-    def forget_others(self, held: Iterable[int]) -> None:
+    def forget_others(self, parameter_ids: Iterable[int]) -> None:
         """Forget the weights that are not held any more, and have walks look at others that are trained now."""
-        weights = set(held)
-        self.sizes = {key: size for key, size in self.sizes.items() if key in weights}
+        weight_ids = set(parameter_ids)
+        self.sizes = {weight_id: size for weight_id, size in self.sizes.items() if weight_id in weight_ids}
         self.is_measured = False
 
 
 def plan_from(shown: Shown, border: float) -> SplitPlan:
     """Return the plan that follows; `border` is how many multiplications a gradient must take to wait."""
-    small = frozenset(key for key, size in shown.sizes.items() if size < border)
+    small = frozenset(weight_id for weight_id, size in shown.sizes.items() if size < border)
     asking = frozenset(filter(asks, shown.functions))
     return SplitPlan(
         small,

@@ -25,7 +25,7 @@ SMALL = 2**21
 """Multiplications in a weight's gradient below which it is not deferred: `bench/split_backward.py --border` shows that
 to defer it then takes longer than to compute it."""
 LARGE_SHARE = 0.1
-"""Of the weights of a stage, how many must not have waited for the warning."""
+"""Share of a stage's weights above which a warning says that they do not wait."""
 _GROWTH = 2
 """How much larger a batch must be than the one that showed the sizes, for them to be looked at again."""
 
@@ -48,24 +48,24 @@ class SplitPlanner:
     def __init__(self, small: float = SMALL) -> None:
         """`small` is how many multiplications a weight's gradient must take to be deferred."""
         self.plan = SplitPlan()
-        """That of the latest step."""
+        """The plan of the latest step."""
         self.is_examined = False
         """Whether it is known which weights do not wait."""
         self.immediate: ImmediateWeights | None = None
-        """Those that do not wait; None where it is not known."""
+        """The weights that do not wait; None where they are not known."""
         self._border = small
         self._shown = Shown()
-        self._trained: list[nn.Parameter] = []
+        self._trained_params: list[nn.Parameter] = []
         self._num_elements = 0
         self._is_new_step = self._is_first_walk = True
-        self._how: dict[int, str] = {}
-        """Per id of a weight that waits in the latest step."""
+        self._mechanisms: dict[int, str] = {}
+        """How a weight's gradient waits in the latest step, by the weight's id."""
 
     def begin_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let the next forward make a new plan if there is a reason; `parameters` are those that are held now."""
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        if len(trained) != len(self._trained) or not all(map(is_, trained, self._trained)):
-            self._trained = trained
+        trained_params = [parameter for parameter in parameters if parameter.requires_grad]
+        if len(trained_params) != len(self._trained_params) or not all(map(is_, trained_params, self._trained_params)):
+            self._trained_params = trained_params
             self._shown.forget_others(map(id, parameters))
         self._is_new_step = True
 
@@ -77,29 +77,29 @@ class SplitPlanner:
             self._is_first_walk = True
             self.plan = self._following()
             self._is_new_step = False
-        walk = self._survey if self.plan.searches else None
-        if walk is None:
-            self._how = {}
-        return DeferredWeights(walk)
+        walk_graph = self._survey if self.plan.searches else None
+        if walk_graph is None:
+            self._mechanisms = {}
+        return DeferredWeights(walk_graph)
 
     @property
     def is_settled(self) -> bool:
         """Whether the next step will split what this one does."""
-        following = self._following()
-        return (following.asking, following.small) == (self.plan.asking, self.plan.small)
+        next_plan = self._following()
+        return (next_plan.asking, next_plan.small) == (self.plan.asking, self.plan.small)
 
     def is_small(self, weight: Tensor) -> bool:
         """Whether a weight is too small for its gradient to be deferred: names the reason, `plan_from` decides."""
         return self._shown.sizes.get(id(weight), self._border) < self._border
 
-    def how(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
-        """Return how the gradients of those that wait do it, by name."""
-        return {name: self._how[id(weight)] for name, weight in parameters if id(weight) in self._how}
+    def mechanisms(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+        """Return how each weight's gradient waits, by name, for those that wait."""
+        return {name: self._mechanisms[id(weight)] for name, weight in parameters if id(weight) in self._mechanisms}
 
     @contextmanager
     def examining(self, stage: int, parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
         """Look which weights get their gradients in a backward of inputs, and say it once the plan is settled."""
-        # Not vectors, such as biases and norms: their gradients stay in I by design.
+        # Vectors, such as biases and norms, are left out: their gradients stay in I by design.
         matrices = {name: weight for name, weight in parameters if weight.requires_grad and weight.dim() > 1}
         immediate: set[str] = set()
 
@@ -116,14 +116,14 @@ class SplitPlanner:
         if self.is_settled:
             self.is_examined = True
             self.immediate = self._immediate_weights(immediate, matrices)
-            _report(stage, self.immediate, self.how(matrices.items()), matrices)
+            _report(stage, self.immediate, self.mechanisms(matrices.items()), matrices)
 
     def _immediate_weights(self, immediate: Set[str], matrices: Mapping[str, nn.Parameter]) -> ImmediateWeights:
         reasons: dict[str, str] = {}
         for name, weight in matrices.items():
             if name in immediate:
                 reasons[name] = Reason.SMALL if self.is_small(weight) else Reason.NOT_TOLD_APART
-            elif id(weight) not in self._how:
+            elif id(weight) not in self._mechanisms:
                 reasons[name] = Reason.OWN
         names = tuple(name for name in matrices if name in immediate)
         return ImmediateWeights(_share_of(immediate, matrices), names, reasons)
@@ -133,22 +133,26 @@ class SplitPlanner:
 
     def _survey(self, edges: Sequence[GradientEdge]) -> Survey:
         plan = self.plan
-        survey = search(edges, plan.small, asking=plan.asking, finds_branches=plan.finds_branches)
+        survey = search(edges, plan.small, asking_functions=plan.asking, finds_branches=plan.finds_branches)
         if self._is_first_walk:  # a forward may make functions of its own anew: those of earlier steps are forgotten
-            self._is_first_walk, self._shown.functions, self._how = False, set(), {}
+            self._is_first_walk, self._shown.functions, self._mechanisms = False, set(), {}
         self._shown.add(survey)
-        self._how |= {id(parameter): each.how for each in survey.waiting for parameter in each.parameters}
+        self._mechanisms |= {
+            id(parameter): deferred_node.mechanism
+            for deferred_node in survey.deferred_nodes
+            for parameter in deferred_node.parameters
+        }
         return survey
 
 
 def _report(
-    stage: int, immediate: ImmediateWeights, how: Mapping[str, str], matrices: Mapping[str, nn.Parameter]
+    stage: int, immediate: ImmediateWeights, mechanisms: Mapping[str, str], matrices: Mapping[str, nn.Parameter]
 ) -> None:
     """Log which share of a stage's weights waits, and why others do not; warn if these are many."""
     shares = [f"{reason} {_share_of(names, matrices):.0%}" for reason, names in by_value(immediate.reasons).items()]
     _LOG.info("stage %d: %s", stage, "; ".join([f"{1 - immediate.share:.0%} of its weights wait for W", *shares]))
-    for kind, names in by_value(how).items():
-        _LOG.debug("stage %d: as %s wait %s", stage, kind, listed(names))
+    for mechanism, names in by_value(mechanisms).items():
+        _LOG.debug("stage %d: as %s wait %s", stage, mechanism, listed(names))
     large = [name for name in immediate.names if immediate.reasons[name] != Reason.SMALL]
     share = _share_of(large, matrices)
     if share > LARGE_SHARE:
@@ -163,10 +167,10 @@ def _report(
 
 def by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
     """Return which keys have each value."""
-    found: dict[str, list[str]] = {}
+    keys_by_value: dict[str, list[str]] = {}
     for key, value in values.items():
-        found.setdefault(value, []).append(key)
-    return found
+        keys_by_value.setdefault(value, []).append(key)
+    return keys_by_value
 
 
 def _share_of(names: Iterable[str], matrices: Mapping[str, nn.Parameter]) -> float:

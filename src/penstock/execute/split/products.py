@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from penstock.execute.split.waiting import Finder, Waiting, detached
+from penstock.execute.split.deferred_node import DeferredNode, Finder, detached
 from penstock.execute.split.weight_graph import WeightGraph, open_places
 from penstock.execute.undocumented import (
     ADDMM,
@@ -42,30 +42,30 @@ where they say nothing of the time, and the formula; None where it is not known.
 
 
 @dataclass(slots=True, eq=False)
-class Product(Waiting):
+class Product(DeferredNode):
     """A product whose weight gradients wait."""
 
     formula: Formula
     names: Sequence[str]
-    """Of what the formula takes, as the node has saved it."""
+    """Names under which the node has saved what the formula takes."""
 
-    def watch(self, found: list[Waiting]) -> None:
+    def watch(self, reached_nodes: list[DeferredNode]) -> None:
         """Have the backward that comes through the node keep what W needs, and add the product to a list.
 
         It raises torch's own error if the activations have been changed in place.
         """
 
         def keep(gradients: tuple[Tensor | None, ...]) -> None:
-            # Before the node runs: afterwards autograd has freed what it saved.
+            # A prehook runs before the node does: afterwards autograd has freed what the node saved.
             if gradients[0] is not None:
                 self.keep(gradients)
-                found.append(self)
+                reached_nodes.append(self)
 
         self.node.register_prehook(keep)
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
-        kept = [detached(saved_before_run(self.node, name)) for name in self.names]
-        self.hold([gradients[0], *kept], checked=[gradients[0], kept[0]])
+        saved_operands = [detached(saved_before_run(self.node, name)) for name in self.names]
+        self.hold([gradients[0], *saved_operands], unchanging=[gradients[0], saved_operands[0]])
 
     def gradients(self) -> Sequence[Tensor | None]:
         """Compute the gradients, one per root, and release everything.
@@ -77,22 +77,22 @@ class Product(Waiting):
             "activations of shape {shape}, which a layer multiplied by its weights, or the gradient of their product, "
             "were"
         )
-        return [each for each in self.formula(*operands) if each is not None]
+        return [gradient for gradient in self.formula(*operands) if gradient is not None]
 
 
 def _finder(read: Reader, names: Sequence[str], places: Sequence[int]) -> Finder:
     """Find products in nodes that have saved the activations under the first of the names; `places` are of weights."""
 
     def find(node: Node, graph: WeightGraph) -> Product | None:
-        needed = open_places(node, places)
-        made_of = graph.at(node, needed)
-        found = None if made_of is None else read(node, needed)
-        if made_of is None or found is None:
+        weight_places = open_places(node, places)
+        origin = graph.origin_at(node, weight_places)
+        reading = None if origin is None else read(node, weight_places)
+        if origin is None or reading is None:
             return None
-        num_multiplications, formula = found
+        num_multiplications, formula = reading
         # Nobody knows how long it takes to lead the gradient on through other nodes.
-        way = ("product", num_multiplications) if made_of.is_plain else ("weight branch", math.inf)
-        product = Product(node, made_of, needed, *way, formula, names)
+        way = ("product", num_multiplications) if origin.is_plain else ("weight branch", math.inf)
+        product = Product(node, origin, weight_places, *way, formula, names)
         # Checkpointing and `save_on_cpu` are no reason here, as they are for other nodes: `keep` reads before the node.
         product.can_wait = not any(is_saved_elsewhere(node, name) for name in names)
         product.is_read_in_turn = any(is_checkpointed(node, name) for name in names)

@@ -64,8 +64,8 @@ def want(ctx: Any, half: BackwardHalf) -> None:
 def _wants(ctx: Any, half: BackwardHalf, name: str) -> bool:
     if torch.compiler.is_compiling():  # what is compiled computes everything
         return any(ctx.needs_input_grad)
-    needs = getattr(ctx, "needs_input_grad", None)
-    if needs is None:
+    needs_input_grad = getattr(ctx, "needs_input_grad", None)
+    if needs_input_grad is None:
         raise PipelineError(
             f"{name}: expected the ctx that the backward of a torch.autograd.Function gets, got "
             f"{type(ctx).__name__}; call it within backward(ctx, ...)"
@@ -73,5 +73,5 @@ def _wants(ctx: Any, half: BackwardHalf, name: str) -> bool:
     function = function_of(ctx)
     if half is BackwardHalf.WEIGHT and function is not None and not asks(function):
         setattr(function, _ASKS, True)
-    wanted = getattr(ctx, _WANTED, None)
-    return any(needs) if wanted is None else wanted is half
+    wanted_half = getattr(ctx, _WANTED, None)
+    return any(needs_input_grad) if wanted_half is None else wanted_half is half

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from penstock.execute.split.waiting import Waiting, fitted
+from penstock.execute.split.deferred_node import DeferredNode, fitted
 from penstock.execute.split.wanted import BackwardHalf, want
 from penstock.execute.split.weight_graph import (
-    MadeOf,
     WeightGraph,
+    WeightOrigin,
     has_constants,
     makes_weights,
     num_multiplications,
@@ -51,52 +51,52 @@ def find_branch(node: Node, graph: WeightGraph) -> "WeightBranch | None":
     if meets_data and not graph.runs_in_parts(node):
         return None  # data may come to it, and its backward may be more than a formula
     places = open_places(node)
-    made_of = graph.at(node, places, makes_weights) if meets_data else graph.behind([node], makes_weights)
-    if made_of is None:
+    origin = graph.origin_at(node, places, makes_weights) if meets_data else graph.origin_behind([node], makes_weights)
+    if origin is None:
         return None
-    inner = [each for each in made_of.nodes if each is not node]
-    size = num_multiplications([node, *inner])
-    if size == 0 or not all(map(_can_wait, (node, *inner))):
+    inner_nodes = [inner_node for inner_node in origin.nodes if inner_node is not node]
+    multiplications = num_multiplications([node, *inner_nodes])
+    if multiplications == 0 or not all(map(_can_wait, (node, *inner_nodes))):
         return None
-    how = "custom function" if meets_data else "weight branch"
-    return WeightBranch(node, MadeOf(made_of.parameters, inner), places, how, size)
+    mechanism = "custom function" if meets_data else "weight branch"
+    return WeightBranch(node, WeightOrigin(origin.parameters, inner_nodes), places, mechanism, multiplications)
 
 
 @dataclass(slots=True, eq=False)
-class WeightBranch(Waiting):
-    """A branch, entered at `node` from others that I runs; `made_of` has the nodes behind it."""
+class WeightBranch(DeferredNode):
+    """A branch, entered at `node` from others that I runs; `origin` has the nodes behind it."""
 
     outputs: list[int] = field(default_factory=list)
-    """Which outputs of the entry others use."""
+    """Indices of the entry's outputs that nodes outside the branch use."""
 
-    is_entry = True
+    is_branch_entry = True
 
     @property
     def is_complete(self) -> bool:
         """Whether a gradient comes to each output; a function in Python may expect that."""
         return not is_function(self.node) or len(self.outputs) == num_outputs(self.node)
 
-    def held(self) -> Iterable[Any]:
+    def held_values(self) -> Iterable[Any]:
         """Return the gradients, and what the branch has saved in the forward."""
         if not self.operands:
             return []
         return [
             *self.operands,
-            *(tensor for node in (self.node, *self.made_of.nodes) for tensor in saved_tensors(node)),
+            *(tensor for node in (self.node, *self.origin.nodes) for tensor in saved_tensors(node)),
         ]
 
     def arrive(self, number: int) -> None:
         if number not in self.outputs:
             self.outputs.append(number)
 
-    def ends(self, *, hands_over: bool) -> Sequence[GradientEdge]:
+    def target_edges(self, *, captures_gradients: bool) -> Sequence[GradientEdge]:
         """Return the outputs of the entry that others use."""
         return [GradientEdge(self.node, number) for number in self.outputs]
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
-        """Keep the gradients of `ends`."""
-        arrived = dict(zip(self.outputs, gradients, strict=True))
-        self.hold([arrived.get(number) for number in range(num_outputs(self.node))], checked=())
+        """Keep the gradients of `target_edges`."""
+        gradient_by_output = dict(zip(self.outputs, gradients, strict=True))
+        self.hold([gradient_by_output.get(number) for number in range(num_outputs(self.node))], unchanging=())
 
     def release(self) -> None:
         """Forget the node if no gradient has come; otherwise W needs it, and holds nothing that leads to it by that."""
@@ -109,12 +109,14 @@ class WeightBranch(Waiting):
         self._forget()
         if is_function(node):
             want(node, BackwardHalf.WEIGHT)
-            gradients = [_zeros(node, number) if each is None else each for number, each in enumerate(gradients)]
-        found = run_node(node, gradients, self.places)
-        return [fitted(gradient, root) for gradient, root in zip(found, self.roots, strict=True)]
+            gradients = [
+                _zeros(node, number) if gradient is None else gradient for number, gradient in enumerate(gradients)
+            ]
+        results = run_node(node, gradients, self.places)
+        return [fitted(gradient, root) for gradient, root in zip(results, self.roots, strict=True)]
 
     def _forget(self) -> None:
-        self.node, self.operands, self.made_of = None, (), MadeOf(self.parameters, ())
+        self.node, self.operands, self.origin = None, (), WeightOrigin(self.parameters, ())
 
 
 def _can_wait(node: Node) -> bool:

@@ -38,22 +38,26 @@ from penstock.execute.undocumented import (
 
 _PRODUCTS = frozenset({MM, ADDMM, BMM, CONVOLUTION})
 _MULTIPLICATIONS_PER_ELEMENT = 32
-"""Of a product that take as long as one element of an operation element by element."""
+"""Multiplications of a product that take as long as one element of an elementwise operation."""
 _PLAIN = frozenset({LEAF, TRANSPOSITION})
 
 Rule = Callable[[Node], bool]
-"""Says of a node whether it may belong to what weights are made of."""
+"""Returns whether a node may belong to the origin of weights."""
 
 
 def open_places(node: Node, places: Sequence[int] | None = None) -> list[int]:
     """Return which of a node's next functions, or of some of them, get a gradient."""
-    following = node.next_functions
-    return [at for at in (range(len(following)) if places is None else places) if following[at][0] is not None]
+    next_functions = node.next_functions
+    return [
+        place
+        for place in (range(len(next_functions)) if places is None else places)
+        if next_functions[place][0] is not None
+    ]
 
 
 def has_constants(node: Node) -> bool:
     """Whether a tensor without gradient comes to a node, such as data, or a number."""
-    return None in [following for following, _ in node.next_functions]
+    return None in [next_functions for next_functions, _ in node.next_functions]
 
 
 def may_make_weights(node: Node) -> bool:
@@ -73,12 +77,12 @@ def makes_weights(node: Node) -> bool:
     return not has_constants(node) or (not is_function(node) and _keeps_shape(node))
 
 
-class MadeOf(NamedTuple):
-    """The parameters that some weights are made of."""
+class WeightOrigin(NamedTuple):
+    """The parameters that some weights are made of, and the nodes between."""
 
     parameters: Sequence[nn.Parameter]
     nodes: Sequence[Node]
-    """From the weights to the parameters, both ends included."""
+    """The nodes from the weights to the parameters, both ends included."""
 
     @property
     def is_plain(self) -> bool:
@@ -94,8 +98,8 @@ class WeightGraph:
         self.functions: set[Any] = set()
         """The custom functions that the walk has come to."""
         self._asking = asking
-        self._others: dict[Rule, set[Node]] = defaultdict(set)
-        """By rule, nodes that are known to lead to more than parameters."""
+        self._rejected_nodes: dict[Rule, set[Node]] = defaultdict(set)
+        """Nodes that are known to lead to more than parameters, by rule."""
 
     def runs_in_parts(self, node: Node) -> bool:
         """Whether the plan runs the custom function of a node in two parts, as it has asked."""
@@ -103,12 +107,12 @@ class WeightGraph:
         self.functions.add(function)
         return function in self._asking
 
-    def at(self, node: Any, places: Sequence[int], rule: Rule = may_make_weights) -> MadeOf | None:
-        """Find what is behind some next functions of a node; None if there are none."""
-        following = node.next_functions
-        return self.behind([following[place][0] for place in places], rule) if places else None
+    def origin_at(self, node: Any, places: Sequence[int], rule: Rule = may_make_weights) -> WeightOrigin | None:
+        """Return the origin of the weights at some places of a node; None if there are no places."""
+        next_node = node.next_functions
+        return self.origin_behind([next_node[place][0] for place in places], rule) if places else None
 
-    def behind(self, roots: Sequence[Node], rule: Rule = may_make_weights) -> MadeOf | None:
+    def origin_behind(self, roots: Sequence[Node], rule: Rule = may_make_weights) -> WeightOrigin | None:
         """Find the parameters that weights are made of; None if one of the nodes does not belong to them by the rule.
 
         None, too, where what a node has saved is kept elsewhere, such as under checkpointing: W would have it computed
@@ -120,50 +124,52 @@ class WeightGraph:
         if nodes is None or any(map(is_any_saved_elsewhere, nodes)):
             return None
         parameters = {id(leaf): leaf for node in nodes if kind_of(node) == LEAF and (leaf := leaf_of(node)) is not None}
-        return MadeOf([each for each in parameters.values() if isinstance(each, nn.Parameter)], nodes)
+        return WeightOrigin(
+            [parameter for parameter in parameters.values() if isinstance(parameter, nn.Parameter)], nodes
+        )
 
     def _nodes_behind(self, roots: Sequence[Node], rule: Rule) -> list[Node] | None:
         # Depth first, with an iterator per node of the path: a node that does not belong makes the whole path to it one
         # of others. Nodes beside the path may still be weights, as `w` in `x * tanh(w)`. So each node is looked at once
         # by all searches of a walk, but for those that a later search comes to and that lead to weights alone.
-        others = self._others[rule]
+        rejected_nodes = self._rejected_nodes[rule]
         nodes: dict[Node, None] = {}
         path: list[Node] = []
-        waiting: list[Iterator[Node]] = [iter(roots)]
-        while waiting:
-            node = next(waiting[-1], None)
+        iterators: list[Iterator[Node]] = [iter(roots)]
+        while iterators:
+            node = next(iterators[-1], None)
             if node is None:
-                waiting.pop()
+                iterators.pop()
                 del path[-1:]
-            elif node in others or not rule(node):
-                others.update(path, [node])
+            elif node in rejected_nodes or not rule(node):
+                rejected_nodes.update(path, [node])
                 return None
             elif node not in nodes:
                 nodes[node] = None
                 path.append(node)
-                waiting.append(iter([following for following, _ in node.next_functions if following is not None]))
+                iterators.append(iter([next_node for next_node, _ in node.next_functions if next_node is not None]))
         return list(nodes)
 
 
-def _plain_weight(node: Node) -> MadeOf | None:
+def _plain_weight(node: Node) -> WeightOrigin | None:
     """Return what a parameter as it is or transposed is made of, as most weights are; None for others."""
     nodes = [node]
     if kind_of(node) == TRANSPOSITION:
         nodes += [following for following, _ in node.next_functions if following is not None]
     leaf = leaf_of(nodes[-1]) if kind_of(nodes[-1]) == LEAF else None
-    return MadeOf([leaf], nodes) if isinstance(leaf, nn.Parameter) else None
+    return WeightOrigin([leaf], nodes) if isinstance(leaf, nn.Parameter) else None
 
 
 def num_multiplications(nodes: Sequence[Node]) -> float:
     """Return how many multiplications take as long as the backward of some nodes; infinite if that is not known."""
-    found = 0.0
+    multiplications = 0.0
     for node in nodes:
         kind = kind_of(node)
         if is_function(node) or kind in _PRODUCTS:
             return math.inf
         if kind != LEAF and kind not in VIEWS:
-            found += _MULTIPLICATIONS_PER_ELEMENT * _num_elements(node)
-    return found
+            multiplications += _MULTIPLICATIONS_PER_ELEMENT * _num_elements(node)
+    return multiplications
 
 
 def _keeps_shape(node: Node) -> bool:
@@ -172,10 +178,10 @@ def _keeps_shape(node: Node) -> bool:
 
 
 def _num_elements(node: Node) -> int:
-    """Those of the largest gradient that comes to a node or of it."""
+    """Return the number of elements of the largest gradient that comes to a node or from it."""
     edges = [GradientEdge(node, 0), *_edges(node)]
     return max(metadata_at(edge).shape.numel() for edge in edges)
 
 
 def _edges(node: Node) -> list[GradientEdge]:
-    return [GradientEdge(each, number) for each, number in node.next_functions if each is not None]
+    return [GradientEdge(next_node, number) for next_node, number in node.next_functions if next_node is not None]

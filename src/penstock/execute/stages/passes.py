@@ -238,7 +238,7 @@ class StagePasses:
                 if deferred is None:
                     torch.autograd.backward(saved.edges, gradients)
                 else:
-                    deferred.backward_input(saved.edges, gradients, self.gradients.first_apart)
+                    deferred.backward_input(saved.edges, gradients, self.gradients.separate_first_gradients)
         results = []
         for leaf in saved.inputs:
             gradient, leaf.grad = leaf.grad, None

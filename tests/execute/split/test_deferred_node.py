@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.execute.split.waiting import fitted
+from penstock.execute.split.deferred_node import fitted
 
 
 @pytest.mark.parametrize(

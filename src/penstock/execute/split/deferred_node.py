@@ -1,4 +1,4 @@
-"""`Waiting`: the weight gradients of one node of a graph, which a split backward leaves for W.
+"""`DeferredNode`: a node of a graph whose weight gradients a split backward leaves for W.
 
 Each way to defer weight gradients is a kind of it, in a file of its own:
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from penstock.errors import PipelineError
-from penstock.execute.split.weight_graph import MadeOf, WeightGraph
+from penstock.execute.split.weight_graph import WeightGraph, WeightOrigin
 from penstock.execute.undocumented import metadata_at, version_of
 from penstock.execute.values.tensors import memory_of
 
@@ -28,40 +28,40 @@ COPY = "Let the layer use a copy (clone()) of what it changes, such as a buffer"
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
-    """The weight gradients of one node."""
+class DeferredNode:
+    """A node whose weight gradients wait for W."""
 
     node: Any
-    made_of: MadeOf
+    origin: WeightOrigin
     """The parameters that its weights are made of, and the nodes between."""
     places: Sequence[int]
     """Which of the node's next functions lead to weights that need a gradient."""
-    how: str
+    mechanism: str
     """How the gradients wait, for debug output."""
     num_multiplications: float
-    """How many the weight gradients take; infinite where they say nothing of the time."""
+    """Multiplications that the weight gradients take; infinite where their number says nothing of the time."""
     roots: Sequence[GradientEdge] = field(init=False)
     """Where the weight gradients enter the graph that leads to the parameters, one per place."""
     operands: Sequence[Any] = field(init=False, default=())
-    """Between I and W: from what W computes the gradients."""
+    """Values from which W computes the gradients; empty before I and after W."""
     can_wait: bool = field(init=False, default=True)
     """Whether nobody else keeps what W would need, who may be asked for it only once."""
     is_read_in_turn: bool = field(init=False, default=False)
     """Whether `keep` has to be called as the backward comes to the node, and not after it."""
     _versions: Sequence[tuple[Tensor, int]] = field(init=False, default=())
-    """Those of operands that must not change meanwhile."""
+    """Versions of the operands that must not be changed in place between I and W."""
 
-    is_entry = False
+    is_branch_entry = False
     """Whether W runs the node itself: I ends at it, and hands over the gradients that arrive there."""
 
     def __post_init__(self) -> None:
-        following = self.node.next_functions
-        self.roots = [GradientEdge(*following[place]) for place in self.places]
+        next_functions = self.node.next_functions
+        self.roots = [GradientEdge(*next_functions[place]) for place in self.places]
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """The parameters that get the gradients."""
-        return self.made_of.parameters
+        return self.origin.parameters
 
     @property
     def is_complete(self) -> bool:
@@ -69,20 +69,28 @@ class Waiting:
         return True
 
     @property
-    def kept(self) -> list[Tensor]:
+    def held_tensors(self) -> list[Tensor]:
         """The tensors that it holds for W; parameters, and views of those that get the gradients, are there anyway."""
-        owned = {memory_of(parameter) for parameter in self.parameters}
-        held = [each for each in self.held() if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
-        return [each for each in held if each.layout is not torch.strided or memory_of(each) not in owned]
+        parameter_memory = {memory_of(parameter) for parameter in self.parameters}
+        held_tensors = [
+            tensor
+            for tensor in self.held_values()
+            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
+        ]
+        return [
+            tensor
+            for tensor in held_tensors
+            if tensor.layout is not torch.strided or memory_of(tensor) not in parameter_memory
+        ]
 
-    def held(self) -> Iterable[Any]:
-        """Return what it holds for W, tensors among it."""
+    def held_values(self) -> Iterable[Any]:
+        """Return the values that it holds for W, tensors among them."""
         return self.operands
 
-    def hold(self, operands: Sequence[Any], checked: Sequence[Any]) -> None:
+    def hold(self, operands: Sequence[Any], unchanging: Sequence[Any]) -> None:
         """Hold operands until W, some of which must not be changed in place until then."""
         self.operands = operands
-        self._versions = [(each, version_of(each)) for each in checked if isinstance(each, Tensor)]
+        self._versions = [(tensor, version_of(tensor)) for tensor in unchanging if isinstance(tensor, Tensor)]
 
     def take_operands(self, subject: str, fix: str = COPY) -> Sequence[Any]:
         """Return the operands, and hold them no longer.
@@ -103,17 +111,18 @@ class Waiting:
     def arrive(self, number: int) -> None:
         """Note that I comes to this output of the node."""
 
-    def ends(self, *, hands_over: bool) -> Sequence[GradientEdge]:
-        """Return where I must go for this alone: to the node, if nothing leads on from it but weights.
+    def target_edges(self, *, captures_gradients: bool) -> Sequence[GradientEdge]:
+        """Return the edges that I must be told to reach: one to the node, if nothing but weights is behind it.
 
-        With `hands_over` I stops there and hands over the gradients, which `keep` then gets.
+        I comes to any other node on its way to further leaves. With `captures_gradients` I stops at these edges and
+        returns their gradients, which `keep` then gets.
         """
         leads_on = any(
-            node is not None for at, (node, _) in enumerate(self.node.next_functions) if at not in self.places
+            node is not None for place, (node, _) in enumerate(self.node.next_functions) if place not in self.places
         )
         return () if leads_on else (GradientEdge(self.node, 0),)
 
-    def watch(self, found: list["Waiting"]) -> None:
+    def watch(self, reached_nodes: list["DeferredNode"]) -> None:
         """Have the backward that runs the node keep what W needs, and then add this to a list."""
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
@@ -128,7 +137,7 @@ class Waiting:
         raise AssertionError("each kind has its own")
 
 
-Finder = Callable[[Node, WeightGraph], Waiting | None]
+Finder = Callable[[Node, WeightGraph], DeferredNode | None]
 """Returns the weight gradients of a node that can wait, or None."""
 
 
