@@ -45,13 +45,13 @@ def exchanged_rows(rank, num_ranks):
 
 
 def _without_wait(original):
-    return lambda exchange: exchange._then()
+    return lambda exchange: exchange._use_results()
 
 
 plant(
     "gathered weights are used before they are there",
     "shards",
-    "penstock.execute.replicas.lane:_Exchange.complete",
+    "penstock.execute.replicas.exchanges:_Exchange.complete",
     UNORDERED,
     "all_gather_into_tensor",
     "",
@@ -61,7 +61,7 @@ plant(
 plant(
     "rows of a sum are used before they are there",
     "shards",
-    "penstock.execute.replicas.lane:_Exchange.complete",
+    "penstock.execute.replicas.exchanges:_Exchange.complete",
     UNORDERED,
     "reduce_scatter_tensor",
     "",

@@ -229,13 +229,13 @@ plant(
 @plant(
     "sums over replicas are used before they are there",
     "replicas",
-    "penstock.execute.replicas.lane:_Exchange.complete",
+    "penstock.execute.replicas.exchanges:_Exchange.complete",
     UNORDERED,
     "all_reduce",
     "",
 )
 def _(original):
-    return lambda exchange: exchange._then()
+    return lambda exchange: exchange._use_results()
 
 
 @plant(

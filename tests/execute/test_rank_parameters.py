@@ -70,7 +70,7 @@ def test_modules_are_walked_only_after_they_have_changed(monkeypatch):
 def num_waiting(stage):
     store = GradientStore(stage.parameters)
     store.begin_step()
-    return len(store._waiting)
+    return len(store._gradless_params)
 
 
 def test_first_gradients_are_those_of_what_is_held_and_trained_now():

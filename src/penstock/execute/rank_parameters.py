@@ -23,8 +23,8 @@ from penstock.execute.parameters.sharded import Sharded, ShardGradients
 from penstock.execute.parameters.summed import Summed
 from penstock.execute.parameters.tied import TiedCopy, described_copies, require_equal_kinds
 from penstock.execute.replicas.early import early_rows
+from penstock.execute.replicas.exchanges import exchanges_of
 from penstock.execute.replicas.first_replica import share_all
-from penstock.execute.replicas.lane import lane_of
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.held_state import held_tensors
 from penstock.execute.stages.stage import Stage
@@ -108,7 +108,7 @@ class RankParameters:
         """Whether gradients are averaged over replicas, and those of tied parameters summed over ranks; see `Step`."""
         self.is_sharded = options.is_sharded
         self._mesh = control.places.mesh if options.is_sharded else None
-        self._lane = lane_of(control.places, is_sharded=options.is_sharded)
+        self._exchanges = exchanges_of(control.places, is_sharded=options.is_sharded)
         self.units = [self._unit(stages, attribute) for stages in sharing(assembly.stages)]
         self.unit_of = {stage.index: unit for unit in self.units for stage in unit.stages}
         scaler = grad_scaler_of(options.scale_loss)
@@ -175,10 +175,10 @@ class RankParameters:
         held = {stage: layout.held() for stage, layout in sharded.items()}
         parameters = {stage: own for stage, (own, _) in held.items()}
         gradients = {stage: own for stage, (_, own) in held.items()}
-        if self._lane is None:
+        if self._exchanges is None:
             return Held(parameters, gradients)
-        kept_bytes = 0 if self.is_sharded else self._lane.kept_bytes
-        return Held(parameters, gradients, self._lane.buffers(), kept_bytes)
+        kept_bytes = 0 if self.is_sharded else self._exchanges.kept_bytes
+        return Held(parameters, gradients, self._exchanges.buffers(), kept_bytes)
 
     def trained(self) -> int:
         """Return a digest of which parameters need gradients, which callers may change between steps.
@@ -236,16 +236,16 @@ class RankParameters:
         is_tied = frozenset[int]().union(*(tied[group] for group in groups))
         parts = {stage.index: StageParts(stage.parameters, stage.modules) for stage in stages}
         if self._mesh is not None:
-            assert self._lane is not None
+            assert self._exchanges is not None
             shared = ShardGradients(attribute)
-            gradients = GradientStore(lambda: sharded.wholes(), attribute)
-            sharded = Sharded(parts, gradients, shared.add, self._lane, self._mesh)
+            gradients = GradientStore(lambda: sharded.unsharded_parameters(), attribute)
+            sharded = Sharded(parts, gradients, shared.add, self._exchanges, self._mesh)
             return Unit(stages, gradients, sharded, groups, shared)
         gradients = GradientStore(lambda: _parameters(stages), attribute)
         layout: ParameterLayout
         modules = {stage.index: wrapped(stage.modules) for stage in stages}
-        if self._lane is not None:
-            layout = Summed(parts, gradients, is_tied, self._lane)
+        if self._exchanges is not None:
+            layout = Summed(parts, gradients, is_tied, self._exchanges)
         elif any(modules.values()):
             layout = Averaged(modules, gradients, is_tied, lambda: self._control.transport.deadline_s)
         else:

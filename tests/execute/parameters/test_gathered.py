@@ -28,7 +28,7 @@ def two_replicas():
 def fill_all(replicas, of_replica):
     """Give one replica what a gather would."""
     for index, block in enumerate(replicas[of_replica][1]):
-        block.fill(torch.cat([blocks[index].own for _, blocks in replicas]))
+        block.fill(torch.cat([blocks[index].local_part for _, blocks in replicas]))
 
 
 def held(modules):
@@ -59,10 +59,10 @@ def test_modules_hold_shards_then_whole_parameters_then_shards():
 def test_parameters_of_one_type_are_one_piece_of_memory():
     _, blocks = two_replicas()[0]
 
-    assert [block.own.dtype for block in blocks] == [torch.float32, torch.float64]
+    assert [block.local_part.dtype for block in blocks] == [torch.float32, torch.float64]
     for block in blocks:
         addresses = {local_part(each.shard).untyped_storage().data_ptr() for each in block.parameters}
-        assert addresses == {block.own.untyped_storage().data_ptr()}
+        assert addresses == {block.local_part.untyped_storage().data_ptr()}
 
 
 @pytest.mark.feature("X3")
@@ -103,7 +103,7 @@ def test_attributes_and_what_is_trained_go_along():
     assert not layer.bias.requires_grad
     layer.bias.requires_grad_(True)
     block.begin_step()
-    assert [each.whole.requires_grad for each in block.parameters] == [True, True]
+    assert [each.unsharded.requires_grad for each in block.parameters] == [True, True]
 
 
 def test_a_change_of_a_whole_parameter_is_an_error_since_it_would_be_lost():
@@ -124,7 +124,7 @@ def test_an_rnn_runs_with_what_it_holds_now():
     layer = nn.LSTM(3, 2)
     own = [each.detach().clone() for each in layer.parameters()]
     (block,), _ = blocks_of([layer], mesh_without_groups("data", 1, 0))
-    block.fill(block.own)
+    block.fill(block.local_part)
 
     outputs, _ = layer(torch.ones(4, 3))
 

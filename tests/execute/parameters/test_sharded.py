@@ -9,7 +9,7 @@ from penstock.execute.parameters.gathered import blocks_of
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore
 from penstock.execute.parameters.layout import StageParts
 from penstock.execute.parameters.sharded import PackedParts, Sharded, ShardGradients
-from penstock.execute.replicas.lane import ReplicaLane
+from penstock.execute.replicas.exchanges import ReplicaExchanges
 from penstock.execute.undocumented_backends import mesh_without_groups
 from penstock.execute.values.tensors import as_shard, is_dtensor, local_part
 from tests.local_pipelines import error_of, on_ranks, settle, values
@@ -23,11 +23,11 @@ class Replica:
     def __init__(self, transport, modules=None):
         self.modules = modules or [settle(nn.Linear(3, 4), 1)]
         self.weight_before = next(self.modules[0].parameters()).detach().clone()
-        self.store = GradientStore(lambda: self.layout.wholes())
-        self.lane = ReplicaLane(transport)
+        self.store = GradientStore(lambda: self.layout.unsharded_parameters())
+        self.exchanges = ReplicaExchanges(transport)
         mesh = mesh_without_groups("data", transport.num_ranks, transport.rank)
         parts = {0: StageParts(lambda: [], self.modules)}
-        self.layout = Sharded(parts, self.store, ShardGradients().add, self.lane, mesh)
+        self.layout = Sharded(parts, self.store, ShardGradients().add, self.exchanges, mesh)
         self.layout.shard()
         self.shards = [each for module in self.modules for each in module.parameters()]
 
@@ -142,8 +142,8 @@ def test_a_failed_step_leaves_nothing_whole_and_no_part_of_a_sum():
         replica.store.end_step()
 
         assert all(map(is_dtensor, replica.modules[0].parameters()))
-        assert {each.untyped_storage().nbytes() for each in replica.layout.wholes()} == {0}
-        assert all(each.grad is None for each in replica.layout.wholes())
+        assert {each.untyped_storage().nbytes() for each in replica.layout.unsharded_parameters()} == {0}
+        assert all(each.grad is None for each in replica.layout.unsharded_parameters())
         replica.begin_whole()
         replica.backward()
         replica.layout.reduce(0, is_last=True).wait()
@@ -169,18 +169,18 @@ def packed_on(transport, layers, gradient_of):
     mesh = mesh_without_groups("data", transport.num_ranks, transport.rank)
     blocks, _ = blocks_of(layers, mesh)
     parameters = [each for block in blocks for each in block.parameters]
-    store, lane = GradientStore(lambda: []), ReplicaLane(transport)
+    store, exchanges = GradientStore(lambda: []), ReplicaExchanges(transport)
     for each in parameters:
-        each.whole.grad = gradient_of(transport.rank, each.whole)
-    own, found = {each.whole: each for each in parameters}, {}
-    packed = [PackedParts([own[whole] for whole in kind], store, lane) for kind in store.by_type(own)]
+        each.unsharded.grad = gradient_of(transport.rank, each.unsharded)
+    own, found = {each.unsharded: each for each in parameters}, {}
+    packed = [PackedParts([own[whole] for whole in kind], store, exchanges) for kind in store.by_type(own)]
 
     def take(parts):
         for own, part in zip(packed, parts, strict=True):
             found.update({shard: rows.clone() for shard, rows in own.unpacked(part)})
 
-    lane.complete(lane.scatter([each.pack() for each in packed], take))
-    assert all(each.whole.grad is None for each in parameters)
+    exchanges.complete(exchanges.scatter([each.pack() for each in packed], take))
+    assert all(each.unsharded.grad is None for each in parameters)
     return {tuple(shard.shape): rows for shard, rows in found.items()}
 
 

@@ -6,28 +6,28 @@ from torch import nn
 from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.parameters.layout import StageParts
 from penstock.execute.parameters.summed import Summed
-from penstock.execute.replicas.lane import ReplicaLane
+from penstock.execute.replicas.exchanges import ReplicaExchanges
 from tests.local_pipelines import on_ranks, settle
 
 
 def begun(transport, modules_of_stage, tied=(), launched=None, *, is_synced=True):
-    """A unit of stages with these modules in a training step; its lane notes what is launched."""
-    lane = ReplicaLane(transport)
+    """A unit of stages with these modules in a training step; its exchanges notes what is launched."""
+    exchanges = ReplicaExchanges(transport)
     if launched is not None:
-        launch = lane.sum
+        launch = exchanges.sum
 
         def noting(buffers, then):
             launched.append([buffer.dtype for buffer in buffers])
             return launch(buffers, then)
 
-        lane.sum = noting
+        exchanges.sum = noting
     parts = {
         stage: StageParts(lambda own=own: [each for module in own for each in module.parameters()], own)
         for stage, own in modules_of_stage.items()
     }
     every = [each for part in parts.values() for each in part.parameters()]
     store = GradientStore(lambda: dict.fromkeys(every))
-    layout = Summed(parts, store, set(map(id, tied)), lane)
+    layout = Summed(parts, store, set(map(id, tied)), exchanges)
     layout.begin_step(is_synced=is_synced, sums_tied=True, is_training=True)
     return layout
 

@@ -11,7 +11,7 @@ from tests.mesh_pipelines import on_mesh
 
 
 def agree(places, built, **options):
-    return EarlyShards(Control.of(places), torch.device("cpu")).agree("7", built, **{"is_apart": True} | options)
+    return EarlyShards(Control.of(places), torch.device("cpu")).agree("7", built, **{"is_separate": True} | options)
 
 
 def test_each_replica_keeps_its_rows_of_the_first_ones_values():
@@ -29,7 +29,7 @@ def test_each_replica_keeps_its_rows_of_the_first_ones_values():
 
 def test_a_layer_that_may_share_something_on_any_replica_stays_whole():
     def case(places):
-        layer = agree(places, nn.Linear(3, 5), is_apart=places.replica == 0)
+        layer = agree(places, nn.Linear(3, 5), is_separate=places.replica == 0)
         return early_rows(layer.weight)
 
     assert on_mesh(1, 2, case) == [None, None]

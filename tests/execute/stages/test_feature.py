@@ -7,7 +7,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from penstock.execute.parameters.layout import StageParts
 from penstock.execute.parameters.sharded import Sharded
-from penstock.execute.replicas.lane import ReplicaLane
+from penstock.execute.replicas.exchanges import ReplicaExchanges
 from penstock.execute.stages.auxiliary import Auxiliary
 from penstock.execute.stages.carried import Carrying
 from penstock.execute.stages.feature import OutlivingPart, has_methods
@@ -65,7 +65,7 @@ def test_views_of_gathered_weights_are_copied_with_their_graph():
     (transport,) = LocalTransport.create(1)
     layer = nn.Linear(3, 3)
     unit = Sharded(
-        {0: StageParts(lambda: [], [layer])}, None, None, ReplicaLane(transport), mesh_without_groups("data", 1, 0)
+        {0: StageParts(lambda: [], [layer])}, None, None, ReplicaExchanges(transport), mesh_without_groups("data", 1, 0)
     )
     unit.shard()
     unit.unshard().wait()

@@ -10,6 +10,7 @@ has accumulated once more, or a parameter that two stages of this rank share at 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -32,25 +33,25 @@ class Averaged(ParameterLayout):
         self,
         modules: Mapping[int, Sequence[DistributedDataParallel]],
         store: GradientStore,
-        tied: Collection[int],
+        tied_ids: Collection[int],
         limit_s: Callable[[], float],
     ) -> None:
-        """`modules` are by stage; `tied` are ids of parameters that other ranks of the pipeline hold too."""
+        """`modules` are by stage; `tied_ids` are ids of parameters that other ranks of the pipeline hold too."""
         self._modules = modules
         self._store = store
-        self._tied = tied
+        self._tied_ids = tied_ids
         self._limit_s = limit_s
         self._is_synced: Mapping[int, bool] = {}
-        """By id of a module, whether the caller wants this step's gradients averaged."""
-        self._reduced_anyway: Collection[int] = ()
+        """Whether the caller wants this step's gradients averaged, by id of a module."""
+        self._always_reduced_ids: Collection[int] = ()
         self._not_reducing = ExitStack()
         self._waiter = GlooWaiter()
 
     def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None:
         """Keep DDP from reducing by itself until the step is over; `reduce` averages if `is_synced`."""
-        modules = [module for found in self._modules.values() for module in found]
-        self._reduced_anyway = self._tied if sums_tied else ()
-        # False inside of the caller's own `no_sync()`.
+        modules = list(chain.from_iterable(self._modules.values()))
+        self._always_reduced_ids = self._tied_ids if sums_tied else ()
+        # `averages` is False within the caller's own `no_sync()`.
         self._is_synced = {id(module): is_synced and averages(module) for module in modules}
         for module in modules:
             self._not_reducing.enter_context(module.no_sync())
@@ -69,7 +70,8 @@ class Averaged(ParameterLayout):
         """
         for module in self._modules[stage] if is_last else ():
             is_synced = self._is_synced[id(module)]
-            parameters = [each for each in averaged_parameters(module) if is_synced or id(each) in self._reduced_anyway]
+            always_reduced_ids = self._always_reduced_ids
+            parameters = [p for p in averaged_parameters(module) if is_synced or id(p) in always_reduced_ids]
             self._average(stage, parameters, module.process_group)
             if is_synced:
                 self._take_from_first(stage, broadcast_buffers(module), module.process_group)
@@ -80,14 +82,14 @@ class Averaged(ParameterLayout):
             return
         has_gradient = [self._store.of(parameter) is not None for parameter in parameters]
         # Every replica must run the same collectives, so they agree first on which gradients exist anywhere.
-        uses = torch.tensor(has_gradient, dtype=torch.int32, device=parameters[0].device)
-        self._run(stage, group, dist.all_reduce, [uses])
-        used = [parameter for parameter, num_uses in zip(parameters, uses.tolist(), strict=True) if num_uses]
-        averages = [dense_gradient(parameter, self._store.attribute).contiguous() for parameter in used]
+        num_users = torch.tensor(has_gradient, dtype=torch.int32, device=parameters[0].device)
+        self._run(stage, group, dist.all_reduce, [num_users])
+        used_parameters = [param for param, count in zip(parameters, num_users.tolist(), strict=True) if count]
+        averages = [dense_gradient(parameter, self._store.attribute).contiguous() for parameter in used_parameters]
         for average in averages:
             average /= group.size()  # before the sum, which may overflow in float16
         self._run(stage, group, dist.all_reduce, averages)
-        for parameter, average in zip(used, averages, strict=True):
+        for parameter, average in zip(used_parameters, averages, strict=True):
             self._store.put(parameter, average)
 
     def _take_from_first(self, stage: int, buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:

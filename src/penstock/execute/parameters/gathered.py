@@ -32,11 +32,11 @@ class GatheredParameter:
     """One parameter of a unit."""
 
     rows: Rows
-    in_part: slice
-    """Where its rows are in the part of a replica."""
-    whole: nn.Parameter
-    filled: Tensor
-    """The memory of `whole`: [D, elements of a part]."""
+    slice_in_part: slice
+    """The place of its rows in the part of a replica."""
+    unsharded: nn.Parameter
+    unsharded_parts: Tensor
+    """The memory of `unsharded`: [D, elements of a part]."""
     shard: nn.Parameter
     holders: Sequence[Holder]
 
@@ -44,40 +44,43 @@ class GatheredParameter:
 class Block:
     """The parameters of a unit that have one type."""
 
-    def __init__(self, held: Mapping[nn.Parameter, Sequence[Holder]], mesh: DeviceMesh) -> None:
-        """`held` has the parameters, still whole, each with those that hold it. The modules hold shards afterwards."""
+    def __init__(self, holders_by_parameter: Mapping[nn.Parameter, Sequence[Holder]], mesh: DeviceMesh) -> None:
+        """`holders_by_parameter` has the parameters, still whole. The modules hold shards afterwards."""
         (replica,), self._num_replicas = mesh.get_coordinate() or [0], mesh.size()
-        early = {parameter: early_rows(parameter) for parameter in held}
-        rows = {each: Rows.of(each, self._num_replicas) if (left := early[each]) is None else left[0] for each in held}
-        like = next(iter(held)).detach()
-        self.own = like.new_zeros(sum(each.part_elements for each in rows.values()))
-        """[part]"""
-        self._memory = like.new_empty(self._num_replicas * self.own.numel()).untyped_storage()
+        early_parts = {parameter: early_rows(parameter) for parameter in holders_by_parameter}
+        rows_by_parameter = {
+            parameter: Rows.of(parameter, self._num_replicas) if early_part is None else early_part[0]
+            for parameter, early_part in early_parts.items()
+        }
+        like = next(iter(holders_by_parameter)).detach()
+        self.local_part = like.new_zeros(sum(rows.part_elements for rows in rows_by_parameter.values()))
+        """The rows of this replica: [part]."""
+        self._memory = like.new_empty(self._num_replicas * self.local_part.numel()).untyped_storage()
         self._num_bytes = self._memory.nbytes()
         self.parameters: list[GatheredParameter] = []
         self._versions: list[int] = []
-        """Of the whole parameters, when they were filled."""
+        """Versions of the whole parameters when they were filled."""
         begin = 0
-        for parameter, own in rows.items():
-            in_part = slice(begin, begin + own.part_elements)
-            part = self.own[in_part]
-            if (left := early[parameter]) is None:
-                own.take_own(parameter.detach(), part, replica)
+        for parameter, rows in rows_by_parameter.items():
+            slice_in_part = slice(begin, begin + rows.part_elements)
+            part = self.local_part[slice_in_part]
+            if (early_part := early_parts[parameter]) is None:
+                rows.take_own(parameter.detach(), part, replica)
             else:
-                part.copy_(left[1])
-            whole = own.whole_in(self._view(begin, self._num_replicas * own.part_elements))
-            filled = self._view(begin, self._num_replicas, own.part_elements)
+                part.copy_(early_part[1])
+            unsharded = rows.whole_in(self._view(begin, self._num_replicas * rows.part_elements))
+            shard = as_shard(rows.own_in(part, replica), mesh, rows.shape, unsharded.stride())
             self.parameters.append(
                 GatheredParameter(
-                    own,
-                    in_part,
-                    _like(whole, parameter),
-                    filled,
-                    _like(as_shard(own.own_in(part, replica), mesh, own.shape, whole.stride()), parameter),
-                    held[parameter],
+                    rows,
+                    slice_in_part,
+                    _like(unsharded, parameter),
+                    self._view(begin, self._num_replicas, rows.part_elements),
+                    _like(shard, parameter),
+                    holders_by_parameter[parameter],
                 )
             )
-            begin = in_part.stop
+            begin = slice_in_part.stop
         self.drop()
 
     @property
@@ -87,58 +90,60 @@ class Block:
 
     def begin_step(self) -> None:
         """Train what the caller wants trained."""
-        for each in self.parameters:
-            if each.whole.requires_grad is not each.shard.requires_grad:
-                each.whole.requires_grad_(each.shard.requires_grad)
+        for parameter in self.parameters:
+            if parameter.unsharded.requires_grad is not parameter.shard.requires_grad:
+                parameter.unsharded.requires_grad_(parameter.shard.requires_grad)
 
-    def fill(self, gathered: Tensor) -> None:
+    def fill(self, parts_of_replicas: Tensor) -> None:
         """Let the modules hold whole parameters, from the parts of all replicas: [D x part]."""
         self._memory.resize_(self._num_bytes)
-        parts = gathered.view(self._num_replicas, -1)
+        parts = parts_of_replicas.view(self._num_replicas, -1)
         with torch.no_grad():
-            for each in self.parameters:
-                each.filled.copy_(parts[:, each.in_part])
-        for each in self.parameters:
-            for module, name in each.holders:
-                put_parameter(module, name, each.whole)
-        self._versions = [version_of(each.whole) for each in self.parameters]
+            for parameter in self.parameters:
+                parameter.unsharded_parts.copy_(parts[:, parameter.slice_in_part])
+        for parameter in self.parameters:
+            for module, name in parameter.holders:
+                put_parameter(module, name, parameter.unsharded)
+        self._versions = [version_of(parameter.unsharded) for parameter in self.parameters]
 
     def drop(self) -> None:
         """Let the modules hold shards, and free the whole parameters."""
-        for each in self.parameters:
-            for module, name in each.holders:
-                put_parameter(module, name, each.shard)
+        for parameter in self.parameters:
+            for module, name in parameter.holders:
+                put_parameter(module, name, parameter.shard)
         self._memory.resize_(0)
 
-    def changed(self) -> str:
+    def name_of_changed(self) -> str:
         """Name a whole parameter that somebody has changed since it was filled; empty where all are as they were."""
-        pairs = zip(self.parameters, self._versions, strict=True)
-        changed = next((each for each, version in pairs if version_of(each.whole) != version), None)
-        return "" if changed is None else f"{type(changed.holders[0][0]).__name__}.{changed.holders[0][1]}"
+        for parameter, version in zip(self.parameters, self._versions, strict=True):
+            if version_of(parameter.unsharded) != version:
+                module, name = parameter.holders[0]
+                return f"{type(module).__name__}.{name}"
+        return ""
 
     def _view(self, begin: int, *shape: int) -> Tensor:
         """Return a tensor in the memory of whole parameters, with a version counter of its own."""
         strides = torch.empty(shape, device="meta").stride()
-        return self.own.new_empty(0).set_(self._memory, self._num_replicas * begin, shape, strides)
+        return self.local_part.new_empty(0).set_(self._memory, self._num_replicas * begin, shape, strides)
 
 
 def blocks_of(modules: Iterable[nn.Module], mesh: DeviceMesh) -> tuple[list[Block], dict[nn.Parameter, nn.Parameter]]:
     """Shard the parameters of some modules, each once; return the shard of each, too."""
-    held: dict[nn.Parameter, list[Holder]] = {}
-    for module in dict.fromkeys(inner for outer in modules for inner in outer.modules()):
+    holders_by_parameter: dict[nn.Parameter, list[Holder]] = {}
+    for module in dict.fromkeys(chain.from_iterable(root.modules() for root in modules)):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            held.setdefault(parameter, []).append((module, name))
-    by_type: dict[tuple[torch.dtype, torch.device], dict[nn.Parameter, list[Holder]]] = {}
-    for parameter, holders in held.items():
-        by_type.setdefault((parameter.dtype, parameter.device), {})[parameter] = holders
-    blocks = [Block(own, mesh) for own in by_type.values()]
-    shards = [each.shard for block in blocks for each in block.parameters]
-    return blocks, dict(zip(chain.from_iterable(by_type.values()), shards, strict=True))
+            holders_by_parameter.setdefault(parameter, []).append((module, name))
+    holders_by_type: dict[tuple[torch.dtype, torch.device], dict[nn.Parameter, list[Holder]]] = {}
+    for parameter, holders in holders_by_parameter.items():
+        holders_by_type.setdefault((parameter.dtype, parameter.device), {})[parameter] = holders
+    blocks = [Block(holders_of_type, mesh) for holders_of_type in holders_by_type.values()]
+    shards = [parameter.shard for block in blocks for parameter in block.parameters]
+    return blocks, dict(zip(chain.from_iterable(holders_by_type.values()), shards, strict=True))
 
 
 def require_unchanged(blocks: Sequence[Block], stages: Iterable[int]) -> None:
     """Make sure that no layer has changed a whole parameter, which would be lost. Raises: PipelineError."""
-    for name in filter(None, (block.changed() for block in blocks)):
+    for name in filter(None, (block.name_of_changed() for block in blocks)):
         raise PipelineError(
             f"stage {min(stages)}: {name} was changed in place while a step ran, but is sharded over replicas, so that "
             "the change would be lost; change it between steps, or keep what a forward changes in a buffer"
@@ -147,6 +152,6 @@ def require_unchanged(blocks: Sequence[Block], stages: Iterable[int]) -> None:
 
 def _like(values: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter with these values, and the attributes of another one."""
-    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    made.__dict__.update({name: value for name, value in parameter.__dict__.items() if name != OWN_ROWS})
-    return made
+    new_parameter = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    new_parameter.__dict__.update({name: value for name, value in parameter.__dict__.items() if name != OWN_ROWS})
+    return new_parameter

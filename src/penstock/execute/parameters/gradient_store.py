@@ -35,7 +35,7 @@ from penstock.execute.parameters.gradient_sums import added, dense
 from penstock.execute.values.tensors import in_own_memory, in_pieces, memory_of
 
 MAIN_GRAD = "main_grad"
-"""Of a parameter: the sum in float32 (float64 stays float64), or None."""
+"""Attribute of a parameter: the sum of its gradients in float32 (float64 stays float64), or None."""
 _GROUP_BYTES = 2**20
 
 
@@ -49,12 +49,12 @@ class WeightEntry(Protocol):
 
     @property
     def roots(self) -> Sequence[GradientEdge]:
-        """Where the gradients enter the graph that leads to the parameters."""
+        """The edges at which the gradients enter the graph that leads to the parameters."""
         ...
 
     @property
     def held_tensors(self) -> list[Tensor]:
-        """The tensors that it holds, parameters apart."""
+        """The tensors that the entry holds, without parameters."""
         ...
 
     def gradients(self) -> Sequence[Tensor | None]:
@@ -67,7 +67,7 @@ class WeightInputs:
     """The entries that one I leaves for its W."""
 
     entries: list[WeightEntry]
-    """In the order in which a whole backward would come to them; those that write by themselves are called last."""
+    """Entries in the order of a whole backward; those that write gradients by themselves are called last."""
 
 
 class StoredGradients:
@@ -75,20 +75,20 @@ class StoredGradients:
 
     def __init__(self, attribute: str = "grad") -> None:
         self.attribute = attribute
-        self._before: dict[nn.Parameter, Tensor | None] = {}
-        """Of parameters that are tied over ranks, what was accumulated before this step, and has been summed."""
+        self._set_aside_gradients: dict[nn.Parameter, Tensor | None] = {}
+        """Gradients of parameters tied over ranks, accumulated and summed before this step."""
 
     def set_aside(self, tied: Iterable[nn.Parameter]) -> None:
         """Begin a step of which these have their own part only, until `put_sum`."""
         for parameter in tied:
-            self._before[parameter] = self.of(parameter)
+            self._set_aside_gradients[parameter] = self.of(parameter)
             self.put(parameter, None)
 
     def end_step(self) -> None:
         """End a step; what was set aside and has found no sum, as in one that fails, is there again."""
-        for parameter, gradient in self._before.items():
+        for parameter, gradient in self._set_aside_gradients.items():
             self.put(parameter, gradient)
-        self._before.clear()
+        self._set_aside_gradients.clear()
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's gradient; of one that is tied, this step's part."""
@@ -101,7 +101,7 @@ class StoredGradients:
 
     def put_sum(self, parameter: nn.Parameter, total: Tensor | None) -> None:
         """Put the sum over all holders on top of what was accumulated before the step."""
-        self.put(parameter, added(self._before.pop(parameter, None), total))
+        self.put(parameter, added(self._set_aside_gradients.pop(parameter, None), total))
 
     def like(self, parameter: nn.Parameter) -> Tensor:
         """Return what has the shape and type of a dense gradient, and no memory."""
@@ -109,11 +109,11 @@ class StoredGradients:
         return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
 
     def by_type(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Put together those whose gradients have one type."""
-        found: dict[torch.dtype, list[nn.Parameter]] = {}
+        """Return the parameters in groups whose gradients have one type."""
+        parameters_by_type: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
-            found.setdefault(self.like(parameter).dtype, []).append(parameter)
-        return list(found.values())
+            parameters_by_type.setdefault(self.like(parameter).dtype, []).append(parameter)
+        return list(parameters_by_type.values())
 
 
 class GradientStore(StoredGradients):
@@ -123,43 +123,43 @@ class GradientStore(StoredGradients):
         """`parameters` returns those that are held now; `attribute` is where their gradients are summed up."""
         super().__init__(attribute)
         self._parameters = parameters
-        self._waiting: list[nn.Parameter] = []
-        """Those to which no gradient has come yet in this step."""
-        self._known: set[int] = set()
-        """Ids of those that needed a gradient when the step began."""
-        self._beside = ExitStack()
+        self._gradless_params: list[nn.Parameter] = []
+        """Parameters to which no gradient has come yet in this step."""
+        self._initially_trained_ids: set[int] = set()
+        """Ids of the parameters that needed a gradient when the step began."""
+        self._main_gradient_hooks = ExitStack()
 
     def begin_step(self) -> None:
         """Begin a training step."""
         parameters = list(self._parameters())
-        self._waiting = [parameter for parameter in parameters if parameter.requires_grad]
-        self._known = set(map(id, self._waiting))
+        self._gradless_params = [parameter for parameter in parameters if parameter.requires_grad]
+        self._initially_trained_ids = set(map(id, self._gradless_params))
         if self.attribute == MAIN_GRAD:
-            self._beside.enter_context(_summed_beside(parameters))
+            self._main_gradient_hooks.enter_context(_summed_beside(parameters))
 
     def end_step(self) -> None:
-        self._beside.close()
+        self._main_gradient_hooks.close()
         super().end_step()
-        self._waiting = []
+        self._gradless_params = []
 
     def release(self, parameter: nn.Parameter) -> None:
         """Drop a gradient that is reduced; backwards behind it begin a new one."""
         if self.of(parameter) is not None:
             self.put(parameter, None)
-            self._waiting.append(parameter)
+            self._gradless_params.append(parameter)
 
     # ---- a backward
 
     def begin_backward(self) -> None:
-        """Forget those that have a gradient by now, to which others are added."""
-        if self._waiting:
-            self._waiting = [parameter for parameter in self._waiting if parameter.grad is None]
+        """Forget the parameters that have a gradient by now, to which later ones are added."""
+        if self._gradless_params:
+            self._gradless_params = [parameter for parameter in self._gradless_params if parameter.grad is None]
 
     @contextmanager
     def separate_first_gradients(self) -> Iterator[None]:
         """Give first gradients memory of their own as they come, where somebody else holds theirs at that moment."""
         # Every graph in here has these nodes, as long as they are held.
-        nodes = [get_gradient_edge(parameter).node for parameter in self._waiting]
+        nodes = [get_gradient_edge(parameter).node for parameter in self._gradless_params]
         hooks = [node.register_prehook(_in_own_memory) for node in nodes]
         try:
             yield
@@ -168,21 +168,21 @@ class GradientStore(StoredGradients):
                 hook.remove()
 
     def end_backward(
-        self, leaves: Sequence[Tensor], needed: Sequence[Tensor], entries: Sequence[WeightEntry] = ()
+        self, leaves: Sequence[Tensor], needed_tensors: Sequence[Tensor], entries: Sequence[WeightEntry] = ()
     ) -> None:
         """Give first gradients memory of their own where it is that of tensors that are needed later.
 
         `leaves` are others that the backward has come to, `entries` what it has left for W.
         """
-        if not self._waiting and not leaves:
+        if not self._gradless_params and not leaves:
             return
-        come: list[Tensor] = [parameter for parameter in self._waiting if parameter.grad is not None]
-        # Of others it is not known whether they had one before. Then it shares no memory with what this backward made.
-        come += [leaf for leaf in leaves if leaf.grad is not None and id(leaf) not in self._known]
-        if not come:
+        new_leaves: list[Tensor] = [parameter for parameter in self._gradless_params if parameter.grad is not None]
+        # Another leaf may have had its gradient before. Then it shares no memory with what this backward made.
+        new_leaves += [leaf for leaf in leaves if leaf.grad is not None and id(leaf) not in self._initially_trained_ids]
+        if not new_leaves:
             return
-        needed = [*needed, *(tensor for entry in entries for tensor in entry.held_tensors)]
-        _separate(come, {memory_of(tensor) for tensor in needed if tensor.layout is torch.strided})
+        needed_tensors = [*needed_tensors, *(tensor for entry in entries for tensor in entry.held_tensors)]
+        _separate(new_leaves, {memory_of(tensor) for tensor in needed_tensors if tensor.layout is torch.strided})
 
     def add(self, inputs: WeightInputs) -> None:
         """Run W: add what waited, in the order in which a backward comes to it; hooks see one gradient per weight.
@@ -193,19 +193,19 @@ class GradientStore(StoredGradients):
         entries = inputs.entries
         if not entries:
             return
-        own = [entry for entry in entries if not entry.parameters]
-        first = [each for entry in entries for each in entry.parameters if each.grad is None]
+        self_writing_entries = [entry for entry in entries if not entry.parameters]
+        gradless_params = [param for entry in entries for param in entry.parameters if param.grad is None]
         # The entries are in the order in which a whole backward comes to them. All that share a parameter are in one
         # group, in that order, and a group is never cut: so one call of autograd sums all gradients of a parameter, in
         # the order of its roots, and hooks see the sum once, as in a whole backward. Groups share no parameter, hence
         # no gradient: in which calls they come bounds the memory, and changes no bits.
-        for groups in in_pieces(_by_parameter([each for each in entries if each.parameters]), _size, _GROUP_BYTES):
+        for groups in in_pieces(_by_parameter([entry for entry in entries if entry.parameters]), _size, _GROUP_BYTES):
             _add_group([entry for group in groups for entry in group])
-        _separate(first, set())
+        _separate(gradless_params, set())
         entries.clear()
         with torch.no_grad():
-            while own:
-                own.pop(0).gradients()
+            while self_writing_entries:
+                self_writing_entries.pop(0).gradients()
 
 
 # ---- main gradients
@@ -213,7 +213,7 @@ class GradientStore(StoredGradients):
 
 @contextmanager
 def _summed_beside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Take the gradients of every backward in here."""
+    """Add the gradients of every backward in here to the main gradients, and leave `.grad` as it was."""
     have_main(parameters)
     hooks = [
         parameter.register_post_accumulate_grad_hook(_take)  # type: ignore[no-untyped-call]
@@ -273,13 +273,13 @@ def _type_of(parameter: Tensor, attribute: str) -> torch.dtype:
 @contextmanager
 def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Have no parameter a gradient in `.grad` when this begins; what was there is there again afterwards."""
-    before = [parameter.grad for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 
 
@@ -292,7 +292,7 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _in_own_memory(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(None if each is None else in_own_memory(each) for each in gradients)
+    return tuple(None if gradient is None else in_own_memory(gradient) for gradient in gradients)
 
 
 def _take(parameter: Tensor) -> None:
@@ -321,29 +321,30 @@ def _separate(leaves: Sequence[Tensor], needed: set[int]) -> None:
 def _add_group(group: Sequence[WeightEntry]) -> None:
     # Few calls of autograd, since each takes its time, but not one for all: all gradients would be alive at once,
     # beside those that they are added to.
-    roots = [root for each in group for root in each.roots]
+    roots = [root for entry in group for root in entry.roots]
     with torch.no_grad():  # weights are among what they are computed from
-        gradients = [gradient for each in group for gradient in each.gradients()]
-    used = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if gradient is not None]
-    if used:
-        edges: list[Any] = [root for root, _ in used]
-        torch.autograd.backward(edges, [gradient for _, gradient in used])
+        gradients = [gradient for entry in group for gradient in entry.gradients()]
+    edge_gradients = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if gradient is not None]
+    if edge_gradients:
+        edges: list[Any] = [root for root, _ in edge_gradients]
+        torch.autograd.backward(edges, [gradient for _, gradient in edge_gradients])
 
 
 def _by_parameter(entries: Sequence[WeightEntry]) -> Iterable[list[WeightEntry]]:
-    """Put together what shares a parameter."""
+    """Return the entries in groups that share no parameter with each other."""
     groups: dict[int, list[WeightEntry]] = {}  # by id of a parameter
-    for each in entries:
-        keys = [id(parameter) for parameter in each.parameters]
-        joined = [*{id(found): found for key in keys if (found := groups.get(key))}.values()]
-        group = joined[0] if joined else []
-        for other in joined[1:]:
-            group += other
-            keys += [id(parameter) for member in other for parameter in member.parameters]
-        group.append(each)
-        groups |= dict.fromkeys(keys, group)
+    for entry in entries:
+        param_ids = [id(parameter) for parameter in entry.parameters]
+        matches = [groups[param_id] for param_id in param_ids if param_id in groups]
+        joined_groups = [*{id(match): match for match in matches}.values()]
+        group = joined_groups[0] if joined_groups else []
+        for joined_group in joined_groups[1:]:
+            group += joined_group
+            param_ids += [id(parameter) for member in joined_group for parameter in member.parameters]
+        group.append(entry)
+        groups |= dict.fromkeys(param_ids, group)
     return {id(group): group for group in groups.values()}.values()
 
 
 def _size(group: Sequence[WeightEntry]) -> int:
-    return sum([parameter.nbytes for each in group for parameter in each.parameters])
+    return sum([parameter.nbytes for entry in group for parameter in entry.parameters])

@@ -41,21 +41,21 @@ def sum_over(
         elif max(rows) == _ABSENT:
             yield index, None
         else:
-            own, gradients[index] = gradients[index], None
-            yield index, _sum_of_sparse(transport, ranks, own, likes[index], rows)
+            gradient, gradients[index] = gradients[index], None
+            yield index, _sum_of_sparse(transport, ranks, gradient, likes[index], rows)
     yield from _sums_of_dense(transport, ranks, dense, gradients, likes)
 
 
-def added(before: Tensor | None, total: Tensor | None) -> Tensor | None:
+def added(accumulated: Tensor | None, total: Tensor | None) -> Tensor | None:
     """Return what was accumulated before with a sum on top of it; sparse if both are.
 
     A dense one stays in its memory, as in autograd: a caller may have put a view of a flat buffer there.
     """
-    if before is None or total is None:
-        return total if before is None else before
-    if before.is_sparse:
-        return before + total if total.is_sparse else torch.add(dense(before), total, out=total)
-    return before.add_(total)
+    if accumulated is None or total is None:
+        return total if accumulated is None else accumulated
+    if accumulated.is_sparse:
+        return accumulated + total if total.is_sparse else torch.add(dense(accumulated), total, out=total)
+    return accumulated.add_(total)
 
 
 def dense(gradient: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ def _exchange_sizes(
     transport: Messages, ranks: Sequence[int], gradients: Sequence[Tensor | None], device: torch.device
 ) -> list[list[int]]:
     """Return, per holder, of its gradients: `_ABSENT`, `_DENSE`, or how many rows a sparse one has."""
-    own = torch.tensor([_size_of(gradient) for gradient in gradients], device=device)
-    rooms = [own if rank == transport.rank else torch.empty_like(own) for rank in ranks]
+    local_sizes = torch.tensor([_size_of(gradient) for gradient in gradients], device=device)
+    rooms = [local_sizes if rank == transport.rank else torch.empty_like(local_sizes) for rank in ranks]
     _exchange(transport, ranks, [[room] for room in rooms])
     return [room.tolist() for room in rooms]
 
@@ -88,21 +88,21 @@ def _size_of(gradient: Tensor | None) -> int:
 
 def _exchange(transport: Messages, ranks: Sequence[int], parts: Sequence[Sequence[Tensor]]) -> None:
     """Send this rank's parts to all other holders, and fill theirs."""
-    others = [(rank, theirs) for rank, theirs in zip(ranks, parts, strict=True) if rank != transport.rank]
-    own = parts[ranks.index(transport.rank)]
-    sends = [transport.post_send(peer, tensor) for peer, _ in others for tensor in own]
-    receives = [transport.post_receive(peer, tensor) for peer, theirs in others for tensor in theirs]
+    peer_parts = [(rank, tensors) for rank, tensors in zip(ranks, parts, strict=True) if rank != transport.rank]
+    local_parts = parts[ranks.index(transport.rank)]
+    sends = [transport.post_send(peer, tensor) for peer, _ in peer_parts for tensor in local_parts]
+    receives = [transport.post_receive(peer, tensor) for peer, tensors in peer_parts for tensor in tensors]
     for ticket in (*receives, *sends):
         transport.wait(ticket)
 
 
 def _sum_of_sparse(
-    transport: Messages, ranks: Sequence[int], own: Tensor | None, like: Tensor, sizes: Sequence[int]
+    transport: Messages, ranks: Sequence[int], gradient: Tensor | None, like: Tensor, sizes: Sequence[int]
 ) -> Tensor:
     parts = []
     for rank, size in zip(ranks, sizes, strict=True):
-        if rank == transport.rank and own is not None:
-            parts.append([own.indices(), own.values()])
+        if rank == transport.rank and gradient is not None:
+            parts.append([gradient.indices(), gradient.values()])
         else:
             rows = torch.empty((1, max(size, 0)), dtype=torch.int64, device=like.device)
             parts.append([rows, like.new_empty((rows.shape[1], *like.shape[1:]))])
@@ -151,8 +151,8 @@ def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
     return like.new_zeros(like.shape) if gradient is None else dense(gradient)
 
 
-def _add(total: Tensor, own: Tensor | None) -> None:
-    torch.add(total, 0 if own is None else dense(own), out=total)  # -0.0 + 0 is 0, as with zeros
+def _add(total: Tensor, gradient: Tensor | None) -> None:
+    torch.add(total, 0 if gradient is None else dense(gradient), out=total)  # -0.0 + 0 is 0, as with zeros
 
 
 def _wait(transport: Messages, tickets: Iterable[Ticket]) -> None:

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from penstock.execute.replicas.exchanges import ReplicaExchanges, Serial
 from penstock.execute.replicas.first_replica import Share
-from penstock.execute.replicas.lane import ReplicaLane, Serial
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launched:
     """An exchange between replicas that is under way, and the buffers of modules that go with it."""
 
-    lane: ReplicaLane
+    exchanges: ReplicaExchanges
     exchange: Serial | None
     buffers: Share | None = None
 
     def wait(self) -> None:
-        """Return when both are over. Raises: PeerLost, DeadlineExceeded."""
+        """Return when the exchange and the buffers are over. Raises: PeerLost, DeadlineExceeded."""
         if self.exchange is not None:
-            self.lane.complete(self.exchange)
+            self.exchanges.complete(self.exchange)
         if self.buffers is not None:
             self.buffers.wait()
 
@@ -35,7 +35,7 @@ class StageParts:
     """The parameters and modules of a stage."""
 
     parameters: Callable[[], Sequence[nn.Parameter]]
-    """Those that it holds now."""
+    """Returns the parameters that the stage holds now."""
     modules: Sequence[nn.Module]
 
 

@@ -28,8 +28,8 @@ from penstock.execute.parameters.gathered import Block, GatheredParameter, block
 from penstock.execute.parameters.gradient_store import GradientStore, StoredGradients
 from penstock.execute.parameters.gradient_sums import added, dense
 from penstock.execute.parameters.layout import Launched, ParameterLayout, StageParts
+from penstock.execute.replicas.exchanges import ReplicaExchanges, Serial
 from penstock.execute.replicas.first_replica import SavedBuffers, Share
-from penstock.execute.replicas.lane import ReplicaLane, Serial
 from penstock.execute.values.tensors import local_part, memory_of, part_like
 from penstock.execute.values.tree import map_leaves
 
@@ -44,28 +44,28 @@ class Sharded(ParameterLayout):
         stages: Mapping[int, StageParts],
         gradients: GradientStore,
         add_rows: Callable[[nn.Parameter, Tensor], None],
-        lane: ReplicaLane,
+        exchanges: ReplicaExchanges,
         mesh: DeviceMesh,
     ) -> None:
         """`stages` are those of the unit; `add_rows` adds to the gradient of a shard, whose memory it may keep."""
         self._stages = stages
         self._gradients = gradients
         self._add_rows = add_rows
-        self._lane = lane
+        self._exchanges = exchanges
         self._mesh = mesh
         self._modules = [module for parts in stages.values() for module in parts.modules]
         self._buffers = SavedBuffers(self._modules)
         self._blocks: Sequence[Block] = ()
         self._gathering: Serial | None = None
         self._is_whole = False
-        self._trained: Sequence[GatheredParameter] = ()
+        self._trained_parameters: Sequence[GatheredParameter] = ()
         self._packed: Sequence[PackedParts] = ()
         self._sums: list[Tensor] = []
-        """Per type of gradients, this replica's rows of what was reduced in this step."""
+        """This replica's rows of the gradients that were reduced in this step, one tensor per type of gradients."""
 
-    def wholes(self) -> list[nn.Parameter]:
+    def unsharded_parameters(self) -> list[nn.Parameter]:
         """Return the whole parameters, each once; none before `shard`."""
-        return [each.whole for block in self._blocks for each in block.parameters]
+        return [parameter.unsharded for block in self._blocks for parameter in block.parameters]
 
     def shard(self) -> dict[nn.Parameter, nn.Parameter]:
         """Keep this replica's rows alone, and let the modules hold shards; return the shard of each parameter."""
@@ -74,11 +74,11 @@ class Sharded(ParameterLayout):
 
     def held(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters, whole ones having memory while they are gathered, and the gradients of both kinds."""
-        wholes = self.wholes()
-        shards = [each.shard for block in self._blocks for each in block.parameters]
-        found = [getattr(each, self._gradients.attribute, None) for each in (*shards, *wholes)]
-        gradients = [*self._sums, *(gradient for gradient in found if gradient is not None)]
-        return [*(block.own for block in self._blocks), *wholes], gradients
+        unsharded = self.unsharded_parameters()
+        shards = [parameter.shard for block in self._blocks for parameter in block.parameters]
+        gradients = (getattr(param, self._gradients.attribute, None) for param in (*shards, *unsharded))
+        all_gradients = [*self._sums, *(gradient for gradient in gradients if gradient is not None)]
+        return [*(block.local_part for block in self._blocks), *unsharded], all_gradients
 
     def copied(self, value: Any) -> Any:
         """Return a value with copies of its tensors that lie in whole parameters, as outputs that views of them are."""
@@ -94,21 +94,24 @@ class Sharded(ParameterLayout):
             block.begin_step()
         if not is_training:
             return
-        trained = [each for block in self._blocks for each in block.parameters if each.whole.requires_grad]
-        if trained != self._trained:
-            self._trained, own = trained, {each.whole: each for each in trained}
-            kinds = [[own[whole] for whole in kind] for kind in self._gradients.by_type(own)]
-            self._packed = [PackedParts(kind, self._gradients, self._lane) for kind in kinds]
+        params = [param for block in self._blocks for param in block.parameters if param.unsharded.requires_grad]
+        if params != self._trained_parameters:
+            self._trained_parameters = params
+            by_unsharded = {param.unsharded: param for param in params}
+            self._packed = [
+                PackedParts([by_unsharded[unsharded] for unsharded in group], self._gradients, self._exchanges)
+                for group in self._gradients.by_type(by_unsharded)
+            ]
 
     def unshard(self) -> Launched:
         """Launch a gather of the unit."""
-        self._gathering = self._lane.gather([block.own for block in self._blocks], self._fill)
-        return Launched(self._lane, self._gathering)
+        self._gathering = self._exchanges.gather([block.local_part for block in self._blocks], self._fill)
+        return Launched(self._exchanges, self._gathering)
 
     def reshard(self) -> None:
         """Drop the whole parameters. Raises: PipelineError, where a layer has changed one, which would be lost."""
         if self._gathering is not None:
-            self._lane.complete(self._gathering)
+            self._exchanges.complete(self._gathering)
         require_unchanged(self._blocks, self._stages)
         self._drop()
 
@@ -116,15 +119,16 @@ class Sharded(ParameterLayout):
         """Launch the sum of what has come to the gradients of the unit, and drop them."""
         exchange = None
         if self._packed:
-            packed = [each.pack() for each in self._packed]
-            exchange = self._lane.scatter(packed, partial(self._take_sums, is_last=is_last))
-        return Launched(self._lane, exchange, Share(self._lane.transport, self._buffers.now() if is_last else []))
+            packed = [packed_parts.pack() for packed_parts in self._packed]
+            exchange = self._exchanges.scatter(packed, partial(self._take_sums, is_last=is_last))
+        buffers = self._buffers.now() if is_last else []
+        return Launched(self._exchanges, exchange, Share(self._exchanges.transport, buffers))
 
     def end_failed_step(self) -> None:
-        self._lane.forget()
+        self._exchanges.forget()
         self._gathering, self._sums = None, []
-        for each in self.wholes():
-            self._gradients.release(each)
+        for parameter in self.unsharded_parameters():
+            self._gradients.release(parameter)
         self._drop()
 
     # ---- what exchanges bring
@@ -160,42 +164,45 @@ class PackedParts:
     rows of a | rows of b | uses of a, of b     rows of a | rows of b | uses of a, of b
     """
 
-    def __init__(self, parameters: Sequence[GatheredParameter], gradients: GradientStore, lane: ReplicaLane) -> None:
+    def __init__(
+        self, parameters: Sequence[GatheredParameter], gradients: GradientStore, exchanges: ReplicaExchanges
+    ) -> None:
         self._parameters = parameters
         self._gradients = gradients
-        self._lane = lane
-        self._like = gradients.like(parameters[0].whole)
+        self._exchanges = exchanges
+        self._like = gradients.like(parameters[0].unsharded)
         self._places: list[slice] = []
         begin = 0
-        for each in parameters:
-            self._places.append(slice(begin, begin + each.rows.part_elements))
-            begin += each.rows.part_elements
+        for parameter in parameters:
+            self._places.append(slice(begin, begin + parameter.rows.part_elements))
+            begin += parameter.rows.part_elements
         self._uses = slice(begin, begin + len(parameters))
-        """How many replicas have a gradient of each."""
+        """The place of the numbers of replicas that have a gradient, one number per parameter."""
 
     def pack(self) -> Tensor:
-        """Return a buffer of the lane with all gradients, which are dropped: [D x part]."""
-        num_replicas = self._lane.transport.num_ranks
-        buffer = self._lane.room_for(num_replicas * self._uses.stop, self._like)
+        """Return a buffer of `ReplicaExchanges` with all gradients, which are dropped: [D x part]."""
+        num_replicas = self._exchanges.transport.num_ranks
+        buffer = self._exchanges.buffer_for(num_replicas * self._uses.stop, self._like)
         parts = buffer.view(num_replicas, -1)
-        found = [self._gradients.of(each.whole) for each in self._parameters]
+        gradients = [self._gradients.of(parameter.unsharded) for parameter in self._parameters]
         with torch.no_grad():
-            parts[:, self._uses] = 1  # a fill: for a copy from the host, it would wait for its device
-            for index, (each, place, gradient) in enumerate(zip(self._parameters, self._places, found, strict=True)):
+            parts[:, self._uses] = 1  # this is a fill: a copy from the host would wait for the device
+            triples = zip(self._parameters, self._places, gradients, strict=True)
+            for index, (parameter, place, gradient) in enumerate(triples):
                 if gradient is None:
                     parts[:, place] = 0
                     parts[:, self._uses.start + index] = 0
                 else:
-                    each.rows.share_out(dense(gradient), parts[:, place])
-                    self._gradients.release(each.whole)
+                    parameter.rows.share_out(dense(gradient), parts[:, place])
+                    self._gradients.release(parameter.unsharded)
         return buffer
 
     def unpacked(self, total: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Return the shard of each parameter that any replica has used, and its rows in the sum: a view of [part]."""
-        replica = self._lane.transport.rank
-        for each, place, num_uses in zip(self._parameters, self._places, total[self._uses].tolist(), strict=True):
+        replica = self._exchanges.transport.rank
+        for parameter, place, num_uses in zip(self._parameters, self._places, total[self._uses].tolist(), strict=True):
             if num_uses:
-                yield each.shard, each.rows.own_in(total[place], replica)
+                yield parameter.shard, parameter.rows.own_in(total[place], replica)
 
 
 class ShardGradients(StoredGradients):
@@ -213,15 +220,15 @@ class ShardGradients(StoredGradients):
 
     def add(self, parameter: nn.Parameter, rows: Tensor) -> None:
         """Add the rows of a sum over the replicas, whose memory becomes the gradient's where there is none."""
-        before = self.of(parameter)
-        if before is None:
+        accumulated = self.of(parameter)
+        if accumulated is None:
             self.put(parameter, rows)
         else:
-            added(before, rows)
+            added(accumulated, rows)
 
     def like(self, parameter: nn.Parameter) -> Tensor:
-        whole = super().like(parameter)
-        return whole.new_empty(()).expand(local_part(parameter).shape)
+        full_like = super().like(parameter)
+        return full_like.new_empty(()).expand(local_part(parameter).shape)
 
 
 def _lies_in(leaf: object, memory: Collection[int]) -> bool:

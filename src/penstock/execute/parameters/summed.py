@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.parameters.gradient_sums import dense
 from penstock.execute.parameters.layout import Launched, ParameterLayout, StageParts
+from penstock.execute.replicas.exchanges import ReplicaExchanges
 from penstock.execute.replicas.first_replica import SavedBuffers, Share
-from penstock.execute.replicas.lane import ReplicaLane
 
 LARGE_BYTES = 2**20
-"""From here on, a gradient is summed where it is."""
+"""Bytes from which on a gradient is summed where it is."""
 
 
 class Summed(ParameterLayout):
@@ -40,20 +40,24 @@ class Summed(ParameterLayout):
     launches = True
 
     def __init__(
-        self, stages: Mapping[int, StageParts], gradients: GradientStore, tied: Collection[int], lane: ReplicaLane
+        self,
+        stages: Mapping[int, StageParts],
+        gradients: GradientStore,
+        tied_ids: Collection[int],
+        exchanges: ReplicaExchanges,
     ) -> None:
-        """`stages` are those of the unit; `tied` are ids of parameters that other ranks of the pipeline hold too."""
+        """`stages` are those of the unit; `tied_ids` are the parameters that other ranks of the pipeline hold too."""
         self._stages = stages
         self._gradients = gradients
-        self._tied = tied
-        self._lane = lane
+        self._tied_ids = tied_ids
+        self._exchanges = exchanges
         self._buffers = {stage: SavedBuffers(parts.modules) for stage, parts in stages.items()}
         self._is_synced = False
-        self._reduced_anyway: Collection[int] = ()
-        self._parts: set[int] = set()
+        self._always_reduced_ids: Collection[int] = ()
+        self._replica_only_ids: set[int] = set()
         """Ids of parameters whose gradients are of this replica alone, as behind a step within no_sync()."""
-        self._missing: Counter[int] = Counter()
-        """By id of a parameter that is trained, the stages whose backwards are not over; copies count once."""
+        self._num_pending_stages: Counter[int] = Counter()
+        """Number of stages whose backwards are not over, by the id of a trained parameter; copies count once."""
 
     def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None:
         """Begin a step; unless `is_synced`, gradients stay of this replica alone, but for tied ones.
@@ -63,43 +67,44 @@ class Summed(ParameterLayout):
         if not is_training:
             return
         self._is_synced = is_synced
-        self._reduced_anyway = self._tied if sums_tied else ()
+        self._always_reduced_ids = self._tied_ids if sums_tied else ()
         copies = {tuple(map(id, parts.modules)): parts for parts in self._stages.values()}
-        held = [[each for each in parts.parameters() if each.requires_grad] for parts in copies.values()]
-        self._missing = Counter(id(parameter) for parameters in held for parameter in parameters)
-        if self._lane.transport.rank > 0:
-            kept = self._parts.union(self._tied)
-            self._leave_sums_to_first(each for parameters in held for each in parameters if id(each) not in kept)
-        trained = self._missing.keys() - self._tied
-        self._parts = self._parts - trained if is_synced else self._parts | trained
+        trained = [param for parts in copies.values() for param in parts.parameters() if param.requires_grad]
+        self._num_pending_stages = Counter(map(id, trained))
+        if self._exchanges.transport.rank > 0:
+            unsummed_ids = self._replica_only_ids.union(self._tied_ids)
+            self._leave_sums_to_first(param for param in trained if id(param) not in unsummed_ids)
+        untied_ids = self._num_pending_stages.keys() - self._tied_ids
+        if is_synced:
+            self._replica_only_ids = self._replica_only_ids - untied_ids
+        else:
+            self._replica_only_ids = self._replica_only_ids | untied_ids
 
     def reduce(self, stage: int, *, is_last: bool) -> Launched | None:
         """Start to sum what the replicas have of a stage's gradients; return None where there is nothing to sum."""
         if not is_last:
             return None
-        parameters = [each for each in self._stages[stage].parameters() if id(each) in self._missing]
-        self._missing.subtract(map(id, parameters))
-        due = [
-            each
-            for each in parameters
-            if self._missing[id(each)] == 0 and (self._is_synced or id(each) in self._reduced_anyway)
-        ]
+        parameters = self._stages[stage].parameters()
+        trained = [param for param in parameters if id(param) in self._num_pending_stages]
+        self._num_pending_stages.subtract(map(id, trained))
+        complete_params = [param for param in trained if self._num_pending_stages[id(param)] == 0]
+        due_params = [p for p in complete_params if self._is_synced or id(p) in self._always_reduced_ids]
         if self._is_synced:  # and what has been frozen since it was trained within no_sync()
-            frozen = [each for each in self._stages[stage].parameters() if id(each) in self._parts]
-            self._parts.difference_update(map(id, frozen))
-            due += frozen
-        packed = [_Packed(own, self._gradients, self._lane) for own in self._gradients.by_type(due)]
+            frozen = [param for param in parameters if id(param) in self._replica_only_ids]
+            self._replica_only_ids.difference_update(map(id, frozen))
+            due_params += frozen
+        packed = [_Packed(params, self._gradients, self._exchanges) for params in self._gradients.by_type(due_params)]
         buffers = self._buffers[stage].now() if self._is_synced else []
         if not packed and not buffers:
             return None
         exchange = None
         if packed:
-            summed = [buffer for each in packed for buffer in each.buffers]
-            exchange = self._lane.sum(summed, lambda sums: _unpack(packed))
-        return Launched(self._lane, exchange, Share(self._lane.transport, buffers))
+            buffers_to_sum = [buffer for packed_gradients in packed for buffer in packed_gradients.buffers]
+            exchange = self._exchanges.sum(buffers_to_sum, lambda sums: _unpack(packed))
+        return Launched(self._exchanges, exchange, Share(self._exchanges.transport, buffers))
 
     def end_failed_step(self) -> None:
-        self._lane.forget()
+        self._exchanges.forget()
 
     def _leave_sums_to_first(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -118,24 +123,27 @@ class _Packed:
     `buffers` are what is to be summed.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], gradients: GradientStore, lane: ReplicaLane) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], gradients: GradientStore, exchanges: ReplicaExchanges
+    ) -> None:
         self._gradients = gradients
-        self._lane = lane
+        self._exchanges = exchanges
         like = gradients.like(parameters[0])
-        # By what is the same on all replicas: whether one has a gradient, and how it lies, may differ.
-        is_large = [_is_large(each, like, lane.transport.num_ranks) for each in parameters]
-        self._small = [each for each, large in zip(parameters, is_large, strict=True) if not large]
-        self._large = [each for each, large in zip(parameters, is_large, strict=True) if large]
-        sizes = [*(each.numel() for each in self._small), len(parameters)]
-        packed = lane.room_for(sum(sizes), like)
+        # The choice depends on shapes alone, which all replicas have alike. Whether a parameter has a gradient, and how
+        # that lies in memory, may differ between them.
+        is_large = [_is_large(parameter, like, exchanges.transport.num_ranks) for parameter in parameters]
+        self._small = [parameter for parameter, large in zip(parameters, is_large, strict=True) if not large]
+        self._large = [parameter for parameter, large in zip(parameters, is_large, strict=True) if large]
+        sizes = [*(parameter.numel() for parameter in self._small), len(parameters)]
+        packed = exchanges.buffer_for(sum(sizes), like)
         *places, self._uses = packed[: sum(sizes)].split_with_sizes(sizes)
-        self._places = [place.view(each.shape) for place, each in zip(places, self._small, strict=True)]
+        self._places = [place.view(parameter.shape) for place, parameter in zip(places, self._small, strict=True)]
         with torch.no_grad():
-            self._uses.fill_(1)  # for a copy from the host, it would wait for its device
+            self._uses.fill_(1)  # a copy from the host would wait for the device
             for index, (place, parameter) in enumerate(zip(self._places, self._small, strict=True)):
                 self._fill(place, gradients.of(parameter), index)
-            self._sums = [self._of_large(each, len(self._small) + index) for index, each in enumerate(self._large)]
-        self.buffers = [packed, *(each.view(-1) for each in self._sums)]
+            self._sums = [self._of_large(param, index) for index, param in enumerate(self._large, len(self._small))]
+        self.buffers = [packed, *(total.view(-1) for total in self._sums)]
 
     def unpack(self) -> None:
         """Put the sums in the place of this rank's own gradients."""
@@ -146,7 +154,7 @@ class _Packed:
             ):
                 if num_uses:
                     self._put(parameter, total)
-        self._lane.keep(self.buffers[0])
+        self._exchanges.keep(self.buffers[0])
 
     def _fill(self, place: Tensor, gradient: Tensor | None, index: int) -> None:
         if gradient is None:
@@ -166,12 +174,12 @@ class _Packed:
 
     def _put(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Put a sum where the gradient is, if it is not there."""
-        own = self._gradients.of(parameter)
-        if own is None or own.is_sparse:
+        gradient = self._gradients.of(parameter)
+        if gradient is None or gradient.is_sparse:
             room = torch.empty_like(parameter, dtype=total.dtype, requires_grad=False)
             self._gradients.put(parameter, room.copy_(total))
-        elif own.data_ptr() != total.data_ptr():
-            own.detach().copy_(total)
+        elif gradient.data_ptr() != total.data_ptr():
+            gradient.detach().copy_(total)
 
 
 def _is_large(parameter: nn.Parameter, like: Tensor, num_replicas: int) -> bool:
@@ -181,5 +189,5 @@ def _is_large(parameter: nn.Parameter, like: Tensor, num_replicas: int) -> bool:
 
 
 def _unpack(packed: Sequence[_Packed]) -> None:
-    for each in packed:
-        each.unpack()
+    for packed_gradients in packed:
+        packed_gradients.unpack()

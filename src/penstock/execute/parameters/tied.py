@@ -33,7 +33,7 @@ class TiedCopy:
     """
 
     parameters: Mapping[str, nn.Parameter]
-    """By their names on this rank; the other holders have as many, in the same order."""
+    """Copies by their names on this rank; the other holders have as many, in the same order."""
     ranks: Sequence[int]
     layers: Sequence[nn.Module] = ()
 
@@ -67,8 +67,8 @@ class TiedCopy:
 
     def describe(self) -> list[list[str]]:
         """Name every tensor that is kept equal, each with what must be alike on all holders."""
-        named = [[name, _describe(parameter)] for name, parameter in self.parameters.items()]
-        return named + [["a buffer", _describe(buffer)] for buffer in self._buffers()]
+        described_parameters = [[name, _describe(parameter)] for name, parameter in self.parameters.items()]
+        return described_parameters + [["a buffer", _describe(buffer)] for buffer in self._buffers()]
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that need a gradient now, by name."""
@@ -119,8 +119,9 @@ def _bits_of(tensor: Tensor) -> int:
     bits = rows.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[rows.element_size()])
     bits = bits[:, None] if bits.dim() == 1 else bits
     dims = range(bits.dim())
-    sums = [bits.sum(tuple(other for other in dims if other != dim), dtype=torch.int64) for dim in dims]
-    return sum(int((each * (2 * torch.arange(len(each), device=each.device) + 1)).sum()) for each in sums)
+    # The sums along all dimensions but one are weighted with odd numbers: to swap two of them changes the result.
+    sums_by_dim = [bits.sum(tuple(set(dims) - {dim}), dtype=torch.int64) for dim in dims]
+    return sum(int((sums * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum()) for sums in sums_by_dim)
 
 
 def refuse_renormalized(named_layers: Iterable[tuple[str, nn.Module]], copies: Iterable[TiedCopy]) -> None:
@@ -143,30 +144,30 @@ def refuse_renormalized(named_layers: Iterable[tuple[str, nn.Module]], copies: I
 
 
 def described_copies(copies: Mapping[int, TiedCopy]) -> dict[str, list[list[str]]]:
-    """Return what all holders must have alike, by the number of a group."""
+    """Return the description of this rank's copies, which all holders must have alike, by the number of a group."""
     return {str(group): copy.describe() for group, copy in copies.items()}
 
 
-def require_equal_kinds(everyone: Sequence[object], names: RankNames) -> None:
+def require_equal_kinds(descriptions: Sequence[object], names: RankNames) -> None:
     """Make sure that all holders of a tied parameter have described the same kind of tensor.
 
     Raises:
         PartitionError: on every rank alike, naming the ranks and what differs.
     """
     first: dict[str, tuple[int, list[list[str]]]] = {}
-    for rank, described in enumerate(everyone):
-        for group, tensors in described.items() if isinstance(described, dict) else ():
+    for rank, rank_description in enumerate(descriptions):
+        for group, tensors in rank_description.items() if isinstance(rank_description, dict) else ():
             owner, expected = first.setdefault(group, (rank, tensors))
             _require_alike(names[owner], expected, names[rank], tensors)
 
 
-def _require_alike(owner: str, expected: list[list[str]], rank: str, found: list[list[str]]) -> None:
-    if len(expected) != len(found):
+def _require_alike(owner: str, expected: list[list[str]], rank: str, description: list[list[str]]) -> None:
+    if len(expected) != len(description):
         raise PartitionError(
-            f"{owner} holds {len(expected)} parameters and buffers of a stage, but {rank} holds {len(found)} "
+            f"{owner} holds {len(expected)} parameters and buffers of a stage, but {rank} holds {len(description)} "
             "of its copy; let a layer build the same module on every rank"
         )
-    for (name, text), (other_name, other_text) in zip(expected, found, strict=True):
+    for (name, text), (other_name, other_text) in zip(expected, description, strict=True):
         if _LAZY in (text, other_text):
             raise PartitionError(
                 f"{name!r} is {text} on {owner}, so the copy on {rank} cannot be made equal; give its layer "

@@ -25,7 +25,7 @@ _RULES = {name: RULES[name] for name in _STEP} | {
 
 
 def agree_across(
-    control: Control, own: StepProposal, agreed: AgreedStep, weight: BatchWeight, values: Sequence[int] = ()
+    control: Control, proposal: StepProposal, agreed: AgreedStep, weight: BatchWeight, values: Sequence[int] = ()
 ) -> AgreedStep:
     """Agree with the other replicas on a step that this one has `agreed` on; one small gather.
 
@@ -34,7 +34,7 @@ def agree_across(
     Raises:
         StepRefused: on every rank alike, if a replica refuses the step, or they differ.
     """
-    report = {name: getattr(own, name) for name in _STEP} | {
+    local_report = {name: getattr(proposal, name) for name in _STEP} | {
         "attempt": agreed.attempt,
         "trained": agreed.trained,
         "compilations": agreed.compilations,
@@ -44,47 +44,47 @@ def agree_across(
         "values": list(values),
         "weight": [weight.rows, weight.count, weight.num_microbatches],
     }
-    everyone = control.across(report)
-    _refuse(everyone, None)
+    reports = control.across(local_report)
+    _refuse(reports, None)
     places = control.places
     firsts = [places.replica_of(replica).start for replica in range(places.num_replicas)]
-    require_equal(everyone, control.names.select(firsts), _RULES, StepRefused)  # the first ranks stand for replicas
-    weights = [BatchWeight(*theirs["weight"]) for theirs in everyone]
-    digests = [theirs["values"] for theirs in everyone]
+    require_equal(reports, control.names.select(firsts), _RULES, StepRefused)  # the first ranks stand for replicas
+    weights = [BatchWeight(*report["weight"]) for report in reports]
+    batch_digests = [report["values"] for report in reports]
     return replace(
         agreed,
-        attempt=max(theirs["attempt"] for theirs in everyone),
-        compilations=[number for theirs in everyone for number in theirs["compilations"]],
-        job_signature=str(digest(str([theirs["signature"] for theirs in everyone]))),
+        attempt=max(report["attempt"] for report in reports),
+        compilations=[number for report in reports for number in report["compilations"]],
+        job_signature=str(digest(str([report["signature"] for report in reports]))),
         weight=BatchWeight(
-            sum(each.rows for each in weights),
-            sum(each.count for each in weights),
-            sum(each.num_microbatches for each in weights),
+            sum(batch_weight.rows for batch_weight in weights),
+            sum(batch_weight.count for batch_weight in weights),
+            sum(batch_weight.num_microbatches for batch_weight in weights),
         ),
-        most_microbatches=max(each.num_microbatches for each in weights),
-        has_equal_batches=any(digests[0]) and all(each == digests[0] for each in digests),
+        most_microbatches=max(batch_weight.num_microbatches for batch_weight in weights),
+        has_equal_batches=any(batch_digests[0]) and all(values == batch_digests[0] for values in batch_digests),
     )
 
 
-def refuse_across(control: Control, own: StepProposal, refused: StepRefused) -> NoReturn:
-    """Tell the other replicas that this one refuses the step, and raise that.
+def refuse_across(control: Control, proposal: StepProposal, refusal: StepRefused) -> NoReturn:
+    """Tell the other replicas that this one refuses the step, and raise the refusal that counts.
 
     Raises:
         StepRefused: this replica's, or the end of another's data.
     """
-    text, is_end = str(refused), isinstance(refused, EndOfData)
-    if text == own.refusal and not is_end:  # the words of this rank for itself
+    text, is_end = str(refusal), isinstance(refusal, EndOfData)
+    if text == proposal.refusal and not is_end:  # the words of this rank for itself
         text = f"{control.places.name} refuses the step: {text}"
-    _refuse(control.across({"refusal": text, "is_end": is_end, "rank": refused.rank}), refused)
-    raise refused
+    _refuse(control.across({"refusal": text, "is_end": is_end, "rank": refusal.rank}), refusal)
+    raise refusal
 
 
-def _refuse(everyone: Sequence[Mapping[str, Any]], own: StepRefused | None) -> None:
-    """Raise the refusal of a replica; the end of the data counts before others, then a replica's own."""
-    refusals = [theirs for theirs in everyone if "refusal" in theirs]
-    ends = [theirs for theirs in refusals if theirs["is_end"]]
-    if isinstance(own, EndOfData) or (own is not None and not ends):
-        raise own
+def _refuse(reports: Sequence[Mapping[str, Any]], local_refusal: StepRefused | None) -> None:
+    """Raise a refusal, if any replica refuses: first the end of the data, then this replica's, then another one's."""
+    refusals = [report for report in reports if "refusal" in report]
+    data_ends = [report for report in refusals if report["is_end"]]
+    if isinstance(local_refusal, EndOfData) or (local_refusal is not None and not data_ends):
+        raise local_refusal
     if refusals:
-        first = (ends or refusals)[0]
-        raise (EndOfData if ends else StepRefused)(first["refusal"], rank=first["rank"])
+        first = (data_ends or refusals)[0]
+        raise (EndOfData if data_ends else StepRefused)(first["refusal"], rank=first["rank"])

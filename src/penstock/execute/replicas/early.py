@@ -22,7 +22,7 @@ from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.replicas.rows import Rows
 
 OWN_ROWS = "rows_of_this_replica"
-"""Attribute of a parameter that has no memory any more: (its `Rows`, this replica's part)."""
+"""Attribute of a parameter whose memory was freed: (its `Rows`, this replica's part)."""
 
 
 class EarlyShards:
@@ -32,29 +32,29 @@ class EarlyShards:
         self._control = control
         self._device = device
 
-    def agree(self, name: str, built: nn.Module | PenstockError, *, is_apart: bool) -> nn.Module:
-        """Return a layer that all replicas have built alike; on its device and sharded, if it `is_apart` from others.
+    def agree(self, name: str, built: nn.Module | PenstockError, *, is_separate: bool) -> nn.Module:
+        """Return a layer that all replicas have built alike, on its device; sharded if it shares nothing with others.
 
         Raises:
             PenstockError: on every replica, if one has failed or they differ.
         """
-        own = _report(built, is_apart=is_apart)
-        everyone = self._control.across(own)
+        local_report = _report(built, is_separate=is_separate)
+        reports = self._control.across(local_report)
         if isinstance(built, PenstockError):
             raise built
         names = [self._control.names[index] for index in self._control.places.across]
-        for rank, theirs in zip(names, everyone, strict=True):
-            if theirs["failure"]:
-                raise ConfigError(f"{rank}: {theirs['failure']}")
-            if theirs["holds"] != everyone[0]["holds"]:
+        for rank, report in zip(names, reports, strict=True):
+            if report["failure"]:
+                raise ConfigError(f"{rank}: {report['failure']}")
+            if report["holds"] != reports[0]["holds"]:
                 raise ConfigError(
                     f"layer {name!r} holds other parameters or buffers on {rank} than on {names[0]}, in name, shape or "
                     "type; let all replicas build the same layers",
                     key="layers",
                 )
-        if all(theirs["is_apart"] for theirs in everyone):
+        if all(report["is_separate"] for report in reports):
             built.to(self._device)
-            self._shard([each for each in built.parameters() if early_rows(each) is None])
+            self._shard([parameter for parameter in built.parameters() if early_rows(parameter) is None])
         return built
 
     def _shard(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -70,15 +70,19 @@ class EarlyShards:
 
 
 def early_rows(parameter: Tensor) -> tuple[Rows, Tensor] | None:
-    """Return what is left of a parameter that was sharded when it was built: its rows, and this replica's part."""
-    found: tuple[Rows, Tensor] | None = getattr(parameter, OWN_ROWS, None)
-    return found
+    """Return the `Rows` and this replica's part of a parameter that was sharded when it was built; None for others."""
+    remainder: tuple[Rows, Tensor] | None = getattr(parameter, OWN_ROWS, None)
+    return remainder
 
 
-def _report(built: nn.Module | PenstockError, *, is_apart: bool) -> dict[str, object]:
+def _report(built: nn.Module | PenstockError, *, is_separate: bool) -> dict[str, object]:
     if isinstance(built, PenstockError):
-        return {"failure": str(built), "holds": 0, "is_apart": False}
-    named = [*built.named_parameters(), *built.named_buffers()]
-    is_apart = is_apart and not any(is_lazy(each) for _, each in named)  # refused later, with the others
-    holds = [f"{name} {'' if is_lazy(each) else tuple(each.shape)} {each.dtype}" for name, each in named]
-    return {"failure": "", "holds": digest("; ".join(holds)), "is_apart": is_apart}
+        return {"failure": str(built), "holds": 0, "is_separate": False}
+    named_tensors = [*built.named_parameters(), *built.named_buffers()]
+    is_separate = is_separate and not any(
+        is_lazy(tensor) for _, tensor in named_tensors
+    )  # refused later, with the others
+    holds = [
+        f"{name} {'' if is_lazy(tensor) else tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named_tensors
+    ]
+    return {"failure": "", "holds": digest("; ".join(holds)), "is_separate": is_separate}

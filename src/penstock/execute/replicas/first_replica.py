@@ -10,11 +10,11 @@ from penstock.execute.transport.protocol import Ticket, Transport
 from penstock.execute.values.tensors import in_pieces, local_part
 
 PIECE_BYTES = 2**24
-"""Of what a message has at most, which is held once more for as long."""
+"""The most bytes of one message; its tensors are held twice while it is under way."""
 
 
 _ALIGNMENT = 16
-"""Of each tensor in a message, so that it can be seen as its own type."""
+"""Bytes to whose multiple each tensor in a message begins, so that it can be seen as its own type."""
 
 
 class Share:
@@ -63,19 +63,19 @@ class SavedBuffers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._holders: list[tuple[nn.Module, str]] = []
-        for outer in modules:
-            state = outer.state_dict()
-            saved = {_address(each) for each in state.values() if isinstance(each, Tensor)}
-            for name, buffer in outer.named_buffers():
-                # Some wrappers, such as those for checkpointing, save it under another name.
-                if name in state or _address(buffer) in saved:
-                    path, _, own = name.rpartition(".")
-                    self._holders.append((outer.get_submodule(path), own))
+        for root in modules:
+            state = root.state_dict()
+            saved_addresses = {_address(tensor) for tensor in state.values() if isinstance(tensor, Tensor)}
+            for name, buffer in root.named_buffers():
+                # Some wrappers, such as those for checkpointing, save a buffer under another name: addresses tell.
+                if name in state or _address(buffer) in saved_addresses:
+                    path, _, buffer_name = name.rpartition(".")
+                    self._holders.append((root.get_submodule(path), buffer_name))
 
     def now(self) -> list[Tensor]:
-        """Return them as the modules hold them now."""
-        found = [getattr(module, name, None) for module, name in self._holders]
-        return [buffer for buffer in found if isinstance(buffer, Tensor)]
+        """Return the buffers that the modules hold now."""
+        buffers = [getattr(module, name, None) for module, name in self._holders]
+        return [buffer for buffer in buffers if isinstance(buffer, Tensor)]
 
 
 def _address(tensor: Tensor) -> int:

@@ -36,7 +36,7 @@ class MeshRanks:
     """The ranks of a mesh, by the numbers of torch's default group."""
 
     numbers: Sequence[Sequence[int]]
-    """[replica][place along the pipeline]"""
+    """Numbers by replica and place along the pipeline."""
 
     @property
     def num_replicas(self) -> int:
@@ -112,9 +112,9 @@ def connect_mesh(
     if isinstance(mesh, Places):
         return mesh, None
     ranks = _meet(mesh, deadline_s)
-    names, own = ranks.names(), dist.get_rank()
-    (replica,) = (index for index, row in enumerate(ranks.numbers) if own in row)
-    place = ranks.numbers[replica].index(own)
+    names, local_number = ranks.names(), dist.get_rank()
+    (replica,) = (index for index, row in enumerate(ranks.numbers) if local_number in row)
+    place = ranks.numbers[replica].index(local_number)
     pipeline_names = names.select(range(replica * ranks.num_places, (replica + 1) * ranks.num_places))
     data_names = names.select(range(place, len(names.numbers), ranks.num_places))
     group = mesh.get_group(PIPELINE) if ranks.num_places > 1 else None
@@ -153,13 +153,15 @@ def _meet(mesh: object, deadline_s: float) -> MeshRanks:
     return ranks
 
 
-def _compare(everyone: Sequence[dict[str, Any]]) -> None:
-    for rank, report in enumerate(everyone):
+def _compare(reports: Sequence[dict[str, Any]]) -> None:
+    for rank, report in enumerate(reports):
         if report["refusal"] is not None:
             raise ConfigError(f"rank {rank}: {report['refusal']}", key=MESH)
-        if report["mesh"] != everyone[0]["mesh"]:
-            one, other = (MeshRanks(each["mesh"]) for each in (everyone[0], report))
-            raise ConfigError(f"rank 0 has {one}, rank {rank} has {other}; give every rank one mesh", key=MESH)
+        if report["mesh"] != reports[0]["mesh"]:
+            first_mesh, rank_mesh = (MeshRanks(mesh_report["mesh"]) for mesh_report in (reports[0], report))
+            raise ConfigError(
+                f"rank 0 has {first_mesh}, rank {rank} has {rank_mesh}; give every rank one mesh", key=MESH
+            )
 
 
 def local_mesh(

@@ -22,12 +22,12 @@ class Rows:
 
     shape: torch.Size
     order: Order
-    """That of the dimensions in memory, the rows being outermost."""
+    """Order of the dimensions in memory, the rows being outermost."""
     num_replicas: int
 
     @classmethod
     def of(cls, parameter: Tensor, num_replicas: int) -> "Rows":
-        """Return those of a parameter. One whose rows do not lie one after another gets contiguous memory."""
+        """Return the rows of a parameter. One whose rows do not lie one after another gets contiguous memory."""
         order = memory_order(parameter)
         return cls(parameter.shape, order if order[:1] == (0,) else (), num_replicas)
 
@@ -41,7 +41,7 @@ class Rows:
 
     @property
     def per_replica(self) -> int:
-        """How many rows each replica has room for."""
+        """The number of rows that each replica has room for."""
         return -(-self.num_rows // self.num_replicas)
 
     @property
@@ -50,7 +50,7 @@ class Rows:
 
     @property
     def part_elements(self) -> int:
-        """Of the part of one replica."""
+        """The number of elements in the part of one replica."""
         return self.per_replica * self.row_elements
 
     def whole_in(self, memory: Tensor) -> Tensor:
@@ -68,17 +68,17 @@ class Rows:
         first = min(replica * self.per_replica, self.num_rows)
         return range(first, min(first + self.per_replica, self.num_rows))
 
-    def take_own(self, whole: Tensor, part: Tensor, replica: int) -> None:
+    def take_own(self, tensor: Tensor, part: Tensor, replica: int) -> None:
         """Copy a replica's rows of a whole tensor of this shape into its part."""
         rows = self.of_replica(replica)
-        self.own_in(part, replica).copy_(whole if self.is_scalar else whole[rows.start : rows.stop])
+        self.own_in(part, replica).copy_(tensor if self.is_scalar else tensor[rows.start : rows.stop])
 
-    def share_out(self, whole: Tensor, parts: Tensor) -> None:
+    def share_out(self, tensor: Tensor, parts: Tensor) -> None:
         """Copy a whole tensor of this shape into the parts of all replicas: [D, part]."""
         if self.is_scalar:
-            parts.copy_(whole.reshape(1).expand_as(parts))
+            parts.copy_(tensor.reshape(1).expand_as(parts))
             return
-        rows = stored(whole, self.order).reshape(self.num_rows, self.row_elements)
+        rows = stored(tensor, self.order).reshape(self.num_rows, self.row_elements)
         num_full, rest = divmod(self.num_rows, self.per_replica) if self.per_replica else (0, 0)
         parts[:num_full].copy_(rows[: num_full * self.per_replica].reshape(num_full, self.part_elements))
         if num_full < self.num_replicas:

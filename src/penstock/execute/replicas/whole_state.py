@@ -13,24 +13,24 @@ from penstock.execute.values.tensors import is_dtensor, is_replicated, local_par
 
 
 class WholeState(Mapping[str, Any]):
-    """A rank's state on the first replica, with whole tensors: each is read once, in order, and comes then.
+    """A rank's state on the first replica, with whole tensors: each is received when it is read, once and in order.
 
     The other replicas call `send_rows` meanwhile. A wait raises PeerLost, DeadlineExceeded.
     """
 
-    def __init__(self, own: Mapping[str, Any], data: Transport | None) -> None:
-        self._own = own
+    def __init__(self, local_state: Mapping[str, Any], data: Transport | None) -> None:
+        self._local_state = local_state
         self._data = data
 
     def __getitem__(self, name: str) -> Any:
-        value = self._own[name]
+        value = self._local_state[name]
         if self._data is None or not _is_shared_out(value):
             return local_part(value) if is_dtensor(value) else value
         rows = Rows.of(value, self._data.num_ranks)
-        own = _flat(value, rows)
-        memory = own.new_empty(rows.num_replicas * rows.part_elements)
+        local_rows = _flat(value, rows)
+        memory = local_rows.new_empty(rows.num_replicas * rows.part_elements)
         parts = memory.view(rows.num_replicas, rows.part_elements)
-        parts[0, : own.numel()] = own
+        parts[0, : local_rows.numel()] = local_rows
         for replica in range(1, rows.num_replicas):
             room = parts[replica, : len(rows.of_replica(replica)) * rows.row_elements]
             if room.numel():
@@ -38,48 +38,50 @@ class WholeState(Mapping[str, Any]):
         return rows.whole_in(memory)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._own)
+        return iter(self._local_state)
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._local_state)
 
 
-def send_rows(own: Mapping[str, Any], data: Transport) -> None:
+def send_rows(local_state: Mapping[str, Any], data: Transport) -> None:
     """Send this replica's rows of all tensors to the first one, in order. Raises: PeerLost, DeadlineExceeded."""
-    for value in own.values():
+    for value in local_state.values():
         if _is_shared_out(value):
             part = _flat(value, Rows.of(value, data.num_ranks))
             if part.numel():
                 data.wait(data.post_send(0, part))
 
 
-def deal_out(control: Control, own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill this replica's shards in `own` from what the first replica was given; return what is no shard.
+def deal_out(control: Control, local_state: Mapping[str, Any], loaded_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill this replica's shards in `local_state` from what the first replica was given; return what is no shard.
 
-    The first replica was given a whole tensor, or a shard like its own, as every replica was then. Every rank calls it.
+    The first replica has loaded a whole tensor, or every replica a shard like its own. Every rank calls this.
 
     Raises: PeerLost, DeadlineExceeded.
     """
-    shards = {name: value for name, value in own.items() if is_dtensor(value)}
-    report: dict[str, bool] = control.across({name: is_dtensor(given[name]) for name in shards if name in given})[0]
+    shards = {name: value for name, value in local_state.items() if is_dtensor(value)}
+    report: dict[str, bool] = control.across(
+        {name: is_dtensor(loaded_state[name]) for name in shards if name in loaded_state}
+    )[0]
     with torch.no_grad():
         for name, is_shard in report.items():
             shard = local_part(shards[name])
             if is_shard:
-                shard.copy_(local_part(given[name]))
+                shard.copy_(local_part(loaded_state[name]))
             else:
-                shard.copy_(_own_rows(control.places.data, shards[name], given.get(name)))
-    return {name: value for name, value in given.items() if name not in shards}
+                shard.copy_(_own_rows(control.places.data, shards[name], loaded_state.get(name)))
+    return {name: value for name, value in loaded_state.items() if name not in shards}
 
 
-def _own_rows(data: Transport | None, shard: Tensor, whole: Tensor | None) -> Tensor:
+def _own_rows(data: Transport | None, shard: Tensor, tensor: Tensor | None) -> Tensor:
     """Return this replica's rows of a tensor that the first one has."""
     replica, num_replicas = (0, 1) if data is None else (data.rank, data.num_ranks)
     rows, like = Rows.of(shard, num_replicas), local_part(shard)
     parts = like.new_empty(num_replicas if replica == 0 else 1, rows.part_elements)
     if replica == 0:
-        assert whole is not None
-        rows.share_out(whole.detach().to(like), parts)
+        assert tensor is not None
+        rows.share_out(tensor.detach().to(like), parts)
     if data is not None and parts.numel():
         if replica == 0:
             tickets = [data.post_send(peer, parts[peer]) for peer in range(1, num_replicas)]

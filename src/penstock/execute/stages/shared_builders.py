@@ -57,8 +57,8 @@ def build_early(early: EarlyShards) -> Build:
             built = build_layer(layer, name)
         except PenstockError as error:
             built = error
-        is_apart = not isinstance(layer, nn.Module) and not _may_share(layer)
-        return early.agree(name, built, is_apart=is_apart)
+        is_separate = not isinstance(layer, nn.Module) and not _may_share(layer)
+        return early.agree(name, built, is_separate=is_separate)
 
     return build
 

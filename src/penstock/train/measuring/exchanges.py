@@ -27,7 +27,7 @@ from penstock.execute.observing.clock import ask, reply
 from penstock.execute.parameters.gradient_store import dense_gradient, drop_gradients
 from penstock.execute.parameters.layout import Launched
 from penstock.execute.rank_parameters import Unit
-from penstock.execute.replicas.lane import ReplicaLane
+from penstock.execute.replicas.exchanges import ReplicaExchanges
 from penstock.execute.transport.protocol import Transport
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
@@ -217,7 +217,7 @@ def _seconds(control: Control, launch: Callable[[], Any], device: torch.device) 
 
 def _measure_link(control: Control, data: Transport, device: torch.device) -> list[float]:
     """Return the shortest seconds of a gather of small and of large parts."""
-    lane = ReplicaLane(data)
+    lane = ReplicaExchanges(data)
 
     def gather(part: torch.Tensor) -> Launched:
         return Launched(lane, lane.gather([part], lambda wholes: None))

@@ -6,7 +6,7 @@ from weakref import ref
 import pytest
 import torch
 
-from penstock.execute.replicas.lane import SMALL_BYTES, ReplicaLane
+from penstock.execute.replicas.exchanges import SMALL_BYTES, ReplicaExchanges
 from penstock.execute.transport import LocalTransport
 from tests.local_pipelines import error_of, on_ranks, values
 
@@ -31,8 +31,8 @@ class Counted:
         self._transport.wait(ticket, limit_s)
 
 
-def buffer_of(lane, own):
-    buffer = lane.room_for(own.numel(), own)
+def buffer_of(exchanges, own):
+    buffer = exchanges.buffer_for(own.numel(), own)
     buffer[: own.numel()] = own
     return buffer
 
@@ -43,9 +43,9 @@ def test_every_replica_has_the_bits_of_the_sum_in_their_order(num_replicas, num_
     own = [values(seed, num_elements) for seed in range(num_replicas)]
 
     def case(transport):
-        lane = ReplicaLane(transport)
-        buffer = buffer_of(lane, own[transport.rank])
-        lane.complete(lane.sum([buffer], lambda sums: None))
+        exchanges = ReplicaExchanges(transport)
+        buffer = buffer_of(exchanges, own[transport.rank])
+        exchanges.complete(exchanges.sum([buffer], lambda sums: None))
         return buffer
 
     expected = own[0].clone()
@@ -60,9 +60,9 @@ def test_every_replica_has_the_bits_of_the_sum_in_their_order(num_replicas, num_
 def test_a_rank_sends_its_part_of_the_bytes_twice(num_replicas):
     def case(transport):
         counted = Counted(transport)
-        lane = ReplicaLane(counted)
-        buffer = buffer_of(lane, values(transport.rank, 4001))
-        lane.complete(lane.sum([buffer], lambda sums: None))
+        exchanges = ReplicaExchanges(counted)
+        buffer = buffer_of(exchanges, values(transport.rank, 4001))
+        exchanges.complete(exchanges.sum([buffer], lambda sums: None))
         return counted
 
     for counted in on_ranks(num_replicas, case):
@@ -75,14 +75,14 @@ def test_several_are_under_way_and_nothing_is_waited_for_when_one_is_launched():
 
     def case(transport):
         counted = Counted(transport)
-        lane = ReplicaLane(counted)
-        buffers = [buffer_of(lane, each) for each in own[transport.rank]]
-        launched = [lane.sum([buffer], lambda sums: None) for buffer in buffers]
+        exchanges = ReplicaExchanges(counted)
+        buffers = [buffer_of(exchanges, each) for each in own[transport.rank]]
+        launched = [exchanges.sum([buffer], lambda sums: None) for buffer in buffers]
         assert (counted.num_waits, counted.num_sends) == (0, 3)
-        lane.complete(launched.pop(0))
+        exchanges.complete(launched.pop(0))
         assert counted.num_sends == 6  # the sums of all are under way before any is waited for
         for each in reversed(launched):
-            lane.complete(each)
+            exchanges.complete(each)
         return buffers
 
     for buffers in on_ranks(2, case):
@@ -92,11 +92,11 @@ def test_several_are_under_way_and_nothing_is_waited_for_when_one_is_launched():
 
 def test_what_was_launched_before_a_failure_is_forgotten():
     first, other = LocalTransport.create(2, 0.1)
-    lane, theirs = ReplicaLane(first), ReplicaLane(other)
-    left = lane.sum([torch.ones(2)], lambda sums: None)
-    assert "deadline" in str(error_of(lane.complete, left))
+    exchanges, theirs = ReplicaExchanges(first), ReplicaExchanges(other)
+    left = exchanges.sum([torch.ones(2)], lambda sums: None)
+    assert "deadline" in str(error_of(exchanges.complete, left))
 
-    lane.forget()
+    exchanges.forget()
     other.deadline_s = first.deadline_s = 5.0
     other.abort()
     on_ranks_of([first, other], lambda transport: transport.recover())
@@ -106,7 +106,7 @@ def test_what_was_launched_before_a_failure_is_forgotten():
         own, buffer = pair
         own.complete(own.sum([buffer], lambda sums: None))
 
-    on_ranks_of(list(zip((lane, theirs), buffers, strict=True)), case)
+    on_ranks_of(list(zip((exchanges, theirs), buffers, strict=True)), case)
 
     assert [buffer.tolist() for buffer in buffers] == [[5.0, 5.0]] * 2
 
@@ -121,15 +121,15 @@ def test_an_exchange_that_is_over_holds_no_buffer_and_a_large_one_is_not_kept(nu
     """Whoever launched it may hold it; the buffer of a gather between two has twice as many elements of 4 bytes."""
 
     def case(transport):
-        lane, buffers = ReplicaLane(transport), []
-        gather = lane.gather([torch.ones(num_elements)], lambda wholes: buffers.append(ref(wholes[0])))
-        lane.complete(gather)
+        exchanges, buffers = ReplicaExchanges(transport), []
+        gather = exchanges.gather([torch.ones(num_elements)], lambda wholes: buffers.append(ref(wholes[0])))
+        exchanges.complete(gather)
         kept = buffers[0]() is not None
-        lane._kept.clear()
-        scatter = lane.scatter(
-            [lane.room_for(2 * num_elements, torch.ones(()))], lambda parts: buffers.append(ref(parts[0]._base))
+        exchanges._spare_buffers.clear()
+        scatter = exchanges.scatter(
+            [exchanges.buffer_for(2 * num_elements, torch.ones(()))], lambda parts: buffers.append(ref(parts[0]._base))
         )
-        lane.complete(scatter)
+        exchanges.complete(scatter)
         return kept, buffers[1]() is not None, gather, scatter
 
     for kept_gather, kept_sum, *_ in on_ranks(2, case):
@@ -137,18 +137,18 @@ def test_an_exchange_that_is_over_holds_no_buffer_and_a_large_one_is_not_kept(nu
 
 
 def test_buffers_are_kept_for_the_next_step_up_to_a_limit(monkeypatch):
-    lane = ReplicaLane(LocalTransport.create(2)[0])
-    buffer = lane.room_for(5, torch.ones(()))
+    exchanges = ReplicaExchanges(LocalTransport.create(2)[0])
+    buffer = exchanges.buffer_for(5, torch.ones(()))
     buffer.fill_(7)
-    lane.keep(buffer)
+    exchanges.keep(buffer)
 
-    assert lane.room_for(5, torch.ones((), dtype=torch.float64)) is not buffer
-    again = lane.room_for(5, torch.ones(()))
+    assert exchanges.buffer_for(5, torch.ones((), dtype=torch.float64)) is not buffer
+    again = exchanges.buffer_for(5, torch.ones(()))
     assert again is buffer
     assert again[5:].tolist() == [0.0]
 
-    monkeypatch.setattr("penstock.execute.replicas.lane.KEPT_BYTES", 4 * 6)
-    lane.keep(again)
-    lane.keep(torch.zeros(6))
-    assert lane.room_for(5, torch.ones(())) is again
-    assert lane.room_for(5, torch.ones(())) is not again
+    monkeypatch.setattr("penstock.execute.replicas.exchanges.KEPT_BYTES", 4 * 6)
+    exchanges.keep(again)
+    exchanges.keep(torch.zeros(6))
+    assert exchanges.buffer_for(5, torch.ones(())) is again
+    assert exchanges.buffer_for(5, torch.ones(())) is not again
