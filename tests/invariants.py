@@ -101,7 +101,7 @@ class Invariants(Observer):
             return {key for key, value in step.carried.items() if value is not None}
         if self._keys is None:
             return set(step.values)
-        keys = {"saved": self._keys.kept, "received": self._keys.messages, "made": self._keys.made}[column]
+        keys = {"saved": self._keys.activations, "received": self._keys.messages, "made": self._keys.results}[column]
         start = keys.start - (self._keys.first_row if column == "made" else 0)
         may_be_none = column == "saved"
         # What is no key at all counts as made.

@@ -94,14 +94,16 @@ class Plan:
         """Build this rank's layers."""
         built = build_own(self.layers, self.layer_names, self._own, build)
         if self.schedule.num_slices > 1:
-            _require_slices(built.own, self.layer_names)
-        self.built, self.shared_parameters = built.own, built.shared
+            _require_slices(built.local_layers, self.layer_names)
+        self.built, self.shared_parameters = built.local_layers, built.shared
         placement = self.schedule.placement
         rank_of_layer = [
             placement.rank_of_stage[stage] for stage in placement.routes[0] for _ in self.layers_of_stage[stage]
         ]
         own = dict.fromkeys(self._own)
-        self.shared_buffers = shared_buffers({**built.seen, **built.own}, own, self.layer_names, rank_of_layer)
+        self.shared_buffers = shared_buffers(
+            {**built.remote_layers, **built.local_layers}, own, self.layer_names, rank_of_layer
+        )
         return self
 
     def setup(self) -> SharedSettings:

@@ -13,13 +13,13 @@ def test_kinds_of_values_have_keys_apart_and_results_one_a_row():
     keys = Keys(PROGRAM, 1)
     first, end = PROGRAM.offsets[1:3]
 
-    assert keys.kept.start == 0
-    assert (keys.kept.stop, keys.messages.stop) == (keys.messages.start, keys.made.start)
-    assert len(keys.made) == end - first
+    assert keys.activations.start == 0
+    assert (keys.activations.stop, keys.messages.stop) == (keys.messages.start, keys.results.start)
+    assert len(keys.results) == end - first
     for row in range(first, end):
-        assert keys.made_by(row) in keys.made
+        assert keys.result_of(row) in keys.results
         if IS_COMPUTE[PROGRAM.op[row]]:
-            assert keys.kept_by(row) in keys.kept
+            assert keys.activation_of(row) in keys.activations
         if IS_RECEIVE[PROGRAM.op[row]]:
             assert keys.message_of(row) in keys.messages
 
@@ -27,21 +27,21 @@ def test_kinds_of_values_have_keys_apart_and_results_one_a_row():
 def test_a_backward_has_the_key_of_its_forward():
     keys = Keys(PROGRAM, 0)
 
-    assert keys.kept_by(row_of(PROGRAM, "0F1")) == keys.kept_by(row_of(PROGRAM, "0B1"))
-    assert keys.kept_by(row_of(PROGRAM, "0F0")) != keys.kept_by(row_of(PROGRAM, "0F1"))
+    assert keys.activation_of(row_of(PROGRAM, "0F1")) == keys.activation_of(row_of(PROGRAM, "0B1"))
+    assert keys.activation_of(row_of(PROGRAM, "0F0")) != keys.activation_of(row_of(PROGRAM, "0F1"))
 
 
 def test_a_key_is_named_by_the_last_instruction_that_filled_it():
     keys = Keys(PROGRAM, 1)
     forward, receive = row_of(PROGRAM, "1F2", 1), row_of(PROGRAM, "1RECV_F2", 1)
 
-    assert keys.name(keys.kept_by(forward)) == "saved activation of 1F2"
+    assert keys.name(keys.activation_of(forward)) == "saved activation of 1F2"
     assert keys.name(keys.message_of(receive)) == "received message of 1RECV_F2"
-    assert keys.name(keys.made_by(forward)) == "result of 1F2"
+    assert keys.name(keys.result_of(forward)) == "result of 1F2"
     assert keys.name(99) == "value 99"
 
 
 def test_without_forwards_and_messages_there_are_no_such_keys():
     keys = Keys(lower(build("1f1b", ranks=1, microbatches=1)), 0)
 
-    assert (len(keys.kept), len(keys.messages)) == (1, 0)
+    assert (len(keys.activations), len(keys.messages)) == (1, 0)

@@ -25,7 +25,7 @@ def sent(text, rank, value, *, at=None):
     said = []
     context = context_of(PROGRAM, rank, said, row_of=None if at is None else lambda peer: at)
     step, row = step_for(context), row_of(PROGRAM, text, rank)
-    step.values[context.keys.made_by(context.rows.source[row])] = value
+    step.values[context.keys.result_of(context.rows.source[row])] = value
     [bound] = HANDLERS[PROGRAM.op[row]](context, row)
     bound.call(step)
     assert step.values == {}

@@ -27,8 +27,8 @@ def test_a_forward_of_the_batch_saves_and_puts_its_outputs_out():
     bound.call(step)
 
     assert said[0] == ("forward", (1, 0), ("data 1.0",), {"mask": 1})
-    assert step.values[context.keys.kept_by(row)] == "saved"
-    assert step.values[context.keys.made_by(row)].value == "outputs"
+    assert step.values[context.keys.activation_of(row)] == "saved"
+    assert step.values[context.keys.result_of(row)].value == "outputs"
 
 
 def test_a_forward_of_a_message_waits_for_it_in_a_call_of_its_own():
@@ -44,7 +44,7 @@ def test_a_forward_of_a_message_waits_for_it_in_a_call_of_its_own():
     compute.call(step)
 
     assert said[-1] == ("forward", (0, 0), ("take_tree",), {"mask": 0})
-    assert step.values == {context.keys.kept_by(row_of(program, "1F0", 1)): "saved"}  # a last stage sends nothing
+    assert step.values == {context.keys.activation_of(row_of(program, "1F0", 1)): "saved"}  # a last stage sends nothing
 
 
 LOCAL = lower(drawn(Placement.explicit([0, 0]), "0F0 1F0 1B0 0B0"))
@@ -121,7 +121,7 @@ def test_a_forward_that_runs_again_keeps_its_inputs_and_another_its_activation()
         if rank:
             step.values[context.keys.message_of(row_of(program, "1RECV_F0", 1))] = "inputs"
         call.call(step)
-        assert step.values[context.keys.kept_by(row)] == kept
+        assert step.values[context.keys.activation_of(row)] == kept
 
 
 def test_a_forward_of_an_evaluation_keeps_nothing():
@@ -148,11 +148,11 @@ def test_a_backward_makes_gradients_and_frees_its_activation_but_for_what_weight
     program, said = lower(build(family, ranks=2, microbatches=2)), []
     context = context_of(program, 1, said)
     step, row = step_for(context), row_of(program, text, 1)
-    step.values[context.keys.kept_by(row)] = "saved"
+    step.values[context.keys.activation_of(row)] = "saved"
 
     run_calls(handler(context, row), step)
 
-    expected = {context.keys.kept_by(row): kept, context.keys.made_by(row): made}
+    expected = {context.keys.activation_of(row): kept, context.keys.result_of(row): made}
     assert said == [call]
     assert step.values == {key: value for key, value in expected.items() if value is not None}
 
@@ -162,7 +162,7 @@ def test_a_message_that_has_come_is_taken_once_and_releases_what_has_arrived():
     context = context_of(program, 0, said)
     step, receive, row = step_for(context), row_of(program, "0RECV_B1"), row_of(program, "0B1")
     step.values[context.keys.message_of(receive)] = "posted"
-    step.values[context.keys.kept_by(row)] = "saved"
+    step.values[context.keys.activation_of(row)] = "saved"
 
     wait, compute = backward(context, row)
     wait.call(step)
@@ -183,11 +183,11 @@ def test_a_recomputation_puts_the_activation_in_the_place_of_the_checkpoint():
     context = context_of(program)
     context.recomputations[0] = Again()
     step, row = step_for(context), row_of(program, "0R1")
-    step.values[context.keys.kept_by(row)] = "checkpoint"
+    step.values[context.keys.activation_of(row)] = "checkpoint"
 
     run_calls(recompute(context, row), step)
 
-    assert step.values == {context.keys.kept_by(row): ((1, 0), "checkpoint")}
+    assert step.values == {context.keys.activation_of(row): ((1, 0), "checkpoint")}
 
 
 ROWS = 4

@@ -59,7 +59,7 @@ class Slices:
 
     def left(self, part):
         """What a slice of microbatch 0 left."""
-        return self.saved[0, part].parts[0].left[0]
+        return self.saved[0, part].parts[0].carried_out[0]
 
 
 def whole(inputs, gradient):

@@ -147,7 +147,7 @@ def test_builders_of_other_ranks_are_left_alone_where_the_own_refer_to_nothing()
 
     assert calls == ["2", "1"]
     assert list(built.shared) == []
-    assert list(built.own) == [2, 1]
+    assert list(built.local_layers) == [2, 1]
 
 
 SHARED = nn.Parameter(torch.zeros(2, 2))

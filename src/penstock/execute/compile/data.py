@@ -26,19 +26,19 @@ def rows_that_take_data(program: Program, rows: range, stages: Mapping[int, Stag
 
 def with_data_calls(bounds: Sequence[Bound], needs: Mapping[int, int]) -> list[Bound]:
     """Return a rank's calls with those for its data; `needs` gives, per row that takes data, its microbatch."""
-    first, last = _uses(bounds, needs)
-    pulls = _pulls(bounds, first)
-    arrivals = {position: microbatch for microbatch, position in first.items()}
-    releases = {position: microbatch for microbatch, position in last.items()}
-    found: list[Bound] = []
+    first_uses, last_uses = _uses(bounds, needs)
+    pulls = _pulls(bounds, first_uses)
+    arrivals = {position: microbatch for microbatch, position in first_uses.items()}
+    releases = {position: microbatch for microbatch, position in last_uses.items()}
+    all_bounds: list[Bound] = []
     for position, bound in enumerate(bounds):
-        found += [Bound(bound.row, partial(_pull, microbatch)) for microbatch in pulls.get(position, ())]
+        all_bounds += [Bound(bound.row, partial(_pull, microbatch)) for microbatch in pulls.get(position, ())]
         if position in arrivals:
-            found.append(Bound(bound.row, partial(_arrive, arrivals[position])))
-        found.append(bound)
+            all_bounds.append(Bound(bound.row, partial(_arrive, arrivals[position])))
+        all_bounds.append(bound)
         if position in releases:
-            found.append(Bound(bound.row, partial(_release, releases[position])))
-    return found
+            all_bounds.append(Bound(bound.row, partial(_release, releases[position])))
+    return all_bounds
 
 
 def _pull(microbatch: int, step: Step) -> None:
@@ -57,26 +57,26 @@ def _release(microbatch: int, step: Step) -> None:
 
 
 def _uses(bounds: Sequence[Bound], needs: Mapping[int, int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Per microbatch, the first and the last call of a row that takes its data."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    """Return the positions of the first and the last call of rows that take a microbatch's data, by microbatch."""
+    first_uses: dict[int, int] = {}
+    last_uses: dict[int, int] = {}
     for position, bound in enumerate(bounds):
         if bound.row in needs:
-            first.setdefault(needs[bound.row], position)
-            last[needs[bound.row]] = position
-    return first, last
+            first_uses.setdefault(needs[bound.row], position)
+            last_uses[needs[bound.row]] = position
+    return first_uses, last_uses
 
 
-def _pulls(bounds: Sequence[Bound], first: Mapping[int, int]) -> dict[int, list[int]]:
-    """Before which call which microbatches are pulled."""
+def _pulls(bounds: Sequence[Bound], first_uses: Mapping[int, int]) -> dict[int, list[int]]:
+    """Return the microbatches that are pulled before a call, by the position of the call."""
     pulls: dict[int, list[int]] = {}
-    used = -1
-    for microbatch, position in first.items():
-        # The first wait since the last use: there the rank would stand still anyway.
-        waits = (at for at in range(used + 1, position) if bounds[at].awaits is not None)
+    last_used = -1
+    for microbatch, position in first_uses.items():
+        # The pull comes at the first wait since the last use: there the rank would stand still anyway.
+        waits = (index for index in range(last_used + 1, position) if bounds[index].awaits is not None)
         pulls.setdefault(next(waits, position), []).append(microbatch)
-        # The whole row: its first call may be the wait before it.
-        used = position
-        while used + 1 < len(bounds) and bounds[used + 1].row == bounds[position].row:
-            used += 1
+        # The use ends with the last call of its row: the first one may be the wait before it.
+        last_used = position
+        while last_used + 1 < len(bounds) and bounds[last_used + 1].row == bounds[position].row:
+            last_used += 1
     return pulls

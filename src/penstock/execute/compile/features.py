@@ -48,7 +48,7 @@ def compose_stages(
 def _features(
     program: Program, stage: Stage, skips: StageSkips | None, randomness: Randomness, copied: Copied | None
 ) -> Iterator[StageFeature]:
-    """The features of a stage, outermost first: their order is that of autograd's roots."""
+    """Yield the features of a stage, outermost first: their order is that of autograd's roots."""
     if copied is not None:
         yield lambda step, place: OutlivingPart(copied)
     if places := offloaded_places(program, stage.index):

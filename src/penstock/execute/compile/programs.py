@@ -11,7 +11,9 @@ from penstock.execute.ops.rows import RankRows
 from penstock.execute.overlap import overlapping
 from penstock.execute.parameters.sharded import Sharded
 from penstock.execute.session import Session
+from penstock.execute.stages.passes import StagePasses
 from penstock.execute.stages.randomness import Randomness, default_generators
+from penstock.execute.step import Change
 from penstock.execute.transport.messages import Messenger
 from penstock.ir.program import Program
 
@@ -54,28 +56,35 @@ class CompiledPrograms:
         return str(self._active.instruction(int(first) + row)) if row < end - first else ""
 
     def _compile(self, program: Program) -> CompiledProgram:
-        session = self._session
-        options, places, parameters = session.options, session.places, session.parameters
-        randomness = Randomness(
-            options.seed,
-            default_generators(session.device),
-            places.replica * session.schedule.num_microbatches,
-            self._longest_wait_s,
-        )
-        rank, assembly = places.pipeline.rank, session.assembly
-        units = parameters.unit_of.items()
-        stores = {stage: unit.gradients for stage, unit in units}
-        copied = {stage: unit.layout.copied for stage, unit in units if isinstance(unit.layout, Sharded)}
+        session, rank = self._session, self._session.places.pipeline.rank
         context = CompileContext(
             program,
             rank,
             RankRows.of(program, rank),
-            compose_stages(program, assembly.stages, assembly.skips, randomness, stores, copied),
+            self._stage_passes(program),
             self._messenger,
-            parameters,
-            places.within_replica(session.board.row_of),
+            session.parameters,
+            session.places.within_replica(session.board.row_of),
         )
-        hook, note = options.overlap, session.board.note
-        first = int(program.offsets[rank])
-        changes = [] if hook is None else [overlapping(program, hook, session.device, lambda row: note(row - first))]
-        return compile_program(context, self._observers, changes)
+        return compile_program(context, self._observers, self._changes(program, int(program.offsets[rank])))
+
+    def _stage_passes(self, program: Program) -> dict[int, StagePasses]:
+        """Return how this rank's stages run in a program."""
+        session, units = self._session, self._session.parameters.unit_of.items()
+        randomness = Randomness(
+            session.options.seed,
+            default_generators(session.device),
+            session.places.replica * session.schedule.num_microbatches,
+            self._longest_wait_s,
+        )
+        stores = {stage: unit.gradients for stage, unit in units}
+        copied = {stage: unit.layout.copied for stage, unit in units if isinstance(unit.layout, Sharded)}
+        assembly = session.assembly
+        return compose_stages(program, assembly.stages, assembly.skips, randomness, stores, copied)
+
+    def _changes(self, program: Program, first_row: int) -> list[Change]:
+        """Return the change of calls that the user's hook for overlapped pairs asks for, if any."""
+        hook, note = self._session.options.overlap, self._session.board.note
+        if hook is None:
+            return []
+        return [overlapping(program, hook, self._session.device, lambda row: note(row - first_row))]

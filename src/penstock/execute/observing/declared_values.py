@@ -89,13 +89,13 @@ class Declared:
         elif self._receive[row] != NONE:
             freed_keys.add(keys.message_of(int(self._receive[row])))
         elif self._source[row] != NONE and MESSAGES.keys() & frees:
-            freed_keys.add(keys.made_by(int(self._source[row])))
+            freed_keys.add(keys.result_of(int(self._source[row])))
         if KEPT & frees:
-            freed_keys.add(keys.kept_by(row))
+            freed_keys.add(keys.activation_of(row))
         if self._keeps[row] != NOTHING or (KEPT & makes and not operation.begins_keeping):
-            left_keys.add(keys.kept_by(row))
+            left_keys.add(keys.activation_of(row))
         for value in MESSAGES.keys() & makes:
             send, _ = MESSAGES[value]
             if stages_at(program.placement, peer_at(send))[program.stage[row]] != NONE:
-                left_keys.add(keys.made_by(row))
+                left_keys.add(keys.result_of(row))
         return freed_keys, left_keys

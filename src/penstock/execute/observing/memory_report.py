@@ -104,7 +104,7 @@ class MemoryWatch(Observer):
     def around(self, program: Program, bound: Bound) -> Around:
         instruction, is_wait = program.instruction(bound.row), bound.awaits is not None
         self._keys = self._keys or Keys(program, int(program.rank_of_row[bound.row]))
-        activation_key = self._keys.kept_by(bound.row)
+        activation_key = self._keys.activation_of(bound.row)
         if RUNS_FORWARD[instruction.op] and not is_wait:
             return partial(self._watching_forward, instruction.stage, activation_key)
         runs_autograd = RUNS_AUTOGRAD[instruction.op] and not is_wait
@@ -181,7 +181,7 @@ class MemoryWatch(Observer):
     def _sample(self, step: Step) -> RankMemory:
         """Count every storage once, under the first of the columns that holds it."""
         counter, keys = StorageCounter(), self._keys
-        key_ranges = [range(0)] * 3 if keys is None else [keys.kept, keys.messages, keys.made]
+        key_ranges = [range(0)] * 3 if keys is None else [keys.activations, keys.messages, keys.results]
         activations, messages, outputs = (
             {key: value for key, value in step.values.items() if key in key_range} for key_range in key_ranges
         )

@@ -15,7 +15,7 @@ from penstock.execute.transport.messages import Messenger
 from penstock.ir.program import Program
 
 RowOf = Callable[[int], int]
-"""How far another rank is in a step: the row that it is at, from 0."""
+"""Returns the row that another rank is at in a step, counted from its first row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,11 +26,11 @@ class CompileContext:
     rank: int
     rows: RankRows
     passes: Mapping[int, StagePasses]
-    """By index, the stages of this rank."""
+    """The stages of this rank, as this program runs them, by index."""
     messenger: Messenger
     parameters: RankParameters
     row_of: RowOf | None = None
-    """None where nobody notes how far the ranks are."""
+    """Says how far a rank is; None where nobody notes it."""
     keys: Keys = field(init=False)
     recomputations: dict[int, Recomputation] = field(init=False, default_factory=dict)
 

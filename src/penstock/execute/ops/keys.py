@@ -22,16 +22,16 @@ class Keys:
         self._program, self.first_row = program, first
         num_kept = self._num_slots(BEGINS_KEEPING, end)
         num_messages = self._num_slots(IS_RECEIVE, end)
-        self.kept = range(num_kept)
+        self.activations = range(num_kept)
         self.messages = range(num_kept, num_kept + num_messages)
-        self.made = range(self.messages.stop, self.messages.stop + end - first)
+        self.results = range(self.messages.stop, self.messages.stop + end - first)
 
     def _num_slots(self, flags: Flags, end: int) -> int:
         rows = slice(self.first_row, end)
         slots = self._program.slot[rows][flags[self._program.op[rows]]].tolist()
         return 1 + max(slots, default=-1)
 
-    def kept_by(self, row: int) -> int:
+    def activation_of(self, row: int) -> int:
         """Return the key of what the forward of a row's stage, microbatch and slice keeps."""
         return int(self._program.slot[row])
 
@@ -39,23 +39,23 @@ class Keys:
         """Return the key of what a receive brings."""
         return self.messages.start + int(self._program.slot[receive])
 
-    def made_by(self, row: int) -> int:
+    def result_of(self, row: int) -> int:
         """Return the key of what a row makes."""
-        return self.made.start + row - self.first_row
+        return self.results.start + row - self.first_row
 
     def name(self, key: int) -> str:
         """Say what a key stands for, by the instruction that left it there."""
-        if key in self.kept:
+        if key in self.activations:
             return f"saved activation of {self._last_user(BEGINS_KEEPING, key)}"
         if key in self.messages:
             return f"received message of {self._last_user(IS_RECEIVE, key - self.messages.start)}"
-        if key in self.made:
-            return f"result of {self._program.instruction(self.first_row + key - self.made.start)}"
+        if key in self.results:
+            return f"result of {self._program.instruction(self.first_row + key - self.results.start)}"
         return f"value {key}"
 
     def _last_user(self, flags: Flags, slot: int) -> str:
         """The last row that takes a slot."""
-        program, end = self._program, self.first_row + len(self.made)
+        program, end = self._program, self.first_row + len(self.results)
         rows = self.first_row + np.flatnonzero(
             flags[program.op[self.first_row : end]] & (program.slot[self.first_row : end] == slot)
         )

@@ -12,12 +12,12 @@ from penstock.execute.transport.messages import Incoming
 def send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle SEND_F: send a stage's outputs, unless they were changed in place since."""
     peer, key, source = context.peer(row), context.key(row), context.rows.source[row]
-    made, action = context.keys.made_by(source), context.text(source)
+    result_key, action = context.keys.result_of(source), context.text(source)
     send = context.messenger.sender.send_forward
     release_arrived = _release_arrived(context, peer)
 
     def send_outputs(step: Step) -> None:
-        send(peer, key, step.values.pop(made).checked(action))
+        send(peer, key, step.values.pop(result_key).checked(action))
         release_arrived()  # after the send, which must not wait for it
 
     yield Bound(row, send_outputs)
@@ -26,12 +26,12 @@ def send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
 def send_backward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle SEND_B: send the gradients of a stage's inputs."""
     peer, key, source = context.peer(row), context.key(row), context.rows.source[row]
-    made = context.keys.made_by(source)
+    result_key = context.keys.result_of(source)
     send = context.messenger.sender.send_backward
     release_arrived = _release_arrived(context, peer)
 
     def send_gradients(step: Step) -> None:
-        send(peer, step.values.pop(made), key)
+        send(peer, step.values.pop(result_key), key)
         release_arrived()
 
     yield Bound(row, send_gradients)

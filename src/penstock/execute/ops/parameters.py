@@ -27,7 +27,7 @@ def unshard(context: CompileContext, row: int) -> Iterator[Bound]:
 
 
 def reshard(context: CompileContext, row: int) -> Iterator[Bound]:
-    """Handle RESHARD: they lie in parts again, as their layout has it."""
+    """Handle RESHARD: the parameters of a stage lie in parts again, as their layout has it."""
     drop = _layout_of(context, row).reshard
     yield Bound(row, lambda step: drop())
 
@@ -73,27 +73,27 @@ def optimizer_step(context: CompileContext, row: int) -> Iterator[Bound]:
 
 
 def awaited_of(context: CompileContext) -> Mapping[int, list[int]]:
-    """Return, per row of the rank that waits, the rows that launched what it waits for; most layouts launch none.
+    """Return the rows that launch an exchange, by the row of the rank that waits for it; most layouts launch none.
 
-    The reductions that no row waits for are waited for behind the last row.
+    The end of the program, `rows.stop`, waits for the reductions that no row waits for.
     """
     if not any(unit.layout.launches for unit in context.parameters.unit_of.values()):
         return {}
     program, rows = context.program, context.rows.rows
-    awaited = reductions_of_row(program, context.rank)
-    known = {launched for own in awaited.values() for launched in own}
+    launches_by_row = reductions_of_row(program, context.rank)
+    awaited_rows = {launch_row for rows_of_wait in launches_by_row.values() for launch_row in rows_of_wait}
     gathers = gather_of_row(program)
     for row in rows:
         if gathers[row] != NONE:
-            awaited.setdefault(row, []).append(int(gathers[row]))
-    awaited[rows.stop] = [row for row in rows if REDUCES_REPLICAS[program.op[row]] and row not in known]
-    return awaited
+            launches_by_row.setdefault(row, []).append(int(gathers[row]))
+    launches_by_row[rows.stop] = [row for row in rows if REDUCES_REPLICAS[program.op[row]] and row not in awaited_rows]
+    return launches_by_row
 
 
-def waits_for_launched(context: CompileContext, row: int, awaited: Mapping[int, list[int]]) -> Iterator[Bound]:
+def waits_for_launched(context: CompileContext, row: int, launches_by_row: Mapping[int, list[int]]) -> Iterator[Bound]:
     """Make the waits of a row, each a call of its own; those behind the last row belong to that one."""
-    for launched in awaited.get(row, ()):
-        yield Bound(min(row, context.rows.rows[-1]), partial(Step.wait_for, row=launched), launched)
+    for launch_row in launches_by_row.get(row, ()):
+        yield Bound(min(row, context.rows.rows[-1]), partial(Step.wait_for, row=launch_row), launch_row)
 
 
 def _layout_of(context: CompileContext, row: int) -> ParameterLayout:
@@ -102,7 +102,7 @@ def _layout_of(context: CompileContext, row: int) -> ParameterLayout:
 
 def _is_last(context: CompileContext, row: int) -> bool:
     program, passes = context.program, context.passes
-    behind = slice(row + 1, context.rows.rows.stop)
-    later = program.stage[behind][program.op[behind] == program.op[row]].tolist()
-    own = passes[int(program.stage[row])].stage.modules
-    return all(passes[stage].stage.modules != own for stage in later)
+    later_rows = slice(row + 1, context.rows.rows.stop)
+    later_stages = program.stage[later_rows][program.op[later_rows] == program.op[row]].tolist()
+    modules = passes[int(program.stage[row])].stage.modules
+    return all(passes[stage].stage.modules != modules for stage in later_stages)

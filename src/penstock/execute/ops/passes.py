@@ -20,7 +20,7 @@ from penstock.ir.keeps import NOTHING
 from penstock.ir.operations import Value
 
 Take = Callable[[Step], Any]
-"""Gets what a row works on."""
+"""Returns the inputs or gradients that a row works on."""
 
 
 def forward(context: CompileContext, row: int) -> Iterator[Bound]:
@@ -28,7 +28,7 @@ def forward(context: CompileContext, row: int) -> Iterator[Bound]:
     value, place = context.rows.keeps[row], context.place(row)
     run = (context.recomputation_of if value == Value.CHECKPOINT else context.passes_of)(row).forward
     microbatch, index = place
-    kept, made = context.keys.kept_by(row), context.keys.made_by(row)
+    activation_key, result_key = context.keys.activation_of(row), context.keys.result_of(row)
     take, key, action = _take_inputs(context, row), context.key(row), context.text(row)
     note_outputs = context.messenger.layouts.note_outputs
     is_last = context.program.placement.next_stage[key[0]] == NONE
@@ -37,10 +37,10 @@ def forward(context: CompileContext, row: int) -> Iterator[Bound]:
         if value == NOTHING:
             outputs, _ = run(step, place, take(step), step.slices[microbatch][index].kwargs)
         else:
-            outputs, step.values[kept] = run(step, place, take(step), step.slices[microbatch][index].kwargs)
+            outputs, step.values[activation_key] = run(step, place, take(step), step.slices[microbatch][index].kwargs)
         if not is_last:
             note_outputs(key, outputs, action)
-            step.values[made] = VersionGuard.detached(outputs)
+            step.values[result_key] = VersionGuard.detached(outputs)
 
     yield from wait_for_message(context, row, context.messenger.receiver.take_tree)
     yield Bound(row, run_forward)
@@ -49,24 +49,24 @@ def forward(context: CompileContext, row: int) -> Iterator[Bound]:
 def recompute(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle R: run a forward again; its activation takes the place of the inputs that the first run kept."""
     run = context.recomputation_of(row).run_again
-    place, kept = context.place(row), context.keys.kept_by(row)
+    place, activation_key = context.place(row), context.keys.activation_of(row)
 
     def run_again(step: Step) -> None:
-        step.values[kept] = run(step, place, step.values[kept])
+        step.values[activation_key] = run(step, place, step.values[activation_key])
 
     yield Bound(row, run_again)
 
 
 def backward(context: CompileContext, row: int) -> Iterator[Bound]:
-    """Handle B."""
+    """Handle B: run a whole backward."""
     run = context.passes_of(row).backward
     take, is_first = _take_gradients(context, row), _is_first(context, row)
-    kept, made = context.keys.kept_by(row), context.keys.made_by(row)
+    activation_key, result_key = context.keys.activation_of(row), context.keys.result_of(row)
 
     def run_backward(step: Step) -> None:
-        gradients = run(step.values.pop(kept), take(step))
+        gradients = run(step.values.pop(activation_key), take(step))
         if not is_first:
-            step.values[made] = gradients
+            step.values[result_key] = gradients
 
     yield from wait_for_message(context, row, context.messenger.receiver.take_gradients)
     yield Bound(row, run_backward)
@@ -76,12 +76,12 @@ def backward_input(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle I: the part of a backward that computes the gradients of inputs."""
     run = context.passes_of(row).backward_input
     take, is_first = _take_gradients(context, row), _is_first(context, row)
-    kept, made = context.keys.kept_by(row), context.keys.made_by(row)
+    activation_key, result_key = context.keys.activation_of(row), context.keys.result_of(row)
 
     def run_backward_input(step: Step) -> None:
-        gradients, step.values[kept] = run(step.values.pop(kept), take(step))
+        gradients, step.values[activation_key] = run(step.values.pop(activation_key), take(step))
         if not is_first:
-            step.values[made] = gradients
+            step.values[result_key] = gradients
 
     yield from wait_for_message(context, row, context.messenger.receiver.take_gradients)
     yield Bound(row, run_backward_input)
@@ -89,20 +89,20 @@ def backward_input(context: CompileContext, row: int) -> Iterator[Bound]:
 
 def weight(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle W: the part of a backward that computes the gradients of weights, from what I has left."""
-    run, kept = context.passes_of(row).gradients.add, context.keys.kept_by(row)
-    yield Bound(row, lambda step: run(step.values.pop(kept)))
+    run, activation_key = context.passes_of(row).gradients.add, context.keys.activation_of(row)
+    yield Bound(row, lambda step: run(step.values.pop(activation_key)))
 
 
 def offload(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle OFFLOAD: what a forward keeps goes to the memory of the host, at once: a device waits for its copies."""
-    kept = context.keys.kept_by(row)
-    yield Bound(row, lambda step: movable(step.values[kept]).offload(step.values[kept]))
+    activation_key = context.keys.activation_of(row)
+    yield Bound(row, lambda step: movable(step.values[activation_key]).offload(step.values[activation_key]))
 
 
 def reload(context: CompileContext, row: int) -> Iterator[Bound]:
-    """Handle RELOAD: it comes back, likewise, before it is read."""
-    kept = context.keys.kept_by(row)
-    yield Bound(row, lambda step: movable(step.values[kept]).reload())
+    """Handle RELOAD: what was offloaded comes back to the device before it is read."""
+    activation_key = context.keys.activation_of(row)
+    yield Bound(row, lambda step: movable(step.values[activation_key]).reload())
 
 
 def wait_for_message(context: CompileContext, row: int, take: Callable[[Incoming], Any]) -> Iterator[Bound]:
@@ -132,8 +132,8 @@ def _take_inputs(context: CompileContext, row: int) -> Take:
     if source == NONE:
         microbatch, index = context.place(row)
         return lambda step: step.slices[microbatch][index].args
-    action, made = context.text(source), context.keys.made_by(source)
-    return lambda step: (step.values.pop(made).checked(action),)
+    action, result_key = context.text(source), context.keys.result_of(source)
+    return lambda step: (step.values.pop(result_key).checked(action),)
 
 
 def _take_gradients(context: CompileContext, row: int) -> Take:
@@ -141,8 +141,8 @@ def _take_gradients(context: CompileContext, row: int) -> Take:
     receive, source = context.rows.awaits[row], context.rows.source[row]
     if receive == source == NONE:
         return lambda step: ()  # a last stage begins at its loss
-    # Taken out as it is read: else it would live as long as the step, not as its stage needs it.
-    key = context.keys.message_of(receive) if receive != NONE else context.keys.made_by(source)
+    # The gradients leave `step.values` as they are read: else they would live as long as the step.
+    key = context.keys.message_of(receive) if receive != NONE else context.keys.result_of(source)
     return lambda step: step.values.pop(key)
 
 

@@ -33,81 +33,83 @@ class RankRows:
 
     rows: range
     source: Mapping[int, int]
-    """Per row, the row of this rank that it gets its data from, else NONE."""
+    """The row of this rank that a row gets its data from, by row; NONE where there is none."""
     awaits: Mapping[int, int]
-    """Per row, the receive whose message it awaits, else NONE."""
+    """The receive whose message a row awaits, by row; NONE where there is none."""
     keeps: Mapping[int, int]
-    """Per row, the `Value` that it begins to keep for a backward, else 0."""
+    """The `Value` that a row begins to keep for a backward, by row; 0 where it keeps none."""
     arrived: Mapping[int, tuple[int, int]]
-    """Per receive: its peer, and how many messages to that peer have arrived for certain once this one is here."""
+    """The peer of a receive, and how many messages to that peer have arrived once the received one is here, by
+    receive."""
     used: Mapping[int, list[int]]
-    """Per peer, for each message to it in order: the peer's row, from 0, after which it has arrived."""
+    """The peer's rows, from 0, after which the messages to it have arrived, in their order, by peer."""
 
     @classmethod
     def of(cls, program: Program, rank: int) -> "RankRows":
         """Look at a rank's rows."""
         first, end = program.offsets[rank : rank + 2].tolist()
         nearby = _rows_nearby(program, rank)
-        part = program.select(nearby)  # numbers of rows in `part` are not those of the program: `shift` apart
-        before = predecessors(part)[:, 0]
+        part = program.select(nearby)  # its rows have numbers of their own: `shift` less than in the program
+        producers = predecessors(part)[:, 0]
         own_first, own_end = part.offsets[rank : rank + 2].tolist()
-        own, shift = before[own_first:own_end], first - own_first
-        awaited = receive_of_row(part, before)[own_first:own_end]
-        is_local = (own >= own_first) & (own < own_end)
+        local_producers, shift = producers[own_first:own_end], first - own_first
+        awaited = receive_of_row(part, producers)[own_first:own_end]
+        is_local = (local_producers >= own_first) & (local_producers < own_end)
         rows = range(first, end)
         return cls(
             rows,
-            dict(zip(rows, np.where(is_local, own + shift, NONE).tolist(), strict=True)),
+            dict(zip(rows, np.where(is_local, local_producers + shift, NONE).tolist(), strict=True)),
             dict(zip(rows, np.where(awaited == NONE, NONE, awaited + shift).tolist(), strict=True)),
             dict(zip(rows, keeps(program, slice(first, end)).tolist(), strict=True)),
-            {row + shift: found for row, found in arrived_before(part, before, rank).items()},
-            used_after(part, before, rank),
+            {row + shift: arrivals for row, arrivals in arrived_before(part, producers, rank).items()},
+            used_after(part, producers, rank),
         )
 
 
 def _rows_nearby(program: Program, rank: int) -> NDArray[np.intp]:
-    """The rows of a rank and of those that it has messages with, in order."""
+    """Return the rows of a rank and of those that it has messages with, in order."""
     rows = slice(*program.offsets[rank : rank + 2])
     stages = np.unique(program.peer[rows][IS_MESSAGE[program.op[rows]]])
     ranks = {rank, *(program.placement.rank_of_stage[stage] for stage in stages.tolist())}
-    return np.concatenate([np.arange(*program.offsets[each : each + 2], dtype=np.intp) for each in sorted(ranks)])
+    rows_of_ranks = [np.arange(*program.offsets[peer : peer + 2], dtype=np.intp) for peer in sorted(ranks)]
+    return np.concatenate(rows_of_ranks)
 
 
-def arrived_before(program: Program, before: Before, rank: int) -> dict[int, tuple[int, int]]:
-    """Per receive of a rank: its peer, and how many of the rank's sends to that peer have arrived once it is here."""
+def arrived_before(program: Program, producers: Before, rank: int) -> dict[int, tuple[int, int]]:
+    """Return each receive's peer, and how many of the rank's sends to that peer have arrived once it is here."""
     first, end = program.offsets[rank : rank + 2].tolist()
     receives = first + np.flatnonzero(IS_RECEIVE[program.op[first:end]])
     peers = np.array(program.placement.rank_of_stage)[program.peer[receives]]
-    used = _used(program, before, rank)
+    used = _used(program, producers, rank)
     counts = np.zeros(len(receives), np.int64)
     for peer, rows in used.items():
-        counts[peers == peer] = np.searchsorted(rows, before[receives[peers == peer]])
+        counts[peers == peer] = np.searchsorted(rows, producers[receives[peers == peer]])
     return dict(zip(receives.tolist(), zip(peers.tolist(), counts.tolist(), strict=True), strict=True))
 
 
-def used_after(program: Program, before: Before, rank: int) -> dict[int, list[int]]:
-    """Per peer, for each send of a rank to it: the peer's row, from 0, after which the message has arrived."""
-    return {peer: (rows - program.offsets[peer]).tolist() for peer, rows in _used(program, before, rank).items()}
+def used_after(program: Program, producers: Before, rank: int) -> dict[int, list[int]]:
+    """Return the peer's rows, from 0, after which the rank's messages to it have arrived, in their order, by peer."""
+    return {peer: (rows - program.offsets[peer]).tolist() for peer, rows in _used(program, producers, rank).items()}
 
 
-def _used(program: Program, before: Before, rank: int) -> dict[int, NDArray[np.int64]]:
-    """Per peer, for each send of a rank to it, the row after which it and all sends before it have been used."""
+def _used(program: Program, producers: Before, rank: int) -> dict[int, NDArray[np.int64]]:
+    """Return the rows after which a rank's sends to a peer, and all sends before each, have been used, by peer."""
     first, end = program.offsets[rank : rank + 2].tolist()
     sends = first + np.flatnonzero(IS_SEND[program.op[first:end]])
-    consumer = _consumers(program, before)[sends]
+    consumer = _consumers(program, producers)[sends]
     peers = np.array(program.placement.rank_of_stage)[program.peer[sends]]
-    # On a channel messages arrive in order: a message has, once those before it are used too.
+    # Messages of a channel arrive in order, so a message has been used for certain only with all those before it.
     return {peer: np.maximum.accumulate(consumer[peers == peer]) for peer in np.unique(peers).tolist()}
 
 
-def _consumers(program: Program, before: Before) -> NDArray[np.int64]:
+def _consumers(program: Program, producers: Before) -> NDArray[np.int64]:
     """[num_rows] per send, the row that computes with its message; the number of rows where none does."""
     # send <- receive <- computation: two steps back along the first predecessor of each row.
-    received = receive_of_row(program, before)
+    received = receive_of_row(program, producers)
     computes = np.flatnonzero(received != NONE)
     reader = np.full(program.num_rows, program.num_rows, np.int64)
     reader[received[computes]] = computes
-    receives = np.flatnonzero(IS_RECEIVE[program.op] & (before != NONE))
+    receives = np.flatnonzero(IS_RECEIVE[program.op] & (producers != NONE))
     consumer = np.full(program.num_rows, program.num_rows, np.int64)
-    consumer[before[receives]] = reader[receives]
+    consumer[producers[receives]] = reader[receives]
     return consumer

@@ -6,6 +6,7 @@ parameter, and where routes run copies of one stage on different ranks.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -32,10 +33,10 @@ class Assembly:
     tied_groups: tuple[tuple[int, ...], ...]
     """Per parameter or stage that several ranks hold, one stage of each, the owner's first; the same on all ranks."""
     tied_copies: dict[int, TiedCopy]
-    """Per index of a group that this rank belongs to, its copy."""
+    """The copy of each group that this rank belongs to, by the group's index."""
     owner_names: Mapping[str, str]
-    """Of names under which this rank holds parameters that belong to another name: that name, or the first of all
-    ranks' names for it, which its owner may list under yet another one."""
+    """The owner's name of each parameter that this rank holds under another one, by this rank's name. Where this rank
+    does not hold the owner's layer, it is the first of all names in the group."""
     skips: Mapping[int, StageSkips] = field(default_factory=dict)
     """By index of a stage, the skips that its layers hold or that go past it, if any."""
     shared_buffers: Sequence[tuple[str, str]] = ()
@@ -52,13 +53,13 @@ class Assembly:
 
     def early_weights(self) -> dict[int, ImmediateWeights]:
         """Return, per stage of this rank whose backwards are split, the weight gradients that I computes."""
-        found = {stage.index: stage.split_planner.immediate for stage in self.stages}
-        return {index: immediate for index, immediate in found.items() if immediate is not None}
+        immediate_by_stage = {stage.index: stage.split_planner.immediate for stage in self.stages}
+        return {index: immediate for index, immediate in immediate_by_stage.items() if immediate is not None}
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's parameters in the order of the unsplit model, each once and under its first name there."""
         stages = sorted(self.stages, key=lambda stage: stage.first_layer)
-        return distinct(named for stage in stages for named in stage.named_parameters())
+        return distinct(chain.from_iterable(stage.named_parameters() for stage in stages))
 
 
 def assemble(
@@ -86,44 +87,45 @@ def assemble(
         PartitionError: if a layer is neither a module nor builds one, or a tie names an unknown layer or parameter.
     """
     names = names or layer_names(layers)
-    here: dict[str, nn.Module] = {}
+    built_layers: dict[str, nn.Module] = {}
     stages = []
-    copied = _copied_layers(layers, placement, layers_of_stage, rank) if shares_modules else set()
-    memory: dict[int, Any] = {}  # one for all deep copies, so that what shares a parameter goes on sharing it
+    copied_indices = _copied_layers(layers, placement, layers_of_stage, rank) if shares_modules else set()
+    copy_memory: dict[int, Any] = {}  # one for all deep copies, so that what shares a parameter goes on sharing it
     for stage in placement.stages_of_rank[rank]:
         for index in layers_of_stage[stage]:
-            if names[index] not in here:
+            if names[index] not in built_layers:
                 layer = built.get(index, layers[index])
-                module = build_layer(layer, names[index], memory if index in copied else None)
-                here[names[index]] = module.to(device)
-        own = {names[index]: here[names[index]] for index in layers_of_stage[stage]}
-        stages.append(Stage(stage, own, layers_of_stage[stage].start))
+                module = build_layer(layer, names[index], copy_memory if index in copied_indices else None)
+                built_layers[names[index]] = module.to(device)
+        stage_layers = {names[index]: built_layers[names[index]] for index in layers_of_stage[stage]}
+        stages.append(Stage(stage, stage_layers, layers_of_stage[stage].start))
     stages_of_layer: dict[str, list[int]] = {}
     for stage in (stage for route in placement.routes for stage in route):
         for index in layers_of_stage[stage]:
             stages_of_layer.setdefault(names[index], []).append(stage)
     groups = _tied_names(layers, names, _homes(layers, names), tied)
-    return _Ties(stages_of_layer, placement, rank, here).assembly(stages, groups)
+    return _Ties(stages_of_layer, placement, rank, built_layers).assembly(stages, groups)
 
 
 def _copied_layers(
     layers: Sequence[Layer], placement: Placement, layers_of_stage: Sequence[range], rank: int
 ) -> set[int]:
-    """Which layers a rank must copy, since another rank, a thread of the same process, uses them in place.
+    """Return the indices of the layers that a rank must copy, since another thread of the process uses them in place.
 
     Those are the layers whose first copy is another rank's, and those that share a parameter with one.
     """
-    rank_of: dict[int, int] = {}  # by id of a parameter, the rank that uses it in place: the first stage's that has it
-    copied = set()
+    # The rank that uses a parameter in place, by the id of the parameter: the rank of the first stage that has it.
+    rank_by_parameter: dict[int, int] = {}
+    copied_indices = set()
     for stage in placement.routes[0]:
         owner = placement.rank_of_stage[stage]
         for index in layers_of_stage[stage]:
             layer = layers[index]
             parameters = layer.parameters() if isinstance(layer, nn.Module) else ()
-            owners = {rank_of.setdefault(id(parameter), owner) for parameter in parameters}
+            owners = {rank_by_parameter.setdefault(id(parameter), owner) for parameter in parameters}
             if isinstance(layer, nn.Module) and owners | {owner} != {rank}:
-                copied.add(index)
-    return copied
+                copied_indices.add(index)
+    return copied_indices
 
 
 def with_skips(
@@ -140,64 +142,64 @@ def with_skips(
         arriving = open_at(own_layers.start, holders)
         leaving = open_at(own_layers.stop, holders)
         skips[stage.index] = StageSkips(stage.modules, arriving, leaving, f"stage {stage.index}")
-    return replace(assembly, skips={index: found for index, found in skips.items() if not found.is_empty})
+    return replace(assembly, skips={index: skip for index, skip in skips.items() if not skip.is_empty})
 
 
 def _homes(layers: Sequence[Layer], names: Sequence[str]) -> dict[str, str]:
-    """The layer of each parameter that layers with full names are known to hold, whose names do not tell it."""
+    """Return the layer of each parameter that a layer with full names holds: its prefix does not tell the layer."""
     homes: dict[str, str] = {}
     for name, layer in zip(names, layers, strict=True):
         if getattr(layer, "has_full_names", False) is True:
-            own = (pair[0] for pair in own_ties(layer))
-            known = layer.named_parameters(remove_duplicate=False) if isinstance(layer, nn.Module) else ()
-            homes |= dict.fromkeys([*own, *(full for full, _ in known)], name)
+            tied_names = (pair[0] for pair in own_ties(layer))
+            params = layer.named_parameters(remove_duplicate=False) if isinstance(layer, nn.Module) else ()
+            homes |= dict.fromkeys([*tied_names, *(full for full, _ in params)], name)
     return homes
 
 
 def _tied_names(
     layers: Sequence[Layer], names: Sequence[str], homes: Mapping[str, str], tied: Iterable[tuple[str, str]]
 ) -> list[dict[str, str]]:
-    """Groups of parameter names that mean one parameter, each with its layer; the first layer's name comes first."""
+    """Return the groups of names that mean one parameter, each name with its layer, in the order of the layers."""
     pairs = list(tied)
     for name, layer in zip(names, layers, strict=True):
-        pairs += [(full_name(name, layer, own), other) for own, other in own_ties(layer)]
+        pairs += [(full_name(name, layer, local_name), tied_name) for local_name, tied_name in own_ties(layer)]
     pairs += _shared_objects(layers, names)
     groups: list[set[str]] = []
     for pair in pairs:
-        touching = [group for group in groups if group & set(pair)]  # a pair may join groups that were apart so far
+        touching = [group for group in groups if group & set(pair)]  # a pair may join groups
         groups = [group for group in groups if group not in touching] + [set(pair).union(*touching)]
     position = {name: index for index, name in enumerate(names)}
     layers_of_groups = [{full: _layer_of(full, names, homes) for full in group} for group in groups]
     return [
-        {full: found[full] for full in sorted(found, key=lambda full: (position[found[full]], full))}
-        for found in layers_of_groups
+        dict(sorted(layer_by_name.items(), key=lambda item: (position[item[1]], item[0])))
+        for layer_by_name in layers_of_groups
     ]
 
 
 def _shared_objects(layers: Sequence[Layer], names: Sequence[str]) -> list[tuple[str, str]]:
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     pairs = []
     for name, layer in zip(names, layers, strict=True):
         if not isinstance(layer, nn.Module):
             continue
         for full, parameter in named_parameters(name, layer):
-            known = first.setdefault(id(parameter), full)
-            if known != full:
-                pairs.append((known, full))
+            first_name = first_names.setdefault(id(parameter), full)
+            if first_name != full:
+                pairs.append((first_name, full))
     return pairs
 
 
-def _layer_of(full: str, names: Sequence[str], homes: Mapping[str, str]) -> str:
-    """The layer that a parameter's full name belongs to."""
-    if full in homes:
-        return homes[full]
-    found = [name for name in names if full.startswith(f"{name}.")]
-    if not found:
+def _layer_of(parameter_name: str, names: Sequence[str], homes: Mapping[str, str]) -> str:
+    """Return the layer that a parameter's full name belongs to."""
+    if parameter_name in homes:
+        return homes[parameter_name]
+    matching_layers = [name for name in names if parameter_name.startswith(f"{name}.")]
+    if not matching_layers:
         raise PartitionError(
-            f"a tied parameter is named {full!r}, but no layer has that prefix; the layers are "
-            f"{', '.join(names)}.{nearest(full.split('.')[0], names)}"
+            f"a tied parameter is named {parameter_name!r}, but no layer has that prefix; the layers are "
+            f"{', '.join(names)}.{nearest(parameter_name.split('.')[0], names)}"
         )
-    return max(found, key=len)
+    return max(matching_layers, key=len)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,18 +220,18 @@ class _Ties:
         # Every rank walks all groups in one order, also those that it has no part of: the number of a group in
         # `tied_groups` is what programs name it by.
         for group in groups:
-            here = {name: layer for name, layer in group.items() if layer in self.layers}
-            parameter = self._share(here)
-            listed = {layer: self._listed_name(layer, parameter) for layer in here.values()}
+            local_group = {name: layer for name, layer in group.items() if layer in self.layers}
+            parameter = self._share(local_group)
+            listed_names = {layer: self._listed_name(layer, parameter) for layer in local_group.values()}
             (first_name, first_layer), *_ = group.items()
-            owner = listed.get(first_layer, first_name)
-            owner_names |= dict.fromkeys([*here, *listed.values()], owner)
-            owner_names.pop(listed.get(first_layer, ""), None)
+            owner = listed_names.get(first_layer, first_name)
+            owner_names |= dict.fromkeys([*local_group, *listed_names.values()], owner)
+            owner_names.pop(listed_names.get(first_layer, ""), None)
             holders = self._holders(stage for layer in group.values() for stage in self.stages_of_layer[layer])
             if len(holders) < 2:
                 continue  # one object on one rank: autograd adds up its uses by itself
             if parameter is not None:
-                copies[len(tied_groups)] = TiedCopy({next(iter(here)): parameter}, list(holders))
+                copies[len(tied_groups)] = TiedCopy({next(iter(local_group)): parameter}, list(holders))
             tied_groups.append(tuple(holders.values()))
         for copies_of_stage in zip(*self.placement.routes, strict=True):
             holders = self._holders(copies_of_stage)
@@ -242,11 +244,11 @@ class _Ties:
         return Assembly(stages, tuple(tied_groups), copies, owner_names)
 
     def _listed_name(self, layer: str, parameter: nn.Parameter | None) -> str:
-        """The name under which a layer lists a parameter that it may hold twice."""
-        return next(full for full, found in named_parameters(layer, self.layers[layer]) if found is parameter)
+        """Return the name under which a layer lists a parameter that it may hold twice."""
+        return next(name for name, listed in named_parameters(layer, self.layers[layer]) if listed is parameter)
 
     def _holders(self, stages: Iterable[int]) -> dict[int, int]:
-        """One stage per rank, in the order of first use."""
+        """Return one of some stages per rank that holds any, by rank, in the order of the stages."""
         holders: dict[int, int] = {}
         for stage in stages:
             holders.setdefault(self.placement.rank_of_stage[stage], stage)
@@ -257,17 +259,17 @@ class _Ties:
         if not layer_of:
             return None
         first_name, *names = layer_of
-        first = self._parameter(first_name, layer_of[first_name])
-        _require_whole(first_name, first)
+        shared = self._parameter(first_name, layer_of[first_name])
+        _require_whole(first_name, shared)
         for name in names:
-            other = self._parameter(name, layer_of[name])
-            if other.shape != first.shape:
+            parameter = self._parameter(name, layer_of[name])
+            if parameter.shape != shared.shape:
                 raise PartitionError(
-                    f"{first_name!r} {tuple(first.shape)} and {name!r} {tuple(other.shape)} are tied but "
+                    f"{first_name!r} {tuple(shared.shape)} and {name!r} {tuple(parameter.shape)} are tied but "
                     "differ in shape; tie parameters of one shape"
                 )
-            _replace(name, self.layers[layer_of[name]], other, first)
-        return first
+            _replace(name, self.layers[layer_of[name]], parameter, shared)
+        return shared
 
     def _parameter(self, name: str, layer: str) -> nn.Parameter:
         parameter = dict(named_parameters(layer, self.layers[layer], remove_duplicate=False)).get(name)
@@ -285,15 +287,15 @@ def _replace(name: str, layer: nn.Module, old: nn.Parameter, new: nn.Parameter) 
             "register them on the parameter of the first layer"
         )
     for module in layer.modules():
-        for own, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        for parameter_name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter is old:
-                setattr(module, own, new)
+                setattr(module, parameter_name, new)
 
 
-def _copy_of_stage(stage: Stage, others: Iterable[TiedCopy], ranks: Sequence[int]) -> TiedCopy:
-    """All of a stage as a copy, but for the parameters that are reduced with others already."""
-    reduced = {id(parameter) for other in others for parameter in other.parameters.values()}
-    parameters = {name: parameter for name, parameter in stage.named_parameters() if id(parameter) not in reduced}
+def _copy_of_stage(stage: Stage, tied_copies: Iterable[TiedCopy], ranks: Sequence[int]) -> TiedCopy:
+    """Return a whole stage as a copy, without the parameters that other copies reduce already."""
+    reduced_ids = {id(parameter) for tied_copy in tied_copies for parameter in tied_copy.parameters.values()}
+    parameters = {name: parameter for name, parameter in stage.named_parameters() if id(parameter) not in reduced_ids}
     for name, parameter in parameters.items():
         _require_whole(name, parameter)
     return TiedCopy(parameters, ranks, list(stage.layers.values()))

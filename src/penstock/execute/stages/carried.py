@@ -43,11 +43,11 @@ class CarriedOut:
     """A value that a slice left in one module."""
 
     value: Any
-    """Detached; None as soon as no later slice can take it."""
+    """The detached value; None as soon as no later slice can take it."""
     edges: list[GradientEdge]
-    """Where the gradients of its tensors that need one enter the slice's graph."""
+    """The edges at which the gradients of its tensors enter the slice's graph."""
     gradients: list[Tensor] = field(default_factory=list)
-    """One per edge: the sum over the later slices whose backward has run; empty before the first."""
+    """One gradient per edge: the sum over the later slices whose backward has run; empty before the first."""
 
     def add_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Add the gradients from one later slice."""
@@ -57,7 +57,8 @@ class CarriedOut:
 
 
 Latest = list[CarriedOut | None]
-"""Per module, what the slices of one microbatch have left last; `Step.carried` has it until the last slice has run."""
+"""The latest value of each module that a slice of one microbatch has left; `Step.carried` has them until the last slice
+has run."""
 
 
 def begin_slice(
@@ -85,17 +86,17 @@ class CarryPart(ForwardPart):
         self._is_last = is_last
         self._runs_again = False
         self._sources = list(latest)
-        """Per module, what its value comes from, if anything."""
+        """The value of an earlier slice that each module takes; None where it takes none."""
         self._values = [None if source is None else source.value for source in latest]
         self._leaves = list(map(needing_gradient, self._values))
-        self._taken = VersionGuard.of(self._values)
-        self._found: list[Any] = []
-        self.left: list[CarriedOut | None] = []
-        """Per module, what this slice left."""
+        self._input_guard = VersionGuard.of(self._values)
+        self._end_values: list[Any] = []
+        self.carried_out: list[CarriedOut | None] = []
+        """The value that this slice left for later ones in each module; None where it left nothing new."""
 
     @contextmanager
     def around_forward(self) -> Iterator[None]:
-        if self._runs_again and self._taken.is_changed:
+        if self._runs_again and self._input_guard.is_changed:
             raise PipelineError(
                 "a value that a layer carried from slice to slice was changed in place, so that its recomputation "
                 "would begin with a later one. Let the layer make a new tensor, as in offset = offset + length, or "
@@ -105,19 +106,21 @@ class CarryPart(ForwardPart):
         try:
             yield
         finally:
-            self._found = self._end()
+            self._end_values = self._end()
 
     def leave(self, outputs: Any) -> Any:
         """Put what this slice left in the place of what was there, of which only the gradients are still needed."""
-        found, self._found = self._found, []
+        values, self._end_values = self._end_values, []
         if self._runs_again:
-            for left, value in zip(self.left, found, strict=True):
-                if left is not None:
-                    left.edges = _edges_of(value)  # the gradients of later slices enter the graph that was made now
+            for carried_out, value in zip(self.carried_out, values, strict=True):
+                if carried_out is not None:  # the gradients of later slices enter the graph that was made now
+                    carried_out.edges = _edges_of(value)
             return outputs
-        found = found if self._copied is None else list(map(self._copied, found))
-        self.left = [None if value is None else CarriedOut(as_graph_leaves(value), _edges_of(value)) for value in found]
-        for index, (new, old) in enumerate(zip(self.left, self._latest, strict=True)):
+        values = values if self._copied is None else list(map(self._copied, values))
+        self.carried_out = [
+            None if value is None else CarriedOut(as_graph_leaves(value), _edges_of(value)) for value in values
+        ]
+        for index, (new, old) in enumerate(zip(self.carried_out, self._latest, strict=True)):
             # No later slice takes the old value now, and the slices that took it hold it themselves. From here on `old`
             # only collects the gradients that they send back.
             if old is not None and (self._is_last or new is not None):
@@ -130,8 +133,8 @@ class CarryPart(ForwardPart):
         return [leaf for leaves in self._leaves for leaf in leaves]
 
     def roots(self) -> Roots:
-        left = [each for each in self.left if each is not None and each.gradients]
-        return [edge for each in left for edge in each.edges], [g for each in left for g in each.gradients]
+        roots = [out for out in self.carried_out if out is not None and out.gradients]
+        return [edge for out in roots for edge in out.edges], [grad for out in roots for grad in out.gradients]
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
@@ -142,7 +145,7 @@ class CarryPart(ForwardPart):
             self._end()
 
     def take_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Give the gradients of what this slice took to those that left it."""
+        """Add the gradients of the values that this slice took to the slices that left them."""
         remaining = iter(gradients)
         for source, leaves in zip(self._sources, self._leaves, strict=True):
             if source is not None:
@@ -152,7 +155,8 @@ class CarryPart(ForwardPart):
         """Return the part for the same slice: it takes what it took, and what it leaves is there already."""
         part = copy(self)
         part._runs_again = True
-        # Leaves of its own: a hook that a layer registered on one in the first run would be called by its backward too.
+        # The second run has leaves of its own: its backward would call hooks that a layer has registered on the first
+        # run's leaves.
         part._values = list(map(as_graph_leaves, self._values))
         part._leaves = list(map(needing_gradient, part._values))
         return part
@@ -177,10 +181,12 @@ def refuse_layers_that_look_back(stages: Sequence[Stage], kinds: tuple[type[nn.M
         ConfigError: naming a layer.
     """
     layers = [(name, layer) for stage in stages for name, layer in stage.layers.items()]
-    found = [f"{name!r} ({type(each).__name__})" for name, layer in layers for each in _looking_back(layer, kinds)]
-    if found:
+    refused = [
+        f"{name!r} ({type(module).__name__})" for name, layer in layers for module in _looking_back(layer, kinds)
+    ]
+    if refused:
         raise ConfigError(
-            f"the schedule cuts sequences into slices, but layer {found[0]} looks back over the sequence and carries "
+            f"the schedule cuts sequences into slices, but layer {refused[0]} looks back over the sequence and carries "
             "nothing from slice to slice, so its gradients would be wrong; hold it in a module that keeps its keys and "
             "values, or its state, in a ps.Carry, or use a schedule with 1 slice",
             key="schedule",
@@ -194,7 +200,7 @@ def _looking_back(
     is_carrying = any(has_methods(child, Carrying) for child in module.children())
     if isinstance(module, kinds) and not (is_carrying or is_carried):
         yield module
-    # a list does not call what it holds
+    # A list does not call the modules that it holds: whoever calls them may carry for them.
     reaches = is_carrying or (is_carried and isinstance(module, _LISTS))
     for child in module.children():
         yield from _looking_back(child, kinds, is_carried=reaches)

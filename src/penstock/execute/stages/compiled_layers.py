@@ -25,10 +25,10 @@ def without_wrappers(layer: T) -> T | nn.Module:
         return layer
     for module in layer.modules():
         for name, child in module.named_children():
-            if (found := unwrapped(child)) is not None and name != WRAPPED:
-                setattr(module, name, _in_place(*found))
-    found = unwrapped(layer)
-    return layer if found is None else _in_place(*found)
+            if (module_and_compiler := unwrapped(child)) is not None and name != WRAPPED:
+                setattr(module, name, _compiled_in_place(*module_and_compiler))
+    module_and_compiler = unwrapped(layer)
+    return layer if module_and_compiler is None else _compiled_in_place(*module_and_compiler)
 
 
 def compile_layers(stages: Iterable[Stage], name: bool | str) -> None:
@@ -44,11 +44,11 @@ def compile_layers(stages: Iterable[Stage], name: bool | str) -> None:
     compiler: Any = partial(torch.compile, backend=find_backend(name))
     for layer in (layer for stage in stages for layer in stage.modules):
         module = layer.module if isinstance(layer, DistributedDataParallel) else layer
-        for each in getattr(module, "working_modules", [module]):
-            if not is_compiled(each):
-                compile_module(each, compiler)
+        for working_module in getattr(module, "working_modules", [module]):
+            if not is_compiled(working_module):
+                compile_module(working_module, compiler)
 
 
-def _in_place(module: nn.Module, compiler: Any) -> nn.Module:
+def _compiled_in_place(module: nn.Module, compiler: Any) -> nn.Module:
     compile_module(module, compiler)
     return module

@@ -15,11 +15,11 @@ from penstock.execute.stages.wrappers import reshard
 def evaluating(stages: Sequence[Stage]) -> Iterator[None]:
     """Put the layers of some stages into evaluation mode, and every module of theirs back into its own afterwards.
 
-    All by `train()`, in which a layer may do more than set its flag, such as merge its adapters into its weights.
+    `train()` sets every mode: in it a layer may do more than set its flag, such as merge adapters into its weights.
     """
     places = {layer: layer_place(name, layer) for stage in stages for name, layer in stage.layers.items()}
-    # A module before its submodules, whose mode its own train() sets too: a user may have frozen some of them, such as
-    # a BatchNorm. One that several modules share comes after each of them.
+    # A module comes before its submodules, whose modes its train() sets too: a user may have frozen some of them, such
+    # as a BatchNorm. A module that several share comes after each of them.
     modes = [
         (module, module.training, place)
         for layer, place in places.items()

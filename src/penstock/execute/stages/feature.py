@@ -24,7 +24,7 @@ BeforeLayer = Callable[[int], None]
 Copied = Callable[[Any], Any]
 """Returns a value with copies of its tensors that lie in gathered weights."""
 Roots = tuple[list[GradientEdge], list[Tensor]]
-"""Outputs of a graph, and the gradient of each."""
+"""The edges of a graph's outputs, and the gradient of each."""
 
 
 class ForwardPart:

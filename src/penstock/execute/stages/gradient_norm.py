@@ -15,17 +15,18 @@ Gather = Callable[[object], list[Any]]
 
 
 def norms_of(
-    named: Sequence[tuple[str, Tensor]], norm_type: float = 2.0, across: Gather | None = None
+    named_tensors: Sequence[tuple[str, Tensor]], norm_type: float = 2.0, across: Gather | None = None
 ) -> dict[str, float]:
     """Return the norm of each of some tensors, computed in float64; `across` is that of `clip_gradients`."""
-    parts = [local_part(tensor) if across else tensor for _, tensor in named]
+    parts = [local_part(tensor) if across else tensor for _, tensor in named_tensors]
     norms = [torch.linalg.vector_norm(_values(part), norm_type, dtype=torch.float64) for part in parts]
     # all norms are under way before they are waited for, once
     values = torch.stack([_whole(norm) for norm in norms]).tolist() if norms else []
-    own = {name: norm for (name, _), norm in zip(named, values, strict=True)}
+    local_norms = {name: norm for (name, _), norm in zip(named_tensors, values, strict=True)}
     if across is None:
-        return own
-    return _over_replicas(across, own, {name for name, tensor in named if is_replicated(tensor)}, norm_type)
+        return local_norms
+    replicated = {name for name, tensor in named_tensors if is_replicated(tensor)}
+    return _over_replicas(across, local_norms, replicated, norm_type)
 
 
 def clip_gradients(
@@ -48,9 +49,9 @@ def clip_gradients(
     where they share out each gradient; their parts are combined in the order of the replicas.
     """
     gradients = [(name, gradient) for name, gradient in named_gradients if gradient is not None]
-    counted = distinct((name, gradient) for name, gradient in gradients if name not in skip)
-    own = norms_of(counted, norm_type, across)
-    total = _total_norm(all_gather(own), norm_type)
+    counted_gradients = distinct((name, gradient) for name, gradient in gradients if name not in skip)
+    local_norms = norms_of(counted_gradients, norm_type, across)
+    total = _total_norm(all_gather(local_norms), norm_type)
     scale = max_norm / (total + 1e-6)  # as torch has it
     if 0 < scale < 1:  # neither holds for a norm that is not finite
         for _, gradient in distinct(gradients):
@@ -65,36 +66,35 @@ def _values(gradient: Tensor) -> Tensor:
 
 def _whole(norm: Tensor) -> Tensor:
     """Return a norm as a plain tensor; that of a DTensor is put together over its mesh."""
-    whole: Tensor = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
-    return whole
+    plain_norm: Tensor = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
+    return plain_norm
 
 
 def _total_norm(norms_of_ranks: list[dict[str, float]], norm_type: float) -> float:
     """Combine the norms per parameter of all ranks; of two ranks with the same name, the first counts."""
     norms: dict[str, float] = {}
-    for own in reversed(norms_of_ranks):
-        norms.update(own)
+    for rank_norms in reversed(norms_of_ranks):
+        norms.update(rank_norms)
     # in the order of their names; a plain loop, since the precision of sum() depends on the Python version
     return _combined([norms[name] for name in sorted(norms)], norm_type)
 
 
 def _over_replicas(
-    across: Gather, own: dict[str, float], replicated: Collection[str], norm_type: float
+    across: Gather, local_norms: dict[str, float], replicated: Collection[str], norm_type: float
 ) -> dict[str, float]:
     """Combine the norms of the parts of each gradient; of one that each replica has as a whole, the first counts."""
-    everyone = across(own)
+    norms_of_replicas = across(local_norms)
     return {
-        name: _combined([theirs[name] for theirs in everyone[: 1 if name in replicated else None]], norm_type)
-        for name in own
+        name: _combined([norms[name] for norms in norms_of_replicas[: 1 if name in replicated else None]], norm_type)
+        for name in local_norms
     }
 
 
-def _combined(norms: Iterable[float], norm_type: float) -> float:
-    found = list(norms)
+def _combined(norms: Sequence[float], norm_type: float) -> float:
     if math.isinf(norm_type):
-        return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+        return math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
     total = 0.0
-    for norm in found:
+    for norm in norms:
         # a product, since a power may be rounded otherwise
         total += norm * norm if norm_type == 2 else norm**norm_type
     return math.sqrt(total) if norm_type == 2 else total ** (1 / norm_type)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, starmap
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -16,7 +17,7 @@ from penstock.execute.transport.places import Places
 
 def held_tensors(stages: Iterable[Stage]) -> list[Tensor]:
     """Return the parameters and buffers of some stages, each once, in the order of the layers."""
-    return [tensor for _, tensor in distinct(named for stage in stages for named in _named(stage))]
+    return [tensor for _, tensor in distinct(chain.from_iterable(map(_named_tensors, stages)))]
 
 
 def described_state(stages: Iterable[Stage]) -> dict[str, int]:
@@ -25,19 +26,19 @@ def described_state(stages: Iterable[Stage]) -> dict[str, int]:
     Raises:
         ConfigError: a parameter has no shape before its first input, so the first replica has nothing to give.
     """
-    return {str(stage.index): digest("; ".join(_described(*named) for named in _named(stage))) for stage in stages}
+    return {str(stage.index): digest("; ".join(starmap(_described, _named_tensors(stage)))) for stage in stages}
 
 
-def require_equal_replicas(everyone: Sequence[Mapping[str, int]], places: Places) -> None:
+def require_equal_replicas(digests_of_ranks: Sequence[Mapping[str, int]], places: Places) -> None:
     """Compare what `described_state` found on all ranks, one replica after another.
 
     Raises:
         ConfigError: on every rank alike, naming the stage and the ranks.
     """
-    for index, held in enumerate(everyone):
+    for index, digests in enumerate(digests_of_ranks):
         first = index % places.pipeline.num_ranks
-        for stage, found in held.items():
-            if found != everyone[first].get(stage):
+        for stage, digest_of_stage in digests.items():
+            if digest_of_stage != digests_of_ranks[first].get(stage):
                 raise ConfigError(
                     f"stage {stage} holds other parameters or buffers on {places.names[index]} than on "
                     f"{places.names[first]}, in name, shape or type; let all replicas build the same layers",
@@ -54,7 +55,7 @@ def count_parameters(assembly: Assembly) -> dict[str, list[list[int]]]:
     shared: Counter[tuple[int, ...]] = Counter()
     copied: Counter[tuple[int, ...]] = Counter()
     counted_in: dict[int, int] = {}  # by id of a parameter, its stage
-    for stage in sorted(assembly.stages, key=lambda each: each.first_layer):
+    for stage in sorted(assembly.stages, key=lambda stage: stage.first_layer):
         counts[stage.index,] = 0
         for _, parameter in stage.named_parameters():
             first = counted_in.setdefault(id(parameter), stage.index)
@@ -69,12 +70,12 @@ def count_parameters(assembly: Assembly) -> dict[str, list[list[int]]]:
     return {"of_stage": _rows(counts), "shared": _rows(shared), "copied": _rows(copied)}
 
 
-def _named(stage: Stage) -> list[tuple[str, Tensor]]:
+def _named_tensors(stage: Stage) -> list[tuple[str, Tensor]]:
     return [
         (full_name(layer, module, name), tensor)
         for layer, module in stage.layers.items()
-        for named in (module.named_parameters(), module.named_buffers())
-        for name, tensor in named
+        for named_tensors in (module.named_parameters(), module.named_buffers())
+        for name, tensor in named_tensors
     ]
 
 

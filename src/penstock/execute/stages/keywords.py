@@ -71,13 +71,13 @@ def layer_class(layer: object) -> str:
 
 
 def _explained(
-    error: Exception, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], taken: TakenKeywords
+    error: Exception, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], accepted: TakenKeywords
 ) -> Exception:
     """The error, or one that says more of it."""
     if is_leaf_changed_in_place(error):
         return PipelineError(_IN_PLACE.format(layer=layer_class(layer), error=error))
     if len(args) > 1 and isinstance(error, TypeError) and str(error).endswith(_TOO_MANY):
         return PipelineError(_TARGET.format(layer=layer_class(layer), error=error, number=len(args)))
-    if kwargs and isinstance(error, TypeError) and _KEYWORD in str(error) and taken.accepts_any_keyword:
+    if kwargs and isinstance(error, TypeError) and _KEYWORD in str(error) and accepted.accepts_any_keyword:
         return PipelineError(_ANY_KEYWORD.format(layer=layer_class(layer), error=error, names=sorted(kwargs)))
     return error

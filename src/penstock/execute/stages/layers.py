@@ -23,13 +23,13 @@ def own_ties(layer: Layer) -> Iterable[tuple[str, str]]:
     return () if isinstance(layer, nn.Module) else getattr(layer, "tied", ())
 
 
-def layer_names(layers: Sequence[Layer], given: Sequence[str] = ()) -> list[str]:
-    """Return the prefix of each layer's parameters: what its spec says, else the given name, else its index.
+def layer_names(layers: Sequence[Layer], default_names: Sequence[str] = ()) -> list[str]:
+    """Return the prefix of each layer's parameters: the name in its spec, else its default name, else its index.
 
     Raises:
         PartitionError: if two layers have the same name.
     """
-    defaults = given or range(len(layers))
+    defaults = default_names or range(len(layers))
     names = [layer_name(layer, default) for default, layer in zip(defaults, layers, strict=True)]
     for name in names:
         if names.count(name) > 1:
@@ -77,11 +77,11 @@ def _copy(layer: nn.Module, name: str, memory: dict[int, Any]) -> nn.Module:
         copied: nn.Module = copy.deepcopy(layer, memory)
     except (RuntimeError, TypeError) as error:
         raise _not_copied(name, f"cannot be copied ({error})") from error
-    for outer in layer.modules():
-        own = memory.get(id(outer))
+    for module in layer.modules():
+        copied_module = memory.get(id(module))
         # A wrapper that hands `__deepcopy__` on to what it wraps is missing in the copy.
-        if own is not None and any(memory.get(id(inner)) is own for inner in outer.children()):
-            raise _not_copied(name, f"loses a {type(outer).__name__} when it is copied")
+        if copied_module is not None and any(memory.get(id(child)) is copied_module for child in module.children()):
+            raise _not_copied(name, f"loses a {type(module).__name__} when it is copied")
     return copied
 
 

@@ -7,7 +7,7 @@ Taking turns keeps every wait of a rank short, however much there is in all.
 Guarantees: nothing is changed before every rank has found the state right. Relies on: no step runs meanwhile.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
@@ -42,47 +42,51 @@ def own_state(stages: Sequence[Stage]) -> dict[str, Any]:
     }
 
 
-def entries_of_ranks(transport: Transport, own: Mapping[str, Any]) -> list[list[Entry]]:
+def entries_of_ranks(transport: Transport, local_state: Mapping[str, Any]) -> list[list[Entry]]:
     """Return, per rank, the tensors of its state; every rank calls it."""
-    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
-    mine = [[name, str(value.dtype), [*value.shape]] for name, value in tensors.items()]
-    everyone: list[Any] = Control(transport).all_gather_object(mine)
-    return [[Entry(name, _DTYPES[dtype], tuple(shape)) for name, dtype, shape in theirs] for theirs in everyone]
+    tensors = {name: value for name, value in local_state.items() if isinstance(value, Tensor)}
+    local_rows = [[name, str(value.dtype), [*value.shape]] for name, value in tensors.items()]
+    rows_of_ranks: list[Any] = Control(transport).all_gather_object(local_rows)
+    return [[Entry(name, _DTYPES[dtype], tuple(shape)) for name, dtype, shape in rows] for rows in rows_of_ranks]
 
 
 def gather_state(
-    transport: Transport, own: Mapping[str, Any], everyone: Sequence[Sequence[Entry]], root: int, device: torch.device
+    transport: Transport,
+    local_state: Mapping[str, Any],
+    entries_by_rank: Sequence[Sequence[Entry]],
+    root: int,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Return copies on the CPU of all ranks' tensors on rank `root`, nothing on the others; every rank calls it."""
-    found: dict[str, Tensor] = {}
-    for rank, entry in _in_turns(everyone):
+    gathered: dict[str, Tensor] = {}
+    for rank, entry in _in_turns(entries_by_rank, None):
         if transport.rank == root:
-            value = own[entry.name] if rank == root else _receive(transport, rank, entry, device)
-            # Received in any case: the sender does not know that its tensor is a copy.
-            if entry.name not in found:  # the copies of a second route have the same values
-                found[entry.name] = value.detach().cpu().clone()
+            value = local_state[entry.name] if rank == root else _receive(transport, rank, entry, device)
+            # The tensor is received in any case: the sender does not know that it is a copy.
+            if entry.name not in gathered:  # the copies of a second route have the same values
+                gathered[entry.name] = value.detach().cpu().clone()
         elif transport.rank == rank:
-            _send(transport, root, own[entry.name], device)
-    order = [entry.name for theirs in everyone for entry in theirs]
-    return {name: found[name] for name in dict.fromkeys(order) if name in found}
+            _send(transport, root, local_state[entry.name], device)
+    order = [entry.name for rank_entries in entries_by_rank for entry in rank_entries]
+    return {name: gathered[name] for name in dict.fromkeys(order) if name in gathered}
 
 
 def scatter_state(
     transport: Transport,
     full: Mapping[str, Any],
-    everyone: Sequence[Sequence[Entry]],
+    entries_by_rank: Sequence[Sequence[Entry]],
     root: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
     """Return what `full` on rank `root` has for this rank, in this rank's types; every rank calls it."""
-    given = set(cast("list[str]", Control(transport).all_gather_object(sorted(full))[root]))
-    found: dict[str, Tensor] = {}
-    for rank, entry in _in_turns([[entry for entry in theirs if entry.name in given] for theirs in everyone]):
+    names_on_root = set(cast("list[str]", Control(transport).all_gather_object(sorted(full))[root]))
+    local_part: dict[str, Tensor] = {}
+    for rank, entry in _in_turns(entries_by_rank, names_on_root):
         if transport.rank == root != rank:
             _send(transport, rank, full[entry.name].to(entry.dtype), device)
         elif transport.rank == rank:
-            found[entry.name] = full[entry.name] if rank == root else _receive(transport, root, entry, device)
-    return found
+            local_part[entry.name] = full[entry.name] if rank == root else _receive(transport, root, entry, device)
+    return local_part
 
 
 def load_own(stages: Sequence[Stage], state: Mapping[str, Any]) -> None:
@@ -92,44 +96,47 @@ def load_own(stages: Sequence[Stage], state: Mapping[str, Any]) -> None:
             module.load_state_dict(part_of_state(layer, module, state), strict=False)
 
 
-def require_fitting(given: Any, wanted: Iterable[Entry], known: Iterable[Entry], *, is_strict: bool) -> None:
+def require_fitting(
+    state: Any, local_entries: Iterable[Entry], all_entries: Iterable[Entry], *, is_strict: bool
+) -> None:
     """Make sure that a state can be loaded as a whole.
 
     Raises:
-        ConfigError: it is none; what is wanted is no tensor or has another shape; or, if it is strict, one that is
-            wanted is missing, or one is not known in the whole model.
+        ConfigError: it is no mapping by name; an entry of this rank is no tensor in it, or has another shape; or, if it
+            is strict, an entry of this rank is missing, or a tensor is in no rank's entries.
     """
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"a {type(given).__name__}; expected tensors by name, as state_dict() returns", key=KEY)
-    if other := [key for key in given if not isinstance(key, str)]:
-        raise ConfigError(f"it has the key {other[0]!r}; expected names, as state_dict() returns", key=KEY)
-    shapes = {entry.name: entry.shape for entry in wanted}
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"a {type(state).__name__}; expected tensors by name, as state_dict() returns", key=KEY)
+    if invalid_keys := [key for key in state if not isinstance(key, str)]:
+        raise ConfigError(f"it has the key {invalid_keys[0]!r}; expected names, as state_dict() returns", key=KEY)
+    shapes = {entry.name: entry.shape for entry in local_entries}
     for name, shape in shapes.items():
-        found = given.get(name)
-        if name in given and not isinstance(found, Tensor):
-            raise ConfigError(f"{name!r} is a {type(found).__name__}; expected a tensor", key=KEY)
-        if isinstance(found, Tensor) and tuple(found.shape) != shape:
-            raise ConfigError(f"{name!r} has the shape {tuple(found.shape)}; expected {shape}", key=KEY)
+        value = state.get(name)
+        if name in state and not isinstance(value, Tensor):
+            raise ConfigError(f"{name!r} is a {type(value).__name__}; expected a tensor", key=KEY)
+        if isinstance(value, Tensor) and tuple(value.shape) != shape:
+            raise ConfigError(f"{name!r} has the shape {tuple(value.shape)}; expected {shape}", key=KEY)
     if not is_strict:
         return
-    if missing := [name for name in shapes if name not in given]:
+    if missing := [name for name in shapes if name not in state]:
         raise ConfigError(
-            f"it lacks {listed(missing, quoted=repr)}.{nearest(missing[0], map(str, given))} Load a state of the same "
+            f"it lacks {listed(missing, quoted=repr)}.{nearest(missing[0], map(str, state))} Load a state of the same "
             "model, or pass strict=False to leave what is missing as it is",
             key=KEY,
         )
-    names = {entry.name for entry in known}
-    if strange := [str(name) for name, value in given.items() if name not in names and isinstance(value, Tensor)]:
+    names = {entry.name for entry in all_entries}
+    if unknown := [str(name) for name, tensor in state.items() if name not in names and isinstance(tensor, Tensor)]:
         raise ConfigError(
-            f"nothing in the model is named {listed(strange, quoted=repr)}.{nearest(strange[0], names)} Load a state "
+            f"nothing in the model is named {listed(unknown, quoted=repr)}.{nearest(unknown[0], names)} Load a state "
             "of the same model, or pass strict=False to leave out what is unknown",
             key=KEY,
         )
 
 
-def _in_turns(everyone: Sequence[Sequence[Entry]]) -> Iterator[tuple[int, Entry]]:
-    """The first tensor of each rank, then the second of each."""
-    for row in zip_longest(*everyone):
+def _in_turns(entries_by_rank: Sequence[Sequence[Entry]], names: Collection[str] | None) -> Iterator[tuple[int, Entry]]:
+    """Yield the first tensor of each rank, then the second of each; with `names`, only tensors of these names."""
+    selected = [[entry for entry in entries if names is None or entry.name in names] for entries in entries_by_rank]
+    for row in zip_longest(*selected):
         yield from ((rank, entry) for rank, entry in enumerate(row) if entry is not None)
 
 

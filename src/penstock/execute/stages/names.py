@@ -27,17 +27,17 @@ def layer_weight(layer: object) -> float:
     return float(getattr(layer, name, 1.0)) if says else 1.0
 
 
-def full_name(layer: str, holder: object, own: str) -> str:
-    """Return the unsplit model's name of what a layer, or its spec, calls `own`."""
-    return own if getattr(holder, "has_full_names", False) is True else f"{layer}.{own}"
+def full_name(layer: str, holder: object, local_name: str) -> str:
+    """Return the unsplit model's name of what a layer, or its spec, calls `local_name`."""
+    return local_name if getattr(holder, "has_full_names", False) is True else f"{layer}.{local_name}"
 
 
 def named_parameters(
     layer: str, module: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a layer by the unsplit model's names."""
-    for own, parameter in module.named_parameters(remove_duplicate=remove_duplicate):
-        yield full_name(layer, module, own), parameter
+    for local_name, parameter in module.named_parameters(remove_duplicate=remove_duplicate):
+        yield full_name(layer, module, local_name), parameter
 
 
 def part_of_state(layer: str, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

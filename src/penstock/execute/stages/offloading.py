@@ -38,8 +38,8 @@ from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
 _OWN = torch.empty(0)
-"""Nobody has its storage as an object."""
-Kept = SavedForward | Checkpoint
+"""A tensor whose storage nobody has as an object."""
+Activation = SavedForward | Checkpoint
 _NOTE: ContextVar[Callable[[Tensor], object] | None] = ContextVar("_NOTE", default=None)
 
 
@@ -48,7 +48,7 @@ class SavedTensor:
     """A tensor that a node of autograd has saved; the node alone holds this."""
 
     tensor: Tensor
-    """Detached, and of nobody else."""
+    """The detached tensor, which nobody else holds."""
     version: int
     is_on_host: bool = False
 
@@ -80,16 +80,16 @@ class MovablePart(ForwardPart):
         self._is_checkpoint = is_checkpoint
         self._is_first = is_first
         # Weak, so that autograd frees each as its node has run.
-        self._saved: list[ref[SavedTensor]] = []
+        self._saved_refs: list[ref[SavedTensor]] = []
         self._moved: list[tuple[UntypedStorage, Tensor]] = []
-        """Between OFFLOAD and RELOAD: a storage that was emptied, and its bytes on the host."""
+        """Each storage that was emptied, and its bytes on the host, between OFFLOAD and RELOAD."""
         self.is_on_host = False
 
     def arrive(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return inputs if self._is_first else tuple(map_leaves(_viewed, each) for each in inputs)
+        return inputs if self._is_first else tuple(map_leaves(_viewed, stage_input) for stage_input in inputs)
 
     def around_forward(self) -> AbstractContextManager[object]:
-        # Of a checkpoint autograd keeps nothing; `Recomputation` has hooks that drop what is saved.
+        # Autograd keeps nothing of a checkpoint: `Recomputation` has hooks that drop what is saved.
         return nullcontext() if self._is_checkpoint else saved_tensors_hooks(self._save, _read)
 
     def around_loss(self) -> AbstractContextManager[object]:
@@ -97,15 +97,15 @@ class MovablePart(ForwardPart):
 
     def tensors(self) -> list[Tensor]:
         """Return the saved tensors that are not freed yet."""
-        return [saved.tensor for saved in self._alive()]
+        return [saved_tensor.tensor for saved_tensor in self._alive()]
 
-    def offload(self, kept: Kept) -> None:
+    def offload(self, activation: Activation) -> None:
         """Move what is kept to the host, but for storages that somebody else holds."""
         self.is_on_host = True
         storages: dict[int, UntypedStorage] = {}
         try:
-            storages.update(_held_alone([*self.tensors(), *self._inputs_in(kept)]))
-            del kept  # where a copy fails, this frame, which the error holds, is not to keep activations alive
+            storages.update(_held_alone([*self.tensors(), *self._inputs_in(activation)]))
+            del activation  # where a copy fails, this frame, which the error holds, is not to keep activations alive
             self._mark(storages)
             while storages:
                 self._moved.append(_emptied(storages.popitem()[1]))
@@ -124,24 +124,24 @@ class MovablePart(ForwardPart):
     def _save(self, tensor: Tensor) -> SavedTensor:
         if (note := _NOTE.get()) is not None:
             note(tensor)
-        saved = SavedTensor(tensor.detach(), version_of(tensor))
-        self._saved.append(ref(saved))
-        return saved
+        saved_tensor = SavedTensor(tensor.detach(), version_of(tensor))
+        self._saved_refs.append(ref(saved_tensor))
+        return saved_tensor
 
     def _mark(self, storages: Container[int]) -> None:
-        for saved in self._alive():
-            saved.is_on_host = _is_movable(saved.tensor) and _address(saved.tensor) in storages
+        for saved_tensor in self._alive():
+            saved_tensor.is_on_host = _is_movable(saved_tensor.tensor) and _address(saved_tensor.tensor) in storages
 
     def _alive(self) -> Iterator[SavedTensor]:
-        return (saved for each in self._saved if (saved := each()) is not None)
+        return (saved_tensor for reference in self._saved_refs if (saved_tensor := reference()) is not None)
 
-    def _inputs_in(self, kept: Kept) -> Sequence[Tensor]:
-        """The inputs of the stage that only `kept` and the graph hold; what slices take of earlier ones is not."""
+    def _inputs_in(self, activation: Activation) -> Sequence[Tensor]:
+        """Return the stage inputs that only `activation` and the graph hold, without values of earlier slices."""
         if self._is_first:
             return []
-        if isinstance(kept, Checkpoint):
-            return tensors_of(kept.arguments)
-        return kept.inputs[: len(kept.inputs) - sum([len(part.leaves) for part in kept.parts])]
+        if isinstance(activation, Checkpoint):
+            return tensors_of(activation.arguments)
+        return activation.inputs[: len(activation.inputs) - sum([len(part.leaves) for part in activation.parts])]
 
 
 def begin_movable(
@@ -169,24 +169,24 @@ def noting_saved(note: Callable[[Tensor], object]) -> Iterator[None]:
         _NOTE.reset(token)
 
 
-def movable(kept: Kept) -> MovablePart:
+def movable(activation: Activation) -> MovablePart:
     """Return the part of what an offloaded forward keeps."""
-    (part,) = _movable(kept)
+    (part,) = _movable(activation)
     return part
 
 
-def is_on_host(kept: Any) -> bool:
+def is_on_host(activation: Any) -> bool:
     """Whether what a stage keeps of a forward is between OFFLOAD and RELOAD."""
-    return isinstance(kept, SavedForward | Checkpoint) and any(part.is_on_host for part in _movable(kept))
+    return isinstance(activation, SavedForward | Checkpoint) and any(part.is_on_host for part in _movable(activation))
 
 
-def saved_in(kept: SavedForward) -> list[Tensor]:
+def saved_in(activation: SavedForward) -> list[Tensor]:
     """Return the tensors that autograd has saved of a forward that is offloaded; of others none."""
-    return [tensor for part in _movable(kept) for tensor in part.tensors()]
+    return [tensor for part in _movable(activation) for tensor in part.tensors()]
 
 
-def _movable(kept: Kept) -> list[MovablePart]:
-    return [part for part in kept.parts if isinstance(part, MovablePart)]
+def _movable(activation: Activation) -> list[MovablePart]:
+    return [part for part in activation.parts if isinstance(part, MovablePart)]
 
 
 def _places(program: Program, stage: int, op: Op) -> list[MicrobatchKey]:
@@ -200,21 +200,24 @@ def _viewed(leaf: Any) -> Any:
 
 
 @repeats
-def _read(saved: SavedTensor) -> Tensor:
-    if (problem := saved.problem()) is not None:
-        del saved  # the error holds this frame
+def _read(saved_tensor: SavedTensor) -> Tensor:
+    if (problem := saved_tensor.problem()) is not None:
+        del saved_tensor  # the error holds this frame
         raise problem
-    return saved.tensor
+    return saved_tensor.tensor
 
 
 def _held_alone(tensors: Sequence[Tensor]) -> dict[int, UntypedStorage]:
     """Return the storages, by address, that these tensors hold and nobody else."""
-    plain = {id(tensor): tensor for tensor in tensors if _is_movable(tensor)}
-    num_known: dict[int, int] = {}
-    for tensor in plain.values():
-        num_known[_address(tensor)] = num_known.get(_address(tensor), 0) + 1
-    alone = [each for each in plain.values() if num_holders(each) == num_known[_address(each)] and not _is_taken(each)]
-    return {_address(each): each.untyped_storage() for each in alone}
+    movable_tensors = {id(tensor): tensor for tensor in tensors if _is_movable(tensor)}
+    num_references: dict[int, int] = {}
+    for tensor in movable_tensors.values():
+        num_references[_address(tensor)] = num_references.get(_address(tensor), 0) + 1
+    return {
+        _address(tensor): tensor.untyped_storage()
+        for tensor in movable_tensors.values()
+        if num_holders(tensor) == num_references[_address(tensor)] and not _is_taken(tensor)
+    }
 
 
 def _is_taken(tensor: Tensor) -> bool:

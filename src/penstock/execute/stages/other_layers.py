@@ -19,18 +19,23 @@ from penstock.execute.stages.layers import Layer
 class OtherLayers:
     """The modules of other ranks' layers, by the name of the layer."""
 
-    def __init__(self, layers: Sequence[Layer], names: Sequence[str], own: Mapping[int, nn.Module]) -> None:
-        self._own = {id(each) for module in own.values() for each in (*module.modules(), *_tensors(module))}
+    def __init__(self, layers: Sequence[Layer], names: Sequence[str], local_layers: Mapping[int, nn.Module]) -> None:
+        local = [part for module in local_layers.values() for part in (*module.modules(), *_tensors(module))]
+        self._local_ids = set(map(id, local))
         self._modules = {
             names[index]: layer
             for index, layer in enumerate(layers)
-            if index not in own and isinstance(layer, nn.Module) and id(layer) not in self._own
+            if index not in local_layers and isinstance(layer, nn.Module) and id(layer) not in self._local_ids
         }
 
     def num_parameters(self) -> int:
         """Return how many numbers their parameters hold here, besides what layers of this rank use."""
-        found = {id(each): each for module in self._modules.values() for each in module.parameters()}
-        return sum(each.numel() for key, each in found.items() if key not in self._own and not _is_free(each))
+        parameters = {id(thing): thing for module in self._modules.values() for thing in module.parameters()}
+        return sum(
+            thing.numel()
+            for parameter_id, thing in parameters.items()
+            if parameter_id not in self._local_ids and not _is_free(thing)
+        )
 
     def free(self) -> None:
         """Move their parameters and buffers to the meta device, in place.
@@ -40,10 +45,10 @@ class OtherLayers:
         freed: dict[int, Tensor] = {}
         for module in self._modules.values():
             for part in module.modules():
-                for name, tensor in _tensors_of_part(part, self._own):
+                for name, tensor in _tensors_of_part(part, self._local_ids):
                     setattr(part, name, freed.setdefault(id(tensor), _on_meta(tensor)))
                 # Of each part too: the model that a layer was cut out of has its submodules, and not the layer.
-                if id(part) not in self._own:
+                if id(part) not in self._local_ids:
                     part.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
                     part.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
 
@@ -53,11 +58,11 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def _tensors_of_part(part: nn.Module, own: Collection[int]) -> list[tuple[str, Tensor]]:
-    if id(part) in own:
+def _tensors_of_part(part: nn.Module, local_ids: Collection[int]) -> list[tuple[str, Tensor]]:
+    if id(part) in local_ids:
         return []
-    found = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-    return [(name, tensor) for name, tensor in found if id(tensor) not in own and not _is_free(tensor)]
+    named_tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+    return [(name, tensor) for name, tensor in named_tensors if id(tensor) not in local_ids and not _is_free(tensor)]
 
 
 def _is_free(tensor: Tensor) -> bool:

@@ -39,13 +39,13 @@ class SavedForward:
     inputs: list[Tensor]
     """The input leaves that need a gradient."""
     edges: list[GradientEdge]
-    """Where the gradients of the outputs that need one enter the graph; empty once the input gradients are computed."""
+    """The edges at which gradients of outputs enter the graph; empty once the input gradients are computed."""
     loss_gradients: list[Tensor]
-    """On a last stage, the gradient of the loss, or of the outputs whose loss weighs nothing."""
+    """The gradient of the loss, or of the outputs whose loss weighs nothing; empty unless the stage is the last."""
     deferred: DeferredWeights | None = None
-    """Of a forward whose backward is to run in two parts, what the first leaves for the second."""
+    """The weight gradients that I leaves for W; None for a forward whose backward runs as a whole."""
     parts: Sequence[ForwardPart] = ()
-    """Those of the stage's features."""
+    """The parts of the stage's features in this forward."""
 
     def take_weight_inputs(self) -> WeightInputs:
         """Return what is left for the second part of a backward, and keep it no longer."""
@@ -98,21 +98,23 @@ class StagePasses:
         outputs, deferred = self.run_layers(parts, inputs, keywords)
         return outputs, self.finish(step, place, parts, inputs, outputs, deferred)
 
-    def backward(self, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, saved_forward: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Add to the gradients of the weights and return those of the inputs, one for each saved input.
 
         `gradients` holds one tensor per output that needs one; on a last stage it is empty, the backward begins at the
         loss. An input that did not take part gets zeros.
         """
-        saved.deferred = None  # a schedule has whole backwards beside split ones, and they need no search
-        return self._backward(saved, gradients)
+        saved_forward.deferred = None  # a schedule has whole backwards beside split ones, and they need no search
+        return self._backward(saved_forward, gradients)
 
-    def backward_input(self, saved: SavedForward, gradients: Sequence[Tensor]) -> tuple[list[Tensor], WeightInputs]:
+    def backward_input(
+        self, saved_forward: SavedForward, gradients: Sequence[Tensor]
+    ) -> tuple[list[Tensor], WeightInputs]:
         """Return the gradients of the inputs, and what is left for those of the weights."""
         stage, planner = self.stage, self.stage.split_planner
         with nullcontext() if planner.is_examined else planner.examining(stage.index, stage.named_parameters()):
-            results = self._backward(saved, gradients)
-        return results, saved.take_weight_inputs()
+            results = self._backward(saved_forward, gradients)
+        return results, saved_forward.take_weight_inputs()
 
     # ---- forward
 
@@ -161,11 +163,11 @@ class StagePasses:
             # they are not numbers, as those of rows of padding alone may be behind a masked softmax.
             is_zero = loss is None and step.losses.weigh_nothing
             roots = needing_gradient((outputs, step.losses.parameters()) if is_zero else loss)
-            saved = self._saved(parts, inputs, roots, deferred)
-            self._require_training(step, saved, loss)
+            saved_forward = self._saved(parts, inputs, roots, deferred)
+            self._require_training(step, saved_forward, loss)
             fill = torch.zeros_like if is_zero else torch.ones_like
-            saved.loss_gradients = [fill(root) for root in roots]
-            return saved
+            saved_forward.loss_gradients = [fill(root) for root in roots]
+            return saved_forward
         return self._saved(parts, inputs, outputs, deferred) if self.options.is_training else None
 
     def _saved(
@@ -188,9 +190,9 @@ class StagePasses:
                 stack.enter_context(part.around_loss())
             return step.losses.compute(place, outputs, target, is_training=self.options.is_training)
 
-    def _require_training(self, step: Step, saved: SavedForward, loss: Tensor | None) -> None:
+    def _require_training(self, step: Step, saved_forward: SavedForward, loss: Tensor | None) -> None:
         """Refuse a loss whose backward would train nothing."""
-        begins = any(part.begins_backwards for part in saved.parts)
+        begins = any(part.begins_backwards for part in saved_forward.parts)
         is_idle = loss is not None and not loss.requires_grad and not begins
         if is_idle and step.is_frozen:
             # Not before the step: a soft prompt or a parameter of the loss may be all that is trained.
@@ -198,7 +200,7 @@ class StagePasses:
                 "all parameters of the model are frozen, on all ranks, and the loss needs no gradient either, so that "
                 "the step would train nothing; set requires_grad_(True) for what is to be trained, or call evaluate"
             )
-        if is_idle and (saved.inputs or any(each.requires_grad for each in self.stage.parameters())):
+        if is_idle and (saved_forward.inputs or any(parameter.requires_grad for parameter in self.stage.parameters())):
             raise PipelineError(
                 f"stage {self.stage.index}: its outputs need no gradient, so that nothing would be trained, though its "
                 "inputs or its parameters do; let the last layers run without detach(), item() or no_grad(), or "
@@ -207,47 +209,47 @@ class StagePasses:
 
     # ---- backward
 
-    def _backward(self, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
-        gradients = [*gradients, *saved.loss_gradients]
-        if not saved.parts:
-            return self._run_backward(saved, gradients)
-        # Taken out of `saved`, so that what features keep is free once this backward is over.
-        parts, saved.parts = saved.parts, ()
+    def _backward(self, saved_forward: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
+        gradients = [*gradients, *saved_forward.loss_gradients]
+        if not saved_forward.parts:
+            return self._run_backward(saved_forward, gradients)
+        # The parts leave `saved_forward`, so that the tensors of features are free once this backward is over.
+        parts, saved_forward.parts = saved_forward.parts, ()
         leaves = [part.leaves for part in parts]
         with ExitStack() as stack:
-            # Behind the stage's own outputs and in the order of the features: autograd adds up in the order of its
-            # roots, so another order gives other bits.
+            # The roots of features come after the stage's own outputs, in the order of the features: autograd adds up
+            # in the order of its roots, so another order gives other bits.
             for part in parts:
-                edges, further = part.roots()
-                saved.edges += edges
-                gradients += further
+                edges, root_gradients = part.roots()
+                saved_forward.edges += edges
+                gradients += root_gradients
             for part in parts:
                 stack.enter_context(part.around_backward())
-            results = self._run_backward(saved, gradients)
-        first = num_own = len(results) - sum(map(len, leaves))
-        for part, own in zip(parts, leaves, strict=True):
-            part.take_gradients(results[first : first + len(own)])
-            first += len(own)
-        return results[:num_own]
+            results = self._run_backward(saved_forward, gradients)
+        first = num_stage_inputs = len(results) - sum(map(len, leaves))
+        for part, part_leaves in zip(parts, leaves, strict=True):
+            part.take_gradients(results[first : first + len(part_leaves)])
+            first += len(part_leaves)
+        return results[:num_stage_inputs]
 
-    def _run_backward(self, saved: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
-        deferred = saved.deferred
+    def _run_backward(self, saved_forward: SavedForward, gradients: Sequence[Tensor]) -> list[Tensor]:
+        deferred = saved_forward.deferred
         self.gradients.begin_backward()
-        if saved.edges:
+        if saved_forward.edges:
             with self.stage.own_weight_gradients.around_backward(None if deferred is None else deferred.entries):
                 if deferred is None:
-                    torch.autograd.backward(saved.edges, gradients)
+                    torch.autograd.backward(saved_forward.edges, gradients)
                 else:
-                    deferred.backward_input(saved.edges, gradients, self.gradients.separate_first_gradients)
+                    deferred.backward_input(saved_forward.edges, gradients, self.gradients.separate_first_gradients)
         results = []
-        for leaf in saved.inputs:
+        for leaf in saved_forward.inputs:
             gradient, leaf.grad = leaf.grad, None
-            # Zeros, since the stage before waits for a message, whatever this stage has used of its input.
+            # An unused input gets zeros, since the stage before waits for a message in any case.
             results.append(torch.zeros_like(leaf) if gradient is None else in_own_memory(gradient))
-        # These outlive the backward too; a first gradient in the memory of one of them would change it later.
+        # `gradients` outlive the backward too; a first gradient in the memory of one of them would change it later.
         if deferred is None:
             self.gradients.end_backward((), gradients)
         else:
             self.gradients.end_backward(deferred.take_leaves(), gradients, deferred.entries)
-        saved.inputs, saved.edges, saved.loss_gradients = [], [], []
+        saved_forward.inputs, saved_forward.edges, saved_forward.loss_gradients = [], [], []
         return results

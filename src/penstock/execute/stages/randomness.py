@@ -55,19 +55,19 @@ class Randomness:
     first_microbatch: int = 0
     """Where this replica's microbatches are counted from: behind those of the replicas before it."""
     max_wait_s: float = 60.0
-    """For the generator lock: the ranks of a process take turns, so that nobody draws within another's forward."""
+    """Seconds to wait for the generator lock: the ranks of a process take turns at drawing."""
 
 
 class RandomPart(ForwardPart):
     """Where the generators stand when the layers, and the loss function, of one forward begin."""
 
     def __init__(self, randomness: Randomness, step: int, place: MicrobatchKey) -> None:
-        """`step` is the number of one."""
+        """`step` is the number of the step."""
         self._randomness = randomness
         self._step = step
         self._place = randomness.first_microbatch + place[0], place[1]
         self._first: RandomPart | None = None
-        """Of a forward that runs again, the part of its first run."""
+        """The part of the first run, where this forward runs again."""
         self._states: dict[str, list[Tensor]] = {}
 
     @property
@@ -93,8 +93,8 @@ class RandomPart(ForwardPart):
         return part
 
     @contextmanager
-    def _drawing(self, what: str) -> Iterator[None]:
-        """Keep others from the generators, and leave these as they are, but for what an unseeded forward draws first.
+    def _drawing(self, consumer: str) -> Iterator[None]:
+        """Keep others from the generators, and set these back afterwards, except behind the first run without a seed.
 
         Raises:
             DeadlineExceeded: another thread has kept the generators for too long.
@@ -103,12 +103,12 @@ class RandomPart(ForwardPart):
         with generator_lock(randomness.max_wait_s):
             states = [generator.get_state() for generator in randomness.generators]
             if randomness.seed is None and self._first is None:
-                self._states[what] = states
+                self._states[consumer] = states
                 yield
                 return
             try:
                 if randomness.seed is None and self._first is not None:
-                    _set_states(randomness.generators, self._first._states[what])
+                    _set_states(randomness.generators, self._first._states[consumer])
                 yield
             finally:
                 _set_states(randomness.generators, states)
@@ -122,8 +122,8 @@ class RandomPart(ForwardPart):
 def default_generators(device: torch.device) -> list[torch.Generator]:
     """Return the generators that layers draw from on a device."""
     generators = [torch.default_generator]
-    own = default_generator(device) if is_queued(device) else None
-    return generators if own is None else [*generators, own]
+    device_generator = default_generator(device) if is_queued(device) else None
+    return generators if device_generator is None else [*generators, device_generator]
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:

@@ -61,7 +61,7 @@ class Checkpoint:
     """The arguments of a forward that runs again, and the buffers as it read them."""
 
     parts: Sequence[ForwardPart]
-    """Those of the stage's features, for the second run."""
+    """The parts of the stage's features, for the second run."""
     arguments: Inputs
     keywords: Keywords
     buffers: Copies
@@ -74,7 +74,7 @@ class BufferCopier:
     def __init__(self) -> None:
         self._latest: WeakValueDictionary[Where, BufferCopy] = WeakValueDictionary()
         self._unseen: set[Where] | None = None
-        """Those that change without a new version, as by `.data`; None before the first forward."""
+        """Buffers that change without a new version, as by `.data`; None before the first forward."""
 
     def copies(self, modules: Sequence[nn.Module]) -> Copies:
         """Return the buffers with the values that they have now."""
@@ -83,7 +83,7 @@ class BufferCopier:
     def learn(self, copies: Copies) -> None:
         """Compare the values behind the first forward with those before it."""
         if self._unseen is None:
-            self._unseen = {where for where, each in copies.items() if _has_changed_unseen(each)}
+            self._unseen = {where for where, copy in copies.items() if _has_changed_unseen(copy)}
 
     def _copy(self, where: Where, buffer: Tensor) -> BufferCopy:
         latest = self._latest.get(where)
@@ -109,21 +109,21 @@ class Recomputation:
         passes = self._passes
         target = step.slices[place[0]][place[1]].target if passes.options.is_last else None
         buffers = self._copier.copies(self._modules(step))
-        before = VersionGuard.of((inputs, keywords, target))
+        guard = VersionGuard.of((inputs, keywords, target))
         parts = passes.begin_parts(step, place)
         first_inputs = _as_other_leaves(inputs) if passes.options.is_first else inputs
         with saved_tensors_hooks(_drop, _refuse):
             outputs, deferred = passes.run_layers(parts, first_inputs, _as_other_leaves(keywords))
-        _refuse_changed(before)
+        _refuse_changed(guard)
         passes.finish(step, place, parts, inputs, outputs, deferred)  # refuses what cannot be trained now, not in R
-        if passes.options.is_last and before.is_changed:
+        if passes.options.is_last and guard.is_changed:
             raise PipelineError(_LOSS_CHANGES)
         self._copier.learn(buffers)
         # The values of skips that only pass are not kept: a later stage has them, and R needs their shapes alone.
         for part in parts:
             inputs, _ = part.without_passing(inputs, outputs)
-        guard = VersionGuard.of((inputs, keywords, target))
-        return outputs, Checkpoint([part.again() for part in parts], inputs, keywords, buffers, guard)
+        checkpoint_guard = VersionGuard.of((inputs, keywords, target))
+        return outputs, Checkpoint([part.again() for part in parts], inputs, keywords, buffers, checkpoint_guard)
 
     def run_again(self, step: Step, place: MicrobatchKey, checkpoint: Checkpoint) -> SavedForward | None:
         """Run a forward again, on what it began with; return what its backward needs.
@@ -140,29 +140,29 @@ class Recomputation:
             return passes.finish(step.again(), place, parts, inputs, outputs, deferred)
 
     def _modules(self, step: Step) -> list[nn.Module]:
-        """The layers, and on a last stage the loss function, which runs again too."""
+        """Return the layers, and on a last stage the loss function, which runs again too."""
         loss = step.losses.loss if self._passes.options.is_last else None
         return [*self._passes.stage.modules, *([loss] if isinstance(loss, nn.Module) else [])]
 
 
 @contextmanager
-def on_copied_buffers(modules: Sequence[nn.Module], kept: Copies) -> Iterator[None]:
+def on_copied_buffers(modules: Sequence[nn.Module], copies_of_forward: Copies) -> Iterator[None]:
     """Let modules read and change the buffers that their forward began with; afterwards they have their own again.
 
     Modules that share a buffer share its copy.
     """
-    found = _buffers(modules)
-    copies: dict[int, Tensor] = {}
-    for where, buffer in found.items():
-        copy = kept.get(where)
+    own_buffers = _buffers(modules)
+    copy_by_id: dict[int, Tensor] = {}
+    for where, buffer in own_buffers.items():
+        copy = copies_of_forward.get(where)
         source, values = (buffer, buffer) if copy is None else (copy.buffer, copy.values)
-        if id(source) not in copies:
-            copies[id(source)] = values.clone()  # what was kept may serve other forwards too, and R changes it
-        setattr(*where, copies[id(source)])
+        if id(source) not in copy_by_id:
+            copy_by_id[id(source)] = values.clone()  # what was kept may serve other forwards too, and R changes it
+        setattr(*where, copy_by_id[id(source)])
     try:
         yield
     finally:
-        for where, buffer in found.items():
+        for where, buffer in own_buffers.items():
             setattr(*where, buffer)
 
 
@@ -186,8 +186,8 @@ def _as_other_leaves(arguments: Any) -> Any:
 
 
 def _buffers(modules: Sequence[nn.Module]) -> dict[Where, Tensor]:
-    every = modules_of(modules)
-    return {(module, name): buffer for module in every for name, buffer in module.named_buffers(recurse=False)}
+    all_modules = modules_of(modules)
+    return {(module, name): buffer for module in all_modules for name, buffer in module.named_buffers(recurse=False)}
 
 
 def _refuse_changed(called_with: VersionGuard) -> None:
@@ -198,7 +198,7 @@ def _refuse_changed(called_with: VersionGuard) -> None:
         )
 
 
-def _drop(saved: Tensor) -> None:
+def _drop(tensor: Tensor) -> None:
     return None
 
 

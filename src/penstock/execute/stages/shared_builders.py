@@ -36,12 +36,12 @@ _MAX_OBJECTS = 10_000
 class BuiltLayers:
     """Those layers of a model that one rank has built."""
 
-    own: Mapping[int, nn.Module]
-    """By index."""
+    local_layers: Mapping[int, nn.Module]
+    """Layers of this rank, by index."""
     shared: Sequence[Pair]
-    """Names of one parameter: that of a layer of this rank, and that of another rank's."""
-    seen: Mapping[int, nn.Module]
-    """Layers of other ranks that may share something with this rank's, by index."""
+    """Names of one parameter: in a layer of this rank, and in one of another rank."""
+    remote_layers: Mapping[int, nn.Module]
+    """Layers of other ranks that may share something with this rank's, on the meta device, by index."""
 
 
 Build = Callable[[Layer, str], nn.Module]
@@ -64,28 +64,30 @@ def build_early(early: EarlyShards) -> Build:
 
 
 def build_own(
-    layers: Sequence[Layer], names: Sequence[str], own: Collection[int], build: Build = build_layer
+    layers: Sequence[Layer], names: Sequence[str], local_indices: Collection[int], build: Build = build_layer
 ) -> BuiltLayers:
-    """Build this rank's layers, whose indices are `own`, and look what their builders share with others.
+    """Build this rank's layers, and find the parameters that their builders share with layers of other ranks.
 
     Raises:
         PartitionError: a layer cannot be built.
     """
-    built = {index: build(layers[index], names[index]) for index in own}
-    kept: dict[int, str] = {}
-    for index, module in built.items() if len(own) < len(layers) else ():
+    built = {index: build(layers[index], names[index]) for index in local_indices}
+    local_names: dict[int, str] = {}
+    for index, module in built.items() if len(local_indices) < len(layers) else ():
         if not isinstance(layers[index], nn.Module):
-            kept |= {id(parameter): name for name, parameter in named_parameters(names[index], module)}
-    looks = bool(kept) or any(True for module in built.values() for _ in module.buffers())
-    others = [index for index, layer in enumerate(layers) if looks and index not in own and _may_share(layer)]
-    seen = {index: each for index in others if isinstance(each := _glance(layers[index]), nn.Module)}
+            local_names |= {id(parameter): name for name, parameter in named_parameters(names[index], module)}
+    may_share = bool(local_names) or any(True for module in built.values() for _ in module.buffers())
+    remote = [(index, layer) for index, layer in enumerate(layers) if may_share and index not in local_indices]
+    sharing = [(index, layer) for index, layer in remote if _may_share(layer)]
+    glances = {index: _on_meta_device(layer) for index, layer in sharing}
+    remote_layers = {index: layer for index, layer in glances.items() if isinstance(layer, nn.Module)}
     shared = [
-        (kept[id(parameter)], name)
-        for index, layer in seen.items()
+        (local_names[id(parameter)], name)
+        for index, layer in remote_layers.items()
         for name, parameter in named_parameters(names[index], layer)
-        if id(parameter) in kept
+        if id(parameter) in local_names
     ]
-    return BuiltLayers(built, shared, seen)
+    return BuiltLayers(built, shared, remote_layers)
 
 
 def refuse_shared_objects(shared: Sequence[Pair], transport: Transport) -> None:
@@ -102,8 +104,8 @@ def refuse_shared_objects(shared: Sequence[Pair], transport: Transport) -> None:
         )
 
 
-def _glance(layer: Any) -> Any:
-    """A layer as another rank would build it, without allocating anything. None where that cannot be found out."""
+def _on_meta_device(layer: Any) -> Any:
+    """Return a layer as another rank would build it, without memory; None where the builder fails."""
     if isinstance(layer, nn.Module):
         return layer
     try:
@@ -115,43 +117,44 @@ def _glance(layer: Any) -> Any:
 
 def _may_share(builder: Any) -> bool:
     """Whether a builder refers to what another one may refer to as well: a tensor, a module, or a cache of results."""
-    waiting: list[Any] = [builder]
-    seen: set[int] = set()
-    while waiting:
-        found = waiting.pop()
-        if issubclass(type(found), _SHAREABLE) or len(seen) > _MAX_OBJECTS:
+    pending_objects: list[Any] = [builder]
+    visited_ids: set[int] = set()
+    while pending_objects:
+        value = pending_objects.pop()
+        if issubclass(type(value), _SHAREABLE) or len(visited_ids) > _MAX_OBJECTS:
             return True
-        if id(found) not in seen:
-            seen.add(id(found))
-            waiting.extend(_referred_to(found))
+        if id(value) not in visited_ids:
+            visited_ids.add(id(value))
+            pending_objects.extend(_referred_to(value))
     return False
 
 
-def _referred_to(found: Any) -> Iterable[Any]:
+def _referred_to(value: Any) -> Iterable[Any]:
     """The objects that one uses when it is called: those that a function closes over or names, or its attributes."""
-    match found:
+    match value:
         case FunctionType():
-            cells = [cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell)]
-            named = (found.__globals__[name] for name in _names(found.__code__) if name in found.__globals__)
-            own = not str(found.__module__).startswith("torch.")
-            return chain(cells, found.__defaults__ or (), (found.__kwdefaults__ or {}).values(), named if own else ())
+            cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+            global_values = (value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__)
+            is_users_code = not str(value.__module__).startswith("torch.")
+            defaults = (value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
+            return chain(cells, *defaults, global_values if is_users_code else ())
         case MethodType():
-            return (found.__func__, found.__self__)
+            return (value.__func__, value.__self__)
         case partial():
-            return (found.func, *found.args, *found.keywords.values())
+            return (value.func, *value.args, *value.keywords.values())
         case dict():
-            return found.values()
+            return value.values()
         case list() | tuple() | set() | frozenset():
-            return found
+            return value
         case type():
-            return [each for each in (vars(found).get("__init__"),) if isinstance(each, FunctionType)]
+            return [init for init in (vars(value).get("__init__"),) if isinstance(init, FunctionType)]
         case ModuleType() | str() | bytes() | int() | float():
             return ()
-    slots = (name for kind in type(found).__mro__ for name in getattr(kind, "__slots__", ()) or ())
+    slots = (name for class_ in type(value).__mro__ for name in getattr(class_, "__slots__", ()) or ())
     return (
-        *getattr(found, "__dict__", {}).values(),
-        *(getattr(found, name) for name in slots if not name.startswith("__") and hasattr(found, name)),
-        *(call for call in (getattr_static(type(found), "__call__", None),) if isinstance(call, FunctionType)),
+        *getattr(value, "__dict__", {}).values(),
+        *(getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)),
+        *(call for call in (getattr_static(type(value), "__call__", None),) if isinstance(call, FunctionType)),
     )
 
 

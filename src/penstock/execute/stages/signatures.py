@@ -68,13 +68,13 @@ def _taken(module: nn.Module, forward: Callable[..., Any]) -> TakenKeywords:
     inner = _behind(module, forward)
     if inner is None:
         return TakenKeywords(positions, accepts_any_keyword=True)
-    for each in inner:
-        positions = {**each.positions, **positions}
-    return TakenKeywords(positions, any(each.accepts_any_keyword for each in inner))
+    for inner_keywords in inner:
+        positions = {**inner_keywords.positions, **positions}
+    return TakenKeywords(positions, any(inner_keywords.accepts_any_keyword for inner_keywords in inner))
 
 
 def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """The parameters of a forward without `self`; None where nothing is known of them."""
+    """Return the parameters of a forward without `self`; None where nothing is known of them."""
     try:
         return list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):
@@ -85,13 +85,14 @@ def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter] | None:
     return [inspect.Parameter(name, kind) for name in names]
 
 
-def _behind(module: nn.Module, own: Callable[..., Any]) -> list[TakenKeywords] | None:
-    """The keywords of the modules that get a forward's `**kwargs`; None if the forward may use them itself."""
-    forward = inspect.unwrap(own)
+def _behind(module: nn.Module, bound_forward: Callable[..., Any]) -> list[TakenKeywords] | None:
+    """Return the keywords of the modules that get a forward's `**kwargs`; None if the forward may use them itself."""
+    forward = inspect.unwrap(bound_forward)
     while isinstance(forward, partial):
         forward = inspect.unwrap(forward.func)
     children = list(module.children())
-    # Not the module of the class: torch gives a class of its own to layers that it shards or parametrizes.
+    # The forward's module counts, not the module of the class: torch gives a class of its own to layers that it shards
+    # or parametrizes.
     if len(children) == 1 and str(getattr(forward, "__module__", "")).startswith("torch."):
         return [taken_keywords(children[0])]
     try:
@@ -101,42 +102,45 @@ def _behind(module: nn.Module, own: Callable[..., Any]) -> list[TakenKeywords] |
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
     # A decorated method is found unbound behind its decorator.
-    owner = getattr(forward, "__self__", None) or getattr(own, "__self__", None)
+    owner = getattr(forward, "__self__", None) or getattr(bound_forward, "__self__", None)
     if not isinstance(definition, ast.FunctionDef) or not definition.args.kwarg or not isinstance(owner, nn.Module):
         return None
-    bag = definition.args.kwarg.arg
-    num_uses = sum(isinstance(node, ast.Name) and node.id == bag for node in ast.walk(definition))
+    kwargs_name = definition.args.kwarg.arg
+    num_uses = sum(isinstance(node, ast.Name) and node.id == kwargs_name for node in ast.walk(definition))
     parameters = [*definition.args.posonlyargs, *definition.args.args]
     callee = partial(_callee, owner, forward, parameters[0].arg if parameters else "")
-    found = [taken for call in ast.walk(definition) if (taken := _taken_in(call, bag, callee))]
-    return found if len(found) == num_uses else None
+    calls = ast.walk(definition)
+    keywords_of_calls = [keywords for call in calls if (keywords := _taken_in(call, kwargs_name, callee))]
+    # Any use that is no such call may read the keywords.
+    return keywords_of_calls if len(keywords_of_calls) == num_uses else None
 
 
-def _taken_in(call: ast.AST, bag: str, callee: Callable[[str], TakenKeywords | None]) -> TakenKeywords | None:
-    """The keywords of a callee that gets `**kwargs`, directly or by a function for checkpointing."""
+def _taken_in(call: ast.AST, kwargs_name: str, callee: Callable[[str], TakenKeywords | None]) -> TakenKeywords | None:
+    """Return the keywords of a callee that gets `**kwargs`, directly or by a function for checkpointing; None else."""
     if not isinstance(call, ast.Call):
         return None
-    if not any(each.arg is None and ast.unparse(each.value) == bag for each in call.keywords):
+    if not any(keyword.arg is None and ast.unparse(keyword.value) == kwargs_name for keyword in call.keywords):
         return None
-    called, args = call.func, call.args
-    if args and "checkpoint" in ast.unparse(called).rpartition(".")[2]:
-        called, args = args[0], args[1:]
-    taken = callee(ast.unparse(called))
-    if taken is None:
+    callee_node, positional = call.func, call.args
+    if positional and "checkpoint" in ast.unparse(callee_node).rpartition(".")[2]:
+        callee_node, positional = positional[0], positional[1:]
+    accepted = callee(ast.unparse(callee_node))
+    if accepted is None:
         return None
-    given = {each.arg for each in call.keywords}
-    if not any(isinstance(each, ast.Starred) for each in args):
-        given |= {name for name, position in taken.positions.items() if position is not None and position < len(args)}
-    left = {name: position for name, position in taken.positions.items() if name not in given}
-    return TakenKeywords(left, taken.accepts_any_keyword)
+    filled_names = {keyword.arg for keyword in call.keywords}
+    positions = accepted.positions
+    if not any(isinstance(argument, ast.Starred) for argument in positional):
+        filled_names |= {name for name, at in positions.items() if at is not None and at < len(positional)}
+    free_positions = {name: position for name, position in positions.items() if name not in filled_names}
+    return TakenKeywords(free_positions, accepted.accepts_any_keyword)
 
 
 def _callee(owner: nn.Module, forward: Callable[..., Any], self_name: str, text: str) -> TakenKeywords | None:
-    """The keywords of a callee: a submodule, or the forward of the base class."""
+    """Return the keywords of a callee: a submodule, or the forward of the base class; None for any other."""
     if text == "super().forward":
         function = getattr(forward, "__func__", forward)
-        classes: list[Any] = [each for each in type(owner).__mro__ if "forward" in vars(each)]
-        homes = [each for each in classes if inspect.unwrap(vars(each)["forward"]) is function]
+        classes: list[Any] = [class_ for class_ in type(owner).__mro__ if "forward" in vars(class_)]
+        homes = [class_ for class_ in classes if inspect.unwrap(vars(class_)["forward"]) is function]
         return _taken(owner, super(homes[0], owner).forward) if homes else None
     name, _, path = text.removesuffix(".forward").partition(".")
     submodules = dict(owner.named_modules(remove_duplicate=False))

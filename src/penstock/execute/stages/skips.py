@@ -42,13 +42,13 @@ class SkipBuffer:
         """Begin with what has arrived from earlier stages; `place` is for messages."""
         self._values = dict(arrived)
         self._place = place
-        self.got: set[str] = set()
-        """The names that were got."""
+        self.read_names: set[str] = set()
+        """The names of the skips that layers have read."""
         self._records_gradients = torch.is_grad_enabled()
         self._is_closed = False
 
     def put(self, name: str, value: Any) -> None:
-        """Take a value; one that a recomputation puts again is the one that is there.
+        """Keep a value for layers that get it; a value that a recomputation puts again changes nothing.
 
         Raises:
             PenstockError: there is one of this name, or its gradient could not come back.
@@ -70,20 +70,20 @@ class SkipBuffer:
             PenstockError: there is none, or its gradient could not go back.
         """
         if name not in self._values:
-            there = ", ".join(map(repr, self._values)) or "none"
+            names_put = ", ".join(map(repr, self._values)) or "none"
             raise PenstockError(
-                f"{self._place}: the skip {name!r} is got before it is put (there are: {there}); the first layer that "
-                "holds a Skip of a name must put, once in each forward, and only later ones can get"
+                f"{self._place}: the skip {name!r} is got before it is put (there are: {names_put}); the first layer "
+                "that holds a Skip of a name must put, once in each forward, and only later ones can get"
             )
         if needing_gradient(self._values[name]) and not self._is_closed:
             self._require_gradients(name, "got")
-        self.got.add(name)
+        self.read_names.add(name)
         return self._values[name]
 
     def close(self) -> None:
         """End the forward: keep only what a recomputation of it would get again."""
         self._is_closed = True
-        self._values = {name: value for name, value in self._values.items() if name in self.got}
+        self._values = {name: value for name, value in self._values.items() if name in self.read_names}
 
     def take(self, names: Sequence[str]) -> dict[str, Any]:
         """Return what goes on to the next stage.
@@ -99,10 +99,10 @@ class SkipBuffer:
             )
         return {name: self._values[name] for name in names}
 
-    def _require_gradients(self, name: str, done: str) -> None:
+    def _require_gradients(self, name: str, act: str) -> None:
         if self._records_gradients and not torch.is_grad_enabled():
             raise PenstockError(
-                f"{self._place}: the skip {name!r} is {done} where gradients are off, so its own would be lost; do it "
+                f"{self._place}: the skip {name!r} is {act} where gradients are off, so its own would be lost; do it "
                 "outside of no_grad(), and checkpoint with use_reentrant=False"
             )
 
@@ -160,13 +160,13 @@ class SkipPart(ForwardPart):
     def leave(self, outputs: Any) -> Any:
         """Return the output and all skips that are still open. Raises: PenstockError, if one was not put."""
         leaving = self._skips.leaving
-        left = (outputs, self.buffer.take(leaving)) if leaving else outputs
+        stage_outputs = (outputs, self.buffer.take(leaving)) if leaving else outputs
         self.buffer.close()
-        return left
+        return stage_outputs
 
     def without_passing(self, inputs: Any, outputs: Any) -> tuple[Any, Any]:
         skips = self._skips
-        names = [name for name in skips.arriving if name in skips.leaving and name not in self.buffer.got]
+        names = [name for name in skips.arriving if name in skips.leaving and name not in self.buffer.read_names]
         if not (names and inputs):
             return inputs, outputs
         (main_input, arrived), (main_output, leaving) = inputs[0], outputs
@@ -190,12 +190,12 @@ def open_at(border: int, holders: Mapping[str, Sequence[int]]) -> list[str]:
 
     `holders` are, per name, the layers that hold it, in order.
     """
-    found = [name for name, layers in holders.items() if layers[0] < border <= layers[-1]]
-    return sorted(found, key=lambda name: (holders[name][0], name))
+    open_names = [name for name, layers in holders.items() if layers[0] < border <= layers[-1]]
+    return sorted(open_names, key=lambda name: (holders[name][0], name))
 
 
 def _without_values(leaf: Any) -> Any:
-    """A leaf for the gradient of one like this that needs it; it takes up the memory of one number."""
+    """Return a leaf of the same shape for a leaf that needs a gradient; it takes up the memory of one number."""
     if not (isinstance(leaf, Tensor) and leaf.requires_grad):
         return leaf
     return leaf.detach().new_zeros(()).expand(leaf.shape).requires_grad_()

@@ -1,6 +1,7 @@
 """`Stage`: the layers of one consecutive part of the model on one rank. How they run is for `passes`."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TypeVar
 
 from torch import nn
@@ -28,7 +29,7 @@ class Stage:
         self.modules = list(self.layers.values())
         self.names = list(self.layers)
         self.taken_keywords = list(map(taken_keywords, self.modules))
-        # Split backwards have learned it of the layers; it holds for every program that splits them.
+        # The planner belongs to the stage, not to a program: split backwards of all programs share what it has learned.
         self.split_planner = SplitPlanner()
         self.own_weight_gradients = OwnWeightGradients(self.modules)
         self._snapshot: ModuleSnapshot | None = None  # not yet: tied parameters are put in place after this
@@ -41,19 +42,19 @@ class Stage:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters with the unsplit model's names; a parameter used twice is listed once."""
-        return distinct(named for layer, module in self.layers.items() for named in named_parameters(layer, module))
+        return distinct(chain.from_iterable(named_parameters(*layer) for layer in self.layers.items()))
 
     def keyword_names(self) -> set[str]:
         """Return the keyword arguments that the layers can take; `ANY_KEYWORD` among them if one may take any."""
-        return {name for taken in self.taken_keywords for name in taken.names()}
+        return {name for accepted in self.taken_keywords for name in accepted.names()}
 
 
-def distinct(named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+def distinct(named_items: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
     """Drop what was already listed under another name, as a weight that two layers of this rank share."""
-    found: dict[int, tuple[str, T]] = {}
-    for name, item in named:
-        found.setdefault(id(item), (name, item))
-    return list(found.values())
+    items_by_id: dict[int, tuple[str, T]] = {}
+    for name, item in named_items:
+        items_by_id.setdefault(id(item), (name, item))
+    return list(items_by_id.values())
 
 
 def modules_of(layers: Iterable[nn.Module]) -> list[nn.Module]:

@@ -120,10 +120,10 @@ def _problem(module: nn.Module, ranks: Collection[int]) -> str:
         )
     for parameter in module.parameters(recurse=False):
         mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and (other := _other(mesh.mesh.flatten().tolist(), ranks)):
+        if mesh is not None and (pipeline_ranks := _other_pipeline_ranks(mesh.mesh.flatten().tolist(), ranks)):
             return (
-                f"its parameters are spread over the mesh {mesh}, which has rank {other[0]} of this pipeline, where "
-                "the layer does not run; give the mesh of the replicas, such as mesh['replica']"
+                f"its parameters are spread over the mesh {mesh}, which has rank {pipeline_ranks[0]} of this pipeline, "
+                "where the layer does not run; give the mesh of the replicas, such as mesh['replica']"
             )
     return ""
 
@@ -137,14 +137,14 @@ def _problem_of_ddp(module: DistributedDataParallel, ranks: Collection[int]) -> 
         )
     if has_dtensors(module):
         return f"{wrapper} around parameters that are DTensors; use fully_shard on a mesh of both dimensions instead"
-    if other := _other(dist.get_process_group_ranks(module.process_group), ranks):
+    if pipeline_ranks := _other_pipeline_ranks(dist.get_process_group_ranks(module.process_group), ranks):
         return (
-            f"the process group of {wrapper} has rank {other[0]} of this pipeline, where the layer does not run; "
-            "give process_group= the group of its replicas, such as mesh.get_group('replica')"
+            f"the process group of {wrapper} has rank {pipeline_ranks[0]} of this pipeline, where the layer does not "
+            "run; give process_group= the group of its replicas, such as mesh.get_group('replica')"
         )
     return ""
 
 
-def _other(members: Collection[int], ranks: Collection[int]) -> list[int]:
-    """The ranks of the pipeline in a group, this one apart."""
+def _other_pipeline_ranks(members: Collection[int], ranks: Collection[int]) -> list[int]:
+    """Return the other ranks of the pipeline that are in a group, this rank left out."""
     return sorted(set(members) & set(ranks) - {dist.get_rank()}) if ranks else []
