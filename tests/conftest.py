@@ -112,16 +112,6 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def invariants(request, monkeypatch):
-    """Have every step of ranks that are threads checked after every call, but for tests that claim what off costs."""
-    joining = sys.modules.get("penstock.execute.joining")
-    if joining is not None and request.node.get_closest_marker("as_users_run_it") is None:
-        from tests.invariants import with_invariants  # only here: it needs torch
-
-        monkeypatch.setattr(joining, "split_options", with_invariants(joining.split_options))
-
-
 @pytest.fixture
 def setting(request, monkeypatch):
     """The options with which a mesh shares parameters; "in place" is for replicas that sum all gradients in place."""

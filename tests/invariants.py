@@ -5,13 +5,12 @@
     made       from a computation to the send of what it made, or to the one on another stage of this rank that uses it
     carried    of a stage and microbatch, from its first slice's forward to that slice's backward (or the last forward)
 
-The model here follows the rows of the program and knows nothing of how calls move values. `tests/conftest.py` has it
-look at every step of ranks that are threads; elsewhere nothing of it is there.
+The model here follows the rows of the program and knows nothing of how calls move values. The pipelines of
+tests/exactness and of tests/random_models have it as an observer; all others run as users' do, without one.
 """
 
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 from penstock.execute.observing.observer import Observer
@@ -117,16 +116,6 @@ KINDS = {
 }
 CHANGES = {("checkpoint", "activation"), ("activation", "weight gradient inputs"), ("posted", "message")}
 """What a slot may hold after what, while it is filled."""
-
-
-def with_invariants(split_options):
-    """Return what splits the keywords of a pipeline and has its option `observers` begin with `Invariants`."""
-
-    def split(given):
-        own, others = split_options(given)
-        return replace(own, observers=[Invariants(), *own.observers]), others
-
-    return split
 
 
 class Rules:

@@ -1,4 +1,4 @@
-"""The checks of tests/invariants.py run after every call, and find what does not follow the program."""
+"""The checks of tests/invariants.py run after every call, and find registers that do not follow the program."""
 
 from contextlib import contextmanager
 
@@ -8,26 +8,23 @@ from penstock import Observer
 from penstock.schedules import build
 from tests.execute.test_run import LOOP, MIXED, PAIRS
 from tests.invariants import Invariants
-from tests.local_pipelines import error_of, float_task, on_pipelines, on_ranks, pipeline_of, step_task
-
-
-def invariants_of(pipeline):
-    [found] = [each for each in pipeline._runner._observers.of_all_steps if isinstance(each, Invariants)]
-    return found
+from tests.local_pipelines import error_of, float_task, on_ranks, pipeline_of, step_task
 
 
 @pytest.mark.parametrize("schedule", [LOOP, MIXED, PAIRS, build("zb-h1", ranks=2, microbatches=4, recompute=True)])
 def test_every_call_of_every_step_is_checked(schedule):
     task = float_task(4 * schedule.num_microbatches)
 
-    def case(pipeline):
+    def case(wires):
+        invariants = Invariants()
+        pipeline = pipeline_of(wires, task, schedule, None, observers=[invariants])
         step_task(pipeline, task)
         pipeline.evaluate(*task.inputs, target=task.target)
         programs = pipeline._runner._programs
         calls = sum(len(compiled.plain) for compiled in programs._compiled.values())
-        return invariants_of(pipeline).num_checks, calls + len(programs._compiled)
+        return invariants.num_checks, calls + len(programs._compiled)
 
-    for num_checks, num_calls in on_pipelines(schedule.num_ranks, task, case, schedule, None):
+    for num_checks, num_calls in on_ranks(schedule.num_ranks, case):
         assert num_checks == num_calls
 
 
@@ -71,7 +68,7 @@ def test_registers_that_do_not_follow_the_program_fail_the_step(spoil, text):
     task = float_task(8)
 
     def case(wires):
-        observers = [Spoiling(spoil)] if wires.rank == 0 else []
+        observers = [Invariants(), Spoiling(spoil)] if wires.rank == 0 else [Invariants()]
         step_task(pipeline_of(wires, task, observers=observers), task)
 
     error = error_of(on_ranks, 2, case)

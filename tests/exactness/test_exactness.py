@@ -13,6 +13,7 @@ from penstock.pipeline import Pipeline
 from tests.exactness.combinations import Combination, all_combinations, covering, thorough
 from tests.exactness.features import LOSSES, MODELS, REFERENCES, batch, options
 from tests.exactness.one_process import step_of_one_process
+from tests.invariants import Invariants
 from tests.local_pipelines import difference, gradients_of, named, on_ranks, outcome_of, visits_in_order
 
 TOLERANCE = 1e-12
@@ -53,6 +54,7 @@ def run(wires, combination):
         loss=LOSSES[loss][0],
         transport=wires,
         compile="aot_eager" if feature == COMPILED else False,
+        observers=[Invariants()],
         **options(feature, loss),
     )
     found = []

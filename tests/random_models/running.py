@@ -13,6 +13,7 @@ from penstock.errors import PenstockError
 from penstock.execute.batch.microbatch import BatchSpec, Replicate
 from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.links import LinkClosed, MessageLate
+from tests.invariants import Invariants
 from tests.random_models import one_process
 from tests.random_models.cases import OPTIMIZERS, SPARSE_OPTIMIZERS, draw_case
 from tests.random_models.comparison import ACCUMULATED, Trace, differences
@@ -89,6 +90,7 @@ def run_rank(transport, case, model):
         transport=transport,
         allow_ragged=case.cut == "ragged",
         deadline_s=DEADLINE_S,
+        observers=[Invariants()],
         **options,
     )
     pipeline = make(schedule=case.schedule)

@@ -70,7 +70,6 @@ def test_a_step_that_is_right_passes(family):
     on_pipelines(2, task, lambda pipeline: step_task(pipeline, task), family, debug="values")
 
 
-@pytest.mark.as_users_run_it
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [

@@ -27,7 +27,6 @@ from tests.local_pipelines import (
 )
 
 
-@pytest.mark.as_users_run_it
 def test_what_is_off_costs_nothing():
     task = float_task(4)
     pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, run_ahead=3)

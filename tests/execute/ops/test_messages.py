@@ -113,7 +113,6 @@ class Looking:
         return self._transport.send(*message)
 
 
-@pytest.mark.as_users_run_it
 def test_a_send_is_a_few_frames_from_the_loop():
     def case(wires):
         transport, task = Looking(wires), float_task(4)

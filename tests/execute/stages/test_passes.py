@@ -201,7 +201,6 @@ class Looking(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.as_users_run_it
 def test_a_stage_without_features_is_a_few_frames_from_the_loop():
     def case(wires):
         seen = []
