@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 
-.PHONY: demo test test-full test-faults check docs bench changelog clean environment-demo environment-dev
+.PHONY: demo test test-all test-full test-faults check docs bench changelog clean environment-demo environment-dev
 
 environment-demo environment-dev: environment-%:
 	@scripts/environment $*
@@ -20,12 +20,16 @@ demo: environment-demo
 test: environment-dev
 	scripts/test $(PYTEST_ARGS)
 
+# The same tests, and those marked slow (more combinations, more processes, lost ranks) or emulated (the device without hardware).
+test-all: environment-dev
+	scripts/test --all $(PYTEST_ARGS)
+
 # The same tests with many more generated examples per property, far more combinations in tests/exactness, and other
 # examples and other random models at every run. Examples that fail are printed, and kept in .hypothesis/examples.
 test-full: environment-dev
 	scripts/test --hypothesis-profile=full $(PYTEST_ARGS)
 
-# Loses ranks of 50 runs at random instants, 20 of which have replicas and shards; `make test` has 2 such cases, and others that lose a rank. It takes
+# Loses ranks of 50 runs at random instants, 20 of which have replicas and shards; `make test-all` has 2 such cases, and others that lose a rank. It takes
 # about 15 minutes on two cores.
 test-faults: environment-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills --cases 50

@@ -5,7 +5,8 @@ python scripts/mutants.py --again build/mutants.json -o build/now.json  plant th
 
 A mutant changes one operator, constant, condition or statement. The tests run on a copy of the tree: first the test
 file of the mutant's file, then the tests of its folder, then those that name its module, each until one fails. A mutant
-that none of these catches may still be caught by others; it is recorded as `not caught`.
+that none of these catches may still be caught by others; it is recorded as `not caught`. The tests of `make test` run
+first, and where all pass, those that `make test-all` adds.
 """
 
 import ast
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path("src/penstock")
 LIMIT_S = 300.0
 """Of one selection of tests; a mutant that makes them hang is caught, too."""
+ONLY_ALL = "only make test-all:"
 MOST_FILES = 12
 """That name a module, of those that run for one mutant."""
 SWAPPED = {
@@ -167,11 +169,11 @@ def selections(path: Path) -> Iterator[list[str]]:
         yield others[:MOST_FILES]
 
 
-def caught_by(copy: Path, path: Path) -> str:
+def caught_by(copy: Path, path: Path, tier: Sequence[str] = ()) -> str:
     """Return the first test that fails on the copy of the tree; empty if none does."""
     environment = os.environ | {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
     for selection in selections(path):
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *selection]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tier, *selection]
         try:
             done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -199,14 +201,18 @@ def run(mutants: Sequence[Mutant], output: Path) -> None:
                 lines = path.read_text().splitlines(keepends=True)
                 lines[line - 1] = lines[line - 1].replace(mutant.before, mutant.after)
                 planted.write_text("".join(lines))
-                verdict = caught_by(copy, path) or "not caught"
+                verdict = caught_by(copy, path)
+                if not verdict:
+                    slow_test = caught_by(copy, path, ["--all", "-m", "slow or emulated"])
+                    verdict = f"{ONLY_ALL} {slow_test}" if slow_test else "not caught"
                 shutil.copyfile(path, planted)
             found.append(asdict(mutant) | {"caught_by": verdict})
             output.write_text(json.dumps(found, indent=1) + "\n")
             print(f"{number}/{len(mutants)}  {mutant.path}: {mutant.before}  ->  {mutant.after}")
             print(f"    {verdict}  ({time.monotonic() - begin_s:.0f} s)", flush=True)
     missed = sum(each["caught_by"] == "not caught" for each in found)
-    print(f"{len(found)} mutants, {missed} not caught; written to {output}")
+    slow = sum(each["caught_by"].startswith(ONLY_ALL) for each in found)
+    print(f"{len(found)} mutants: {slow} caught by make test-all alone, {missed} not caught; written to {output}")
 
 
 def main() -> None:

@@ -85,15 +85,29 @@ def pytest_xdist_make_scheduler(config, log):
     return FilesOrTests(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all", action="store_true", dest="runs_slow_tests", help="run the tests marked slow or emulated too"
+    )
+
+
 def runs_in_full():
     return settings().max_examples > settings.get_profile("quick").max_examples
 
 
+def deselect_other_tiers(config, items):
+    """Leave tests marked full to `make test-full`, and those marked slow or emulated to `make test-all`."""
+    runs_slow_tests = config.option.runs_slow_tests
+    skipped_tiers = [] if runs_in_full() else ["full"] if runs_slow_tests else ["full", "slow", "emulated"]
+    deselected = [item for item in items if any(map(item.get_closest_marker, skipped_tiers))]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        selected_ids = {id(item) for item in items} - {id(item) for item in deselected}
+        items[:] = [item for item in items if id(item) in selected_ids]
+
+
 def pytest_collection_modifyitems(config, items):
-    left_out = [] if runs_in_full() else [item for item in items if item.get_closest_marker("full")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    deselect_other_tiers(config, items)
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))  # stable: all others stay in their order
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
