@@ -39,7 +39,7 @@ html_show_copyright = False
 SECTIONS = {
     "Start": ["start", "all"],
     "Tasks": ["tasks", "cookbook"],
-    "Guides": ["models", "pipeline", "training", "observing", "pictures", "searching", "simulator"],
+    "Guides": ["models", "pipeline", "training", "training/*", "observing", "pictures", "searching", "simulator"],
     "Recipes": ["recipes/*"],
     "Tutorials": ["tutorials/*"],
     "Schedules": ["schedules", "schedules/*"],

@@ -43,7 +43,7 @@ from tests.strategies import feasible_schedules
 
 FLOAT64 = torch.float64
 LENGTH = 7
-GUIDE = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[1] / "docs" / "training" / "data.md").read_text(encoding="utf-8")
 SIZES = {"vocabulary": VOCABULARY, "width": 8, "heads": 4, "key_value_heads": 2, "hidden": 12}
 
 
@@ -217,7 +217,7 @@ def frozen(seed):
 
 
 def from_the_docs(seed):
-    """The layer that docs/training.md shows."""
+    """The layer that docs/training/data.md shows."""
     [example] = [block for block in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "ps.Carry" in block]
     names = {}
     exec(example, names)
