@@ -117,6 +117,17 @@ def test_pairs_that_share_a_name_are_one_group():
     assert sorted(assembly.tied_groups) == [(0, 1, 2), (0, 2)]
 
 
+def test_ranks_number_the_groups_alike_where_one_has_been_assembled_before():
+    """Rank 1 makes 1.weight and 2.weight one object, which the other ranks cannot know in the next assembly."""
+    tied = [("0.weight", "1.weight"), ("2.weight", "0.weight"), ("0.bias", "3.bias")]
+    layers_of_rank = [modules() for _ in range(3)]
+
+    first, second = ([put_together(layers_of_rank[rank], rank, tied=tied) for rank in range(3)] for _ in range(2))
+
+    assert layers_of_rank[1][1].weight is layers_of_rank[1][2].weight
+    assert [each.tied_groups for each in (*first, *second)] == [((0, 1), (0, 2))] * 6
+
+
 def test_tied_parameters_of_one_rank_become_one_object():
     assembly = put_together(modules(), 1, tied=[("1.weight", "2.weight")])
 

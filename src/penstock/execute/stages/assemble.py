@@ -167,6 +167,10 @@ def _tied_names(
     groups: list[set[str]] = []
     for pair in pairs:
         touching = [group for group in groups if group & set(pair)]  # a pair may join groups
+        if len(touching) == 1 and touching[0].issuperset(pair):
+            # Where an earlier pipeline has made two names of a rank one object, only that rank finds this pair. The
+            # group keeps its place, since all ranks number the groups by their order.
+            continue
         groups = [group for group in groups if group not in touching] + [set(pair).union(*touching)]
     position = {name: index for index, name in enumerate(names)}
     layers_of_groups = [{full: _layer_of(full, names, homes) for full in group} for group in groups]
