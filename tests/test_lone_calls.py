@@ -285,6 +285,34 @@ def test_a_rank_that_an_error_takes_out_of_the_pipeline_is_named_with_the_error(
     assert re.match(r"rank 1 has closed the pipeline \(test_lone_calls.py:\d+, after KeyError\), the others", found)
 
 
+def refusals_after_close(wires, folder):
+    pipeline = pipeline_on(wires)
+    CALLS["step"](pipeline, folder)
+    if pipeline.control.rank != 0:
+        leave(pipeline)
+        errors = [error_of(call, pipeline, folder) for call in (CALLS | OTHERS).values()]
+    else:
+        errors = [error_of(CALLS["clip_grad_norm_"], pipeline, folder)]
+    return {(type(error), str(error), error.rank) for error in errors}
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (4, 1), (2, 2)])
+def test_a_rank_that_has_closed_the_pipeline_blames_no_other_in_its_own_later_calls(shape, tmp_path):
+    num_ranks = shape[0] * shape[1]
+    run = partial(on_ranks, num_ranks) if shape[1] == 1 else partial(on_mesh, *shape)
+
+    others, *closed = run(refusals_after_close, tmp_path)
+
+    for rank, errors in enumerate(closed, start=1):
+        ((kind, text, blamed),) = errors
+        assert (kind, without_places(text)) == (PipelineError, f"rank {rank}: the pipeline is closed; make a new one")
+        assert blamed == rank
+    ((kind, text, _),) = others
+    assert kind is PeerLeft
+    assert CLOSED in text
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- new calls
 
 LOCAL = {

@@ -19,7 +19,7 @@ from penstock.construction_plan import Request
 from penstock.errors import ConfigError, PenstockError, PipelineError, warn
 from penstock.execute.batch.admission import StepRequest
 from penstock.execute.control.agreement import Extra, Mode
-from penstock.execute.control.collectives import Control, refuse_within_step
+from penstock.execute.control.collectives import Control, closed_error, refuse_within_step
 from penstock.execute.joining import join
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.model_loss import with_model_loss
@@ -335,7 +335,7 @@ class Pipeline(ModelPart):
         if mode.is_training and call.refusal is None:
             self._require_trainable(mode)
         if self._is_closed:
-            raise self._refusal("the pipeline is closed; make a new one")
+            raise closed_error(self._control.places)
         result = self._runner.run(mode, call, self._step_number, memory)
         self._step_number += mode.is_training
         if call.extra is Extra.RECORDING and self.recording is not None:

@@ -160,8 +160,11 @@ class Control:
     def _label(self) -> bytes:
         """Return the label of the public call that this rank is in; in none, an exchange is a call of its own.
 
-        Raises: PipelineError, where the user's code has made the call within a step.
+        Raises: PipelineError, where the call is made within a step by the user's code, or after `close`.
         """
+        if self.calls.is_closed and self.num_ranks > 1:
+            # Before any message: the connections are gone, and a wait for a peer would put the blame on it.
+            raise closed_error(self.places)
         if self.calls.of_users_code:
             refuse_within_step(self)
         return self.calls.current or label(UNNAMED)
@@ -240,6 +243,13 @@ class Control:
                 "lists or dicts",
                 rank=self.names.numbers[self.rank],
             ) from error
+
+
+def closed_error(places: Places) -> PipelineError:
+    """Return the error of a call of a pipeline that this rank has closed."""
+    return PipelineError(
+        f"{places.name}: the pipeline is closed; make a new one", rank=places.names.numbers[places.index]
+    )
 
 
 def refuse_within_step(control: Control) -> None:

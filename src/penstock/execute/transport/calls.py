@@ -69,6 +69,8 @@ class PublicCalls:
     """The label of a call that the user's code makes within the step; empty outside of one."""
     of_replica: Sequence[bytes] = ()
     """The labels of the ranks of this replica, as the last exchange of the current call had them."""
+    is_closed: bool = False
+    """Whether this rank has closed the pipeline, so that no exchange can be made any more."""
     departure_of: Callable[[int], str] = field(default=_unknown)
     """Says what the rank of a number has done to leave in good order; empty where it has not, or cannot be seen."""
 
