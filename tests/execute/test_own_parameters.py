@@ -1,5 +1,6 @@
 """Parameters that a caller replaces are trained rightly, or, where they are tied, refused."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from tests.local_pipelines import (
     step_task,
     token_layers,
     token_task,
+    zero,
 )
 
 FLOAT64 = torch.float64
@@ -90,6 +92,98 @@ def test_a_tied_parameter_that_was_replaced_is_refused_on_every_rank(schedule, r
         assert isinstance(error, StepRefused)
         assert error.rank == replaced
         assert "is tied, but was replaced by another parameter after the pipeline was made" in str(error)
+
+
+def swap(layer):
+    """Put another module into the place of the one that holds the tied parameter."""
+    layer[0] = settle(type(layer[0])(*layer[0].weight.shape, dtype=FLOAT64), 7)
+
+
+def wrap(layer):
+    """Put a module around the one that holds the tied parameter, which gives it another name."""
+    layer[0] = nn.Sequential(layer[0])
+
+
+def tied_in_modules():
+    embedding, *blocks, _ = token_layers(FLOAT64)
+    head = nn.Linear(WIDTH, embedding.num_embeddings, bias=False, dtype=FLOAT64)
+    head.weight = embedding.weight
+    return [nn.Sequential(embedding), *blocks, nn.Sequential(head)]
+
+
+def change_and_step(pipeline, task, change, index):
+    """Take a step, change a layer of the model where it is, and return the outcome of another step, or its error."""
+    step_task(pipeline, task)
+    zero(pipeline)
+    for stage in pipeline.stages:
+        if str(index) in stage.layers:
+            change(stage.layers[str(index)])
+    try:
+        return step_task(pipeline, task), pipeline.clip_grad_norm_(math.inf)
+    except StepRefused as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("change", "index", "num_ranks", "what"),
+    [
+        (swap, 0, 2, "was replaced by another parameter"),
+        (swap, 0, 1, "was replaced by another parameter"),
+        (wrap, 4, 2, "got another name"),
+    ],
+)
+def test_a_tied_parameter_whose_module_was_swapped_or_wrapped_is_refused(change, index, num_ranks, what):
+    task = replace(token_task(8, FLOAT64), make_layers=tied_in_modules)
+    for error in on_pipelines(num_ranks, task, lambda pipeline: change_and_step(pipeline, task, change, index)):
+        assert isinstance(error, StepRefused)
+        assert f".0.weight' is tied, but {what} after the pipeline was made" in str(error)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_module_may_be_put_around_the_owner_of_a_tied_parameter(num_ranks):
+    task = replace(token_task(8, FLOAT64), make_layers=tied_in_modules)
+    result, gradients = task.reference(4)
+    norm = torch.stack([each.norm() for name, each in gradients.items() if name != "4.0.weight"]).norm()
+    gradients["0.0.0.weight"] = gradients["0.0.weight"]
+    for outcome, total in on_pipelines(num_ranks, task, lambda pipeline: change_and_step(pipeline, task, wrap, 0)):
+        torch.testing.assert_close(outcome.result.loss, result.loss, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(total, norm, rtol=1e-12, atol=1e-12)
+        for name, gradient in outcome.gradients.items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_parameter_that_is_added_to_a_layer_with_a_copy_on_another_rank_is_refused():
+    task = float_task(8, FLOAT64)
+
+    def case(pipeline):
+        step_task(pipeline, task)
+        for stage in pipeline.stages:
+            for layer in stage.layers.values():
+                layer.append(settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT64), 7))
+        return error_of(step_task, pipeline, task)
+
+    for error in on_pipelines(2, task, case, "dualpipe"):
+        assert isinstance(error, StepRefused)
+        assert ".3.weight' was added after the pipeline was made, to a layer of which another rank holds" in str(error)
+
+
+def test_parameters_that_are_added_to_a_layer_without_copies_are_trained():
+    task = float_task(8, FLOAT64)
+
+    def more_layers():
+        layers = task.make_layers()
+        for layer in layers:
+            layer.append(settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT64), 7))
+        return layers
+
+    def case(pipeline):
+        for stage in pipeline.stages:
+            for layer in stage.layers.values():
+                layer.append(settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT64), 7))
+        return step_task(pipeline, task)
+
+    expected = replace(task, make_layers=more_layers).reference(4)
+    assert not difference(on_pipelines(2, task, case, "zb-h1"), expected, tolerance=1e-12, loss_tolerance=1e-12)
 
 
 def test_evaluation_takes_replaced_parameters_as_they_are():

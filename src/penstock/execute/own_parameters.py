@@ -24,15 +24,20 @@ class OwnParameters:
         self._assembly = assembly
         self._is_sharded = is_sharded
         self._layers = assembly.layers
-        self.named = assembly.named_parameters()
+        self._take_in()
+
+    def _take_in(self) -> None:
+        self.named = self._assembly.named_parameters()
         """Each once, with its name in the unsplit model."""
+        self._by_name = self._assembly.parameters_by_name()
         self._snapshot, self._held = ModuleSnapshot(self._layers), self._look()
 
     def refresh(self) -> bool:
         """Look which parameters were replaced since the last look; return whether any was.
 
         Raises:
-            ConfigError: a tied one was, so that its copies are tied no more; or any, or one has hooks, with shards.
+            ConfigError: a tied one was, or a copied stage has another parameter, so that copies are tied no more; or
+                any was, or one has hooks, with shards.
         """
         if self._is_sharded:
             refuse_hooks(self.named)
@@ -40,13 +45,10 @@ class OwnParameters:
             return False
         if self._is_sharded:
             self._refuse_others()
-        if all(getattr(module, name, None) is parameter for module, name, parameter in self._held):
-            self._snapshot = ModuleSnapshot(self._layers)  # of other modules, with which nothing was made
-            return False
         self._require_ties()
-        self.named = self._assembly.named_parameters()
-        self._snapshot, self._held = ModuleSnapshot(self._layers), self._look()
-        return True
+        is_replaced = any(getattr(module, name, None) is not parameter for module, name, parameter in self._held)
+        self._take_in()
+        return is_replaced
 
     def _look(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
         return [
@@ -71,19 +73,36 @@ class OwnParameters:
             )
 
     def _require_ties(self) -> None:
-        """Make sure that what was one object is one still, and that no copy of another rank's was replaced."""
-        copies = self._assembly.tied_copies.values()
-        tied = {id(parameter) for copy in copies for parameter in copy.parameters.values()}
+        """Make sure that what was one object is one still, and that copies on other ranks are copies of what is here.
+
+        Parameters are looked up by their names: a module that takes the place of another one leaves the parameters of
+        the other one as they were. And by its name, clipping and checkpoints know that a parameter is a copy.
+        """
+        tied = {id(parameter) for copy in self._assembly.tied_copies.values() for parameter in copy.parameters.values()}
         names = {id(parameter): name for name, parameter in self.named}
-        now: dict[int, object] = {}
-        for module, name, parameter in self._held:
-            new = getattr(module, name, None)
+        by_name = self._assembly.parameters_by_name()
+        still_held = set(map(id, by_name.values()))
+        successors: dict[int, object] = {}
+        for name, parameter in self._by_name.items():
+            new = by_name.get(name)
+            is_renamed = new is None and id(parameter) in still_held  # as by a module around the one that holds it
+            if is_renamed and name not in self._assembly.owner_names:
+                new = parameter
             is_replaced = new is not parameter and id(parameter) in tied
-            if is_replaced or now.setdefault(id(parameter), new) is not new:
+            if is_replaced or successors.setdefault(id(parameter), new) is not new:
+                change = "got another name" if is_renamed else "was replaced by another parameter"
                 raise ConfigError(
-                    f"{names[id(parameter)]!r} is tied, but was replaced by another parameter after the pipeline was "
-                    "made, so that its copies would drift apart; change its values in place, as load_state_dict() "
-                    "does without assign=True, or make a new Pipeline",
+                    f"{names[id(parameter)]!r} is tied, but {change} after the pipeline was made, so that its copies "
+                    "would drift apart; change its values in place, as load_state_dict() does without assign=True, or "
+                    "make a new Pipeline",
+                    key="layers",
+                )
+        copied = {id(layer) for copy in self._assembly.tied_copies.values() for layer in copy.layers}
+        for name, parameter in self._assembly.parameters_by_name(copied).items():
+            if id(parameter) not in tied:
+                raise ConfigError(
+                    f"{name!r} was added after the pipeline was made, to a layer of which another rank holds a copy, "
+                    "so that the copies would drift apart; make a new Pipeline",
                     key="layers",
                 )
 

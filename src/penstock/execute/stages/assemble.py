@@ -4,7 +4,7 @@ Parameters are tied where a layer's `tied` says so, where the caller does, where
 parameter, and where routes run copies of one stage on different ranks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
@@ -60,6 +60,19 @@ class Assembly:
         """Return this rank's parameters in the order of the unsplit model, each once and under its first name there."""
         stages = sorted(self.stages, key=lambda stage: stage.first_layer)
         return distinct(chain.from_iterable(stage.named_parameters() for stage in stages))
+
+    def parameters_by_name(self, layers: Collection[int] | None = None) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters by all their names in the unsplit model.
+
+        `layers` are ids of layers of this rank; the parameters of the others are left out then.
+        """
+        return {
+            full: parameter
+            for stage in self.stages
+            for name, layer in stage.layers.items()
+            if layers is None or id(layer) in layers
+            for full, parameter in named_parameters(name, layer, remove_duplicate=False)
+        }
 
 
 def assemble(
