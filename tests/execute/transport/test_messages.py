@@ -294,6 +294,38 @@ def test_an_output_that_differs_from_what_was_agreed_is_not_sent(changed, text):
     assert "variable_shapes=True" in str(error)
 
 
+class Scaled(torch.Tensor):
+    """A tensor that another rank would take for a plain one."""
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        (torch.eye(2).to_sparse(), "is a tensor of layout torch.sparse_coo"),
+        (torch.eye(2).as_subclass(Scaled), "test_messages.Scaled, a subclass of tensors"),
+    ],
+)
+def test_a_tensor_that_is_of_another_kind_than_what_was_agreed_is_not_sent(changed, text):
+    def case(wires):
+        messenger, counting = messenger_on(wires)
+        run_step(messenger, counting, {FIRST: torch.eye(2)})
+        return error_of(send_all, messenger, {FIRST: changed}) if wires.rank == 0 else None
+
+    error, _ = on_ranks(2, case)
+    assert isinstance(error, PipelineError)
+    assert text in str(error)
+
+
+def test_a_parameter_arrives_as_a_plain_tensor():
+    parameter = torch.nn.Parameter(torch.eye(2))
+
+    _, (steps, _) = on_ranks(2, exchange, [{FIRST: parameter}] * 2)
+
+    for (received,) in steps:
+        assert type(received) is torch.Tensor
+        assert torch.equal(received, parameter)
+
+
 def test_after_a_reset_everything_is_agreed_anew():
     def case(wires):
         messenger, counting = messenger_on(wires)

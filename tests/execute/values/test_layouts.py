@@ -16,6 +16,11 @@ from penstock.execute.values.layouts import Layout, TensorInfo, decode_layout, e
 from penstock.execute.values.tree import flatten
 from tests.execute.values.test_tree import CONTAINERS, Point, State
 
+
+class Scaled(torch.Tensor):
+    """A tensor that another rank would take for a plain one."""
+
+
 INFO = TensorInfo((2, 3), torch.float32, requires_grad=False)
 Late = namedtuple("Renamed", ["x"])  # found under no module-level name: Renamed
 
@@ -77,6 +82,7 @@ def test_layouts_differ_where_anything_differs():
     [
         (torch.Size([1]), r"value\['a'\]\[0\] is a torch.Size.*Take it apart"),
         (torch.eye(2).to_sparse(), r"value\['a'\]\[0\] is a tensor of layout torch.sparse_coo"),
+        (torch.eye(2).as_subclass(Scaled), r"is a tests.execute.values.test_layouts.Scaled, a subclass of tensors"),
         (b"bytes", "builtins.bytes"),
         (UserDict(x=torch.ones(1)), "a part of the output is a collections.UserDict.*Take it apart"),
         (defaultdict(list, x=torch.ones(1)), "a part of the output is a collections.defaultdict"),
@@ -85,6 +91,13 @@ def test_layouts_differ_where_anything_differs():
 def test_a_leaf_that_cannot_travel_is_an_error_naming_its_type(leaf, message):
     with pytest.raises(PipelineError, match=message):
         encode_layout({"a": [leaf]})
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantized_tensor_cannot_travel():
+    quantized = torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8)
+    with pytest.raises(PipelineError, match="value is a quantized tensor of type qint8"):
+        encode_layout(quantized)
 
 
 def test_a_class_that_no_peer_could_find_is_an_error():

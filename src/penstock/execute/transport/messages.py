@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.execute.transport.agreed_layouts import AgreedLayouts, Key
 from penstock.execute.transport.device_queue import DeviceQueue, device_queue_of
 from penstock.execute.transport.protocol import Messages, Ticket
-from penstock.execute.values.layouts import Layout, decode_layout, encode_layout
+from penstock.execute.values.layouts import Layout, decode_layout, encode_layout, require_plain
 from penstock.execute.values.tensors import empty_in_order, memory_order, stored
 from penstock.execute.values.tree import flatten
 from penstock.execute.values.version_guard import VersionGuard
@@ -123,7 +123,10 @@ class Sender:
             self.send_described(peer, outputs, key)
             return
         agreed, leaves = self._layouts.produced[key], flatten(outputs)[0]
-        described = zip(_tensors_of(leaves), agreed.tensors, strict=True)
+        tensors = _tensors_of(leaves)
+        for tensor in tensors:  # a layer may return other kinds than in the step that agreed on them
+            require_plain(tensor, "an output")
+        described = zip(tensors, agreed.tensors, strict=True)
         parts = [stored(tensor, info.order) for tensor, info in described]
         if agreed.numbers:  # in front, where the receiver posts them
             parts.insert(0, agreed.written_numbers(leaves).to(self._device))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.execute.values.tensors import Order, is_order, memory_order
+from penstock.execute.values.tensors import Order, is_order, kind_that_cannot_travel, memory_order
 from penstock.execute.values.tree import LEAF, NONE, PLAIN, Name, TreeSpec, field_names, flatten
 
 Scalar = bool | int | float | str
@@ -182,8 +182,7 @@ _SAME_VERSION = "run the same version of Penstock and of the model on all ranks"
 
 def _leaf_to_json(leaf: Any, place: str) -> object:
     if isinstance(leaf, Tensor):
-        if leaf.layout is not torch.strided:
-            raise PipelineError(f"{place} is a tensor of layout {leaf.layout}; expected a dense one: pass its parts")
+        require_plain(leaf, place)
         info = TensorInfo.of(leaf)
         return [info.shape, str(info.dtype).removeprefix("torch."), info.requires_grad, info.order]
     if type(leaf) is float:
@@ -191,6 +190,20 @@ def _leaf_to_json(leaf: Any, place: str) -> object:
     if type(leaf) not in (int, bool, str):
         raise _cannot_travel(place, type(leaf))
     return leaf
+
+
+def require_plain(tensor: Tensor, place: str) -> None:
+    """Make sure that another rank can rebuild a tensor from its values, shape and type.
+
+    Raises:
+        PipelineError: naming what it is, and the way out.
+    """
+    if kind := kind_that_cannot_travel(tensor):
+        raise PipelineError(
+            f"{place} is {kind}, which would not be one on another rank; expected a plain dense tensor: pass its "
+            "parts, or let the stage's last layer make a plain one, as by as_subclass(torch.Tensor), to_dense() or "
+            "dequantize()"
+        )
 
 
 def _cannot_travel(place: str, kind: type) -> PipelineError:

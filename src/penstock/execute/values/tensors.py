@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PipelineError
@@ -57,6 +57,22 @@ def written_out(tensor: Tensor) -> Tensor:
     if tensor.is_conj() or tensor.is_neg():
         return tensor.detach().resolve_conj().resolve_neg()
     return tensor
+
+
+def kind_that_cannot_travel(tensor: Tensor) -> str:
+    """Name what a tensor is beside its values, shape and type, which no other rank could rebuild; empty if nothing.
+
+    A parameter arrives as a plain tensor. What a collective is still filling is waited for, and DTensors are refused
+    where a message is written.
+    """
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.is_quantized:
+        return f"a quantized tensor of type {str(tensor.dtype).removeprefix('torch.')}"
+    kind = type(tensor)
+    if kind is Tensor or issubclass(kind, nn.Parameter) or hasattr(tensor, "wait") or is_dtensor(tensor):
+        return ""
+    return f"a {kind.__module__}.{kind.__qualname__}, a subclass of tensors"
 
 
 def empty_in_order(shape: Sequence[int], order: Order, *, dtype: torch.dtype, device: torch.device) -> Tensor:
