@@ -6,7 +6,7 @@ Each function under `plant` takes what the name stands for, and returns what it 
 import torch
 
 from penstock.execute.transport.backend_links import QueuedMessage
-from penstock.execute.transport.device_queue import _Followed
+from penstock.execute.transport.device_queue import _FollowedReceive
 from penstock.execute.values.layouts import decode_layout
 from tests.emulated.checker import FREED, HANG, UNORDERED
 from tests.emulated.planting import does_nothing, table
@@ -29,7 +29,7 @@ def _followed(queue, ticket, wait):
     reached = queue._make_marker()
     reached.record()
     wait(message)
-    queue._followed.append(_Followed(ticket, message, reached, 0))
+    queue._receives.append(_FollowedReceive(ticket, message, reached, 0))
 
 
 plant(

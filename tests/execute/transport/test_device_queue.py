@@ -91,7 +91,7 @@ def test_the_stream_is_let_wait_behind_a_marker_and_the_host_goes_on():
 
     queue = queue_of(device, work)
 
-    assert (len(work.calls), device.num_marked, device.now_s, len(queue._followed)) == (1, 1, 0.0, 1)
+    assert (len(work.calls), device.num_marked, device.now_s, len(queue._receives)) == (1, 1, 0.0, 1)
 
 
 def test_a_device_that_has_not_come_to_a_receive_waits_for_nobody():
@@ -182,7 +182,7 @@ def test_each_peer_has_the_whole_deadline():
     works[1].is_there = True
     assert not queue.is_held_up()
 
-    assert not queue._followed
+    assert not queue._receives
     assert notes.found == [1, "runs", 2, "runs"]
 
 
@@ -194,14 +194,14 @@ def test_receives_that_came_before_the_device_did_are_nobodys_wait():
         work.is_there = True
 
     assert not queue.is_held_up()
-    assert not queue._followed
+    assert not queue._receives
     assert notes.found == []
 
 
 def test_a_message_that_fails_names_its_peer():
     device, work = Device(), Work(problem=RuntimeError("NCCL: remote process exited"))
     queue = queue_of(device, Work(), work)
-    queue._followed.popleft()  # the first came
+    queue._receives.popleft()  # the first came
     work.is_there = True
 
     error = error_of(queue.is_held_up)
@@ -244,7 +244,7 @@ def test_another_thread_sees_a_peer_that_has_given_up_only_where_the_device_wait
 
     assert isinstance(error, PeerLost)
     assert error.peer == 2
-    assert len(queue._followed) == 1
+    assert len(queue._receives) == 1
     work.is_there = True
     assert queue.why_held_up() is None
 
@@ -257,7 +257,7 @@ def test_what_is_forgotten_is_waited_for_no_more():
 
     queue.forget()
 
-    assert not queue._followed
+    assert not queue._receives
     assert not queue.is_held_up()
 
 
@@ -390,7 +390,7 @@ def with_stand_in(rank):
     assert queue.has_left(sent)
     queue.follow(transport.post_receive(3, torch.zeros(1)))
     transport.abort()
-    assert not queue._followed
+    assert not queue._receives
     assert "forgot this message" in str(error_of(queue.follow, ticket))
     transport.close()
     return True

@@ -195,7 +195,7 @@ class MemoryWatch(Observer):
             (message.tensors, message.numbers) if isinstance(message, Incoming) else message
             for message in messages.values()
         ]
-        queued_receives, queued_messages = ([], []) if self.queue is None else self.queue.held()
+        queued_receives, queued_messages = ([], []) if self.queue is None else self.queue.held_tensors()
         exchanged = self.parameters.held().exchanged
         return RankMemory(
             stages=tuple(StageMemory(stage, *(column[stage] for column in columns)) for stage in self._stages),

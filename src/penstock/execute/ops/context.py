@@ -10,7 +10,7 @@ from penstock.execute.rank_parameters import RankParameters
 from penstock.execute.stages.passes import StagePasses
 from penstock.execute.stages.recompute import Recomputation
 from penstock.execute.step import Bound
-from penstock.execute.transport.agreed_layouts import Key
+from penstock.execute.transport.agreed_layouts import PassKey
 from penstock.execute.transport.messages import Messenger
 from penstock.ir.program import Program
 
@@ -52,7 +52,7 @@ class CompileContext:
         """Return a row's microbatch and slice."""
         return int(self.program.microbatch[row]), int(self.program.slice[row])
 
-    def key(self, row: int) -> Key:
+    def key(self, row: int) -> PassKey:
         """Name a row's messages: stage, microbatch, slice."""
         return int(self.program.stage[row]), *self.place(row)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from penstock.execute.ops.context import CompileContext
 from penstock.execute.step import Bound, Step
-from penstock.execute.transport.agreed_layouts import Key
+from penstock.execute.transport.agreed_layouts import PassKey
 from penstock.execute.transport.messages import Incoming
 
 
@@ -47,7 +47,7 @@ def receive_backward(context: CompileContext, row: int) -> Iterator[Bound]:
     return _receive(context, row, context.messenger.receiver.post_backward)
 
 
-def _receive(context: CompileContext, row: int, post: Callable[[int, Key], Incoming]) -> Iterator[Bound]:
+def _receive(context: CompileContext, row: int, post: Callable[[int, PassKey], Incoming]) -> Iterator[Bound]:
     # A gradient belongs to the outputs of this stage, an input to this stage: the key is this stage's both times.
     peer, key, message = context.peer(row), context.key(row), context.keys.message_of(row)
 

@@ -12,11 +12,11 @@ from penstock.errors import PipelineError
 from penstock.execute.values.layouts import Layout, TensorInfo, is_alike
 from penstock.execute.values.tree import flatten
 
-Key = tuple[int, int, int]
-"""Stage, microbatch, slice."""
+PassKey = tuple[int, int, int]
+"""Stage, microbatch and slice of a pass whose inputs or outputs travel."""
 MAX_LAYOUTS = 256
-"""So many layouts of batches are remembered, those that ran last: of texts or shapes that change at every step, each
-makes a new one."""
+"""Number of batch layouts that are remembered, those that ran last; a text or shape that changes at every step makes a
+new one each time."""
 
 
 class AgreedLayouts:
@@ -25,64 +25,65 @@ class AgreedLayouts:
     def __init__(self, rank: int, *, has_variable_shapes: bool) -> None:
         self._rank = rank
         self._has_variable_shapes = has_variable_shapes
-        self._before: dict[str, tuple[dict[Key, Layout], dict[Key, Layout]]] = {}
+        self._layouts_by_signature: dict[str, tuple[dict[PassKey, Layout], dict[PassKey, Layout]]] = {}
         self._signature = ""
         self.is_static = False
         """Whether both ends of every message of this step know its layout."""
-        self.received: dict[Key, Layout] = {}
-        """Of the inputs of this rank's stages."""
-        self.produced: dict[Key, Layout] = {}
-        """Of their outputs."""
+        self.received: dict[PassKey, Layout] = {}
+        """Layouts of the inputs of this rank's stages."""
+        self.produced: dict[PassKey, Layout] = {}
+        """Layouts of the outputs of this rank's stages."""
 
     def begin(self, signature: str) -> None:
         """Start a step with a batch of this layout; every rank passes the same signature."""
         self._signature = signature
-        layouts = self._before.get(signature)
+        layouts = self._layouts_by_signature.get(signature)
         self.is_static = layouts is not None and not self._has_variable_shapes
         self.received, self.produced = layouts if self.is_static and layouts else ({}, {})
 
     def finish(self) -> None:
-        """From now on this batch layout is known."""
-        self._before.pop(self._signature, None)  # the newest comes last
-        self._before[self._signature] = (self.received, self.produced)
-        if len(self._before) > MAX_LAYOUTS:
-            # On all ranks alike, which run the same steps: one that forgot a layout which its peer still knows would
-            # wait for a header that nobody sends.
-            del self._before[next(iter(self._before))]
+        """Remember the layouts of this step for later batches of its layout."""
+        self._layouts_by_signature.pop(self._signature, None)  # the newest comes last
+        self._layouts_by_signature[self._signature] = (self.received, self.produced)
+        if len(self._layouts_by_signature) > MAX_LAYOUTS:
+            # All ranks run the same steps and so forget the same layouts. A rank that forgot a layout which its peer
+            # still knows would wait for a header that nobody sends.
+            del self._layouts_by_signature[next(iter(self._layouts_by_signature))]
 
     def forget(self) -> None:
         """Forget all agreements: after a failure some ranks may have noted a layout that others never saw."""
-        self._before.clear()
+        self._layouts_by_signature.clear()
         self.begin("")
 
-    def note_outputs(self, key: Key, outputs: Any, action: str) -> None:
-        """Remember, or check, what a stage produced."""
-        agreed = self.produced.get(key)
-        if agreed is not None and agreed.fits_tensor(outputs):
+    def note_outputs(self, key: PassKey, outputs: Any, action: str) -> None:
+        """Remember the layout of a stage's outputs, or compare it with the layout on which the ranks agreed."""
+        agreed_layout = self.produced.get(key)
+        if agreed_layout is not None and agreed_layout.fits_tensor(outputs):
             return
         leaves, spec = flatten(outputs)
         layout = Layout(spec, tuple(TensorInfo.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
-        if agreed is None:
-            agreed = self.produced[key] = layout
-        if not is_alike(layout, agreed):
+        if agreed_layout is None:
+            agreed_layout = self.produced[key] = layout
+        if not is_alike(layout, agreed_layout):
             raise PipelineError(
-                f"{action}: the output is {layout}, but the ranks agreed on {agreed} for batches of "
-                f"this layout. {_cure(layout, agreed)}; or create the pipeline with variable_shapes=True",
+                f"{action}: the output is {layout}, but the ranks agreed on {agreed_layout} for batches of "
+                f"this layout. {_cure(layout, agreed_layout)}; or create the pipeline with variable_shapes=True",
                 rank=self._rank,
                 instruction=action,
             )
 
     def output_bytes(self) -> dict[int, int]:
         """Return, per stage of this rank but a last one, the bytes of its largest output in this step."""
-        largest: dict[int, int] = {}
-        for (stage, _, _), agreed in self.produced.items():
-            largest[stage] = max(largest.get(stage, 0), agreed.num_bytes)
-        return largest
+        max_bytes_by_stage: dict[int, int] = {}
+        for (stage, _, _), layout in self.produced.items():
+            max_bytes_by_stage[stage] = max(max_bytes_by_stage.get(stage, 0), layout.num_bytes)
+        return max_bytes_by_stage
 
 
-def _cure(layout: Layout, agreed: Layout) -> str:
+def _cure(layout: Layout, agreed_layout: Layout) -> str:
     """Say what to change; where floating-point types alone differ, autocast was most likely switched."""
-    if layout.spec.to_text() == agreed.spec.to_text() and _types_apart(layout) == _types_apart(agreed):
+    leaves, agreed_leaves = map(_leaves_without_float_types, (layout, agreed_layout))
+    if layout.spec.to_text() == agreed_layout.spec.to_text() and leaves == agreed_leaves:
         return (
             "Run every step within torch.autocast of the same type, or none, and let layers return the same types for "
             "equal batches"
@@ -93,8 +94,8 @@ def _cure(layout: Layout, agreed: Layout) -> str:
     )
 
 
-def _types_apart(layout: Layout) -> list[object]:
-    """Return the leaves, those in a floating-point type without it."""
+def _leaves_without_float_types(layout: Layout) -> list[object]:
+    """Return the leaves of a layout; of one in a floating-point type, its shape and `requires_grad` alone."""
     return [
         (leaf.shape, leaf.requires_grad) if isinstance(leaf, TensorInfo) and leaf.dtype.is_floating_point else leaf
         for leaf in layout.leaves

@@ -36,21 +36,21 @@ from penstock.running_time import pause, running_s, wait_in_parts
 SHORTEST_WAIT_S = 0.001
 """Torch counts milliseconds and takes 0 for `without limit`."""
 PAUSE_S = 20e-6
-"""Between two looks at a device."""
+"""Seconds between two looks at a device."""
 LONGEST = timedelta(days=1)
-"""The limit of a backend's own waits, which a deadline of ours ends first."""
+"""The limit of a backend's own waits; a deadline of the transport ends them first."""
 PART_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackendLink:
-    """The messages of one tag to and from one peer; `posted` makes one of what the backend returns."""
+    """The messages of one tag to and from one peer; `make_pending` wraps the work that the backend returns."""
 
     peer: int
     tag: Tag
     outgoing: Backend
     incoming: Backend
-    posted: Callable[[dist.Work, Tensor], Pending]
+    make_pending: Callable[[dist.Work, Tensor], Pending]
 
     def send(self, tensor: Tensor) -> Pending:
         tensor = tensor.detach()
@@ -59,7 +59,7 @@ class BackendLink:
         except RuntimeError:
             end_group(self.outgoing)
             raise
-        return self.posted(work, tensor)
+        return self.make_pending(work, tensor)
 
     def receive(self, tensor: Tensor) -> Pending:
         tensor = tensor.detach()
@@ -68,7 +68,7 @@ class BackendLink:
         except RuntimeError:
             end_group(self.incoming)
             raise
-        return self.posted(work, tensor)
+        return self.make_pending(work, tensor)
 
 
 # ---- gloo
@@ -98,12 +98,12 @@ class GlooWaiter:
             self._waits = SimpleQueue()
             name = "penstock: waits for gloo"
             threading.Thread(target=_serve, args=(self._waits,), name=name, daemon=True).start()
-        over: Future[None] = Future()
-        self._waits.put((message, limit, over))
+        completion: Future[None] = Future()
+        self._waits.put((message, limit, completion))
         try:
-            over.result()
+            completion.result()
         except BaseException:
-            if not over.done():  # interrupted: the thread is busy until gloo's wait ends
+            if not completion.done():  # interrupted: the thread is busy until gloo's wait ends
                 self.close()
             raise
 
@@ -137,7 +137,7 @@ _Waits = SimpleQueue[tuple[GlooMessage, timedelta, Future[None]] | None]
 
 def _serve(waits: _Waits) -> None:
     while (wait := waits.get()) is not None:
-        message, limit, over = wait
+        message, limit, completion = wait
         problem: BaseException | None = None
         try:
             message.work.wait(limit)
@@ -146,10 +146,10 @@ def _serve(waits: _Waits) -> None:
         # Dropped before the main thread goes on: a work kept alive would keep gloo's sockets open.
         del wait, message
         if problem is None:
-            over.set_result(None)
+            completion.set_result(None)
         else:
-            over.set_exception(problem)
-        del over, problem
+            completion.set_exception(problem)
+        del completion, problem
 
 
 # ---- accelerators
@@ -189,7 +189,7 @@ class QueuedMessage:
             cast(Any, self.work).block_current_stream()
 
     def _result(self) -> Any:
-        """Of NCCL as `device_backend` makes it, it is done where the message has failed; other backends know none."""
+        """Return NCCL's future, which is done where the message has failed; None for backends that have no such."""
         try:
             return cast(Any, self.work).get_future_result()
         except RuntimeError:
@@ -214,13 +214,13 @@ def connect_devices(
         RuntimeError: a rank does not come in time, or a connection breaks.
     """
     names = ["upward", "downward", *(["sums"] if has_sums else [])]
-    made = [device_backend(device, PrefixStore(name, store), rank, num_ranks, LONGEST) for name in names]
+    backends = [device_backend(device, PrefixStore(name, store), rank, num_ranks, LONGEST) for name in names]
     try:
-        _FirstMessages(rank, num_ranks, device, made, deadline_s).exchange()
+        _FirstMessages(rank, num_ranks, device, backends, deadline_s).exchange()
     except BaseException:
-        abort_all(made, deadline_s)
+        abort_all(backends, deadline_s)
         raise
-    return made
+    return backends
 
 
 class Abortable(Protocol):
@@ -229,16 +229,16 @@ class Abortable(Protocol):
     def abort(self) -> None: ...
 
 
-def abort_all(several: Sequence[Abortable], limit_s: float) -> None:
-    """Abort at once: an abort of NCCL's waits for the messages of the others, which nobody would end.
+def abort_all(connections: Sequence[Abortable], limit_s: float) -> None:
+    """Abort all connections at once: NCCL's abort of one waits for the messages of the others, which nobody would end.
 
-    It waits for what else the device runs, too, and so may not come back; nobody waits longer than `limit_s`.
+    It also waits for what else the device runs, and so may not come back; this call returns after `limit_s` at most.
     """
-    if len(several) < 2:
-        for each in several:
-            each.abort()
+    if len(connections) < 2:
+        for connection in connections:
+            connection.abort()
         return
-    threads = [threading.Thread(target=_abort, args=(each,), daemon=True) for each in several]
+    threads = [threading.Thread(target=_abort, args=(connection,), daemon=True) for connection in connections]
     for thread in threads:
         thread.start()
     end_s = running_s() + limit_s
@@ -246,13 +246,13 @@ def abort_all(several: Sequence[Abortable], limit_s: float) -> None:
         thread.join(max(end_s - running_s(), 0.0))
 
 
-def _abort(each: Abortable) -> None:
+def _abort(connection: Abortable) -> None:
     with suppress(Exception):  # a device that has failed may refuse even this
-        each.abort()
+        connection.abort()
 
 
 class _FirstMessages:
-    """One number over every channel of a rank."""
+    """Sends one number over every channel of a rank, in one order on all ranks."""
 
     def __init__(
         self, rank: int, num_ranks: int, device: torch.device, backends: Sequence[Backend], deadline_s: float
@@ -262,23 +262,23 @@ class _FirstMessages:
         self._deadline_s = deadline_s
         self._is_over = threading.Event()
         self._error: BaseException | None = None
-        self._since_s = running_s()
-        """When the message began that is under way."""
+        self._message_begin_s = running_s()
+        """Time at which the message that is under way began."""
 
     def exchange(self) -> None:
-        """Exchange them, each within the deadline."""
-        threading.Thread(target=self._run, name="penstock: connects devices", daemon=True).start()
+        """Exchange the first messages of all channels, each within the deadline."""
+        threading.Thread(target=self._exchange_in_thread, name="penstock: connects devices", daemon=True).start()
         while not wait_in_parts(self._is_over.wait, PART_S):
-            # The message's own wait ends at the deadline too; here is what has not come that far.
-            if running_s() - self._since_s > self._deadline_s + PART_S:
+            # A message's own wait ends at the deadline too; this catches a call that blocks before that wait.
+            if running_s() - self._message_begin_s > self._deadline_s + PART_S:
                 raise RuntimeError(f"a rank did not connect its device within {self._deadline_s:g} s")
         if self._error is not None:
             raise self._error.with_traceback(None)  # its frames hold backends
 
-    def _run(self) -> None:
+    def _exchange_in_thread(self) -> None:
         try:
             if self._device.index is not None:
-                torch.accelerator.set_device_index(self._device.index)  # of this thread
+                torch.accelerator.set_device_index(self._device.index)  # torch keeps it per thread
             self._send_and_receive(torch.zeros(1, device=self._device))
         except MessageLate:
             self._error = RuntimeError(f"a first message did not come within {self._deadline_s:g} s")
@@ -289,11 +289,11 @@ class _FirstMessages:
     def _send_and_receive(self, number: torch.Tensor) -> None:
         for source, destination in permutations(range(self._num_ranks), 2):
             backend = self._upward if source < destination else self._downward
-            self._since_s = running_s()
+            self._message_begin_s = running_s()
             if self._rank == source:
                 QueuedMessage(backend.send([number], destination, Tag.DATA), number).wait(self._deadline_s)
             elif self._rank == destination:
                 QueuedMessage(backend.recv([number], source, Tag.DATA), number).wait(self._deadline_s)
         for backend in self._sums:
-            self._since_s = running_s()
+            self._message_begin_s = running_s()
             QueuedMessage(backend.allreduce([number]), number).wait(self._deadline_s)

@@ -36,14 +36,14 @@ WaitForDevice = Callable[[Callable[[], bool]], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Followed:
+class _FollowedReceive:
     """A receive that the device waits for, once it has come there."""
 
     ticket: Ticket
     message: QueuedMessage
-    reached: torch.Event
+    marker: torch.Event
     row: int
-    """Index of the instruction that needs it."""
+    """Index of the instruction that needs the message."""
 
 
 class DeviceQueue:
@@ -63,12 +63,12 @@ class DeviceQueue:
         self._posted = posted
         self._make_marker = make_marker
         self._read_clock = read_clock
-        self._followed: deque[_Followed] = deque()
+        self._receives: deque[_FollowedReceive] = deque()
         self._held_up_since_s: float | None = None
         self._is_wait_noted = False
         """Whether the observer has been told that the device waits, and not yet that the rank goes on."""
-        self._seen: tuple[_Followed, float] | None = None
-        """The receive that held the device up when another thread looked, and since when."""
+        self._blocking_receive: tuple[_FollowedReceive, float] | None = None
+        """The receive that held the device up when another thread looked, and the time of its first look."""
         self._observer: WaitObserver | None = None
         self.missed_row: int | None = None
         """Index of the instruction whose message the device waited for in vain; None where it did not."""
@@ -78,20 +78,20 @@ class DeviceQueue:
         self._observer = observer
 
     def follow(self, ticket: Ticket) -> None:
-        """Let what the current stream runs from now on wait for a receive; the host goes on. Raises: PeerLost."""
+        """Let all later work of the current stream wait for a receive, and the host go on. Raises: PeerLost."""
         message = self._posted.get(ticket.serial)
         if not isinstance(message, QueuedMessage):
             return self._transport.wait(ticket)
         del self._posted[ticket.serial]
-        reached = self._make_marker()
-        reached.record()
+        marker = self._make_marker()
+        marker.record()
         try:
             message.follow()
         except RuntimeError as error:
             self.require_device()
             raise peer_lost(self._names, self._transport.rank, ticket, 0.0, str(error)) from error.with_traceback(None)
         row = -1 if self._observer is None else self._observer.row
-        self._followed.append(_Followed(ticket, message, reached, row))
+        self._receives.append(_FollowedReceive(ticket, message, marker, row))
 
     def has_left(self, ticket: Ticket) -> bool:
         """Look, without blocking, whether a wait for this send would return at once."""
@@ -102,24 +102,24 @@ class DeviceQueue:
         """Look whether the device waits for a peer now. Raises: PeerLost, DeadlineExceeded."""
         error = self._given_up_by_peer(self._waited_s())
         if error is not None:
-            self.missed_row = self._followed[0].row if self._followed else None
+            self.missed_row = self._receives[0].row if self._receives else None
             raise error
-        while self._followed and self._has_arrived(self._followed[0]):
-            self._followed.popleft()
+        while self._receives and self._has_arrived(self._receives[0]):
+            self._receives.popleft()
             self.go_on()
             self._held_up_since_s = None
-        if not self._followed or not self._followed[0].reached.query():
+        if not self._receives or not self._receives[0].marker.query():
             return False
-        followed = self._followed[0]
-        ticket = followed.ticket
+        receive = self._receives[0]
+        ticket = receive.ticket
         if self._held_up_since_s is None:
             self._held_up_since_s = self._read_clock()
         if not self._is_wait_noted and self._observer is not None:
             self._is_wait_noted = True
-            self._observer.note_wait(ticket.peer, followed.row)
+            self._observer.note_wait(ticket.peer, receive.row)
         waited_s, deadline_s = self._waited_s(), self._transport.deadline_s
         if waited_s >= deadline_s:
-            self.missed_row = followed.row
+            self.missed_row = receive.row
             raise deadline_exceeded(self._names, self._transport.rank, ticket, waited_s, deadline_s)
         return True
 
@@ -138,21 +138,21 @@ class DeviceQueue:
         A host that is blocked by its device, as by a copy to the host, cannot look by itself.
         """
         try:
-            followed = next((each for each in self._followed if not each.message.has_ended()), None)
+            receive = next((receive for receive in self._receives if not receive.message.has_ended()), None)
         except RuntimeError:  # the host has followed or forgotten one meanwhile, so it is not blocked
-            followed = None
-        if followed is None or not followed.reached.query():
-            self._seen = None
+            receive = None
+        if receive is None or not receive.marker.query():
+            self._blocking_receive = None
             return None
-        if self._seen is None or self._seen[0] is not followed:
-            self._seen = followed, self._read_clock()
-        waited_s, deadline_s = self._read_clock() - self._seen[1], self._transport.deadline_s
+        if self._blocking_receive is None or self._blocking_receive[0] is not receive:
+            self._blocking_receive = receive, self._read_clock()
+        waited_s, deadline_s = self._read_clock() - self._blocking_receive[1], self._transport.deadline_s
         if waited_s >= deadline_s:
-            self.missed_row = followed.row
-            return deadline_exceeded(self._names, self._transport.rank, followed.ticket, waited_s, deadline_s)
+            self.missed_row = receive.row
+            return deadline_exceeded(self._names, self._transport.rank, receive.ticket, waited_s, deadline_s)
         error = self._given_up_by_peer(waited_s)
         if error is not None:
-            self.missed_row = followed.row
+            self.missed_row = receive.row
         return error
 
     def _given_up_by_peer(self, waited_s: float) -> PeerLost | None:
@@ -160,8 +160,8 @@ class DeviceQueue:
         peer = None if self._observer is None else self._observer.gave_up()
         if peer is None:
             return None
-        own = self._names[self._transport.rank]
-        text = f"{own}: {self._names.of_number(peer)} has given up the step. Look at its output for the cause"
+        rank_name = self._names[self._transport.rank]
+        text = f"{rank_name}: {self._names.of_number(peer)} has given up the step. Look at its output for the cause"
         return PeerLost(text, rank=peer, peer=peer, waited_s=waited_s)
 
     def require_device(self) -> None:
@@ -174,16 +174,16 @@ class DeviceQueue:
         marker.record()
         marker.query()
 
-    def held(self) -> tuple[list[Tensor], list[Tensor]]:
+    def held_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors of followed receives, and of all messages that nobody has waited for."""
-        followed = [each.message.tensor for each in self._followed]
-        return followed, [each.tensor for each in self._posted.values() if isinstance(each, QueuedMessage)]
+        posted_messages = [message for message in self._posted.values() if isinstance(message, QueuedMessage)]
+        return [receive.message.tensor for receive in self._receives], [message.tensor for message in posted_messages]
 
     def settle(self) -> None:
         """Let the host wait until all followed receives are there. Raises: PeerLost, DeadlineExceeded."""
         rank, deadline_s = self._transport.rank, self._transport.deadline_s
         await_device(
-            lambda: not self._followed,
+            lambda: not self._receives,
             rank=rank,
             deadline_s=deadline_s,
             is_held_up=self.is_held_up,
@@ -192,19 +192,19 @@ class DeviceQueue:
 
     def forget(self) -> None:
         """Forget all receives."""
-        self._followed.clear()
-        self._held_up_since_s = self._seen = self.missed_row = None
+        self._receives.clear()
+        self._held_up_since_s = self._blocking_receive = self.missed_row = None
         self._is_wait_noted = False
 
-    def _has_arrived(self, followed: _Followed) -> bool:
+    def _has_arrived(self, receive: _FollowedReceive) -> bool:
         try:
-            return followed.message.is_over()
+            return receive.message.is_over()
         except RuntimeError as error:
             reason = str(error)
         self.require_device()
-        self.missed_row = followed.row
+        self.missed_row = receive.row
         # Frames live as long as the error, and a work kept alive would keep the connections open.
-        raise peer_lost(self._names, self._transport.rank, followed.ticket, self._waited_s(), reason)
+        raise peer_lost(self._names, self._transport.rank, receive.ticket, self._waited_s(), reason)
 
     def _waited_s(self) -> float:
         return 0.0 if self._held_up_since_s is None else self._read_clock() - self._held_up_since_s

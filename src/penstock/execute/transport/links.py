@@ -38,7 +38,7 @@ class Pending(Protocol):
         ...
 
     def wait(self, deadline_s: float) -> None:
-        """Block until it is. Raises: RuntimeError, of which `LinkClosed` and `MessageLate` are kinds; SizesDiffer."""
+        """Block until it is over. Raises: SizesDiffer, RuntimeError (`LinkClosed`, `MessageLate` and others)."""
         ...
 
 

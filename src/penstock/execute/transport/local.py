@@ -50,8 +50,8 @@ class Channel:
 
     def move(self) -> None:
         """Move the next message."""
-        sent, received = self.sends.popleft(), self.receives.popleft()
-        source, target = sent.tensor, received.tensor
+        send, receive = self.sends.popleft(), self.receives.popleft()
+        source, target = send.tensor, receive.tensor
         if source.shape == target.shape and source.dtype == target.dtype:
             target.copy_(source)
         else:
@@ -59,8 +59,8 @@ class Channel:
                 f"sent {tuple(source.shape)} {source.dtype}, expected {tuple(target.shape)} {target.dtype}; "
                 "both ends must agree on shape and type"
             )
-            sent.problem = received.problem = problem
-        sent.is_done = received.is_done = True
+            send.problem = receive.problem = problem
+        send.is_done = receive.is_done = True
 
 
 class Wires:
@@ -78,7 +78,7 @@ class Wires:
         self.closed: set[int] = set()
         self.recovering: set[int] = set()
         self.gave_up_s: dict[int, float] = {}
-        """Per rank, `time.monotonic()` at which it last gave up to wait for a fresh start."""
+        """`time.monotonic()` at which each rank last gave up to wait for a fresh start."""
         self.generation = 0
 
     def channel(self, source: int, destination: int, tag: Tag) -> Channel:
@@ -93,8 +93,8 @@ class Wires:
 
     def wait(self, rank: int, channel: Channel, message: Message, limit_s: float) -> None:
         """Let a rank wait until something changes, but not for long; it comes again while its message is not done."""
-        # For a part alone. A condition does not say that it was notified just as the part ended, before the lock was
-        # taken back; another part would then wait for a notification that has been.
+        # This waits for one part alone. A condition does not say that it was notified just as the part ended, before
+        # the lock was taken back; another part would then wait for a notification that is over.
         wait_in_parts(self.changed.wait, min(limit_s, LONGEST_PART_S))
 
     def trouble(self, peer: int, channel: Channel) -> str:
@@ -104,7 +104,7 @@ class Wires:
         return f"{self.names[peer]} has closed its transport" if peer in self.closed else ""
 
     def missing_since(self, begin_s: float) -> list[int]:
-        """Ranks that do not wait for a fresh start; not those whose wait ended just before, if there are others."""
+        """Return the ranks that do not wait for a fresh start; those that did until just now if no other is missing."""
         missing = set(range(self.num_ranks)) - self.recovering
         never_came = {rank for rank in missing if self.gave_up_s.get(rank, 0.0) < begin_s}
         return sorted(never_came or missing)
@@ -126,13 +126,13 @@ class ThreadLink:
     peer: int
     tag: Tag
 
-    def send(self, tensor: Tensor) -> "Posted":
+    def send(self, tensor: Tensor) -> "PostedMessage":
         return self._post(tensor, is_send=True)
 
-    def receive(self, tensor: Tensor) -> "Posted":
+    def receive(self, tensor: Tensor) -> "PostedMessage":
         return self._post(tensor, is_send=False)
 
-    def _post(self, tensor: Tensor, *, is_send: bool) -> "Posted":
+    def _post(self, tensor: Tensor, *, is_send: bool) -> "PostedMessage":
         wires, message = self.wires, Message(tensor.detach())
         source, destination = (self.rank, self.peer) if is_send else (self.peer, self.rank)
         with wires.changed:
@@ -141,11 +141,11 @@ class ThreadLink:
                 raise LinkClosed(trouble)
             (channel.sends if is_send else channel.receives).append(message)
             wires.deliver(channel)
-        return Posted(self, channel, message)
+        return PostedMessage(self, channel, message)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Posted:
+class PostedMessage:
     """A message for the rank that has posted one end of it; no channel leads back to it, so no cycle holds tensors."""
 
     link: ThreadLink
@@ -159,12 +159,12 @@ class Posted:
         wires, message, end_s = self.link.wires, self.message, running_s() + deadline_s
         with wires.changed:
             while not message.is_done:
-                left_s = end_s - running_s()
+                remaining_s = end_s - running_s()
                 if trouble := wires.trouble(self.link.peer, self.channel):
                     raise LinkClosed(trouble)
-                if left_s <= 0:
+                if remaining_s <= 0:
                     raise MessageLate
-                wires.wait(self.link.rank, self.channel, message, left_s)
+                wires.wait(self.link.rank, self.channel, message, remaining_s)
         if message.problem:
             raise SizesDiffer(message.problem)
 
@@ -216,6 +216,6 @@ class LocalTransport(OverLinks):
             self._open.clear()
             self._wires.changed.notify_all()
 
-    def _raise_own(self, error: RuntimeError) -> None:
+    def _raise_own_error(self, error: RuntimeError) -> None:
         if not isinstance(error, LinkClosed | MessageLate):
-            raise error  # of this thread, as it copied a message
+            raise error  # it came up in this thread, as it copied a message

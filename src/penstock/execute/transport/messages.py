@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.execute.transport.agreed_layouts import AgreedLayouts, Key
+from penstock.execute.transport.agreed_layouts import AgreedLayouts, PassKey
 from penstock.execute.transport.device_queue import DeviceQueue, device_queue_of
 from penstock.execute.transport.protocol import Messages, Ticket
 from penstock.execute.values.layouts import Layout, decode_layout, encode_layout, require_plain
@@ -23,7 +23,7 @@ from penstock.execute.values.tree import flatten
 from penstock.execute.values.version_guard import VersionGuard
 
 _NO_KEY = (0, 0, 0)
-"""Of messages that no stage takes."""
+"""Key of messages that no stage takes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,11 +31,11 @@ class _Leaving:
     """A message that had not left when it was posted."""
 
     number: int
-    """Counts the messages of the step to this peer, from 0."""
+    """Index of the message among those of the step to this peer."""
     tickets: list[Ticket]
     outputs: VersionGuard
-    """Of a stage's outputs, those that the tickets carry."""
-    key: Key
+    """Guard of the stage's outputs that the tickets carry."""
+    key: PassKey
 
 
 @dataclass(slots=True, eq=False)
@@ -43,14 +43,14 @@ class Incoming:
     """A message that this rank waits for."""
 
     peer: int
-    key: Key
+    key: PassKey
     is_forward: bool
-    agreed: Layout | None = None
+    layout: Layout | None = None
     is_posted: bool = False
     tensors: list[Tensor] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
     numbers: Tensor | None = None
-    """Where they are not in a header, the scalars of the tree."""
+    """Scalars of the tree, where they are not in a header."""
 
 
 class Messenger:
@@ -61,8 +61,8 @@ class Messenger:
         self.sender = Sender(transport, device, self.layouts)
         self.receiver = Receiver(transport, device, self.layouts)
         self.transport = transport
-        """For messages of others on the same channels."""
-        self._queued = device_queue_of(transport)
+        """The transport itself, for other messages on the same channels."""
+        self._device_queue = device_queue_of(transport)
 
     def begin(self, signature: str, *, follows: bool = False) -> None:
         """Start a step with a batch of this layout; every rank passes the same signature.
@@ -70,12 +70,12 @@ class Messenger:
         Where it `follows`, a device waits for received tensors by itself, if the transport can let it.
         """
         self.layouts.begin(signature)
-        self.sender.following = self.receiver.following = self._queued if follows else None
+        self.sender.device_queue = self.receiver.device_queue = self._device_queue if follows else None
 
     def finish(self) -> None:
         """Wait until everything is received and sent; from now on this batch layout is known."""
-        if self.receiver.following is not None:
-            self.receiver.following.settle()
+        if self.receiver.device_queue is not None:
+            self.receiver.device_queue.settle()
         self.sender.finish()
         self.layouts.finish()
 
@@ -93,11 +93,11 @@ class Sender:
         self._device = device
         self._layouts = layouts
         self._num_sent: dict[int, int] = {}
-        """Per peer, messages of this step."""
+        """Number of messages of this step, by peer."""
         self._leaving: dict[int, deque[_Leaving]] = {}
-        """Per peer, what may not have arrived yet."""
-        self.following: DeviceQueue | None = None
-        """Set in a step whose receives devices wait for."""
+        """Messages that may not have arrived yet, by peer."""
+        self.device_queue: DeviceQueue | None = None
+        """Queue of the device, in a step whose receives devices wait for; None in others."""
         self.forget()
 
     def forget(self) -> None:
@@ -108,12 +108,12 @@ class Sender:
 
     def finish(self) -> None:
         """Wait until everything is sent."""
-        self.following = None  # from here on the host waits
+        self.device_queue = None  # from here on the host waits
         for peer, num_sent in self._num_sent.items():
             self.release(peer, num_sent)
             self._num_sent[peer] = 0
 
-    def send_forward(self, peer: int, key: Key, outputs: Any) -> None:
+    def send_forward(self, peer: int, key: PassKey, outputs: Any) -> None:
         """Send a stage's outputs, which `AgreedLayouts.note_outputs` has found to be what the ranks agreed on.
 
         Raises:
@@ -122,38 +122,37 @@ class Sender:
         if not self._layouts.is_static:
             self.send_described(peer, outputs, key)
             return
-        agreed, leaves = self._layouts.produced[key], flatten(outputs)[0]
+        layout, leaves = self._layouts.produced[key], flatten(outputs)[0]
         tensors = _tensors_of(leaves)
         for tensor in tensors:  # a layer may return other kinds than in the step that agreed on them
             require_plain(tensor, "an output")
-        described = zip(tensors, agreed.tensors, strict=True)
-        parts = [stored(tensor, info.order) for tensor, info in described]
-        if agreed.numbers:  # in front, where the receiver posts them
-            parts.insert(0, agreed.written_numbers(leaves).to(self._device))
+        parts = [stored(tensor, info.order) for tensor, info in zip(tensors, layout.tensors, strict=True)]
+        if layout.numbers:  # the receiver posts them in front
+            parts.insert(0, layout.written_numbers(leaves).to(self._device))
         self._send(peer, parts, key)
 
-    def send_described(self, peer: int, tree: Any, key: Key = _NO_KEY) -> None:
+    def send_described(self, peer: int, tree: Any, key: PassKey = _NO_KEY) -> None:
         """Send a tree behind a header that describes it."""
         header = encode_layout(tree)
-        opening = [torch.tensor([len(header)]), torch.frombuffer(bytearray(header), dtype=torch.uint8)]
+        header_tensors = [torch.tensor([len(header)]), torch.frombuffer(bytearray(header), dtype=torch.uint8)]
         tensors = [stored(tensor, memory_order(tensor)) for tensor in _tensors_of(flatten(tree)[0])]
-        self._send(peer, [*(part.to(self._device) for part in opening), *tensors], key)
+        self._send(peer, [*(part.to(self._device) for part in header_tensors), *tensors], key)
 
-    def send_backward(self, peer: int, gradients: Sequence[Tensor], key: Key = _NO_KEY) -> None:
+    def send_backward(self, peer: int, gradients: Sequence[Tensor], key: PassKey = _NO_KEY) -> None:
         """Send the gradients of a stage's inputs; the other end knows their shapes from its outputs.
 
         Where the inputs of `key` lie in memory in an order of their own, so do these on the other end.
         """
-        agreed = self._layouts.received.get(key)
-        if agreed is not None and agreed.has_orders:
-            described = zip(gradients, agreed.needing_gradient, strict=True)
-            gradients = [stored(gradient, info.order) for gradient, info in described]
+        layout = self._layouts.received.get(key)
+        if layout is not None and layout.has_orders:
+            gradient_infos = zip(gradients, layout.needing_gradient, strict=True)
+            gradients = [stored(gradient, info.order) for gradient, info in gradient_infos]
         self._send(peer, gradients, key)
 
     def release(self, peer: int, num_messages: int) -> None:
         """Let go of the first messages of this step to a peer, which its host has used.
 
-        Where devices wait for receives, a host is ahead of its device, so only of those that have left.
+        Where devices wait for receives, a host is ahead of its device, so only messages that have left are let go.
 
         Raises:
             PipelineError: if an output was changed in place on its way.
@@ -168,21 +167,22 @@ class Sender:
             message.outputs.checked(f"stage {stage}, microbatch {microbatch}")
 
     def _has_left(self, message: _Leaving) -> bool:
-        return self.following is None or all(map(self.following.has_left, message.tickets))
+        return self.device_queue is None or all(map(self.device_queue.has_left, message.tickets))
 
-    def _send(self, peer: int, tensors: Sequence[Tensor], key: Key) -> None:
+    def _send(self, peer: int, tensors: Sequence[Tensor], key: PassKey) -> None:
         # The transport keeps the tensors until their tickets have been waited for.
         tickets = []
         for tensor in tensors:  # no comprehension, which is one more frame before Python 3.12
             tickets.append(self._transport.post_send(peer, tensor))
         number = self._num_sent[peer]
         self._num_sent[peer] = number + 1
-        leaving = [ticket for ticket in tickets if not ticket.is_over]
-        if leaving:
-            # Not what needs a gradient: a parameter may be an output, which the optimizer changes once it has arrived.
-            both = zip(tickets, tensors, strict=True)
-            on_its_way = [tensor for ticket, tensor in both if not (ticket.is_over or tensor.requires_grad)]
-            self._leaving[peer].append(_Leaving(number, leaving, VersionGuard.of(on_its_way), key))
+        open_tickets = [ticket for ticket in tickets if not ticket.is_over]
+        if open_tickets:
+            # Tensors that need a gradient have no guard: one may be a parameter, which the optimizer changes once it
+            # has arrived.
+            posted = zip(tickets, tensors, strict=True)
+            guarded_tensors = [tensor for ticket, tensor in posted if not (ticket.is_over or tensor.requires_grad)]
+            self._leaving[peer].append(_Leaving(number, open_tickets, VersionGuard.of(guarded_tensors), key))
 
 
 class Receiver:
@@ -192,43 +192,43 @@ class Receiver:
         self._transport = transport
         self._device = device
         self._layouts = layouts
-        self.following: DeviceQueue | None = None
-        """Set in a step whose receives the device waits for."""
-        self._not_posted: dict[int, deque[Incoming]] = {}
-        """Per peer, the receives that are due but of a shape that is not known yet, in the order of the channel."""
+        self.device_queue: DeviceQueue | None = None
+        """Queue of the device, in a step whose receives it waits for; None in others."""
+        self._unposted: dict[int, deque[Incoming]] = {}
+        """Receives that are due but of a shape that is not known yet, by peer, in the order of the channel."""
         self.forget()
 
     def forget(self) -> None:
         """Forget all messages."""
-        self._not_posted = {peer: deque() for peer in range(self._transport.num_ranks)}
+        self._unposted = {peer: deque() for peer in range(self._transport.num_ranks)}
 
-    def post_forward(self, peer: int, key: Key) -> Incoming:
+    def post_forward(self, peer: int, key: PassKey) -> Incoming:
         """Post the receive of a stage's inputs."""
         return self._post(Incoming(peer, key, True, self._layouts.received.get(key)))
 
-    def post_backward(self, peer: int, key: Key) -> Incoming:
+    def post_backward(self, peer: int, key: PassKey) -> Incoming:
         """Post the receive of the gradients of a stage's outputs."""
         return self._post(Incoming(peer, key, False, self._layouts.produced.get(key)))
 
     def post_waiting(self, peer: int) -> None:
-        """Take all messages whose receives are due from their channel: what follows is for somebody else."""
-        waiting = self._not_posted[peer]
-        while waiting:
-            self._resolve(waiting.popleft())
+        """Take all messages whose receives are due from their channel, because the next message is not a stage's."""
+        unposted_receives = self._unposted[peer]
+        while unposted_receives:
+            self._resolve(unposted_receives.popleft())
 
     def take_tree(self, incoming: Incoming) -> Any:
         """Wait for a stage's inputs; tensors that need a gradient are leaves."""
         self._arrive(incoming)
-        agreed, tensors = incoming.agreed, incoming.tensors
-        assert agreed is not None
-        if agreed.only_tensor is not None:
-            return tensors[0].requires_grad_(agreed.only_tensor.requires_grad)
-        for tensor, info in zip(tensors, agreed.tensors, strict=True):
+        layout, tensors = incoming.layout, incoming.tensors
+        assert layout is not None
+        if layout.only_tensor is not None:
+            return tensors[0].requires_grad_(layout.only_tensor.requires_grad)
+        for tensor, info in zip(tensors, layout.tensors, strict=True):
             if info.requires_grad:
                 tensor.requires_grad_()
         if incoming.numbers is not None:
-            agreed = agreed.with_numbers(incoming.numbers)
-        return agreed.fill(tensors)
+            layout = layout.with_numbers(incoming.numbers)
+        return layout.fill(tensors)
 
     def take_gradients(self, incoming: Incoming) -> list[Tensor]:
         """Wait for the gradients of a stage's outputs."""
@@ -237,43 +237,43 @@ class Receiver:
 
     def receive_described(self, peer: int) -> Any:
         """Wait for what `send_described` sends; no other message of the peer may be under way."""
-        agreed = self._receive_header(peer)
-        incoming = Incoming(peer, _NO_KEY, True, agreed)
-        self._post_tensors(incoming, agreed)
+        layout = self._receive_header(peer)
+        incoming = Incoming(peer, _NO_KEY, True, layout)
+        self._post_tensors(incoming, layout)
         return self.take_tree(incoming)
 
     def _arrive(self, incoming: Incoming) -> None:
-        # In the order of the channel, up to this one: each header that comes belongs to the first that waits.
-        waiting = self._not_posted[incoming.peer]
+        # A header that comes belongs to the first receive that waits, so all receives before this one come first.
+        unposted_receives = self._unposted[incoming.peer]
         while not incoming.is_posted:
-            self._resolve(waiting.popleft())
+            self._resolve(unposted_receives.popleft())
         tickets = iter(incoming.tickets)
         if incoming.numbers is not None:
-            self._transport.wait(next(tickets))  # the host reads them
-        take = self._transport.wait if self.following is None else self.following.follow
+            self._transport.wait(next(tickets))  # the host itself reads the numbers
+        await_ticket = self._transport.wait if self.device_queue is None else self.device_queue.follow
         for ticket in tickets:
-            take(ticket)
+            await_ticket(ticket)
 
     def _post(self, incoming: Incoming) -> Incoming:
-        waiting = self._not_posted[incoming.peer]
+        unposted_receives = self._unposted[incoming.peer]
         # Behind a message of unknown shape nothing can be posted: a channel delivers in order.
-        if waiting or not self._layouts.is_static or incoming.agreed is None:
-            waiting.append(incoming)
+        if unposted_receives or not self._layouts.is_static or incoming.layout is None:
+            unposted_receives.append(incoming)
         else:
-            if incoming.is_forward and incoming.agreed.numbers:
-                num_bytes = incoming.agreed.bytes_of_numbers
+            if incoming.is_forward and incoming.layout.numbers:
+                num_bytes = incoming.layout.bytes_of_numbers
                 incoming.numbers = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
                 incoming.tickets.append(self._transport.post_receive(incoming.peer, incoming.numbers))
-            self._post_tensors(incoming, incoming.agreed)
+            self._post_tensors(incoming, incoming.layout)
         return incoming
 
     def _resolve(self, incoming: Incoming) -> None:
         if incoming.is_forward:
-            incoming.agreed = self._layouts.received[incoming.key] = self._receive_header(incoming.peer)
-        elif incoming.agreed is None:
-            # Due before the forward had run for the first time. It has by now: a peer needs outputs for a gradient.
-            incoming.agreed = self._layouts.produced[incoming.key]
-        self._post_tensors(incoming, incoming.agreed)
+            incoming.layout = self._layouts.received[incoming.key] = self._receive_header(incoming.peer)
+        elif incoming.layout is None:
+            # It was due before the first forward had run. That has run by now: a peer needs outputs for a gradient.
+            incoming.layout = self._layouts.produced[incoming.key]
+        self._post_tensors(incoming, incoming.layout)
 
     def _receive_header(self, peer: int) -> Layout:
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -282,8 +282,8 @@ class Receiver:
         self._transport.wait(self._transport.post_receive(peer, header))
         return decode_layout(header.cpu().numpy().tobytes())
 
-    def _post_tensors(self, incoming: Incoming, agreed: Layout) -> None:
-        for info in agreed.tensors if incoming.is_forward else agreed.needing_gradient:
+    def _post_tensors(self, incoming: Incoming, layout: Layout) -> None:
+        for info in layout.tensors if incoming.is_forward else layout.needing_gradient:
             tensor = empty_in_order(info.shape, info.order, dtype=info.dtype, device=self._device)
             incoming.tensors.append(tensor)
             incoming.tickets.append(self._transport.post_receive(incoming.peer, stored(tensor, info.order)))

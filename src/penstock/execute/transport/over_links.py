@@ -30,19 +30,19 @@ class OverLinks:
         self.deadline_s = deadline_s
         self.calls = PublicCalls()
         self._links: dict[tuple[int, int], Link] = {}
-        """By peer and tag."""
+        """Links by peer and tag."""
         self._observer: WaitObserver | None = None
         self._open: dict[int, Pending] = {}
         self._next_serial = 0
         self._first_serial = 0
 
     def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
-        sent = written_out(tensor)
-        if not sent.is_contiguous():
-            sent = sent.detach().contiguous()
+        contiguous = written_out(tensor)
+        if not contiguous.is_contiguous():
+            contiguous = contiguous.detach().contiguous()
         try:
             # No name for the link: an error keeps this frame, and a link kept alive keeps its sockets open.
-            pending = self._links.get((peer, tag), CLOSED).send(sent)
+            pending = self._links.get((peer, tag), CLOSED).send(contiguous)
         except RuntimeError as error:
             raise self._not_posted(Ticket(peer, True, self._next_serial), error) from error.with_traceback(None)
         return self._opened(Ticket(peer, True, self._next_serial, pending is None), pending)
@@ -64,7 +64,7 @@ class OverLinks:
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         deadline_s = self.deadline_s if limit_s is None else limit_s
-        # By its number, not by its absence: a ticket that was waited for is absent too, and may be waited for again.
+        # The serial tells, not the absence: a ticket that was waited for is absent too, and may be waited for again.
         if ticket.serial < self._first_serial:
             raise peer_lost(self.names, self.rank, ticket, 0.0, f"{self.forgotten_by} forgot this message")
         pending = self._open.pop(ticket.serial, None)
@@ -78,12 +78,12 @@ class OverLinks:
                 self._observer.note_wait(ticket.peer)
             pending.wait(deadline_s)
         except SizesDiffer as error:
-            own, peer, number = self.names[self.rank], self.names[ticket.peer], self.names.numbers[self.rank]
-            raise PipelineError(f"{own}: message of {peer}: {error}", rank=number) from error
+            rank_name, peer, number = self.names[self.rank], self.names[ticket.peer], self.names.numbers[self.rank]
+            raise PipelineError(f"{rank_name}: message of {peer}: {error}", rank=number) from error
         except RuntimeError as error:
             del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
             error.with_traceback(None)
-            self._raise_own(error)
+            self._raise_own_error(error)
             waited_s = running_s() - begin_s
             if isinstance(error, MessageLate) or waited_s >= deadline_s or is_timeout(error):
                 raise deadline_exceeded(self.names, self.rank, ticket, waited_s, self.deadline_s) from error
@@ -103,17 +103,17 @@ class OverLinks:
     def _not_posted(self, ticket: Ticket, error: RuntimeError) -> PeerLost:
         """Say that no link has taken a message; raise what this rank itself has failed with, if it has."""
         if not isinstance(error, LinkClosed):
-            self._raise_own(error)
+            self._raise_own_error(error)
         return peer_lost(self.names, self.rank, ticket, 0.0, str(error))
 
-    def _raise_own(self, error: RuntimeError) -> None:
+    def _raise_own_error(self, error: RuntimeError) -> None:
         """Raise what this rank itself has failed with, and no peer; `error` is what a link has raised."""
 
     @contextmanager
     def waiting(self, limit_s: float) -> Iterator[None]:
-        usual_s = self.deadline_s
-        self.deadline_s = max(usual_s, limit_s)
+        usual_deadline_s = self.deadline_s
+        self.deadline_s = max(usual_deadline_s, limit_s)
         try:
             yield
         finally:
-            self.deadline_s = usual_s
+            self.deadline_s = usual_deadline_s

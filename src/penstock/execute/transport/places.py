@@ -21,7 +21,7 @@ from penstock.execute.transport.rank_names import RankNames, rank_names
 
 T = TypeVar("T")
 PIPELINE, DATA = "pipeline", "data"
-"""The dimensions."""
+"""Names of the dimensions of a job."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,17 +29,17 @@ class Places:
     """The ranks of a job, seen from one of them."""
 
     pipeline: Transport
-    """To the ranks of the same replica."""
+    """Transport to the ranks of the same replica."""
     data: Transport | None
-    """To the ranks that hold the same stages; None where there is one replica."""
+    """Transport to the ranks that hold the same stages; None where there is one replica."""
     names: RankNames
-    """Of all ranks."""
+    """Names of all ranks, by index."""
     mesh: DeviceMesh | None = None
-    """Over which parameters are sharded: that of the ranks which hold the same stages."""
+    """Mesh of the ranks that hold the same stages, over which parameters are sharded."""
 
     @classmethod
     def of(cls, transport: Transport) -> Self:
-        """Return those of a pipeline without replicas."""
+        """Return the places of a pipeline without replicas."""
         return cls(transport, None, rank_names(transport))
 
     @property
@@ -67,7 +67,7 @@ class Places:
 
     @property
     def names_of_replica(self) -> RankNames:
-        """Those of the ranks of this replica, by their places along the pipeline."""
+        """Names of the ranks of this replica, by their places along the pipeline."""
         return self.names if self.data is None else self.names.select(self.replica_of(self.replica))
 
     def replica_of(self, replica: int) -> range:
@@ -80,7 +80,7 @@ class Places:
         return range(self.pipeline.rank, len(self.names.numbers), self.pipeline.num_ranks)
 
     def within_replica(self, of_number: Callable[[int], T]) -> Callable[[int], T]:
-        """From a function of a rank's number, make that of its place along the pipeline of this replica."""
+        """Turn a function of a rank's number into one of a rank's place along the pipeline of this replica."""
         numbers = self.names_of_replica.numbers
         return of_number if isinstance(numbers, range) else lambda rank: of_number(numbers[rank])
 
@@ -89,9 +89,9 @@ class Places:
         if self.data is None:
             self.pipeline.watch(observer)
             return
-        own = self.replica_of(self.replica)
-        for transport, indices in ((self.pipeline, own), (self.data, self.across)):
-            transport.watch(_ByNumber(observer, self.names.select(indices).numbers))
+        replica_ranks = self.replica_of(self.replica)
+        for transport, indices in ((self.pipeline, replica_ranks), (self.data, self.across)):
+            transport.watch(_ObserverByNumber(observer, self.names.select(indices).numbers))
 
     def abort(self) -> None:
         """Give up every message of every dimension."""
@@ -104,18 +104,18 @@ class Places:
 
     def close(self) -> None:
         """Release everything."""
-        first: BaseException | None = None
+        first_error: BaseException | None = None
         for transport in self.transports:
             try:
                 transport.close()
             except BaseException as error:  # the others are closed all the same
-                first = first or error
-        if first is not None:
-            raise first
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _ByNumber:
+class _ObserverByNumber:
     """Tells an observer of waits for the ranks of one dimension."""
 
     observer: WaitObserver

@@ -22,9 +22,9 @@ class Tag(IntEnum):
     """The purpose of a message."""
 
     DATA = 0
-    """Of a step, on the pipeline's device."""
+    """A message of a step, between tensors on the pipeline's device."""
     CONTROL = 1
-    """Of the host: always in the memory of the CPU."""
+    """A message of the host, which is always in the memory of the CPU."""
 
 
 class Ticket(NamedTuple):
@@ -33,7 +33,7 @@ class Ticket(NamedTuple):
     peer: int
     is_send: bool
     serial: int
-    """Counts the messages that this transport posted, from 0."""
+    """Index of the message among all that this transport has posted."""
     is_over: bool = False
     """Whether the message had left when it was posted, so that nothing needs to be waited for."""
 
@@ -83,7 +83,7 @@ class Messages(Protocol):
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         """Block until the message has been sent or received; a second wait for the same ticket returns at once.
 
-        For at most `limit_s` where less than the deadline is left, as to the later messages of a collective.
+        `limit_s` takes the place of the deadline where less of it is left, as for the later messages of a collective.
         Raises: PeerLost, DeadlineExceeded (both with rank, peer and waited_s).
         """
         ...
@@ -129,12 +129,12 @@ def is_transport(value: object) -> TypeGuard[Transport]:
 
 def peer_lost(names: RankNames, rank: int, ticket: Ticket, waited_s: float, reason: str) -> PeerLost:
     """Say that the other end of a message is gone."""
-    own, peer, number = names[rank], names[ticket.peer], names.numbers[ticket.peer]
+    rank_name, peer, peer_number = names[rank], names[ticket.peer], names.numbers[ticket.peer]
     return PeerLost(
-        f"{own}: lost {peer} while it {_what(names, ticket)}, after {waited_s:.2f} s: {reason}. "
+        f"{rank_name}: lost {peer} while it {_wait_of(names, ticket)}, after {waited_s:.2f} s: {reason}. "
         f"Look at the output of {peer} for the cause, then start all ranks again",
-        rank=number,
-        peer=number,
+        rank=peer_number,
+        peer=peer_number,
         waited_s=waited_s,
     )
 
@@ -143,12 +143,12 @@ def deadline_exceeded(
     names: RankNames, rank: int, ticket: Ticket, waited_s: float, deadline_s: float
 ) -> DeadlineExceeded:
     """Say that a message did not arrive or leave in time."""
-    number = names.numbers[ticket.peer]
+    peer_number = names.numbers[ticket.peer]
     return DeadlineExceeded(
-        f"{names[rank]}: {_what(names, ticket)} for {waited_s:.2f} s, the deadline is {deadline_s:g} s. "
+        f"{names[rank]}: {_wait_of(names, ticket)} for {waited_s:.2f} s, the deadline is {deadline_s:g} s. "
         f"Find out what {names[ticket.peer]} does, or allow more time if it is only slow",
-        rank=number,
-        peer=number,
+        rank=peer_number,
+        peer=peer_number,
         waited_s=waited_s,
     )
 
@@ -166,7 +166,7 @@ def missing_ranks(names: RankNames, rank: int, missing: list[int], waited_s: flo
     )
 
 
-def _what(names: RankNames, ticket: Ticket) -> str:
+def _wait_of(names: RankNames, ticket: Ticket) -> str:
     if ticket.is_send:
         return f"waited to send message {ticket.serial} to {names[ticket.peer]}"
     return f"waited to receive message {ticket.serial} from {names[ticket.peer]}"

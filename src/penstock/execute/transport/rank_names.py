@@ -17,9 +17,9 @@ class RankNames:
     """The names of some ranks, in order."""
 
     numbers: Sequence[int]
-    """By index: what an error's `rank` and `peer` are, and the place on the position board."""
+    """Number of each rank, by index: an error's `rank` and `peer`, and the place on the position board."""
     texts: Sequence[str]
-    """By index: `rank 5 (pipeline 1, data 2)`."""
+    """Name of each rank, by index, such as `rank 5 (pipeline 1, data 2)`."""
 
     @classmethod
     def plain(cls, num_ranks: int) -> Self:
@@ -28,7 +28,7 @@ class RankNames:
 
     @classmethod
     def on_mesh(cls, numbers: Sequence[int], places: Sequence[Mapping[str, int]]) -> Self:
-        """Return those of ranks at these places, each by the names of the mesh's dimensions."""
+        """Return the names of ranks, given the index of each along every dimension of the mesh by its name."""
         texts = [
             f"rank {number} ({', '.join(f'{name} {index}' for name, index in place.items())})"
             for number, place in zip(numbers, places, strict=True)
@@ -48,6 +48,6 @@ class RankNames:
 
 
 def rank_names(transport: object) -> RankNames:
-    """Return the names of a transport's ranks; those of one that says none are its indices."""
+    """Return the names of a transport's ranks; where it has no names, the ranks are named by their indices."""
     names = getattr(transport, "names", None)
     return names if isinstance(names, RankNames) else RankNames.plain(getattr(transport, "num_ranks", 0))

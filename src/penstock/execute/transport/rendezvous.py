@@ -35,18 +35,18 @@ from penstock.execute.transport.sockets import DirectSocket
 from penstock.running_time import pause, running_s
 
 MAX_PACKET_BYTES = 65536
-"""Of a small message: of larger ones too few would have room at once in what systems give a socket."""
+"""Bytes of the largest small message; too few larger ones would have room at once in what systems give a socket."""
 BUFFER_BYTES = 2**20
-"""Asked of the system for messages on their way; it may give less."""
+"""Bytes that the system is asked for, for messages on their way; it may give less."""
 MIN_MESSAGES_IN_FLIGHT = 3
 HELLO = struct.Struct("<q16s")
-"""Rank and the listener's secret."""
+"""The greeting of a peer that connects: its rank and the listener's secret."""
 CREDENTIALS = struct.Struct("3i")
 """Process, user and group of a peer, as the system gives them."""
 MAX_FILES = 253
-"""That the system hands over at once."""
+"""The most files that the system hands over at once."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2e-4, 0.02
-"""Between two looks into the store, twice as long each time."""
+"""The first and the longest pause between two looks into the store; each is twice as long as the one before."""
 GAVE_UP = "gave up"
 Exchange = Callable[[str, str], list[str]]
 """(name, own text) -> the texts that all ranks gave under this name."""
@@ -77,22 +77,22 @@ class Rendezvous:
             self._store.add(counter, self._round - entered)
         return PrefixStore(f"{self._round}", self._store)
 
-    def exchange(self, name: str, own: str, deadline_s: float) -> list[str]:
+    def exchange(self, name: str, text: str, deadline_s: float) -> list[str]:
         """Wait until all ranks have given a text under this name in this round; return all of them.
 
         Raises: DeadlineExceeded, naming the ranks that did not come; PeerLost where one gave up.
         """
         begin_s = running_s()
         keys = [f"{self._round}/{name}/{rank}" for rank in range(self._num_ranks)]
-        self._store.set(keys[self._rank], own)
+        self._store.set(keys[self._rank], text)
         if missing := await_keys(self._store, keys, deadline_s):
             self.give_up()
             raise missing_ranks(self._names, self._rank, missing, running_s() - begin_s)
         texts = [text.decode() for text in self._store.multi_get(keys)]
         if GAVE_UP in texts:
-            lost = texts.index(GAVE_UP)
-            number = self._names.numbers[lost]
-            raise PeerLost(f"{self._names[lost]} could not connect; look at its output", rank=number, peer=number)
+            lost_rank = texts.index(GAVE_UP)
+            number = self._names.numbers[lost_rank]
+            raise PeerLost(f"{self._names[lost_rank]} could not connect; look at its output", rank=number, peer=number)
         return texts
 
     def give_up(self, *names: str) -> None:
@@ -135,21 +135,21 @@ class DirectSockets:
 
     by_key: dict[SocketKey, DirectSocket]
     max_packet_bytes: int
-    """Of a message that goes as a packet; larger ones go through memory."""
+    """Bytes of the largest message that goes as a packet; larger ones go through memory."""
     is_complete: bool = False
     """Whether every rank of the group has all sockets to all others, so that nothing needs another way."""
 
-    def link(self, peer: int, tag: int, other: Link) -> Link:
-        """Return the link for the messages of a tag to a peer; what no socket carries goes over the other link."""
+    def link(self, peer: int, tag: int, fallback: Link) -> Link:
+        """Return the link for the messages of a tag to a peer; what no socket carries goes over `fallback`."""
         packets = self.by_key.get(SocketKey(peer, tag, False))
         if packets is None:
-            return other
+            return fallback
         memory = self.by_key.get(SocketKey(peer, tag, True))
-        return BySize(packets, memory or other, self.max_packet_bytes)
+        return BySize(packets, memory or fallback, self.max_packet_bytes)
 
     def close(self) -> None:
-        for each in self.by_key.values():
-            each.close()
+        for direct_socket in self.by_key.values():
+            direct_socket.close()
 
     def close_copies(self) -> None:
         """Close a forked process's copies.
@@ -157,8 +157,8 @@ class DirectSockets:
         A forked process, such as a loader of data, must not keep sockets open: the peers of a killed rank would see no
         end of file until it has ended too.
         """
-        for each in self.by_key.values():
-            each.close_copy()
+        for direct_socket in self.by_key.values():
+            direct_socket.close_copy()
 
 
 NO_SOCKETS = DirectSockets({}, 0)
@@ -169,7 +169,7 @@ class Address:
     """Where a rank listens, as all ranks know it."""
 
     name: str = ""
-    """Empty where it does not."""
+    """The name under which it listens; empty where it does not."""
     secret: str = ""
     max_packet_bytes: int = MAX_PACKET_BYTES
 
@@ -200,10 +200,10 @@ class Listener:
         return json.dumps(asdict(self.address))
 
     def accept(self, expected: Mapping[int, Keys], deadline_s: float) -> dict[SocketKey, DirectSocket]:
-        """Take these sockets of these peers, which stand in line already, and no others."""
-        made: dict[SocketKey, DirectSocket] = {}
-        waiting = dict(expected)
-        while waiting:
+        """Take the sockets of the expected peers, all of which have connected already, and no others."""
+        sockets: dict[SocketKey, DirectSocket] = {}
+        keys_by_peer = dict(expected)
+        while keys_by_peer:
             self._socket.settimeout(deadline_s)
             connection, _ = self._socket.accept()
             with connection:
@@ -214,14 +214,14 @@ class Listener:
             with ExitStack() as on_failure:
                 for file in files:
                     on_failure.callback(os.close, file)
-                keys = waiting.pop(self._peer_of(greeting), None)
+                keys = keys_by_peer.pop(self._peer_of(greeting), None)
                 if keys is None:
                     continue
                 if len(files) < len(keys) + sum(key.is_shared for key in keys):
                     raise OSError("the system handed over too few files; raise the limit of open files (ulimit -n)")
                 on_failure.pop_all()
-            made |= _taken(keys, files)
-        return made
+            sockets |= _received_sockets(keys, files)
+        return sockets
 
     def _peer_of(self, greeting: bytes) -> int:
         """Return the rank of a peer that has greeted with the secret; -1 for a stranger."""
@@ -232,23 +232,24 @@ class Listener:
 
 
 def connect_all(
-    rank: int, tags: Sequence[int], listener: Listener, addresses: Sequence[str], exchange: Exchange, deadline_s: float
+    rank: int, tags: Sequence[int], listener: Listener, texts: Sequence[str], exchange: Exchange, deadline_s: float
 ) -> DirectSockets:
     """Connect with every rank that can be reached; every rank of the group calls this, and both ends of a pair agree.
 
+    `texts` are the addresses of all ranks (`Listener.address_text`).
     Raises: OSError where a connection breaks while it is made.
     """
-    found = [Address(**json.loads(text)) for text in addresses]
-    made: dict[SocketKey, DirectSocket] = {}
-    for peer in range(rank + 1, len(found)):
-        made |= _connect(rank, peer, tags, found[peer], deadline_s)
-    texts = exchange("connected", json.dumps(list(made)))
-    connected = [[SocketKey(*key) for key in json.loads(text)] for text in texts]
-    mine = {peer: [key._replace(peer=peer) for key in keys if key.peer == rank] for peer, keys in enumerate(connected)}
-    made |= listener.accept({peer: keys for peer, keys in mine.items() if keys}, deadline_s)
-    num_pairs, num_connected = math.comb(len(found), 2), sum(map(len, connected))
+    addresses = [Address(**json.loads(text)) for text in texts]
+    sockets: dict[SocketKey, DirectSocket] = {}
+    for peer in range(rank + 1, len(addresses)):
+        sockets |= _connect(rank, peer, tags, addresses[peer], deadline_s)
+    key_texts = exchange("connected", json.dumps(list(sockets)))
+    rank_keys = [[SocketKey(*key) for key in json.loads(text)] for text in key_texts]
+    keys_here = [[key._replace(peer=peer) for key in keys if key.peer == rank] for peer, keys in enumerate(rank_keys)]
+    sockets |= listener.accept({peer: keys for peer, keys in enumerate(keys_here) if keys}, deadline_s)
+    num_pairs, num_connected = math.comb(len(addresses), 2), sum(map(len, rank_keys))
     is_complete = bool(tags) and num_connected == num_pairs * len(tags) * 2  # with memory and without
-    return DirectSockets(made, min(each.max_packet_bytes for each in found), is_complete)
+    return DirectSockets(sockets, min(address.max_packet_bytes for address in addresses), is_complete)
 
 
 def _connect(
@@ -257,7 +258,7 @@ def _connect(
     """Make the sockets of a pair and hand the peer its ends; none where it cannot be reached."""
     if not address.name:
         return {}
-    made: dict[SocketKey, DirectSocket] = {}
+    sockets: dict[SocketKey, DirectSocket] = {}
     try:
         with ExitStack() as handed_over, ExitStack() as on_failure:
             connection = handed_over.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -267,47 +268,47 @@ def _connect(
                 return {}
             files: list[int] = []
             for key, memory in _memories(peer, tags, handed_over).items():
-                own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                on_failure.enter_context(own)
-                handed_over.enter_context(theirs)
-                _make_room(own)
-                _make_room(theirs)
-                made[key] = _made_ready(own, memory, is_maker=True)
-                files += [theirs.fileno()] if memory is None else [theirs.fileno(), memory]
+                local_end, peer_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                on_failure.enter_context(local_end)
+                handed_over.enter_context(peer_end)
+                _make_room(local_end)
+                _make_room(peer_end)
+                sockets[key] = _direct_socket(local_end, memory, is_maker=True)
+                files += [peer_end.fileno()] if memory is None else [peer_end.fileno(), memory]
             socket.send_fds(connection, [HELLO.pack(rank, address.secret.encode())], files)
             on_failure.pop_all()
     except (AttributeError, OSError):  # another host, no more files, a peer that has gone
         return {}
-    return made
+    return sockets
 
 
-def _memories(peer: int, tags: Sequence[int], files: ExitStack) -> dict[SocketKey, int | None]:
-    """Return the sockets to be made with the file of the memory of each; none with memory where there is no such."""
-    made: dict[SocketKey, int | None] = {SocketKey(peer, tag, False): None for tag in tags}
+def _memories(peer: int, tags: Sequence[int], stack: ExitStack) -> dict[SocketKey, int | None]:
+    """Return the files of shared memory by socket: None for a socket of packets, no others where there is no memory."""
+    memory_files: dict[SocketKey, int | None] = {SocketKey(peer, tag, False): None for tag in tags}
     try:
-        memories = [shared_memory.make_memory() for _ in tags]
+        files_of_tags = [shared_memory.make_memory() for _ in tags]
     except (AttributeError, OSError):
-        return made
-    for tag, memory in zip(tags, memories, strict=True):
-        files.callback(os.close, memory)
-        made[SocketKey(peer, tag, True)] = memory
-    return made
+        return memory_files
+    for tag, memory in zip(tags, files_of_tags, strict=True):
+        stack.callback(os.close, memory)
+        memory_files[SocketKey(peer, tag, True)] = memory
+    return memory_files
 
 
-def _taken(keys: Keys, files: Sequence[int]) -> dict[SocketKey, DirectSocket]:
+def _received_sockets(keys: Keys, files: Sequence[int]) -> dict[SocketKey, DirectSocket]:
     """Make the sockets that a peer has handed over; their files come in the order of the keys."""
-    made: dict[SocketKey, DirectSocket] = {}
-    rest = iter(files)
+    sockets: dict[SocketKey, DirectSocket] = {}
+    remaining_files = iter(files)
     for key in keys:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=next(rest))
-        memory = next(rest) if key.is_shared else None
-        made[key] = _made_ready(connection, memory, is_maker=False)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=next(remaining_files))
+        memory = next(remaining_files) if key.is_shared else None
+        sockets[key] = _direct_socket(connection, memory, is_maker=False)
         if memory is not None:
             os.close(memory)  # it is mapped
-    return made
+    return sockets
 
 
-def _made_ready(connection: socket.socket, memory: int | None, *, is_maker: bool) -> DirectSocket:
+def _direct_socket(connection: socket.socket, memory: int | None, *, is_maker: bool) -> DirectSocket:
     return DirectSocket(connection, None if memory is None else SharedMemory(connection, memory, is_maker=is_maker))
 
 
@@ -320,5 +321,5 @@ def _is_same_user(connection: socket.socket) -> bool:
 def _make_room(connection: socket.socket) -> int:
     """Ask for room, and return how large a packet may be so that several can be in flight."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-    given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-    return min(MAX_PACKET_BYTES, given // (2 * MIN_MESSAGES_IN_FLIGHT))
+    granted_bytes = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    return min(MAX_PACKET_BYTES, granted_bytes // (2 * MIN_MESSAGES_IN_FLIGHT))

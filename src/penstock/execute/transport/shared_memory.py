@@ -24,12 +24,12 @@ from torch import Tensor
 from penstock.execute.transport.sockets import CLOSED, SEND_FLAGS
 
 ROOM_BYTES = 2**25
-"""For messages under way in one direction; memory is taken only for as much of it as was ever used at once."""
+"""Bytes for messages under way in one direction; the system gives only as many as were ever used at once."""
 PIECE_BYTES = ROOM_BYTES // 4
 """The most of a message that goes at once, so that one end copies a piece while the other copies the next."""
 ALIGNMENT = 64
 HEAD_BYTES = ALIGNMENT
-"""In front of the room: how many messages the receiver has taken."""
+"""Bytes in front of the room, with the number of pieces that the receiver has taken."""
 HALF_BYTES = HEAD_BYTES + ROOM_BYTES
 NOTE = struct.Struct("<qqq")
 """Where a piece begins, its bytes, and those of the whole message."""
@@ -67,10 +67,9 @@ class SharedMemory:
         first, second = (_Half(memory, begin) for begin in (0, HALF_BYTES))
         self._outgoing, self._incoming = (first, second) if is_maker else (second, first)
         self._room = _Room(ROOM_BYTES)
-        self._num_received = 0
-        """Pieces."""
+        self._num_pieces_received = 0
         self._bytes_written = 0
-        """Of the message that is being written."""
+        """Bytes of the message under way that have been handed over."""
         self._bytes_read = 0
         self._hang_up = select.poll()
         self._hang_up.register(connection, 0)  # nothing but the end of the connection
@@ -103,8 +102,8 @@ class SharedMemory:
             if message_bytes == tensor.nbytes:
                 ctypes.memmove(tensor.data_ptr() + self._bytes_read, self._incoming.address + begin, num_bytes)
             # After the copy: from this moment the sender may write over the place.
-            self._num_received += 1
-            self._incoming.num_taken.value = self._num_received
+            self._num_pieces_received += 1
+            self._incoming.num_taken.value = self._num_pieces_received
             self._bytes_read += num_bytes
             if self._bytes_read == message_bytes or message_bytes != tensor.nbytes:
                 self._bytes_read = 0

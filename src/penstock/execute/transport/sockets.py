@@ -39,7 +39,7 @@ class Arriving:
 
     socket: "DirectSocket"
     number: int
-    """Counts the messages that were asked for, from 0."""
+    """Index of the message among all that were asked for."""
 
     def is_over(self) -> bool:
         return self.socket.has_arrived(self.number)
@@ -113,7 +113,7 @@ class DirectSocket:
         self._connection = connection
         self._carrier = carrier or Packets(connection)
         self._expected: deque[Tensor] = deque()
-        """The next messages fill these."""
+        """Tensors that the next messages fill, in order."""
         self._num_arrived = 0
         self._overflow = _Overflow(self._carrier)
         self._poll = select.poll()
@@ -121,7 +121,7 @@ class DirectSocket:
 
     def send(self, tensor: Tensor) -> Leaving | None:
         """Send a contiguous tensor without blocking; what is returned, if anything, must be waited for."""
-        # Behind what waits for room already, even if there is room by now: a channel keeps its order.
+        # A channel keeps its order: messages that wait for room go first, even if there is room by now.
         if not self._overflow.is_empty:
             return self._overflow.add(tensor)
         try:

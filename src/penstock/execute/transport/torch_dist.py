@@ -40,9 +40,9 @@ from penstock.running_time import running_s
 ADDRESSES, CONNECTED, LINKED = "addresses", "connected", "linked"
 """The rounds of texts in a rendezvous of the ranks; the last one only where there are backends."""
 _ROUNDS = "penstock"
-"""Where the ranks of a group meet in its store."""
+"""Prefix under which the ranks of a group meet in its store."""
 _MESH = "mesh"
-"""In the place of a kind of device: what follows is about meshes."""
+"""The word that stands in the place of a kind of device before a text about meshes."""
 
 
 class TorchTransport(OverLinks):
@@ -65,25 +65,25 @@ class TorchTransport(OverLinks):
         names: RankNames | None = None,
         has_sums: bool = False,
     ) -> None:
-        own = group or dist.group.WORLD
-        if own is None:
+        process_group = group or dist.group.WORLD
+        if process_group is None:
             raise PipelineError(
                 "torch.distributed has no process group; call init_process_group first, or use one process"
             )
-        super().__init__(own.rank(), names or RankNames.plain(own.size()), deadline_s)
+        super().__init__(process_group.rank(), names or RankNames.plain(process_group.size()), deadline_s)
         self._on_close = on_close
         self._device = torch.device(device)
         self._queued_tags = [Tag.DATA] if is_queued(self._device) else []
-        """Of messages that are in a queue of an accelerator."""
+        """Tags of messages that are in a queue of an accelerator."""
         self._direct_tags = [tag for tag in Tag if is_direct and tag not in self._queued_tags]
-        # None of these from an abort to the next recovery, and no links.
+        # From an abort to the next recovery there are no sockets, no backends and no links.
         self._sockets = NO_SOCKETS
         self._backends: list[Backend] = []
         self._sums: Backend | None = None
-        """Between accelerators, for sums over all ranks, which run beside the messages."""
+        """Backend for sums over all ranks' accelerators, which run beside the messages."""
         self._gloo_waiter = GlooWaiter()
         self.device_queue: DeviceQueue | None = None
-        """Which messages are in, where the device queues its work."""
+        """Queue of receives that the device waits for, where the device queues its work."""
         if self._queued_tags:
             self.device_queue = DeviceQueue(self, self._open, partial(make_event, self._device))
         self.sums_on_devices = has_sums and self.device_queue is not None
@@ -91,13 +91,13 @@ class TorchTransport(OverLinks):
         self.is_device_held_up: Callable[[], bool] = held_up_of(self)
         """Looks whether a message holds up the device, so that nothing behind it has begun."""
         _close_sockets_in_forks(self)
-        store = self._connect(Rendezvous(PrefixStore(_ROUNDS, store_of(own)), self.rank, self.names))
+        store = self._connect(Rendezvous(PrefixStore(_ROUNDS, store_of(process_group)), self.rank, self.names))
         self._recoveries = Rendezvous(PrefixStore("recoveries", store), self.rank, self.names)
 
-    def post_exchange(self, held: Tensor, begin: Callable[[Backend], dist.Work]) -> Ticket:
+    def post_exchange(self, result: Tensor, begin: Callable[[Backend], dist.Work]) -> Ticket:
         """Begin a collective of all ranks on their accelerators, such as a sum, without blocking. Raises: PeerLost.
 
-        Its result, `held`, lives until its ticket is waited for. Which rank is late cannot be seen: the
+        Its result, `result`, lives until its ticket is waited for. Which rank is late cannot be seen: the
         ticket names the next one, which waits for the one behind it if it waits.
         """
         ticket = Ticket((self.rank + 1) % self.num_ranks, True, self._next_serial)
@@ -110,7 +110,7 @@ class TorchTransport(OverLinks):
             if sums is not None:
                 end_group(sums)
             raise self._not_posted(ticket, error) from error.with_traceback(None)
-        return self._opened(ticket, QueuedMessage(work, held, self.is_device_held_up))
+        return self._opened(ticket, QueuedMessage(work, result, self.is_device_held_up))
 
     def watch(self, observer: WaitObserver) -> None:
         super().watch(observer)
@@ -140,7 +140,7 @@ class TorchTransport(OverLinks):
             on_close()
 
     def _forget(self) -> tuple[list[Backend], list[Pending]]:
-        """Drop all connections and messages, and return them; once they are dropped there too, the sockets close."""
+        """Drop all connections and messages, and return them; the sockets close once the caller drops them too."""
         backends = self._backends
         self._backends, self._sums, self._sockets = [], None, NO_SOCKETS
         self._links.clear()
@@ -154,8 +154,8 @@ class TorchTransport(OverLinks):
     def _connect(self, rendezvous: Rendezvous) -> Store:
         begin_s, store = running_s(), rendezvous.enter()
 
-        def exchange(name: str, own: str) -> list[str]:
-            return rendezvous.exchange(name, own, self.deadline_s)
+        def exchange(name: str, text: str) -> list[str]:
+            return rendezvous.exchange(name, text, self.deadline_s)
 
         try:
             with ExitStack() as stack:
@@ -190,47 +190,47 @@ class TorchTransport(OverLinks):
 
     def _connect_backends(self, store: Store) -> None:
         """Connect what sockets do not carry, and choose the link of each peer and tag."""
-        place = store, self.rank, self.num_ranks
-        others = [peer for peer in range(self.num_ranks) if peer != self.rank]
+        group = store, self.rank, self.num_ranks
+        peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         if not self._sockets.is_complete:  # so it is on all ranks, or on none
-            backend = gloo(*place, self.deadline_s)
+            backend = gloo(*group, self.deadline_s)
             self._backends = [backend]
-            for peer, tag in product(others, Tag):
+            for peer, tag in product(peers, Tag):
                 self._links[peer, tag] = BackendLink(peer, tag, backend, backend, self._gloo_waiter.message)
         if self._queued_tags:
             upward, downward, *sums = connect_devices(
-                *place, self._device, self.deadline_s, has_sums=self.sums_on_devices
+                *group, self._device, self.deadline_s, has_sums=self.sums_on_devices
             )
             self._backends += [upward, downward, *sums]
             self._sums = sums[0] if sums else None
-            for peer in others:
-                both = (upward, downward) if self.rank < peer else (downward, upward)
-                self._links[peer, Tag.DATA] = BackendLink(peer, Tag.DATA, *both, self._on_device)
-        for peer, tag in product(others, self._direct_tags):
+            for peer in peers:
+                directions = (upward, downward) if self.rank < peer else (downward, upward)
+                self._links[peer, Tag.DATA] = BackendLink(peer, Tag.DATA, *directions, self._on_device)
+        for peer, tag in product(peers, self._direct_tags):
             self._links[peer, tag] = self._sockets.link(peer, tag, self._links.get((peer, tag), CLOSED))
 
     def _on_device(self, work: dist.Work, tensor: Tensor) -> QueuedMessage:
         return QueuedMessage(work, tensor, self.is_device_held_up)
 
-    def _raise_own(self, error: RuntimeError) -> None:
+    def _raise_own_error(self, error: RuntimeError) -> None:
         if self.device_queue is not None:
             self.device_queue.require_device()
 
 
 def _close_sockets_in_forks(transport: TorchTransport) -> None:
     """Let forked processes close their copies of a transport's sockets; the system offers no way to take this back."""
-    found = ref(transport)
+    transport_ref = ref(transport)
 
     def close() -> None:
-        own = found()
-        if own is not None:
-            own._sockets.close_copies()
+        live_transport = transport_ref()
+        if live_transport is not None:
+            live_transport._sockets.close_copies()
 
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=close)
 
 
-def meet_with_meshes(own: str, deadline_s: float) -> list[str]:
+def meet_with_meshes(mesh_text: str, deadline_s: float) -> list[str]:
     """Exchange texts about meshes with all ranks of the default group, in the round of their rendezvous.
 
     Raises:
@@ -242,7 +242,7 @@ def meet_with_meshes(own: str, deadline_s: float) -> list[str]:
     store = PrefixStore(_ROUNDS, store_of(world))
     rendezvous = Rendezvous(store, world.rank(), RankNames.plain(world.size()))
     rendezvous.enter()
-    texts = [text.split(" ", 1) for text in rendezvous.exchange(ADDRESSES, f"{_MESH} {own}", deadline_s)]
+    texts = [text.split(" ", 1) for text in rendezvous.exchange(ADDRESSES, f"{_MESH} {mesh_text}", deadline_s)]
     _require_one_kind([kind for kind, _ in texts])
     return [text for _, text in texts]
 
@@ -252,10 +252,10 @@ def _require_one_kind(kinds: Sequence[str]) -> None:
     if 0 < kinds.count(_MESH) < len(kinds):
         with_mesh, without = kinds.index(_MESH), next(rank for rank, kind in enumerate(kinds) if kind != _MESH)
         raise ConfigError(f"rank {with_mesh} was given a mesh, rank {without} none; give all ranks one", key=_MESH)
-    odd = [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
-    if odd:
+    odd_ranks = [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
+    if odd_ranks:
         raise ConfigError(
-            f"the ranks compute on devices of different kinds: rank 0 on {kinds[0]}, rank {odd[0]} on {kinds[odd[0]]}; "
-            "give all ranks one kind",
+            f"the ranks compute on devices of different kinds: rank 0 on {kinds[0]}, rank {odd_ranks[0]} on "
+            f"{kinds[odd_ranks[0]]}; give all ranks one kind",
             key="device",
         )

@@ -31,7 +31,7 @@ NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _RESTART_COUNT, _AGENT_HAS_STORE = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"
 MAX_WAIT_S = 2.0
-"""How long the other ranks leave it to the one to blame to report an error."""
+"""Seconds that the other ranks leave to the rank to blame, to report an error."""
 _FIX = "Start every rank with torchrun, or unset RANK and WORLD_SIZE to train in this process alone"
 
 
@@ -191,12 +191,12 @@ class DefaultGroup:
 
 def backend_for(device: torch.device) -> str:
     """Return the backend for messages on a device; CPU tensors always have one too."""
-    own = dist.get_default_backend_for_device(device)
-    return own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
+    backend = dist.get_default_backend_for_device(device)
+    return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
 
 
 OF_PROCESS = DefaultGroup()
-"""The one of this process, as torch has one default group."""
+"""The default group of this process, of which torch has one."""
 
 
 def join_default_group(device: torch.device, timeout_s: float) -> None:

@@ -34,11 +34,11 @@ def install(claims: Callable[[int | None], bool], error_file: str) -> None:
 
     `error_file` is where torchrun looks for a reason, if it does.
     """
-    before: Hook = sys.excepthook
+    previous_hook: Hook = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, (PenstockError, KeyboardInterrupt)):
-            before(kind, error, trace)
+            previous_hook(kind, error, trace)
             return
         # A Ctrl-C reaches a rank twice: from the terminal, and again from torchrun. The process ends anyway.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -57,41 +57,41 @@ def install(claims: Callable[[int | None], bool], error_file: str) -> None:
 
 def text_of(error: BaseException) -> str:
     """Return the traceback without frames of Penstock and torch, and without causes that have no other frames."""
-    found = traceback.TracebackException.from_exception(error)
+    trace = traceback.TracebackException.from_exception(error)
     if isinstance(error, KeyboardInterrupt):  # anywhere: say which call of the user's it ended
-        own = takewhile(_is_users, found.stack)
-        found.stack = traceback.StackSummary.from_list(own)
-        found.__suppress_context__ = True  # the first interrupt, if this is the second
-    _keep_users(found)
-    return "".join(found.format())
+        user_frames = takewhile(_is_user_frame, trace.stack)
+        trace.stack = traceback.StackSummary.from_list(user_frames)
+        trace.__suppress_context__ = True  # the first interrupt, if this is the second
+    _keep_user_frames(trace)
+    return "".join(trace.format())
 
 
-def _keep_users(found: traceback.TracebackException) -> None:
+def _keep_user_frames(trace: traceback.TracebackException) -> None:
     while True:
-        found.stack = traceback.StackSummary.from_list([frame for frame in found.stack if _is_users(frame)])
-        cause = _cause(found)
-        while cause is not None and not any(map(_is_users, cause.stack)):
+        trace.stack = traceback.StackSummary.from_list([frame for frame in trace.stack if _is_user_frame(frame)])
+        cause = _cause(trace)
+        while cause is not None and not any(map(_is_user_frame, cause.stack)):
             cause = _cause(cause)
-        found.__cause__, found.__context__ = cause, None
+        trace.__cause__, trace.__context__ = cause, None
         if cause is None:
             return
-        found = cause
+        trace = cause
 
 
-def _cause(found: traceback.TracebackException) -> traceback.TracebackException | None:
-    return found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+def _cause(trace: traceback.TracebackException) -> traceback.TracebackException | None:
+    return trace.__cause__ or (None if trace.__suppress_context__ else trace.__context__)
 
 
-def _is_users(frame: traceback.FrameSummary) -> bool:
+def _is_user_frame(frame: traceback.FrameSummary) -> bool:
     return not frame.filename.startswith(_HIDDEN)
 
 
 def _write(path: Path, error: PenstockError, *, is_first: bool) -> None:
     """Write what torchrun's table shows; it takes the earliest as the root cause, by whole seconds."""
-    shown = str(error).partition("\n")[0] if is_first else "another rank has said why"
+    message = str(error).partition("\n")[0] if is_first else "another rank has said why"
     when = int(time.time()) + (0 if is_first else 1)
     extra = {"timestamp": str(when), "penstock_traceback": "".join(traceback.format_exception(error))}
     try:
-        path.write_text(json.dumps({"message": {"message": shown, "extraInfo": extra}}), encoding="utf-8")
+        path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
     except OSError as failure:
         LOG.warning("%s cannot be written: %s", path, failure)
